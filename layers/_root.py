@@ -1,0 +1,33 @@
+"""Native RMSNorm and fused Dense layers for JAX, in Flax and Equinox.
+
+The names below are imported when they are first used: importing normfuse loads no framework,
+touches no GPU and starts no JAX backend.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "${version}"
+
+if TYPE_CHECKING:
+    from normfuse.layers.dense import dense as dense
+    from normfuse.layers.rms_norm import rms_norm as rms_norm
+
+_HOME = {
+    "dense": "normfuse.layers.dense",
+    "rms_norm": "normfuse.layers.rms_norm",
+}
+
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in ("native", "layers", "models", "train"):
+        return importlib.import_module(f"normfuse.{name}")
+    raise AttributeError(f"module 'normfuse' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,1 @@
+"""normfuse.models"""
