@@ -1,12 +1,40 @@
 // The extension module: names of FFI targets and types, and nothing else.
 #include <pybind11/pybind11.h>
 
+#include <type_traits>
+
+#include "cpu/rms_norm.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace py = pybind11;
+
+namespace {
+
+template <typename Handler>
+py::capsule Capsule(Handler* handler) {
+  static_assert(std::is_invocable_r_v<XLA_FFI_Error*, Handler, XLA_FFI_CallFrame*>);
+  return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
+}
+
+// {platform: {"types": {name: {"type_id", "type_info"}}, "targets": {name: handler or {stage: ...}}}}
+py::dict Registrations() {
+  py::dict targets;
+  targets["normfuse_rms_norm_forward"] = Capsule(NormfuseRmsNormForward);
+  targets["normfuse_rms_norm_row_sums"] = Capsule(NormfuseRmsNormRowSums);
+  targets["normfuse_rms_norm_apply"] = Capsule(NormfuseRmsNormApply);
+  targets["normfuse_rms_norm_backward"] = Capsule(NormfuseRmsNormBackward);
+  targets["normfuse_rms_norm_row_dots"] = Capsule(NormfuseRmsNormRowDots);
+  targets["normfuse_rms_norm_backward_apply"] = Capsule(NormfuseRmsNormBackwardApply);
+  py::dict platforms;
+  platforms["cpu"] = py::dict(py::arg("types") = py::dict(), py::arg("targets") = targets);
+  return platforms;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_ext, m) {
   m.doc() = "Native kernels of normfuse; use normfuse.native instead.";
   // (major, minor) of the FFI headers compiled in: an older jaxlib must not see our handlers.
   m.attr("ffi_api_version") = py::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  m.def("registrations", &Registrations);
 }

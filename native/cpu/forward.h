@@ -1,0 +1,73 @@
+// h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight
+#ifndef NORMFUSE_CPU_FORWARD_H_
+#define NORMFUSE_CPU_FORWARD_H_
+
+#include <cmath>
+
+#include "cpu/convert.h"
+#include "cpu/run.h"
+
+namespace normfuse {
+
+template <typename C>
+struct Forward {
+  Shape shape;
+  Array x, residual, h;        // residual and h: both or neither
+  Array given_rstd;            // Apply only
+  Array y, rstd, sums;         // results, each where wanted
+  const C* weight = nullptr;   // (n,), where y is wanted
+  double eps = 0;
+
+  bool reduces() const { return !given_rstd; }
+  bool applies() const { return static_cast<bool>(y); }
+  C* dscale() const { return nullptr; }
+
+  void Reduce(const Range& lines, const Range& features, double* sums) const {
+    C a[kTileSize<C>], b[kTileSize<C>];
+    ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t, Tile<C> tile) {
+      const int64_t count = tile.rows * tile.cols;
+      tile.x = Read(x, offset, count, a);
+      if (residual) tile.x = AddResidual(offset, count, tile.x, a, b);
+      shape.inner == 1 ? SquaresOfRows(tile, sums) : SquaresOfColumns(tile, sums);
+    });
+  }
+
+  void Finish(const Range& lines, const double* line_sums, C* values) const {
+    for (int64_t i = 0; i < lines.size(); ++i) {
+      const int64_t line = lines.begin + i;
+      if (sums) static_cast<C*>(sums.data)[line] = static_cast<C>(line_sums[i]);
+      if (given_rstd) {
+        values[i] = static_cast<const C*>(given_rstd.data)[line];
+      } else {
+        values[i] = static_cast<C>(1 / std::sqrt(line_sums[i] / shape.n + eps));
+      }
+      if (rstd) static_cast<C*>(rstd.data)[line] = values[i];
+    }
+  }
+
+  void Apply(const Range& lines, const Range& features, const C* values, C*) const {
+    C a[kTileSize<C>], b[kTileSize<C>];
+    ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t feature, Tile<C> tile) {
+      const int64_t count = tile.rows * tile.cols;
+      tile.x = Read(residual ? h : x, offset, count, a);
+      tile.weight = weight + feature;
+      tile.rstd = values;
+      C* target = Target(y, offset, b);
+      shape.inner == 1 ? NormaliseRows(tile, target) : NormaliseColumns(tile, target);
+      Commit(target, y, offset, count);
+    });
+  }
+
+ private:
+  // The sum as it is stored: statistics and y come from the rounded values.
+  const C* AddResidual(int64_t offset, int64_t count, const C* values, C* a, C* b) const {
+    C* sum = Target(h, offset, a);
+    Add(values, Read(residual, offset, count, b), count, sum);
+    Commit<C>(sum, h, offset, count);
+    return Read(h, offset, count, a);
+  }
+};
+
+}  // namespace normfuse
+
+#endif  // NORMFUSE_CPU_FORWARD_H_

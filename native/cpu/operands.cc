@@ -1,0 +1,131 @@
+#include "cpu/operands.h"
+
+namespace normfuse {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+std::string Text(const std::vector<int64_t>& dims) {
+  std::string text = "(";
+  for (size_t i = 0; i < dims.size(); ++i) {
+    text += (i ? ", " : "") + std::to_string(dims[i]);
+  }
+  return text + (dims.size() == 1 ? ",)" : ")");
+}
+
+std::string Text(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F64:
+      return "float64";
+    case ffi::F32:
+      return "float32";
+    case ffi::BF16:
+      return "bfloat16";
+    case ffi::F16:
+      return "float16";
+    default:
+      return "XLA data type " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+bool Supported(ffi::DataType dtype) {
+  return dtype == ffi::F64 || dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
+}
+
+}  // namespace
+
+Array Operands::Activation(const char* name, bool wanted) {
+  if (has_shape_ || !wanted || next_arg_ >= args_.size()) {
+    return Arg(name, activation(), false, wanted);
+  }
+  auto buffer = args_.get<ffi::AnyBuffer>(next_arg_);
+  if (buffer.has_value()) {
+    const auto dims = buffer->dimensions();
+    if (dims.size() != 3) {
+      Fail(std::string(name) + " must have shape (outer, n, inner); got " +
+           Text(Dims(dims.begin(), dims.end())));
+      return {};
+    }
+    if (dims[1] < 1) Fail(std::string(name) + " must have n >= 1; got n = 0");
+    shape_ = {dims[0], dims[1], dims[2]};
+    has_shape_ = true;
+  }
+  return Arg(name, activation(), false, wanted);
+}
+
+Array Operands::Scale(const char* name, bool wanted) {
+  return Arg(name, {shape_.n}, false, wanted);
+}
+
+Array Operands::Statistics(const char* name, bool wanted) {
+  return Arg(name, statistics(), true, wanted);
+}
+
+Array Operands::ActivationResult(const char* name, bool wanted) {
+  return Ret(name, activation(), false, wanted);
+}
+
+Array Operands::ScaleResult(const char* name, bool wanted) {
+  return Ret(name, {shape_.n}, true, wanted);
+}
+
+Array Operands::StatisticsResult(const char* name, bool wanted) {
+  return Ret(name, statistics(), true, wanted);
+}
+
+Array Operands::Arg(const char* name, const Dims& expected, bool of_compute_type, bool wanted) {
+  if (!wanted || !message_.empty()) return {};
+  auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
+  if (buffer.has_value()) return Check(name, *buffer, expected, of_compute_type);
+  Fail("the operand " + std::string(name) + " is missing: got " + std::to_string(args_.size()));
+  return {};
+}
+
+Array Operands::Ret(const char* name, const Dims& expected, bool of_compute_type, bool wanted) {
+  if (!wanted || !message_.empty()) return {};
+  auto buffer = rets_.get<ffi::AnyBuffer>(next_ret_++);
+  if (buffer.has_value()) return Check(name, **buffer, expected, of_compute_type);
+  Fail("the result " + std::string(name) + " is missing: got " + std::to_string(rets_.size()));
+  return {};
+}
+
+Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, const Dims& expected,
+                      bool of_compute_type) {
+  const auto span = buffer.dimensions();
+  const Dims dims(span.begin(), span.end());
+  const ffi::DataType dtype = buffer.element_type();
+  if (dims != expected) {
+    Fail(std::string(name) + " must have shape " + Text(expected) + "; got " + Text(dims));
+  } else if (!Supported(dtype)) {
+    Fail(std::string(name) + " must be float64, float32, bfloat16 or float16; got " + Text(dtype));
+  }
+  has_double_ |= dtype == ffi::F64;
+  if (of_compute_type) of_compute_type_.emplace_back(name, dtype);
+  // An empty buffer may have no address, and is present all the same.
+  static char empty;
+  void* data = buffer.untyped_data();
+  return {data != nullptr ? data : &empty, dtype};
+}
+
+void Operands::Fail(const std::string& message) {
+  if (message_.empty()) message_ = target_ + ": " + message + ".";
+}
+
+std::optional<ffi::Error> Operands::error() {
+  if (next_arg_ < args_.size() || next_ret_ < rets_.size()) {
+    Fail("expected " + std::to_string(next_arg_) + " operands and " + std::to_string(next_ret_) +
+         " results for these attributes; got " + std::to_string(args_.size()) + " and " +
+         std::to_string(rets_.size()));
+  }
+  const ffi::DataType compute = has_double_ ? ffi::F64 : ffi::F32;
+  for (const auto& [name, dtype] : of_compute_type_) {
+    if (dtype != compute) {
+      Fail(name + " must be " + Text(compute) + ", the type these dtypes are computed in; got " +
+           Text(dtype));
+    }
+  }
+  if (message_.empty()) return std::nullopt;
+  return ffi::Error::InvalidArgument(message_);
+}
+
+}  // namespace normfuse

@@ -1,0 +1,183 @@
+// RMSNorm on the CPU: typed FFI handlers.
+//
+// Every array is float64, float32, bfloat16 or float16, in any mix. C, the compute type, is float64
+// where one of them is, else float32; rstd, sums, dots and dscale have it. Shapes: x, residual, h, y,
+// dy, dh, dx (outer, n, inner); scale, dscale (n,); rstd, sums, dots (outer, inner). Operands marked
+// [] are there when the attribute says so. weight = scale + scale_offset, or 1 without a scale.
+#include "cpu/rms_norm.h"
+
+#include "cpu/backward.h"
+#include "cpu/forward.h"
+#include "cpu/operands.h"
+
+namespace normfuse {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// The weights in the compute type; they are the scale's own memory where nothing is to be done.
+template <typename C>
+class Weight {
+ public:
+  Weight(const Array& scale, double offset, int64_t n) {
+    if (scale && scale.dtype == kComputeDtype<C> && offset == 0) {
+      data_ = static_cast<const C*>(scale.data);
+      return;
+    }
+    owned_ = Allocate<C>(n);
+    data_ = owned_.get();
+    if (!owned_) return;
+    if (scale) Widen(scale, 0, n, owned_.get());
+    for (int64_t i = 0; i < n; ++i) {
+      owned_[i] = scale ? owned_[i] + static_cast<C>(offset) : C{1};
+    }
+  }
+
+  const C* data() const { return data_; }  // null when there is no memory
+
+ private:
+  std::unique_ptr<C[]> owned_;
+  const C* data_;
+};
+
+// Runs a kernel, given in both compute types, in the one that the operands ask for.
+template <template <typename> class Kernel, typename Fill>
+ffi::Error Dispatch(Operands& operands, ffi::ThreadPool& pool, const Array& scale,
+                    double scale_offset, const Fill& fill) {
+  if (auto error = operands.error()) return *error;
+  auto run = [&](auto kernel, auto zero) {
+    using C = decltype(zero);
+    const Weight<C> weight(scale, scale_offset, operands.shape().n);
+    if (weight.data() == nullptr) return OutOfMemory();
+    kernel.shape = operands.shape();
+    kernel.weight = weight.data();
+    fill(kernel);
+    return Run<C>(kernel, operands.shape(), pool);
+  };
+  return operands.compute_in_double() ? run(Kernel<double>(), double{}) : run(Kernel<float>(), 0.f);
+}
+
+ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       double eps, double scale_offset, bool has_residual, bool has_scale,
+                       bool with_rstd) {
+  Operands take("normfuse_rms_norm_forward", args, rets);
+  const Array x = take.Activation("x");
+  const Array residual = take.Activation("residual", has_residual);
+  const Array scale = take.Scale("scale", has_scale);
+  const Array y = take.ActivationResult("y");
+  const Array h = take.ActivationResult("h", has_residual);
+  const Array rstd = take.StatisticsResult("rstd", with_rstd);
+  return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
+    kernel.x = x, kernel.residual = residual, kernel.y = y, kernel.h = h, kernel.rstd = rstd;
+    kernel.eps = eps;
+  });
+}
+
+ffi::Error RowSumsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  Operands take("normfuse_rms_norm_row_sums", args, rets);
+  const Array x = take.Activation("x");
+  const Array sums = take.StatisticsResult("sums");
+  return Dispatch<Forward>(take, pool, {}, 0,
+                           [&](auto& kernel) { kernel.x = x, kernel.sums = sums; });
+}
+
+ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     double scale_offset, bool has_scale) {
+  Operands take("normfuse_rms_norm_apply", args, rets);
+  const Array x = take.Activation("x");
+  const Array scale = take.Scale("scale", has_scale);
+  const Array rstd = take.Statistics("rstd");
+  const Array y = take.ActivationResult("y");
+  return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
+    kernel.x = x, kernel.given_rstd = rstd, kernel.y = y;
+  });
+}
+
+// Backward, and BackwardApply where the dots are given.
+ffi::Error Gradients(const char* target, bool given_dots, ffi::ThreadPool& pool,
+                     ffi::RemainingArgs args, ffi::RemainingRets rets, double scale_offset,
+                     bool has_scale, bool has_residual, bool with_dscale, double count) {
+  Operands take(target, args, rets);
+  const Array dy = take.Activation("dy");
+  const Array x = take.Activation("x");
+  const Array scale = take.Scale("scale", has_scale);
+  const Array rstd = take.Statistics("rstd");
+  const Array dh = take.Activation("dh", has_residual);
+  const Array dots = take.Statistics("dots", given_dots);
+  const Array dx = take.ActivationResult("dx");
+  const Array dscale = take.ScaleResult("dscale", with_dscale);
+  return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
+    kernel.dy = dy, kernel.x = x, kernel.rstd = rstd, kernel.dh = dh, kernel.given_dots = dots;
+    kernel.dx = dx, kernel.dscale_result = dscale;
+    kernel.count = given_dots ? count : static_cast<double>(take.shape().n);
+  });
+}
+
+ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        double scale_offset, bool has_scale, bool has_residual, bool with_dscale) {
+  return Gradients("normfuse_rms_norm_backward", false, pool, args, rets, scale_offset, has_scale,
+                   has_residual, with_dscale, 0);
+}
+
+ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       double scale_offset, bool has_scale) {
+  Operands take("normfuse_rms_norm_row_dots", args, rets);
+  const Array dy = take.Activation("dy");
+  const Array x = take.Activation("x");
+  const Array scale = take.Scale("scale", has_scale);
+  const Array dots = take.StatisticsResult("dots");
+  return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
+    kernel.dy = dy, kernel.x = x, kernel.dots = dots;
+  });
+}
+
+ffi::Error BackwardApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, double scale_offset, bool has_scale,
+                             bool has_residual, bool with_dscale, double count) {
+  return Gradients("normfuse_rms_norm_backward_apply", true, pool, args, rets, scale_offset,
+                   has_scale, has_residual, with_dscale, count);
+}
+
+auto Variadic() {
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets();
+}
+
+}  // namespace
+}  // namespace normfuse
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormForward, normfuse::ForwardImpl,
+                              normfuse::Variadic()  // (x[, residual][, scale]) -> (y[, h][, rstd])
+                                  .Attr<double>("eps")
+                                  .Attr<double>("scale_offset")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<bool>("has_scale")
+                                  .Attr<bool>("with_rstd"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowSums, normfuse::RowSumsImpl,
+                              normfuse::Variadic());  // (x) -> (sums)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl,
+                              normfuse::Variadic()  // (x[, scale], rstd) -> (y)
+                                  .Attr<double>("scale_offset")
+                                  .Attr<bool>("has_scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl,
+                              normfuse::Variadic()  // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
+                                  .Attr<double>("scale_offset")
+                                  .Attr<bool>("has_scale")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<bool>("with_dscale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowDots, normfuse::RowDotsImpl,
+                              normfuse::Variadic()  // (dy, x[, scale]) -> (dots)
+                                  .Attr<double>("scale_offset")
+                                  .Attr<bool>("has_scale"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    NormfuseRmsNormBackwardApply, normfuse::BackwardApplyImpl,
+    normfuse::Variadic()  // (dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])
+        .Attr<double>("scale_offset")
+        .Attr<bool>("has_scale")
+        .Attr<bool>("has_residual")
+        .Attr<bool>("with_dscale")
+        .Attr<double>("count"));

@@ -1,0 +1,49 @@
+"""The compiled handlers, made known to XLA."""
+
+import functools
+import importlib.util
+import pathlib
+import re
+
+from normfuse.native import _ext
+
+
+@functools.cache
+def register() -> None:
+    """Registers every compiled FFI type and target with JAX; calling it again does nothing.
+
+    Raises:
+      ImportError: if the installed jaxlib is older than the headers the kernels were compiled with.
+        XLA refuses such handlers only when the backend starts, and then nothing runs at all.
+    """
+    check_version(_ext.ffi_api_version, installed_version())
+    import jax.ffi
+
+    for platform, entries in _ext.registrations().items():
+        for name, kind in entries["types"].items():  # a handler's state type goes before the handler
+            jax.ffi.register_ffi_type(name, kind, platform=platform)
+        for name, handler in entries["targets"].items():
+            jax.ffi.register_ffi_target(name, handler, platform=platform)
+
+
+def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None:
+    """Raises ImportError unless handlers of FFI version `compiled` load in an `installed` jaxlib."""
+    if compiled[0] == installed[0] and compiled <= installed:
+        return
+    raise ImportError(
+        "normfuse was compiled for XLA's FFI {}.{}, and the installed jaxlib has FFI {}.{}. "
+        "Install a jax and jaxlib of the same age or newer, or build normfuse against this jaxlib: "
+        "`pip install --no-build-isolation --no-binary normfuse normfuse`.".format(
+            *compiled, *installed
+        )
+    )
+
+
+def installed_version() -> tuple[int, int]:
+    """The FFI version (major, minor) of the installed jaxlib, read from its headers."""
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("normfuse needs jaxlib, and it is not installed: `pip install jax`.")
+    header = pathlib.Path(spec.submodule_search_locations[0], "include/xla/ffi/api/c_api.h")
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(found["MAJOR"]), int(found["MINOR"])
