@@ -1,17 +1,164 @@
-"""Root mean square normalisation (placeholder in plain JAX while the native op is written)."""
+"""Root mean square normalisation, with or without a residual addition before it."""
+
+import functools
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
+
+from normfuse.layers.arguments import dimensions, finite, floating, floating_dtype
+from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.op import match
+from normfuse.layers.rms_norm_op import forward
 
 
-def rms_norm(x, scale=None, *, eps=1e-6, axis=-1, scale_offset=0.0, dtype=None, implementation=None):
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    axes = tuple(sorted(a % x.ndim for a in axes))
-    compute = jnp.promote_types(x.dtype, jnp.float32)
-    x32 = x.astype(compute)
-    rstd = jax.lax.rsqrt(jnp.mean(x32 * x32, axes, keepdims=True) + eps)
-    y = x32 * rstd
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: int | Sequence[int] = -1,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Divides x by its root mean square over `axis` and multiplies by `scale`.
+
+        y = x / sqrt(mean(x²) + eps) · (scale + scale_offset)
+
+    Computed in float32 (float64 if an operand or `dtype` is float64); the gradient of scale is
+    summed in that type and returned in scale's own. Rows may be split over any mesh axes without
+    communication; where a normalised axis is split, one value a row is summed over the devices.
+
+    Args:
+      x: any shape; float64, float32, bfloat16 or float16.
+      scale: the shape of x's normalised axes, in increasing order of axis; any of those dtypes.
+      eps: added to the mean square; finite, at least 0.
+      axis: the normalised axis, or several.
+      scale_offset: added to scale; 1 for checkpoints that store scale − 1.
+      dtype: of the result; x's where None.
+      implementation: None, "native" or "xla", or several to try in order; see
+        `normfuse info` for what serves here.
+
+    Returns:
+      An array of x's shape and sharding.
+
+    Raises:
+      TypeError: for integer or complex operands, or an eps that is not a number.
+      ValueError: for a scale that does not fit, an axis out of range, or an eps that is not finite
+        or negative.
+      NotImplementedError: if `implementation` asks for what cannot serve.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import rms_norm
+    >>> rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]))
+    Array([0.84852815, 2.2627418 ], dtype=float32)
+    """
+    x, scale, params = _check("rms_norm", x, scale, eps, axis, scale_offset, dtype)
+    params |= {"has_residual": False, "with_rstd": True}
+    return _call("rms_norm", x, [], scale, implementation, params)[0]
+
+
+def rms_norm_with_rstd(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: int | Sequence[int] = -1,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`rms_norm`, and the reciprocal root mean square it multiplied by.
+
+    Takes and raises what `rms_norm` does.
+
+    Returns:
+      `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
+    """
+    x, scale, params = _check("rms_norm", x, scale, eps, axis, scale_offset, dtype)
+    params |= {"has_residual": False, "with_rstd": True}
+    y, rstd = _call("rms_norm", x, [], scale, implementation, params)
+    return y, rstd
+
+
+def add_rms_norm(
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    axis: int | Sequence[int] = -1,
+    scale_offset: float = 0.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Adds a residual to x and normalises the sum: the step between two blocks of a transformer.
+
+        new_residual = x + residual        y = rms_norm(new_residual, scale)
+
+    One pass over the activations in each direction: the backward adds the residual's own gradient
+    in the kernel. Takes and raises what `rms_norm` does, and ValueError where residual's shape is
+    not x's.
+
+    Returns:
+      `(y, new_residual)`: y has `dtype` (x's where None); new_residual has the promoted dtype of x
+      and residual, and is what is normalised, after rounding to that dtype.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import add_rms_norm
+    >>> add_rms_norm(jnp.array([1.0, 1.0]), jnp.array([2.0, 3.0]))
+    (Array([0.84852815, 1.1313709 ], dtype=float32), Array([3., 4.], dtype=float32))
+    """
+    x, scale, params = _check("add_rms_norm", x, scale, eps, axis, scale_offset, dtype)
+    residual = floating("add_rms_norm", "residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"add_rms_norm: residual must have x's shape {x.shape}, got {residual.shape}; "
+            "broadcast it first with jnp.broadcast_to"
+        )
+    params |= {"has_residual": True, "with_rstd": True}
+    y, new_residual, _ = _call("add_rms_norm", x, [residual], scale, implementation, params)
+    return y, new_residual
+
+
+def _call(op, x, residual, scale, implementation, params):
+    operands = [*residual, *[scale] * (scale is not None)]
+
+    def native_or_plain(strict):
+        n = len(residual)
+        matched = [match(a, x, range(x.ndim)) for a in operands[:n]]
+        matched += [match(a, x, params["axes"]) for a in operands[n:]]
+        varying = [a for a in matched if jax.typeof(a).manual_axis_type.varying]
+        lead = match(x, varying[0], range(x.ndim)) if varying else x
+        return forward(lead, *matched, strict=strict, **params)
+
+    plain = functools.partial(forward.plain, x, *operands, **params)
+    return choose(op, implementation, {"native": native_or_plain, "xla": lambda strict: plain()})
+
+
+def _check(op, x, scale, eps, axis, scale_offset, dtype):
+    """The operands as arrays and the op's parameters, or one clear error."""
+    x = floating(op, "x", x)
+    axes = dimensions(op, x, axis)
     if scale is not None:
-        shape = [x.shape[i] if i in axes else 1 for i in range(x.ndim)]
-        y = y * (scale.astype(compute) + scale_offset).reshape(shape)
-    return y.astype(dtype or x.dtype)
+        scale = floating(op, "scale", scale)
+        wanted = tuple(x.shape[a] for a in axes)
+        if scale.shape != wanted:
+            raise ValueError(
+                f"{op}: scale must have the shape of x's normalised axes, {wanted} for x of shape "
+                f"{x.shape} and axis={axis}; got {scale.shape}"
+            )
+    return (
+        x,
+        scale,
+        {
+            "axes": axes,
+            "eps": finite(op, "eps", eps, least=0),
+            "scale_offset": finite(op, "scale_offset", scale_offset),
+            "out_dtype": floating_dtype(op, dtype, x.dtype),
+            "has_scale": scale is not None,
+        },
+    )

@@ -1,0 +1,63 @@
+"""The arguments of the ops, checked: each mistake is one error that names it and its remedy."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def floating(op: str, argument: str, value: Any) -> jax.Array:
+    """`value` as an array of a floating dtype; TypeError otherwise."""
+    array = jnp.asarray(value)
+    if array.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{op}: {argument} must be one of {', '.join(DTYPES)}, got {array.dtype.name}; "
+            f"cast it first, for example {argument}.astype(jnp.float32)"
+        )
+    return array
+
+
+def floating_dtype(op: str, dtype: Any, default: Any) -> str:
+    """The name of `dtype`, or of `default` where it is None; TypeError if it is not floating."""
+    name = jnp.dtype(default if dtype is None else dtype).name
+    if name not in DTYPES:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(DTYPES)}, got {name}")
+    return name
+
+
+def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
+    """`value` as a finite Python number of at least `least`; TypeError or ValueError otherwise."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"{op}: {argument} must be a Python number known when the op is traced, got {value!r}"
+        ) from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {argument} must be finite, got {value}")
+    if number < least:
+        raise ValueError(f"{op}: {argument} must be at least {least:g}, got {value}")
+    return number
+
+
+def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """`axis` as increasing dimensions of x; TypeError or ValueError otherwise."""
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(f"{op}: axis must be an int or several, got {axis!r}") from None
+    if not axes or any(not -x.ndim <= a < x.ndim for a in axes):
+        raise ValueError(
+            f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for x of shape {x.shape}, "
+            f"got {axis}"
+        )
+    axes = sorted(a % x.ndim for a in axes)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{op}: axis names a dimension twice: {axis} for x of shape {x.shape}")
+    return tuple(axes)

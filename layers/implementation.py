@@ -1,0 +1,69 @@
+"""Which implementation serves an op: the meaning of `implementation=`, in one place."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+NAMES = ("native", "pallas", "xla")
+Implementation = str | Sequence[str] | None
+T = TypeVar("T")
+
+
+def requested(implementation: Implementation, *, argument: str = "implementation") -> list[str]:
+    """The implementations to try, in order; empty for the best that can serve.
+
+    `None` takes `NORMFUSE_IMPLEMENTATION` (names separated by commas) where it is set.
+
+    Raises:
+      ValueError: for an unknown name.
+      TypeError: for anything but None, a string, or a sequence of strings.
+    """
+    if implementation is None:
+        implementation = os.environ.get("NORMFUSE_IMPLEMENTATION") or None
+        argument = "NORMFUSE_IMPLEMENTATION"
+        if implementation is None:
+            return []
+        implementation = [name.strip() for name in implementation.split(",")]
+    names = [implementation] if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be None, a name or a sequence of names, got {implementation!r}"
+        )
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(
+            f"{argument} must name one of {', '.join(map(repr, NAMES))}, got {implementation!r}; "
+            "None takes the best that can serve here"
+        )
+    return list(names)
+
+
+def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
+    """Calls what `implementation` asks for.
+
+    Args:
+      op: the op's name, for errors.
+      implementation: as the user gave it.
+      serve: for each implementation that exists, a function of `strict`: whether plain HLO may not
+        stand in for it (it may where "xla" follows, or where nothing was asked for).
+
+    Raises:
+      NotImplementedError: if the only implementation asked for cannot serve.
+      ExceptionGroup: of the causes, if none of several can.
+    """
+    names = requested(implementation) or ["native", "xla"]
+    errors = []
+    for i, name in enumerate(names):
+        if name not in serve:
+            there = ", ".join(map(repr, serve))
+            errors.append(
+                NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
+            )
+            continue
+        try:
+            return serve[name]("xla" not in names[i + 1 :])
+        except NotImplementedError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ExceptionGroup(f"{op}: none of {names} can serve", errors)

@@ -1,0 +1,39 @@
+"""The few private names of JAX that normfuse uses, each with what happens without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import Primitive
+
+try:
+    from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
+except (
+    ImportError
+):  # custom_partitioning inside a lowering rule then fails with JAX's own assertion
+    _needs_devices = set()
+
+try:
+    from jax._src.interpreters.partial_eval import dce_rules as _dce_rules
+except ImportError:  # an unused rstd is then computed and thrown away
+    _dce_rules = {}
+
+try:
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+except ImportError:  # shardings that split a mesh axis then degrade to replication
+    parse_flatten_op_sharding = None
+
+try:
+    from jax._src.custom_partitioning import _sharding_callbacks as sharding_callbacks
+except ImportError:  # JAX's persistent compilation cache then misses in every new process
+    sharding_callbacks = None
+
+
+def needs_devices_during_lowering(primitive: Primitive) -> None:
+    """Shows `primitive`'s lowering rule the device assignment: custom_partitioning requires it."""
+    _needs_devices.add(primitive)
+
+
+def on_unused_results(primitive: Primitive, rule: Callable[[list[bool], Any], Any]) -> None:
+    """Sets `rule(used results, equation) -> (used operands, equation or None)` for dead code."""
+    # JAX 0.12 passes which operands are live between the two
+    _dce_rules[primitive] = lambda used, *live_and_equation: rule(used, live_and_equation[-1])

@@ -1,0 +1,144 @@
+"""A kernel: one device's share of an operation, as a JAX primitive with a lowering per platform."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+
+from normfuse.native import fallback
+from normfuse.native.fallback import Unsupported
+from normfuse.native.jax_private import needs_devices_during_lowering
+
+_NO_MESH = AbstractMesh((), ())
+
+
+class Kernel:
+    """One device's share of an operation.
+
+    Args:
+      name: the primitive is `normfuse_<name>`.
+      definition: the operation in plain JAX, `(*operands, **params) -> list of arrays`. It gives
+        the result types, and is what runs on platforms without a kernel.
+      cpu: `(*operands, **params) -> list of arrays` through `jax.ffi`, or None.
+      cuda: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the GPU.
+
+    `cpu` and `cuda` raise `Unsupported` when they cannot serve. With `strict=True` that becomes a
+    NotImplementedError, otherwise the definition serves and the reason is logged once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        definition: Callable[..., Sequence[jax.Array]],
+        *,
+        cpu: Callable[..., Sequence[jax.Array]] | None = None,
+        cuda: Callable[..., Sequence[jax.Array]] | None = None,
+    ):
+        self.name = name
+        self.definition = definition
+        self.primitive = Primitive(f"normfuse_{name}")
+        self.primitive.multiple_results = True
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        self.primitive.def_impl(self._impl)
+        needs_devices_during_lowering(self.primitive)
+        mlir.register_lowering(self.primitive, self._lower(None, "this platform has no kernel"))
+        mlir.register_lowering(self.primitive, self._lower(cpu), platform="cpu")
+        if cuda is not None:
+            mlir.register_lowering(self.primitive, self._lower_cuda(cuda), platform="cuda")
+
+    def __call__(
+        self, *operands: jax.Array, strict: bool = False, **params: Any
+    ) -> list[jax.Array]:
+        return self.primitive.bind(*operands, strict=strict, **params)
+
+    def _impl(self, *operands, **params):
+        return jax.jit(functools.partial(self.primitive.bind, **params))(*operands)
+
+    def _abstract_eval(self, *operands, strict, **params):
+        del strict
+        types = result_types(
+            self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
+        )
+        like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
+        return [
+            like.update(
+                shape=t.shape,
+                dtype=t.dtype,
+                weak_type=False,
+                sharding=NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(t.shape))),
+            )
+            for t in types
+        ]
+
+    def _lower(self, serve, reason: str = ""):
+        def rule(ctx, *values, strict, **params):
+            try:
+                if serve is None:
+                    raise Unsupported(reason)
+                return lower(functools.partial(serve, **params), ctx, *values)
+            except Unsupported as error:
+                where = f"on {'/'.join(ctx.module_context.platforms)}, {error}"
+                fallback.report(self.name, where, strict=strict)
+                return lower(functools.partial(self.definition, **params), ctx, *values)
+
+        return rule
+
+    def _lower_cuda(self, cuda):
+        def rule(ctx, *values, strict, **params):
+            from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
+
+            def serve(*operands, **params):
+                return cuda(device.target_for(ctx), *operands, **params)
+
+            return self._lower(serve)(ctx, *values, strict=strict, **params)
+
+        return rule
+
+
+@functools.lru_cache(maxsize=4096)
+def result_types(definition, operands, params) -> list[jax.ShapeDtypeStruct]:
+    """The result types of `definition` on operands given as (shape, dtype) pairs."""
+    with use_abstract_mesh(_NO_MESH):
+        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+        return list(jax.eval_shape(functools.partial(definition, **dict(params)), *structs))
+
+
+def without_mesh(fn: Callable[..., Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """Traces and lowers `fn` with no mesh in sight.
+
+    The arrays of a shard live on one device. From JAX 0.11 on an ambient Explicit mesh would
+    annotate them, and XLA finds no implementation for a `Sharding` call in a per-device module.
+    """
+
+    def shielded(*operands):
+        with use_abstract_mesh(_NO_MESH):
+            jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands])
+        return _shield.bind(*operands, jaxpr=jaxpr)
+
+    return shielded
+
+
+def lower(fn: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, *values):
+    """Lowers `fn`, a function of one device's arrays, in the place of a primitive."""
+    with use_abstract_mesh(_NO_MESH):
+        jaxpr = jax.make_jaxpr(lambda *operands: list(fn(*operands)))(
+            *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
+        )
+    return _lower_shielded(ctx, *values, jaxpr=jaxpr)
+
+
+def _lower_shielded(ctx, *values, jaxpr):
+    with use_abstract_mesh(_NO_MESH):
+        inner = ctx.replace(avals_in=list(jaxpr.in_avals), avals_out=list(jaxpr.out_avals))
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *values)
+
+
+_shield = Primitive("normfuse_without_mesh")
+_shield.multiple_results = True
+_shield.def_abstract_eval(lambda *operands, jaxpr: list(jaxpr.out_avals))
+mlir.register_lowering(_shield, _lower_shielded)
+needs_devices_during_lowering(_shield)

@@ -1,0 +1,46 @@
+"""RMSNorm on one device: six kernels over arrays viewed as (outer, n, inner), normalised over n.
+
+`forward` and `backward` do the whole work where a device holds whole rows. Where the rows are
+split over several devices, `row_sums` then `apply`, and `row_dots` then `backward_apply`, do it
+around one sum over the devices.
+"""
+
+import jax
+import numpy as np
+
+from normfuse.native import cuda_rms_norm as cuda
+from normfuse.native import registry
+from normfuse.native import rms_norm_definition as definition
+from normfuse.native.kernel import Kernel, result_types
+
+_ATTRIBUTES = {  # params passed on to the C++ handlers, by the type they are declared with
+    "eps": np.float64,
+    "scale_offset": np.float64,
+    "count": np.float64,
+    "has_residual": bool,
+    "has_scale": bool,
+    "with_rstd": bool,
+    "with_dscale": bool,
+}
+
+
+def _kernel(name: str) -> Kernel:
+    defined = getattr(definition, name)
+
+    def cpu(*operands, **params):
+        types = result_types(
+            defined, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
+        )
+        attributes = {k: _ATTRIBUTES[k](v) for k, v in params.items() if k in _ATTRIBUTES}
+        return jax.ffi.ffi_call(f"normfuse_rms_norm_{name}", types)(*operands, **attributes)
+
+    return Kernel(f"rms_norm_{name}", defined, cpu=cpu, cuda=getattr(cuda, name))
+
+
+registry.register()
+forward = _kernel("forward")
+row_sums = _kernel("row_sums")
+apply = _kernel("apply")
+backward = _kernel("backward")
+row_dots = _kernel("row_dots")
+backward_apply = _kernel("backward_apply")

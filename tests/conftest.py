@@ -1,0 +1,39 @@
+"""Eight emulated CPU devices, a random generator per test, and switches for slow and GPU tests."""
+
+import os
+
+# Before JAX is imported: the emulated devices stand in for a mesh on machines without accelerators.
+_flag = "--xla_force_host_platform_device_count"
+if _flag not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}=8".strip()
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    on_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+        if "gpu" in item.keywords and not on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """A generator seeded by the test's own name: reproducible, and different for every test."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture
+def eight_devices():
+    """The first eight devices of the default backend; skips where there are fewer."""
+    if len(jax.devices()) < 8:
+        pytest.skip("needs eight devices")
+    return jax.devices()[:8]
