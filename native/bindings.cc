@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cpu/rms_norm.h"
+#include "cuda/launch.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace py = pybind11;
@@ -25,8 +26,20 @@ py::dict Registrations() {
   targets["normfuse_rms_norm_backward"] = Capsule(NormfuseRmsNormBackward);
   targets["normfuse_rms_norm_row_dots"] = Capsule(NormfuseRmsNormRowDots);
   targets["normfuse_rms_norm_backward_apply"] = Capsule(NormfuseRmsNormBackwardApply);
+
+  py::dict cuda_types;
+  cuda_types["normfuse_launch"] =
+      py::dict(py::arg("type_id") = py::capsule(normfuse::cuda::LaunchTypeId()),
+               py::arg("type_info") = py::capsule(normfuse::cuda::LaunchTypeInfo()));
+  py::dict cuda_targets;
+  cuda_targets["normfuse_launch"] =
+      py::dict(py::arg("instantiate") = Capsule(NormfuseLaunchInstantiate),
+               py::arg("initialize") = Capsule(NormfuseLaunchInitialize),
+               py::arg("execute") = Capsule(NormfuseLaunchExecute));
+
   py::dict platforms;
   platforms["cpu"] = py::dict(py::arg("types") = py::dict(), py::arg("targets") = targets);
+  platforms["CUDA"] = py::dict(py::arg("types") = cuda_types, py::arg("targets") = cuda_targets);
   return platforms;
 }
 
