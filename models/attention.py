@@ -1,0 +1,143 @@
+"""Rotary embedding and causal attention, shared by the Flax and the Equinox transformer."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from normfuse.models.config import RopeScaling, TransformerConfig
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the rotation angles, `(seq, head_dim / 2)` float32 each."""
+
+    cos: Array
+    sin: Array
+
+
+class KeyValue(NamedTuple):
+    """One layer's past keys and values, `(batch, length, num_kv_heads, head_dim)` each."""
+
+    keys: Array
+    values: Array
+
+
+class Cache(NamedTuple):
+    """What a transformer remembers of the tokens it has read: a plain pytree.
+
+    Attributes:
+      layers: past keys and values of each layer, of fixed length.
+      length: int32 scalar, how many positions are filled.
+    """
+
+    layers: tuple[KeyValue, ...]
+    length: Array
+
+    @classmethod
+    def empty(cls, config: TransformerConfig, batch_size: int, length: int) -> "Cache":
+        """Makes room for `length` tokens of each of `batch_size` sequences."""
+        shape = (batch_size, length, config.num_kv_heads, config.head_dim)
+        blank = lambda: jnp.zeros(shape, config.dtype)
+        layers = tuple(KeyValue(blank(), blank()) for _ in range(config.num_layers))
+        return cls(layers, jnp.int32(0))
+
+
+def rope_table(config: TransformerConfig, start: Array | int, seq: int) -> Rope:
+    """Tabulates the angles `position * theta^(-2i / head_dim)` of positions `start`, `start + 1`, …
+
+    References: Su et al., RoFormer, arXiv:2104.09864.
+    """
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling is not None:
+        frequencies = _stretched(frequencies, config.rope_scaling)
+    positions = start + jnp.arange(seq, dtype=jnp.int32)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return Rope(jnp.cos(angles), jnp.sin(angles))
+
+
+def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # over the trained length
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotate(x: Array, rope: Rope) -> Array:
+    """Rotates the pairs `(x[i], x[i + head_dim / 2])` of every head, in float32.
+
+    Pairs lie half a head apart, as in Hugging Face's Llama, whose weights then need no reordering.
+    (The original interleaves them: `(x[2i], x[2i + 1])`.)
+
+    Args:
+      x: `(batch, seq, heads, head_dim)`.
+      rope: the angles of the `seq` positions.
+    Returns: shape and dtype of `x`.
+    """
+    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]  # the same for every head
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Array, k: Array, v: Array, cache: KeyValue | None, start: Array | int, implementation: str
+) -> tuple[Array, KeyValue | None]:
+    """Causal attention over this call's tokens and, with a cache, all before them.
+
+    Args:
+      q: `(batch, seq, num_heads, head_dim)`, already rotated.
+      k: `(batch, seq, num_kv_heads, head_dim)`, already rotated; each serves as many query heads.
+      v: as `k`.
+      cache: the past, whose first `start` positions are filled; None without one.
+      start: position of the first token.
+      implementation: "auto", "xla" or "cudnn". With a cache always XLA's.
+    Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
+      call's keys and values in it. Scores and softmax are float32 (float64 for float64).
+    """
+    if cache is not None:
+        add = lambda past, new: jax.lax.dynamic_update_slice(past, new, (0, start, 0, 0))
+        cache = KeyValue(add(cache.keys, k), add(cache.values, v))
+        return _attend_xla(q, cache.keys, cache.values, start), cache
+    if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return out, None
+    return _attend_xla(q, k, v, 0), None
+
+
+def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
+    batch, seq, heads, width = q.shape
+    length, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    # The query heads that share a key are more rows of one matrix: two plain batched products,
+    # in half the time that jax.nn.dot_product_attention takes on a CPU.
+    q = q.reshape(batch, seq, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, group * seq, width)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
+    scores = _product("bkrh,bksh->bkrs", q, k) * width**-0.5
+    positions = jnp.tile(start + jnp.arange(seq), group)
+    seen = jnp.arange(length) <= positions[:, None]  # (group * seq, length)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    out = _product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
+    out = out.reshape(batch, kv_heads, group, seq, width).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, seq, heads, width)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    # Names the precision for bfloat16: the backward would otherwise multiply its float32 cotangent
+    # with a bfloat16 operand in float32, at a fraction of the speed (jax-ml/jax#24047).
+    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if a.dtype == jnp.bfloat16 else None
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=wide)
+
+
+def _cudnn_serves(q: Array) -> bool:
+    # The limits of cuDNN's fused attention on every generation since Ampere.
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] > 128 or q.shape[-1] % 8:
+        return False
+    if jax.default_backend() != "gpu":
+        return False
+    device = jax.devices()[0]
+    return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.0

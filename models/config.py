@@ -1,0 +1,235 @@
+"""The transformer's configuration: its shape, its precision, and the presets.
+
+Nothing here imports JAX: a command line can read, check and print a configuration at once.
+"""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Remat = Literal["none", "block", "dots"]
+AttentionImplementation = Literal["auto", "xla", "cudnn"]
+Implementation = Literal["native", "pallas", "xla"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the rotary wavelengths beyond the length trained on.
+
+    Wavelengths above `original_max_seq_len / low_freq_factor` grow by `factor`, those below
+    `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self):
+        _check(self.factor >= 1, "factor", self.factor, "must be at least 1")
+        ordered = 0 < self.low_freq_factor < self.high_freq_factor
+        both = (self.low_freq_factor, self.high_freq_factor)
+        _check(ordered, "low_freq_factor, high_freq_factor", both, "must be positive and ascending")
+        length = self.original_max_seq_len
+        _check(length >= 1, "original_max_seq_len", length, "must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder-only transformer: pre-norm RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+
+    Attributes:
+      vocab_size: number of tokens.
+      dim: width of the residual stream.
+      num_layers: number of blocks.
+      num_heads: query heads; a multiple of `num_kv_heads`.
+      num_kv_heads: key and value heads (`num_heads`: multi-head, 1: multi-query attention).
+      head_dim: width of one head, even; `num_heads * head_dim` need not be `dim`.
+      mlp_dim: hidden width of the SwiGLU.
+      max_seq_len: longest sequence accepted.
+      rope_theta: base of the rotary wavelengths.
+      rope_scaling: Llama 3.1's stretching of them, or None.
+      norm_eps: added to the mean square in every RMSNorm.
+      qk_norm: normalise each head of the queries and keys (Qwen3).
+      tie_embeddings: the embedding is also the output projection.
+      attention_bias: biases on the query, key and value projections (Qwen2).
+      dtype: compute dtype: residual stream, GEMM operands, norms' results. Logits are float32
+        (float64 when this is float64).
+      param_dtype: dtype the parameters are stored in.
+      remat: what the backward pass recomputes: "none"; "block", everything inside a block;
+        "dots", everything but the GEMMs' results.
+      attention: "auto" takes cuDNN's fused attention on NVIDIA GPUs where it serves, else XLA.
+      implementation: of RMSNorm and Linear, as in `normfuse.rms_norm`; None takes the best here.
+
+    Raises:
+      ValueError: naming the field, its value and the rule it breaks.
+    """
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_seq_len: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    dtype: Dtype = "float32"
+    param_dtype: Dtype = "float32"
+    remat: Remat = "none"
+    attention: AttentionImplementation = "auto"
+    implementation: Implementation | tuple[Implementation, ...] | None = None
+
+    def __post_init__(self):
+        for name in _SIZES:
+            size = getattr(self, name)
+            whole = isinstance(size, int) and not isinstance(size, bool)
+            _check(whole and size >= 1, name, size, "must be an integer of at least 1")
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        rule = f"must be a multiple of num_kv_heads={kv_heads}: each key head serves equally many"
+        _check(heads % kv_heads == 0, "num_heads", heads, rule)
+        even = self.head_dim % 2 == 0
+        _check(even, "head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
+        finite = math.isfinite(self.norm_eps) and self.norm_eps >= 0
+        _check(finite, "norm_eps", self.norm_eps, "must be finite and not negative")
+        theta = self.rope_theta
+        _check(math.isfinite(theta) and theta > 1, "rope_theta", theta, "must be finite, above 1")
+        _one_of("dtype", self.dtype, Dtype)
+        _one_of("param_dtype", self.param_dtype, Dtype)
+        _one_of("remat", self.remat, Remat)
+        _one_of("attention", self.attention, AttentionImplementation)
+        implementations = self.implementation
+        for implementation in (
+            implementations if isinstance(implementations, tuple) else (implementations,)
+        ):
+            if implementation is not None:
+                _one_of("implementation", implementation, Implementation)
+
+
+_SIZES = (
+    "vocab_size",
+    "dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "mlp_dim",
+    "max_seq_len",
+)
+
+
+def _check(valid: bool, name: str, value, rule: str):
+    if not valid:
+        raise ValueError(f"{name}={value!r} {rule}.")
+
+
+def _one_of(name: str, value, choices):
+    allowed = get_args(choices)
+    listed = ", ".join(map(repr, allowed))
+    _check(value in allowed, name, value, f"must be one of {listed}")
+
+
+# GPT-2's vocabulary, rounded up to a multiple of 128 so that GEMMs and mesh axes divide it.
+_GPT2_VOCAB = 50_304
+_LLAMA3_VOCAB = 128_256
+
+PRESETS: dict[str, TransformerConfig] = {
+    # 0.7 M: reads bytes, trains in two minutes on two CPU cores.
+    "tiny": TransformerConfig(
+        vocab_size=256,
+        dim=128,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        mlp_dim=384,
+        max_seq_len=1024,
+        tie_embeddings=True,
+    ),
+    # 124 M: GPT-2 small's depth and width.
+    "small": TransformerConfig(
+        vocab_size=_GPT2_VOCAB,
+        dim=768,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        mlp_dim=2048,
+        max_seq_len=2048,
+        tie_embeddings=True,
+    ),
+    # 360 M: GPT-2 medium's.
+    "medium": TransformerConfig(
+        vocab_size=_GPT2_VOCAB,
+        dim=1024,
+        num_layers=24,
+        num_heads=16,
+        num_kv_heads=16,
+        head_dim=64,
+        mlp_dim=2816,
+        max_seq_len=2048,
+        tie_embeddings=True,
+    ),
+    # 1.2 B: Llama 3.2 1B's shape.
+    "1b": TransformerConfig(
+        vocab_size=_LLAMA3_VOCAB,
+        dim=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=8192,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
+        tie_embeddings=True,
+    ),
+    # 8.0 B: Llama 3 8B's shape.
+    "8b": TransformerConfig(
+        vocab_size=_LLAMA3_VOCAB,
+        dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        mlp_dim=14_336,
+        max_seq_len=8192,
+        rope_theta=500_000.0,
+    ),
+}
+
+
+def num_parameters(config: TransformerConfig) -> int:
+    """Counts every parameter, a tied embedding once."""
+    c = config
+    block = _block_matmul_parameters(c) + 2 * c.dim
+    block += 2 * c.head_dim if c.qk_norm else 0
+    block += (c.num_heads + 2 * c.num_kv_heads) * c.head_dim if c.attention_bias else 0
+    tables = 1 if c.tie_embeddings else 2
+    return tables * c.vocab_size * c.dim + c.num_layers * block + c.dim
+
+
+def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
+    """Counts the model's floating-point operations per token, forward and backward, for MFU.
+
+    `6 * N + 12 * num_layers * num_heads * head_dim * seq_len`, where N counts the weights that
+    take part in a matrix product (blocks and output projection; looking a token up is none): one
+    multiplication and one addition forward, twice that backward. The second term is attention's
+    two products over the whole sequence: the causal half is not discounted and recomputation
+    (`remat`) not added, so that figures compare with published ones.
+
+    References: Chowdhery et al., PaLM, appendix B, arXiv:2204.02311.
+    """
+    c = config
+    matmuls = c.num_layers * _block_matmul_parameters(c) + c.vocab_size * c.dim
+    return 6 * matmuls + 12 * c.num_layers * c.num_heads * c.head_dim * seq_len
+
+
+def _block_matmul_parameters(c: TransformerConfig) -> int:
+    attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim * c.dim
+    return attention + 3 * c.dim * c.mlp_dim

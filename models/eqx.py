@@ -1,0 +1,168 @@
+"""The transformer in Equinox.
+
+    model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
+    logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
+
+Equinox layers see one example; `_each` maps them over the batch and the sequence.
+"""
+
+import equinox as eqx
+import jax
+from equinox.nn import Linear, RMSNorm
+from jax import Array
+
+from normfuse.models import parameters
+from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from normfuse.models.config import TransformerConfig
+from normfuse.models.remat import remat
+from normfuse.models.sharding import Sharding, constrain
+from normfuse.models.vocabulary import embed, unembed
+
+
+class Attention(eqx.Module):
+    """Grouped-query attention with rotary embedding, and with normalised heads if `qk_norm`."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    config: TransformerConfig = eqx.field(static=True)
+    sharding: Sharding = eqx.field(static=True)
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
+        c = config
+        self.config, self.sharding = config, sharding
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.q = _linear(c, c.dim, heads, use_bias=c.attention_bias, key=key)
+        self.k = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
+        self.v = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
+        self.o = _linear(c, heads, c.dim, key=key)
+        self.q_norm = _norm(c, c.head_dim) if c.qk_norm else None
+        self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
+
+    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
+        batch, seq, _ = x.shape
+        split = lambda x: x.reshape(batch, seq, -1, self.config.head_dim)
+        q, k, v = (split(_each(layer, x)) for layer in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _each(self.q_norm, q), _each(self.k_norm, k)  # (batch, seq, heads, head_dim)
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
+        out, cache = attend(q, k, v, cache, start, self.config.attention)
+        return _each(self.o, out.reshape(batch, seq, -1)), cache
+
+
+class MLP(eqx.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    sharding: Sharding = eqx.field(static=True)
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
+        self.sharding = sharding
+        self.gate = _linear(config, config.dim, config.mlp_dim, key=key)
+        self.up = _linear(config, config.dim, config.mlp_dim, key=key)
+        self.down = _linear(config, config.mlp_dim, config.dim, key=key)
+
+    def __call__(self, x: Array) -> Array:
+        hidden = jax.nn.silu(_each(self.gate, x)) * _each(self.up, x)  # (batch, seq, mlp_dim)
+        return _each(self.down, constrain(hidden, self.sharding.hidden))
+
+
+class Block(eqx.Module):
+    """Attention, then MLP; each reads the normalised residual stream and adds to it."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    mlp_norm: RMSNorm
+    mlp: MLP
+    sharding: Sharding = eqx.field(static=True)
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
+        self.sharding = sharding
+        self.attention_norm = _norm(config, config.dim)
+        self.attention = Attention(config, sharding, key=key)
+        self.mlp_norm = _norm(config, config.dim)
+        self.mlp = MLP(config, sharding, key=key)
+
+    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
+        h = constrain(_each(self.attention_norm, x), self.sharding.block_input)
+        h, cache = self.attention(h, rope, cache, start)
+        x = x + constrain(h, self.sharding.residual)  # (batch, seq, dim)
+        h = constrain(_each(self.mlp_norm, x), self.sharding.block_input)
+        return x + constrain(self.mlp(h), self.sharding.residual), cache
+
+
+class Transformer(eqx.Module):
+    """Decoder-only transformer: `model(tokens)` scores every next token.
+
+    Args:
+      config: shape and precision.
+      sharding: where activations lie when called under `jax.set_mesh`; without one, unused.
+      key: seeds `normfuse.models.parameters.initial_parameters`; the Flax transformer starts from
+        the same values for the same key.
+    """
+
+    embed: eqx.nn.Embedding
+    layers: list[Block]
+    norm: RMSNorm
+    head: Linear | None
+    config: TransformerConfig = eqx.field(static=True)
+    sharding: Sharding = eqx.field(static=True)
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding | None = None, *, key: Array):
+        self.config, self.sharding = config, sharding or Sharding()
+        c = config
+        blank = {
+            "embed": eqx.nn.Embedding(c.vocab_size, c.dim, key=key),
+            "layers": [Block(c, self.sharding, key=key) for _ in range(c.num_layers)],
+            "norm": _norm(c, c.dim),
+            "head": None if c.tie_embeddings else _linear(c, c.dim, c.vocab_size, key=key),
+        }
+        filled = parameters.from_dict(blank, parameters.initial_parameters(c, key))
+        self.embed, self.layers, self.norm, self.head = (filled[name] for name in blank)
+
+    def __call__(self, tokens: Array) -> Array:
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
+        logits, _ = self._forward(tokens, None)
+        return logits
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
+        return self._forward(tokens, cache)
+
+    def _forward(self, tokens: Array, cache: Cache | None):
+        start = 0 if cache is None else cache.length
+        past = [None] * len(self.layers) if cache is None else cache.layers
+        rope = rope_table(self.config, start, tokens.shape[1])
+        x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)
+        block = remat(lambda layer, *inputs: layer(*inputs), self.config.remat)
+        present = []
+        for layer, layer_past in zip(self.layers, past, strict=True):
+            x, layer_present = block(layer, x, rope, layer_past, start)  # (batch, seq, dim)
+            present.append(layer_present)
+        x = constrain(_each(self.norm, x), self.sharding.block_input)
+        table = self.embed.weight if self.head is None else self.head.weight
+        logits = constrain(unembed(x, table), self.sharding.logits)
+        return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+
+
+def _each(layer: Linear | RMSNorm, x: Array) -> Array:
+    cast = jax.tree.map(lambda weight: weight.astype(x.dtype), layer)
+    for _ in x.shape[:-1]:
+        cast = jax.vmap(cast)
+    return cast(x)
+
+
+def _linear(
+    config: TransformerConfig, width_in: int, width_out: int, *, use_bias=False, key: Array
+) -> Linear:
+    return Linear(width_in, width_out, use_bias=use_bias, dtype=config.param_dtype, key=key)
+
+
+def _norm(config: TransformerConfig, width: int) -> RMSNorm:
+    return RMSNorm(width, eps=config.norm_eps, use_bias=False, dtype=config.param_dtype)

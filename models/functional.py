@@ -1,0 +1,136 @@
+"""One interface to the transformer in either framework, in pure functions: what a trainer needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models import parameters
+from normfuse.models.attention import Cache
+from normfuse.models.config import TransformerConfig
+from normfuse.models.sharding import Sharding, on_mesh
+
+Framework = Literal["nnx", "eqx"]
+Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
+
+
+@dataclass(frozen=True)
+class Functional:
+    """The transformer as functions of its parameters, the same for Flax nnx and Equinox.
+
+    Attributes:
+      framework: "nnx" or "eqx".
+      config: shape and precision.
+      sharding: where parameters and activations lie on a mesh.
+      abstract: the parameters' shapes and dtypes, in the structure of `init`'s result.
+    """
+
+    framework: Framework
+    config: TransformerConfig
+    sharding: Sharding
+    abstract: Params
+    _model: Any  # params -> the framework's model
+
+    def init(self, key: Array) -> Params:
+        """Makes new parameters; a key gives the same values in both frameworks.
+
+        To make a large model where it belongs, a shard on each device:
+        `jax.jit(f.init, out_shardings=f.shardings(f.abstract, mesh))(key)`.
+        """
+        return self.from_dict(parameters.initial_parameters(self.config, key))
+
+    def apply(self, params: Params, tokens: Array) -> Array:
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
+        self._check_length(tokens.shape[1])
+        return self._model(params)(tokens)
+
+    def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
+        return self._model(params).decode(tokens, cache)
+
+    def model(self, params: Params) -> Any:
+        """Gives the framework's own `Transformer` with these parameters."""
+        return self._model(params)
+
+    def names(self, params: Params) -> Params:
+        """Gives each parameter's canonical name, in the structure of `params`."""
+        return parameters.names(params)
+
+    def shardings(self, params: Any, mesh: Mesh, sharding: Sharding | None = None) -> Any:
+        """Gives a `NamedSharding` for every parameter, in the structure of `params`.
+
+        Args:
+          params: parameters, abstract or not; also gradients, or an optimizer's state that holds
+            such trees. Scalars are replicated.
+          mesh: its axes are among "data", "fsdp" and "tensor".
+          sharding: other specs than the model's own.
+        """
+        sharding = sharding or self.sharding
+
+        def place(path, leaf):
+            spec = _spec(path, sharding) if leaf.ndim else P()
+            return NamedSharding(mesh, on_mesh(spec, mesh.axis_names))
+
+        return jax.tree.map_with_path(place, params)
+
+    def to_dict(self, params: Params) -> dict[str, Array]:
+        """Collects the parameters under their canonical names, in Flax's layout."""
+        return parameters.to_dict(params)
+
+    def from_dict(self, values: Mapping[str, Array]) -> Params:
+        """Makes parameters of values under their canonical names, in Flax's layout."""
+        return parameters.from_dict(self.abstract, values)
+
+    def _check_length(self, seq: int):
+        limit = self.config.max_seq_len
+        if seq > limit:
+            raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
+
+
+def _spec(path: tuple, sharding: Sharding) -> P:
+    name, transposed = parameters.name_of(path)
+    spec = sharding.parameter(name)
+    return P(*reversed(spec)) if transposed else spec
+
+
+def build(
+    framework: Framework, config: TransformerConfig, sharding: Sharding | None = None
+) -> Functional:
+    """Builds the transformer in a framework, without allocating anything.
+
+    Args:
+      framework: "nnx" or "eqx".
+      config: shape and precision.
+      sharding: where parameters and activations lie on a mesh; `Sharding()` when None.
+
+    Raises:
+      ValueError: for another framework.
+    """
+    builders = {"nnx": _build_nnx, "eqx": _build_eqx}
+    if framework not in builders:
+        listed = ", ".join(map(repr, get_args(Framework)))
+        raise ValueError(f"framework={framework!r} must be one of {listed}.")
+    sharding = sharding or Sharding()
+    abstract, model = builders[framework](config, sharding)
+    return Functional(framework, config, sharding, abstract, model)
+
+
+def _build_nnx(config: TransformerConfig, sharding: Sharding):
+    from flax import nnx
+
+    from normfuse.models.nnx import Transformer
+
+    abstract = nnx.eval_shape(lambda: Transformer(config, sharding, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(abstract)
+    return nnx.to_pure_dict(state), lambda params: nnx.merge(graphdef, params)
+
+
+def _build_eqx(config: TransformerConfig, sharding: Sharding):
+    from normfuse.models.eqx import Transformer
+
+    make = lambda key: Transformer(config, sharding, key=key)
+    return jax.eval_shape(make, jax.random.key(0)), lambda params: params

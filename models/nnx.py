@@ -1,0 +1,158 @@
+"""The transformer in Flax nnx.
+
+model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
+logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
+"""
+
+import jax
+from flax import nnx
+from flax.nnx import Linear, RMSNorm
+from jax import Array
+
+from normfuse.models import parameters
+from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from normfuse.models.config import TransformerConfig
+from normfuse.models.remat import remat
+from normfuse.models.sharding import Sharding, constrain
+from normfuse.models.vocabulary import embed, unembed
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary embedding, and with normalised heads if `qk_norm`."""
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
+        c = config
+        self.config, self.sharding = config, sharding
+        heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        self.q = _linear(c, c.dim, heads, use_bias=c.attention_bias, rngs=rngs)
+        self.k = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, rngs=rngs)
+        self.v = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, rngs=rngs)
+        self.o = _linear(c, heads, c.dim, rngs=rngs)
+        self.q_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
+        self.k_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
+
+    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
+        batch, seq, _ = x.shape
+        split = lambda x: x.reshape(batch, seq, -1, self.config.head_dim)
+        q, k, v = (
+            split(self.q(x)),
+            split(self.k(x)),
+            split(self.v(x)),
+        )  # (batch, seq, heads, head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
+        out, cache = attend(q, k, v, cache, start, self.config.attention)
+        return self.o(out.reshape(batch, seq, -1)), cache
+
+
+class MLP(nnx.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
+        self.sharding = sharding
+        self.gate = _linear(config, config.dim, config.mlp_dim, rngs=rngs)
+        self.up = _linear(config, config.dim, config.mlp_dim, rngs=rngs)
+        self.down = _linear(config, config.mlp_dim, config.dim, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        hidden = jax.nn.silu(self.gate(x)) * self.up(x)  # (batch, seq, mlp_dim)
+        return self.down(constrain(hidden, self.sharding.hidden))
+
+
+class Block(nnx.Module):
+    """Attention, then MLP; each reads the normalised residual stream and adds to it."""
+
+    def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
+        self.sharding = sharding
+        self.attention_norm = _norm(config, config.dim, rngs=rngs)
+        self.attention = Attention(config, sharding, rngs=rngs)
+        self.mlp_norm = _norm(config, config.dim, rngs=rngs)
+        self.mlp = MLP(config, sharding, rngs=rngs)
+
+    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
+        h = constrain(self.attention_norm(x), self.sharding.block_input)  # (batch, seq, dim)
+        h, cache = self.attention(h, rope, cache, start)
+        x = x + constrain(h, self.sharding.residual)
+        h = constrain(self.mlp_norm(x), self.sharding.block_input)
+        return x + constrain(self.mlp(h), self.sharding.residual), cache
+
+
+class Transformer(nnx.Module):
+    """Decoder-only transformer: `model(tokens)` scores every next token.
+
+    Args:
+      config: shape and precision.
+      sharding: where activations lie when called under `jax.set_mesh`; without one, unused.
+      rngs: its `params` key seeds `normfuse.models.parameters.initial_parameters`; the Equinox
+        transformer starts from the same values for the same key.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, sharding: Sharding | None = None, *, rngs: nnx.Rngs
+    ):
+        sharding = sharding or Sharding()
+        self.config, self.sharding = config, sharding
+        key = rngs.params()
+        self.embed = nnx.Embed(
+            config.vocab_size, config.dim, param_dtype=config.param_dtype, rngs=rngs
+        )
+        self.layers = nnx.List(
+            [Block(config, sharding, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = _norm(config, config.dim, rngs=rngs)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else _linear(config, config.dim, config.vocab_size, rngs=rngs)
+        )
+        values = parameters.initial_parameters(config, key)
+        nnx.update(self, parameters.from_dict(nnx.to_pure_dict(nnx.state(self)), values))
+
+    def __call__(self, tokens: Array) -> Array:
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
+        logits, _ = self._forward(tokens, None)
+        return logits
+
+    def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
+        """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
+        return self._forward(tokens, cache)
+
+    def _forward(self, tokens: Array, cache: Cache | None):
+        start = 0 if cache is None else cache.length
+        past = [None] * len(self.layers) if cache is None else cache.layers
+        rope = rope_table(self.config, start, tokens.shape[1])
+        x = embed(tokens, self.embed.embedding[...], self.config.dtype, self.sharding)
+        block = remat(Block.__call__, self.config.remat, nnx.remat)
+        present = []
+        for layer, layer_past in zip(self.layers, past, strict=True):
+            x, layer_present = block(layer, x, rope, layer_past, start)  # (batch, seq, dim)
+            present.append(layer_present)
+        x = constrain(self.norm(x), self.sharding.block_input)
+        table = self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
+        logits = constrain(unembed(x, table), self.sharding.logits)
+        return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+
+
+def _linear(
+    config: TransformerConfig, width_in: int, width_out: int, *, use_bias=False, rngs: nnx.Rngs
+) -> Linear:
+    return Linear(
+        width_in,
+        width_out,
+        use_bias=use_bias,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
+def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:
+    return RMSNorm(
+        width,
+        epsilon=config.norm_eps,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )

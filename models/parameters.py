@@ -1,0 +1,150 @@
+"""Parameters by name: one vocabulary for both frameworks.
+
+A canonical name is the path of the parameter in the Flax model: `layers.0.attention.q.kernel`. In
+Equinox, where every parameter is a `weight`, the same path holds it as `layers[0].attention.q.weight`,
+a kernel transposed. A dictionary from canonical names to arrays is how weights move between
+frameworks, to and from Hugging Face, and between configurations; arrays in it have Flax's layout.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from normfuse.models.config import TransformerConfig
+
+_STD = 0.02
+
+
+def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Lists every parameter's canonical name with its shape, in the order of computation."""
+    return dict(_shapes(config))
+
+
+def _shapes(c: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    yield "embed.embedding", (c.vocab_size, c.dim)
+    for i in range(c.num_layers):
+        layer = f"layers.{i}"
+        yield f"{layer}.attention_norm.scale", (c.dim,)
+        for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+            yield f"{layer}.attention.{name}.kernel", (c.dim, width)
+            if c.attention_bias:
+                yield f"{layer}.attention.{name}.bias", (width,)
+        if c.qk_norm:
+            yield f"{layer}.attention.q_norm.scale", (c.head_dim,)
+            yield f"{layer}.attention.k_norm.scale", (c.head_dim,)
+        yield f"{layer}.attention.o.kernel", (heads, c.dim)
+        yield f"{layer}.mlp_norm.scale", (c.dim,)
+        yield f"{layer}.mlp.gate.kernel", (c.dim, c.mlp_dim)
+        yield f"{layer}.mlp.up.kernel", (c.dim, c.mlp_dim)
+        yield f"{layer}.mlp.down.kernel", (c.mlp_dim, c.dim)
+    yield "norm.scale", (c.dim,)
+    if not c.tie_embeddings:
+        yield "head.kernel", (c.dim, c.vocab_size)
+
+
+def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
+    """Draws the parameters a new model starts from: the same in both frameworks.
+
+    Norm scales are one and biases zero. Matrices are normal, cut off at three standard deviations
+    of 0.02; those that write into the residual stream (`o`, `down`) of `0.02 / sqrt(2 *
+    num_layers)`, so that the stream's variance does not grow with depth. Every parameter has a key
+    of its own, made from its name: a change elsewhere in the configuration leaves it as it was.
+
+    Args:
+      config: the model.
+      key: a key of `jax.random`.
+    Returns: canonical name to array of `config.param_dtype`. Under `jax.jit` with `out_shardings`,
+      each device draws its own shard only.
+
+    References: Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), 2019.
+    """
+    return {name: _initial(name, shape, config, key) for name, shape in _shapes(config)}
+
+
+def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> Array:
+    kind = name.split(".")[-2:]
+    if kind[1] == "scale":
+        return jnp.ones(shape, config.param_dtype)
+    if kind[1] == "bias":
+        return jnp.zeros(shape, config.param_dtype)
+    std = _STD / math.sqrt(2 * config.num_layers) if kind[0] in ("o", "down") else _STD
+    own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    # Drawn in float32 whatever the storage: bfloat16 has too few bits for the tail.
+    draw = jax.random.truncated_normal(own_key, -3.0, 3.0, shape, jnp.float32)
+    return (std * draw).astype(config.param_dtype)
+
+
+def name_of(path: tuple) -> tuple[str, bool]:
+    """Turns a leaf's path in either framework's tree into its canonical name.
+
+    Returns: the name, and whether the leaf is the transpose of the array under that name.
+    """
+    parts = [str(_part(entry)) for entry in path]
+    if parts[-1] == "weight":
+        module = parts[-2]
+        is_kernel = not module.endswith("norm") and module != "embed"
+        parts[-1] = "kernel" if is_kernel else "embedding" if module == "embed" else "scale"
+        return ".".join(parts), is_kernel
+    return ".".join(parts), False
+
+
+def _part(entry) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    raise TypeError(f"a path of dictionary keys, attributes and indices expected, got {entry!r}")
+
+
+def names(tree: Any) -> Any:
+    """Gives a tree of the same structure that holds each leaf's canonical name."""
+    return jax.tree.map_with_path(lambda path, leaf: name_of(path)[0], tree)
+
+
+def to_dict(tree: Any) -> dict[str, Array]:
+    """Collects a model's parameters under their canonical names, in Flax's layout."""
+    values = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        name, transposed = name_of(path)
+        values[name] = leaf.T if transposed else leaf
+    return values
+
+
+def from_dict(tree: Any, values: Mapping[str, Array]) -> Any:
+    """Returns `tree` with its parameters replaced by `values`; the inverse of `to_dict`.
+
+    Args:
+      tree: a model's parameters, or only their shapes and dtypes (`jax.ShapeDtypeStruct`).
+      values: canonical name to array in Flax's layout; dtypes are taken as they are.
+
+    Raises:
+      ValueError: naming the parameters that are missing, left over, or of another shape.
+    """
+    expected = [name_of(path)[0] for path, _ in jax.tree.leaves_with_path(tree)]
+    missing = [name for name in expected if name not in values]
+    left_over = sorted(set(values) - set(expected))
+    if missing or left_over:
+        raise ValueError(
+            f"values must hold exactly the model's parameters: missing {_some(missing)}, "
+            f"left over {_some(left_over)}. Do the configurations agree?"
+        )
+
+    def place(path, leaf):
+        name, transposed = name_of(path)
+        value = values[name].T if transposed else values[name]
+        if value.shape != leaf.shape:
+            shape = leaf.shape[::-1] if transposed else leaf.shape
+            raise ValueError(f"{name} must have shape {shape}, got {values[name].shape}.")
+        return value
+
+    return jax.tree.map_with_path(place, tree)
+
+
+def _some(listed: list[str]) -> str:
+    shown = ", ".join(listed[:3]) or "none"
+    return shown + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

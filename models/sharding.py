@@ -1,0 +1,163 @@
+"""How the transformer lies on a mesh with axes "data", "fsdp" and "tensor".
+
+The model names no mesh: it passes its activations through `constrain`, which does nothing where
+there is none. Parameters are placed by name. One axis shards each kernel's columns or rows over
+"tensor" so that a block needs one reduction after attention and one after the MLP; "fsdp" stores
+the other dimension in pieces that are gathered just before use.
+
+References:
+  Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation
+  Recomputation in Large Transformer Models (sequence parallelism), arXiv:2205.05198;
+  Rajbhandari et al., ZeRO, arXiv:1910.02054.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax import Array
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models.config import TransformerConfig
+
+BATCH = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """The specs of every parameter and activation. A mesh may lack any of the axes.
+
+    Attributes:
+      embedding: `(vocab, dim)`.
+      head: `(dim, vocab)`, the output projection where embeddings are not tied.
+      column: `(dim, features)` of the query, key, value, gate and up projections.
+      column_bias: `(features,)` of those.
+      row: `(features, dim)` of the attention's output and the MLP's down projection.
+      scale: `(n,)` of the norms.
+      tokens: `(batch, seq)`.
+      residual: `(batch, seq, dim)` between blocks.
+      block_input: `(batch, seq, dim)`, normalised, before the column projections.
+      heads: `(batch, seq, heads, head_dim)`.
+      hidden: `(batch, seq, mlp_dim)`.
+      logits: `(batch, seq, vocab)`.
+    """
+
+    embedding: P = P("tensor", "fsdp")
+    head: P = P("fsdp", "tensor")
+    column: P = P("fsdp", "tensor")
+    column_bias: P = P("tensor")
+    row: P = P("tensor", "fsdp")
+    scale: P = P(None)
+    tokens: P = P(BATCH, None)
+    residual: P = P(BATCH, None, None)
+    block_input: P = P(BATCH, None, None)
+    heads: P = P(BATCH, None, "tensor", None)
+    hidden: P = P(BATCH, None, "tensor")
+    logits: P = P(BATCH, None, "tensor")
+
+    @classmethod
+    def sequence_parallel(cls) -> "Sharding":
+        """Splits the activations between blocks along the sequence, over "tensor".
+
+        Each block then gathers its input and scatters the sum of its output, where it otherwise
+        all-reduces: the same bytes on the wire, and norms and residuals take 1/tensor of the
+        memory.
+        """
+        return cls(residual=P(BATCH, "tensor", None))
+
+    def parameter(self, name: str) -> P:
+        """Gives the spec of the parameter with this canonical name (`normfuse.models.parameters`)."""
+        match name.split("."):
+            case [*_, "scale"]:
+                return self.scale
+            case [*_, "embed", "embedding"]:
+                return self.embedding
+            case [*_, "head", "kernel"]:
+                return self.head
+            case [*_, "q" | "k" | "v" | "gate" | "up", "kernel"]:
+                return self.column
+            case [*_, "q" | "k" | "v", "bias"]:
+                return self.column_bias
+            case [*_, "o" | "down", "kernel"]:
+                return self.row
+        raise KeyError(f"no sharding is known for the parameter {name!r}")
+
+
+def constrain(x: Array, spec: P) -> Array:
+    """Asks for `x` to lie as `spec` says on the mesh in context; without one, returns `x`.
+
+    Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    ]
+    if math.prod(mesh.shape[name] for name in auto) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, on_mesh(spec, auto))
+
+
+def on_mesh(spec: P, axes) -> P:
+    """Drops from `spec` the axes that are not among `axes`."""
+    entries = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(name for name in names if name in axes)
+        entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
+    return P(*entries)
+
+
+def validate(
+    config: TransformerConfig,
+    mesh_shape: Mapping[str, int],
+    sharding: Sharding | None = None,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+):
+    """Checks that every dimension divides over its mesh axes, before anything is compiled.
+
+    Args:
+      config: the model.
+      mesh_shape: size of each mesh axis, as `mesh.shape`; a missing axis counts as 1.
+      sharding: the specs that will be used; `Sharding()` when None.
+      batch_size: sequences per step over all devices, if they are to be checked too.
+      seq_len: tokens per sequence, likewise.
+
+    Raises:
+      ValueError: naming the dimension, its size, the mesh axis, its size, and what would fit; or
+        an axis of the mesh that the specs do not know.
+    """
+    sharding = sharding or Sharding()
+    unknown = [name for name in mesh_shape if name not in (*BATCH, "tensor")]
+    if unknown:
+        raise ValueError(
+            f"mesh axis {unknown[0]!r} is unknown to the transformer; "
+            f"its axes are 'data', 'fsdp' and 'tensor'."
+        )
+    dimensions = [
+        ("num_heads", config.num_heads, sharding.heads[2]),
+        ("num_kv_heads", config.num_kv_heads, sharding.heads[2]),
+        ("mlp_dim", config.mlp_dim, sharding.hidden[2]),
+        ("vocab_size", config.vocab_size, sharding.embedding[0]),
+        ("dim", config.dim, sharding.column[0]),
+        ("batch_size", batch_size, sharding.tokens[0]),
+        ("seq_len", seq_len, sharding.residual[1]),
+    ]
+    for name, size, axes in dimensions:
+        axes = axes if isinstance(axes, tuple) else (axes,)
+        parts = math.prod(mesh_shape.get(axis, 1) for axis in axes)
+        if size is not None and size % parts:
+            where = " x ".join(f"{a!r} of size {mesh_shape[a]}" for a in axes if a in mesh_shape)
+            raise ValueError(
+                f"{name}={size} cannot be split over mesh axis {where}: it must be a multiple of "
+                f"{parts}. Change {name}, or make the axis {_fitting(size, parts)}."
+            )
+
+
+def _fitting(size: int, parts: int) -> str:
+    return " or ".join(str(n) for n in range(1, parts) if size % n == 0)
