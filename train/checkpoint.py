@@ -1,0 +1,192 @@
+"""Checkpoints that are checked: saved in the background, verified when they are read.
+
+Each holds the parameters, the rest of the state, and a JSON record with the run's configuration, the
+text's identity and a checksum of every array. Storage that returns other bits than were written,
+which orbax alone does not notice, costs only the steps since the checkpoint before.
+"""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from normfuse.train.checksum import checksums
+from normfuse.train.errors import RunError
+from normfuse.train.step import State
+
+
+class Damaged(Exception):
+    """A checkpoint that is not what was written."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder.
+
+    Args:
+      folder: made when first saved to.
+      keep: how many of the newest stay.
+      report: called with a line for people.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, report: Callable[[str], None]):
+        self.folder = folder.absolute()
+        self._report = report
+        self._saved = -1
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def steps(self) -> list[int]:
+        """Lists the steps that were saved completely, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def record(self, step: int) -> dict:
+        """Reads a checkpoint's record: configuration, text, checksums.
+
+        Raises:
+          Damaged: it cannot be read or is not what was written.
+        """
+        restored = self._read(step, record=ocp.args.JsonRestore())["record"]
+        if not isinstance(restored, dict) or restored.pop("crc32", None) != _crc32(restored):
+            raise Damaged("its record is not what was written")
+        return restored
+
+    def newest_record(self) -> tuple[int, dict] | None:
+        """Reads the newest readable record, and its step; None when nothing is saved."""
+        for step in reversed(self.steps()):
+            try:
+                return step, self.record(step)
+            except Damaged:
+                continue
+        return None
+
+    def save(self, state: State, step: int, record: dict):
+        """Starts saving; returns when `state` may be overwritten. Does nothing for a saved step.
+
+        Raises:
+          RunError: this save or the one before it failed.
+        """
+        if step == self._saved:
+            return
+        sums = {path: int(value) for path, value in checksums(state).items()}
+        record = record | {"step": step, "checksums": sums}
+        items = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            rest=ocp.args.StandardSave(_rest(state)),
+            record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
+        )
+        self._or_fail(lambda: self._manager.save(step, args=items, force=True), step)
+        self._saved = step
+
+    def check(self):
+        """Raises a RunError if a save in the background has failed."""
+        self._or_fail(self._manager.check_for_errors, self._saved)
+
+    def close(self):
+        """Waits until everything is written; a RunError if it cannot be."""
+        self._or_fail(self._manager.wait_until_finished, self._saved)
+        self._manager.close()
+
+    def restore(self, abstract: State) -> tuple[State, dict] | None:
+        """Restores the newest checkpoint that is whole, onto the shardings of `abstract`.
+
+        A damaged one is reported in one line, moved aside, and the one before it taken.
+
+        Returns: the state and its record, or None when nothing was saved.
+        Raises:
+          RunError: there are checkpoints, and all are damaged.
+        """
+        return self._newest_whole(lambda step: self._restore(step, abstract))
+
+    def restore_params(self, abstract: Any) -> tuple[Any, dict] | None:
+        """Restores only the parameters of the newest checkpoint that is whole."""
+
+        def one(step):
+            record = self.record(step)
+            params = self._read(step, params=ocp.args.StandardRestore(abstract))["params"]
+            _verify(checksums({"params": params}), record, lambda path: f".params{path[10:]}")
+            return params, record
+
+        return self._newest_whole(one, move=False)
+
+    def _newest_whole(self, read: Callable[[int], tuple], move: bool = True):
+        damaged = []
+        for step in reversed(self.steps()):
+            try:
+                found = read(step)
+            except Damaged as reason:
+                self._report(f"checkpoint of step {step} is damaged, not used: {reason}")
+                damaged.append(step)
+                continue
+            if move:
+                self._move_aside(damaged)
+                self._saved = step
+            return found
+        if damaged:
+            raise RunError(
+                f"every checkpoint in {self.folder} is damaged (steps {sorted(damaged)}). Start "
+                "anew in another --out-dir, or bring back a copy."
+            )
+        return None
+
+    def _restore(self, step: int, abstract: State) -> tuple[State, dict]:
+        record = self.record(step)
+        items = self._read(
+            step,
+            params=ocp.args.StandardRestore(abstract.params),
+            rest=ocp.args.StandardRestore(_rest(abstract)),
+        )
+        rest = items["rest"]
+        state = State(rest["step"], items["params"], rest["optimizer"], rest["skipped"])
+        _verify(checksums(state), record, lambda path: path)
+        return state, record
+
+    def _read(self, step: int, **items):
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # orbax and TensorStore raise whatever the bytes led them to
+            raise Damaged(_first_line(error)) from None
+
+    def _move_aside(self, steps: list[int]):
+        """Frees the steps' names: orbax does not save a step that exists."""
+        for step in steps:
+            if jax.process_index() == 0:
+                target = self.folder.with_name("damaged") / str(step)
+                shutil.rmtree(target, ignore_errors=True)
+                target.parent.mkdir(exist_ok=True)
+                shutil.move(self.folder / str(step), target)
+                self._report(f"moved it to {target}")
+        if steps:
+            self._manager.reload()
+
+    def _or_fail(self, action: Callable[[], Any], step: int):
+        try:
+            action()
+        except Exception as error:
+            raise RunError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: "
+                f"{_first_line(error)}"
+            ) from error
+
+
+def _rest(state: State) -> dict:
+    return {"step": state.step, "optimizer": state.optimizer, "skipped": state.skipped}
+
+
+def _verify(found: dict, record: dict, name: Callable[[str], str]):
+    for path, value in found.items():
+        if int(value) != record["checksums"].get(name(path)):
+            raise Damaged(f"{name(path).lstrip('.')} does not have the checksum it was saved with")
+
+
+def _crc32(record: dict) -> int:
+    return zlib.crc32(json.dumps(record, sort_keys=True).encode())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"

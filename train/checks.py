@@ -1,0 +1,153 @@
+"""What a configuration must satisfy, checked before anything is compiled or written."""
+
+import math
+import os
+import re
+from pathlib import Path
+
+from normfuse.train.config import TrainConfig
+from normfuse.train.errors import UsageError
+
+
+def check(config: TrainConfig):
+    """Checks all that can be known without devices and without the text.
+
+    Raises:
+      UsageError: naming the flag, its value, the rule and a fix.
+    """
+    _check_sizes(config)
+    _check_optimizer(config)
+    _check_mesh_sizes(config)
+    _check_distributed(config)
+    _check_out_dir(config.out_dir)
+    guard_limit(config.guard)
+    try:
+        config.transformer()
+    except ValueError as error:
+        raise UsageError(f"--model.{str(error).replace('_', '-', _underscores(str(error)))}") from None
+
+
+def guard_limit(guard: str) -> int:
+    """Gives how many updates may be left out: 0 for `stop`, N for `skip:N`."""
+    if guard == "stop":
+        return 0
+    match = re.fullmatch(r"skip:([1-9][0-9]*)", guard)
+    if not match:
+        raise UsageError(f"--guard {guard!r} must be `stop` or `skip:N` with N of at least 1.")
+    return int(match[1])
+
+
+def require(valid: bool, flag: str, value, rule: str):
+    """Raises a UsageError that names the flag, its value and the rule, unless `valid`."""
+    if not valid:
+        raise UsageError(f"--{flag} {value} {rule}")
+
+
+def near(value: int, unit: int) -> str:
+    """Names the multiples of `unit` on both sides of `value`."""
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return f"{below} or {above}" if below else str(above)
+
+
+def _underscores(message: str) -> int:
+    return message.split("=")[0].count("_")
+
+
+def _check_sizes(config: TrainConfig):
+    at_least = [
+        (1, "steps", config.steps),
+        (1, "batch-size", config.batch_size),
+        (1, "seq-len", config.seq_len),
+        (1, "microbatches", config.microbatches),
+        (0, "seed", config.seed),
+        (0, "eval.every", config.eval.every),
+        (1, "eval.tokens", config.eval.tokens),
+        (1, "eval.final-tokens", config.eval.final_tokens),
+        (0, "checkpoint.every", config.checkpoint.every),
+        (1, "checkpoint.keep", config.checkpoint.keep),
+        (0, "sample.tokens", config.sample.tokens),
+    ]
+    for least, flag, value in at_least:
+        require(value >= least, flag, value, f"must be at least {least}.")
+    require(config.seed < 2**32, "seed", config.seed, "must be below 2**32.")
+    longest = config.model.max_seq_len
+    rule = f"is longer than --model.max-seq-len {longest}: lower the one or raise the other."
+    require(config.seq_len <= longest, "seq-len", config.seq_len, rule)
+    batch, parts = config.batch_size, config.microbatches
+    rule = f"cannot be split into --microbatches {parts}: take {near(batch, parts)}."
+    require(batch % parts == 0, "batch-size", batch, rule)
+    heat = config.sample.temperature
+    rule = "must be finite and not negative."
+    require(math.isfinite(heat) and heat >= 0, "sample.temperature", heat, rule)
+    prompt = config.sample.prompt
+    require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
+
+
+def _check_optimizer(config: TrainConfig):
+    optim = config.optim
+    finite = math.isfinite
+    positive, not_negative = "must be finite and above 0.", "must be finite and not negative."
+    decay = "must be at least 0 and below 1."
+    rules = [
+        (finite(optim.lr) and optim.lr > 0, "lr", positive),
+        (0 <= optim.final_lr <= 1, "final_lr", "is a fraction of --optim.lr, from 0 to 1."),
+        (finite(optim.weight_decay) and optim.weight_decay >= 0, "weight_decay", not_negative),
+        (0 <= optim.b1 < 1, "b1", decay),
+        (0 <= optim.b2 < 1, "b2", decay),
+        (finite(optim.eps) and optim.eps > 0, "eps", positive),
+        (finite(optim.clip) and optim.clip >= 0, "clip", not_negative + " 0 does not clip."),
+    ]
+    for valid, name, rule in rules:
+        require(valid, f"optim.{name.replace('_', '-')}", getattr(optim, name), rule)
+    if optim.warmup is not None:
+        rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
+        require(0 <= optim.warmup <= config.steps, "optim.warmup", optim.warmup, rule)
+
+
+def _check_mesh_sizes(config: TrainConfig):
+    sizes = {name: getattr(config.mesh, name) for name in ("data", "fsdp", "tensor")}
+    for name, size in sizes.items():
+        rule = "must be a number of devices, or -1 for all that are left."
+        require(size == -1 or size >= 1, f"mesh.{name}", size, rule)
+    filled = [f"--mesh.{name}" for name, size in sizes.items() if size == -1]
+    if len(filled) > 1:
+        raise UsageError(
+            f"{' and '.join(filled)} are both -1; only one axis can take the devices that are "
+            "left. --mesh.data is -1 unless it is given."
+        )
+
+
+def _check_distributed(config: TrainConfig):
+    given = config.distributed
+    one = given.num_processes is not None or given.process_id is not None
+    if one and given.coordinator is None:
+        raise UsageError(
+            "--distributed.num-processes and --distributed.process-id need "
+            "--distributed.coordinator HOST:PORT, the address of process 0."
+        )
+    if given.coordinator is None:
+        return
+    rule = "must be HOST:PORT."
+    valid = re.fullmatch(r".+:[0-9]+", given.coordinator) is not None
+    require(valid, "distributed.coordinator", repr(given.coordinator), rule)
+    count, index = given.num_processes, given.process_id
+    if count is None or index is None:
+        raise UsageError(
+            "--distributed.coordinator needs --distributed.num-processes and "
+            "--distributed.process-id as well."
+        )
+    require(count >= 1, "distributed.num-processes", count, "must be at least 1.")
+    rule = f"must be from 0 to {count - 1}, below --distributed.num-processes {count}."
+    require(0 <= index < count, "distributed.process-id", index, rule)
+
+
+def _check_out_dir(path: Path | None):
+    """Checks that the folder exists or can be made, without making it."""
+    path = path or Path("runs")
+    parent = path.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"--out-dir {path}: {parent} is not a folder; choose another path.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"--out-dir {path}: {parent} is not writable; choose another path.")

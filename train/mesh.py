@@ -1,0 +1,79 @@
+"""The mesh: the one place of the package that makes one."""
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models.config import TransformerConfig
+from normfuse.models.sharding import BATCH, validate
+from normfuse.train.checks import near
+from normfuse.train.config import MeshConfig
+from normfuse.train.errors import UsageError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """Makes the mesh over all devices, of Auto axes: XLA places what the model does not constrain.
+
+    Raises:
+      UsageError: the axes do not multiply to the number of devices.
+    """
+    return jax.make_mesh(
+        _shape(config, jax.device_count()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+def check_model(model: TransformerConfig, mesh: Mesh, batch_size: int, microbatches: int):
+    """Checks that the model's dimensions and the batch divide over the mesh.
+
+    Raises:
+      UsageError: naming the dimension and the axis, with sizes that would fit.
+    """
+    try:
+        validate(model, mesh.shape)
+    except ValueError as error:
+        raise UsageError(f"the model does not fit the mesh: {error}") from None
+    parts = math.prod(mesh.shape[axis] for axis in BATCH)
+    unit = parts * microbatches
+    if batch_size % unit:
+        raise UsageError(
+            f"--batch-size {batch_size} must be a multiple of {unit}: mesh data x fsdp = {parts}, "
+            f"times --microbatches {microbatches}. Take {near(batch_size, unit)}."
+        )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Gives where `(batch, seq)` tokens lie: rows over the replicas and the FSDP devices."""
+    return NamedSharding(mesh, P(BATCH, None))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def _shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    filled = next((axis for axis, size in sizes.items() if size == -1), None)
+    wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if filled and devices % fixed:
+        raise UsageError(
+            f"mesh {wanted} cannot use all {devices} devices ({_listed()}): {fixed} does not "
+            f"divide {devices}. Change the sizes so that their product divides {devices}."
+        )
+    if filled:
+        sizes[filled] = devices // fixed
+    elif fixed != devices:
+        raise UsageError(
+            f"mesh {wanted} = {fixed} devices, but there are {devices} ({_listed()}). Change the "
+            "sizes, or leave --mesh.data at -1 to take what is left."
+        )
+    return tuple(sizes.values())
+
+
+def _listed() -> str:
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    return f"{jax.default_backend()}: {', '.join(kinds)}"

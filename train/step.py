@@ -1,0 +1,110 @@
+"""One optimizer step: gradient, guard, update. Compiled once, and its input reused for its output."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh
+
+from normfuse.models.functional import Functional, Params
+from normfuse.train.gradients import loss_and_gradient
+from normfuse.train.mesh import batch_sharding, replicated
+
+
+class State(NamedTuple):
+    """What a step reads and writes, and a checkpoint holds.
+
+    Attributes:
+      step: optimizer steps taken, int32.
+      params: the parameters.
+      optimizer: optax's state.
+      skipped: updates left out because loss or gradient was not finite, int32.
+    """
+
+    step: Array
+    params: Params
+    optimizer: Any
+    skipped: Array
+
+
+class Metrics(NamedTuple):
+    """What a step reports.
+
+    Attributes:
+      loss: mean cross-entropy in nats per token, float32.
+      grad_norm: global norm of the gradient before clipping, float32.
+      skipped: `State.skipped` after the step.
+    """
+
+    loss: Array
+    grad_norm: Array
+    skipped: Array
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run does with its state, as functions on the mesh.
+
+    Attributes:
+      model: the transformer.
+      optimizer: the gradient transformation.
+      mesh: the mesh.
+      microbatches: parts of a batch.
+      skip_limit: updates that may be left out before the run is halted.
+    """
+
+    model: Functional
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    microbatches: int
+    skip_limit: int
+
+    def abstract(self) -> State:
+        """Gives the state's shapes, dtypes and shardings, without allocating any of it."""
+        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(make, shapes, self.model.shardings(shapes, self.mesh))
+
+    def shardings(self) -> State:
+        """Gives the state's shardings: moments lie as their parameters do, scalars everywhere."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract())
+
+    def init(self, seed: int) -> State:
+        """Makes the state a run starts from: the same values on every mesh."""
+        return jax.jit(self._init, out_shardings=self.shardings())(jax.random.key(seed))
+
+    def compile(self, batch_shape: tuple[int, ...]) -> Callable[[State, Array], tuple]:
+        """Compiles the step `(state, tokens) -> (state, metrics)` for `(batch, seq + 1)` tokens.
+
+        The result accepts exactly these shapes and shardings, so a run cannot compile twice.
+        """
+        tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding(self.mesh))
+        out = (self.shardings(), Metrics(*[replicated(self.mesh)] * len(Metrics._fields)))
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=out)
+        return step.lower(self.abstract(), tokens).compile()
+
+    def _init(self, key: Array) -> State:
+        params = self.model.init(key)
+        zero = jnp.zeros((), jnp.int32)
+        return State(zero, params, self.optimizer.init(params), zero)
+
+    def _step(self, state: State, tokens: Array) -> tuple[State, Metrics]:
+        loss, gradient = loss_and_gradient(
+            self.model, state.params, tokens, microbatches=self.microbatches, mesh=self.mesh
+        )
+        grad_norm = optax.tree.norm(gradient)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+        # Past the limit nothing changes any more: the state stays that before the bad step while
+        # the host, which sees a step's metrics only after it has started the next, finds out.
+        running = skipped <= self.skip_limit
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
+        new = (optax.apply_updates(state.params, updates), optimizer)
+        keep = lambda new, old: jnp.where(finite & running, new, old)
+        params, optimizer = jax.tree.map(keep, new, (state.params, state.optimizer))
+        step = state.step + jnp.where(running, 1, 0)
+        return State(step, params, optimizer, skipped), Metrics(loss, grad_norm, skipped)
