@@ -1,0 +1,210 @@
+"""Compiles CUDA C++ for one architecture with NVRTC; no toolkit, driver or GPU is needed.
+
+`sm_90` and the like give machine code (a cubin), `compute_80` gives PTX, which the driver finishes
+for the device it finds. A cubin loads on any driver of NVRTC's major version; PTX only on a driver
+at least as new as NVRTC, so a program exported for older machines is best exported with an older
+NVRTC, or for a named architecture (`NORMFUSE_CUDA_ARCH`).
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from normfuse.native.fallback import Unsupported
+
+_KERNELS = pathlib.Path(__file__).parent / "kernels"
+_OPTIONS = ("--std=c++17",)
+_INSTALL = "`pip install 'normfuse[cuda13]'` (or `'normfuse[cuda12]'`, to match your jax)"
+
+_lock = threading.Lock()
+_compilations = 0
+
+
+class CompilerMissing(Unsupported):
+    """NVRTC, its Python bindings or CUDA's headers are not installed; the message says which."""
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile; the message holds NVRTC's log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A CUDA C++ file and, by the name it is included under, every file of ours it includes."""
+
+    name: str
+    text: str
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """Compiled kernels: a cubin, or PTX text."""
+
+    data: bytes
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The SHA-256 of `data`, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@functools.cache
+def kernel_source(name: str) -> Source:
+    """Reads the kernel file `name` that comes with normfuse, and the headers it includes."""
+    text = (_KERNELS / name).read_text()
+    headers: dict[str, str] = {}
+    pending = _included(text)
+    while pending:
+        header = pending.pop()
+        if header not in headers:
+            headers[header] = (_KERNELS / header).read_text()
+            pending += _included(headers[header])
+    return Source(name, text, tuple(sorted(headers.items())))
+
+
+def compile_image(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
+    """Compiles `source` for `arch` ("sm_90": a cubin, "compute_80": PTX).
+
+    Raises:
+      CompilerMissing: if NVRTC, cuda-bindings or CUDA's headers are not installed.
+      CompileError: if the source does not compile, with the compiler's log.
+      ValueError: for a macro whose name is a single letter: CUDA's own headers use those.
+    """
+    return compile_with_log(source, macros, arch)[0]
+
+
+def compile_with_log(
+    source: Source, macros: Mapping[str, str | int], arch: str, *extra: str
+) -> tuple[Image, str]:
+    """As `compile_image`, with further options for NVRTC; also returns the compiler's log."""
+    global _compilations
+    nvrtc = _nvrtc()
+    arch = _nearest(nvrtc, arch)
+    arguments = [*options(macros, arch), *extra, f"--include-path={include_directory()}"]
+    image, log = _run(nvrtc, source, arguments, arch)
+    with _lock:
+        _compilations += 1
+    return image, log
+
+
+def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
+    """What the compiler is told, apart from where CUDA's headers are."""
+    for name in macros:
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]+", name):
+            raise ValueError(
+                f"macro {name!r}: a macro's name is two or more upper-case letters, digits or _, "
+                "because CUDA's own headers use single letters"
+            )
+    return [*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{k}={v}" for k, v in macros.items())]
+
+
+def compilations() -> int:
+    """How many images this process has compiled."""
+    return _compilations
+
+
+def version() -> tuple[int, int]:
+    """NVRTC's version, (major, minor)."""
+    nvrtc = _nvrtc()
+    _, major, minor = nvrtc.nvrtcVersion()
+    return major, minor
+
+
+@functools.cache
+def include_directory() -> str:
+    """The folder of cuda_bf16.h and its neighbours, from NVIDIA's wheels or a CUDA toolkit."""
+    candidates = [_wheel_headers()]
+    candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    candidates.append("/usr/local/cuda")
+    for folder in filter(None, candidates):
+        for path in (pathlib.Path(folder), pathlib.Path(folder) / "include"):
+            if (path / "cuda_bf16.h").exists() and (path / "cuda_fp16.h").exists():
+                return str(path)
+    raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
+
+
+def _wheel_headers() -> str | None:
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError:  # renamed: releases before 1.2.3 have no such name
+        return None
+    return find_nvidia_header_directory("cudart")
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CompilerMissing(
+            f"CUDA kernels are compiled when they are first used, and cuda-bindings is not "
+            f"installed ({error}): {_INSTALL}"
+        ) from error
+    try:
+        nvrtc.nvrtcVersion()  # what opens the library
+    except Exception as error:  # cuda-pathfinder's own exceptions share no public base
+        raise CompilerMissing(
+            f"NVRTC, CUDA's run-time compiler, cannot be opened: {_INSTALL}. {error}"
+        ) from error
+    return nvrtc
+
+
+def _nearest(nvrtc: Any, arch: str) -> str:
+    """`arch`, or PTX for the newest architecture before it if the GPU is newer than NVRTC."""
+    _, known = nvrtc.nvrtcGetSupportedArchs()
+    number = re.fullmatch(r"sm_(\d+)", arch)
+    if number is None or int(number[1]) < max(known):
+        return arch
+    return arch if int(number[1]) in known else f"compute_{max(known)}"
+
+
+def _included(text: str) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE)
+
+
+def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[Image, str]:
+    names = [name.encode() for name, _ in source.headers]
+    texts = [text.encode() for _, text in source.headers]
+    made, program = nvrtc.nvrtcCreateProgram(
+        source.text.encode(), source.name.encode(), len(names), texts, names
+    )
+    _check(nvrtc, made, source, arch, "")
+    try:
+        (built,) = nvrtc.nvrtcCompileProgram(
+            program, len(arguments), [argument.encode() for argument in arguments]
+        )
+        log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        log = log.rstrip(b"\0 \n").decode(errors="replace")
+        _check(nvrtc, built, source, arch, log)
+        if arch.startswith("sm_"):
+            data = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        else:
+            data = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0")
+        return Image(data), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(size, get, program) -> bytes:
+    _, count = size(program)
+    data = bytearray(count)
+    get(program, data)
+    return bytes(data)
+
+
+def _check(nvrtc: Any, result: Any, source: Source, arch: str, log: str) -> None:
+    if result == nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        return
+    _, text = nvrtc.nvrtcGetErrorString(result)
+    reason = text.decode() if isinstance(text, bytes) else str(text)
+    hint = ""
+    if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+        major, minor = version()
+        hint = f" (does NVRTC {major}.{minor} know {arch}?)"
+    raise CompileError(f"{source.name} does not compile for {arch}: {reason}{hint}\n{log}".rstrip())
