@@ -1,9 +1,117 @@
-"""Dense (placeholder)."""
+"""The dense layer: a product, a bias and an activation."""
 
-import jax.numpy as jnp
+import jax
+from jax.sharding import NamedSharding
+
+from normfuse.layers.activations import Activation, finish, resolve
+from normfuse.layers.arguments import floating, floating_dtype
+from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.matmul import matmul
 
 
-def dense(x, kernel, bias=None, *, activation=None, dtype=None, implementation=None):
-    dtype = dtype or x.dtype
-    y = jnp.matmul(x.astype(dtype), kernel.astype(dtype))
-    return y if bias is None else y + bias.astype(dtype)
+def dense(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    activation: Activation = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> jax.Array:
+    """Multiplies the last axis of x by `kernel`, adds `bias` and applies `activation`.
+
+        y = activation(x · kernel + bias)
+
+    x, kernel and bias are cast to `dtype`; the product sums in float32 (float64 for float64), and
+    the bias and the activation are one pass in float32, rounded once. Gradients of kernel and bias
+    come in their own dtypes from float32 sums: a float32 kernel's is the output of the GEMM, which
+    XLA can then add to an accumulator in place. The activation's derivative is recomputed from the
+    product; nothing of its size is kept in float32.
+
+    The product is XLA's everywhere, and is partitioned as `jnp.matmul` is. On Explicit meshes a
+    kernel split (as FSDP stores it) over axes that split x's rows is gathered, in `dtype`.
+
+    Args:
+      x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
+      kernel: `(in, out)`, or `(in, *out)` for several output axes.
+      bias: `(*out,)`.
+      activation: None; a name: "gelu" (exact), "gelu_tanh", "relu", "silu", "squared_relu",
+        "tanh" and the rest of `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which
+        is given float32.
+      dtype: of the product and the result; x's where None.
+      implementation: None or "xla"; there is no other.
+      out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
+        both split over `in` on an Explicit mesh.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, or an unknown activation.
+      NotImplementedError: for an implementation that does not exist.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import dense
+    >>> x, kernel = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.float32)
+    >>> dense(x, kernel, activation="silu").dtype
+    dtype(bfloat16)
+    >>> jax.grad(lambda kernel: dense(x, kernel).sum())(kernel).dtype  # of one GEMM
+    dtype('float32')
+    """
+    x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)
+    bias = None if bias is None else floating("dense", "bias", bias)
+    dtype = floating_dtype("dense", dtype, x.dtype)
+    _check_shapes(x, kernel, bias)
+    resolve(activation)
+
+    options = {"activation": activation, "implementation": implementation}
+    return apply(x, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
+
+
+def apply(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    *,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    out_sharding: NamedSharding | jax.P | None = None,
+    contract: int = 0,
+) -> jax.Array:
+    """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+
+    def xla(strict):
+        del strict
+        y = matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+        return finish(y, bias, activation, dtype)
+
+    try:
+        return choose("dense", implementation, {"xla": xla})
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{error}: matrix products are XLA's on every platform; pass implementation=None or "
+            "'xla'"
+        ) from None
+
+
+def _check_shapes(x, kernel, bias):
+    if x.ndim < 1:
+        raise ValueError("dense: x must be (*rows, in), got a scalar; reshape it to (1,)")
+    if kernel.ndim < 2:
+        raise ValueError(f"dense: kernel must be (in, *out), got shape {kernel.shape}")
+    if x.shape[-1] != kernel.shape[0]:
+        hint = ""
+        if kernel.ndim == 2 and x.shape[-1] == kernel.shape[1]:
+            hint = "; pass kernel.T if it is stored (out, in)"
+        raise ValueError(
+            f"dense: kernel's first axis must be as long as x's last, {x.shape[-1]}; got kernel of "
+            f"shape {kernel.shape} and x of shape {x.shape}{hint}"
+        )
+    if bias is not None and bias.shape != kernel.shape[1:]:
+        raise ValueError(
+            f"dense: bias must have the shape of kernel's output axes, {kernel.shape[1:]}; got "
+            f"{bias.shape}"
+        )

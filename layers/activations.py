@@ -1,0 +1,91 @@
+"""The activation functions that dense layers know by name."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from normfuse.layers.rounding import rounded
+
+Activation = str | Callable[[jax.Array], jax.Array] | None
+
+
+def squared_relu(x: jax.Array) -> jax.Array:
+    """`max(x, 0)²` (So et al., arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """`x · sigmoid(1.702 x)`, the approximation of GELU that CLIP was trained with."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "elu": jax.nn.elu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "leaky_relu": jax.nn.leaky_relu,
+    "mish": jax.nn.mish,
+    "quick_gelu": quick_gelu,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "squared_relu": squared_relu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
+"""By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
+
+
+def resolve(activation: Activation) -> Callable[[jax.Array], jax.Array] | None:
+    """The function that `activation` names or is; None for none.
+
+    Raises:
+      ValueError: for an unknown name.
+      TypeError: for anything but None, a name or a callable.
+    """
+    if activation is None or callable(activation):
+        return activation
+    if not isinstance(activation, str):
+        raise TypeError(
+            f"activation must be None, a name or a function, got {type(activation).__name__}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, or a function, got "
+            f"{activation!r}"
+        )
+    return ACTIVATIONS[activation]
+
+
+def finish(
+    y: jax.Array, bias: jax.Array | None, activation: Activation, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """`activation(y + bias)`: one pass over y in float32 (or wider), rounded once, to `dtype`.
+
+    The activation's derivative is recomputed from y: nothing of y's size is kept in float32.
+    """
+    function = resolve(activation)
+    if bias is None and function is None:
+        return y.astype(dtype)
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+
+    def epilogue(y, *bias):
+        z = y.astype(wide)
+        for b in bias:
+            z = z + b.astype(wide)
+        if function is None:
+            return z.astype(dtype)
+        result = function(z)
+        if jnp.shape(result) != z.shape:
+            raise ValueError(
+                f"activation must keep the shape of its input, {z.shape}; {activation!r} returned "
+                f"{jnp.shape(result)}"
+            )
+        return result.astype(dtype)
+
+    if function is not None:
+        epilogue = jax.checkpoint(epilogue, prevent_cse=False)
+    return epilogue(y, *(() if bias is None else (rounded(bias, y.dtype),)))

@@ -1,0 +1,277 @@
+"""Equinox modules: `eqx.nn.RMSNorm` and `eqx.nn.Linear` on normfuse's operations, and `swap`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from normfuse.layers import dense as dense_op
+from normfuse.layers.activations import Activation, finish
+from normfuse.layers.dropin import by_framework, check_eps, check_options, unserved_dtype
+from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.rms_norm import rms_norm
+
+M = TypeVar("M")
+_NOT_GIVEN: Any = object()
+
+
+class RMSNorm(eqx.nn.RMSNorm):
+    """`equinox.nn.RMSNorm` computed by `normfuse.rms_norm`.
+
+    Takes what `eqx.nn.RMSNorm` does and has the same leaves, initial values and result: always x's
+    dtype, computed in float32 (float64). For one example, of exactly `shape`; batch it with
+    `jax.vmap`, any number of times, and the kernel sees one batch.
+
+    With a bias, which Equinox adds by default, the normalised x passes through memory in float32
+    before the bias is added, so that the result is rounded once; `use_bias=False`, as in every
+    published model with an RMSNorm, is one kernel. Equinox's own code serves for complex x, an
+    `eps` that is an array, and `shape=()`. Integer x, which Equinox turns into zeros, is refused.
+
+    Args:
+      shape: of the input.
+      eps: added to the mean square.
+      use_weight: whether to multiply by a weight.
+      use_bias: whether to add a bias.
+      dtype: of the weight and the bias.
+      implementation: as for `normfuse.rms_norm`.
+
+    Raises:
+      ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
+      TypeError: when called, for integer x.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.eqx import RMSNorm
+    >>> jax.vmap(RMSNorm(4))(jnp.full((2, 4), 3.0)).shape
+    (2, 4)
+    """
+
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        implementation: Implementation = None,
+    ):
+        check_eps("eqx.nn.RMSNorm", "eps", eps)
+        super().__init__(shape, eps, use_weight, use_bias, dtype)
+        self.implementation = check_options(implementation)
+
+    def __call__(self, x: jax.Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+        """Normalises all of x; `state` is passed through, `key` is ignored."""
+        x = jnp.asarray(x)
+        if x.shape != self.shape:
+            raise ValueError(
+                f"eqx.nn.RMSNorm: x must have shape {self.shape}, got {x.shape}; for a batch call "
+                "jax.vmap(norm)(x)"
+            )
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+            raise TypeError(
+                f"eqx.nn.RMSNorm: x must be floating, got {x.dtype}; cast it first, for example "
+                "x.astype(jnp.float32)"
+            )
+        if reason := self._unserved(x):
+            call = lambda: super(RMSNorm, self).__call__(x, key=key)
+            y = by_framework("eqx.nn.RMSNorm", reason, self.implementation, call)
+        else:
+            y = self._normalise(x)
+        return y if state is _NOT_GIVEN else (y, state)
+
+    def _normalise(self, x):
+        bias = self.bias if self.use_bias else None
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        y = rms_norm(
+            x,
+            self.weight if self.use_weight else None,
+            eps=self.eps,
+            axis=tuple(range(x.ndim)),
+            dtype=x.dtype if bias is None else wide,
+            implementation=self.implementation,
+        )
+        return y if bias is None else (y + bias.astype(wide)).astype(x.dtype)
+
+    def _unserved(self, x) -> str:
+        """What only Equinox serves, or ""."""
+        if x.ndim == 0:
+            return "shape=()"
+        if isinstance(self.eps, jax.Array):
+            return "an eps that is an array"
+        return unserved_dtype(x.dtype, self.weight.dtype if self.use_weight else None)
+
+
+class Linear(eqx.nn.Linear):
+    """`equinox.nn.Linear` computed by `normfuse.dense`, with an optional activation.
+
+    Takes what `eqx.nn.Linear` does and has the same leaves, initial values and result dtype (what x
+    and the weight promote to). For one example, of shape `(in_features,)`; batch it with
+    `jax.vmap`, any number of times. The gradient of a float32 weight is never rounded.
+
+    Equinox's own code serves for `"scalar"` features, a bias wider than x and weight, integer and
+    complex x and, without a bias, for a matrix x, whose columns it multiplies.
+
+    Args:
+      in_features: the input's length, or "scalar".
+      out_features: the output's, or "scalar".
+      use_bias: whether to add a bias.
+      dtype: of the weight and the bias.
+      key: for the initial values.
+      activation: as for `normfuse.dense`: None, a name or a pure function.
+      implementation: as for `normfuse.dense`.
+
+    Raises:
+      ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.eqx import Linear
+    >>> linear = Linear(3, 4, activation="silu", key=jax.random.key(0))
+    >>> jax.vmap(linear)(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    activation: Activation = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_features: int | Literal["scalar"],
+        out_features: int | Literal["scalar"],
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+        activation: Activation = None,
+        implementation: Implementation = None,
+    ):
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.activation = activation
+        self.implementation = check_options(implementation, activation)
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """Multiplies x by the weight; `key` is ignored."""
+        x = jnp.asarray(x)
+        if reason := self._unserved(x):
+            call = lambda: super(Linear, self).__call__(x, key=key)
+            name = f"eqx.nn.Linear with {reason}"
+            y = choose(name, self.implementation, {"xla": lambda _: call()})
+            return y if self.activation is None else finish(y, None, self.activation, y.dtype)
+        if x.shape != self.weight.shape[1:]:
+            raise ValueError(
+                f"eqx.nn.Linear: x must have shape {self.weight.shape[1:]}, got {x.shape}; for a "
+                "batch call jax.vmap(linear)(x)"
+            )
+        return dense_op.apply(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            dtype=jnp.result_type(self.weight, x),
+            implementation=self.implementation,
+            contract=1,
+        )
+
+    def _unserved(self, x) -> str:
+        """What only Equinox serves, or ""."""
+        if "scalar" in (self.in_features, self.out_features):
+            return '"scalar" features'
+        if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
+            return "a matrix"
+        if reason := unserved_dtype(x.dtype, self.weight.dtype):
+            return reason
+        dtype = jnp.result_type(self.weight, x)
+        if self.bias is not None and jnp.promote_types(dtype, self.bias.dtype) != dtype:
+            return f"a bias in {self.bias.dtype}, wider than {dtype}"
+        return ""
+
+
+# ---------------------------------------------------------------- other people's models
+
+
+def swap(model: M, *, implementation: Implementation = None) -> M:
+    """Returns `model` with normfuse's layers for every `eqx.nn.RMSNorm` and `eqx.nn.Linear`.
+
+    Leaves, static fields and everything else are kept, as the same objects; a layer or module that
+    occurs twice is still one object that occurs twice, and `eqx.nn.Shared` still ties what it tied.
+    Subclasses of Equinox's layers are left alone.
+
+    `model` may be any pytree. An optimiser's state holds copies of the model's structure, and Optax
+    compares structures: swap it too, `opt_state = swap(opt_state)`, and training goes on.
+
+    Args:
+      model: a module, or any pytree with modules in it.
+      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`. The matrix products of
+        Linear are XLA's always.
+
+    >>> import equinox as eqx, jax
+    >>> from normfuse.layers.eqx import swap, unswap
+    >>> mlp = swap(eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0)))
+    >>> type(mlp.layers[0]).__module__
+    'normfuse.layers.eqx'
+    >>> eqx.tree_equal(unswap(mlp), eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0)))
+    Array(True, dtype=bool)
+    """
+    implementation = check_options(implementation)
+
+    def ours(layer):
+        if type(layer) is eqx.nn.RMSNorm:
+            return _convert(layer, RMSNorm, implementation=implementation)
+        if type(layer) is eqx.nn.Linear:
+            return _convert(layer, Linear, activation=None, implementation=None)
+        return layer
+
+    return _replace(model, ours, {})
+
+
+def unswap(model: M) -> M:
+    """Returns `model` with Equinox's layers for every one of normfuse's: the inverse of `swap`.
+
+    Raises:
+      ValueError: for a Linear with an activation, which `eqx.nn.Linear` cannot express.
+    """
+
+    def theirs(layer):
+        if type(layer) is RMSNorm:
+            return _convert(layer, eqx.nn.RMSNorm)
+        if type(layer) is Linear:
+            if layer.activation is not None:
+                raise ValueError(
+                    f"unswap: a Linear of {layer.in_features} by {layer.out_features} features has "
+                    f"activation={layer.activation!r}, which eqx.nn.Linear cannot express; make it "
+                    "a Linear without one and apply it to the output"
+                )
+            return _convert(layer, eqx.nn.Linear)
+        return layer
+
+    return _replace(model, theirs, {})
+
+
+def _convert(layer: eqx.Module, cls: type, **extra: Any) -> Any:
+    """`layer` as a `cls`: its fields as they are, whatever they hold (None, in a filtered tree)."""
+    fields = {name: vars(layer)[name] for name in cls.__dataclass_fields__ if name not in extra}
+    new = object.__new__(cls)
+    for name, value in (fields | extra).items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def _replace(node: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any, Any]]) -> Any:
+    """`node` with its layers converted; what holds none is returned as it is.
+
+    `done` keeps each node beside its result: an id is a node's only while that node is alive.
+    """
+    if id(node) in done:
+        return done[id(node)][1]
+    new = convert(node)
+    if new is node:
+        children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
+        if not (len(children) == 1 and children[0] is node):
+            replaced = [_replace(child, convert, done) for child in children]
+            if any(a is not b for a, b in zip(children, replaced)):
+                new = jax.tree.unflatten(structure, replaced)
+    done[id(node)] = (node, new)
+    return new
