@@ -6,7 +6,7 @@ the types, batching and differentiation, and chooses when it is lowered how the 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -107,9 +107,9 @@ class Op:
         else:
             fn = partition.partitioned(functools.partial(self.body, **params), dims, self.lead)
             results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
-            partition.name_callback(
-                results, f"{self.name}{sorted(params.items())}", ctx.module_context.platforms
-            )
+            # dims too: they depend on the rank, and the callback behind a name must suit its call
+            name = f"{self.name}{sorted(params.items())}{dims}"
+            partition.name_callback(results, name, ctx.module_context.platforms)
             return results
         return mlir.lower_fun(lambda *a: list(fn(*a)), multiple_results=True)(ctx, *values)
 
@@ -151,6 +151,12 @@ def _batch_at(operand, batched, at, size):
     return jnp.moveaxis(operand, batched, at)
 
 
+def vary(operand: jax.Array, axes: Set[str]) -> jax.Array:
+    """`operand` typed as varying over manual `axes`; the transpose sums its gradient over them."""
+    missing = axes - jax.typeof(operand).manual_axis_type.varying
+    return jax.lax.pcast(operand, tuple(sorted(missing)), to="varying") if missing else operand
+
+
 def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Gives `operand` the lead's sharding in its dimensions `dims`, and the lead's varying axes.
 
@@ -158,16 +164,20 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
     agree; the transpose of what is added here sums or reshards their gradients.
     """
     typed, like = jax.typeof(operand), jax.typeof(lead)
-    missing = like.manual_axis_type.varying - typed.manual_axis_type.varying
-    if missing:
-        operand = jax.lax.pcast(operand, tuple(missing), to="varying")
+    operand = vary(operand, like.manual_axis_type.varying)
     if like.sharding.mesh.explicit_axes:
         spec = (*like.sharding.spec, *[None] * (like.ndim - len(like.sharding.spec)))
         wanted = jax.P(*[spec[d] for d in dims])
         have = (*typed.sharding.spec, *[None] * (typed.ndim - len(typed.sharding.spec)))
         if jax.P(*have) != wanted:
-            operand = jax.sharding.reshard(operand, NamedSharding(like.sharding.mesh, wanted))
+            operand = _reshard(operand, lead, wanted)
     return operand
+
+
+@functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
+def _reshard(operand, lead, spec):
+    """`jax.sharding.reshard` on lead's devices, which it could not know outside jit and set_mesh."""
+    return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
 
 
 @dataclasses.dataclass(frozen=True)

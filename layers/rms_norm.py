@@ -1,13 +1,12 @@
 """Root mean square normalisation, with or without a residual addition before it."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
 
 from normfuse.layers.arguments import dimensions, finite, floating, floating_dtype
 from normfuse.layers.implementation import Implementation, choose
-from normfuse.layers.op import match
+from normfuse.layers.op import match, vary
 from normfuse.layers.rms_norm_op import forward
 
 
@@ -125,18 +124,20 @@ def add_rms_norm(
 
 
 def _call(op, x, residual, scale, implementation, params):
-    operands = [*residual, *[scale] * (scale is not None)]
-
-    def native_or_plain(strict):
-        n = len(residual)
-        matched = [match(a, x, range(x.ndim)) for a in operands[:n]]
-        matched += [match(a, x, params["axes"]) for a in operands[n:]]
-        varying = [a for a in matched if jax.typeof(a).manual_axis_type.varying]
-        lead = match(x, varying[0], range(x.ndim)) if varying else x
-        return forward(lead, *matched, strict=strict, **params)
-
-    plain = functools.partial(forward.plain, x, *operands, **params)
-    return choose(op, implementation, {"native": native_or_plain, "xla": lambda strict: plain()})
+    arrays = [x, *residual, *[scale] * (scale is not None)]
+    lead = vary(x, frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays)))
+    if residual and not any(jax.typeof(x).sharding.spec):
+        lead = match(lead, residual[0], range(x.ndim))
+    operands = [
+        lead,
+        *[match(a, lead, range(x.ndim)) for a in residual],
+        *[match(a, lead, params["axes"]) for a in arrays[1 + len(residual) :]],
+    ]
+    serve = {
+        "native": lambda strict: forward(*operands, strict=strict, **params),
+        "xla": lambda strict: forward.plain(*operands, **params),
+    }
+    return choose(op, implementation, serve)
 
 
 def _check(op, x, scale, eps, axis, scale_offset, dtype):
