@@ -87,6 +87,7 @@ def partitioned(
       lead: the index of the leading operand, whose sharding decides.
     """
     inputs, outputs = dims
+    x64 = jax.config.jax_enable_x64
 
     @custom_partitioning
     def call(*operands):
@@ -104,7 +105,7 @@ def partitioned(
     def partition(mesh, operands, results):
         del results
         split = split_of(mesh, operands)
-        local = without_mesh(functools.partial(body, split))
+        local = without_mesh(functools.partial(body, split), x64)
         fn = lambda *values: tuple(local(*values))
         return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
 

@@ -91,12 +91,13 @@ def _forward_body(split, x, *rest, axes, eps, strict, **params):
 def _forward_over_devices(
     split, flat, scale, axes, eps, strict, *, has_residual, with_rstd, **params
 ):
+    dtype = definition.compute_dtype(*(a.dtype for a in (*flat, *scale)), params["out_dtype"])
     h = flat[0]
     if has_residual:
-        dtype = definition.compute_dtype(*(a.dtype for a in flat))
         h_dtype = jnp.promote_types(flat[0].dtype, flat[1].dtype)
         h = (flat[0].astype(dtype) + flat[1].astype(dtype)).astype(h_dtype)
-    sums = split.psum(native.row_sums(h, strict=strict)[0], axes)
+    wide = h.astype(dtype) if dtype == jnp.float64 else h  # row_sums sees no scale, no dtype of y
+    sums = split.psum(native.row_sums(wide, strict=strict)[0], axes)
     rstd = jax.lax.rsqrt(sums / split.count(axes) + jnp.asarray(eps, sums.dtype))
     y = native.apply(h, *scale, rstd, strict=strict, **params)
     return [*y, *[h] * has_residual, *[rstd] * with_rstd]

@@ -107,17 +107,18 @@ def result_types(definition, operands, params) -> list[jax.ShapeDtypeStruct]:
         return list(jax.eval_shape(functools.partial(definition, **dict(params)), *structs))
 
 
-def without_mesh(fn: Callable[..., Sequence[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """Traces and lowers `fn` with no mesh in sight.
+def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[..., list]:
+    """Traces and lowers `fn` with no mesh in sight, and with 64-bit types as `x64` says.
 
     The arrays of a shard live on one device. From JAX 0.11 on an ambient Explicit mesh would
     annotate them, and XLA finds no implementation for a `Sharding` call in a per-device module.
+    JAX 0.10 partitions in a thread of XLA's, which does not see `jax.enable_x64` of the caller's.
     """
 
     def shielded(*operands):
-        with use_abstract_mesh(_NO_MESH):
+        with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
             jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands])
-        return _shield.bind(*operands, jaxpr=jaxpr)
+        return _shield.bind(*operands, jaxpr=jaxpr, x64=x64)
 
     return shielded
 
@@ -128,17 +129,17 @@ def lower(fn: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext,
         jaxpr = jax.make_jaxpr(lambda *operands: list(fn(*operands)))(
             *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
         )
-    return _lower_shielded(ctx, *values, jaxpr=jaxpr)
+    return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64)
 
 
-def _lower_shielded(ctx, *values, jaxpr):
-    with use_abstract_mesh(_NO_MESH):
+def _lower_shielded(ctx, *values, jaxpr, x64):
+    with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
         inner = ctx.replace(avals_in=list(jaxpr.in_avals), avals_out=list(jaxpr.out_avals))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *values)
 
 
 _shield = Primitive("normfuse_without_mesh")
 _shield.multiple_results = True
-_shield.def_abstract_eval(lambda *operands, jaxpr: list(jaxpr.out_avals))
+_shield.def_abstract_eval(lambda *operands, jaxpr, x64: list(jaxpr.out_avals))
 mlir.register_lowering(_shield, _lower_shielded)
 needs_devices_during_lowering(_shield)
