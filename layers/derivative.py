@@ -55,8 +55,8 @@ def _forward_jvp(forward, tangent, primals, tangents, *, with_rstd, **params):
 def _rstd_tangent(x, rstd, dx, axes):
     if type(dx) is ad.Zero:
         return ad.Zero(jax.typeof(rstd).to_tangent_aval())
-    dtype = rstd.dtype
-    return -(rstd**3) * jnp.mean(x.astype(dtype) * dx.astype(dtype), axes)
+    normal = x.astype(rstd.dtype) * jnp.expand_dims(rstd, axes)
+    return -rstd * (rstd * jnp.mean(normal * dx.astype(rstd.dtype), axes))
 
 
 def _cast(tangent, dtype):

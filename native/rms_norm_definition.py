@@ -94,11 +94,12 @@ def backward_apply(
     rstd = _along_rows(rest.pop(0).astype(dtype), axes)
     dh = rest.pop(0).astype(dtype) if has_residual else jnp.zeros((), dtype)
     mean = _along_rows(rest.pop(0).astype(dtype), axes) / jnp.asarray(count, dtype)
-    wide, dy = x.astype(dtype), dy.astype(dtype)
-    dx = (rstd * (dy * w) - wide * rstd**3 * mean + dh).astype(x.dtype)
+    dy, normal = dy.astype(dtype), x.astype(dtype) * rstd
+    # x · rstd³ · mean in an order that rstd³ cannot overflow or vanish in
+    dx = (rstd * (dy * w - normal * (rstd * mean)) + dh).astype(x.dtype)
     if not with_dscale:
         return [dx]
-    return [dx, jnp.sum(dy * wide * rstd, _rows(x, axes))]
+    return [dx, jnp.sum(dy * normal, _rows(x, axes))]
 
 
 def backward(dy, x, *rest, scale_offset, has_residual, has_scale, with_dscale, axes=_CANONICAL):
@@ -120,12 +121,12 @@ def tangent(x, *rest, scale_offset, has_residual, has_scale, out_dtype, moves, a
     dtype, rest = _dtype_of(x, *rest, out=out_dtype), list(rest)
     w = _weight(rest, x, axes, scale_offset, has_scale, dtype)
     rstd = _along_rows(rest.pop(0).astype(dtype), axes)
-    wide, dy, dh = x.astype(dtype), jnp.zeros((), dtype), []
+    normal, dy, dh = x.astype(dtype) * rstd, jnp.zeros((), dtype), []
     if moves[0]:
         dx = rest.pop(0)
         dh = [dx] * has_residual
-        mean = jnp.mean(wide * dx.astype(dtype), axes, keepdims=True)
-        dy = w * rstd * (dx.astype(dtype) - wide * (rstd * rstd) * mean)
+        mean = jnp.mean(normal * dx.astype(dtype), axes, keepdims=True)
+        dy = w * rstd * (dx.astype(dtype) - normal * mean)
     if moves[1]:
-        dy = dy + wide * rstd * jnp.expand_dims(rest.pop(0).astype(dtype), _rows(x, axes))
+        dy = dy + normal * jnp.expand_dims(rest.pop(0).astype(dtype), _rows(x, axes))
     return [dy.astype(out_dtype), *dh]
