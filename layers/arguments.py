@@ -13,7 +13,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 def floating(op: str, argument: str, value: Any) -> jax.Array:
     """`value` as an array of a floating dtype; TypeError otherwise."""
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {argument} must be an array, got {value!r}") from None
     if array.dtype.name not in DTYPES:
         raise TypeError(
             f"{op}: {argument} must be one of {', '.join(DTYPES)}, got {array.dtype.name}; "
@@ -23,16 +26,26 @@ def floating(op: str, argument: str, value: Any) -> jax.Array:
 
 
 def floating_dtype(op: str, dtype: Any, default: Any) -> str:
-    """The name of `dtype`, or of `default` where it is None; TypeError if it is not floating."""
-    name = jnp.dtype(default if dtype is None else dtype).name
+    """The name of `dtype`, or of `default` where it is None; TypeError if it is not floating.
+
+    float64 becomes float32 where JAX's 64-bit types are off, with JAX's own warning.
+    """
+    try:
+        name = jnp.dtype(default if dtype is None else dtype).name
+    except TypeError:
+        name = repr(dtype)
     if name not in DTYPES:
         raise TypeError(f"{op}: dtype must be one of {', '.join(DTYPES)}, got {name}")
+    if name == "float64":
+        name = jax.eval_shape(lambda: jnp.empty((), name)).dtype.name
     return name
 
 
 def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
     """`value` as a finite Python number of at least `least`; TypeError or ValueError otherwise."""
     try:
+        if isinstance(value, str):
+            raise TypeError
         number = float(value)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(
@@ -52,6 +65,8 @@ def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, .
         axes = [operator.index(a) for a in given]
     except TypeError:
         raise TypeError(f"{op}: axis must be an int or several, got {axis!r}") from None
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have an axis to normalise, got a scalar")
     if not axes or any(not -x.ndim <= a < x.ndim for a in axes):
         raise ValueError(
             f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for x of shape {x.shape}, "
