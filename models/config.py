@@ -37,7 +37,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only transformer: pre-norm RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
     Attributes:
       vocab_size: number of tokens.
@@ -60,7 +60,8 @@ class TransformerConfig:
       remat: what the backward pass recomputes: "none"; "block", everything inside a block;
         "dots", everything but the GEMMs' results.
       attention: "auto" takes cuDNN's fused attention on NVIDIA GPUs where it serves, else XLA.
-      implementation: of RMSNorm and Linear, as in `normfuse.rms_norm`; None takes the best here.
+      implementation: of RMSNorm, as in `normfuse.rms_norm`: None takes the best here. The matrix
+        products are XLA's.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.

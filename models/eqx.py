@@ -3,14 +3,15 @@
     model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
     logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 
-Equinox layers see one example; `_each` maps them over the batch and the sequence.
+Equinox's layers see one example: `_normalise` maps them over batch and sequence.
 """
 
 import equinox as eqx
 import jax
-from equinox.nn import Linear, RMSNorm
 from jax import Array
 
+from normfuse.layers.dense import dense
+from normfuse.layers.eqx import Linear, RMSNorm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
@@ -45,13 +46,15 @@ class Attention(eqx.Module):
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
         batch, seq, _ = x.shape
         split = lambda x: x.reshape(batch, seq, -1, self.config.head_dim)
-        q, k, v = (split(_each(layer, x)) for layer in (self.q, self.k, self.v))
+        # (batch, seq, heads, head_dim)
+        q, k, v = (split(_project(linear, x)) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _each(self.q_norm, q), _each(self.k_norm, k)  # (batch, seq, heads, head_dim)
+            q, k = _normalise(self.q_norm, q), _normalise(self.k_norm, k)
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
         out, cache = attend(q, k, v, cache, start, self.config.attention)
-        return _each(self.o, out.reshape(batch, seq, -1)), cache
+        out = constrain(out, self.sharding.heads)
+        return _project(self.o, out.reshape(batch, seq, -1)), cache
 
 
 class MLP(eqx.Module):
@@ -64,13 +67,13 @@ class MLP(eqx.Module):
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
         self.sharding = sharding
-        self.gate = _linear(config, config.dim, config.mlp_dim, key=key)
+        self.gate = _linear(config, config.dim, config.mlp_dim, activation="silu", key=key)
         self.up = _linear(config, config.dim, config.mlp_dim, key=key)
         self.down = _linear(config, config.mlp_dim, config.dim, key=key)
 
     def __call__(self, x: Array) -> Array:
-        hidden = jax.nn.silu(_each(self.gate, x)) * _each(self.up, x)  # (batch, seq, mlp_dim)
-        return _each(self.down, constrain(hidden, self.sharding.hidden))
+        hidden = _project(self.gate, x) * _project(self.up, x)  # (batch, seq, mlp_dim)
+        return _project(self.down, constrain(hidden, self.sharding.hidden))
 
 
 class Block(eqx.Module):
@@ -90,10 +93,10 @@ class Block(eqx.Module):
         self.mlp = MLP(config, sharding, key=key)
 
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        h = constrain(_each(self.attention_norm, x), self.sharding.block_input)
+        h = constrain(_normalise(self.attention_norm, x), self.sharding.block_input)
         h, cache = self.attention(h, rope, cache, start)
         x = x + constrain(h, self.sharding.residual)  # (batch, seq, dim)
-        h = constrain(_each(self.mlp_norm, x), self.sharding.block_input)
+        h = constrain(_normalise(self.mlp_norm, x), self.sharding.block_input)
         return x + constrain(self.mlp(h), self.sharding.residual), cache
 
 
@@ -145,24 +148,36 @@ class Transformer(eqx.Module):
         for layer, layer_past in zip(self.layers, past, strict=True):
             x, layer_present = block(layer, x, rope, layer_past, start)  # (batch, seq, dim)
             present.append(layer_present)
-        x = constrain(_each(self.norm, x), self.sharding.block_input)
+        x = constrain(_normalise(self.norm, x), self.sharding.block_input)
         table = self.embed.weight if self.head is None else self.head.weight
         logits = constrain(unembed(x, table), self.sharding.logits)
         return logits, cache and Cache(tuple(present), start + tokens.shape[1])
 
 
-def _each(layer: Linear | RMSNorm, x: Array) -> Array:
-    cast = jax.tree.map(lambda weight: weight.astype(x.dtype), layer)
+def _project(linear: Linear, x: Array) -> Array:
+    # Not jax.vmap(linear)(x): Equinox knows no compute dtype and would turn bfloat16 x and a
+    # float32 weight into float32. `dense` rounds the weight to x's dtype, but not its gradient.
+    return dense(x, linear.weight.T, linear.bias, activation=linear.activation)
+
+
+def _normalise(norm: RMSNorm, x: Array) -> Array:
     for _ in x.shape[:-1]:
-        cast = jax.vmap(cast)
-    return cast(x)
+        norm = jax.vmap(norm)
+    return norm(x)
 
 
 def _linear(
-    config: TransformerConfig, width_in: int, width_out: int, *, use_bias=False, key: Array
+    config: TransformerConfig, width_in: int, width_out: int, *, key: Array, **options
 ) -> Linear:
-    return Linear(width_in, width_out, use_bias=use_bias, dtype=config.param_dtype, key=key)
+    options = {"use_bias": False, "dtype": config.param_dtype, **options}
+    return Linear(width_in, width_out, **options, key=key)
 
 
 def _norm(config: TransformerConfig, width: int) -> RMSNorm:
-    return RMSNorm(width, eps=config.norm_eps, use_bias=False, dtype=config.param_dtype)
+    return RMSNorm(
+        width,
+        eps=config.norm_eps,
+        use_bias=False,
+        dtype=config.param_dtype,
+        implementation=config.implementation,
+    )

@@ -1,7 +1,7 @@
 """One interface to the transformer in either framework, in pure functions: what a trainer needs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jax
@@ -22,6 +22,9 @@ Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of 
 class Functional:
     """The transformer as functions of its parameters, the same for Flax nnx and Equinox.
 
+    Two of the same framework, configuration and sharding are equal, and hash so: they can be static
+    arguments of `jax.jit`.
+
     Attributes:
       framework: "nnx" or "eqx".
       config: shape and precision.
@@ -32,8 +35,8 @@ class Functional:
     framework: Framework
     config: TransformerConfig
     sharding: Sharding
-    abstract: Params
-    _model: Any  # params -> the framework's model
+    abstract: Params = field(compare=False, repr=False)
+    _model: Any = field(compare=False, repr=False)  # params -> the framework's model
 
     def init(self, key: Array) -> Params:
         """Makes new parameters; a key gives the same values in both frameworks.

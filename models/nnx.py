@@ -4,11 +4,10 @@ model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
 logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
-import jax
 from flax import nnx
-from flax.nnx import Linear, RMSNorm
 from jax import Array
 
+from normfuse.layers.nnx import Linear, RMSNorm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
@@ -44,6 +43,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
         out, cache = attend(q, k, v, cache, start, self.config.attention)
+        out = constrain(out, self.sharding.heads)
         return self.o(out.reshape(batch, seq, -1)), cache
 
 
@@ -52,12 +52,12 @@ class MLP(nnx.Module):
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
         self.sharding = sharding
-        self.gate = _linear(config, config.dim, config.mlp_dim, rngs=rngs)
+        self.gate = _linear(config, config.dim, config.mlp_dim, activation="silu", rngs=rngs)
         self.up = _linear(config, config.dim, config.mlp_dim, rngs=rngs)
         self.down = _linear(config, config.mlp_dim, config.dim, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
-        hidden = jax.nn.silu(self.gate(x)) * self.up(x)  # (batch, seq, mlp_dim)
+        hidden = self.gate(x) * self.up(x)  # (batch, seq, mlp_dim)
         return self.down(constrain(hidden, self.sharding.hidden))
 
 
@@ -102,11 +102,10 @@ class Transformer(nnx.Module):
             [Block(config, sharding, rngs=rngs) for _ in range(config.num_layers)]
         )
         self.norm = _norm(config, config.dim, rngs=rngs)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else _linear(config, config.dim, config.vocab_size, rngs=rngs)
-        )
+        head = None
+        if not config.tie_embeddings:
+            head = _linear(config, config.dim, config.vocab_size, rngs=rngs)
+        self.head = head
         values = parameters.initial_parameters(config, key)
         nnx.update(self, parameters.from_dict(nnx.to_pure_dict(nnx.state(self)), values))
 
@@ -136,16 +135,10 @@ class Transformer(nnx.Module):
 
 
 def _linear(
-    config: TransformerConfig, width_in: int, width_out: int, *, use_bias=False, rngs: nnx.Rngs
+    config: TransformerConfig, width_in: int, width_out: int, *, rngs: nnx.Rngs, **options
 ) -> Linear:
-    return Linear(
-        width_in,
-        width_out,
-        use_bias=use_bias,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+    dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+    return Linear(width_in, width_out, **{"use_bias": False, **dtypes, **options}, rngs=rngs)
 
 
 def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:
@@ -154,5 +147,6 @@ def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:
         epsilon=config.norm_eps,
         dtype=config.dtype,
         param_dtype=config.param_dtype,
+        implementation=config.implementation,
         rngs=rngs,
     )

@@ -1,8 +1,8 @@
 """Parameters by name: one vocabulary for both frameworks.
 
 A canonical name is the path of the parameter in the Flax model: `layers.0.attention.q.kernel`. In
-Equinox, where every parameter is a `weight`, the same path holds it as `layers[0].attention.q.weight`,
-a kernel transposed. A dictionary from canonical names to arrays is how weights move between
+Equinox, where every parameter is a `weight`, it is found at `layers[0].attention.q.weight`, and a
+kernel is transposed there. A dictionary from canonical names to arrays is how weights move between
 frameworks, to and from Hugging Face, and between configurations; arrays in it have Flax's layout.
 """
 
@@ -51,10 +51,12 @@ def _shapes(c: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
     """Draws the parameters a new model starts from: the same in both frameworks.
 
-    Norm scales are one and biases zero. Matrices are normal, cut off at three standard deviations
-    of 0.02; those that write into the residual stream (`o`, `down`) of `0.02 / sqrt(2 *
-    num_layers)`, so that the stream's variance does not grow with depth. Every parameter has a key
-    of its own, made from its name: a change elsewhere in the configuration leaves it as it was.
+    Norm scales are one and biases zero. Matrices are uniform with a standard deviation of 0.02;
+    those that write into the residual stream (`o`, `down`) of `0.02 / sqrt(2 * num_layers)`, so
+    that its variance does not grow with depth. Uniform and not normal, for scaled random bits are
+    the same bits on every mesh: the logarithm in a normal draw is not, where XLA vectorises it.
+    Every parameter has a key of its own, made from its name: a change elsewhere in the
+    configuration leaves it as it was.
 
     Args:
       config: the model.
@@ -75,9 +77,10 @@ def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: 
         return jnp.zeros(shape, config.param_dtype)
     std = _STD / math.sqrt(2 * config.num_layers) if kind[0] in ("o", "down") else _STD
     own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    # Drawn in float32 whatever the storage: bfloat16 has too few bits for the tail.
-    draw = jax.random.truncated_normal(own_key, -3.0, 3.0, shape, jnp.float32)
-    return (std * draw).astype(config.param_dtype)
+    bound = math.sqrt(3) * std
+    # Drawn in float32 whatever the storage, so that a model's precision does not choose its values.
+    draw = jax.random.uniform(own_key, shape, jnp.float32, -bound, bound)
+    return draw.astype(config.param_dtype)
 
 
 def name_of(path: tuple) -> tuple[str, bool]:

@@ -68,7 +68,7 @@ class Sharding:
         return cls(residual=P(BATCH, "tensor", None))
 
     def parameter(self, name: str) -> P:
-        """Gives the spec of the parameter with this canonical name (`normfuse.models.parameters`)."""
+        """Gives the spec of a parameter by its canonical name (`normfuse.models.parameters`)."""
         match name.split("."):
             case [*_, "scale"]:
                 return self.scale

@@ -21,8 +21,9 @@ def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
     vocab_axis = sharding.embedding[0]
     table = constrain(table, P(vocab_axis, None))  # each device looks up its part of the vocabulary
     tokens = constrain(tokens, sharding.tokens)
-    x = jnp.take(table, tokens, axis=0, mode="fill")
-    return constrain(x.astype(dtype), sharding.residual)
+    x = jnp.take(table, tokens, axis=0, mode="fill").astype(dtype)
+    # Summed over the parts of the vocabulary before it is split along the sequence.
+    return constrain(constrain(x, sharding.block_input), sharding.residual)
 
 
 @jax.custom_vjp

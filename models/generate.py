@@ -1,0 +1,116 @@
+"""Sampling text: the prompt is read in one pass, then one token at a time with cached keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from normfuse.models.attention import Cache
+from normfuse.models.functional import Functional, Params
+
+
+def generate(
+    model: Functional,
+    params: Params,
+    prompt: Array,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Continues each prompt by `num_tokens` tokens.
+
+    Args:
+      model: the transformer.
+      params: its parameters.
+      prompt: `(batch, seq)` integers, `seq` of at least 1.
+      num_tokens: how many to add.
+      temperature: divides the logits; 0 always takes the likeliest token.
+      top_k: draw from the k likeliest only.
+      top_p: draw from the likeliest that together have at least this probability.
+      seed: the same seed draws the same text.
+    Returns: `(batch, num_tokens)` int32 on the host.
+
+    Raises:
+      ValueError: naming the argument, if it is out of range or the text would outgrow
+        `max_seq_len`.
+
+    References: Holtzman et al., The Curious Case of Neural Text Degeneration (top-p),
+      arXiv:1904.09751.
+    """
+    prompt = np.asarray(prompt)
+    _check(model, prompt, num_tokens, temperature, top_k, top_p)
+    # Padded to a power of two, so that prompts of many lengths share few compilations.
+    seq = prompt.shape[1]
+    padded = min(1 << (seq - 1).bit_length(), model.config.max_seq_len)
+    tokens = np.pad(prompt.astype(np.int32), ((0, 0), (0, padded - seq)))
+    run = _compiled(model, num_tokens, top_k)
+    knobs = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
+    return np.asarray(run(params, tokens, np.int32(seq), knobs, jax.random.key(seed)))
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(model: Functional, num_tokens: int, top_k: int | None):
+    def run(params, tokens, seq, knobs, key):
+        batch, padded = tokens.shape
+        cache = Cache.empty(model.config, batch, padded + num_tokens)
+        logits, cache = model.decode(params, tokens, cache)
+        last = jax.lax.dynamic_index_in_dim(logits, seq - 1, axis=1, keepdims=False)
+        # What the padding left in the cache lies after `seq` and is overwritten before it is seen.
+        cache = cache._replace(length=seq)
+
+        def add(state, key):
+            logits, cache = state  # (batch, vocab)
+            token = _draw(logits, key, *knobs, top_k)
+            logits, cache = model.decode(params, token[:, None], cache)
+            return (logits[:, 0], cache), token
+
+        _, drawn = jax.lax.scan(add, (last, cache), jax.random.split(key, num_tokens))
+        return drawn.T
+
+    return jax.jit(run)
+
+
+def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: int | None) -> Array:
+    likeliest = jnp.argmax(logits, axis=-1)
+    logits = logits / jnp.maximum(temperature, 1e-6)
+    if top_k is not None:
+        kept, _ = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
+        logits = jnp.where(logits < kept[..., -1:], -jnp.inf, logits)
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    probabilities = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+    lowest = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
+    drawn = jax.random.categorical(key, jnp.where(logits < lowest, -jnp.inf, logits), axis=-1)
+    return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
+
+
+def _check(model, prompt, num_tokens, temperature, top_k, top_p):
+    vocab, limit = model.config.vocab_size, model.config.max_seq_len
+    if prompt.ndim != 2 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
+        raise ValueError(
+            f"prompt must be integers of shape (batch, seq), neither empty; "
+            f"got {prompt.dtype} of shape {prompt.shape}."
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab:
+        raise ValueError(
+            f"prompt holds tokens from {prompt.min()} to {prompt.max()}; "
+            f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?"
+        )
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens} must be at least 1.")
+    if prompt.shape[1] + num_tokens > limit:
+        raise ValueError(
+            f"a prompt of {prompt.shape[1]} tokens and num_tokens={num_tokens} exceed "
+            f"max_seq_len={limit}. Shorten either."
+        )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature} must be finite and not negative.")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1, or None.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None.")
