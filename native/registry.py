@@ -20,14 +20,14 @@ def register() -> None:
     import jax.ffi
 
     for platform, entries in _ext.registrations().items():
-        for name, kind in entries["types"].items():  # a handler's state type goes before the handler
+        for name, kind in entries["types"].items():  # types go before their handlers
             jax.ffi.register_ffi_type(name, kind, platform=platform)
         for name, handler in entries["targets"].items():
             jax.ffi.register_ffi_target(name, handler, platform=platform)
 
 
 def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None:
-    """Raises ImportError unless handlers of FFI version `compiled` load in an `installed` jaxlib."""
+    """Raises ImportError unless handlers of FFI `compiled` load in a jaxlib of FFI `installed`."""
     if compiled[0] == installed[0] and compiled <= installed:
         return
     raise ImportError(

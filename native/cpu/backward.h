@@ -11,9 +11,9 @@ namespace normfuse {
 template <typename C>
 struct Backward {
   Shape shape;
-  Array dy, x, rstd, dh;      // dh: where there is a residual
-  Array given_dots;           // BackwardApply only
-  Array dx, dots;             // results, each where wanted
+  Array dy, x, rstd, dh;  // dh: where there is a residual
+  Array given_dots;       // BackwardApply only
+  Array dx, dots;         // results, each where wanted
   Array dscale_result;
   const C* weight = nullptr;  // (n,)
   double count = 0;           // of the features normalised together, on all devices

@@ -9,8 +9,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// XLA may run with subnormals flushed to zero, so no step below has a subnormal float as a value that
-// matters. Every branch is a select: the loops around these vectorise.
+// XLA may run with subnormals flushed to zero, so no step below has a subnormal float as a value
+// that matters. Every branch is a select: the loops around these vectorise.
 
 NORMFUSE_INLINE uint32_t Bits(float value) {
   uint32_t bits;
@@ -57,11 +57,12 @@ NORMFUSE_INLINE void FromFloat(float value, BFloat16* to) {
 }
 
 NORMFUSE_INLINE void FromFloat(float value, Half* to) {
-  constexpr uint32_t kOverflow = (127 + 16) << 23;       // 65536; from 65520 on the rounding carries
+  constexpr uint32_t kOverflow = (127 + 16) << 23;  // 65536; from 65520 on the rounding carries
   constexpr uint32_t kSmallestNormal = (127 - 14) << 23;
   const uint32_t bits = Bits(value);
   const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t rounded = (magnitude - ((127 - 15) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const uint32_t rounded =
+      (magnitude - ((127 - 15) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // Added to 0.5, a number below 2^-14 is rounded to units of 2^-24 by the addition itself.
   const uint32_t subnormal = Bits(FromBits(magnitude) + 0.5f) - Bits(0.5f);
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -70,8 +71,8 @@ NORMFUSE_INLINE void FromFloat(float value, Half* to) {
   to->bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
-// A double on its way to 16 bits passes through float rounded to odd: rounding to nearest twice would
-// miss, by a unit in the last place, numbers close to the middle of two.
+// A double on its way to 16 bits passes through float rounded to odd: rounding to nearest twice
+// would miss, by a unit in the last place, numbers close to the middle of two.
 NORMFUSE_INLINE float ToOdd(double value) {
   const float nearest = static_cast<float>(value);
   const uint32_t bits = Bits(nearest);

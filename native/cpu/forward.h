@@ -12,10 +12,10 @@ namespace normfuse {
 template <typename C>
 struct Forward {
   Shape shape;
-  Array x, residual, h;        // residual and h: both or neither
-  Array given_rstd;            // Apply only
-  Array y, rstd, sums;         // results, each where wanted
-  const C* weight = nullptr;   // (n,), where y is wanted
+  Array x, residual, h;       // residual and h: both or neither
+  Array given_rstd;           // Apply only
+  Array y, rstd, sums;        // results, each where wanted
+  const C* weight = nullptr;  // (n,), where y is wanted
   double eps = 0;
 
   bool reduces() const { return !given_rstd; }

@@ -18,9 +18,10 @@ class Operands {
   Operands(const char* target, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
       : target_(target), args_(args), rets_(rets) {}
 
-  // A (outer, n, inner) operand; the first one taken fixes the shape. Absent where `wanted` is false.
+  // A (outer, n, inner) operand; the first one taken fixes the shape. Absent where `wanted` is
+  // false.
   Array Activation(const char* name, bool wanted = true);
-  Array Scale(const char* name, bool wanted = true);      // (n,)
+  Array Scale(const char* name, bool wanted = true);       // (n,)
   Array Statistics(const char* name, bool wanted = true);  // (outer, inner), of the compute type
 
   Array ActivationResult(const char* name, bool wanted = true);

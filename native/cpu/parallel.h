@@ -14,9 +14,9 @@
 
 namespace normfuse {
 
-// One loop's state. A pool task may start after the loop is over, when nothing of the caller's frame
-// is left, so it holds this by shared_ptr and calls `body_` only for an iteration it has claimed:
-// the caller stays until every claimed one is done.
+// One loop's state. A pool task may start after the loop is over, when nothing of the caller's
+// frame is left, so it holds this by shared_ptr and calls `body_` only for an iteration it has
+// claimed: the caller stays until every claimed one is done.
 class Loop {
  public:
   using Body = void (*)(const void* context, int64_t i);

@@ -1,5 +1,5 @@
-// How RMSNorm's work is cut up. It depends on the shape alone, never on the number of threads, so that
-// sums are taken in the same order every time.
+// How RMSNorm's work is cut up. It depends on the shape alone, never on the number of threads, so
+// that sums are taken in the same order every time.
 #ifndef NORMFUSE_CPU_PLAN_H_
 #define NORMFUSE_CPU_PLAN_H_
 
@@ -22,7 +22,8 @@ struct Range {
 };
 
 template <typename C>
-constexpr int64_t kTileSize = 8192 / sizeof(C);  // elements: a few such tiles fit a first-level cache
+constexpr int64_t kTileSize =
+    8192 / sizeof(C);  // elements: a few such tiles fit a first-level cache
 constexpr int64_t kGroupLines = 512;
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -31,8 +32,7 @@ inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // work of a thread; few long lines are cut into segments of n instead.
 class Plan {
  public:
-  Plan(const Shape& shape, int64_t tile_size, bool sums_across_lines)
-      : shape_(shape) {
+  Plan(const Shape& shape, int64_t tile_size, bool sums_across_lines) : shape_(shape) {
     if (shape.inner == 1) {
       group_lines_ = std::clamp<int64_t>(tile_size / shape.n, 1, kGroupLines);
       groups_per_outer_ = 0;

@@ -1,8 +1,9 @@
 // RMSNorm on the CPU: typed FFI handlers.
 //
 // Every array is float64, float32, bfloat16 or float16, in any mix. C, the compute type, is float64
-// where one of them is, else float32; rstd, sums, dots and dscale have it. Shapes: x, residual, h, y,
-// dy, dh, dx (outer, n, inner); scale, dscale (n,); rstd, sums, dots (outer, inner). Operands marked
+// where one of them is, else float32; rstd, sums, dots and dscale have it. Shapes: x, residual, h,
+// y, dy, dh, dx (outer, n, inner); scale, dscale (n,); rstd, sums, dots (outer, inner). Operands
+// marked
 // [] are there when the attribute says so. weight = scale + scale_offset, or 1 without a scale.
 #include "cpu/rms_norm.h"
 
@@ -131,16 +132,14 @@ ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   });
 }
 
-ffi::Error BackwardApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args,
-                             ffi::RemainingRets rets, double scale_offset, bool has_scale,
-                             bool has_residual, bool with_dscale, double count) {
+ffi::Error BackwardApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                             double scale_offset, bool has_scale, bool has_residual,
+                             bool with_dscale, double count) {
   return Gradients("normfuse_rms_norm_backward_apply", true, pool, args, rets, scale_offset,
                    has_scale, has_residual, with_dscale, count);
 }
 
-auto Variadic() {
-  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets();
-}
+auto Variadic() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
 
 }  // namespace
 }  // namespace normfuse
@@ -161,12 +160,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl,
                                   .Attr<double>("scale_offset")
                                   .Attr<bool>("has_scale"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl,
-                              normfuse::Variadic()  // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
-                                  .Attr<double>("scale_offset")
-                                  .Attr<bool>("has_scale")
-                                  .Attr<bool>("has_residual")
-                                  .Attr<bool>("with_dscale"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    NormfuseRmsNormBackward, normfuse::BackwardImpl,
+    normfuse::Variadic()  // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
+        .Attr<double>("scale_offset")
+        .Attr<bool>("has_scale")
+        .Attr<bool>("has_residual")
+        .Attr<bool>("with_dscale"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowDots, normfuse::RowDotsImpl,
                               normfuse::Variadic()  // (dy, x[, scale]) -> (dots)

@@ -44,10 +44,9 @@ void ForEachTile(const Shape& shape, const Range& lines, const Range& features, 
 // A kernel has
 //   bool reduces() const                                  whether it sums along lines
 //   void Reduce(lines, features, double* sums) const      adds to one sum a line
-//   void Finish(lines, const double* sums, C* value) const  from the sums, what Apply needs of a line
-//   bool applies() const
-//   void Apply(lines, features, const C* values, C* dscale) const
-//   C* dscale() const                                     (n,), or null
+//   void Finish(lines, const double* sums, C* value) const  from the sums, what Apply needs of a
+//   line bool applies() const void Apply(lines, features, const C* values, C* dscale) const C*
+//   dscale() const                                     (n,), or null
 // `sums`, `values` and `dscale` (in Apply) start at the first line or feature given.
 template <typename C, typename Kernel>
 class Runner {

@@ -1,9 +1,9 @@
 // The inner loops of RMSNorm over one tile: `rows` x `cols` elements, dense in memory.
 //
-// Statistics (sums, rstd, corrections) belong to a line of n elements that are normalised together. In
-// the Rows kernels a line runs along a tile's row: one statistic a row, one weight a column. In the
-// Columns kernels (normalised axis not last) it runs down a column: one statistic a column, one weight
-// a row. Sums go on in double from tile to tile. Outputs may be the inputs' own memory.
+// Statistics (sums, rstd, corrections) belong to a line of n elements that are normalised together.
+// In the Rows kernels a line runs along a tile's row: one statistic a row, one weight a column. In
+// the Columns kernels (normalised axis not last) it runs down a column: one statistic a column, one
+// weight a row. Sums go on in double from tile to tile. Outputs may be the inputs' own memory.
 #ifndef NORMFUSE_CPU_TILE_H_
 #define NORMFUSE_CPU_TILE_H_
 

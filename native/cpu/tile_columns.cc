@@ -4,8 +4,8 @@
 namespace normfuse {
 namespace {
 
-// Plain loops over a tile's row, which the compiler vectorises. A column's sum is a chain of as many
-// additions as there are elements in its line: it runs in double.
+// Plain loops over a tile's row, which the compiler vectorises. A column's sum is a chain of as
+// many additions as there are elements in its line: it runs in double.
 
 template <typename C>
 NORMFUSE_CLONES void SquaresLoop(const Tile<C>& t, double* sums) {

@@ -64,25 +64,46 @@ NORMFUSE_CLONES void NormaliseLoop(const Tile<C>& t, C* y) {
   }
 }
 
+// kRows rows at once: their shares of dscale are added up before it is touched.
+template <int kRows, bool kDscale, typename C>
+NORMFUSE_INLINE void GradientOfSome(const Tile<C>& t, int64_t first, C* dx, C* dscale) {
+  using V = typename Vec<C>::Type;
+  constexpr int64_t kLanes = Vec<C>::kLanes;
+  const int64_t cols = t.cols, at = first * cols;
+  const C *x = t.x + at, *dy = t.dy + at;
+  const C *rstd = t.rstd + first, *correction = t.correction + first;
+  dx += at;
+  int64_t i = 0;
+  for (; i + kLanes <= cols; i += kLanes) {
+    const V weight = LoadVec(t.weight + i);
+    V share{}, result[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const V v = LoadVec(x + r * cols + i), scaled = LoadVec(dy + r * cols + i) * rstd[r];
+      result[r] = scaled * weight - v * correction[r];
+      share += scaled * v;
+    }
+    // After all loads: a store holds up loads from addresses that differ by a multiple of 4096
+    // bytes.
+    for (int r = 0; r < kRows; ++r) StoreVec(dx + r * cols + i, result[r]);
+    if (kDscale) StoreVec(dscale + i, LoadVec(dscale + i) + share);
+  }
+  for (; i < cols; ++i) {
+    C share{};
+    for (int r = 0; r < kRows; ++r) {
+      const C v = x[r * cols + i], scaled = dy[r * cols + i] * rstd[r];
+      dx[r * cols + i] = scaled * t.weight[i] - v * correction[r];
+      share += scaled * v;
+    }
+    if (kDscale) dscale[i] += share;
+  }
+}
+
 template <bool kDscale, typename C>
 NORMFUSE_CLONES void GradientLoop(const Tile<C>& t, C* dx, C* dscale) {
-  constexpr int64_t kLanes = Vec<C>::kLanes;
-  for (int64_t r = 0; r < t.rows; ++r, dx += t.cols) {
-    const C* x = t.x + r * t.cols;
-    const C* dy = t.dy + r * t.cols;
-    const C rstd = t.rstd[r], correction = t.correction[r];
-    int64_t i = 0;
-    for (; i + kLanes <= t.cols; i += kLanes) {
-      const auto v = LoadVec(x + i), scaled = LoadVec(dy + i) * rstd;
-      StoreVec(dx + i, scaled * LoadVec(t.weight + i) - v * correction);
-      if (kDscale) StoreVec(dscale + i, LoadVec(dscale + i) + scaled * v);
-    }
-    for (; i < t.cols; ++i) {
-      const C v = x[i], scaled = dy[i] * rstd;
-      dx[i] = scaled * t.weight[i] - v * correction;
-      if (kDscale) dscale[i] += scaled * v;
-    }
-  }
+  int64_t r = 0;
+  for (; r + 4 <= t.rows; r += 4) GradientOfSome<4, kDscale>(t, r, dx, dscale);
+  for (; r + 2 <= t.rows; r += 2) GradientOfSome<2, kDscale>(t, r, dx, dscale);
+  for (; r < t.rows; ++r) GradientOfSome<1, kDscale>(t, r, dx, dscale);
 }
 
 }  // namespace
@@ -112,11 +133,11 @@ void GradientOfRows(const Tile<C>& tile, C* dx, C* dscale) {
   dscale == nullptr ? GradientLoop<false>(tile, dx, dscale) : GradientLoop<true>(tile, dx, dscale);
 }
 
-#define NORMFUSE_INSTANTIATE(C)                                 \
-  template void Add(const C*, const C*, int64_t, C*);           \
-  template void SquaresOfRows(const Tile<C>&, double*);         \
-  template void ProductsOfRows(const Tile<C>&, double*);        \
-  template void NormaliseRows(const Tile<C>&, C*);              \
+#define NORMFUSE_INSTANTIATE(C)                          \
+  template void Add(const C*, const C*, int64_t, C*);    \
+  template void SquaresOfRows(const Tile<C>&, double*);  \
+  template void ProductsOfRows(const Tile<C>&, double*); \
+  template void NormaliseRows(const Tile<C>&, C*);       \
   template void GradientOfRows(const Tile<C>&, C*, C*)
 
 NORMFUSE_INSTANTIATE(float);

@@ -1,14 +1,16 @@
-// Vectors of 64 bytes, in the compilers' own vector language: one loop for AVX-512, AVX2, SSE2, NEON.
+// Vectors of 64 bytes, in the compilers' own vector language: one loop for AVX-512, AVX2, SSE2,
+// NEON.
 #ifndef NORMFUSE_CPU_VEC_H_
 #define NORMFUSE_CPU_VEC_H_
 
 #include <cstdint>
 
-// A hot loop is compiled three times and the machine's best is bound when the library loads, so that
-// one wheel serves them all. Helpers called from such a loop must be NORMFUSE_INLINE: a function of
-// its own would be the baseline's.
+// A hot loop is compiled three times and the machine's best is bound when the library loads, so
+// that one wheel serves them all. Helpers called from such a loop must be NORMFUSE_INLINE: a
+// function of its own would be the baseline's.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define NORMFUSE_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define NORMFUSE_CLONES \
+  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define NORMFUSE_CLONES
 #endif
@@ -35,6 +37,16 @@ NORMFUSE_INLINE void StoreVec(C* to, const typename Vec<C>::Type& v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
+// The sum of kSize numbers, by halves.
+template <int64_t kSize, typename C>
+NORMFUSE_INLINE C SumLanes(const C* lanes) {
+  if constexpr (kSize == 1) {
+    return lanes[0];
+  } else {
+    return SumLanes<kSize / 2>(lanes) + SumLanes<kSize / 2>(lanes + kSize / 2);
+  }
+}
+
 // The sum of `size` terms in an order that depends on `size` only: four vectors of running sums, so
 // that additions overlap and each lane adds few numbers. `Term` has `at(i)` and `vector(i)`.
 template <typename C, typename Term>
@@ -53,10 +65,7 @@ NORMFUSE_INLINE C SumTerms(const Term& term, int64_t size) {
   a = (a + b) + (c + d);
   C lanes[kLanes];
   StoreVec(lanes, a);
-  for (int64_t step = kLanes / 2; step > 0; step /= 2) {
-    for (int64_t j = 0; j < step; ++j) lanes[j] += lanes[j + step];
-  }
-  C sum = lanes[0];
+  C sum = SumLanes<kLanes>(lanes);
   for (; i < size; ++i) sum += term.at(i);
   return sum;
 }

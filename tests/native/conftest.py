@@ -1,0 +1,30 @@
+"""What tests of the compiled handlers share."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def call():
+    """`call(kernel, operands, results, **attributes)`: a CPU handler of RMSNorm, through `jax.ffi`.
+
+    `results` are (shape, dtype) pairs. float64 is enabled as long as the test runs.
+    """
+    from normfuse.native import registry
+
+    registry.register()
+
+    def run(kernel, operands, results, aliases=None, **attributes):
+        attributes = {k: np.float64(v) if type(v) is float else v for k, v in attributes.items()}
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+        target = f"normfuse_rms_norm_{kernel}"
+        fn = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)
+        fn = jax.jit(functools.partial(fn, **attributes), donate_argnums=tuple(aliases or ()))
+        operands = [a if isinstance(a, jax.Array) else jax.numpy.array(a) for a in operands]
+        return [np.asarray(a) for a in fn(*operands)]
+
+    with jax.enable_x64(True):
+        yield run

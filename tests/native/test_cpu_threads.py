@@ -1,0 +1,70 @@
+"""The CPU handlers on XLA's thread pool: the same bits every time and on any number of threads."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Prints a digest of every result; `NPROC` sets the size of XLA's pool.
+PROGRAM = """
+import concurrent.futures, functools, hashlib
+import jax
+import numpy as np
+from normfuse.native import registry
+
+registry.register()
+
+def call(kernel, operands, results, **attributes):
+    types = [jax.ShapeDtypeStruct(shape, "float32") for shape in results]
+    fn = jax.ffi.ffi_call(f"normfuse_rms_norm_{kernel}", types)
+    return jax.jit(functools.partial(fn, **attributes))(*operands)
+
+def digest(shape):
+    rng = np.random.default_rng(0)
+    outer, n, inner = shape
+    # 1e-20: products are subnormal, so a thread that does not flush them as the others do shows
+    x, dy = (rng.standard_normal(shape, dtype=np.float32) * np.float32(1e-20) for _ in range(2))
+    x[::2] *= np.float32(1e20)
+    scale = rng.standard_normal(n, dtype=np.float32)
+    scaled = dict(scale_offset=np.float64(1), has_scale=True, has_residual=False)
+    y, rstd = call("forward", [x, scale], [shape, (outer, inner)], **scaled, eps=np.float64(1e-6),
+                   with_rstd=True)
+    dx, dscale = call("backward", [dy, x, scale, rstd], [shape, (n,)], **scaled, with_dscale=True)
+    results = hashlib.sha256()
+    for result in (y, rstd, dx, dscale):
+        results.update(np.asarray(result).tobytes())
+    return results.hexdigest()
+
+shapes = [(3000, 96, 1), (700, 1024, 1), (2, 200000, 1), (64, 300, 9), (1, 5000, 40)]
+for shape in shapes:
+    print(*shape, digest(shape))
+# Several callers at once, each inside the pool's own threads and waiting for its help.
+with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    again = list(pool.map(digest, shapes * 4))
+assert again == [digest(shape) for shape in shapes] * 4
+"""
+
+
+def run(threads: int) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment | {"NPROC": str(threads), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def on_one_thread() -> str:
+    return run(1)
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_number_of_threads_does_not_change_a_bit(threads, on_one_thread):
+    assert on_one_thread.count("\n") == 5
+    assert run(threads) == on_one_thread
