@@ -1,8 +1,8 @@
 """Checkpoints that are checked: saved in the background, verified when they are read.
 
-Each holds the parameters, the rest of the state, and a JSON record with the run's configuration, the
-text's identity and a checksum of every array. Storage that returns other bits than were written,
-which orbax alone does not notice, costs only the steps since the checkpoint before.
+Each holds the parameters, the rest of the state, and a JSON record with the run's configuration,
+the text's identity and a checksum of every array. Storage that returns other bits than were
+written, which orbax alone does not notice, costs only the steps since the checkpoint before.
 """
 
 import json
@@ -28,16 +28,26 @@ class Checkpoints:
     """The checkpoints of one run, in a folder.
 
     Args:
-      folder: made when first saved to.
-      keep: how many of the newest stay.
+      folder: made, unless only read.
       report: called with a line for people.
+      keep: how many of the newest stay; None keeps all.
+      read_only: change nothing.
     """
 
-    def __init__(self, folder: Path, *, keep: int, report: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        report: Callable[[str], None],
+        keep: int | None = None,
+        read_only: bool = False,
+    ):
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, read_only=read_only, create=not read_only
+        )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:

@@ -24,7 +24,9 @@ def check(config: TrainConfig):
     try:
         config.transformer()
     except ValueError as error:
-        raise UsageError(f"--model.{str(error).replace('_', '-', _underscores(str(error)))}") from None
+        raise UsageError(
+            f"--model.{str(error).replace('_', '-', _underscores(str(error)))}"
+        ) from None
 
 
 def guard_limit(guard: str) -> int:
@@ -81,6 +83,8 @@ def _check_sizes(config: TrainConfig):
     require(math.isfinite(heat) and heat >= 0, "sample.temperature", heat, rule)
     prompt = config.sample.prompt
     require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
+    rule = f"must be shorter than --model.max-seq-len {longest}."
+    require(len(prompt.encode()) < longest, "sample.prompt", repr(prompt), rule)
 
 
 def _check_optimizer(config: TrainConfig):

@@ -149,7 +149,7 @@ class TrainConfig:
     """
 
     preset: Preset = "tiny"
-    """Model, and the defaults shown here: tiny 0.7 M parameters, small 124 M, medium 360 M, 1b, 8b."""
+    """Model, and the defaults shown here. tiny has 0.7 M parameters, small 124 M, medium 360 M."""
     framework: Literal["nnx", "eqx"] = "nnx"
     """Flax nnx or Equinox: the same parameters, the same losses."""
     config: Annotated[Path | None, _arg("FILE.yaml")] = None
@@ -174,7 +174,7 @@ class TrainConfig:
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
     """Of RMSNorm and Dense. auto: the best that can serve here (see `normfuse info`)."""
     guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
-    """When a loss or gradient is not finite, before the update: stop, or leave out up to N updates."""
+    """When loss or gradient is not finite, before the update: stop, or leave out up to N updates."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     tensorboard: bool = False

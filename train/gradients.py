@@ -50,9 +50,9 @@ def loss_and_gradient(
       microbatches: parts; with the mesh's "data" and "fsdp" they divide the batch.
       mesh: the mesh.
     """
-    gradient = lambda model: lambda rows: jax.value_and_grad(
-        lambda params: mean_loss(model, params, rows)
-    )(params)
+    gradient = lambda model: (
+        lambda rows: jax.value_and_grad(lambda params: mean_loss(model, params, rows))(params)
+    )
     if microbatches == 1:
         return gradient(model)(tokens)
     replicas = mesh.shape["data"]
@@ -87,4 +87,6 @@ def _placed(model: Functional, mesh: Mesh):
 def _without_data(sharding: Sharding) -> Sharding:
     """Drops "data" from every spec: under the `vmap` it is the mapped axis."""
     fields = dataclasses.fields(sharding)
-    return Sharding(**{f.name: on_mesh(getattr(sharding, f.name), ("fsdp", "tensor")) for f in fields})
+    return Sharding(
+        **{f.name: on_mesh(getattr(sharding, f.name), ("fsdp", "tensor")) for f in fields}
+    )

@@ -22,8 +22,8 @@ _TINY = dict(
     optim=OptimConfig(lr=3e-3, final_lr=0.05),
 )
 
-# Learning rates are GPT-3's for these sizes (arXiv:2005.14165, table 2.1). Batches are as large as one
-# GPU of 80 GB takes without microbatches (8b: eight of them), and divide over eight.
+# Learning rates are GPT-3's for these sizes (arXiv:2005.14165, table 2.1). Batches are as large as
+# one GPU of 80 GB takes without microbatches (8b: eight of them), and divide over eight.
 _LARGE: dict[str, dict] = {
     "small": dict(batch_size=32, seq_len=1024, steps=2_000, lr=6e-4, remat="none"),
     "medium": dict(batch_size=32, seq_len=1024, steps=4_000, lr=3e-4, remat="dots"),

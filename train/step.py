@@ -1,6 +1,5 @@
-"""One optimizer step: gradient, guard, update. Compiled once, and its input reused for its output."""
+"""One optimizer step: gradient, guard, update; compiled once, its state updated in place."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,11 +36,13 @@ class Metrics(NamedTuple):
     Attributes:
       loss: mean cross-entropy in nats per token, float32.
       grad_norm: global norm of the gradient before clipping, float32.
+      learning_rate: of the update, float32.
       skipped: `State.skipped` after the step.
     """
 
     loss: Array
     grad_norm: Array
+    learning_rate: Array
     skipped: Array
 
 
@@ -52,6 +53,7 @@ class Program:
     Attributes:
       model: the transformer.
       optimizer: the gradient transformation.
+      learning_rate: its schedule.
       mesh: the mesh.
       microbatches: parts of a batch.
       skip_limit: updates that may be left out before the run is halted.
@@ -59,6 +61,7 @@ class Program:
 
     model: Functional
     optimizer: optax.GradientTransformation
+    learning_rate: optax.Schedule
     mesh: Mesh
     microbatches: int
     skip_limit: int
@@ -77,15 +80,17 @@ class Program:
         """Makes the state a run starts from: the same values on every mesh."""
         return jax.jit(self._init, out_shardings=self.shardings())(jax.random.key(seed))
 
-    def compile(self, batch_shape: tuple[int, ...]) -> Callable[[State, Array], tuple]:
-        """Compiles the step `(state, tokens) -> (state, metrics)` for `(batch, seq + 1)` tokens.
+    def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
+        """Traces the step `(state, tokens) -> (state, metrics)` for `(batch, seq + 1)` tokens.
 
-        The result accepts exactly these shapes and shardings, so a run cannot compile twice.
+        Compiled, it accepts exactly these shapes and shardings: a run cannot compile twice.
         """
-        tokens = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding(self.mesh))
+        shape = (batch_size, seq_len + 1)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
         out = (self.shardings(), Metrics(*[replicated(self.mesh)] * len(Metrics._fields)))
-        step = jax.jit(self._step, donate_argnums=0, out_shardings=out)
-        return step.lower(self.abstract(), tokens).compile()
+        return jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(
+            self.abstract(), tokens
+        )
 
     def _init(self, key: Array) -> State:
         params = self.model.init(key)
@@ -107,4 +112,5 @@ class Program:
         keep = lambda new, old: jnp.where(finite & running, new, old)
         params, optimizer = jax.tree.map(keep, new, (state.params, state.optimizer))
         step = state.step + jnp.where(running, 1, 0)
-        return State(step, params, optimizer, skipped), Metrics(loss, grad_norm, skipped)
+        rate = jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)
+        return State(step, params, optimizer, skipped), Metrics(loss, grad_norm, rate, skipped)

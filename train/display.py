@@ -1,0 +1,131 @@
+"""What a person sees of a run: a live bar on a terminal, plain lines in a file or a pipe."""
+
+import math
+import time
+from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+from normfuse.train.metrics import NATS_PER_BIT
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The figures shown of a step; `mfu` is None on a device whose peak is not known."""
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    mfu: float | None
+    eta_s: float
+
+    def fields(self) -> list[str]:
+        bits = self.loss / NATS_PER_BIT
+        texts = [f"loss {self.loss:.4f}", f"{bits:.3f} bits/byte", rate(self.tokens_per_s)]
+        if self.mfu is not None:
+            texts.append(f"MFU {self.mfu:.1%}")
+        return [*texts, f"ETA {duration(self.eta_s)}"]
+
+
+class Display:
+    """Shows the progress of a run. On a terminal a bar stays at the bottom and notes go above it.
+
+    Args:
+      console: where to; whether it is a terminal decides the form.
+      steps: the run's last step.
+      quiet: shows nothing (all processes but the first).
+    """
+
+    def __init__(self, console: Console, steps: int, *, quiet: bool = False):
+        self.console, self._steps, self._quiet = console, steps, quiet
+        self._bar: Progress | None = None
+        self._every = max(1, steps // 20)
+
+    def note(self, text: str, style: str | None = None):
+        """Prints a line for people, above the bar."""
+        if not self._quiet:
+            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def fact(self, label: str, value: str):
+        """Prints a named fact about the run."""
+        if not self._quiet:
+            line = Text(f"{label:<11}", style="dim").append(value, style="not dim")
+            self.console.print(line, soft_wrap=True)
+
+    def show(self, drawing: RenderableType, plain: str):
+        """Prints a drawing on a terminal, and its text elsewhere."""
+        if not self._quiet:
+            terminal = self.console.is_terminal
+            self.console.print(
+                drawing if terminal else Text(f"\n{plain}\n"), soft_wrap=not terminal
+            )
+
+    def start(self):
+        """Shows the bar, on a terminal."""
+        if self._quiet or not self.console.is_terminal:
+            return
+        columns = (
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}", style="bold"),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.fields[figures]}"),
+        )
+        self._bar = Progress(*columns, console=self.console, expand=True, refresh_per_second=8)
+        self._task = self._bar.add_task("", total=self._steps, figures="compiling")
+        self._bar.start()
+
+    def step(self, shown: Shown):
+        """Shows a step's figures: all of them on the bar, every twentieth part as a line."""
+        if self._bar is not None:
+            figures = " · ".join(shown.fields())
+            self._bar.update(self._task, completed=shown.step, figures=figures)
+        elif shown.step == 1 or shown.step % self._every == 0 or shown.step == self._steps:
+            width = len(str(self._steps))
+            self.note(f"step {shown.step:>{width}}/{self._steps}  " + "  ".join(shown.fields()))
+
+    def phase(self, name: str):
+        """Says on the bar what is going on instead of steps."""
+        if self._bar is not None:
+            self._bar.update(self._task, figures=name)
+
+    def stop(self):
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Pace:
+    """Averages the speed of the last steps, for figures that do not flicker."""
+
+    def __init__(self, tokens_per_step: int):
+        self._tokens = tokens_per_step
+        self._mean, self._count = 0.0, 0
+
+    def add(self, step_time_s: float) -> float:
+        """Takes a step's seconds, and gives the average tokens per second."""
+        self._count += 1
+        # Over all steps at first, later over about twenty.
+        self._mean += (step_time_s - self._mean) / min(self._count, 20)
+        return self._tokens / self._mean
+
+    def eta(self, steps: int) -> float:
+        return steps * self._mean
+
+
+def duration(seconds: float) -> str:
+    """Writes seconds as `m:ss` or `h:mm:ss`."""
+    if not math.isfinite(seconds):
+        return "-:--"
+    clock = time.gmtime(seconds)
+    hours = int(seconds // 3600)
+    minutes = f"{clock.tm_min:02}" if hours else str(clock.tm_min)
+    return f"{hours}:{minutes}:{clock.tm_sec:02}" if hours else f"{minutes}:{clock.tm_sec:02}"
+
+
+def rate(tokens_per_s: float) -> str:
+    """Writes tokens per second with a unit that leaves three figures."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens_per_s >= size:
+            return f"{tokens_per_s / size:.3g}{unit} tokens/s"
+    return f"{tokens_per_s:.3g} tokens/s"

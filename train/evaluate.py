@@ -1,0 +1,70 @@
+"""The loss on the held-out text."""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models.functional import Functional, Params
+from normfuse.models.sharding import BATCH
+from normfuse.train.batches import Windows, on_devices
+from normfuse.train.gradients import token_losses
+from normfuse.train.mesh import batch_sharding
+
+
+class Evaluator:
+    """Measures the mean loss over windows spread evenly over a text.
+
+    Args:
+      model: the transformer.
+      mesh: the mesh.
+      tokens: the held-out text.
+      seq_len: tokens in a window.
+      batch_size: windows computed at once; divides over the mesh.
+    """
+
+    def __init__(
+        self, model: Functional, mesh: Mesh, tokens: np.ndarray, *, seq_len: int, batch_size: int
+    ):
+        self._windows = Windows(tokens, seq_len)
+        self._seq_len, self._batch_size = seq_len, batch_size
+        self._rows = batch_sharding(mesh)
+        self._weights = NamedSharding(mesh, P(BATCH))
+
+        def loss_sum(params: Params, tokens, weights):
+            losses = token_losses(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+            return jnp.sum(losses.mean(axis=1) * weights)
+
+        self._loss_sum = jax.jit(loss_sum)
+
+    def __call__(
+        self, params: Params, tokens: int, stopping: Callable[[], bool] = lambda: False
+    ) -> float | None:
+        """Gives the mean loss in nats per token over about `tokens` tokens, at least one window.
+
+        Returns: the loss; None if `stopping` said so before it was known.
+        """
+        count = min(max(tokens // self._seq_len, 1), len(self._windows))
+        chosen = np.unique(np.linspace(0, len(self._windows) - 1, count).round().astype(int))
+        sums = []
+        for rows, weights in self._batches(chosen):
+            if stopping():
+                return None
+            sums.append(
+                self._loss_sum(
+                    params, on_devices(rows, self._rows), on_devices(weights, self._weights)
+                )
+            )
+        return float(np.sum([float(s) for s in sums]) / len(chosen))
+
+    def _batches(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields whole batches of windows; the last is filled up with windows of weight zero."""
+        for start in range(0, len(chosen), self._batch_size):
+            indices = chosen[start : start + self._batch_size]
+            weights = np.zeros(self._batch_size, np.float32)
+            weights[: len(indices)] = 1
+            filled = np.resize(indices, self._batch_size)
+            yield np.stack([self._windows[i] for i in filled]), weights

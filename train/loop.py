@@ -1,0 +1,82 @@
+"""The loop: steps follow each other on the devices while the host reports the one before."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from jax import Array
+
+from normfuse.models.functional import Params
+from normfuse.train.config import TrainConfig
+from normfuse.train.reporter import Reporter
+from normfuse.train.step import Metrics, State
+
+
+@dataclass
+class Loop:
+    """Takes the steps of a run, with validations and checkpoints in between.
+
+    Args:
+      config: the run's.
+      step: the compiled step.
+      batches: batches on the devices, from the first step to take.
+      evaluate: `(params, tokens)` to the validation loss, None when interrupted.
+      save: saves the state of a step.
+      reporter: told of every step.
+      stopping: whether to stop, the same on all processes.
+      on_step: called before each step, with its number.
+    """
+
+    config: TrainConfig
+    step: Callable[[State, Array], tuple[State, Metrics]]
+    batches: Iterator[Array]
+    evaluate: Callable[[Params, int], float | None]
+    save: Callable[[State, int], None]
+    reporter: Reporter
+    stopping: Callable[[], bool]
+    on_step: Callable[[int], None] = lambda step: None
+
+    def run(self, state: State, done: int) -> tuple[State, int]:
+        """Takes steps `done + 1` to the last, or until asked to stop; saves where it ends.
+
+        The host reads the metrics of a step after it has handed the next to the devices.
+
+        Returns: the state and the steps taken in all.
+        """
+        config = self.config
+        waiting: list[tuple[int, Metrics, float]] = []
+
+        def drain():
+            while waiting:
+                self.reporter.step(*waiting.pop(0))
+
+        for step in range(done + 1, config.steps + 1):
+            if self.stopping():
+                break
+            self.on_step(step)
+            started = time.perf_counter()
+            state, metrics = self.step(state, next(self.batches))
+            waiting.append((step, metrics, started))
+            if len(waiting) > 1:
+                self.reporter.step(*waiting.pop(0))
+            done = step
+            if _due(step, config.eval.every) and step < config.steps:
+                drain()
+                self._validate(state, step)
+            if _due(step, config.checkpoint.every) and step < config.steps:
+                drain()  # the file must hold every step that the checkpoint has taken
+                self.save(state, step)
+        drain()
+        if done > 0:
+            self.save(state, done)
+        return state, done
+
+    def _validate(self, state: State, step: int):
+        self.reporter.display.phase("validating")
+        loss = self.evaluate(state.params, self.config.eval.tokens)
+        if loss is not None:
+            self.reporter.validation(step, loss)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

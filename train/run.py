@@ -1,0 +1,256 @@
+"""A training run from its configuration to its last line."""
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from normfuse.models.functional import Params, build
+from normfuse.train import distributed, ending, outdir
+from normfuse.train.batches import batches, on_devices
+from normfuse.train.checkpoint import Checkpoints
+from normfuse.train.checks import check, guard_limit
+from normfuse.train.compilation import explained, keep_compiled_programs, lower
+from normfuse.train.config import TrainConfig
+from normfuse.train.data import Text, load
+from normfuse.train.display import Display
+from normfuse.train.errors import RunError, UsageError
+from normfuse.train.evaluate import Evaluator
+from normfuse.train.introduction import introduce
+from normfuse.train.loop import Loop
+from normfuse.train.mesh import batch_sharding, check_model, make_mesh
+from normfuse.train.metrics import MetricsLog
+from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.outdir import OutDir
+from normfuse.train.peak import peak_flops
+from normfuse.train.profiling import Profiler
+from normfuse.train.reporter import NotFinite, Reporter, validation_line
+from normfuse.train.resume import check_record, make_record
+from normfuse.train.settings import dump
+from normfuse.train.signals import StopRequest
+from normfuse.train.step import Program, State
+
+
+def train(config: TrainConfig, console: Console | None = None):
+    """Trains, and continues what is in the run's folder.
+
+    Args:
+      config: the run's.
+      console: where to show progress; standard output when None.
+
+    Raises:
+      UsageError: what is asked for cannot be done; nothing was compiled or written.
+      RunError: the run failed.
+    """
+    check(config)
+    text = load(config.data.path, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        distributed.initialize(config.distributed)
+        keep_compiled_programs()
+        mesh = make_mesh(config.mesh)
+        check_model(config.transformer(), mesh, config.batch_size, config.microbatches)
+        out = outdir.choose(config, distributed.agree(int(time.time())))
+        config = dataclasses.replace(config, config=None, out_dir=out.path)
+        display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
+        stack.callback(display.stop)
+        stack.enter_context(jax.set_mesh(mesh))
+        Run(config, text, out, display, stop, mesh).go(stack)
+
+
+class Run:
+    """One run's parts, and its course."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        text: Text,
+        out: OutDir,
+        display: Display,
+        stop: StopRequest,
+        mesh: Mesh,
+    ):
+        self.config, self.text, self.out, self.display = config, text, out, display
+        self.stop, self.mesh = stop, mesh
+        self.model = build(config.framework, config.transformer())
+        self.program = Program(
+            self.model,
+            make_optimizer(config.optim, config.steps),
+            schedule(config.optim, config.steps),
+            mesh,
+            config.microbatches,
+            guard_limit(config.guard),
+        )
+        self.record = make_record(config, text.identity())
+        rows = config.batch_size // config.microbatches
+        self.evaluator = Evaluator(
+            self.model, mesh, text.held_out, seq_len=config.seq_len, batch_size=rows
+        )
+
+    def go(self, stack: ExitStack):
+        """Trains to the last step or until asked to stop, then validates, samples and plots."""
+        introduce(self.config, self.text, self.mesh, self.display)
+        resuming = self.out.has_checkpoints()
+        lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
+        if not resuming:
+            self._make_folder()
+        self.checkpoints = Checkpoints(
+            self.out.checkpoints, keep=self.config.checkpoint.keep, report=self.display.note
+        )
+        if resuming:
+            self._check_resume()
+            self._make_folder()
+        self.display.start()
+        with explained():
+            step = lowered.compile()
+        with explained(step):
+            state, done = self._first_state(resuming)
+            write = self._open_logs(stack, done if resuming else None)
+            state, done = self._loop(step, state, done, write)
+            finished = done == self.config.steps and self._finish(state, write)
+        if not finished:
+            self.checkpoints.close()
+            self._say_how_to_resume(done)
+
+    def _make_folder(self):
+        if distributed.is_first():
+            outdir.make(self.out)
+            self.out.config.write_text(dump(dataclasses.replace(self.config, resume="auto")))
+
+    def _check_resume(self):
+        found = self.checkpoints.newest_record()
+        if found is None:
+            return  # restoring says what is wrong with each
+        step, record = found
+        if step > self.config.steps:
+            raise UsageError(
+                f"--steps {self.config.steps}: the checkpoint in {self.out.path} has taken {step} "
+                "steps already. Give more, or another --out-dir."
+            )
+        different = check_record(record, self.config, self.text.identity())
+        if different:
+            self.display.note("continuing with other settings:\n" + "\n".join(different), "yellow")
+
+    def _first_state(self, resuming: bool) -> tuple[State, int]:
+        if resuming:
+            self.display.phase("restoring")
+            found = self.checkpoints.restore(self.program.abstract())
+            if found is not None:
+                state, done = found[0], found[1]["step"]
+                self.display.note(f"continuing after step {done}")
+                return state, done
+        return self.program.init(self.config.seed), 0
+
+    def _open_logs(self, stack: ExitStack, from_step: int | None):
+        """Gives what takes the lines of metrics.jsonl; on process 0 alone it does something."""
+        if not distributed.is_first():
+            return lambda entry: None
+        log = MetricsLog(self.out.metrics, from_step=from_step, final=self.config.steps)
+        sinks = [log]
+        if self.config.tensorboard:
+            from normfuse.train.tensorboard import TensorBoard
+
+            sinks.append(TensorBoard(self.out.tensorboard, from_step))
+        for sink in sinks:
+            stack.callback(sink.close)
+        self._sync_log = log.sync
+        return lambda entry: [sink.write(entry) for sink in sinks]
+
+    def _loop(self, step, state: State, done: int, write) -> tuple[State, int]:
+        config = self.config
+        peak = peak_flops(self.mesh.devices.flat[0].device_kind, config.precision)
+        reporter = Reporter(
+            config,
+            write,
+            self.display,
+            peak * self.mesh.size if peak else None,
+            self.program.skip_limit,
+            skipped=int(state.skipped),
+        )
+        rows = batch_sharding(self.mesh)
+        profiler = Profiler(self.out.profile if config.profile else None)
+        stopping = distributed.SharedFlag(self.mesh, lambda: bool(self.stop))
+        loop = Loop(
+            config,
+            step,
+            (on_devices(batch, rows) for batch in self._read(done, config.steps)),
+            self._evaluate,
+            self._save,
+            reporter,
+            stopping,
+            profiler.before,
+        )
+        try:
+            return loop.run(state, done)
+        except NotFinite as error:
+            raise self._stopped_by_guard(error) from None
+        finally:
+            profiler.stop()
+
+    def _read(self, done: int, last: int) -> Iterator[np.ndarray]:
+        """Yields the batches of steps `done + 1` to `last`."""
+        return batches(
+            self.text.train,
+            seq_len=self.config.seq_len,
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            first=done,
+            steps=last,
+        )
+
+    def _evaluate(self, params: Params, tokens: int) -> float | None:
+        # Several processes must compute the same batches: only alone may a signal cut them short.
+        alone = jax.process_count() == 1
+        return self.evaluator(params, tokens, lambda: alone and bool(self.stop))
+
+    def _save(self, state: State, step: int):
+        self.display.phase("saving")
+        if distributed.is_first():
+            self._sync_log()
+        self.checkpoints.save(state, step, self.record)
+
+    def _stopped_by_guard(self, error: NotFinite) -> RunError:
+        saved = self.checkpoints.steps()
+        self.checkpoints.close()
+        path = self.out.bad_batch(error.step)
+        if distributed.is_first():
+            np.save(path, next(self._read(error.step - 1, error.step)))
+        last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
+        return RunError(
+            f"{error}. The update was not made. The batch is in {path}, the last good checkpoint "
+            f"is {last}. Lower --optim.lr, or leave such updates out by --guard skip:N."
+        )
+
+    def _finish(self, state: State, write) -> bool:
+        """Validates, samples and plots; gives False if asked to stop before that was done."""
+        self.display.phase("validating")
+        loss = self._evaluate(state.params, self.config.eval.final_tokens)
+        if loss is None:
+            return False
+        write(validation_line(self.config.steps, loss))
+        drawn = lines = None
+        if jax.process_count() == 1 and self.config.sample.tokens:
+            self.display.phase("sampling")
+            drawn = ending.write_sample(self.config, self.model, state.params, self.out)
+        if distributed.is_first():
+            self.display.phase("plotting")
+            lines = ending.write_plot(self.config, self.text, self.out)
+        self.checkpoints.close()  # raises if the last save failed: a run that ends well has saved
+        self.display.stop()
+        if distributed.is_first():
+            ending.summarise(self.display, self.out, self.config.steps, loss, lines, drawn)
+        return True
+
+    def _say_how_to_resume(self, done: int):
+        self.display.stop()
+        name = self.stop.signal.name if self.stop.signal else "another process"
+        where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
+        self.display.note(f"stopped by {name} after step {done} of {self.config.steps}, {where}")
+        command = f"python -m normfuse.train --config {shlex.quote(str(self.out.config))}"
+        self.display.note(f"continue with: {command}")

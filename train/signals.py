@@ -1,0 +1,58 @@
+"""SIGTERM and SIGINT ask a run to save and stop; a second one stops it at once."""
+
+import os
+import signal
+import threading
+
+_WATCHED = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """While entered, notes the first signal and obeys the second.
+
+    A thread is told of signals by the interpreter's wake-up pipe, so the second stops the process
+    even while the main thread compiles or computes and runs no Python.
+    """
+
+    def __init__(self):
+        self._first: signal.Signals | None = None
+        self._old = {}
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal received, or None while nobody asked to stop."""
+        return self._first
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread may handle signals: its owner does
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in _WATCHED:
+            self._old[number] = signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # libraries' system calls are not to fail with EINTR
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if not self._old:
+            return
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        os.close(self._write)  # ends the thread
+        self._thread.join()
+        os.close(self._read)
+
+    def _watch(self):
+        while received := os.read(self._read, 1):
+            if received[0] not in _WATCHED:
+                continue
+            if self._first is not None:
+                os._exit(128 + received[0])
+            self._first = signal.Signals(received[0])
