@@ -1,0 +1,59 @@
+"""What a compiled program does, read from its text: our kernels, and every collective's bytes."""
+
+import collections
+import dataclasses
+import math
+import re
+
+_CALL = re.compile(r'custom_call_target="normfuse_([a-z_]+)"')
+_COLLECTIVE = re.compile(
+    r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
+    r"ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
+)
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective operation, and the bytes of its result on each device."""
+
+    kind: str
+    bytes: int
+
+
+def text(compiled) -> str:
+    """The optimised HLO of a compiled function, or the text itself."""
+    return compiled if isinstance(compiled, str) else compiled.as_text()
+
+
+def calls(compiled, prefix: str = "rms_norm_") -> dict[str, int]:
+    """How often each of our kernels is called; names without `prefix`."""
+    found = collections.Counter(_CALL.findall(text(compiled)))
+    return {name.removeprefix(prefix): count for name, count in sorted(found.items())}
+
+
+def results(compiled) -> list[int]:
+    """How many results each call of our kernels has, in order of the kernel's name."""
+    found = re.findall(r"= (\(.*?\)|\S+) custom-call\(.*?" + _CALL.pattern, text(compiled))
+    return [len(_ARRAY.findall(type_)) for type_, _ in sorted(found, key=lambda f: f[1])]
+
+
+def collectives(compiled) -> list[Collective]:
+    """Every collective in the program, in order of kind and size."""
+    found = []
+    for match in _COLLECTIVE.finditer(text(compiled)):
+        arrays = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
+        if match["start"] and match["kind"] != "all-reduce":  # a start has (operands, results)
+            arrays = arrays[len(arrays) // 2 :]
+        found.append(Collective(match["kind"], sum(arrays)))
+    return sorted(found, key=lambda c: (c.kind, c.bytes))
+
+
+def count(compiled, operation: str) -> int:
+    """How often a plain HLO operation occurs, in fusions too."""
+    return len(re.findall(rf"= (?:\(.*?\)|\S+) {re.escape(operation)}\(", text(compiled)))
+
+
+def _bytes(dtype, shape):
+    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return math.prod(map(int, filter(None, shape.split(",")))) * bits // 8

@@ -1,0 +1,290 @@
+"""Values and gradients of the RMSNorm ops over sizes, dtypes, axes and layouts."""
+
+import itertools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from reference import assert_close
+from rms_norm_cases import Case
+
+from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
+
+OPS = ("rms_norm", "add_rms_norm", "rms_norm_with_rstd")
+FLOATS = ("float32", "bfloat16", "float16")
+SMALL = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)
+LARGE = (760, 1000, 1128, 4095, 4096, 4097, 8191, 8192, 8193)
+HUGE = (65536, 131072, 262144, 1048576)
+
+
+def both(case: Case, **options):
+    """The op and its pullback as one compiled function of (operands, cotangents)."""
+
+    @jax.jit
+    def run(args, cts):
+        out, pullback = jax.vjp(lambda *args: case(*args, **options), *args)
+        return out, pullback(cts)
+
+    return run
+
+
+def check_both(case: Case, **options):
+    out, grads = both(case, **options)(case.args, case.cts)
+    case.check(out, case.values())
+    case.check(grads, case.gradients())
+
+
+@pytest.mark.parametrize("n", SMALL)
+def test_small_odd_and_even_lengths(n):
+    check_both(Case("rms_norm", (199, n), seed=n))
+
+
+@pytest.mark.parametrize("n", LARGE)
+def test_lengths_around_powers_of_two(n):
+    check_both(Case("add_rms_norm", (3, n), x="bfloat16", residual="float32", seed=n))
+
+
+@pytest.mark.parametrize("n", HUGE)
+def test_huge_lengths(n):
+    check_both(Case("rms_norm", (2, n), x="bfloat16", seed=n))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", [(0,), (1,), (199,), (2, 0, 3), ()], ids=str)
+def test_numbers_of_rows(op, rows):
+    """No row at all, one, many, and an x that is one row without a dimension for it."""
+    check_both(Case(op, (*rows, 24)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_zero_features(op):
+    """Nothing to normalise: empty results, and gradients of zero where there is one."""
+    case = Case(op, (3, 0))
+    out, grads = both(case)(case.args, case.cts)
+    assert out[0].shape == (3, 0)
+    assert [g.shape for g in grads] == [a.shape for a in case.args]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", OPS)
+def test_four_million_rows(op):
+    check_both(Case(op, (4194305, 3), x="bfloat16", residual="bfloat16"))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("x, scale, dtype", [*itertools.product(FLOATS, (*FLOATS, None), FLOATS)])
+def test_every_mix_of_dtypes(op, x, scale, dtype):
+    case = Case(op, (5, 24), x=x, residual=scale or "float16", scale=scale, dtype=dtype)
+    out, grads = both(case)(case.args, case.cts)
+    case.check(out, case.values())
+    case.check(grads, case.gradients())
+    assert out[0].dtype == dtype
+    assert [g.dtype for g in grads] == [a.dtype for a in case.args]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "x, scale, dtype",
+    [
+        mix
+        for mix in itertools.product(("float64", "float32", "bfloat16"), repeat=3)
+        if "float64" in mix
+    ],
+)
+def test_float64_is_computed_in_float64(op, x, scale, dtype):
+    with jax.enable_x64(True):
+        case = Case(op, (5, 24), x=x, residual=scale, scale=scale, dtype=dtype)
+        assert case.compute == "float64"
+        check_both(case)
+
+
+def test_dtype_float64_without_64_bit_types_is_float32_with_jax_warning():
+    """As astype does, and without a wrong type that outlives the setting."""
+    x = jnp.ones((2, 4))
+    with pytest.warns(UserWarning, match="float64"):
+        assert rms_norm(x, dtype=jnp.float64).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert rms_norm(x, dtype=jnp.float64).dtype == jnp.float64
+
+
+def test_default_result_dtypes():
+    """y has x's; the residual sum is promoted; rstd is what was computed in."""
+    case = Case("add_rms_norm", (4, 8), x="bfloat16", residual="float32")
+    x, residual, scale = case.args
+    assert rms_norm(x, scale).dtype == jnp.bfloat16
+    assert [a.dtype for a in add_rms_norm(x, residual, scale)] == [jnp.bfloat16, jnp.float32]
+    assert [a.dtype for a in rms_norm_with_rstd(x, scale)] == [jnp.bfloat16, jnp.float32]
+
+
+AXES = [-1, 0, 1, -2, (0,), (1, 2), (2, 1), (0, 2), (-1, 0), (0, 1, 2, 3), (1, 3), (0, 1)]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("axis", AXES, ids=str)
+def test_axes(op, axis):
+    check_both(Case(op, (3, 4, 5, 6), axis=axis, scale_offset=0.5))
+
+
+@pytest.mark.parametrize("axis", [0, 1, (1, 2), (0, 1)], ids=str)
+def test_axis_that_is_not_last_is_not_transposed(axis):
+    """Kernels see (outer, n, inner): neighbouring axes anywhere are a reshape, which is free."""
+    case = Case("rms_norm", (3, 4, 5, 6), axis=axis)
+    text = hlo.text(both(case).lower(case.args, case.cts).compile())
+    assert hlo.calls(text) == {"backward": 1, "forward": 1}
+    assert hlo.count(text, "transpose") == hlo.count(text, "copy") == 0
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("scale, offset", [(None, 0.0), (None, 1.0), ("float32", 1.0)])
+def test_scale_and_scale_offset(op, scale, offset):
+    """Without a scale there is nothing that an offset is added to."""
+    check_both(Case(op, (5, 24), scale=scale, scale_offset=offset))
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30, 1e-6, 1.0, 100])
+def test_eps(eps):
+    check_both(Case("rms_norm", (5, 24), eps=eps))
+
+
+@pytest.mark.parametrize("implementation", ["native", None])
+@pytest.mark.parametrize("magnitude", [1e-15, 1e15])
+def test_tiny_and_large_rows(magnitude, implementation):
+    """rstd³ does not fit float32 here; every result does."""
+    case = Case("rms_norm", (5, 24), fill=lambda v: v, eps=0.0)
+    case.args = (case.args[0] * np.float32(magnitude), case.args[1])
+    case.h = case.args[0]
+    check_both(case, implementation=implementation)
+
+
+def test_zero_rows_with_eps_zero_are_what_the_formula_says():
+    """0 · ∞: NaN, as in the frameworks' layers; with an eps, 0."""
+    x = jnp.zeros((2, 8))
+    assert np.isnan(rms_norm(x, eps=0.0)).all()
+    assert (rms_norm(x) == 0).all()
+
+
+# ---------------------------------------------------------------- layouts
+
+LAYOUTS = {
+    "sliced rows": lambda a: a[1::2],
+    "sliced features": lambda a: a[:, 3:],
+    "strided features": lambda a: a[:, ::3],
+    "reversed": lambda a: a[::-1, ::-1],
+    "transposed": lambda a: a.T,
+    "offset by one element": lambda a: a.reshape(-1)[1 : 1 + 30 * 20].reshape(30, 20),
+    "broadcast": lambda a: jnp.broadcast_to(a[:1], (4, a.shape[1])),
+}
+
+
+@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, jitted):
+    """Operands that are views of others, inside a program and as arrays of their own."""
+    take = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    whole = rng.standard_normal((31, 37)).astype(np.float32)
+    fn = lambda whole: rms_norm(take(whole), implementation="native")
+    y = (jax.jit(fn) if jitted else fn)(jnp.asarray(whole))
+    case = Case("rms_norm", (1, 1), scale=None)
+    case.h = np.asarray(take(jnp.asarray(whole)))
+    case.check(y, case.values())
+
+
+def test_numpy_views_and_lists():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((6, 20)).astype(np.float32)
+    for view in (x[::2, 1::3], x.T, np.asfortranarray(x)):
+        np.testing.assert_array_equal(rms_norm(view), rms_norm(jnp.asarray(view.copy())))
+    np.testing.assert_array_equal(rms_norm([[3.0, 4.0]]), rms_norm(jnp.array([[3.0, 4.0]])))
+
+
+# ---------------------------------------------------------------- contamination and determinism
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_poison_stays_in_its_row(op, dtype, poison):
+    """Bit for bit, in both directions; dscale alone sums over rows."""
+    case = Case(op, (9, 33), x=dtype, residual=dtype)
+    run = both(case)
+    clean_out, clean_grads = run(case.args, case.cts)
+    x = case.args[0].copy()
+    x[4, 7] = poison
+    out, grads = run((x, *case.args[1:]), case.cts)
+    rows = np.arange(9) != 4
+    for got, clean in zip((*out, *grads[:-1]), (*clean_out, *clean_grads[:-1])):
+        assert np.asarray(got[rows]).tobytes() == np.asarray(clean[rows]).tobytes()
+    assert np.isnan(np.asarray(out[0][4], np.float32)).any()
+    if np.isnan(poison):
+        assert np.isnan(np.asarray(out[0][4], np.float32)).all()
+
+
+def test_results_are_the_same_every_time():
+    case = Case("add_rms_norm", (1999, 130), x="bfloat16")
+    run = both(case)
+    first = jax.tree.leaves(run(case.args, case.cts))
+    for _ in range(5):
+        again = jax.tree.leaves(run(case.args, case.cts))
+        assert [np.asarray(a).tobytes() for a in first] == [np.asarray(a).tobytes() for a in again]
+
+
+# ---------------------------------------------------------------- dead code
+
+
+def test_unused_rstd_is_not_computed():
+    """The call has one result, whichever of the functions was used."""
+    case = Case("rms_norm", (5, 24))
+    used = jax.jit(lambda *args: rms_norm_with_rstd(*args))
+    unused = jax.jit(lambda *args: rms_norm_with_rstd(*args)[0])
+    plain = jax.jit(rms_norm)
+    results = [hlo.results(f.lower(*case.args).compile()) for f in (used, unused, plain)]
+    assert results == [[2], [1], [1]]
+
+
+def test_unused_rstd_is_not_computed_in_loops_or_nested_jit_or_vmap():
+    case = Case("rms_norm", (5, 24))
+    x, scale = case.args
+
+    def loop(x, scale):
+        step = lambda x, _: (jax.jit(rms_norm)(x, scale), None)
+        return jax.lax.scan(step, x, length=3)[0], jax.vmap(rms_norm, (0, None))(x, scale)
+
+    assert hlo.results(jax.jit(loop).lower(x, scale).compile()) == [1, 1]
+
+
+def test_frozen_scale_has_no_dscale():
+    """Where nobody asks for the gradient of scale the backward has one result."""
+    case = Case("rms_norm", (5, 24))
+    of = lambda argnums: jax.jit(jax.grad(case.loss, argnums)).lower(*case.args).compile()
+    assert hlo.results(of(0)) == [1, 2]  # backward, forward
+    assert hlo.results(of((0, 1))) == [2, 2]
+
+
+def test_frozen_scale_of_a_larger_gradient_has_no_dscale():
+    """Also where dscale is computed by the transformation and thrown away by the caller."""
+    case = Case("add_rms_norm", (5, 24))
+    dx = jax.jit(lambda *args: case.grad(*args)[0]).lower(*case.args).compile()
+    assert hlo.results(dx) == [1, 3]
+
+
+def test_rstd_is_float32_and_right_for_any_x():
+    case = Case("rms_norm_with_rstd", (5, 24), x="float16", scale=None)
+    _, rstd = rms_norm_with_rstd(*case.args)
+    assert rstd.dtype == jnp.float32
+    assert_close(rstd, case.values()[1])
+
+
+def test_sum_is_rounded_before_it_is_normalised():
+    """y belongs to the new residual that is returned, not to a wider sum nobody sees."""
+    case = Case("add_rms_norm", (64, 256), x="bfloat16", residual="bfloat16", scale=None)
+    y, h = add_rms_norm(*case.args, dtype="float32")
+    np.testing.assert_array_equal(np.asarray(h), case.h)
+    wider = case.args[0].astype(np.float64) + case.args[1].astype(np.float64)
+    assert_close(y, case.values()[0])
+    other, _ = reference.forward(wider)
+    with pytest.raises(AssertionError, match="allowed"):
+        assert_close(y, other)

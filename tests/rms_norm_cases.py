@@ -1,0 +1,152 @@
+"""One of the RMSNorm ops on one set of random operands, and what it and its derivatives must give.
+
+Every op is called as a function of `(x[, residual][, scale])` that returns a tuple, and is
+differentiated through `loss`: the sum of its results times given cotangents.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import reference
+from reference import Expected, assert_close
+
+from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
+
+_OPS = {
+    "rms_norm": rms_norm,
+    "add_rms_norm": add_rms_norm,
+    "rms_norm_with_rstd": rms_norm_with_rstd,
+}
+
+
+class Case:
+    """An op, its operands (numpy arrays), and expectations in float64.
+
+    Args:
+      op: the name of a public function.
+      shape: of x.
+      x, residual, scale: dtypes; scale None for no scale.
+      fill: turns standard normal values into an operand's.
+      seed: of the random values.
+      options: given to the op.
+    """
+
+    def __init__(
+        self,
+        op="rms_norm",
+        shape=(8, 2, 16),
+        *,
+        x="float32",
+        residual="float32",
+        scale="float32",
+        fill=lambda values: values,
+        seed=0,
+        **options,
+    ):
+        rng = np.random.default_rng(seed)
+        draw = lambda shape, dtype: fill(rng.standard_normal(shape)).astype(jnp.dtype(dtype))
+        self.op, self.options, self.has_residual = op, options, op == "add_rms_norm"
+        self.axes, _ = reference.dims(np.empty(shape), options.get("axis", -1))
+        operands = [(shape, x)]
+        operands += [(shape, residual)] * self.has_residual
+        operands += [(tuple(shape[a] for a in self.axes), scale)] * (scale is not None)
+        self.args = tuple(draw(*operand) for operand in operands)
+        self.tangents = tuple(draw(*operand) for operand in operands)
+        self.scale = self.args[-1] if scale is not None else None
+        self.h = reference.add(*self.args[:2]) if self.has_residual else self.args[0]
+        self.compute = reference_compute(
+            *(a.dtype for a in self.args), options.get("dtype", "float32")
+        )
+        y = jnp.dtype(options.get("dtype") or x)
+        self.cts = (draw(shape, y),)
+        if self.has_residual:
+            self.cts += (draw(shape, self.h.dtype),)
+        if op == "rms_norm_with_rstd":
+            rows = tuple(n for i, n in enumerate(shape) if i not in self.axes)
+            self.cts += (draw(rows, self.compute),)
+
+    def __call__(self, *args, **options):
+        """The op's results, always a tuple; `options` on top of the case's own."""
+        args, rest = args[: 1 + self.has_residual], args[1 + self.has_residual :]
+        out = _OPS[self.op](*args, *rest, **{**self.options, **options})
+        return out if isinstance(out, tuple) else (out,)
+
+    @property
+    def argnums(self):
+        return tuple(range(len(self.args)))
+
+    def loss(self, *args_and_cts, **options):
+        """A scalar whose gradient is the pullback of the cotangents."""
+        n = len(self.args)
+        out = self(*args_and_cts[:n], **options)
+        cts = args_and_cts[n:] or self.cts
+        return sum(jnp.sum(o.astype(self.compute) * ct) for o, ct in zip(out, cts, strict=True))
+
+    def grad(self, *args_and_cts, **options):
+        """The gradients by every operand."""
+        return jax.grad(functools.partial(self.loss, **options), self.argnums)(*args_and_cts)
+
+    @property
+    def _options(self):
+        kept = {k: v for k, v in self.options.items() if k in ("eps", "scale_offset")}
+        return {**kept, "axes": self.axes}
+
+    def values(self) -> list[Expected]:
+        """What the op returns."""
+        y, rstd = reference.forward(self.h, self.scale, **self._options)
+        if self.has_residual:
+            return [y, Expected(reference.wide(self.h), np.zeros(()))]
+        return [y, rstd] if self.op == "rms_norm_with_rstd" else [y]
+
+    def gradients(self) -> list[Expected]:
+        """What `grad` returns."""
+        dh = self.cts[1] if self.has_residual else None
+        dx, dscale = reference.backward(self.cts[0], self.h, self.scale, dh, **self._options)
+        if self.op == "rms_norm_with_rstd":
+            more = self._through_rstd(lambda rstd: rstd * reference.wide(self.cts[1]))
+            value = dx.value + more  # JAX adds the two cotangents, each in x's dtype already
+            rounded = np.abs(dx.value) + np.abs(more) + np.abs(value)
+            dx = Expected(value, dx.size + np.abs(more), dx.length, rounded)
+        grads = [dx] * (1 + self.has_residual)
+        return grads if self.scale is None else [*grads, dscale]
+
+    def pushed(self) -> list[Expected]:
+        """The tangents of the results along `tangents`."""
+        dscale = self.tangents[-1] if self.scale is not None else None
+        dh = self.tangents[0]
+        if self.has_residual:
+            dh = reference.add(*self.tangents[:2])
+        dy = reference.tangent(self.h, self.scale, dh, dscale, **self._options)
+        if self.has_residual:
+            return [dy, Expected(reference.wide(dh), np.zeros(()))]
+        if self.op == "rms_norm_with_rstd":
+            each = self._through_rstd(lambda rstd: rstd) * reference.wide(dh)
+            size = np.abs(each).sum(self.axes)
+            return [dy, Expected(each.sum(self.axes), size, self.h.size)]
+        return [dy]
+
+    def _through_rstd(self, times):
+        """The derivative of rstd by each element of x, times a value of each row's."""
+        options = {**self._options, "scale_offset": 0.0}
+        rstd = reference.normalise(self.h, None, **options)[1]
+        n = self.h.size // max(rstd.size, 1)
+        row = -(rstd**2) * times(rstd) / n
+        return np.expand_dims(row, self.axes) * reference.wide(self.h)
+
+    def check(self, got, expected, slack=1.0):
+        """Compares arrays with expectations, in order."""
+        got = jax.tree.leaves(got)
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected):
+            assert_close(one, other, self.compute, slack)
+
+
+def reference_compute(*dtypes) -> str:
+    """float64 where one of them is."""
+    return (
+        "float64"
+        if any(d is not None and jnp.dtype(d) == np.float64 for d in dtypes)
+        else "float32"
+    )
