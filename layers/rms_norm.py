@@ -77,9 +77,9 @@ def rms_norm_with_rstd(
     Returns:
       `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
     """
-    x, scale, params = _check("rms_norm", x, scale, eps, axis, scale_offset, dtype)
+    x, scale, params = _check("rms_norm_with_rstd", x, scale, eps, axis, scale_offset, dtype)
     params |= {"has_residual": False, "with_rstd": True}
-    y, rstd = _call("rms_norm", x, [], scale, implementation, params)
+    y, rstd = _call("rms_norm_with_rstd", x, [], scale, implementation, params)
     return y, rstd
 
 

@@ -164,16 +164,14 @@ def _backward_unfused(dy, x, *rest, axes, has_scale, scale_offset, with_dscale, 
 
 # ---------------------------------------------------------------- operations
 
-forward = Op(
-    "rms_norm_forward_op", definition.forward, _forward_dims, _forward_body, _forward_unfused
-)
+forward = Op("rms_norm", definition.forward, _forward_dims, _forward_body, _forward_unfused)
 backward = Op(
-    "rms_norm_backward_op",
+    "rms_norm_gradient",
     definition.backward,
     _backward_dims,
     _backward_body,
     _backward_unfused,
     lead=1,
 )
-tangent = Op("rms_norm_tangent_op", definition.tangent, _tangent_dims, None)
+tangent = Op("rms_norm_tangent", definition.tangent, _tangent_dims, None)
 derivative.link(forward, tangent, backward)
