@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers.rounding import rounded
+from normfuse.layers.op import match
+from normfuse.layers.rounding import rounded, wide
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -70,12 +71,12 @@ def finish(
     function = resolve(activation)
     if bias is None and function is None:
         return y.astype(dtype)
-    wide = jnp.promote_types(y.dtype, jnp.float32)
+    compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else wide(dtype)
 
     def epilogue(y, *bias):
-        z = y.astype(wide)
+        z = y.astype(compute)
         for b in bias:
-            z = z + b.astype(wide)
+            z = z + b.astype(compute)
         if function is None:
             return z.astype(dtype)
         result = function(z)
@@ -88,4 +89,8 @@ def finish(
 
     if function is not None:
         epilogue = jax.checkpoint(epilogue, prevent_cse=False)
-    return epilogue(y, *(() if bias is None else (rounded(bias, y.dtype),)))
+    if bias is None:
+        return epilogue(y)
+    rows = y.ndim - bias.ndim
+    bias = rounded(match(bias, y, range(rows, y.ndim)), y.dtype)
+    return epilogue(y, jnp.expand_dims(bias, range(rows)))

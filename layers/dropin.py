@@ -68,8 +68,3 @@ def dimensions_of(layer: str, x: jax.Array, axes: int | Iterable[int]) -> tuple[
     """Flax's axes of x: increasing, each once; ValueError where x has no such axis."""
     given = (axes,) if isinstance(axes, int) else axes
     return tuple(sorted({dimensions(layer, x, axis)[0] for axis in given}))
-
-
-def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """x rounded to `dtype`; x itself where `dtype` holds its values: a wider copy gains nothing."""
-    return x if jnp.promote_types(x.dtype, dtype) == dtype else x.astype(dtype)

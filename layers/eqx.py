@@ -12,6 +12,7 @@ from normfuse.layers.activations import Activation, finish
 from normfuse.layers.dropin import by_framework, check_eps, check_options, unserved_dtype
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.rms_norm import rms_norm
+from normfuse.layers.rounding import wide
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()
@@ -85,16 +86,16 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def _normalise(self, x):
         bias = self.bias if self.use_bias else None
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        compute = wide(x.dtype)
         y = rms_norm(
             x,
             self.weight if self.use_weight else None,
             eps=self.eps,
             axis=tuple(range(x.ndim)),
-            dtype=x.dtype if bias is None else wide,
+            dtype=x.dtype if bias is None else compute,
             implementation=self.implementation,
         )
-        return y if bias is None else (y + bias.astype(wide)).astype(x.dtype)
+        return y if bias is None else (y + bias.astype(compute)).astype(x.dtype)
 
     def _unserved(self, x) -> str:
         """What only Equinox serves, or ""."""
@@ -184,7 +185,7 @@ class Linear(eqx.nn.Linear):
         if reason := unserved_dtype(x.dtype, self.weight.dtype):
             return reason
         dtype = jnp.result_type(self.weight, x)
-        if self.bias is not None and jnp.promote_types(dtype, self.bias.dtype) != dtype:
+        if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:
             return f"a bias in {self.bias.dtype}, wider than {dtype}"
         return ""
 

@@ -21,6 +21,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from normfuse.layers.rounding import wide
+
 
 @dataclasses.dataclass(frozen=True)
 class Product:
@@ -95,17 +97,19 @@ def _dot(product, x, operand):
 
 
 def _operand(product, x, kernel):
-    """The kernel as the GEMM reads it: rounded, and gathered over mesh axes that split x."""
+    """The kernel as the GEMM reads it: rounded, and gathered over mesh axes that split the rows."""
     kernel = kernel.astype(x.dtype)
     sharding = jax.typeof(kernel).sharding
     if not sharding.mesh.explicit_axes:
         return kernel
-    taken = {axis for entry in jax.typeof(x).sharding.spec for axis in _axes(entry)}
-    spec = [
+    rows = zip(product.x, jax.typeof(x).sharding.spec)
+    taken = {axis for letter, entry in rows if letter in product.out for axis in _axes(entry)}
+    stored = _whole_spec(sharding.spec, kernel.ndim)
+    spec = tuple(
         entry if letter in product.x else _without(entry, taken)
-        for letter, entry in zip(product.kernel, _whole_spec(sharding.spec, kernel.ndim))
-    ]
-    return kernel if jax.P(*spec) == sharding.spec else jax.sharding.reshard(kernel, jax.P(*spec))
+        for letter, entry in zip(product.kernel, stored)
+    )
+    return kernel if spec == stored else jax.sharding.reshard(kernel, jax.P(*spec))
 
 
 # ---------------------------------------------------------------- the tangent
@@ -134,8 +138,8 @@ def _transpose_x(dy, x, kernel, *, product):
 
 
 def _transpose_kernel(dy, x, kernel, *, product):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    written = kernel.aval.dtype if kernel.aval.dtype in (x.dtype, wide) else wide
+    sums = wide(x.dtype)
+    written = kernel.aval.dtype if kernel.aval.dtype in (x.dtype, sums) else sums
     dkernel = jnp.einsum(
         f"{product.x},{product.out}->{product.kernel}",
         x,

@@ -16,12 +16,11 @@ from normfuse.layers.dropin import (
     check_eps,
     check_options,
     dimensions_of,
-    narrowed,
     unserved_dtype,
 )
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.rms_norm import rms_norm
-from normfuse.layers.rounding import rounded
+from normfuse.layers.rounding import narrowed, rounded
 
 M = TypeVar("M")
 
