@@ -4,6 +4,7 @@ Every op is called as a function of `(x[, residual][, scale])` that returns a tu
 differentiated through `loss`: the sum of its results times given cotangents.
 """
 
+import copy
 import functools
 
 import jax
@@ -54,11 +55,8 @@ class Case:
         operands += [(tuple(shape[a] for a in self.axes), scale)] * (scale is not None)
         self.args = tuple(draw(*operand) for operand in operands)
         self.tangents = tuple(draw(*operand) for operand in operands)
-        self.scale = self.args[-1] if scale is not None else None
-        self.h = reference.add(*self.args[:2]) if self.has_residual else self.args[0]
-        self.compute = reference_compute(
-            *(a.dtype for a in self.args), options.get("dtype", "float32")
-        )
+        dtypes = [a.dtype for a in self.args] + [jnp.dtype(options.get("dtype") or x)]
+        self.compute = "float64" if np.float64 in dtypes else "float32"
         y = jnp.dtype(options.get("dtype") or x)
         self.cts = (draw(shape, y),)
         if self.has_residual:
@@ -72,6 +70,21 @@ class Case:
         args, rest = args[: 1 + self.has_residual], args[1 + self.has_residual :]
         out = _OPS[self.op](*args, *rest, **{**self.options, **options})
         return out if isinstance(out, tuple) else (out,)
+
+    @property
+    def scale(self):
+        return self.args[-1] if len(self.args) > 1 + self.has_residual else None
+
+    @property
+    def h(self):
+        """What is normalised."""
+        return reference.add(*self.args[:2]) if self.has_residual else self.args[0]
+
+    def replace(self, **changes) -> "Case":
+        """The same op on other operands: `args`, `cts` or `tangents`."""
+        other = copy.copy(self)
+        vars(other).update(changes)
+        return other
 
     @property
     def argnums(self):
@@ -143,10 +156,54 @@ class Case:
             assert_close(one, other, self.compute, slack)
 
 
-def reference_compute(*dtypes) -> str:
-    """float64 where one of them is."""
-    return (
-        "float64"
-        if any(d is not None and jnp.dtype(d) == np.float64 for d in dtypes)
-        else "float32"
-    )
+class Batch:
+    """Several cases as one call of `vmap`: what is mapped is stacked, the rest is the first's.
+
+    Args:
+      in_axes: for each operand, where its batch dimension is, or None.
+      size: how many examples.
+      options: of every `Case`.
+    """
+
+    def __init__(self, op, in_axes, size=3, **options):
+        self.examples = [Case(op, seed=i, **options) for i in range(size)]
+        self.in_axes = tuple(in_axes)
+        self.share(self, in_axes)
+
+    def share(self, other: "Batch", in_axes) -> None:
+        """Takes the operands that are not mapped over from the first example of `other`."""
+        first, in_axes = other.examples[0], tuple(in_axes)
+        pick = lambda arrays: tuple(
+            own if axis is not None else shared
+            for own, shared, axis in zip(arrays, first.args, in_axes)
+        )
+        self.examples = [case.replace(args=pick(case.args)) for case in self.examples]
+        self.case = self.examples[0]
+        self.args = tuple(
+            arrays[0] if axis is None else np.stack(arrays, axis)
+            for arrays, axis in zip(zip(*(e.args for e in self.examples)), self.in_axes)
+        )
+        self.cts = tuple(np.stack(cts) for cts in zip(*(e.cts for e in self.examples)))
+
+    def each(self, method: str) -> list[Expected]:
+        """`values` or `gradients` of every example, stacked in front."""
+        return [stack(column) for column in zip(*(getattr(e, method)() for e in self.examples))]
+
+    def together(self) -> list[Expected]:
+        """Gradients of the sum of every example's loss, by the operands as they are given."""
+        return [
+            total(g) if axis is None else g.map(lambda a, axis=axis: np.moveaxis(a, 0, axis))
+            for g, axis in zip(self.each("gradients"), self.in_axes)
+        ]
+
+
+def stack(examples) -> Expected:
+    """One expectation for several, along a new dimension in front."""
+    values, sizes = zip(*(np.broadcast_arrays(e.value, e.size) for e in examples))
+    return Expected(np.stack(values), np.stack(sizes), examples[0].length)
+
+
+def total(stacked: Expected) -> Expected:
+    """The sum over the dimension in front."""
+    n = len(stacked.value)
+    return Expected(stacked.value.sum(0), stacked.size.sum(0), stacked.length + n)

@@ -1,0 +1,88 @@
+"""What the tests of RMSNorm's contexts share."""
+
+import contextlib
+import functools
+
+import hlo
+import jax
+import pytest
+from jax.sharding import AxisType
+from rms_norm_cases import Case
+from support_table import record
+
+FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
+
+
+class Serve:
+    """Runs a function in a context, and checks its values and what served it."""
+
+    def __init__(self, request):
+        self._request = request
+
+    def __call__(self, case, fn, *args, expected, calls=FORWARD, note="", slack=1.0, **jit):
+        """Compiles `fn(*args)`; its results must be `expected`, by exactly the kernels `calls`.
+
+        Returns:
+          The compiled function's text and its results.
+        """
+        compiled = jax.jit(fn, **jit).lower(*args).compile()
+        text = hlo.text(compiled)
+        results = compiled(*args)
+        case.check(results, expected, slack)
+        assert hlo.calls(text) == calls
+        self.record("native" if calls else "plain HLO", note)
+        return text, results
+
+    def partly(self, *args, **kwargs):
+        """The same where part of the work is plain HLO by definition: a tangent, say."""
+        with contextlib.ExitStack() as stack:
+            record_, self.record = self.record, lambda outcome, note: None
+            stack.callback(setattr, self, "record", record_)
+            result = self(*args, **kwargs)
+        self.record("native + plain")
+        return result
+
+    def record(self, outcome, note=""):
+        record(self._request, outcome, note)
+
+    @contextlib.contextmanager
+    def refused(self, exception, match, note):
+        """The context raises a clear error; `note` says what and the way out."""
+        with pytest.raises(exception, match=match):
+            yield
+        self.record("refused", note)
+
+
+@pytest.fixture
+def serve(request) -> Serve:
+    return Serve(request)
+
+
+@pytest.fixture(params=["rms_norm", "add_rms_norm"])
+def case(request) -> Case:
+    """x of (8, 2, 16), and what else the op takes."""
+    return _case(request.param)
+
+
+@functools.cache
+def _case(op):
+    return Case(op)
+
+
+def _mesh(*types):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+
+
+@pytest.fixture
+def auto_mesh(eight_devices):
+    return _mesh(AxisType.Auto, AxisType.Auto)
+
+
+@pytest.fixture
+def explicit_mesh(eight_devices):
+    return _mesh(AxisType.Explicit, AxisType.Explicit)
+
+
+@pytest.fixture
+def mixed_mesh(eight_devices):
+    return _mesh(AxisType.Explicit, AxisType.Auto)
