@@ -1,0 +1,289 @@
+"""RMSNorm's six kernels on CUDA: choosing a layout and launching.
+
+Each function takes a `Target`, then the operands and params of the kernel of the same name in
+`normfuse.native.rms_norm`; arrays are viewed as (outer, n, inner). Contiguous rows (inner == 1)
+move through memory once. Rows that no block, or cluster of blocks, can hold take two launches: one
+for the sums over rows, one for the rest.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from normfuse.native import cuda_layout
+from normfuse.native.cuda_layout import RowLayout
+from normfuse.native.device import Target
+from normfuse.native.fallback import Unsupported
+from normfuse.native.launch import launch
+
+_TYPES = {
+    "float64": "double",
+    "float32": "float",
+    "bfloat16": "__nv_bfloat16",
+    "float16": "__half",
+}
+_MAX_GRID = 2**31 - 1
+_MAX_PARTIAL_BYTES = 64 << 20
+
+
+def forward(
+    target: Target, x, *rest, eps, scale_offset, out_dtype, has_residual, has_scale, with_rstd
+):
+    """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual."""
+    operands = _named(rest, X=x, RESIDUAL=has_residual, SCALE=has_scale)
+    call = _Call(target, "forward", operands, _compute_dtype(operands, out_dtype))
+    call.result("Y", x.shape, out_dtype)
+    if has_residual:
+        call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
+    if with_rstd:
+        call.result("RSTD", call.row_shape, call.compute)
+    done = _forward(call, eps, scale_offset)
+    if done is not None:
+        return done
+
+    h = x
+    if has_residual:
+        h = (x.astype(call.compute) + rest[0].astype(call.compute)).astype(call.results["H"].dtype)
+    (sums,) = row_sums(target, h, compute=call.compute)
+    rstd = jax.lax.rsqrt(sums / x.shape[1] + eps)
+    scale = rest[has_residual:]
+    (y,) = apply(
+        target, h, *scale, rstd, scale_offset=scale_offset, out_dtype=out_dtype, has_scale=has_scale
+    )
+    return [y, *([h] if has_residual else []), *([rstd] if with_rstd else [])]
+
+
+def row_sums(target: Target, x, *, compute=None):
+    """`x -> Σ x²`, one value a row."""
+    call = _Call(target, "row_sums", {"X": x}, compute or _compute_dtype({"X": x}))
+    call.result("SUMS", call.row_shape, call.compute)
+    return _forward(call)
+
+
+def apply(target: Target, x, *rest, scale_offset, out_dtype, has_scale):
+    """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
+    operands = _named(rest, X=x, SCALE=has_scale, RSTD=True)
+    call = _Call(target, "apply", operands, _compute_dtype(operands, out_dtype))
+    call.result("Y", x.shape, out_dtype)
+    return _forward(call, scale_offset=scale_offset)
+
+
+def backward(target: Target, dy, x, *rest, scale_offset, has_residual, has_scale, with_dscale):
+    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale])`."""
+    operands = _named(rest, DY=dy, X=x, SCALE=has_scale, RSTD=True, DH=has_residual)
+    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    done = _backward(call, scale_offset, with_dscale=with_dscale)
+    if done is not None:
+        return done
+
+    flags = {"scale_offset": scale_offset, "has_scale": has_scale}
+    (dots,) = row_dots(target, dy, x, *rest[:has_scale], compute=call.compute, **flags)
+    flags |= {"has_residual": has_residual, "with_dscale": with_dscale}
+    return backward_apply(target, dy, x, *rest, dots, count=x.shape[1], **flags)
+
+
+def row_dots(target: Target, dy, x, *rest, scale_offset, has_scale, compute=None):
+    """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
+    operands = _named(rest, DY=dy, X=x, SCALE=has_scale)
+    call = _Call(target, "row_dots", operands, compute or _compute_dtype(operands))
+    call.result("DOTS", call.row_shape, call.compute)
+    return _backward(call, scale_offset)
+
+
+def backward_apply(
+    target: Target, dy, x, *rest, count, scale_offset, has_residual, has_scale, with_dscale
+):
+    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
+    operands = _named(rest, DY=dy, X=x, SCALE=has_scale, RSTD=True, DH=has_residual, DOTS=True)
+    call = _Call(target, "backward_apply", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    return _backward(call, scale_offset, count, with_dscale=with_dscale)
+
+
+class _Call:
+    """One launch: operands and results by their names in the kernel, in their order there."""
+
+    def __init__(self, target: Target, kernel: str, operands: dict[str, Any], compute: jnp.dtype):
+        self.target = target
+        self.kernel = kernel
+        self.compute = compute
+        self.operands = {
+            name: array.astype(compute) if name in ("RSTD", "DOTS") else array
+            for name, array in operands.items()
+        }
+        self.results: dict[str, jax.ShapeDtypeStruct] = {}
+        self.outer, self.features, self.inner = operands["X"].shape
+        self.row_shape = (self.outer, self.inner)
+        self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
+
+    def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
+        self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def empty(self) -> list[jax.Array]:
+        return [jnp.zeros(r.shape, r.dtype) for r in self.results.values()]
+
+    def moving_bytes(self) -> list[int]:
+        """The item sizes of what is as large as x."""
+        large = self.operands["X"].shape
+        arrays = [*self.operands.values(), *self.results.values()]
+        return [a.dtype.itemsize for a in arrays if a.shape == large]
+
+    def rows(self, source: str, macros, scalars, layout: RowLayout, grid: int, shared: int):
+        """Launches a kernel for contiguous rows."""
+        results = dict(self.results)
+        sums = [name for name in ("SUMS", "DOTS") if name in results]
+        for name in sums:  # one for each slice of a row
+            results[name] = jax.ShapeDtypeStruct((self.outer, layout.slices), self.compute)
+        done = self._launch(
+            source,
+            macros | layout.macros(cluster=self.whole_rows),
+            results,
+            grid=(grid, layout.slices),
+            block=layout.threads,
+            cluster=(1, layout.slices if self.whole_rows else 1),
+            shared=shared,
+            ints=(self.outer,),
+            **scalars,
+        )
+        return [jnp.sum(done[0], axis=1, keepdims=True)] if sums and layout.slices > 1 else done
+
+    def strided(self, source: str, macros, scalars, grid: int):
+        """Launches a kernel for rows whose elements are `inner` apart."""
+        width, height = cuda_layout.strided_block(self.features, self.inner)
+        return self._launch(
+            source,
+            macros | {"FEATURES": self.features, "BLOCK_X": width, "BLOCK_Y": height},
+            self.results,
+            grid=min(grid, self.outer * -(-self.inner // width)),
+            block=width * height,
+            shared=width * height * self.compute.itemsize,
+            ints=(self.outer, self.inner),
+            **scalars,
+        )
+
+    def _launch(self, source: str, macros, results, **sizes):
+        types = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in self.operands.items()}
+        types |= {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in results.items()}
+        types |= {"KERNEL": f"rms_norm_{self.kernel}", "COMPUTE_TYPE": _TYPES[self.compute.name]}
+        return launch(
+            source,
+            types["KERNEL"],
+            list(self.operands.values()),
+            list(results.values()),
+            target=self.target,
+            macros=types | {name: int(value) for name, value in macros.items()},
+            **sizes,
+        )
+
+
+def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
+    """Launches a kernel of rms_norm_forward.cu; None where its rows are too long to be held."""
+    if 0 in call.row_shape:
+        return call.empty()
+    macros = {
+        "STATISTICS": "RSTD" not in call.operands,
+        "NORMALIZE": "Y" in call.results,
+        "HAS_RESIDUAL": "RESIDUAL" in call.operands,
+        "HAS_SCALE": "SCALE" in call.operands,
+        "HAS_OFFSET": scale_offset != 0,
+        "WITH_RSTD": "RSTD" in call.results,
+    }
+    scalars = _scalars(call.compute, eps, scale_offset)
+    if call.inner != 1:
+        return call.strided("rms_norm_forward_strided.cu", macros, scalars, _MAX_GRID)
+    layout = cuda_layout.forward_layout(
+        call.features,
+        max(call.moving_bytes()),
+        call.target,
+        registers=cuda_layout.forward_registers(call.compute, "RESIDUAL" in call.operands),
+        whole_rows=call.whole_rows,
+    )
+    if layout is None:
+        return None
+    grid = min(layout.blocks_for(call.outer), _MAX_GRID)
+    shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
+    return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
+
+
+def _backward(
+    call: _Call, scale_offset, count=None, *, with_dscale=False
+) -> list[jax.Array] | None:
+    """Launches a kernel of rms_norm_backward.cu, and for dscale the sum over its blocks."""
+    n = call.features
+    if 0 in call.row_shape:
+        return call.empty() + ([jnp.zeros(n, call.compute)] if with_dscale else [])
+    macros = {
+        "DOTS": "DOTS" not in call.operands,
+        "GRADIENT": "DX" in call.results,
+        "HAS_RESIDUAL": "DH" in call.operands,
+        "HAS_SCALE": "SCALE" in call.operands,
+        "HAS_OFFSET": scale_offset != 0,
+        "WITH_DSCALE": with_dscale,
+    }
+    scalars = _scalars(call.compute, scale_offset, n if count is None else count)
+    most = max(1, _MAX_PARTIAL_BYTES // (n * call.compute.itemsize)) if with_dscale else _MAX_GRID
+    if call.inner != 1:
+        grid = min(most, cuda_layout.strided_blocks(call.outer, n, call.inner, call.target))
+        if with_dscale:
+            call.result("PARTIAL", (grid, n), call.compute)
+        done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
+    else:
+        layout = cuda_layout.backward_layout(
+            n, max(call.moving_bytes()), call.target, call.compute, whole_rows=call.whole_rows
+        )
+        if layout is None:
+            return None
+        grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
+        grid = min(layout.blocks_for(call.outer), grid, most)
+        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
+        depth, shared = layout.pipeline(
+            call.target, sum(read), call.compute, cluster=call.whole_rows
+        )
+        macros |= {"STAGES": depth, "SHARED_BYTES": shared}
+        if with_dscale:
+            call.result("PARTIAL", (grid, n), call.compute)
+        done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)
+    return [*done[:-1], _column_sum(call.target, done[-1])] if with_dscale else done
+
+
+def _column_sum(target: Target, partial) -> jax.Array:
+    count, columns = partial.shape
+    (sums,) = launch(
+        "column_sum.cu",
+        "column_sum",
+        [partial],
+        [jax.ShapeDtypeStruct((columns,), partial.dtype)],
+        target=target,
+        macros={"COMPUTE_TYPE": _TYPES[partial.dtype.name]},
+        grid=-(-columns // 32),
+        block=1024,
+        ints=(count, columns),
+    )
+    return sums
+
+
+def _named(rest, **present) -> dict[str, Any]:
+    """Names the operands: each is given, or taken from `rest` if True, or absent if False."""
+    left = list(rest)
+    named = {}
+    for name, value in present.items():
+        if value is True:
+            named[name] = left.pop(0)
+        elif value is not False:
+            named[name] = value
+    return named
+
+
+def _compute_dtype(operands: dict[str, Any], *more) -> jnp.dtype:
+    """float64 if one operand or result is float64, else float32."""
+    dtypes = [a.dtype for a in operands.values()] + [jnp.dtype(dtype) for dtype in more]
+    for dtype in dtypes:
+        if dtype.name not in _TYPES:
+            raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
+    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+
+
+def _scalars(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:
+    return {"doubles" if compute == jnp.float64 else "floats": values}

@@ -1,0 +1,87 @@
+// What is the machine's own: shared memory, asynchronous copies, clusters of blocks, cache hints.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+template <bool kChoice, typename A, typename B>
+struct ConditionalOf {
+  using Type = A;
+};
+template <typename A, typename B>
+struct ConditionalOf<false, A, B> {
+  using Type = B;
+};
+template <bool kChoice, typename A, typename B>
+using ConditionalType = typename ConditionalOf<kChoice, A, B>::Type;
+
+// The block's dynamic shared memory, 16-byte aligned.
+__device__ inline unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return bytes;
+}
+
+__device__ inline unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// Begins copying kBytes (4, 8 or 16, and both pointers so aligned) from global to shared memory. The
+// thread that began a copy sees its bytes after wait_copies; no register holds them meanwhile.
+template <int kBytes>
+__device__ inline void copy_async(void* shared, const void* global) {
+  if constexpr (kBytes == 16) {  // past L1: nothing here is read twice
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+// Closes a group of copies; a group may be empty.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's groups are still on their way.
+template <int kPending>
+__device__ inline void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Read once, written once: such lines should not push out what is read again.
+template <typename T>
+__device__ inline T load_streaming(const T* pointer) {
+  return __ldcs(pointer);
+}
+
+template <typename T>
+__device__ inline void store_streaming(T* pointer, T value) {
+  __stcs(pointer, value);
+}
+
+#if CLUSTER > 1
+// A barrier of all threads of the cluster, in two halves.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Stores to where `slot` of this block's shared memory is in block `rank` of the cluster.
+__device__ inline void store_remote(float* slot, int rank, float value) {
+  asm volatile(
+      "{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      "  st.shared::cluster.f32 [there], %2; }" ::"r"(shared_address(slot)),
+      "r"(rank), "f"(value)
+      : "memory");
+}
+__device__ inline void store_remote(double* slot, int rank, double value) {
+  asm volatile(
+      "{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      "  st.shared::cluster.f64 [there], %2; }" ::"r"(shared_address(slot)),
+      "r"(rank), "d"(value)
+      : "memory");
+}
+#endif

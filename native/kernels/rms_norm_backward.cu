@@ -1,0 +1,257 @@
+// The derivative of RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
+//
+//   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
+//   dscale = Σ_rows dy · x · rstd
+//
+// and its two halves, for rows that lie on several devices or in no single block: the sums over rows
+// alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
+//
+//   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
+//   scale          (FEATURES,)           SCALE_TYPE, if HAS_SCALE
+//   rstd           (rows,)               COMPUTE_TYPE
+//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; (rows,) as an operand
+//   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block, if WITH_DSCALE
+//
+// A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
+// dscale in registers, and has STAGES rows on their way to shared memory. Each thread reads only what
+// it copied itself, so that copies need no barrier. Every block adds its rows in order, and
+// column_sum.cu adds the blocks in order: the result does not depend on timing.
+#include "row.cuh"
+
+using Compute = COMPUTE_TYPE;
+
+// One row on its way through shared memory: each thread's vectors of each operand.
+struct Stage {
+  static constexpr int kDy = 0;
+  static constexpr int kX = kDy + kThreads * CHUNKS * sizeof(Packed<DY_TYPE, VECTOR>);
+  static constexpr int kDh = kX + kThreads * CHUNKS * sizeof(Packed<X_TYPE, VECTOR>);
+#if GRADIENT && HAS_RESIDUAL
+  static constexpr int kBytes = kDh + kThreads * CHUNKS * sizeof(Packed<DH_TYPE, VECTOR>);
+#else
+  static constexpr int kBytes = kDh;
+#endif
+
+  unsigned char* bytes;
+
+  template <typename T>
+  __device__ Packed<T, VECTOR>& slot(int operand, int chunk) const {
+    return reinterpret_cast<Packed<T, VECTOR>*>(bytes + operand)[chunk * kThreads + threadIdx.x];
+  }
+
+  // Begins to copy this thread's part of `row`, and closes the group of copies.
+  template <typename T>
+  __device__ void fetch(int operand, const T* row, bool aligned) const {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      if (!inside(i)) continue;
+      Packed<T, VECTOR>& to = slot<T>(operand, i);
+      const T* from = row + column(i);
+      if constexpr (VECTOR == 1 && sizeof(T) < 4) {
+        to = load_packed<VECTOR>(from);
+      } else if (VECTOR == 1 || aligned) {
+        copy_packed_async(&to, from);
+      } else {
+        to = load_elements<VECTOR>(from);
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ void read(int operand, bool active, Chunks<T>& values) const {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      values[i] = active && inside(i) ? slot<T>(operand, i) : Packed<T, VECTOR>{};
+    }
+  }
+};
+
+using Accumulator = Wide<Compute, VECTOR>[CHUNKS];
+
+// Writes the block's dscale, adding up the rows it works on at a time. Overwrites shared memory.
+__device__ inline void store_partial(const Accumulator& dscale, bool aligned, Compute* partial) {
+  Compute* row = partial + static_cast<long long>(blockIdx.x) * FEATURES;
+  if constexpr (BLOCK_ROWS == 1) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      store_chunk(row, i, aligned, narrow_all<Compute>(dscale[i]));
+    }
+    return;
+  }
+  Compute* sums = reinterpret_cast<Compute*>(shared_memory());
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      sums[row_group() * kTile + i * kStep + row_thread() * VECTOR + k] = dscale[i].at[k];
+    }
+  }
+  __syncthreads();
+  const int begin = slice() * kTile;
+  for (int at = threadIdx.x; at < kTile && begin + at < FEATURES; at += kThreads) {
+    Compute sum = 0;
+#pragma unroll 4
+    for (int group = 0; group < BLOCK_ROWS; ++group) sum += sums[group * kTile + at];
+    row[begin + at] = sum;
+  }
+}
+
+static_assert(RowSum<Compute>::kBytes + STAGES * Stage::kBytes <= SHARED_BYTES, "rows fit");
+static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
+    const DY_TYPE* dy, const X_TYPE* x,
+#if HAS_SCALE
+    const SCALE_TYPE* scale,
+#endif
+#if GRADIENT
+    const Compute* rstd,
+#if HAS_RESIDUAL
+    const DH_TYPE* dh,
+#endif
+#endif
+#if !DOTS
+    const Compute* dots,
+#endif
+#if GRADIENT
+    X_TYPE* dx,
+#if WITH_DSCALE
+    Compute* partial,
+#endif
+#else
+    Compute* dots,
+#endif
+    long long rows, Compute scale_offset, Compute count) {
+  bool aligned = aligned_16(dy, x);
+#if HAS_SCALE
+  aligned = aligned && aligned_16(scale);
+#endif
+#if GRADIENT
+  aligned = aligned && aligned_16(dx);
+#if HAS_RESIDUAL
+  aligned = aligned && aligned_16(dh);
+#endif
+#if WITH_DSCALE
+  const bool partial_aligned = aligned_16(partial);
+#endif
+#endif
+
+  unsigned char* const stages = shared_memory() + (RowSum<Compute>::kBytes + 15) / 16 * 16;
+#if DOTS
+  RowSum<Compute> row_sum(shared_memory());
+#endif
+  const long long stride = static_cast<long long>(gridDim.x) * BLOCK_ROWS;
+  long long row = static_cast<long long>(blockIdx.x) * BLOCK_ROWS + row_group();
+
+  const auto fetch = [&](long long which, int stage) {
+    if (which < rows) {
+      const Stage to{stages + stage * Stage::kBytes};
+      to.fetch(Stage::kDy, dy + which * FEATURES, aligned);
+      to.fetch(Stage::kX, x + which * FEATURES, aligned);
+#if GRADIENT && HAS_RESIDUAL
+      to.fetch(Stage::kDh, dh + which * FEATURES, aligned);
+#endif
+    }
+    commit_copies();
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES; ++s) fetch(row + s * stride, s);
+
+#if HAS_SCALE
+  Wide<Compute, VECTOR> weight[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
+#endif
+#if GRADIENT
+  Accumulator dscale{};
+  const Compute per_count = Compute(1) / count;
+  Compute next_rstd = row < rows ? rstd[row] : Compute(0);
+#if !DOTS
+  Compute next_dot = row < rows ? dots[row] : Compute(0);
+#endif
+#endif
+
+  int stage = 0;
+  // All threads of the block leave together: `row - row_group()` is the same for each.
+  for (; row - row_group() < rows; row += stride) {
+    const bool active = row < rows;
+    const Stage from{stages + stage * Stage::kBytes};
+    wait_copies<STAGES - 1>();
+    Chunks<DY_TYPE> dys;
+    Chunks<X_TYPE> xs;
+    from.read(Stage::kDy, active, dys);
+    from.read(Stage::kX, active, xs);
+#if GRADIENT
+    const bool another = row + stride < rows;
+    const Compute rstd_row = next_rstd;
+    next_rstd = another ? rstd[row + stride] : Compute(0);
+#if HAS_RESIDUAL
+    Chunks<DH_TYPE> dhs;
+    from.read(Stage::kDh, active, dhs);
+#endif
+#endif
+
+#if DOTS
+    Compute dot = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      const auto wide_dy = widen_all<Compute>(dys[i]);
+      const auto wide_x = widen_all<Compute>(xs[i]);
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+#if HAS_SCALE
+        dot += wide_dy.at[k] * weight[i].at[k] * wide_x.at[k];
+#else
+        dot += wide_dy.at[k] * wide_x.at[k];
+#endif
+      }
+    }
+    dot = row_sum(dot);
+#else
+    const Compute dot = next_dot;
+    next_dot = another ? dots[row + stride] : Compute(0);
+#endif
+    // The values above have been used, so their slots are free again.
+    fetch(row + STAGES * stride, stage);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+
+#if !GRADIENT
+    if (active && row_thread() == 0) dots[row * SLICES + slice()] = dot;
+#else
+    const Compute pull = dot * per_count * rstd_row * rstd_row;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      const auto wide_dy = widen_again<Compute>(dys[i]);
+      const auto wide_x = widen_again<Compute>(xs[i]);
+#if HAS_RESIDUAL
+      const auto wide_dh = widen_all<Compute>(dhs[i]);
+#endif
+      Wide<Compute, VECTOR> out;
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+        const Compute normal = wide_x.at[k] * rstd_row;  // x normalised
+#if WITH_DSCALE
+        dscale[i].at[k] += wide_dy.at[k] * normal;
+#endif
+#if HAS_SCALE
+        const Compute g = wide_dy.at[k] * weight[i].at[k];
+#else
+        const Compute g = wide_dy.at[k];
+#endif
+        out.at[k] = rstd_row * g - normal * pull;
+#if HAS_RESIDUAL
+        out.at[k] += wide_dh.at[k];
+#endif
+      }
+      if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
+    }
+#endif
+  }
+#if DOTS
+  row_sum.finish();
+#endif
+#if GRADIENT && WITH_DSCALE
+  wait_copies<0>();
+  store_partial(dscale, partial_aligned, partial);
+#endif
+}

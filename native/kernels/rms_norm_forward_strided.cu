@@ -1,0 +1,78 @@
+// RMSNorm along the middle of (outer, FEATURES, inner); the formulas, macros and operands are those of
+// rms_norm_forward.cu, with rstd and sums (outer, inner). Each row is read twice.
+#include "strided.cuh"
+
+using Compute = COMPUTE_TYPE;
+
+extern "C" __global__ void __launch_bounds__(kThreads) KERNEL(
+    const X_TYPE* x,
+#if HAS_RESIDUAL
+    const RESIDUAL_TYPE* residual,
+#endif
+#if HAS_SCALE
+    const SCALE_TYPE* scale,
+#endif
+#if !STATISTICS
+    const Compute* rstd,
+#endif
+#if NORMALIZE
+    Y_TYPE* y,
+#endif
+#if HAS_RESIDUAL
+    H_TYPE* h,
+#endif
+#if STATISTICS && WITH_RSTD
+    Compute* rstd,
+#endif
+#if !NORMALIZE
+    Compute* sums,
+#endif
+    long long outer, long long inner, Compute eps, Compute scale_offset) {
+  const long long tiles = Tile::count(outer, inner);
+  for (long long number = blockIdx.x; number < tiles; number += gridDim.x) {
+    const Tile tile(number, inner);
+
+#if STATISTICS
+    Compute sum = 0;
+    if (tile.active) {
+#pragma unroll 4
+      for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
+        Compute value = widen<Compute>(x[tile.at(k)]);
+#if HAS_RESIDUAL
+        const H_TYPE stored = H_TYPE(value + widen<Compute>(residual[tile.at(k)]));
+        h[tile.at(k)] = stored;
+        value = widen<Compute>(stored);
+#endif
+        sum += value * value;
+      }
+    }
+    sum = tile_sum(sum);
+#endif
+#if !NORMALIZE
+    if (tile.active && thread_y() == 0) sums[tile.row] = sum;
+#else
+    if (!tile.active) continue;
+#if STATISTICS
+    const Compute inverse = inverse_root(sum * (Compute(1) / FEATURES) + eps);
+#if WITH_RSTD
+    if (thread_y() == 0) rstd[tile.row] = inverse;
+#endif
+#else
+    const Compute inverse = rstd[tile.row];
+#endif
+#if HAS_RESIDUAL
+    const H_TYPE* normalised = h;  // what this very thread wrote above
+#else
+    const X_TYPE* normalised = x;
+#endif
+#pragma unroll 4
+    for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
+      Compute out = widen<Compute>(normalised[tile.at(k)]) * inverse;
+#if HAS_SCALE
+      out *= widen<Compute>(scale[k]) + scale_offset;
+#endif
+      y[tile.at(k)] = Y_TYPE(out);
+    }
+#endif
+  }
+}

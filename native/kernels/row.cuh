@@ -1,0 +1,150 @@
+// How threads share rows of FEATURES contiguous elements, and sums over such rows.
+//
+// Macros:
+//   FEATURES     elements in a row
+//   VECTOR       elements that move together; divides FEATURES
+//   CHUNKS       vectors of one row that a thread holds
+//   ROW_THREADS  threads of a block on one row; a power of two up to 32, or a multiple of 32
+//   BLOCK_ROWS   rows a block works on at a time
+//   SLICES       blocks side by side along a row (the grid's y): a block has ROW_THREADS * VECTOR *
+//                CHUNKS columns of it
+//   CLUSTER      1, or SLICES when these blocks add their sums in one cluster
+#pragma once
+
+#include "vector.cuh"
+
+constexpr int kThreads = ROW_THREADS * BLOCK_ROWS;
+constexpr int kStep = ROW_THREADS * VECTOR;  // columns between the chunks of a thread
+constexpr int kTile = kStep * CHUNKS;
+constexpr int kRowWarps = (ROW_THREADS + 31) / 32;
+
+static_assert(FEATURES % VECTOR == 0, "rows hold whole vectors");
+static_assert(ROW_THREADS % 32 == 0 || 32 % ROW_THREADS == 0, "rows end where warps do");
+static_assert(CLUSTER == 1 || CLUSTER == SLICES, "a cluster is one row");
+static_assert((SLICES - 1LL) * kTile < FEATURES && SLICES * 1LL * kTile >= FEATURES, "slices fit");
+
+__device__ inline int row_thread() { return BLOCK_ROWS == 1 ? threadIdx.x : threadIdx.x % ROW_THREADS; }
+__device__ inline int row_group() { return BLOCK_ROWS == 1 ? 0 : threadIdx.x / ROW_THREADS; }
+__device__ inline int slice() { return SLICES == 1 ? 0 : blockIdx.y; }
+__device__ inline int column(int chunk) {
+  return slice() * kTile + chunk * kStep + row_thread() * VECTOR;
+}
+__device__ inline bool inside(int chunk) {
+  const bool whole = SLICES * 1LL * kTile == FEATURES;
+  return whole || (SLICES == 1 && (chunk + 1) * kStep <= FEATURES) || column(chunk) < FEATURES;
+}
+
+template <typename T>
+using Chunks = Packed<T, VECTOR>[CHUNKS];
+
+// This thread's part of a row that begins at `row`; zeros beyond the row's end, or if not `active`.
+template <typename T>
+__device__ inline void load_row(const T* row, bool active, bool aligned, Chunks<T>& values) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) values[i] = Packed<T, VECTOR>{};
+  if (!active) return;
+  if (VECTOR == 1 || aligned) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      if (inside(i)) values[i] = load_packed<VECTOR>(row + column(i));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      if (inside(i)) values[i] = load_elements<VECTOR>(row + column(i));
+    }
+  }
+}
+
+template <typename T>
+__device__ inline void store_chunk(T* row, int chunk, bool aligned,
+                                   const Packed<T, VECTOR>& values) {
+  if (!inside(chunk)) return;
+  if (VECTOR == 1 || aligned) {
+    store_packed<VECTOR>(row + column(chunk), values);
+  } else {
+    store_elements<VECTOR>(row + column(chunk), values);
+  }
+}
+
+// scale (+ offset if HAS_OFFSET) at this thread's columns; read often, so it may stay in the caches.
+template <typename C, typename S>
+__device__ inline Wide<C, VECTOR> load_weight(const S* scale, C offset, int chunk, bool aligned) {
+  Packed<S, VECTOR> values{};
+  if (inside(chunk)) {
+    if (VECTOR == 1 || aligned) {
+      values = *reinterpret_cast<const Packed<S, VECTOR>*>(scale + column(chunk));
+    } else {
+      values = load_elements<VECTOR>(scale + column(chunk));
+    }
+  }
+  Wide<C, VECTOR> weight = widen_all<C>(values);
+#if HAS_OFFSET
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) weight.at[k] += offset;
+#endif
+  return weight;
+}
+
+// The sum over kLanes neighbouring lanes, the same bits in each.
+template <int kLanes, typename C>
+__device__ inline C lane_sum(C value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffu, value, offset);
+  }
+  return value;
+}
+
+// Sums over a row. All threads of the block (of the cluster) must take part in each.
+template <typename C>
+class RowSum {
+ public:
+  static constexpr bool kShared = ROW_THREADS > 32 || CLUSTER > 1;
+  static constexpr int kSlots = CLUSTER * kRowWarps;  // one sum per warp of the row
+  // Two sets of slots: a warp may begin the next sum while another still reads this one.
+  static constexpr int kBytes = kShared ? 2 * BLOCK_ROWS * kSlots * sizeof(C) : 0;
+
+  // `shared` has kBytes, at the same place in every block of the cluster.
+  __device__ explicit RowSum(void* shared) : slots_(static_cast<C*>(shared)) {
+#if CLUSTER > 1
+    cluster_arrive();  // a block's shared memory may be written only once it runs
+#endif
+  }
+
+  __device__ C operator()(C value) {
+    value = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(value);
+    if constexpr (!kShared) return value;
+    C* slots = slots_ + (odd_ * BLOCK_ROWS + row_group()) * kSlots;
+    odd_ ^= 1;
+    const int lane = threadIdx.x % 32, warp = row_thread() / 32;
+#if CLUSTER > 1
+    if (first_) cluster_wait();
+    first_ = false;
+    if (lane < CLUSTER) store_remote(slots + slice() * kRowWarps + warp, lane, value);
+    cluster_arrive();
+    cluster_wait();
+#else
+    if (lane == 0) slots[warp] = value;
+    __syncthreads();
+#endif
+    C total = 0;
+#pragma unroll
+    for (int i = 0; i < kSlots; i += 32) {
+      if (i + lane < kSlots) total += slots[i + lane];
+    }
+    return lane_sum<32>(total);
+  }
+
+  // A block must not end while others of its cluster may still write to it.
+  __device__ void finish() {
+#if CLUSTER > 1
+    if (first_) cluster_wait();
+#endif
+  }
+
+ private:
+  C* slots_;
+  int odd_ = 0;
+  bool first_ = true;
+};

@@ -1,0 +1,186 @@
+// Elements that move together: as they are stored, and widened to the compute type.
+#pragma once
+
+#include "machine.cuh"
+
+template <typename To, typename From>
+__device__ inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// kSize elements as stored, in whole registers: 16-bit elements held one by one would take two times
+// the registers.
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Packed {
+  static constexpr int kBytes = sizeof(T) * kSize;
+  using Unit = ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>;
+  static constexpr int kUnits = kBytes / sizeof(Unit);
+
+  Unit units[kUnits];
+};
+
+// kSize elements in the compute type.
+template <typename C, int kSize>
+struct Wide {
+  C at[kSize];
+};
+
+template <typename C>
+__device__ inline C widen(float value) {
+  return value;
+}
+template <typename C>
+__device__ inline C widen(double value) {
+  return static_cast<C>(value);
+}
+template <typename C>
+__device__ inline C widen(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+template <typename C>
+__device__ inline C widen(__half value) {
+  return __half2float(value);
+}
+
+__device__ inline float inverse_root(float value) { return rsqrtf(value); }
+__device__ inline double inverse_root(double value) { return rsqrt(value); }
+
+__device__ inline float2 widen_pair(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ inline float2 widen_pair(__half2 pair) { return __half22float2(pair); }
+
+// The same by other instructions: a compiler that does not see it keeps the elements until here in one
+// register a pair, not their widened copies in two.
+__device__ inline float2 widen_pair_again(__nv_bfloat162 pair) {
+  const unsigned bits = bit_cast<unsigned>(pair);
+  return {__uint_as_float(__byte_perm(bits, 0, 0x1044)),
+          __uint_as_float(__byte_perm(bits, 0, 0x3244))};
+}
+__device__ inline float2 widen_pair_again(__half2 pair) { return widen_pair(pair); }
+
+template <typename T>
+struct PairOf;
+template <>
+struct PairOf<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+  static __device__ Type narrow(float low, float high) { return __floats2bfloat162_rn(low, high); }
+};
+template <>
+struct PairOf<__half> {
+  using Type = __half2;
+  static __device__ Type narrow(float low, float high) { return __floats2half2_rn(low, high); }
+};
+
+template <typename C, bool kAgain = false, typename T, int kSize>
+__device__ inline Wide<C, kSize> widen_all(const Packed<T, kSize>& packed) {
+  Wide<C, kSize> wide;
+  if constexpr (sizeof(T) == 2 && kSize % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      const auto pair = bit_cast<typename PairOf<T>::Type>(packed.units[i]);
+      const float2 both = kAgain ? widen_pair_again(pair) : widen_pair(pair);
+      wide.at[2 * i] = both.x;
+      wide.at[2 * i + 1] = both.y;
+    }
+  } else {
+    T elements[kSize];
+    memcpy(elements, &packed, sizeof(packed));
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) wide.at[k] = widen<C>(elements[k]);
+  }
+  return wide;
+}
+
+// Widens what was widened before.
+template <typename C, typename T, int kSize>
+__device__ inline Wide<C, kSize> widen_again(const Packed<T, kSize>& packed) {
+  return widen_all<C, true>(packed);
+}
+
+template <typename T, typename C, int kSize>
+__device__ inline Packed<T, kSize> narrow_all(const Wide<C, kSize>& wide) {
+  Packed<T, kSize> packed;
+  if constexpr (sizeof(T) == 2 && sizeof(C) == 4 && kSize % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      packed.units[i] =
+          bit_cast<unsigned>(PairOf<T>::narrow(wide.at[2 * i], wide.at[2 * i + 1]));
+    }
+  } else {
+    T elements[kSize];
+#pragma unroll
+    for (int k = 0; k < kSize; ++k) elements[k] = T(wide.at[k]);
+    memcpy(&packed, elements, sizeof(packed));
+  }
+  return packed;
+}
+
+// The widest word that moves kBytes, or a part of them.
+template <int kBytes>
+using WordOf = ConditionalType<
+    kBytes % 16 == 0, uint4,
+    ConditionalType<kBytes % 8 == 0, uint2,
+                    ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
+
+// A stream of elements, each read once; `from` is aligned as Packed is.
+template <int kSize, typename T>
+__device__ inline Packed<T, kSize> load_packed(const T* from) {
+  using Word = WordOf<Packed<T, kSize>::kBytes>;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+  Word words[kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = load_streaming(reinterpret_cast<const Word*>(from) + i);
+  }
+  return bit_cast<Packed<T, kSize>>(words);
+}
+
+template <int kSize, typename T>
+__device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
+  using Word = WordOf<Packed<T, kSize>::kBytes>;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+  Word words[kWords];
+  memcpy(words, &packed, sizeof(packed));
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) store_streaming(reinterpret_cast<Word*>(to) + i, words[i]);
+}
+
+// Begins copying from global to shared memory; both are aligned as Packed is, to 4 bytes or more.
+template <typename T, int kSize>
+__device__ inline void copy_packed_async(Packed<T, kSize>* shared, const T* global) {
+  using Word = WordOf<Packed<T, kSize>::kBytes>;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    copy_async<sizeof(Word)>(reinterpret_cast<Word*>(shared) + i,
+                             reinterpret_cast<const Word*>(global) + i);
+  }
+}
+
+// Loads and stores as above, wherever the pointers are.
+template <int kSize, typename T>
+__device__ inline Packed<T, kSize> load_elements(const T* from) {
+  T elements[kSize];
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) elements[k] = from[k];
+  return bit_cast<Packed<T, kSize>>(elements);
+}
+
+template <int kSize, typename T>
+__device__ inline void store_elements(T* to, const Packed<T, kSize>& packed) {
+  T elements[kSize];
+  memcpy(elements, &packed, sizeof(packed));
+#pragma unroll
+  for (int k = 0; k < kSize; ++k) to[k] = elements[k];
+}
+
+template <typename T>
+__device__ inline bool aligned_16(const T* pointer) {
+  return reinterpret_cast<unsigned long long>(pointer) % 16 == 0;
+}
+template <typename T, typename... Others>
+__device__ inline bool aligned_16(const T* first, const Others*... others) {
+  return aligned_16(first) && aligned_16(others...);
+}
