@@ -10,7 +10,7 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 // XLA may run with subnormals flushed to zero, so no step below has a subnormal float as a value
-// that matters. Every branch is a select: the loops around these vectorise.
+// that matters.
 
 NORMFUSE_INLINE uint32_t Bits(float value) {
   uint32_t bits;
@@ -22,6 +22,12 @@ NORMFUSE_INLINE float FromBits(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+// condition ? a : b, in integers: a branch around floating-point arithmetic is not vectorised.
+NORMFUSE_INLINE uint32_t Select(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
 }
 
 struct BFloat16 {
@@ -44,8 +50,8 @@ NORMFUSE_INLINE float ToFloat(Half value) {
   // A subnormal: read its fraction as that of 2^-14 * (1 + f), then take the 2^-14 away.
   const uint32_t subnormal = Bits(FromBits(normal + (1u << 23)) - FromBits(113u << 23));
   const uint32_t exponent = magnitude & kTopExponent;
-  const uint32_t small = exponent == 0 ? subnormal : normal;
-  return FromBits((exponent == kTopExponent ? special : small) | sign);
+  const uint32_t finite = Select(exponent == 0, subnormal, normal);
+  return FromBits(Select(exponent == kTopExponent, special, finite) | sign);
 }
 
 NORMFUSE_INLINE void FromFloat(float value, BFloat16* to) {
@@ -53,7 +59,7 @@ NORMFUSE_INLINE void FromFloat(float value, BFloat16* to) {
   const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   const uint32_t quiet = bits | 0x400000u;
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  to->bits = static_cast<uint16_t>((nan ? quiet : rounded) >> 16);
+  to->bits = static_cast<uint16_t>(Select(nan, quiet, rounded) >> 16);
 }
 
 NORMFUSE_INLINE void FromFloat(float value, Half* to) {
@@ -65,22 +71,21 @@ NORMFUSE_INLINE void FromFloat(float value, Half* to) {
       (magnitude - ((127 - 15) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   // Added to 0.5, a number below 2^-14 is rounded to units of 2^-24 by the addition itself.
   const uint32_t subnormal = Bits(FromBits(magnitude) + 0.5f) - Bits(0.5f);
-  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const uint32_t finite = magnitude < kSmallestNormal ? subnormal : rounded;
-  const uint32_t half = magnitude >= kOverflow ? special : finite;
+  const uint32_t special = Select(magnitude > 0x7f800000u, 0x7e00u, 0x7c00u);
+  const uint32_t finite = Select(magnitude < kSmallestNormal, subnormal, rounded);
+  const uint32_t half = Select(magnitude >= kOverflow, special, finite);
   to->bits = static_cast<uint16_t>(half | ((bits >> 16) & 0x8000u));
 }
 
 // A double on its way to 16 bits passes through float rounded to odd: rounding to nearest twice
 // would miss, by a unit in the last place, numbers close to the middle of two.
 NORMFUSE_INLINE float ToOdd(double value) {
-  const float nearest = static_cast<float>(value);
-  const uint32_t bits = Bits(nearest);
-  const double back = nearest;
-  const bool away = (value >= 0) ? back > value : back < value;
-  const uint32_t odd = (away ? bits - 1u : bits) | 1u;
-  const bool exact = !(back < value) && !(back > value);
-  return FromBits(exact ? bits : odd);
+  constexpr uint64_t kLost = (uint64_t{1} << 29) - 1;  // the bits that float does not have
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits = (bits | ((bits & kLost) + kLost)) & ~kLost;  // the last bit kept is set if any was lost
+  std::memcpy(&value, &bits, sizeof(bits));
+  return static_cast<float>(value);
 }
 
 NORMFUSE_INLINE float ToFloat(float value) { return value; }
@@ -97,15 +102,19 @@ NORMFUSE_INLINE void Assign(C value, T* to) {
   }
 }
 
-template <typename C, typename T>
-NORMFUSE_CLONES void WidenLoop(const T* from, int64_t count, C* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<C>(ToFloat(from[i]));
-}
+struct WidenLoop {
+  template <int kBytes, typename C, typename T>
+  static NORMFUSE_INLINE void Run(const T* from, int64_t count, C* to) {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<C>(ToFloat(from[i]));
+  }
+};
 
-template <typename C, typename T>
-NORMFUSE_CLONES void NarrowLoop(const C* from, int64_t count, T* to) {
-  for (int64_t i = 0; i < count; ++i) Assign(from[i], to + i);
-}
+struct NarrowLoop {
+  template <int kBytes, typename C, typename T>
+  static NORMFUSE_INLINE void Run(const C* from, int64_t count, T* to) {
+    for (int64_t i = 0; i < count; ++i) Assign(from[i], to + i);
+  }
+};
 
 }  // namespace
 
@@ -113,13 +122,13 @@ template <typename C>
 void Widen(const Array& from, int64_t offset, int64_t count, C* to) {
   switch (from.dtype) {
     case ffi::F64:
-      return WidenLoop(static_cast<const double*>(from.data) + offset, count, to);
+      return Dispatch<WidenLoop>(static_cast<const double*>(from.data) + offset, count, to);
     case ffi::F32:
-      return WidenLoop(static_cast<const float*>(from.data) + offset, count, to);
+      return Dispatch<WidenLoop>(static_cast<const float*>(from.data) + offset, count, to);
     case ffi::BF16:
-      return WidenLoop(static_cast<const BFloat16*>(from.data) + offset, count, to);
+      return Dispatch<WidenLoop>(static_cast<const BFloat16*>(from.data) + offset, count, to);
     default:
-      return WidenLoop(static_cast<const Half*>(from.data) + offset, count, to);
+      return Dispatch<WidenLoop>(static_cast<const Half*>(from.data) + offset, count, to);
   }
 }
 
@@ -127,13 +136,13 @@ template <typename C>
 void Narrow(const C* from, const Array& to, int64_t offset, int64_t count) {
   switch (to.dtype) {
     case ffi::F64:
-      return NarrowLoop(from, count, static_cast<double*>(to.data) + offset);
+      return Dispatch<NarrowLoop>(from, count, static_cast<double*>(to.data) + offset);
     case ffi::F32:
-      return NarrowLoop(from, count, static_cast<float*>(to.data) + offset);
+      return Dispatch<NarrowLoop>(from, count, static_cast<float*>(to.data) + offset);
     case ffi::BF16:
-      return NarrowLoop(from, count, static_cast<BFloat16*>(to.data) + offset);
+      return Dispatch<NarrowLoop>(from, count, static_cast<BFloat16*>(to.data) + offset);
     default:
-      return NarrowLoop(from, count, static_cast<Half*>(to.data) + offset);
+      return Dispatch<NarrowLoop>(from, count, static_cast<Half*>(to.data) + offset);
   }
 }
 

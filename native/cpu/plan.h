@@ -46,12 +46,14 @@ class Plan {
     if (groups_ < kFewGroups && group_size > kSegmentSize) {
       segments_ = CeilDiv(group_size, kSegmentSize);
       blocks_ = sums_across_lines ? 1 : groups_;
-    } else if (sums_across_lines) {
-      // A block keeps a row of n partial sums: few blocks, yet at most kSumLines lines in a sum.
-      const int64_t most = std::max<int64_t>(1, kSumLines / group_lines_);
-      blocks_ = CeilDiv(groups_, std::clamp<int64_t>(CeilDiv(groups_, kBlocks), 1, most));
     } else {
-      blocks_ = CeilDiv(groups_, std::max<int64_t>(1, kBlockSize / group_size));
+      int64_t groups_per_block = std::max<int64_t>(1, kBlockSize / group_size);
+      if (sums_across_lines) {
+        // A block keeps a row of n partial sums: few blocks, yet at most kSumLines lines in a sum.
+        groups_per_block = std::min(std::max(groups_per_block, CeilDiv(groups_, kBlocks)),
+                                    std::max<int64_t>(1, kSumLines / group_lines_));
+      }
+      blocks_ = CeilDiv(groups_, groups_per_block);
     }
   }
 
@@ -79,7 +81,7 @@ class Plan {
  private:
   static constexpr int64_t kFewGroups = 16;
   static constexpr int64_t kBlocks = 32;
-  static constexpr int64_t kSumLines = 256;
+  static constexpr int64_t kSumLines = 512;
   static constexpr int64_t kBlockSize = 32768;    // elements
   static constexpr int64_t kSegmentSize = 32768;  // elements
   static constexpr int64_t kSmallSize = 32768;    // waking a thread costs more than this much work

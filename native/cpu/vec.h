@@ -1,39 +1,30 @@
-// Vectors of 64 bytes, in the compilers' own vector language: one loop for AVX-512, AVX2, SSE2,
-// NEON.
+// Inner loops for several widths of vectors: one wheel for AVX-512, AVX2, SSE2 and NEON.
 #ifndef NORMFUSE_CPU_VEC_H_
 #define NORMFUSE_CPU_VEC_H_
 
 #include <cstdint>
 
-// A hot loop is compiled three times and the machine's best is bound when the library loads, so
-// that one wheel serves them all. Helpers called from such a loop must be NORMFUSE_INLINE: a
-// function of its own would be the baseline's.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define NORMFUSE_CLONES \
-  __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
-#else
-#define NORMFUSE_CLONES
-#endif
 #define NORMFUSE_INLINE inline __attribute__((always_inline))
 
 namespace normfuse {
 
-template <typename C>
+// A vector of kBytes bytes, in the compilers' own vector language.
+template <typename C, int kBytes>
 struct Vec {
-  typedef C Type __attribute__((vector_size(64)));
-  static constexpr int64_t kLanes = 64 / sizeof(C);
+  typedef C Type __attribute__((vector_size(kBytes)));
+  static constexpr int64_t kLanes = kBytes / sizeof(C);
 };
 
-// Through memcpy: XLA's buffers need not be aligned to 64 bytes.
-template <typename C>
-NORMFUSE_INLINE typename Vec<C>::Type LoadVec(const C* from) {
-  typename Vec<C>::Type v;
-  __builtin_memcpy(&v, from, sizeof(v));
+// Through memcpy: rows begin anywhere.
+template <int kBytes, typename C>
+NORMFUSE_INLINE typename Vec<C, kBytes>::Type Load(const C* from) {
+  typename Vec<C, kBytes>::Type v;
+  __builtin_memcpy(&v, from, kBytes);
   return v;
 }
 
-template <typename C>
-NORMFUSE_INLINE void StoreVec(C* to, const typename Vec<C>::Type& v) {
+template <typename V, typename C>
+NORMFUSE_INLINE void Store(C* to, const V& v) {
   __builtin_memcpy(to, &v, sizeof(v));
 }
 
@@ -47,28 +38,71 @@ NORMFUSE_INLINE C SumLanes(const C* lanes) {
   }
 }
 
-// The sum of `size` terms in an order that depends on `size` only: four vectors of running sums, so
-// that additions overlap and each lane adds few numbers. `Term` has `at(i)` and `vector(i)`.
-template <typename C, typename Term>
+// The sum of `size` terms, in an order that depends on `size` only: four vectors of running sums,
+// so that additions overlap and each lane adds few numbers. `term` has Vector<kBytes>(i) and At(i).
+template <int kBytes, typename C, typename Term>
 NORMFUSE_INLINE C SumTerms(const Term& term, int64_t size) {
-  using V = typename Vec<C>::Type;
-  constexpr int64_t kLanes = Vec<C>::kLanes;
+  using V = typename Vec<C, kBytes>::Type;
+  constexpr int64_t kLanes = Vec<C, kBytes>::kLanes;
   V a{}, b{}, c{}, d{};
   int64_t i = 0;
   for (; i + 4 * kLanes <= size; i += 4 * kLanes) {
-    a += term.vector(i);
-    b += term.vector(i + kLanes);
-    c += term.vector(i + 2 * kLanes);
-    d += term.vector(i + 3 * kLanes);
+    a += term.template Vector<kBytes>(i);
+    b += term.template Vector<kBytes>(i + kLanes);
+    c += term.template Vector<kBytes>(i + 2 * kLanes);
+    d += term.template Vector<kBytes>(i + 3 * kLanes);
   }
-  for (; i + kLanes <= size; i += kLanes) a += term.vector(i);
+  for (; i + kLanes <= size; i += kLanes) a += term.template Vector<kBytes>(i);
   a = (a + b) + (c + d);
   C lanes[kLanes];
-  StoreVec(lanes, a);
+  Store(lanes, a);
   C sum = SumLanes<kLanes>(lanes);
-  for (; i < size; ++i) sum += term.at(i);
+  for (; i < size; ++i) sum += term.At(i);
   return sum;
 }
+
+// A loop is a struct with `template <int kBytes, ...> static NORMFUSE_INLINE void Run(...)`.
+// Dispatch runs it compiled for the best instructions of this machine. What Run calls must be
+// NORMFUSE_INLINE as well: a function of its own would be compiled for the baseline.
+#if defined(__x86_64__) && defined(__GNUC__)
+template <typename Loop, typename... A>
+__attribute__((target("avx2,fma"))) void RunAvx2(A... a) {
+  Loop::template Run<32>(a...);
+}
+
+template <typename Loop, typename... A>
+__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))) void RunAvx512(A... a) {
+  Loop::template Run<64>(a...);
+}
+
+inline int VectorBytes() {
+  static const int bytes = [] {
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 16;
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    return avx512 ? 64 : 32;
+  }();
+  return bytes;
+}
+
+template <typename Loop, typename... A>
+void Dispatch(A... a) {
+  switch (VectorBytes()) {
+    case 64:
+      return RunAvx512<Loop>(a...);
+    case 32:
+      return RunAvx2<Loop>(a...);
+    default:
+      return Loop::template Run<16>(a...);
+  }
+}
+#else
+template <typename Loop, typename... A>
+void Dispatch(A... a) {
+  Loop::template Run<16>(a...);
+}
+#endif
 
 }  // namespace normfuse
 
