@@ -28,26 +28,16 @@ class Checkpoints:
     """The checkpoints of one run, in a folder.
 
     Args:
-      folder: made, unless only read.
+      folder: made if it is not there.
       report: called with a line for people.
       keep: how many of the newest stay; None keeps all.
-      read_only: change nothing.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        report: Callable[[str], None],
-        keep: int | None = None,
-        read_only: bool = False,
-    ):
+    def __init__(self, folder: Path, *, report: Callable[[str], None], keep: int | None = None):
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, read_only=read_only, create=not read_only
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:

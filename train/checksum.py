@@ -14,10 +14,12 @@ def checksum(x: Array) -> Array:
     always shows, and several escape with a chance of 2^-32.
 
     Args:
-      x: a real array of up to 64 bits an element.
+      x: a boolean or real array.
     Returns: `()` uint32.
     """
-    if x.dtype.itemsize == 8:
+    if x.dtype == jnp.bool_:
+        words = x.astype(jnp.uint32)
+    elif x.dtype.itemsize == 8:
         words = jax.lax.bitcast_convert_type(x, jnp.uint32)  # (..., 2)
     else:
         unsigned = jnp.dtype(f"uint{8 * x.dtype.itemsize}")

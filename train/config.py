@@ -174,7 +174,7 @@ class TrainConfig:
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
     """Of RMSNorm and Dense. auto: the best that can serve here (see `normfuse info`)."""
     guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
-    """When loss or gradient is not finite, before the update: stop, or leave out up to N updates."""
+    """When loss or gradient is not finite: stop before the update, or leave out up to N updates."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     tensorboard: bool = False

@@ -23,7 +23,11 @@ class Shown:
 
     def fields(self) -> list[str]:
         bits = self.loss / NATS_PER_BIT
-        texts = [f"loss {self.loss:.4f}", f"{bits:.3f} bits/byte", rate(self.tokens_per_s)]
+        texts = [
+            f"loss {self.loss:.4f}",
+            f"{bits:.3f} bits/byte",
+            f"{short(self.tokens_per_s)} tokens/s",
+        ]
         if self.mfu is not None:
             texts.append(f"MFU {self.mfu:.1%}")
         return [*texts, f"ETA {duration(self.eta_s)}"]
@@ -41,6 +45,7 @@ class Display:
     def __init__(self, console: Console, steps: int, *, quiet: bool = False):
         self.console, self._steps, self._quiet = console, steps, quiet
         self._bar: Progress | None = None
+        self._figures = ""
         self._every = max(1, steps // 20)
 
     def note(self, text: str, style: str | None = None):
@@ -51,7 +56,7 @@ class Display:
     def fact(self, label: str, value: str):
         """Prints a named fact about the run."""
         if not self._quiet:
-            line = Text(f"{label:<11}", style="dim").append(value, style="not dim")
+            line = Text(f"{label:<11}", style="cyan").append(value, style="default")
             self.console.print(line, soft_wrap=True)
 
     def show(self, drawing: RenderableType, plain: str):
@@ -78,8 +83,8 @@ class Display:
     def step(self, shown: Shown):
         """Shows a step's figures: all of them on the bar, every twentieth part as a line."""
         if self._bar is not None:
-            figures = " · ".join(shown.fields())
-            self._bar.update(self._task, completed=shown.step, figures=figures)
+            self._figures = " · ".join(shown.fields())
+            self._bar.update(self._task, completed=shown.step, figures=self._figures)
         elif shown.step == 1 or shown.step % self._every == 0 or shown.step == self._steps:
             width = len(str(self._steps))
             self.note(f"step {shown.step:>{width}}/{self._steps}  " + "  ".join(shown.fields()))
@@ -90,7 +95,9 @@ class Display:
             self._bar.update(self._task, figures=name)
 
     def stop(self):
+        """Leaves the bar as the last step left it."""
         if self._bar is not None:
+            self._bar.update(self._task, figures=self._figures)
             self._bar.stop()
             self._bar = None
 
@@ -123,9 +130,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes}:{clock.tm_sec:02}" if hours else f"{minutes}:{clock.tm_sec:02}"
 
 
-def rate(tokens_per_s: float) -> str:
-    """Writes tokens per second with a unit that leaves three figures."""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if tokens_per_s >= size:
-            return f"{tokens_per_s / size:.3g}{unit} tokens/s"
-    return f"{tokens_per_s:.3g} tokens/s"
+def short(number: float) -> str:
+    """Writes a number with a unit that leaves three figures: 12.3k, 1.24M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

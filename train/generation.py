@@ -52,7 +52,7 @@ def main(argv: list[str]):
     try:
         print(sample(model, params, **{k: v for k, v in options.items() if k != "run"}))
     except ValueError as error:
-        raise UsageError(f"--{error}") from None
+        raise UsageError(str(error)) from None
 
 
 def _load(out: OutDir):
@@ -66,7 +66,7 @@ def _load(out: OutDir):
 
     keep_compiled_programs()
     warn = lambda text: print(text, file=sys.stderr)
-    checkpoints = Checkpoints(out.checkpoints, report=warn, read_only=True)
+    checkpoints = Checkpoints(out.checkpoints, report=warn)
     newest = checkpoints.newest_record()
     if newest is None:
         raise RunError(f"every checkpoint in {out.checkpoints} is damaged.")

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from normfuse.models.config import num_parameters
 from normfuse.train.config import TrainConfig
 from normfuse.train.data import Text, looks_binary
-from normfuse.train.display import Display
+from normfuse.train.display import Display, short
 from normfuse.train.peak import peak_flops
 
 _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
@@ -19,11 +19,12 @@ def introduce(config: TrainConfig, text: Text, mesh: Mesh, display: Display):
     parameters = num_parameters(config.transformer())
     display.fact(
         "model",
-        f"{config.preset}, {_count(parameters)} parameters, {_FRAMEWORKS[config.framework]}, "
+        f"{config.preset}, {short(parameters)} parameters, {_FRAMEWORKS[config.framework]}, "
         f"{config.precision} (normfuse {importlib.metadata.version('normfuse')})",
     )
     files = f"{text.files} files, " if text.files > 1 else ""
-    display.fact("text", f"{text.name}, {files}{len(text):,} bytes, sha256 {text.sha256}")
+    display.fact("text", f"{text.name}, {files}{len(text):,} bytes")
+    display.fact("sha256", text.sha256)
     if looks_binary(text):
         display.note("the text holds zero bytes: is it binary? It is learned as bytes.", "yellow")
     axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -35,10 +36,3 @@ def introduce(config: TrainConfig, text: Text, mesh: Mesh, display: Display):
     elif jax.default_backend() != "cpu":
         display.fact("peak", f"of {kind} not known: MFU is not shown")
     display.fact("folder", str(config.out_dir))
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)

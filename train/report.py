@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from normfuse.train import metrics
-from normfuse.train.display import duration, rate
+from normfuse.train.display import duration, short
 from normfuse.train.errors import UsageError
 from normfuse.train.outdir import OutDir
 
@@ -55,9 +55,9 @@ def _lines(out: OutDir) -> list[dict]:
 
 def _table(runs: dict[str, list[dict]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("run", "steps", "first loss", "last loss", "validation", "bits/byte"):
+    for name in ("run", "steps", "first loss", "last loss", "val loss", "bits/byte"):
         table.add_column(name, justify="left" if name == "run" else "right")
-    table.add_column("median speed", justify="right")
+    table.add_column("tokens/s", justify="right")
     table.add_column("time", justify="right")
     for name, lines in runs.items():
         steps = [line for line in lines if line.get("loss") is not None]
@@ -73,7 +73,7 @@ def _table(runs: dict[str, list[dict]]) -> Table:
             f"{steps[-1]['loss']:.4f}",
             f"{validation:.4f}" if checks else "-",
             f"{validation / metrics.NATS_PER_BIT:.3f}" if checks else "-",
-            rate(speed),
+            short(speed),
             duration(sum(times)),
         )
     return table

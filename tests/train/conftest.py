@@ -1,0 +1,128 @@
+"""Runs small enough for tests: a two-layer transformer of 10 k parameters on 40 kB of text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from normfuse.train.cli import main
+
+_FLAGS = {
+    "steps": 6,
+    "batch-size": 8,
+    "seq-len": 16,
+    "eval.every": 0,
+    "eval.final-tokens": 256,
+    "checkpoint.every": 0,
+    "sample.tokens": 0,
+    "optim.lr": 1e-2,
+    "model.dim": 16,
+    "model.num-layers": 2,
+    "model.num-heads": 2,
+    "model.num-kv-heads": 2,
+    "model.head-dim": 8,
+    "model.mlp-dim": 32,
+    "model.max-seq-len": 32,
+}
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _cache(tmp_path_factory):
+    """Programs compiled by these tests are shared among them, and with nothing else."""
+    folder = tmp_path_factory.mktemp("cache")
+    settings = {
+        "jax_compilation_cache_dir": str(folder / "xla"),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX looks at its folder only once
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMFUSE_CACHE_DIR", str(folder))
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """40 kB of prose-like text, the same in every session."""
+    words = (
+        "the norm of a row divides the row and the scale of the layer scales the row again".split()
+    )
+    lines = [" ".join(words[(i * j + j) % len(words)] for j in range(9)) for i in range(1000)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join(lines)[:40_000])
+    return path
+
+
+@pytest.fixture
+def flags(text_file, tmp_path):
+    """Gives the flags of a small run: `flags(steps=4, **{"mesh.fsdp": 2})`; None drops one."""
+
+    def make(**changes) -> list[str]:
+        base = {"data.path": text_file, "out-dir": tmp_path / "run"} | _FLAGS
+        changes = {name.replace("_", "-"): value for name, value in changes.items()}
+        return [f"--{k}={v}" for k, v in (base | changes).items() if v is not None]
+
+    return make
+
+
+@pytest.fixture
+def train(flags, capsys):
+    """Runs `normfuse train` in this process; gives exit code, standard output and errors."""
+
+    def run(**changes) -> tuple[int, str, str]:
+        code = main(["train", *flags(**changes)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def spawn(flags):
+    """Starts `python -m normfuse.train` in a process of its own, on one device unless told."""
+    started = []
+
+    def run(devices: int = 1, **changes) -> subprocess.Popen:
+        env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "normfuse.train", *flags(**changes)],
+            env=env,
+            cwd=Path(__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def lines():
+    """Reads a run's metrics.jsonl strictly."""
+    return lambda run: [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def losses(lines):
+    """Gives each step's loss in hex; a step that stands twice fails."""
+
+    def read(run: Path) -> dict[int, str]:
+        steps = [line for line in lines(run) if "loss" in line]
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+        return {line["step"]: float(line["loss"]).hex() for line in steps}
+
+    return read

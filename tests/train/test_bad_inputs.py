@@ -1,0 +1,166 @@
+"""Every mistake: exit 2, one message with argument, value and fix, nothing compiled or written."""
+
+import jax
+import pytest
+
+from normfuse.train import compilation
+from normfuse.train.cli import main
+
+_USAGE = [
+    ({"steps": 0}, ["--steps 0", "at least 1"]),
+    ({"batch_size": 0}, ["--batch-size 0", "at least 1"]),
+    ({"seq_len": 0}, ["--seq-len 0", "at least 1"]),
+    ({"microbatches": -1}, ["--microbatches -1", "at least 1"]),
+    ({"seed": -1}, ["--seed -1"]),
+    ({"seed": 2**32}, ["--seed 4294967296", "2**32"]),
+    ({"eval.every": -5}, ["--eval.every -5"]),
+    ({"checkpoint.every": -1}, ["--checkpoint.every -1"]),
+    ({"checkpoint.keep": 0}, ["--checkpoint.keep 0", "at least 1"]),
+    ({"seq_len": 33}, ["--seq-len 33", "--model.max-seq-len 32"]),
+    ({"batch_size": 10, "microbatches": 4}, ["--batch-size 10", "--microbatches 4", "8 or 12"]),
+    ({"batch_size": 12}, ["--batch-size 12", "multiple of 8", "8 or 16"]),
+    ({"batch_size": 8, "microbatches": 2}, ["--batch-size 8", "multiple of 16", "Take 16"]),
+    ({"optim.lr": "nan"}, ["--optim.lr nan", "finite"]),
+    ({"optim.lr": -1}, ["--optim.lr -1.0", "above 0"]),
+    ({"optim.b1": 2}, ["--optim.b1 2.0", "below 1"]),
+    ({"optim.b2": 1}, ["--optim.b2 1.0", "below 1"]),
+    ({"optim.eps": 0}, ["--optim.eps 0.0", "above 0"]),
+    ({"optim.clip": "inf"}, ["--optim.clip inf", "finite"]),
+    ({"optim.weight_decay": -0.1}, ["--optim.weight-decay -0.1"]),
+    ({"optim.final-lr": 2}, ["--optim.final-lr 2.0", "from 0 to 1"]),
+    ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
+    ({"sample.temperature": -1}, ["--sample.temperature -1.0"]),
+    ({"sample.prompt": ""}, ["--sample.prompt ''", "at least one"]),
+    ({"sample.prompt": "x" * 40}, ["--sample.prompt", "--model.max-seq-len 32"]),
+    ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
+    ({"guard": "ignore"}, ["--guard 'ignore'", "stop"]),
+    ({"mesh.data": 0}, ["--mesh.data 0", "-1"]),
+    ({"mesh.fsdp": -1}, ["--mesh.data and --mesh.fsdp", "only one"]),
+    ({"mesh.data": 2, "mesh.fsdp": 2}, ["data 2 x fsdp 2", "= 4", "there are 8", "--mesh.data"]),
+    ({"mesh.data": 16}, ["data 16", "= 16", "there are 8"]),
+    ({"mesh.fsdp": 3}, ["fsdp 3", "8 devices", "does not divide"]),
+    ({"mesh.tensor": 4}, ["num_heads=2", "'tensor'", "4"]),
+    ({"mesh.fsdp": 8, "model.dim": 20}, ["dim=20", "'fsdp'", "8"]),
+    ({"model.vocab-size": 257, "mesh.tensor": 2}, ["vocab_size=257", "'tensor'"]),
+    ({"model.num-heads": 3}, ["--model.num-heads=3", "num_kv_heads=2"]),
+    ({"model.dim": 0}, ["--model.dim=0", "at least 1"]),
+    ({"model.head-dim": 7}, ["--model.head-dim=7", "even"]),
+    ({"model.norm-eps": "nan"}, ["--model.norm-eps=nan", "finite"]),
+    ({"model.vocab-size": 100}, ["token", "--model.vocab-size 100", "256"]),
+    ({"implementation": "pallas"}, ["--implementation", "pallas"]),
+    ({"distributed.num-processes": 2}, ["--distributed.coordinator"]),
+    ({"distributed.coordinator": "host"}, ["--distributed.coordinator 'host'", "HOST:PORT"]),
+    ({"distributed.coordinator": "host:1"}, ["--distributed.num-processes"]),
+    (
+        {
+            "distributed.coordinator": "host:1",
+            "distributed.num-processes": 2,
+            "distributed.process-id": 2,
+        },
+        ["--distributed.process-id 2", "from 0 to 1"],
+    ),
+    ({"out_dir": None, "resume": "must"}, ["--resume must", "--out-dir"]),
+    ({"resume": "must"}, ["--resume must", "no checkpoint"]),
+    ({"data.path": "/nonexistent/text"}, ["--data.path /nonexistent/text", "does not exist"]),
+    ({"data.path": "/nonexistent/*.txt"}, ["--data.path /nonexistent/*.txt", "matches nothing"]),
+]
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """Fails a test in which a step is compiled."""
+
+    def compile(lowered):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+
+
+def _assert_usage_error(code: int, error: str, parts: list[str]):
+    assert code == 2
+    assert "Traceback" not in error
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.parametrize(("changes", "parts"), _USAGE, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_message(train, nothing_compiled, tmp_path, changes, parts):
+    if "implementation" in changes and _serves(changes["implementation"]):
+        pytest.skip("this implementation serves")
+    code, _, error = train(**changes)
+    _assert_usage_error(code, error, parts)
+    assert error.startswith("error: ")
+    assert not (tmp_path / "run").exists()
+
+
+def _serves(implementation: str) -> bool:
+    import jax.numpy as jnp
+
+    import normfuse
+
+    try:
+        normfuse.rms_norm(jnp.ones((2, 4)), implementation=implementation)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--mesh.dta", "3"], ["--mesh.dta", "Perhaps you meant", "--mesh.data"]),
+        (["--optim.lr", "abc"], ["--optim.lr", "abc"]),
+        (["--framework", "torch"], ["torch", "nnx", "eqx"]),
+        (["--implementation", "cuda"], ["cuda", "native", "xla"]),
+        (["--preset", "huge"], ["huge", "tiny"]),
+        (["--resume", "maybe"], ["maybe", "auto"]),
+        (["stray"], ["stray"]),
+    ],
+)
+def test_mistyped_flags_are_explained(nothing_compiled, capsys, argv, parts):
+    code = main(["train", *argv])
+    _assert_usage_error(code, capsys.readouterr().err, parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [(b"", ["is empty"]), (b"short", ["5 tokens", "at least 340", "--seq-len"])],
+)
+def test_text_that_cannot_be_trained_on(train, nothing_compiled, tmp_path, content, parts):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    code, _, error = train(**{"data.path": path})
+    _assert_usage_error(code, error, [str(path), *parts])
+
+
+def test_empty_directory_is_no_text(train, nothing_compiled, tmp_path):
+    (tmp_path / "texts").mkdir()
+    code, _, error = train(**{"data.path": tmp_path / "texts"})
+    _assert_usage_error(code, error, ["--data.path", "no files"])
+
+
+def test_out_dir_below_a_file_is_refused(train, nothing_compiled, text_file):
+    code, _, error = train(out_dir=text_file / "run")
+    _assert_usage_error(code, error, ["--out-dir", "not a folder"])
+
+
+def test_out_dir_that_cannot_be_made_is_refused(train, nothing_compiled):
+    code, _, error = train(out_dir="/proc/normfuse")
+    _assert_usage_error(code, error, ["--out-dir /proc/normfuse", "cannot be written"])
+
+
+def test_out_dir_of_something_else_is_left_alone(train, nothing_compiled, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("dear")
+    code, _, error = train()
+    _assert_usage_error(code, error, ["--out-dir", "not empty"])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("rms_norm has no kernel for a Tuesday")
+
+    monkeypatch.setattr(compilation.Program, "lower", refuse)
+    code, _, error = train()
+    _assert_usage_error(code, error, ["--implementation", "Tuesday"])

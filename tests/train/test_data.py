@@ -1,0 +1,107 @@
+"""The text and the order in which it is read."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from normfuse.train.batches import Windows, batches
+from normfuse.train.data import load
+from normfuse.train.errors import UsageError
+from normfuse.train.references import references
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """A thousand bytes that tell their position."""
+    path = tmp_path / "numbers.txt"
+    path.write_bytes(bytes(i % 251 for i in range(1000)))
+    return path
+
+
+def test_last_twentieth_is_held_out(numbers):
+    text = load(str(numbers), seq_len=8, vocab_size=256)
+    content = np.frombuffer(numbers.read_bytes(), np.uint8)
+    np.testing.assert_array_equal(text.train, content[:950])
+    np.testing.assert_array_equal(text.held_out, content[950:])
+    assert text.sha256 == hashlib.sha256(numbers.read_bytes()).hexdigest()
+    assert text.identity() == {"name": str(numbers), "bytes": 1000, "sha256": text.sha256}
+
+
+def test_default_text_is_the_standard_library():
+    text = load(None, seq_len=128, vocab_size=256)
+    assert len(text) > 5_000_000  # 10.5 MB on 3.12, 11.1 MB on 3.11
+    root = Path(sysconfig.get_paths()["stdlib"])
+    assert (root / "json" / "decoder.py").read_bytes() in text.train.tobytes()
+    first = sorted(path.relative_to(root).as_posix() for path in root.glob("*.py"))[0]
+    assert text.train.tobytes().startswith((root / first).read_bytes()[:100])
+
+
+def test_directory_and_glob_are_read_in_sorted_order(tmp_path):
+    for name, letter in (("b/x.txt", b"b"), ("a.txt", b"a"), ("c.md", b"c")):
+        path = tmp_path / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(letter * 100)
+    folder = load(str(tmp_path / "texts"), seq_len=8, vocab_size=256)
+    assert (
+        folder.train.tobytes() + folder.held_out.tobytes() == b"a" * 100 + b"b" * 100 + b"c" * 100
+    )
+    matched = load(str(tmp_path / "texts" / "**" / "*.txt"), seq_len=8, vocab_size=256)
+    assert matched.train.tobytes() + matched.held_out.tobytes() == b"a" * 100 + b"b" * 100
+    assert (folder.files, matched.files) == (3, 2)
+
+
+def test_token_beyond_the_vocabulary_is_refused(numbers):
+    load(str(numbers), seq_len=8, vocab_size=251)
+    with pytest.raises(UsageError, match="token 250.*--model.vocab-size 250"):
+        load(str(numbers), seq_len=8, vocab_size=250)
+
+
+def test_shortest_text_that_suffices(numbers):
+    text = load(str(numbers), seq_len=49, vocab_size=256)
+    assert len(Windows(text.held_out, 49)) == 1
+    with pytest.raises(UsageError, match="1,000 tokens.*at least 1,020.*at most 49"):
+        load(str(numbers), seq_len=50, vocab_size=256)
+
+
+def _all(tokens, first=0, steps=30, seed=0, batch_size=5):
+    return list(
+        batches(tokens, seq_len=7, batch_size=batch_size, seed=seed, first=first, steps=steps)
+    )
+
+
+def test_batch_depends_on_seed_and_step_only():
+    tokens = np.arange(300, dtype=np.uint16)
+    whole = _all(tokens)
+    assert len(whole) == 30
+    for first in (1, 7, 29):
+        np.testing.assert_array_equal(_all(tokens, first=first), whole[first:])
+    assert not np.array_equal(_all(tokens, seed=1), whole)
+
+
+def test_every_pass_reads_every_window_once_in_its_own_order():
+    tokens = np.arange(7 * 20 + 1, dtype=np.uint16)
+    whole = np.concatenate(_all(tokens, steps=8))  # two passes of 20 windows
+    starts = whole[:, 0] // 7
+    assert sorted(starts[:20]) == sorted(starts[20:]) == list(range(20))
+    assert not np.array_equal(starts[:20], starts[20:])
+    np.testing.assert_array_equal(np.diff(whole, axis=1), 1)
+
+
+def test_references_match_their_definitions(numbers, rng):
+    numbers.write_bytes(bytes(rng.integers(97, 101, 40_000).tolist()))
+    text = load(str(numbers), seq_len=8, vocab_size=256)
+    found = references(text)
+    counts = {t: 1 + int((text.train == t).sum()) for t in range(256)}
+    total = sum(counts.values())
+    unigram = -np.mean([np.log2(counts[t] / total) for t in text.held_out.tolist()])
+    pairs = np.ones((256, 256))
+    np.add.at(pairs, (text.train[:-1], text.train[1:]), 1)
+    follow = zip(text.held_out[:-1], text.held_out[1:], strict=True)
+    bigram = -np.mean([np.log2(pairs[a, b] / pairs[a].sum()) for a, b in follow])
+    # Both sides in float64: only the order of a sum of 2000 differs.
+    assert found["unigram"] == pytest.approx(unigram, rel=1e-12)
+    assert found["bigram"] == pytest.approx(bigram, rel=1e-12)
+    assert 2 < found["zlib"] < 3  # two bits of entropy, and what zlib loses on 2000 bytes

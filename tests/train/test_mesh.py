@@ -1,0 +1,150 @@
+"""Meshes: the losses of one device, and no collective that plain JAX would not need."""
+
+import collections
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.train.batches import on_devices
+from normfuse.train.checksum import checksum
+from normfuse.train.config import MeshConfig, OptimConfig
+from normfuse.train.mesh import batch_sharding, make_mesh
+from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.step import Program
+
+BATCH, SEQ, STEPS = 8, 16, 4
+OPTIM = OptimConfig(lr=1e-2, warmup=1)
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def _mesh(*shape):
+    if shape == (1, 1, 1):
+        kinds = (AxisType.Auto,) * 3
+        return jax.make_mesh(shape, ("data", "fsdp", "tensor"), kinds, devices=jax.devices()[:1])
+    return make_mesh(MeshConfig(*shape))
+
+
+def _program(mesh, framework, *, microbatches=1, implementation=None) -> Program:
+    config = TransformerConfig(
+        vocab_size=64,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=32,
+        max_seq_len=SEQ,
+        tie_embeddings=True,
+        implementation=implementation,
+    )
+    model = build(framework, config)
+    optimizer, rate = make_optimizer(OPTIM, STEPS), schedule(OPTIM, STEPS)
+    return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0)
+
+
+@functools.cache
+def _run(shape, framework, microbatches=1) -> tuple[list[float], str]:
+    """Gives the losses of a few steps on a mesh, and the compiled step's text."""
+    mesh = _mesh(*shape)
+    rows = np.random.default_rng(0).integers(0, 64, (BATCH, SEQ + 1)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        program = _program(mesh, framework, microbatches=microbatches)
+        step = program.lower(BATCH, SEQ).compile()
+        state, losses = program.init(0), []
+        for _ in range(STEPS):
+            state, metrics = step(state, on_devices(rows, batch_sharding(mesh)))
+            losses.append(float(metrics.loss))
+        return losses, step.as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "framework", "microbatches"),
+    [
+        ((1, 1, 1), "eqx", 1),
+        ((2, 2, 2), "nnx", 1),
+        ((2, 2, 2), "eqx", 1),
+        ((2, 2, 2), "nnx", 2),
+        ((8, 1, 1), "eqx", 1),
+        ((1, 8, 1), "nnx", 1),
+    ],
+)
+def test_losses_are_those_of_one_device(eight_devices, shape, framework, microbatches):
+    found, _ = _run(shape, framework, microbatches)
+    one_device, _ = _run((1, 1, 1), "nnx")
+    np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
+    assert found[0] - found[-1] > 0.1  # updates were made that could have gone apart
+
+
+def _collectives(text: str) -> collections.Counter:
+    """Counts a program's collectives by kind and by the size of their results, ids left out."""
+    return collections.Counter(
+        (kind, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", shape))
+        for shape, kind in _COLLECTIVE.findall(text)
+    )
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_step_gathers_no_activations_that_plain_jax_does_not(eight_devices, framework):
+    mesh = _mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        program = _program(mesh, framework, implementation="xla")
+        plain = _collectives(program.lower(BATCH, SEQ).compile().as_text())
+    ours = _collectives(_run((2, 2, 2), framework)[1])
+    gathers = lambda counts: {key: n for key, n in counts.items() if key[0] != "all-reduce"}
+    extra = collections.Counter(gathers(ours)) - collections.Counter(gathers(plain))
+    assert not extra, f"collectives that implementation='xla' does not have: {extra}"
+    activation = re.compile(rf"\[\d+,{SEQ},\d+")
+    assert not [key for key in ours if key[0] == "all-gather" and activation.search(key[1])]
+
+
+def test_replicas_reduce_once_however_many_microbatches(eight_devices):
+    mesh = _mesh(8, 1, 1)
+    with jax.set_mesh(mesh):
+        program = _program(mesh, "nnx", microbatches=2)
+        text = program.lower(2 * BATCH, SEQ).compile().as_text()
+    assert " while(" in text  # the microbatches are a loop, and nothing in it talks
+    assert not [
+        line for line in text.splitlines() if _COLLECTIVE.search(line) and "while/body" in line
+    ]
+    assert _collectives(text)
+
+
+def test_checksum_does_not_depend_on_the_mesh(eight_devices, rng):
+    values = {
+        "float32": rng.normal(size=(8, 16)).astype(np.float32),
+        "int32": rng.integers(0, 99, (8, 16)).astype(np.int32),
+    }
+    for x in values.values():
+        sums = set()
+        for shape in ((1, 1, 1), (2, 2, 2), (8, 1, 1)):
+            sharding = jax.sharding.NamedSharding(
+                _mesh(*shape), jax.sharding.PartitionSpec(("data", "fsdp"), "tensor")
+            )
+            sums.add(int(checksum(jax.device_put(x, sharding))))
+        assert len(sums) == 1
+
+
+def test_checksum_shows_every_single_bit_and_every_move(rng):
+    x = rng.normal(size=37).astype(np.float32)
+    right = int(checksum(x))
+    for bit in range(37 * 32):
+        flipped = x.view(np.uint32).copy()
+        flipped[bit // 32] ^= np.uint32(1 << bit % 32)
+        assert int(checksum(flipped.view(np.float32))) != right
+    assert right not in {int(checksum(np.roll(x, k))) for k in range(1, 37)}
+
+
+def test_checksum_takes_every_dtype(rng):
+    for dtype in ("bfloat16", "float16", "float32", "int8", "uint32", "int32", "bool"):
+        x = jax.numpy.asarray(rng.integers(0, 2, (3, 5))).astype(dtype)
+        y = x.at[2, 4].set(~x[2, 4] if dtype == "bool" else x[2, 4] + 1)
+        assert int(checksum(x)) != int(checksum(y)), dtype
+    assert int(checksum(np.zeros((0, 4), np.float32))) == 0

@@ -1,0 +1,102 @@
+"""metrics.jsonl holds each step once, whatever interrupted the run."""
+
+import json
+
+from normfuse.train import metrics
+from normfuse.train.display import Pace, Shown, duration, short
+from normfuse.train.metrics import MetricsLog
+from normfuse.train.peak import peak_flops
+
+
+def _step(step: int, loss: float = 1.0) -> dict:
+    return {"step": step, "loss": loss}
+
+
+def _validation(step: int) -> dict:
+    return {"step": step, "val_loss": 1.0}
+
+
+def _resumed(path, **options) -> list[dict]:
+    log = MetricsLog(path, **options)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[-1].pop("time") > 0
+    return lines
+
+
+def test_resume_drops_later_steps_and_a_torn_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = [_step(1), _step(2), _validation(2), _step(3)]
+    later = [_step(4), _validation(4), {"event": "not finite", "step": 5}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept + later) + '{"step": 5, "lo')
+    assert _resumed(path, from_step=3) == [*kept, {"event": "resume", "from_step": 3}]
+
+
+def test_earlier_resumes_are_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    resume = {"event": "resume", "from_step": 1}
+    path.write_text("".join(json.dumps(x) + "\n" for x in [_step(1), resume, _step(2)]))
+    lines = _resumed(path, from_step=2)
+    assert lines == [_step(1), resume, _step(2), {"event": "resume", "from_step": 2}]
+
+
+def test_validation_at_the_end_is_made_anew(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    before = [_step(1), _validation(1), _step(2), _validation(2)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in before))
+    assert _validation(2) not in _resumed(path, from_step=2, final=2)
+    path.write_text("".join(json.dumps(line) + "\n" for line in before))
+    assert _validation(2) in _resumed(path, from_step=2, final=3)
+
+
+def test_new_run_starts_a_new_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(_step(1)) + "\n")
+    MetricsLog(path).close()
+    assert path.read_text() == ""
+
+
+def test_lines_are_json_even_of_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write(_step(1, float("nan")))
+    assert metrics.read(path) == [{"step": 1, "loss": None}]  # on disk before the log is closed
+    log.close()
+
+
+def test_float32_loss_survives_the_file_exactly(tmp_path):
+    import numpy as np
+
+    value = float(np.float32(1.6578435))
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.write(_step(1, value))
+    log.close()
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["loss"].hex() == value.hex()
+
+
+def test_figures_are_written_for_people():
+    shown = Shown(step=3, loss=1.3862944, tokens_per_s=12_345, mfu=0.4218, eta_s=3725)
+    assert shown.fields() == [
+        "loss 1.3863",
+        "2.000 bits/byte",
+        "12.3k tokens/s",
+        "MFU 42.2%",
+        "ETA 1:02:05",
+    ]
+    assert [short(x) for x in (5, 999, 1000, 1_234_567, 8e9)] == ["5", "999", "1k", "1.23M", "8B"]
+    assert [duration(x) for x in (0, 61, 3600, float("inf"))] == ["0:00", "1:01", "1:00:00", "-:--"]
+
+
+def test_pace_is_the_mean_of_the_first_steps():
+    pace = Pace(tokens_per_step=100)
+    assert pace.add(4.0) == 25
+    assert pace.add(2.0) == 100 / 3
+    assert pace.eta(10) == 30
+
+
+def test_peaks_are_found_by_device_kind():
+    assert peak_flops("NVIDIA H200", "bfloat16") == 989.5e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == 494.7e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert peak_flops("cpu", "float32") is None

@@ -1,0 +1,214 @@
+"""The step: its loss and gradient, what it refuses to apply, and that nothing is copied."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.train.batches import on_devices
+from normfuse.train.config import OptimConfig
+from normfuse.train.gradients import loss_and_gradient, token_losses
+from normfuse.train.mesh import batch_sharding
+from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.step import Program
+
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    dim=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_seq_len=32,
+    tie_embeddings=True,
+)
+OPTIM = OptimConfig(lr=1e-2, warmup=2)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return jax.make_mesh(
+        (1, 1, 1),
+        ("data", "fsdp", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[:1],
+    )
+
+
+@pytest.fixture
+def mesh(one_device):
+    """A mesh of one device, made current."""
+    with jax.set_mesh(one_device):
+        yield one_device
+
+
+@pytest.fixture(scope="module")
+def compiled(one_device):
+    """A program that leaves no update out, and its step for `(4, 17)` tokens."""
+    program = _program(one_device)
+    with jax.set_mesh(one_device):
+        return program, program.lower(4, 16).compile()
+
+
+def _program(mesh, *, skip_limit=0):
+    return Program(
+        build("nnx", CONFIG),
+        make_optimizer(OPTIM, 20),
+        schedule(OPTIM, 20),
+        mesh,
+        microbatches=1,
+        skip_limit=skip_limit,
+    )
+
+
+def _tokens(rng, mesh, batch=4, seq=16):
+    tokens = rng.integers(0, CONFIG.vocab_size, (batch, seq + 1)).astype(np.int32)
+    return on_devices(tokens, batch_sharding(mesh))
+
+
+_gradient = jax.jit(loss_and_gradient, static_argnums=0, static_argnames=("microbatches", "mesh"))
+
+
+def _host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def _equal(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def test_token_losses_match_float64(rng):
+    logits = rng.normal(0, 4, (3, 5, 64)).astype(np.float32)
+    targets = rng.integers(0, 64, (3, 5))
+    wide = logits.astype(np.float64)
+    log_z = np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1)) + wide.max(-1)
+    expected = log_z - np.take_along_axis(wide, targets[..., None], -1)[..., 0]
+    found = token_losses(jnp.asarray(logits), jnp.asarray(targets))
+    assert found.dtype == jnp.float32
+    # A sum of 64 exponentials and a difference of numbers up to 20: a few float32 roundings of 20.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=4 * 20 * 2**-24)
+
+
+def test_microbatches_sum_to_the_whole_gradient(mesh, rng):
+    model = build("eqx", CONFIG)
+    params = jax.jit(model.init)(jax.random.key(0))
+    tokens = _tokens(rng, mesh, batch=8)
+    whole = _gradient(model, params, tokens, microbatches=1, mesh=mesh)
+    split = _gradient(model, params, tokens, microbatches=4, mesh=mesh)
+    for a, b in zip(*map(jax.tree.leaves, (split, whole)), strict=True):
+        # Only the order of a sum over 128 tokens differs.
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-22 * 128**0.5 * np.abs(b).max())
+
+
+def test_gradient_accumulates_in_float32(mesh, rng):
+    model = build("nnx", dataclasses.replace(CONFIG, param_dtype="bfloat16", dtype="bfloat16"))
+    gradient = jax.eval_shape(
+        lambda params, tokens: loss_and_gradient(model, params, tokens, microbatches=2, mesh=mesh),
+        model.abstract,
+        _tokens(rng, mesh),
+    )[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+
+
+def test_step_is_compiled_once_and_updates_in_place(compiled, mesh, rng):
+    program, step = compiled
+    state = program.init(0)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert step.memory_analysis().alias_size_in_bytes == size  # every leaf of the state is donated
+    first = jax.tree.leaves(state.params)[0]
+    state, _ = step(state, _tokens(rng, mesh))
+    assert first.is_deleted()
+    assert int(state.step) == 1
+    with pytest.raises(TypeError):  # another shape does not compile anew
+        step(state, _tokens(rng, mesh, batch=2))
+
+
+def test_step_equals_optax_by_hand(compiled, mesh, rng):
+    program, step = compiled
+    tokens = _tokens(rng, mesh)
+    state = program.init(0)
+    params = _host(state.params)
+    state, metrics = step(state, tokens)
+    loss, gradient = _gradient(
+        program.model, jax.device_put(params), tokens, microbatches=1, mesh=mesh
+    )
+
+    def update(params, gradient):
+        updates, _ = program.optimizer.update(gradient, program.optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    expected = jax.jit(update)(params, gradient)
+    assert float(metrics.loss) == pytest.approx(float(loss), rel=1e-6)
+    assert float(metrics.grad_norm) == pytest.approx(_norm(gradient), rel=1e-5)
+    assert float(metrics.learning_rate) == pytest.approx(OPTIM.lr / 3, rel=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (state.params, expected)), strict=True):
+        # Adam's first update has the size of the learning rate, 3e-3, whatever the gradient's; a
+        # tiny gradient's rounding is divided by its own size, so some per mille of it may differ.
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def _norm(tree) -> float:
+    return sum(float(np.sum(np.float64(leaf) ** 2)) for leaf in jax.tree.leaves(tree)) ** 0.5
+
+
+def _poisoned(state):
+    return state._replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+
+
+def test_bad_step_halts_before_the_update(compiled, mesh, rng):
+    program, step = compiled
+    tokens = _tokens(rng, mesh)
+    state, _ = step(program.init(0), tokens)
+    good = _host(state)
+    bad, metrics = step(_poisoned(state), tokens)
+    assert not np.isfinite(float(metrics.loss))
+    assert (int(metrics.skipped), int(bad.step)) == (1, 1)
+    assert _equal(bad.optimizer, good.optimizer)
+    healed = bad._replace(params=jax.device_put(good.params, program.shardings().params))
+    after, _ = step(healed, tokens)  # a good step in flight behind the bad one changes nothing
+    assert _equal(after.params, good.params)
+    assert int(after.step) == 1
+
+
+def test_bad_step_is_left_out_when_allowed(mesh, rng):
+    program, tokens = _program(mesh, skip_limit=1), _tokens(rng, mesh)
+    step = program.lower(4, 16).compile()
+    state, _ = step(program.init(0), tokens)
+    good = _host(state)
+    bad, metrics = step(_poisoned(state), tokens)
+    assert (int(metrics.skipped), int(bad.step)) == (1, 2)
+    assert _equal(bad.optimizer, good.optimizer)
+    healed = bad._replace(params=jax.device_put(good.params, program.shardings().params))
+    after, metrics = step(healed, tokens)
+    assert (int(metrics.skipped), int(after.step)) == (1, 3)
+    assert not _equal(after.params, good.params)
+
+
+def test_learning_rate_rises_linearly_then_falls_by_a_cosine():
+    rate = schedule(OptimConfig(lr=1.0, warmup=4, final_lr=0.1), 20)
+    np.testing.assert_allclose([rate(k) for k in range(5)], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert float(rate(12)) == pytest.approx(0.1 + 0.9 * 0.5, rel=1e-6)
+    assert float(rate(20)) == pytest.approx(0.1, rel=1e-6)
+    assert float(schedule(OptimConfig(lr=1.0), 40)(0)) == pytest.approx(1 / 3, rel=1e-6)
+    assert float(schedule(OptimConfig(lr=1.0, warmup=0), 40)(0)) == 1.0
+    assert float(schedule(OptimConfig(lr=1.0, warmup=40), 40)(40)) == 1.0
+
+
+def test_clipping_and_decay_follow_the_configuration():
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(OptimConfig(lr=0.5, warmup=0, weight_decay=0.1), 10)
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)  # lr * decay * 1
+    np.testing.assert_array_equal(updates["scale"], 0)
+    huge = jax.tree.map(lambda x: 1e30 * x, params)
+    assert all(
+        np.isfinite(x).all()
+        for x in jax.tree.leaves(optimizer.update(huge, optimizer.init(params), params)[0])
+    )
