@@ -1,0 +1,93 @@
+"""The NNX modules under NNX's transformations, against Flax's own modules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from normfuse.layers.nnx import Linear, RMSNorm
+
+OURS, FLAX = (RMSNorm, Linear), (nnx.RMSNorm, nnx.Linear)
+
+
+class Block(nnx.Module):
+    """A residual block of a norm and two projections."""
+
+    def __init__(self, layers, rngs):
+        norm, linear = layers
+        self.norm = norm(16, rngs=rngs)
+        self.up = linear(16, 32, rngs=rngs)
+        self.down = linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.silu(self.up(self.norm(x))))
+
+
+def loss(model, x):
+    return jnp.sum(jnp.sin(model(x)))
+
+
+def deep(layers):
+    """Three blocks as one, with a leading axis for the layer."""
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def create(key):
+        return Block(layers, nnx.Rngs(key))
+
+    return create(jax.random.split(jax.random.key(0), 3))
+
+
+def scanned(model, x):
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(block, x):
+        return block(x)
+
+    return jnp.sum(jnp.sin(forward(model, x)))
+
+
+def rematerialised(model, x):
+    return jnp.sum(jnp.sin(nnx.remat(lambda model, x: model(x))(model, x)))
+
+
+TRANSFORMS = {
+    "grad": lambda m, x: nnx.grad(loss)(m, x),
+    "jit": lambda m, x: nnx.jit(nnx.value_and_grad(loss))(m, x),
+    "remat": lambda m, x: nnx.jit(nnx.grad(rematerialised))(m, x),
+    "vmap": lambda m, x: nnx.jit(nnx.vmap(lambda m, x: m(x), in_axes=(None, 1)))(m, x),
+    "vmap of grad": lambda m, x: nnx.vmap(nnx.grad(loss), in_axes=(None, 0))(m, x),
+    "grad of vmap": lambda m, x: nnx.grad(
+        lambda m, x: jnp.sum(nnx.vmap(loss, in_axes=(None, 0))(m, x))
+    )(m, x),
+    "jvp": lambda m, x: jax.jvp(lambda x: m(x), (x,), (x,)),
+    "hessian": lambda m, x: jax.hessian(lambda x: loss(m, x))(x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transform(rng, name):
+    x = jnp.asarray(rng.standard_normal((4, 3, 16)), jnp.float32)
+    got, want = (
+        jax.tree.leaves(TRANSFORMS[name](Block(layers, nnx.Rngs(0)), x)) for layers in (OURS, FLAX)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_scan_over_layers(rng):
+    x = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+    got, want = (
+        jax.tree.leaves(nnx.jit(nnx.grad(scanned))(deep(layers), x)) for layers in (OURS, FLAX)
+    )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_split_merge_and_state_in_a_plain_jit(rng):
+    x = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+    model = Block(OURS, nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    f = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    np.testing.assert_allclose(f(state, x), model(x), rtol=1e-6, atol=1e-6)
+    f(jax.tree.map(jnp.copy, state), x)
+    assert f._cache_size() == 1
