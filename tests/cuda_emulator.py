@@ -1,4 +1,4 @@
-"""Runs CUDA kernels on the CPU, thread by thread: their sources compiled as C++ by the system compiler.
+"""Runs CUDA kernels on the CPU, thread by thread, compiled as C++ by the system's compiler.
 
 `emulator/machine.cuh` takes the place of the one kernel header that talks to the machine. Arrays
 stand between guards, and results begin as NaN: a kernel that leaves its bounds or leaves something

@@ -1,0 +1,254 @@
+"""The CUDA kernels as XLA runs them, on an NVIDIA GPU."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_cases import EPS, Case, check_backward, check_forward, check_halves, mixes
+
+from normfuse.native import compiler, device, launch, rms_norm
+from normfuse.native.compiler import Source
+
+pytestmark = pytest.mark.gpu
+
+FLAGS = {"scale_offset": 0.0, "has_residual": False, "has_scale": True}
+FORWARD = FLAGS | {"eps": EPS, "out_dtype": jnp.dtype("bfloat16"), "with_rstd": True}
+BACKWARD = FLAGS | {"with_dscale": True}
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def run(kernel, operands, params):
+    """The kernel of that name, through XLA; no other implementation may serve."""
+    call = functools.partial(getattr(rms_norm, kernel), strict=True, **params)
+    return [np.asarray(r) for r in jax.jit(call)(*map(jnp.asarray, operands))]
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 64, 100, 1024, 4104, 5120, 8192, 16384, 32768])
+def test_cuda_forward_and_backward_match_reference(n):
+    case = Case((301 if n < 5000 else 41, n, 1))
+    check_forward(run, case)
+    check_backward(run, case)
+
+
+@pytest.mark.parametrize("n", [65536, 65544, 1048573, 1048576])
+def test_cuda_long_rows_match_reference(n):
+    case = Case((3, n, 1), residual=n == 65544)
+    check_forward(run, case)
+    check_backward(run, case)
+
+
+@pytest.mark.parametrize("n", [3, 1000, 4096, 131072])
+def test_cuda_halves_match_reference(n):
+    check_halves(run, Case((17, n, 1), offset=1.0))
+
+
+@pytest.mark.parametrize("shape", [(4, 64, 3), (3, 1000, 40), (1, 5, 1000), (2, 4096, 17)])
+def test_cuda_strided_rows_match_reference(shape):
+    for check in (check_forward, check_backward, check_halves):
+        check(run, Case(shape, out="float32", residual=check is not check_halves))
+
+
+@pytest.mark.parametrize(("x", "scale", "out"), mixes())
+def test_cuda_dtype_mixes_match_reference(x, scale, out):
+    case = Case((33, 264, 1), x, scale, out, other=scale, residual=True, offset=0.5)
+    check_forward(run, case)
+    check_backward(run, case)
+
+
+def test_cuda_no_scale_and_no_rows():
+    for case in (Case((33, 264, 1), scale=None), Case((0, 264, 1)), Case((0, 7, 3))):
+        for check in (check_forward, check_backward, check_halves):
+            check(run, case)
+
+
+def arrays(rows, n, key=0, dtype=jnp.bfloat16):
+    keys = jax.random.split(jax.random.key(key), 3)
+    x, dy = (jax.random.normal(k, (rows, n, 1), dtype) for k in keys[:2])
+    return x, dy, 1 + 0.1 * jax.random.normal(keys[2], (n,), jnp.float32)
+
+
+def norm(x, dy, scale):
+    """(y, rstd, dx, dscale)."""
+    y, rstd = rms_norm.forward(x, scale, strict=True, **FORWARD)
+    return y, rstd, *rms_norm.backward(dy, x, scale, rstd, strict=True, **BACKWARD)
+
+
+def test_cuda_results_are_the_same_every_time():
+    operands = arrays(5000, 1024)
+    first, *others = [jax.device_get(jax.jit(norm)(*operands)) for _ in range(4)]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_cuda_more_than_two_to_the_31_elements():
+    rows, n, step = 2**21 + 3, 1024, 2**16
+    x, dy, scale = arrays(rows, n)
+    y, _, dx, dscale = jax.jit(norm)(x, dy, scale)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def part(size, begin):  # few enough rows that 32-bit offsets would do
+        cut = lambda a: jax.lax.dynamic_slice_in_dim(a, begin, size)
+        want = norm(cut(x), cut(dy), scale)
+        return jnp.all(cut(y) == want[0]) & jnp.all(cut(dx) == want[2]), want[3]
+
+    total = np.zeros(n)
+    for begin in range(0, rows, step):
+        same, share = part(min(step, rows - begin), begin)
+        assert same, f"rows from {begin} on differ"
+        total += np.asarray(share, np.float64)
+    # Sums of 2^21 terms in another order: a random walk of roundings of a value that is one itself.
+    np.testing.assert_allclose(dscale, total, atol=64 * np.finfo(np.float32).eps * np.sqrt(rows))
+
+
+def test_cuda_call_sites_share_one_image():
+    x, _, scale = arrays(64, 1024)
+    before = compiler.compilations()
+
+    def chain(x):
+        for _ in range(20):
+            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+        return x
+
+    jax.block_until_ready(jax.jit(chain)(x))
+    assert compiler.compilations() - before <= 1
+
+
+def test_cuda_graphs_record_the_kernel():
+    x, _, scale = arrays(64, 1024)
+    w = jnp.ones((1024, 1024), jnp.bfloat16)
+
+    def chain(x):
+        for _ in range(8):
+            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+            x = (x[..., 0] @ w)[..., None] / 32
+        return x
+
+    compiled = jax.jit(chain).lower(x).compile()
+    text = compiled.as_text()
+    graphs = [line for line in text.splitlines() if "command_buffer" in line]
+    assert graphs, "XLA made no command buffer"
+    inside = text[text.index("%command_buffer") :] if "%command_buffer" in text else text
+    assert "normfuse_launch" in inside
+    first = jax.device_get(compiled(x))
+    for _ in range(3):  # the first runs record, later ones replay
+        np.testing.assert_array_equal(jax.device_get(compiled(x)), first)
+
+
+def test_cuda_threads_at_once():
+    errors = []
+
+    def work(n):
+        try:
+            with jax.enable_x64(True):
+                check_forward(run, Case((33, n, 1), out="float32"))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (520, 528, 536, 520, 528, 536)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+def test_cuda_every_device_in_one_process():
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    want = jax.device_get(jax.jit(norm)(*arrays(300, 8192)))
+    for one in jax.devices():
+        got = jax.device_get(jax.jit(norm)(*jax.device_put(arrays(300, 8192), one)))
+        for a, b in zip(want, got, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_cuda_donated_operand():
+    x, _, scale = arrays(300, 4096)
+    forward = lambda x, scale: rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+    want = jax.device_get(jax.jit(forward)(x, scale))
+    got = jax.device_get(jax.jit(forward, donate_argnums=0)(x, scale))
+    np.testing.assert_array_equal(want, got)
+
+
+TWICE = Source(
+    "twice.cu",
+    'extern "C" __global__ void twice(const float* x, float* y) '
+    "{ y[threadIdx.x] = 2 * x[threadIdx.x]; }",
+)
+
+
+def _twice(kernel="twice", block=32, **sizes):
+    capability = device.compute_capability(jax.devices()[0])
+    target = device.Target(f"sm_{capability}", 1)
+    result = jax.ShapeDtypeStruct((32,), jnp.float32)
+    call = lambda x: launch.launch(
+        TWICE, kernel, [x], [result], target=target, grid=1, block=block, **sizes
+    )[0]
+    return jax.jit(call)(jnp.arange(32, dtype=jnp.float32))
+
+
+def test_cuda_own_source_launches():
+    np.testing.assert_array_equal(_twice(), 2 * np.arange(32))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"block": 2048}, "CUDA_ERROR_INVALID_VALUE"),
+        ({"kernel": "thrice"}, "CUDA_ERROR_NOT_FOUND"),
+        ({"shared": 1 << 20}, "bytes of dynamic shared memory"),
+    ],
+)
+def test_cuda_launch_failure_names_kernel_and_cause(sizes, text):
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(_twice(**sizes))
+    assert sizes.get("kernel", "twice") in str(caught.value)
+    assert text in str(caught.value)
+
+
+RELOAD = """
+import jax, jax.numpy as jnp
+from normfuse.native import compiler, rms_norm
+x = jnp.ones((64, 3072, 1), jnp.bfloat16)
+f = jax.jit(lambda x: rms_norm.forward(x, eps=1e-6, scale_offset=0.0, has_residual=False,
+    has_scale=False, with_rstd=False, out_dtype=jnp.dtype("bfloat16"), strict=True)[0])
+print(float(f(x).sum()), compiler.compilations())
+"""
+
+
+def test_cuda_executable_comes_back_from_the_persistent_cache(tmp_path):
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "NORMFUSE_CACHE_DIR": str(tmp_path / "kernels"),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "",
+    }
+    outputs, entries = [], []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", RELOAD],
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        outputs.append(done.stdout.split())
+        entries.append(sorted(p.name for p in (tmp_path / "jax").glob("jit*-cache")))
+    assert outputs[0] == [str(64.0 * 3072), "1"]
+    assert outputs[1] == [str(64.0 * 3072), "0"]  # from the kernels on disk
+    assert entries[0] == entries[1], "the second process compiled again"
