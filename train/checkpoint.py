@@ -5,8 +5,12 @@ the text's identity and a checksum of every array. Storage that returns other bi
 written, which orbax alone does not notice, costs only the steps since the checkpoint before.
 """
 
+import contextlib
+import gc
 import json
 import shutil
+import sys
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +41,10 @@ class Checkpoints:
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep)
+        # Made in the background, a folder that cannot be made would be waited for by threads that
+        # outlive the run by five minutes.
+        at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=at_once)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def steps(self) -> list[int]:
@@ -146,10 +153,13 @@ class Checkpoints:
         return state, record
 
     def _read(self, step: int, **items):
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except Exception as error:  # orbax and TensorStore raise whatever the bytes led them to
-            raise Damaged(_first_line(error)) from None
+        with _without_debris():
+            try:
+                return self._manager.restore(step, args=ocp.args.Composite(**items))
+            except Exception as error:  # orbax and TensorStore raise whatever the bytes led them to
+                reason = _first_line(error)
+            gc.collect()
+        raise Damaged(reason)
 
     def _move_aside(self, steps: list[int]):
         """Frees the steps' names: orbax does not save a step that exists."""
@@ -189,4 +199,17 @@ def _crc32(record: dict) -> int:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:160]}"
+    line = lines[0].split(". See full TensorStore")[0]
+    return f"{type(error).__name__}: {line[:160]}"
+
+
+@contextlib.contextmanager
+def _without_debris():
+    """Keeps quiet what orbax 0.12 leaves of a failed restore: reads whose errors nobody awaits."""
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    try:
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            yield
+    finally:
+        sys.unraisablehook = hook
