@@ -105,11 +105,13 @@ class Op:
         elif where.explicit:
             fn = _split_by_types(functools.partial(self.body, **params), dims, lead, where.explicit)
         else:
-            fn = partition.partitioned(functools.partial(self.body, **params), dims, self.lead)
+            devices = _devices(ctx)
+            body = functools.partial(self.body, **params)
+            fn = partition.partitioned(body, dims, self.lead, devices)
             results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
-            # dims too: they depend on the rank, and the callback behind a name must suit its call
-            name = f"{self.name}{sorted(params.items())}{dims}"
-            partition.name_callback(results, name, ctx.module_context.platforms)
+            # whatever the callback depends on: calls of one name share one callback
+            where = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+            partition.name_callback(results, f"{self.name}{sorted(params.items())}{dims}{where}")
             return results
         return mlir.lower_fun(lambda *a: list(fn(*a)), multiple_results=True)(ctx, *values)
 
@@ -176,7 +178,7 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
 
 @functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
 def _reshard(operand, lead, spec):
-    """`jax.sharding.reshard` on lead's devices, which it could not know outside jit and set_mesh."""
+    """`jax.sharding.reshard` on lead's devices, unknown to it outside jit and set_mesh."""
     return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
 
 
@@ -211,6 +213,12 @@ def _where(ctx, lead) -> _Where:
             "axes; export with Explicit axes or under shard_map"
         )
     return _Where()
+
+
+def _devices(ctx):
+    """What the program is compiled for, in order."""
+    context = ctx.module_context.axis_context
+    return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
 
 
 def _split_by_types(body, dims, lead, axes):

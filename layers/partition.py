@@ -3,17 +3,18 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from normfuse.layers.tiling import mesh_and_spec
 from normfuse.native import fingerprint
-from normfuse.native.jax_private import parse_flatten_op_sharding, sharding_callbacks
+from normfuse.native.jax_private import sharding_callbacks
 from normfuse.native.kernel import without_mesh
 
 
@@ -51,7 +52,7 @@ class Split:
         return Split(((),) * len(shape), tuple(shape))
 
     @staticmethod
-    def from_spec(spec: P, shape: tuple[int, ...], sizes: dict[str, int]) -> "Split":
+    def from_spec(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> "Split":
         """Reads `spec`. A dimension that its axes do not divide is kept whole: XLA would pad it,
         and the padding would be summed into the parameters' gradients."""
         entries = (*spec, *[None] * (len(shape) - len(spec)))
@@ -78,6 +79,7 @@ def partitioned(
     body: Callable[..., Sequence[jax.Array]],
     dims: tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]],
     lead: int,
+    devices: Sequence[jax.Device],
 ) -> Callable[..., Sequence[jax.Array]]:
     """`body(split, *operands)` as a function of global arrays on a mesh of Auto axes.
 
@@ -85,6 +87,7 @@ def partitioned(
       body: one device's share; `split` says how the leading operand is split.
       dims: for each operand and each result, which of the leading operand's dimensions it has.
       lead: the index of the leading operand, whose sharding decides.
+      devices: what the program is compiled for, in order.
     """
     inputs, outputs = dims
     x64 = jax.config.jax_enable_x64
@@ -94,58 +97,39 @@ def partitioned(
         whole = functools.partial(body, Split.none(operands[lead].shape))
         return tuple(without_mesh(whole, x64)(*operands))
 
-    def split_of(mesh, operands):
+    def split_of(operands):
         shape = operands[lead].shape
-        return Split.from_spec(
-            _decode(mesh, operands[lead].sharding, len(shape)), shape, mesh.shape
-        )
+        mesh, spec = mesh_and_spec(operands[lead].sharding, len(shape), devices)
+        return mesh, Split.from_spec(spec, shape, mesh.shape)
 
     def shardings(mesh, split, all_dims):
         return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
 
-    def partition(mesh, operands, results):
+    def partition(_, operands, results):
         del results
-        split = split_of(mesh, operands)
+        mesh, split = split_of(operands)
         local = without_mesh(functools.partial(body, split), x64)
         fn = lambda *values: tuple(local(*values))
         return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
 
-    def infer(
-        mesh, operands, results
-    ):  # only consulted with Shardy off; JAX 0.10 aborts without it
+    def infer(_, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
         del results
-        return shardings(mesh, split_of(mesh, operands), outputs)
+        return shardings(*split_of(operands), outputs)
 
     call.def_partition(
         partition,
         infer_sharding_from_operands=infer,
         sharding_rule=shardy_rule(inputs, outputs),
-        decode_shardings=False,  # JAX's own decoding fails where a reshape split a mesh axis
+        decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split a mesh axis
     )
     return call
-
-
-def _decode(mesh: Mesh, sharding: Any, ndim: int) -> P:
-    """The PartitionSpec of a sharding; replicated where it has none, which is right but gathers."""
-    if hasattr(sharding, "spec"):
-        return sharding.spec
-    if parse_flatten_op_sharding is None:
-        return P()
-    try:
-        spec = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
-        _ = [
-            mesh.shape[a] for e in spec if e is not None for a in (e if type(e) is tuple else (e,))
-        ]
-        return P(*spec)
-    except Exception:  # a sub-axis sharding has no spec; any failure here must only cost a gather
-        return P()
 
 
 _callbacks: dict[str, Any] = {}  # the callbacks behind our keys, kept alive for JAX's weak table
 
 
-def name_callback(results: Sequence[Any], name: str, platforms: Sequence[str]) -> None:
-    """Gives a custom_partitioning call the same key in every process.
+def name_callback(results: Sequence[Any], name: str) -> None:
+    """Gives a custom_partitioning call the same key in every process: `name`, and our version.
 
     JAX names the callback by its address, so that the persistent compilation cache misses in every
     new process (jax-ml/jax#21159). Where JAX's table is not as expected its own key stays.
@@ -154,9 +138,7 @@ def name_callback(results: Sequence[Any], name: str, platforms: Sequence[str]) -
         op = results[0].owner
         op = getattr(op, "operation", op)
         info = sharding_callbacks[op.attributes["backend_config"].value.encode()]
-        devices = [d.id for d in info.mesh.devices.flat]
-        mesh = f"{tuple(info.mesh.shape.items())}{devices}"
-        key = f"normfuse:{fingerprint()}:{name}:{mesh}:{'/'.join(platforms)}"
+        key = f"normfuse:{fingerprint()}:{name}"
         _callbacks[key] = sharding_callbacks[key.encode()] = info
         with op.context:
             op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)

@@ -18,11 +18,6 @@ except ImportError:  # an unused rstd is then computed and thrown away
     _dce_rules = {}
 
 try:
-    from jax._src.sharding_impls import parse_flatten_op_sharding
-except ImportError:  # shardings that split a mesh axis then degrade to replication
-    parse_flatten_op_sharding = None
-
-try:
     from jax._src.custom_partitioning import _sharding_callbacks as sharding_callbacks
 except ImportError:  # JAX's persistent compilation cache then misses in every new process
     sharding_callbacks = None
