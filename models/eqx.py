@@ -44,8 +44,8 @@ class Attention(eqx.Module):
         self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
 
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        batch, seq, _ = x.shape
-        split = lambda x: x.reshape(batch, seq, -1, self.config.head_dim)
+        width = self.config.head_dim
+        split = lambda x: x.reshape(*x.shape[:2], x.shape[2] // width, width)
         # (batch, seq, heads, head_dim)
         q, k, v = (split(_project(linear, x)) for linear in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
@@ -54,7 +54,7 @@ class Attention(eqx.Module):
         q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
         out, cache = attend(q, k, v, cache, start, self.config.attention)
         out = constrain(out, self.sharding.heads)
-        return _project(self.o, out.reshape(batch, seq, -1)), cache
+        return _project(self.o, out.reshape(*x.shape[:2], out.shape[2] * width)), cache
 
 
 class MLP(eqx.Module):
@@ -120,14 +120,15 @@ class Transformer(eqx.Module):
     def __init__(self, config: TransformerConfig, sharding: Sharding | None = None, *, key: Array):
         self.config, self.sharding = config, sharding or Sharding()
         c = config
-        blank = {
-            "embed": eqx.nn.Embedding(c.vocab_size, c.dim, key=key),
+        blank = lambda: {
+            "embed": eqx.nn.Embedding(c.vocab_size, c.dim, dtype=c.param_dtype, key=key),
             "layers": [Block(c, self.sharding, key=key) for _ in range(c.num_layers)],
             "norm": _norm(c, c.dim),
             "head": None if c.tie_embeddings else _linear(c, c.dim, c.vocab_size, key=key),
         }
-        filled = parameters.from_dict(blank, parameters.initial_parameters(c, key))
-        self.embed, self.layers, self.norm, self.head = (filled[name] for name in blank)
+        values = parameters.initial_parameters(c, key)
+        for name, part in parameters.from_dict(jax.eval_shape(blank), values).items():
+            setattr(self, name, part)
 
     def __call__(self, tokens: Array) -> Array:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""

@@ -15,6 +15,8 @@ from normfuse.models.remat import remat
 from normfuse.models.sharding import Sharding, constrain
 from normfuse.models.vocabulary import embed, unembed
 
+_BLANK = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` are filled in
+
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary embedding, and with normalised heads if `qk_norm`."""
@@ -31,8 +33,8 @@ class Attention(nnx.Module):
         self.k_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
 
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        batch, seq, _ = x.shape
-        split = lambda x: x.reshape(batch, seq, -1, self.config.head_dim)
+        width = self.config.head_dim
+        split = lambda x: x.reshape(*x.shape[:2], x.shape[2] // width, width)
         q, k, v = (
             split(self.q(x)),
             split(self.k(x)),
@@ -44,7 +46,7 @@ class Attention(nnx.Module):
         q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
         out, cache = attend(q, k, v, cache, start, self.config.attention)
         out = constrain(out, self.sharding.heads)
-        return self.o(out.reshape(batch, seq, -1)), cache
+        return self.o(out.reshape(*x.shape[:2], out.shape[2] * width)), cache
 
 
 class MLP(nnx.Module):
@@ -96,7 +98,11 @@ class Transformer(nnx.Module):
         self.config, self.sharding = config, sharding
         key = rngs.params()
         self.embed = nnx.Embed(
-            config.vocab_size, config.dim, param_dtype=config.param_dtype, rngs=rngs
+            config.vocab_size,
+            config.dim,
+            param_dtype=config.param_dtype,
+            embedding_init=_BLANK,
+            rngs=rngs,
         )
         self.layers = nnx.List(
             [Block(config, sharding, rngs=rngs) for _ in range(config.num_layers)]
@@ -137,8 +143,15 @@ class Transformer(nnx.Module):
 def _linear(
     config: TransformerConfig, width_in: int, width_out: int, *, rngs: nnx.Rngs, **options
 ) -> Linear:
-    dtypes = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-    return Linear(width_in, width_out, **{"use_bias": False, **dtypes, **options}, rngs=rngs)
+    return Linear(
+        width_in,
+        width_out,
+        **{"use_bias": False, **options},
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        kernel_init=_BLANK,
+        rngs=rngs,
+    )
 
 
 def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:

@@ -1,0 +1,260 @@
+import dataclasses
+import math
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models import parameters
+from normfuse.models.config import PRESETS
+from normfuse.models.functional import build
+from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, validate
+
+AXES = ("data", "fsdp", "tensor")
+MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
+CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
+    pytest.param(sizes, Sharding.sequence_parallel(), id=f"{sizes} sequence")
+    for sizes in MESHES
+    if sizes[2] > 1
+]
+SEQ = 20  # so that no activation has a parameter's number of elements
+
+
+def _mesh(sizes, axes=AXES):
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
+
+
+def _loss(model, params, tokens):
+    logits, targets = model.apply(params, tokens[:, :-1]), tokens[:, 1:]
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def _compiled(model, mesh):
+    """One training gradient, its parameters and their gradients sharded alike."""
+    with jax.set_mesh(mesh):
+        places = model.shardings(model.abstract, mesh)
+        on = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        params = jax.tree.map(on, model.abstract, places)
+        batch = NamedSharding(mesh, on_mesh(P(BATCH, None), mesh.axis_names))
+        tokens = jax.ShapeDtypeStruct((8, SEQ + 1), jnp.int32, sharding=batch)
+        gradient = jax.value_and_grad(lambda params, tokens: _loss(model, params, tokens))
+        whole = NamedSharding(mesh, P())
+        step = jax.jit(gradient, out_shardings=(whole, places)).lower(params, tokens).compile()
+
+    def run(values, rows):
+        return step(jax.device_put(model.from_dict(values), places), jax.device_put(rows, batch))
+
+    return step.as_text(), run
+
+
+def _collectives(hlo, kind):
+    """Shapes of the results of every collective of a kind, over all replicas of tuples."""
+    lines = re.findall(rf"= (.*?) {kind}(?:-start)?\(", hlo)
+    shapes = [shape for line in lines for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
+    return [tuple(int(n) for n in shape.split(",") if n) for shape in shapes]
+
+
+@pytest.fixture(scope="module", params=["nnx", "eqx"])
+def framework(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def unsharded(small, noisy, framework):
+    rng = np.random.default_rng(0)
+    values, rows = noisy(small, rng), rng.integers(0, small.vocab_size, (8, SEQ + 1), np.int32)
+    model = build(framework, small)
+    loss, gradient = jax.jit(jax.value_and_grad(lambda p: _loss(model, p, rows)))(
+        model.from_dict(values)
+    )
+    return values, rows, loss, parameters.to_dict(gradient)
+
+
+@pytest.mark.parametrize(("sizes", "sharding"), CASES)
+def test_sharded_gradient_is_the_unsharded_one(
+    small, eight_devices, unsharded, framework, sizes, sharding
+):
+    values, rows, loss, gradient = unsharded
+    model = build(framework, small, sharding)
+    hlo, run = _compiled(model, _mesh(sizes))
+    sharded_loss, sharded_gradient = run(values, rows)
+    assert abs(sharded_loss - loss) < 1e-5
+    for name, value in parameters.to_dict(sharded_gradient).items():
+        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
+    _check_communication(small, hlo, sizes, sharding)
+
+
+def _check_communication(config, hlo, sizes, sharding):
+    gathered = _collectives(hlo, "all-gather")
+    shapes = parameters.shapes(config)
+    # What a device multiplies with: FSDP's pieces joined, tensor parallelism's part kept.
+    parts = {math.prod(shape) // sizes[2] for shape in shapes.values() if len(shape) == 2}
+    activations = [shape for shape in gathered if math.prod(shape) not in parts]
+    for kind in "all-to-all", "collective-permute":
+        assert not _collectives(hlo, kind)
+    batch = 8 // (sizes[0] * sizes[1])
+    if sharding == Sharding():
+        assert not activations
+        assert bool(gathered) == (sizes[1] > 1)
+    else:
+        # Each half of a block gathers its input forward and its output's gradient backward; the
+        # output projection gathers once, and so does the embedding's gradient.
+        assert activations == [(batch, SEQ, config.dim)] * (4 * config.num_layers + 2)
+    # Without data and FSDP every device sees the whole batch: no gradient is left to be summed.
+    if sizes[0] * sizes[1] == 1 and sizes[2] > 1:
+        reduced = {shape for shape in _collectives(hlo, "all-reduce") if len(shape) == 2}
+        assert reduced <= {(batch, SEQ)}  # the loss's maximum and sum over the vocabulary
+
+
+def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):
+    config = dataclasses.replace(small, num_layers=1)
+    model = build("nnx", config)
+    expected = jax.jit(model.init)(jax.random.key(7))
+    for sizes in (1, 8, 1), (2, 2, 2):
+        places = model.shardings(model.abstract, _mesh(sizes))
+        made = jax.jit(model.init, out_shardings=places)(jax.random.key(7))
+        for name, value in parameters.to_dict(made).items():
+            assert value.sharding == parameters.to_dict(places)[name]
+            np.testing.assert_array_equal(value, parameters.to_dict(expected)[name])
+
+
+_PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.models.sharding import Sharding
+
+def compile(tied, sharding):
+    config = TransformerConfig(vocab_size=64, dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+                               head_dim=8, mlp_dim=64, max_seq_len=16, tie_embeddings=tied)
+    model = build("nnx", config, sharding)
+    places = model.shardings(model.abstract, mesh)
+    loss = lambda params, tokens: jnp.mean(jax.nn.logsumexp(model.apply(params, tokens), -1))
+    batch = NamedSharding(mesh, P(("data", "fsdp"), None))
+    step = jax.jit(jax.grad(loss), in_shardings=(places, batch), out_shardings=places)
+    step.lower(model.abstract, jax.ShapeDtypeStruct((8, 16), jnp.int32)).compile()
+
+mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+jax.set_mesh(mesh)
+compile(True, Sharding())
+compile(False, Sharding.sequence_parallel())
+
+print("The warning, provoked:", file=sys.stderr, flush=True)
+place = lambda x, *spec: jax.lax.with_sharding_constraint(x, P(*spec))
+bad = lambda x: place(2 * place(x, None, "data", "fsdp"), ("fsdp", "tensor")) + 1
+jax.jit(bad).lower(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32)).compile()
+"""
+
+
+def test_nothing_is_rematerialised_in_full(eight_devices):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    ours, provoked = run.stderr.split("The warning, provoked:")
+    warning = "Involuntary full rematerialization"
+    assert warning in provoked  # else its text has changed, and what follows proves nothing
+    assert warning not in ours
+
+
+def test_constrain_does_nothing_without_a_mesh():
+    x = jnp.ones((4, 6))
+    assert constrain(x, P("data", "tensor")) is x
+    assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: constrain(x, P("data")))(x))
+    with jax.set_mesh(_mesh((1, 1, 1))):
+        assert constrain(x, P("data", "tensor")) is x
+
+
+def test_constrain_places_on_the_mesh_in_context(eight_devices):
+    x = jnp.arange(32.0).reshape(8, 4)
+    mesh = _mesh((4, 2), ("fsdp", "tensor"))
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda x: constrain(x, P(BATCH, "tensor")))(x)
+    assert y.sharding == NamedSharding(mesh, P("fsdp", "tensor"))
+    np.testing.assert_array_equal(y, x)
+
+
+def test_constrain_leaves_out_axes_that_shard_map_has_taken(eight_devices):
+    mesh = _mesh((2, 2, 2))
+    x = jnp.arange(32.0).reshape(8, 4)
+    local = jax.shard_map(
+        lambda x: constrain(2 * x, P(BATCH, "tensor")),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(local)(x), 2 * x)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_parameter_has_a_spec(preset):
+    for name, shape in parameters.shapes(PRESETS[preset]).items():
+        assert len(Sharding().parameter(name)) == len(shape), name
+    with pytest.raises(KeyError, match="layers.0.bogus.kernel"):
+        Sharding().parameter("layers.0.bogus.kernel")
+
+
+def test_shardings_follow_the_layout_of_each_framework(small, eight_devices):
+    mesh = _mesh((4, 2), ("fsdp", "tensor"))
+    flax, equinox = build("nnx", small), build("eqx", small)
+    placed = flax.shardings(flax.abstract, mesh)
+    assert placed["layers"][0]["mlp"]["up"]["kernel"].spec == P("fsdp", "tensor")
+    placed = equinox.shardings(equinox.abstract, mesh)
+    assert placed.layers[0].mlp.up.weight.spec == P("tensor", "fsdp")
+    assert placed.layers[0].mlp_norm.weight.spec == P(None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "options", "message"),
+    [
+        (
+            {},
+            {"tensor": 4},
+            {},
+            "num_kv_heads=2 cannot be split over mesh axis 'tensor' of size 4: it must be a "
+            "multiple of 4. Change num_kv_heads, or make the axis 1 or 2.",
+        ),
+        ({"num_kv_heads": 4, "mlp_dim": 42}, {"tensor": 4}, {}, "mlp_dim=42 cannot be split"),
+        ({"num_kv_heads": 4, "vocab_size": 50}, {"tensor": 4}, {}, "vocab_size=50 cannot be"),
+        ({}, {"data": 2, "fsdp": 5}, {}, "dim=24 cannot be split over mesh axis 'fsdp' of size 5"),
+        (
+            {},
+            {"data": 2, "fsdp": 4},
+            {"batch_size": 12},
+            "batch_size=12 cannot be split over mesh axis 'data' of size 2 x 'fsdp' of size 4: it "
+            "must be a multiple of 8",
+        ),
+        (
+            {},
+            {"tensor": 2},
+            {"seq_len": 15, "sharding": Sharding.sequence_parallel()},
+            "seq_len=15 cannot be split over mesh axis 'tensor' of size 2",
+        ),
+        ({}, {"model": 2}, {}, "mesh axis 'model' is unknown to the transformer"),
+    ],
+)
+def test_validate_names_the_dimension_and_the_axis(small, changes, mesh, options, message):
+    with pytest.raises(ValueError) as error:
+        validate(dataclasses.replace(small, **changes), mesh, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_fits_common_meshes(preset):
+    for mesh in {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}:
+        validate(PRESETS[preset], mesh, batch_size=8, seq_len=128)

@@ -1,0 +1,214 @@
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from normfuse.models import eqx as eqx_model
+from normfuse.models import nnx as nnx_model
+from normfuse.models import parameters
+from normfuse.models.functional import build
+
+FRAMEWORKS = ["nnx", "eqx"]
+VARIANTS = {
+    "grouped": {},
+    "tied": {"tie_embeddings": True},
+    "qwen2": {"attention_bias": True, "num_kv_heads": 4},
+    "qwen3": {"qk_norm": True, "num_kv_heads": 1},
+}
+
+
+def _tokens(config, rng, batch=2, seq=12):
+    return rng.integers(0, config.vocab_size, (batch, seq), dtype=np.int32)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_match_reference_and_each_other(small, scaling, reference, noisy, rng, variant):
+    config = dataclasses.replace(small, **VARIANTS[variant])
+    if variant == "tied":
+        config = dataclasses.replace(config, rope_scaling=scaling)
+    values, tokens = noisy(config, rng), _tokens(config, rng)
+    expected = np.stack([reference(config, values, row) for row in tokens])
+    got = {}
+    for framework in FRAMEWORKS:
+        model = build(framework, config)
+        got[framework] = np.asarray(jax.jit(model.apply)(model.from_dict(values), tokens))
+        assert got[framework].dtype == np.float32
+        # Some 20 roundings in a row between input and logits, each of 2^-24 relative to the largest
+        # value around, and as many again in the length summed: 100 of them cover it.
+        error = np.abs(got[framework] - expected).max()
+        assert error < 100 * 2**-24 * np.abs(expected).max()
+    assert np.abs(got["nnx"] - got["eqx"]).max() < 100 * 2**-24 * np.abs(expected).max()
+
+
+def test_a_key_gives_the_same_model_however_it_is_made(small):
+    config = dataclasses.replace(small, num_layers=1)
+
+    def make(key):
+        flax = nnx_model.Transformer(config, rngs=nnx.Rngs(params=key))
+        key = nnx.Rngs(params=key).params()
+        return {
+            "functions": parameters.initial_parameters(config, key),
+            "nnx": parameters.to_dict(nnx.to_pure_dict(nnx.state(flax))),
+            "eqx": parameters.to_dict(eqx_model.Transformer(config, key=key)),
+            **{f"build {f}": parameters.to_dict(build(f, config).init(key)) for f in FRAMEWORKS},
+        }
+
+    made = jax.jit(make)(jax.random.key(3))
+    expected = made.pop("functions")
+    for way, values in made.items():
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(values[name], value, err_msg=f"{way}: {name}")
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_functional_model_is_the_frameworks_own(small, noisy, rng, framework):
+    model = build(framework, small)
+    params = model.from_dict(noisy(small, rng))
+    own = model.model(params)
+    assert isinstance(own, nnx.Module if framework == "nnx" else eqx.Module)
+    tokens = jnp.arange(6)[None]
+    got, expected = jax.jit(own.__call__)(tokens), jax.jit(model.apply)(params, tokens)
+    # One has its parameters as constants, so rounds elsewhere; as in the test above.
+    assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_token_changes_no_logits_before_it(small, noisy, rng, framework):
+    model = build(framework, small)
+    params, apply = model.from_dict(noisy(small, rng)), jax.jit(model.apply)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    changed = tokens.copy()
+    changed[0, 9] = 40
+    before, after = apply(params, tokens)[0], apply(params, changed)[0]
+    np.testing.assert_array_equal(before[:9], after[:9])
+    assert (before[9:] != after[9:]).any(axis=-1).all()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_every_parameter_has_a_gradient(small, noisy, rng, framework):
+    config = dataclasses.replace(small, qk_norm=True, attention_bias=True)
+    model = build(framework, config)
+    params, tokens = model.from_dict(noisy(config, rng)), _tokens(config, rng)
+    loss = lambda params: jnp.mean(jax.nn.logsumexp(model.apply(params, tokens), axis=-1))
+    gradient = parameters.to_dict(jax.jit(jax.grad(loss))(params))
+    for name, value in gradient.items():
+        if name != "embed.embedding":  # tokens that do not occur have none
+            assert np.count_nonzero(value) > 0.9 * value.size, name
+    seen = np.unique(tokens)
+    assert np.count_nonzero(gradient["embed.embedding"]) == seen.size * config.dim
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_gradient_matches_differences_of_the_reference(small, reference, noisy, rng, framework):
+    model = build(framework, small)
+    values, tokens = noisy(small, rng), _tokens(small, rng, batch=1)
+    direction = {name: rng.standard_normal(value.shape) for name, value in values.items()}
+    weights = rng.standard_normal((tokens.shape[1], small.vocab_size))
+    loss = lambda params: jnp.sum(model.apply(params, tokens)[0] * weights)
+    gradient = parameters.to_dict(jax.jit(jax.grad(loss))(model.from_dict(values)))
+    got = sum(np.vdot(direction[name], gradient[name]) for name in values)
+
+    def shifted(step):
+        moved = {name: values[name] + step * direction[name] for name in values}
+        return np.sum(reference(small, moved, tokens[0]) * weights)
+
+    # Central differences: an error of h^2 relative, 1e-10, and 1e-16 / h of cancellation.
+    expected = (shifted(1e-5) - shifted(-1e-5)) / 2e-5
+    size = sum(np.sum(np.abs(direction[name] * gradient[name])) for name in values)
+    assert abs(got - expected) < 100 * 2**-24 * size
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
+    small, reference, equations, noisy, rng, framework
+):
+    config = dataclasses.replace(small, dtype="bfloat16")
+    model = build(framework, config)
+    values, tokens = noisy(config, rng), _tokens(config, rng)
+    params = model.from_dict(values)
+    loss = lambda params: jnp.sum(model.apply(params, tokens) ** 2)
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params)
+    dots = [eqn for eqn in equations(jaxpr.jaxpr) if eqn.primitive.name == "dot_general"]
+    assert len(dots) == 3 * (9 * small.num_layers + 1)
+    for eqn in dots:  # attention's cotangents are float32, and rounded as the algorithm says
+        named = eqn.params["precision"] == jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+        assert named or {str(v.aval.dtype) for v in eqn.invars} == {"bfloat16"}
+    gradient = jax.eval_shape(jax.grad(loss), params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
+    logits = np.asarray(jax.jit(model.apply)(params, tokens))
+    assert logits.dtype == np.float32
+    expected = np.stack([reference(config, values, row) for row in tokens])
+    # As in float32, with a rounding of 2^-9 and errors that add up at random: the root of 100.
+    assert np.sqrt(np.mean((logits - expected) ** 2)) < 10 * 2**-9 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_remat_repeats_what_it_says_and_changes_no_gradient(small, noisy, rng, framework):
+    config = dataclasses.replace(small, num_layers=1)
+    tokens, values = _tokens(config, rng), noisy(config, rng)
+    gradients, products = {}, {}
+    for mode in "none", "block", "dots":
+        model = build(framework, dataclasses.replace(config, remat=mode))
+        params = model.from_dict(values)
+        loss = lambda params, model=model: jnp.mean(model.apply(params, tokens) ** 2)
+        lowered = jax.jit(jax.grad(loss)).lower(params)
+        products[mode] = lowered.as_text().count("dot_general")
+        gradients[mode] = parameters.to_dict(lowered.compile()(params))
+    # A block has 7 products with weights and 2 within attention. Recomputing it all repeats every
+    # one but the last, whose result only the next block needs; "dots" repeats the scores only.
+    assert products["block"] - products["none"] == 8
+    assert products["dots"] - products["none"] == 2
+    for name, value in gradients["none"].items():
+        # The same sums in an order that fusion may change: a few roundings.
+        limit = 20 * 2**-24 * np.abs(value).max()
+        assert np.abs(gradients["block"][name] - value).max() <= limit
+        assert np.abs(gradients["dots"][name] - value).max() <= limit
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_implementation_reaches_every_norm(small, framework):
+    config = dataclasses.replace(small, qk_norm=True)
+    targets = {}
+    for implementation in "native", "xla":
+        model = build(framework, dataclasses.replace(config, implementation=implementation))
+        lowered = jax.jit(model.apply).lower(model.abstract, jnp.zeros((2, 8), jnp.int32))
+        targets[implementation] = lowered.as_text().count("@normfuse_rms_norm_forward")
+    assert targets == {"native": 4 * small.num_layers + 1, "xla": 0}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_empty_batch(small, noisy, rng, framework):
+    model = build(framework, small)
+    total = lambda params: jnp.sum(model.apply(params, jnp.zeros((0, 4), jnp.int32)))
+    value, gradient = jax.jit(jax.value_and_grad(total))(model.from_dict(noisy(small, rng)))
+    assert value == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_tokens_outside_the_vocabulary_are_not_taken_for_others(small, noisy, rng, framework):
+    model = build(framework, small)
+    tokens = jnp.array([[1, 2, small.vocab_size, 3], [1, 2, 3, 4]])
+    logits = jax.jit(model.apply)(model.from_dict(noisy(small, rng)), tokens)
+    assert jnp.isnan(logits[0]).any(axis=-1)[2:].all() and jnp.isfinite(logits[1]).all()
+
+
+def test_sequences_beyond_max_seq_len_are_rejected(small):
+    model = build("nnx", small)
+    with pytest.raises(ValueError, match="tokens hold 65 positions; max_seq_len=64"):
+        jax.eval_shape(model.apply, model.abstract, jnp.zeros((1, 65), jnp.int32))
+
+
+def test_unknown_framework_is_rejected(small):
+    with pytest.raises(ValueError, match="framework='torch' must be one of 'nnx', 'eqx'"):
+        build("torch", small)
+
+
+def test_functionals_of_one_configuration_are_equal(small):
+    assert build("nnx", small) == build("nnx", small)
+    assert hash(build("eqx", small)) == hash(build("eqx", small))
+    assert build("nnx", small) != build("eqx", small)
