@@ -1,0 +1,100 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normfuse.models.attention import KeyValue, attend, rope_table, rotate
+
+
+def _expected(q, k, v, start=0):
+    """Each query's softmax over the keys up to its own position, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        group = h * k.shape[2] // q.shape[2]
+        seen = start + t + 1
+        scores = k[b, :seen, group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        shares = np.exp(scores - scores.max())
+        out[b, t, h] = shares / shares.sum() @ v[b, :seen, group]
+    return out
+
+
+def _random(rng, kv_heads, dtype, batch=2, seq=7, heads=4, width=8):
+    q = rng.standard_normal((batch, seq, heads, width))
+    k, v = rng.standard_normal((2, batch, seq, kv_heads, width))
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "unit"), [("float32", 2**-24), ("bfloat16", 2**-9)])
+def test_attention_matches_reference(rng, kv_heads, dtype, unit):
+    q, k, v = _random(rng, kv_heads, dtype)
+    out, cache = jax.jit(lambda *x: attend(*x, None, 0, "auto"))(q, k, v)
+    assert cache is None and out.dtype == dtype
+    # Rounded: the score (of some units), its exponential, the share, the product and the result.
+    error = np.abs(np.asarray(out, np.float64) - _expected(q, k, v)).max()
+    assert error < 8 * unit * np.abs(np.asarray(v, np.float64)).max()
+
+
+def test_attention_grows_with_a_cache(rng):
+    q, k, v = _random(rng, 2, "float32")
+    blank = jnp.full((2, 10, 2, 8), jnp.nan)  # never filled, so never to be seen
+    cache = KeyValue(jnp.zeros_like(blank), jnp.zeros_like(blank))
+    pieces, start = [], 0
+    step = jax.jit(lambda *x: attend(*x, "auto"))
+    for length in 4, 1, 2:
+        part = slice(start, start + length)
+        out, cache = step(q[:, part], k[:, part], v[:, part], cache, start)
+        pieces.append(out)
+        start += length
+    got = np.concatenate(pieces, axis=1)
+    assert np.abs(got - _expected(q, k, v)).max() < 8 * 2**-24 * np.abs(np.asarray(v)).max()
+    np.testing.assert_array_equal(cache.keys[:, :start], k)
+
+
+def test_attention_of_long_scores_stays_finite(rng):
+    q, k, v = (1e4 * x for x in _random(rng, 2, "float32"))
+    out, _ = attend(q, k, v, None, 0, "xla")
+    assert np.abs(out - _expected(q, k, v)).max() < 1e-3 * np.abs(np.asarray(v)).max()
+    gradient = jax.grad(lambda q: attend(q, k, v, None, 0, "xla")[0].sum())(q)
+    assert np.isfinite(gradient).all()
+
+
+def test_cudnn_where_there_is_none_says_so(rng):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        attend(*_random(rng, 2, "bfloat16"), None, 0, "cudnn")
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only(small, rng):
+    x, y = rng.standard_normal((2, 1, 1, 1, small.head_dim)).astype(np.float32)
+    turned = lambda x, position: rotate(jnp.asarray(x), rope_table(small, position, 1))
+    products = [jnp.vdot(turned(x, at + 5), turned(y, at)) for at in (0, 1, 40)]
+    # Angles of up to 45 radians carry errors of 45 * 2^-24 each.
+    limit = 4 * 45 * 2**-24 * np.linalg.norm(x) * np.linalg.norm(y)
+    assert max(products) - min(products) < limit
+    assert abs(products[0] - np.vdot(x, y)) > 100 * limit
+    assert np.linalg.norm(turned(x, 40)) == pytest.approx(np.linalg.norm(x), rel=1e-6)
+
+
+def test_rotation_of_position_zero_is_none(small, rng):
+    x = rng.standard_normal((2, 1, 3, small.head_dim)).astype(np.float32)
+    np.testing.assert_array_equal(rotate(jnp.asarray(x), rope_table(small, 0, 1)), x)
+
+
+def test_rope_table_matches_complex_powers(small, scaling):
+    for config in small, dataclasses.replace(small, rope_scaling=scaling, rope_theta=500.0):
+        table = rope_table(config, 3, 20)
+        half = config.head_dim // 2
+        frequencies = config.rope_theta ** -(np.arange(half) / half)
+        if config.rope_scaling is not None:
+            turns = 16 * frequencies / (2 * np.pi)
+            share = np.clip((turns - 0.03) / (2.0 - 0.03), 0, 1)
+            assert share[0] == 1 and share[-1] == 0 and 0 < share[1] < 1
+            frequencies = frequencies * (share + (1 - share) / 4.0)
+        angles = np.arange(3, 23)[:, None] * frequencies
+        assert np.abs(np.asarray(table.cos) - np.cos(angles)).max() < 23 * 2**-23
+        assert np.abs(np.asarray(table.sin) - np.sin(angles)).max() < 23 * 2**-23

@@ -1,0 +1,116 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normfuse.models.attention import Cache
+from normfuse.models.functional import build
+from normfuse.models.generate import _draw, generate
+
+
+@pytest.fixture(scope="module", params=["nnx", "eqx"])
+def model(small, request):
+    return build(request.param, dataclasses.replace(small, num_layers=1))
+
+
+@pytest.fixture(scope="module")
+def params(model, noisy):
+    return model.from_dict(noisy(model.config, np.random.default_rng(0)))
+
+
+def test_decoding_piece_by_piece_gives_the_logits_of_the_whole(model, params, rng):
+    tokens = rng.integers(0, model.config.vocab_size, (2, 9), np.int32)
+    whole, decode = jax.jit(model.apply)(params, tokens), jax.jit(model.decode)
+    cache, pieces = Cache.empty(model.config, 2, 12), []
+    for part in np.split(tokens, [5, 6, 7], axis=1):
+        logits, cache = decode(params, part, cache)
+        pieces.append(logits)
+    assert cache.length == 9
+    error = np.abs(np.concatenate(pieces, axis=1) - whole).max()
+    assert error < 50 * 2**-24 * np.abs(whole).max()  # other shapes, so other orders of summation
+
+
+def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params):
+    prompts = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    got = generate(model, params, prompts, 8, temperature=0)
+    apply = jax.jit(model.apply)
+    padded = np.zeros((2, 13), np.int32)  # what comes after a position does not change its logits
+    padded[:, :5] = prompts
+    for length in range(5, 13):
+        logits = apply(params, padded)[:, length - 1]
+        runner_up, best = np.sort(logits, axis=-1)[:, -2:].T
+        assert (best - runner_up > 1e-4).all()  # no tie that rounding could decide
+        padded[:, length] = np.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(got, padded[:, 5:])
+
+
+def test_seed_decides_the_text(model, params):
+    prompt = np.array([[1, 2, 3]])
+    text = lambda seed: generate(model, params, prompt, 12, seed=seed, temperature=2.0)
+    np.testing.assert_array_equal(text(0), text(0))
+    assert (text(0) != text(1)).any()
+    assert text(0).min() >= 0 and text(0).max() < model.config.vocab_size
+
+
+def test_padding_of_the_prompt_does_not_show(model, params):
+    # Five tokens are padded to eight: the sixth position must not see what padding left there.
+    long = generate(model, params, np.array([[7, 8, 9, 10, 11]]), 6, temperature=0)
+    short = generate(model, params, np.array([[7, 8, 9, 10, 11, long[0, 0]]]), 5, temperature=0)
+    np.testing.assert_array_equal(long[:, 1:], short)
+
+
+LOGITS = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
+
+
+def _shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
+    keys = jax.random.split(jax.random.key(0), draws)
+    draw = lambda key: _draw(
+        jnp.asarray(LOGITS)[None], key, jnp.float32(temperature), jnp.float32(top_p), top_k
+    )[0]
+    return np.bincount(jax.jit(jax.vmap(draw))(keys), minlength=4) / draws
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 9}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_p": 0.69}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.71}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_p": 0.01}, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, np.array([16, 9, 4, 1]) / 30),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [4 / 7, 3 / 7, 0, 0]),
+    ],
+    ids=str,
+)
+def test_draws_have_the_probabilities_asked_for(options, expected):
+    # Four standard deviations of a share among 4000 draws are at most 0.032; zero is zero.
+    got = _shares(**options)
+    np.testing.assert_allclose(got, expected, atol=0.032)
+    assert (got[np.asarray(expected) == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([[1, 2]], {"num_tokens": 0}, "num_tokens=0 must be at least 1"),
+        ([[1, 2]], {"num_tokens": 63}, "exceed max_seq_len=64"),
+        ([1, 2], {}, "prompt must be integers of shape (batch, seq)"),
+        ([[]], {}, "prompt must be integers of shape (batch, seq)"),
+        ([[1.0]], {}, "got float64"),
+        ([[1, 48]], {}, "prompt holds tokens from 1 to 48; vocab_size=48 has 0 to 47"),
+        ([[1]], {"temperature": -1.0}, "temperature=-1.0 must be finite"),
+        ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
+        ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
+        ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
+    ],
+)
+def test_generate_rejects(small, prompt, options, message):
+    model = build("nnx", small)
+    with pytest.raises(ValueError) as error:
+        generate(model, model.abstract, np.array(prompt), **{"num_tokens": 4, **options})
+    assert message in str(error.value)
