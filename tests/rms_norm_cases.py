@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import reference
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from reference import Expected, assert_close
 
 from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
@@ -207,3 +209,23 @@ def total(stacked: Expected) -> Expected:
     """The sum over the dimension in front."""
     n = len(stacked.value)
     return Expected(stacked.value.sum(0), stacked.size.sum(0), stacked.length + n)
+
+
+REPLICATED = P()
+SPECS = {  # of a case's x (8, 2, 16) on a mesh of data=4, model=2
+    "rows": P("data", None, None),
+    "rows over both axes": P(("data", "model"), None, None),
+    "rows in two dimensions": P("data", "model", None),
+    "features": P("data", None, "model"),
+    "features over both axes": P(None, None, ("data", "model")),
+    "replicated": P(None, None, None),
+}
+
+
+def put(mesh, case, spec, scale=REPLICATED) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The operands and cotangents on a mesh; scale replicated, or stored as `scale` says."""
+    place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    *big, last = case.args
+    return [place(a, spec) for a in big] + [place(last, scale)], [
+        place(ct, spec) for ct in case.cts
+    ]

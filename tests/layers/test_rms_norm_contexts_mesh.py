@@ -8,29 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rms_norm_cases import Batch, Case
+from rms_norm_cases import SPECS, Batch, Case, put
 
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 SPLIT_FORWARD = {"apply": 1, "row_sums": 1}
 SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}  # y is not asked for: no apply
-SPECS = {  # of x (8, 2, 16) on a mesh of data=4, model=2
-    "rows": P("data", None, None),
-    "rows over both axes": P(("data", "model"), None, None),
-    "rows in two dimensions": P("data", "model", None),
-    "features": P("data", None, "model"),
-    "features over both axes": P(None, None, ("data", "model")),
-    "replicated": P(),
-}
-
-
-def put(mesh, case, spec, scale_spec=None):
-    """The operands and cotangents on a mesh; scale replicated, or stored as `scale_spec`."""
-    place = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
-    *big, scale = case.args
-    of_scale = P() if scale_spec is None else scale_spec
-    return [place(a, spec) for a in big] + [place(scale, of_scale)], [
-        place(ct, spec) for ct in case.cts
-    ]
 
 
 def split_features(spec):
