@@ -6,6 +6,7 @@ import math
 import re
 
 _CALL = re.compile(r'custom_call_target="normfuse_([a-z_]+)"')
+_LAUNCHED = re.compile(r'kernel = "([a-z_]+)"')
 _COLLECTIVE = re.compile(
     r"= (?P<type>\(.*?\)|\S+) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|"
     r"ragged-all-to-all|collective-permute|collective-broadcast)(?P<start>-start)?\("
@@ -27,15 +28,28 @@ def text(compiled) -> str:
 
 
 def calls(compiled, prefix: str = "rms_norm_") -> dict[str, int]:
-    """How often each of our kernels is called; names without `prefix`."""
-    found = collections.Counter(_CALL.findall(text(compiled)))
+    """How often each of our kernels is called; names without `prefix`.
+
+    On a GPU every kernel is a launch that names it, and the sum over the blocks of a backward
+    kernel, a launch of its own, counts as part of it.
+    """
+    found = collections.Counter(name for name, _ in _kernels(compiled))
     return {name.removeprefix(prefix): count for name, count in sorted(found.items())}
 
 
 def results(compiled) -> list[int]:
     """How many results each call of our kernels has, in order of the kernel's name."""
-    found = re.findall(r"= (\(.*?\)|\S+) custom-call\(.*?" + _CALL.pattern, text(compiled))
-    return [len(_ARRAY.findall(type_)) for type_, _ in sorted(found, key=lambda f: f[1])]
+    return [len(_ARRAY.findall(type_)) for _, type_ in sorted(_kernels(compiled))]
+
+
+def _kernels(compiled):
+    """(name, result type) of each call of our kernels."""
+    for line in text(compiled).splitlines():
+        if call := _CALL.search(line):
+            launched = _LAUNCHED.search(line)
+            name = launched[1] if launched else call[1]
+            if name != "column_sum":
+                yield name, re.search(r"= (\(.*?\)|\S+) custom-call\(", line)[1]
 
 
 def collectives(compiled) -> list[Collective]:

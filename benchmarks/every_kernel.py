@@ -1,0 +1,78 @@
+"""Runs every RMSNorm kernel once in each of its variants, and compares it with its definition.
+
+Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck).
+
+    compute-sanitizer --tool memcheck python benchmarks/every_kernel.py
+"""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from normfuse.native import rms_norm as native
+
+DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
+# One row a thread group, a block or several blocks; odd sizes go through the scalar path.
+SHAPES = [(n, 1) for n in (1, 3, 64, 130, 1000, 1024, 4096, 5120, 8192, 32768, 65537)] + [
+    (7, 3),
+    (64, 130),
+]
+
+
+def array(rng, shape, dtype):
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def same(kernel, operands, **params) -> float:
+    """The largest error of `kernel` against its definition, relative to the largest value."""
+    given = jax.jit(lambda *a: kernel(*a, strict=True, **params))(*operands)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = kernel.definition(*[np.asarray(a) for a in operands], **params)
+    worst = 0.0
+    for got, want in zip(given, wanted, strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        error = np.max(np.abs(got - want)) / max(np.max(np.abs(want)), 1e-30)
+        unit = float(jnp.finfo(given[0].dtype).eps)
+        # Roundings of the result, and sums in another order over a row or over all rows.
+        limit = 2 * unit + 8 * np.finfo(np.float32).eps * math.sqrt(max(a.size for a in operands))
+        if not error <= limit:
+            raise SystemExit(f"{kernel.name} {params}: error {error:.2e}, at most {limit:.2e}")
+        worst = max(worst, error)
+    return worst
+
+
+def main() -> None:
+    rng, worst, runs = np.random.default_rng(0), 0.0, 0
+    # scale, residual, and whether rstd or dscale is asked for; the dtypes take turns
+    flags = [(False, False, True), (True, False, True), (True, True, True), (True, True, False)]
+    turns = itertools.cycle(DTYPES)
+    for (n, inner), (scaled, added, extra) in itertools.product(SHAPES, flags):
+        dtype, other = next(turns)
+        outer = 5 if n > 8192 else 37
+        x, dy = array(rng, (outer, n, inner), dtype), array(rng, (outer, n, inner), dtype)
+        residual = [array(rng, x.shape, other)] * added
+        scale = [array(rng, (n,), other)] * scaled
+        rstd = jnp.asarray(rng.uniform(0.5, 2, (outer, inner)), jnp.float32)
+        flag = {"scale_offset": 0.5, "has_scale": scaled}
+        out = {"out_dtype": dtype if extra else other}
+        grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
+        dh = [array(rng, x.shape, dtype)] * added
+        cases = [
+            (native.forward, [x, *residual, *scale],
+             {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}),
+            (native.backward, [dy, x, *scale, rstd, *dh], grads),
+            (native.backward_apply, [dy, x, *scale, rstd, *dh, rstd], {"count": n, **grads}),
+            (native.apply, [x, *scale, rstd], {**out, **flag}),
+            (native.row_dots, [dy, x, *scale], flag),
+            (native.row_sums, [x], {}),
+        ]  # fmt: skip
+        for kernel, operands, params in cases[: 3 if added else None]:
+            worst, runs = max(worst, same(kernel, operands, **params)), runs + 1
+    print(f"{runs} kernels right on {jax.devices()[0].device_kind}; largest error {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
