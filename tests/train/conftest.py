@@ -63,16 +63,22 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def flags(text_file, tmp_path):
-    """Gives the flags of a small run: `flags(steps=4, **{"mesh.fsdp": 2})`; None drops one."""
+@pytest.fixture(scope="session")
+def small_run():
+    """Gives a small run's flags: `small_run(text, folder, steps=4, **{"mesh.fsdp": 2})`."""
 
-    def make(**changes) -> list[str]:
-        base = {"data.path": text_file, "out-dir": tmp_path / "run"} | _FLAGS
+    def make(text: Path, folder: Path, **changes) -> list[str]:
+        base = {"data.path": text, "out-dir": folder} | _FLAGS
         changes = {name.replace("_", "-"): value for name, value in changes.items()}
         return [f"--{k}={v}" for k, v in (base | changes).items() if v is not None]
 
     return make
+
+
+@pytest.fixture
+def flags(small_run, text_file, tmp_path):
+    """Gives the flags of a small run in this test's folder."""
+    return lambda **changes: small_run(text_file, tmp_path / "run", **changes)
 
 
 @pytest.fixture
