@@ -50,9 +50,9 @@ def train(config: TrainConfig, console: Console | None = None):
     """
     check(config)
     text = load(config.data.path, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    distributed.initialize(config.distributed)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        distributed.initialize(config.distributed)
+        stop = stack.enter_context(StopRequest())  # after JAX has put its own handler of SIGTERM
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
         check_model(config.transformer(), mesh, config.batch_size, config.microbatches)

@@ -1,0 +1,57 @@
+"""The command itself: what it says of itself, and that saying it is quick."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from normfuse.train.cli import main
+
+
+def test_help_names_every_command(capsys):
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        for command in ("train", "generate", "report", "info", "cache"):
+            assert f"\n  {command} " in out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == version("normfuse")
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "report"])
+def test_commands_explain_themselves(capsys, command):
+    assert main([command, "--help"]) == 0
+    assert f"usage: normfuse {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_suggests_the_nearest(capsys):
+    assert main(["trian"]) == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+    assert main(["qqq"]) == 2
+    assert "normfuse --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["train", "--setps", "3"], ["generate", "--help"]]
+)
+def test_flags_are_read_without_jax(argv):
+    program = f"""
+import sys
+from normfuse.train.cli import main
+main({argv!r})
+heavy = {{"jax", "flax", "equinox", "orbax", "grain", "optax", "matplotlib"}} & set(sys.modules)
+sys.exit(f"imported: {{heavy}}" if heavy else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m normfuse.train --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith("usage: normfuse train")
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
