@@ -60,7 +60,7 @@ class RMSNorm(nnx.RMSNorm):
     def __init__(self, num_features: int, *, implementation: Implementation = None, **kwargs: Any):
         check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
-        _set_static(self, implementation=check_options(implementation))
+        self.implementation = check_options(implementation)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
@@ -155,7 +155,8 @@ class Linear(nnx.Linear):
                 "nnx.Linear: in_features and out_features must be at least 1 for this kernel_init, "
                 f"got {in_features} and {out_features}"
             ) from None
-        _set_static(self, activation=activation, implementation=implementation)
+        self.activation = activation
+        self.implementation = implementation
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
@@ -195,12 +196,6 @@ class Linear(nnx.Linear):
         return unserved_dtype(inputs.dtype, kernel.dtype, bias_dtype, self.dtype)
 
 
-def _set_static(module: nnx.Module, **attributes: Any) -> None:
-    """Sets static attributes outside NNX's own record of them, so that `unswap` leaves no trace."""
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
-
-
 # ---------------------------------------------------------------- other people's models
 
 _OURS = {nnx.RMSNorm: RMSNorm, nnx.Linear: Linear}
@@ -233,11 +228,10 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     """
     implementation = check_options(implementation)
     for module in _layers(model, _OURS):
-        module.__class__ = _OURS[type(module)]
-        if isinstance(module, RMSNorm):
-            _set_static(module, implementation=implementation)
-        else:
-            _set_static(module, activation=None, implementation=None)
+        object.__setattr__(module, "__class__", _OURS[type(module)])  # Flax notes what it sets
+        module.implementation = implementation if isinstance(module, RMSNorm) else None
+        if isinstance(module, Linear):
+            module.activation = None
     return model
 
 
@@ -257,10 +251,23 @@ def unswap(model: M) -> M:
                 "None and apply it to the output"
             )
     for module in layers:
-        module.__class__ = _THEIRS[type(module)]
-        for name in ("activation", "implementation"):
-            vars(module).pop(name, None)
+        object.__setattr__(module, "__class__", _THEIRS[type(module)])
+        _forget(module, ("activation", "implementation"))
     return model
+
+
+def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
+    """Removes attributes, and Flax's note of which attributes are static with them.
+
+    The note is Flax's private matter; without it only `nnx.graphdef` would tell the module from one
+    that never had them.
+    """
+    for name in names:
+        vars(module).pop(name, None)
+    note = vars(module).get("_pytree__nodes")
+    if note is not None:
+        kept = {name: is_data for name, is_data in note.items() if name not in names}
+        object.__setattr__(module, "_pytree__nodes", type(note)(kept))
 
 
 def _layers(model, classes) -> Iterator[Any]:
