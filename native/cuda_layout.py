@@ -15,7 +15,7 @@ from normfuse.native.device import Target
 WARP = 32
 MAX_THREADS = 1024
 MAX_CLUSTER = 8
-_REGISTERS = 65536  # of a multiprocessor
+_QUARTER_REGISTERS = 16384  # of a quarter of a multiprocessor, which has whole warps
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
@@ -72,7 +72,7 @@ class RowLayout:
         """
         sums = _round_up(self.sum_bytes(compute, cluster=cluster), 16)
         stage = self.threads * self.chunks * self.vector * read_bytes
-        for depth in (3, 2, 1):
+        for depth in (4, 3, 2, 1):
             shared = sums + depth * stage
             if (shared + _RESERVED_BYTES) * self.min_blocks <= target.shared_memory:
                 break
@@ -146,32 +146,38 @@ def forward_layout(
 
 
 def backward_layout(
-    features: int, itemsize: int, target: Target, compute: np.dtype, *, whole_rows: bool
+    features: int,
+    itemsize: int,
+    target: Target,
+    *,
+    read_bytes: int,
+    compute: np.dtype,
+    whole_rows: bool,
 ) -> RowLayout | None:
-    """A layout of blocks of about 512 threads, two to a multiprocessor, for a persistent grid.
+    """A layout of blocks that give a multiprocessor 1024 threads, for a persistent grid.
 
-    A thread keeps the scale and the dscale of its columns in registers: 8 of them, 4 in float64.
-    The arguments are those of `forward_layout`.
+    A thread has the scale and dscale of its columns in registers, and its part of two rows in
+    shared memory: up to 16 elements, 8 in float64.
+
+    Args:
+      read_bytes: what is read for one element.
+      compute: the compute type.
+      The others are those of `forward_layout`.
     """
     vector = vector_size(features, itemsize)
-    chunks = max(1, 32 // compute.itemsize // vector)
-    held = chunks * vector
+    budget = target.shared_memory - 8 * _RESERVED_BYTES
+    fits = [e for e in (16, 8, 4, 2, 1) if 2 * MAX_THREADS * e * read_bytes <= budget]
+    held = max(vector, min(fits[0], 64 // compute.itemsize))
     row_threads = _row_threads(features, held)
     if row_threads <= 512:
-        rows = 512 // row_threads
-        return RowLayout(features, vector, chunks, row_threads, rows, min_blocks=2)
+        layout = RowLayout(features, vector, held // vector, row_threads, 512 // row_threads)
+        return dataclasses.replace(layout, min_blocks=MAX_THREADS // layout.threads)
     if not whole_rows:
-        return _sliced(features, vector, chunks, -(-features // (512 * held)), min_blocks=2)
-    if target.clusters:
-        for threads in (512, MAX_THREADS):
-            slices = _power_of_two(-(-features // (threads * held)))
-            if slices <= MAX_CLUSTER:
-                return _sliced(features, vector, chunks, slices, min_blocks=MAX_THREADS // threads)
-        return None
-    for more in (1, 2):  # without clusters: one large block, then one that spills a little
-        row_threads = _row_threads(features, held * more)
-        if row_threads <= MAX_THREADS:
-            return RowLayout(features, vector, chunks * more, row_threads)
+        return _sliced(features, vector, held, -(-features // (512 * held)))
+    for threads in (512, MAX_THREADS):
+        slices = _power_of_two(-(-features // (threads * held)))
+        if slices == 1 or (target.clusters and slices <= MAX_CLUSTER):
+            return _sliced(features, vector, held, slices)
     return None
 
 
@@ -188,10 +194,13 @@ def strided_blocks(outer: int, features: int, inner: int, target: Target) -> int
     return min(outer * -(-inner // width), 8 * target.multiprocessors)
 
 
-def _sliced(features: int, vector: int, chunks: int, slices: int, *, min_blocks: int) -> RowLayout:
-    row_threads = _row_threads(-(-features // slices), chunks * vector)
-    slices = -(-features // (row_threads * chunks * vector))
-    return RowLayout(features, vector, chunks, row_threads, slices=slices, min_blocks=min_blocks)
+def _sliced(features: int, vector: int, held: int, slices: int) -> RowLayout:
+    row_threads = _row_threads(-(-features // slices), held)
+    slices = -(-features // (row_threads * held))
+    blocks = MAX_THREADS // row_threads
+    return RowLayout(
+        features, vector, held // vector, row_threads, slices=slices, min_blocks=blocks
+    )
 
 
 def _row_threads(features: int, held: int) -> int:
@@ -201,8 +210,16 @@ def _row_threads(features: int, held: int) -> int:
 
 def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
     """As many blocks to a multiprocessor as its registers allow."""
-    blocks = _REGISTERS // (registers[layout.chunks - 1] * layout.threads)
-    return dataclasses.replace(layout, min_blocks=max(1, min(blocks, 2048 // layout.threads)))
+    needed, blocks = registers[layout.chunks - 1], 2048 // layout.threads
+    while blocks > 1 and _registers(layout.threads, blocks) < needed:
+        blocks -= 1
+    return dataclasses.replace(layout, min_blocks=blocks)
+
+
+def _registers(threads: int, blocks: int) -> int:
+    """What each thread may use for `blocks` blocks to run on a multiprocessor, of four quarters."""
+    warps = -(-blocks * threads // (4 * WARP))
+    return _QUARTER_REGISTERS // (warps * WARP) // 8 * 8
 
 
 def _power_of_two(value: int) -> int:

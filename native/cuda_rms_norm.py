@@ -230,14 +230,19 @@ def _backward(
             call.result("PARTIAL", (grid, n), call.compute)
         done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
     else:
+        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
         layout = cuda_layout.backward_layout(
-            n, max(call.moving_bytes()), call.target, call.compute, whole_rows=call.whole_rows
+            n,
+            max(call.moving_bytes()),
+            call.target,
+            read_bytes=sum(read),
+            compute=call.compute,
+            whole_rows=call.whole_rows,
         )
         if layout is None:
             return None
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
-        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )

@@ -13,9 +13,10 @@
 //   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block, if WITH_DSCALE
 //
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
-// dscale in registers, and has STAGES rows on their way to shared memory. Each thread reads only what
-// it copied itself, so that copies need no barrier. Every block adds its rows in order, and
-// column_sum.cu adds the blocks in order: the result does not depend on timing.
+// dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread reads
+// only what it copied itself, so that copies need no barrier; it reads everything twice, once for the
+// sum and once for dx, rather than keep it in registers meanwhile. Every block adds its rows in order,
+// and column_sum.cu adds the blocks in order: the result does not depend on timing.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -56,12 +57,12 @@ struct Stage {
     }
   }
 
+  // What has arrived there, widened; zeros beyond the row's end, or if not `active`.
   template <typename T>
-  __device__ void read(int operand, bool active, Chunks<T>& values) const {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      values[i] = active && inside(i) ? slot<T>(operand, i) : Packed<T, VECTOR>{};
-    }
+  __device__ Wide<Compute, VECTOR> read(int operand, int chunk, bool active) const {
+    Packed<T, VECTOR> values{};
+    if (active && inside(chunk)) values = slot<T>(operand, chunk);
+    return widen_all<Compute>(values);
   }
 };
 
@@ -177,26 +178,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     const bool active = row < rows;
     const Stage from{stages + stage * Stage::kBytes};
     wait_copies<STAGES - 1>();
-    Chunks<DY_TYPE> dys;
-    Chunks<X_TYPE> xs;
-    from.read(Stage::kDy, active, dys);
-    from.read(Stage::kX, active, xs);
 #if GRADIENT
     const bool another = row + stride < rows;
     const Compute rstd_row = next_rstd;
     next_rstd = another ? rstd[row + stride] : Compute(0);
-#if HAS_RESIDUAL
-    Chunks<DH_TYPE> dhs;
-    from.read(Stage::kDh, active, dhs);
-#endif
 #endif
 
 #if DOTS
     Compute dot = 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const auto wide_dy = widen_all<Compute>(dys[i]);
-      const auto wide_x = widen_all<Compute>(xs[i]);
+      const auto wide_dy = from.read<DY_TYPE>(Stage::kDy, i, active);
+      const auto wide_x = from.read<X_TYPE>(Stage::kX, i, active);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
 #if HAS_SCALE
@@ -211,20 +204,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     const Compute dot = next_dot;
     next_dot = another ? dots[row + stride] : Compute(0);
 #endif
-    // The values above have been used, so their slots are free again.
-    fetch(row + STAGES * stride, stage);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
-
 #if !GRADIENT
     if (active && row_thread() == 0) dots[row * SLICES + slice()] = dot;
 #else
     const Compute pull = dot * per_count * rstd_row * rstd_row;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const auto wide_dy = widen_again<Compute>(dys[i]);
-      const auto wide_x = widen_again<Compute>(xs[i]);
+      const auto wide_dy = from.read<DY_TYPE>(Stage::kDy, i, active);
+      const auto wide_x = from.read<X_TYPE>(Stage::kX, i, active);
 #if HAS_RESIDUAL
-      const auto wide_dh = widen_all<Compute>(dhs[i]);
+      const auto wide_dh = from.read<DH_TYPE>(Stage::kDh, i, active);
 #endif
       Wide<Compute, VECTOR> out;
 #pragma unroll
@@ -246,6 +235,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
     }
 #endif
+    // All that was read has been used, so the slots are free again.
+    fetch(row + STAGES * stride, stage);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 #if DOTS
   row_sum.finish();

@@ -51,14 +51,18 @@ __device__ inline double inverse_root(double value) { return rsqrt(value); }
 __device__ inline float2 widen_pair(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 __device__ inline float2 widen_pair(__half2 pair) { return __half22float2(pair); }
 
-// The same by other instructions: a compiler that does not see it keeps the elements until here in one
-// register a pair, not their widened copies in two.
+// The same by other instructions: the compiler does not see it, and keeps the elements until here in one
+// register a pair rather than their widened copies in two.
 __device__ inline float2 widen_pair_again(__nv_bfloat162 pair) {
   const unsigned bits = bit_cast<unsigned>(pair);
   return {__uint_as_float(__byte_perm(bits, 0, 0x1044)),
           __uint_as_float(__byte_perm(bits, 0, 0x3244))};
 }
-__device__ inline float2 widen_pair_again(__half2 pair) { return widen_pair(pair); }
+__device__ inline float2 widen_pair_again(__half2 pair) {
+  // Bytes in their own order, which depends on what only the launch knows: blockDim.z is 1.
+  const unsigned bits = bit_cast<unsigned>(pair);
+  return widen_pair(bit_cast<__half2>(__byte_perm(bits, 0, 0x320f + blockDim.z)));
+}
 
 template <typename T>
 struct PairOf;
