@@ -92,6 +92,8 @@ class Kernel:
             from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
 
             def serve(*operands, **params):
+                if not all(isinstance(n, int) for a in operands for n in a.shape):
+                    raise Unsupported("a kernel is compiled for one shape, and this is symbolic")
                 return cuda(device.target_for(ctx), *operands, **params)
 
             return self._lower(serve)(ctx, *values, strict=strict, **params)

@@ -110,7 +110,7 @@ def test_sub_axis_reshape(serve, auto_mesh):
     serve(case, grad, x, case.args[1], expected=case.gradients(), calls=BOTH)
 
 
-def test_sub_axis_reshape_of_features(serve):
+def test_sub_axis_reshape_of_features(serve, eight_devices):
     """a reshape that splits the mesh axis of the features"""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     case = Case("rms_norm", (3, 4, 16))
