@@ -19,6 +19,7 @@ from typing import Any
 from normfuse.native.fallback import Unsupported
 
 _KERNELS = pathlib.Path(__file__).parent / "kernels"
+_TOOLKIT = "/usr/local/cuda"  # where CUDA's installers put it
 _OPTIONS = ("--std=c++17",)
 _INSTALL = "`pip install 'normfuse[cuda13]'` (or `'normfuse[cuda12]'`, to match your jax)"
 
@@ -122,7 +123,7 @@ def include_directory() -> str:
     """The folder of cuda_bf16.h and its neighbours, from NVIDIA's wheels or a CUDA toolkit."""
     candidates = [_wheel_headers()]
     candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates.append("/usr/local/cuda")
+    candidates.append(_TOOLKIT)
     for folder in filter(None, candidates):
         for path in (pathlib.Path(folder), pathlib.Path(folder) / "include"):
             if (path / "cuda_bf16.h").exists() and (path / "cuda_fp16.h").exists():

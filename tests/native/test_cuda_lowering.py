@@ -1,0 +1,220 @@
+"""What a CUDA lowering contains, and which GPU it is for; no GPU is needed."""
+
+import functools
+import logging
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+
+from normfuse.native import cache, compiler, device, fallback, rms_norm
+from normfuse.native.device import Target, named_target, target_for
+from normfuse.native.fallback import Unsupported
+
+pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+
+SHAPE = (300, 4096, 1)
+FORWARD = {
+    "eps": 1e-6,
+    "scale_offset": 0.0,
+    "out_dtype": jnp.dtype("bfloat16"),
+    "has_residual": False,
+    "has_scale": True,
+    "with_rstd": True,
+}
+BACKWARD = {
+    "scale_offset": 0.0,
+    "has_residual": False,
+    "has_scale": True,
+    "with_dscale": True,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.delenv("NORMFUSE_CUDA_ARCH", raising=False)
+    jax.clear_caches()  # the architecture is no part of JAX's keys
+    yield
+    jax.clear_caches()
+
+
+def structs(dtype="bfloat16"):
+    x = jax.ShapeDtypeStruct(SHAPE, jnp.dtype(dtype))
+    return x, jax.ShapeDtypeStruct(SHAPE[1:2], jnp.float32)
+
+
+def forward(strict=True):
+    return jax.jit(functools.partial(rms_norm.forward, strict=strict, **FORWARD))
+
+
+def lowered(fn, *operands):
+    return fn.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def launches(text):
+    """The attributes of each launch but for its image."""
+    calls = re.findall(r"@normfuse_launch\(.*", text)
+    return [re.sub(r'dense<"0x[0-9A-F]*">', "IMAGE", call) for call in calls]
+
+
+def test_cuda_lowering_names_target_kernel_digest_and_grid(monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    (call,) = launches(lowered(forward(), *structs()))
+    assert 'kernel = "rms_norm_forward"' in call
+    assert "grid = dense<[300, 1, 1]> : tensor<3xi64>" in call
+    assert "image = IMAGE" in call and "floats = dense<[9.99999997E-7, 0.000000e+00]>" in call
+    (digest,) = re.findall(r'digest = "([0-9a-f]{64})"', call)
+    assert digest in {image.digest for image in cache._memory.values()}
+
+
+def test_cuda_lowering_of_backward_is_two_launches(monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    x, scale = structs()
+    rstd = jax.ShapeDtypeStruct((300, 1), jnp.float32)
+    backward = jax.jit(functools.partial(rms_norm.backward, strict=True, **BACKWARD))
+    first, second = launches(lowered(backward, x, x, scale, rstd))
+    assert 'kernel = "rms_norm_backward"' in first and 'kernel = "column_sum"' in second
+
+
+def test_cuda_call_sites_share_one_image():
+    def chain(x, scale):
+        for _ in range(12):
+            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+        return x
+
+    before = compiler.compilations()
+    text = lowered(jax.jit(chain), *structs())
+    assert compiler.compilations() <= before + 1
+    assert len(set(re.findall(r'digest = "(\w+)"', text))) == 1
+
+
+def test_cuda_lowering_without_a_gpu_is_portable():
+    assert b".target sm_80".hex().upper() in lowered(forward(), *structs())
+
+
+@pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]], ids="+".join)
+def test_cuda_export_is_portable_and_holds_every_target(platforms):
+    names = ["normfuse_launch", "normfuse_rms_norm_forward"]
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    exported = export.export(forward(), platforms=platforms, disabled_checks=checks)(*structs())
+    text = export.deserialize(exported.serialize()).mlir_module()
+    assert b".target sm_80".hex().upper() in text
+    for platform, name in zip(["cuda", "cpu"], names, strict=True):
+        assert (f"@{name}(" in text) == (platform in platforms)
+
+
+def test_cuda_export_honours_a_named_architecture(monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    checks = [export.DisabledSafetyCheck.custom_call("normfuse_launch")]
+    exported = export.export(forward(), platforms=["cuda"], disabled_checks=checks)(*structs())
+    assert 'image = dense<"0x7F454C46' in exported.mlir_module()  # an ELF file: a cubin
+
+
+# ---------------------------------------------------------------- which architecture
+
+
+def gpu(capability="9.0", cores=132, platform="gpu"):
+    return types.SimpleNamespace(
+        platform=platform, compute_capability=capability, core_count=cores, device_kind="NVIDIA X"
+    )
+
+
+def context(*devices, for_export=False):
+    """As much of JAX's LoweringRuleContext as the rule looks at."""
+    module = types.SimpleNamespace(
+        lowering_parameters=types.SimpleNamespace(for_export=for_export),
+        axis_context=types.SimpleNamespace(device_assignment=devices),
+        backend=None,
+    )
+    return types.SimpleNamespace(module_context=module)
+
+
+def test_target_is_the_attached_device(monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_80")
+    assert target_for(context(gpu())) == Target("sm_90", 132)
+    assert target_for(context(gpu("12.0", 170), gpu("9.0"))) == Target("sm_120", 170)
+
+
+def test_target_is_the_named_one_without_a_device(monkeypatch):
+    cpu = types.SimpleNamespace(platform="cpu")
+    amd = gpu("gfx942")
+    for devices in ((), (cpu,), (amd,)):
+        assert target_for(context(*devices)).arch == "compute_80"
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_100")
+    assert target_for(context(cpu)) == Target("sm_100", 148)
+
+
+def test_target_of_an_export_ignores_the_attached_device():
+    assert target_for(context(gpu(), for_export=True)).portable
+
+
+@pytest.mark.parametrize("capability", ["7.5", "6.1"])
+def test_target_refuses_older_devices(capability):
+    with pytest.raises(Unsupported, match=rf"NVIDIA X.*capability {capability}.*8\.0 or newer"):
+        target_for(context(gpu(capability)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("sm_90", "sm_90"), ("90", "sm_90"), ("9.0", "sm_90"), ("sm_90a", "sm_90a")]
+    + [("12.0", "sm_120"), ("compute_90", "compute_90"), ("sm_100f", "sm_100f")],
+)
+def test_target_names(name, arch):
+    target = named_target(name)
+    assert target.arch == arch
+    assert target.portable == arch.startswith("compute")
+    assert target.clusters
+
+
+@pytest.mark.parametrize("name", ["hopper", "sm90", "sm_9", "9.0.1", "compute_"])
+def test_target_rejects_what_is_no_name(name):
+    with pytest.raises(ValueError, match=f"NORMFUSE_CUDA_ARCH='{name}'"):
+        named_target(name)
+
+
+def test_target_shared_memory_is_what_every_device_has():
+    assert named_target("sm_90").shared_memory == 227 << 10
+    assert named_target("compute_80").shared_memory == 99 << 10  # sm_86 runs it as well
+    assert not named_target("sm_89").clusters
+
+
+# ---------------------------------------------------------------- what cannot be served
+
+
+def test_cuda_missing_compiler_is_one_clear_error_or_plain_hlo(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(NotImplementedError, match=r"on cuda.*normfuse\[cuda13\]"):
+        lowered(forward(), *structs())
+    monkeypatch.setattr(fallback, "_seen", {})
+    with caplog.at_level(logging.INFO, "normfuse"):
+        text = lowered(forward(strict=False), *structs())
+    assert "custom_call" not in text and "stablehlo.rsqrt" in text
+    assert [r.message for r in caplog.records if "cuda-bindings is not installed" in r.message]
+
+
+def test_cuda_old_gpu_is_one_clear_error_or_plain_hlo(monkeypatch):
+    def old(ctx):
+        return device._attached(gpu("7.5"), 75)
+
+    monkeypatch.setattr(device, "target_for", old)
+    with pytest.raises(NotImplementedError, match="capability 7.5"):
+        lowered(forward(), *structs())
+    assert "stablehlo.rsqrt" in lowered(forward(strict=False), *structs())
+
+
+def test_cuda_dtype_without_kernel_is_plain_hlo():
+    text = lowered(forward(strict=False), *structs("float8_e4m3fn"))
+    assert "custom_call" not in text
+    with pytest.raises(NotImplementedError, match="no CUDA kernel takes float8_e4m3fn"):
+        lowered(forward(), *structs("float8_e4m3fn"))
