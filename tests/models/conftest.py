@@ -1,5 +1,8 @@
 """A transformer written a second time, in float64 numpy, and small models to compare with it."""
 
+import functools
+
+import jax
 import jax.extend
 import numpy as np
 import pytest
@@ -42,6 +45,12 @@ def _equations(jaxpr):
         yield eqn
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from _equations(inner)
+
+
+@pytest.fixture(scope="session")
+def jit():
+    """`jax.jit` for what runs once: compiled in half the time without LLVM's optimisations."""
+    return functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="session")

@@ -29,21 +29,21 @@ def _random(rng, kv_heads, dtype, batch=2, seq=7, heads=4, width=8):
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("dtype", "unit"), [("float32", 2**-24), ("bfloat16", 2**-9)])
-def test_attention_matches_reference(rng, kv_heads, dtype, unit):
+def test_attention_matches_reference(rng, kv_heads, dtype, unit, jit):
     q, k, v = _random(rng, kv_heads, dtype)
-    out, cache = jax.jit(lambda *x: attend(*x, None, 0, "auto"))(q, k, v)
+    out, cache = jit(lambda *x: attend(*x, None, 0, "auto"))(q, k, v)
     assert cache is None and out.dtype == dtype
     # Rounded: the score (of some units), its exponential, the share, the product and the result.
     error = np.abs(np.asarray(out, np.float64) - _expected(q, k, v)).max()
     assert error < 8 * unit * np.abs(np.asarray(v, np.float64)).max()
 
 
-def test_attention_grows_with_a_cache(rng):
+def test_attention_grows_with_a_cache(rng, jit):
     q, k, v = _random(rng, 2, "float32")
     blank = jnp.full((2, 10, 2, 8), jnp.nan)  # never filled, so never to be seen
     cache = KeyValue(jnp.zeros_like(blank), jnp.zeros_like(blank))
     pieces, start = [], 0
-    step = jax.jit(lambda *x: attend(*x, "auto"))
+    step = jit(lambda *x: attend(*x, "auto"))
     for length in 4, 1, 2:
         part = slice(start, start + length)
         out, cache = step(q[:, part], k[:, part], v[:, part], cache, start)

@@ -73,13 +73,13 @@ def _self_attention(settings, weights, scope, x, norm):
 
 
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_saved_checkpoint_computes_the_same_elsewhere(config, noisy, rng, tmp_path, framework):
+def test_saved_checkpoint_computes_the_same_elsewhere(config, noisy, rng, tmp_path, framework, jit):
     model = build(framework, config)
     params = model.from_dict(noisy(config, rng))
     save(tmp_path, model, params)
     tokens = rng.integers(0, config.vocab_size, 10)
     expected = _llama(tmp_path, tokens)
-    got = jax.jit(model.apply)(params, tokens[None])[0]
+    got = jit(model.apply)(params, tokens[None])[0]
     # 100 roundings, as in test_transformer.py.
     assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
 

@@ -10,10 +10,10 @@ from normfuse.models.functional import build
 
 
 @pytest.fixture(scope="module")
-def initial(small):
+def initial(small, jit):
     config = dataclasses.replace(small, attention_bias=True, qk_norm=True, dim=512, vocab_size=512)
     key = jax.random.key(0)
-    values = jax.jit(lambda key: parameters.initial_parameters(config, key))(key)
+    values = jit(lambda key: parameters.initial_parameters(config, key))(key)
     return {name: np.asarray(value) for name, value in values.items()}
 
 
@@ -39,12 +39,12 @@ def test_initial_matrices_differ_from_each_other(initial):
     assert len(first) == sum(value.ndim == 2 for value in initial.values())
 
 
-def test_initial_values_do_not_depend_on_the_rest_of_the_model(small):
+def test_initial_values_do_not_depend_on_the_rest_of_the_model(small, jit):
     name, key = "layers.0.mlp.up.kernel", jax.random.key(5)
     other = dataclasses.replace(
         small, num_heads=2, vocab_size=16, attention_bias=True, param_dtype="bfloat16"
     )
-    draw = lambda config: parameters.initial_parameters(config, key)[name]
+    draw = lambda config: jit(lambda key: parameters.initial_parameters(config, key)[name])(key)
     np.testing.assert_array_equal(draw(small).astype(jnp.bfloat16), draw(other))
 
 

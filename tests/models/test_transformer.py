@@ -26,7 +26,7 @@ def _tokens(config, rng, batch=2, seq=12):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_match_reference_and_each_other(small, scaling, reference, noisy, rng, variant):
+def test_logits_match_reference_and_each_other(small, scaling, reference, noisy, rng, variant, jit):
     config = dataclasses.replace(small, **VARIANTS[variant])
     if variant == "tied":
         config = dataclasses.replace(config, rope_scaling=scaling)
@@ -35,7 +35,7 @@ def test_logits_match_reference_and_each_other(small, scaling, reference, noisy,
     got = {}
     for framework in FRAMEWORKS:
         model = build(framework, config)
-        got[framework] = np.asarray(jax.jit(model.apply)(model.from_dict(values), tokens))
+        got[framework] = np.asarray(jit(model.apply)(model.from_dict(values), tokens))
         assert got[framework].dtype == np.float32
         # Some 20 roundings in a row between input and logits, each of 2^-24 relative to the largest
         # value around, and as many again in the length summed: 100 of them cover it.
@@ -44,7 +44,7 @@ def test_logits_match_reference_and_each_other(small, scaling, reference, noisy,
     assert np.abs(got["nnx"] - got["eqx"]).max() < 100 * 2**-24 * np.abs(expected).max()
 
 
-def test_a_key_gives_the_same_model_however_it_is_made(small):
+def test_a_key_gives_the_same_model_however_it_is_made(small, jit):
     config = dataclasses.replace(small, num_layers=1)
 
     def make(key):
@@ -57,7 +57,7 @@ def test_a_key_gives_the_same_model_however_it_is_made(small):
             **{f"build {f}": parameters.to_dict(build(f, config).init(key)) for f in FRAMEWORKS},
         }
 
-    made = jax.jit(make)(jax.random.key(3))
+    made = jit(make)(jax.random.key(3))
     expected = made.pop("functions")
     for way, values in made.items():
         assert values.keys() == expected.keys()
@@ -66,21 +66,21 @@ def test_a_key_gives_the_same_model_however_it_is_made(small):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_functional_model_is_the_frameworks_own(small, noisy, rng, framework):
+def test_functional_model_is_the_frameworks_own(small, noisy, rng, framework, jit):
     model = build(framework, small)
     params = model.from_dict(noisy(small, rng))
     own = model.model(params)
     assert isinstance(own, nnx.Module if framework == "nnx" else eqx.Module)
     tokens = jnp.arange(6)[None]
-    got, expected = jax.jit(own.__call__)(tokens), jax.jit(model.apply)(params, tokens)
+    got, expected = jit(own.__call__)(tokens), jit(model.apply)(params, tokens)
     # One has its parameters as constants, so rounds elsewhere; as in the test above.
     assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_token_changes_no_logits_before_it(small, noisy, rng, framework):
+def test_a_token_changes_no_logits_before_it(small, noisy, rng, framework, jit):
     model = build(framework, small)
-    params, apply = model.from_dict(noisy(small, rng)), jax.jit(model.apply)
+    params, apply = model.from_dict(noisy(small, rng)), jit(model.apply)
     tokens = np.arange(16, dtype=np.int32)[None]
     changed = tokens.copy()
     changed[0, 9] = 40
@@ -90,12 +90,12 @@ def test_a_token_changes_no_logits_before_it(small, noisy, rng, framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_every_parameter_has_a_gradient(small, noisy, rng, framework):
+def test_every_parameter_has_a_gradient(small, noisy, rng, framework, jit):
     config = dataclasses.replace(small, qk_norm=True, attention_bias=True)
     model = build(framework, config)
     params, tokens = model.from_dict(noisy(config, rng)), _tokens(config, rng)
     loss = lambda params: jnp.mean(jax.nn.logsumexp(model.apply(params, tokens), axis=-1))
-    gradient = parameters.to_dict(jax.jit(jax.grad(loss))(params))
+    gradient = parameters.to_dict(jit(jax.grad(loss))(params))
     for name, value in gradient.items():
         if name != "embed.embedding":  # tokens that do not occur have none
             assert np.count_nonzero(value) > 0.9 * value.size, name
@@ -104,13 +104,15 @@ def test_every_parameter_has_a_gradient(small, noisy, rng, framework):
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_gradient_matches_differences_of_the_reference(small, reference, noisy, rng, framework):
+def test_gradient_matches_differences_of_the_reference(
+    small, reference, noisy, rng, framework, jit
+):
     model = build(framework, small)
     values, tokens = noisy(small, rng), _tokens(small, rng, batch=1)
     direction = {name: rng.standard_normal(value.shape) for name, value in values.items()}
     weights = rng.standard_normal((tokens.shape[1], small.vocab_size))
     loss = lambda params: jnp.sum(model.apply(params, tokens)[0] * weights)
-    gradient = parameters.to_dict(jax.jit(jax.grad(loss))(model.from_dict(values)))
+    gradient = parameters.to_dict(jit(jax.grad(loss))(model.from_dict(values)))
     got = sum(np.vdot(direction[name], gradient[name]) for name in values)
 
     def shifted(step):
@@ -125,7 +127,7 @@ def test_gradient_matches_differences_of_the_reference(small, reference, noisy, 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
-    small, reference, equations, noisy, rng, framework
+    small, reference, equations, noisy, rng, framework, jit
 ):
     config = dataclasses.replace(small, dtype="bfloat16")
     model = build(framework, config)
@@ -140,7 +142,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
         assert named or {str(v.aval.dtype) for v in eqn.invars} == {"bfloat16"}
     gradient = jax.eval_shape(jax.grad(loss), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.float32)}
-    logits = np.asarray(jax.jit(model.apply)(params, tokens))
+    logits = np.asarray(jit(model.apply)(params, tokens))
     assert logits.dtype == np.float32
     expected = np.stack([reference(config, values, row) for row in tokens])
     # As in float32, with a rounding of 2^-9 and errors that add up at random: the root of 100.
@@ -148,7 +150,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_remat_repeats_what_it_says_and_changes_no_gradient(small, noisy, rng, framework):
+def test_remat_repeats_what_it_says_and_changes_no_gradient(small, noisy, rng, framework, jit):
     config = dataclasses.replace(small, num_layers=1)
     tokens, values = _tokens(config, rng), noisy(config, rng)
     gradients, products = {}, {}
@@ -156,7 +158,7 @@ def test_remat_repeats_what_it_says_and_changes_no_gradient(small, noisy, rng, f
         model = build(framework, dataclasses.replace(config, remat=mode))
         params = model.from_dict(values)
         loss = lambda params, model=model: jnp.mean(model.apply(params, tokens) ** 2)
-        lowered = jax.jit(jax.grad(loss)).lower(params)
+        lowered = jit(jax.grad(loss)).lower(params)
         products[mode] = lowered.as_text().count("dot_general")
         gradients[mode] = parameters.to_dict(lowered.compile()(params))
     # A block has 7 products with weights and 2 within attention. Recomputing it all repeats every
@@ -171,29 +173,29 @@ def test_remat_repeats_what_it_says_and_changes_no_gradient(small, noisy, rng, f
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_implementation_reaches_every_norm(small, framework):
+def test_implementation_reaches_every_norm(small, framework, jit):
     config = dataclasses.replace(small, qk_norm=True)
     targets = {}
     for implementation in "native", "xla":
         model = build(framework, dataclasses.replace(config, implementation=implementation))
-        lowered = jax.jit(model.apply).lower(model.abstract, jnp.zeros((2, 8), jnp.int32))
+        lowered = jit(model.apply).lower(model.abstract, jnp.zeros((2, 8), jnp.int32))
         targets[implementation] = lowered.as_text().count("@normfuse_rms_norm_forward")
     assert targets == {"native": 4 * small.num_layers + 1, "xla": 0}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_empty_batch(small, noisy, rng, framework):
+def test_empty_batch(small, noisy, rng, framework, jit):
     model = build(framework, small)
     total = lambda params: jnp.sum(model.apply(params, jnp.zeros((0, 4), jnp.int32)))
-    value, gradient = jax.jit(jax.value_and_grad(total))(model.from_dict(noisy(small, rng)))
+    value, gradient = jit(jax.value_and_grad(total))(model.from_dict(noisy(small, rng)))
     assert value == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_tokens_outside_the_vocabulary_are_not_taken_for_others(small, noisy, rng, framework):
+def test_tokens_outside_the_vocabulary_are_not_taken_for_others(small, noisy, rng, framework, jit):
     model = build(framework, small)
     tokens = jnp.array([[1, 2, small.vocab_size, 3], [1, 2, 3, 4]])
-    logits = jax.jit(model.apply)(model.from_dict(noisy(small, rng)), tokens)
+    logits = jit(model.apply)(model.from_dict(noisy(small, rng)), tokens)
     assert jnp.isnan(logits[0]).any(axis=-1)[2:].all() and jnp.isfinite(logits[1]).all()
 
 
