@@ -68,7 +68,7 @@ def target_for(ctx: Any) -> Target:
         for device in _devices(module):
             capability = compute_capability(device)
             if capability is not None:
-                return _attached(device, capability)
+                return attached_target(device, capability)
     named = os.environ.get("NORMFUSE_CUDA_ARCH")
     return named_target(named) if named else named_target(PORTABLE)
 
@@ -101,7 +101,12 @@ def compute_capability(device: Any) -> int | None:
     return int(found[1]) * 10 + int(found[2]) if found and device.platform == "gpu" else None
 
 
-def _attached(device: Any, capability: int) -> Target:
+def attached_target(device: Any, capability: int) -> Target:
+    """The target of a JAX device that has this compute capability, times ten.
+
+    Raises:
+      Unsupported: for compute capability below 8.0.
+    """
     _require(capability, f"{device.device_kind} ({device})")
     return Target(
         arch=f"sm_{capability}",

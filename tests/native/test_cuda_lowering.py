@@ -205,7 +205,7 @@ def test_cuda_missing_compiler_is_one_clear_error_or_plain_hlo(monkeypatch, capl
 
 def test_cuda_old_gpu_is_one_clear_error_or_plain_hlo(monkeypatch):
     def old(ctx):
-        return device._attached(gpu("7.5"), 75)
+        return device.attached_target(gpu("7.5"), 75)
 
     monkeypatch.setattr(device, "target_for", old)
     with pytest.raises(NotImplementedError, match="capability 7.5"):

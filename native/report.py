@@ -1,0 +1,289 @@
+"""What `normfuse info` says and what `normfuse cache` does; nothing here needs a GPU."""
+
+import argparse
+import functools
+import importlib.metadata
+import itertools
+import platform
+import sys
+import time
+from collections.abc import Iterable, Sequence
+
+from normfuse.native import cache, compiler, device, fallback, registry
+from normfuse.native.device import Target
+from normfuse.native.fallback import Unsupported
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+KERNELS = ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def info() -> str:
+    """Versions, devices, the CUDA compiler, the kernel cache, and what would serve each kernel."""
+    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache(), ""]
+    lines += ["which implementation serves:", *_support_table()]
+    seen = fallback.fallbacks()
+    lines += ["", "served by plain HLO in this process:"] if seen else []
+    return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
+
+
+def support(platforms: Iterable[str] = PLATFORMS) -> dict[tuple[str, str], str | None]:
+    """(kernel, platform) -> None where the native kernel serves, else the reason why it does not.
+
+    Each kernel is lowered for each platform with small bfloat16 arrays, as a program's would be.
+    """
+    import jax
+
+    from normfuse.native import rms_norm
+
+    found: dict[tuple[str, str], str | None] = {}
+    for name, (operands, params) in calls(128, "bfloat16", "float32", "bfloat16").items():
+        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+        fn = jax.jit(functools.partial(getattr(rms_norm, name), strict=True, **params))
+        traced = fn.trace(*structs)
+        for where in platforms:
+            try:
+                traced.lower(lowering_platforms=(where,))
+                found[f"rms_norm_{name}", where] = None
+            except NotImplementedError as error:
+                found[f"rms_norm_{name}", where] = _reason(error)
+    return found
+
+
+def warm(
+    features: Sequence[int],
+    archs: Sequence[str],
+    *,
+    dtypes: Sequence[str] = ("bfloat16",),
+    scales: Sequence[str] = ("float32",),
+    outs: Sequence[str] | None = None,
+    scale_offset: float = 0.0,
+) -> int:
+    """Compiles the RMSNorm kernels of these sizes and types into the cache; returns how many.
+
+    Args:
+      features: lengths of the rows.
+      archs: as `NORMFUSE_CUDA_ARCH` names them.
+      dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
+      scale_offset: whether it is zero matters, its value does not.
+
+    Raises:
+      CompilerMissing: if NVRTC or CUDA's headers are not installed.
+      Refused: if the cache folder cannot be used.
+      ValueError: for an unknown architecture.
+    """
+    cache.check(cache.directory())
+    before = compiler.compilations()
+    for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
+        for out, residual in itertools.product(outs or (x,), (False, True)):
+            _warm(device.named_target(arch), calls(n, x, scale, out, residual, scale_offset))
+    return compiler.compilations() - before
+
+
+def calls(n, x, scale, out, residual=False, scale_offset=0.0, outer=8):
+    """kernel -> ([(shape, dtype) of each operand], params), for contiguous rows of n."""
+    compute = "float64" if "float64" in (x, scale, out) else "float32"
+    large, dy, w, row = (
+        ((outer, n, 1), x),
+        ((outer, n, 1), out),
+        ((n,), scale),
+        ((outer, 1), compute),
+    )
+    plain = {"scale_offset": scale_offset, "has_scale": True}
+    flags = plain | {"has_residual": residual}
+    to = {"out_dtype": _dtype(out)}
+    more = [large] * residual
+    last = {"with_dscale": True, "count": float(n)}
+    return {
+        "forward": ([large, *more, w], flags | to | {"eps": 1e-6, "with_rstd": True}),
+        "row_sums": ([large], {}),
+        "apply": ([large, w, row], plain | to),
+        "backward": ([dy, large, w, row, *more], flags | {"with_dscale": True}),
+        "row_dots": ([dy, large, w], plain),
+        "backward_apply": ([dy, large, w, row, *more, row], flags | last),
+    }
+
+
+def _support_table() -> list[str]:
+    """A line for each platform and answer, with the kernels that it holds for."""
+    lines: dict[tuple[str, str | None], list[str]] = {}
+    for (name, where), reason in support().items():
+        lines.setdefault((where, reason), []).append(name.removeprefix("rms_norm_"))
+    return [
+        f"  {where:5} {'native' if reason is None else 'plain HLO'}: {_all(names)}"
+        + (f" ({reason})" if reason else "")
+        for (where, reason), names in sorted(lines.items(), key=lambda line: line[0][0])
+    ]
+
+
+def _all(names: list[str]) -> str:
+    every = len(names) == len(KERNELS)
+    return "rms_norm" + ("" if every else f" {', '.join(names)}")
+
+
+def cache_command(arguments: argparse.Namespace) -> str:
+    """Does `normfuse cache show`, `clear` or `warm`; returns what to print."""
+    if arguments.action == "clear":
+        return f"removed {cache.clear()} files from {cache.directory()}"
+    if arguments.action == "warm":
+        archs = arguments.arch or [_attached_arch()]
+        began = time.perf_counter()
+        count = warm(
+            arguments.features,
+            archs,
+            dtypes=arguments.dtype,
+            scales=arguments.scale,
+            outs=arguments.out,
+            scale_offset=float(arguments.offset),
+        )
+        seconds = time.perf_counter() - began
+        return f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n{show()}"
+    return show()
+
+
+def show() -> str:
+    """The cache folder, its size, and every kernel in it."""
+    lines = _cache()
+    for entry in cache.entries():
+        features = entry.macros.get("FEATURES", "-")
+        types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
+        kernel = entry.macros.get("KERNEL", entry.source.removesuffix(".cu"))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        lines.append(
+            f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
+            f"{entry.bytes / 1024:6.1f} KiB  NVRTC {entry.compiler}  used {used}"
+        )
+    return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `normfuse info` and `normfuse cache`."""
+    top = argparse.ArgumentParser(prog="normfuse", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, devices, cache, and what would run here")
+    about = commands.add_parser("cache", help="the cache of compiled CUDA kernels")
+    actions = about.add_subparsers(dest="action")
+    actions.add_parser("show", help="list what is in it (the default)")
+    actions.add_parser("clear", help="remove everything in it")
+    into = actions.add_parser("warm", help="compile kernels into it; needs no GPU")
+    into.add_argument("features", nargs="+", type=_positive, help="lengths of the rows: 4096 8192")
+    into.add_argument(
+        "--arch", nargs="+", help="sm_90, 9.0, compute_80 …; the GPU here if left out"
+    )
+    for name, default in (("dtype", ["bfloat16"]), ("scale", ["float32"]), ("out", None)):
+        what = {"dtype": "x", "scale": "scale", "out": "y (that of x if left out)"}[name]
+        into.add_argument(
+            f"--{name}", nargs="+", choices=DTYPES, default=default, help=f"of {what}"
+        )
+    into.add_argument("--offset", action="store_true", help="kernels with a scale_offset")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`normfuse info …` and `normfuse cache …`; exits with 1 if the cache cannot be used."""
+    arguments = parser().parse_args(argv)
+    try:
+        print(info() if arguments.command == "info" else cache_command(arguments))
+    except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
+        print(f"normfuse {arguments.command}: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _warm(target: Target, kernels) -> None:
+    import jax
+
+    from normfuse.native import cuda_rms_norm
+
+    wide = any(dtype == "float64" for operands, _ in kernels.values() for _, dtype in operands)
+    with jax.enable_x64(wide):
+        for name, (operands, params) in kernels.items():
+            structs = [jax.ShapeDtypeStruct(shape, _dtype(dtype)) for shape, dtype in operands]
+            variants = [params]
+            if name == "forward":
+                variants.append(params | {"with_rstd": False})  # outside a gradient
+            for variant in variants:
+                call = functools.partial(getattr(cuda_rms_norm, name), target, **variant)
+                jax.eval_shape(call, *structs)
+
+
+def _environment() -> list[str]:
+    import jax
+
+    compiled, installed = registry._ext.ffi_api_version, registry.installed_version()
+    lines = [
+        f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {_version('jaxlib')}",
+        f"XLA FFI: compiled for {_dotted(compiled)}, jaxlib has {_dotted(installed)}",
+    ]
+    kinds: dict[str, int] = {}
+    for one in jax.local_devices():
+        capability = device.compute_capability(one)
+        kind = one.device_kind + (f" (compute capability {capability / 10})" if capability else "")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [*lines, "devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())]
+
+
+def _cuda() -> list[str]:
+    try:
+        arch = _attached_arch()
+    except (Unsupported, ValueError) as error:
+        arch = f"none: {error}"
+    try:
+        found = f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
+    except compiler.CompilerMissing as error:
+        found = f"missing: {error}"
+    return [f"CUDA kernels are compiled for: {arch}", f"NVRTC: {found}"]
+
+
+def _attached_arch() -> str:
+    import os
+
+    import jax
+
+    for one in jax.local_devices():
+        capability = device.compute_capability(one)
+        if capability is not None:
+            return device.attached_target(one, capability).arch
+    return device.named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or device.PORTABLE).arch
+
+
+def _cache() -> list[str]:
+    folder = cache.directory()
+    entries = cache.entries()
+    size = sum(entry.bytes for entry in entries) / 2**20
+    lines = [f"kernel cache: {folder}, {len(entries)} kernels, {size:.1f} MiB"]
+    if folder.exists():
+        try:
+            cache.check(folder)
+        except cache.Refused as error:
+            lines.append(f"  not used: {error}")
+    return lines
+
+
+def _reason(error: NotImplementedError) -> str:
+    """What a strict refusal says of its cause."""
+    text = str(error).split("cannot serve here: ", 1)[-1].split(". Use implementation", 1)[0]
+    return text.split(", ", 1)[-1] if text.startswith("on ") else text
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _dtype(name: str):
+    import jax.numpy as jnp
+
+    return jnp.dtype(name)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a row has 1 element or more, got {value}")
+    return value
