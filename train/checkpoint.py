@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax import Array
 
+from normfuse.models.functional import Params
 from normfuse.train.checksum import checksums
 from normfuse.train.errors import RunError
 from normfuse.train.step import State
@@ -79,7 +81,7 @@ class Checkpoints:
         """
         if step == self._saved:
             return
-        sums = {path: int(value) for path, value in checksums(state).items()}
+        sums = {path: int(value) for path, value in _sums(state).items()}
         record = record | {"step": step, "checksums": sums}
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
@@ -98,29 +100,32 @@ class Checkpoints:
         self._or_fail(self._manager.wait_until_finished, self._saved)
         self._manager.close()
 
-    def restore(self, abstract: State) -> tuple[State, dict] | None:
+    def restore(self, abstract: State) -> tuple[State, dict]:
         """Restores the newest checkpoint that is whole, onto the shardings of `abstract`.
 
         A damaged one is reported in one line, moved aside, and the one before it taken.
 
-        Returns: the state and its record, or None when nothing was saved.
+        Returns: the state and its record.
         Raises:
-          RunError: there are checkpoints, and all are damaged.
+          RunError: there is none.
         """
         return self._newest_whole(lambda step: self._restore(step, abstract))
 
-    def restore_params(self, abstract: Any) -> tuple[Any, dict] | None:
-        """Restores only the parameters of the newest checkpoint that is whole."""
+    def restore_params(self, abstract: Params) -> Params:
+        """Restores only the parameters of the newest checkpoint that is whole.
+
+        Raises:
+          RunError: there is none.
+        """
 
         def one(step):
-            record = self.record(step)
             params = self._read(step, params=ocp.args.StandardRestore(abstract))["params"]
-            _verify(checksums({"params": params}), record, lambda path: f".params{path[10:]}")
-            return params, record
+            _verify(_named("params", params), self.record(step))
+            return params
 
         return self._newest_whole(one, move=False)
 
-    def _newest_whole(self, read: Callable[[int], tuple], move: bool = True):
+    def _newest_whole(self, read: Callable[[int], Any], move: bool = True):
         damaged = []
         for step in reversed(self.steps()):
             try:
@@ -133,12 +138,10 @@ class Checkpoints:
                 self._move_aside(damaged)
                 self._saved = step
             return found
-        if damaged:
-            raise RunError(
-                f"every checkpoint in {self.folder} is damaged (steps {sorted(damaged)}). Start "
-                "anew in another --out-dir, or bring back a copy."
-            )
-        return None
+        raise RunError(
+            f"{self.folder} holds no checkpoint that is whole; damaged are steps "
+            f"{sorted(damaged)}. Start anew in another --out-dir, or bring back a copy."
+        )
 
     def _restore(self, step: int, abstract: State) -> tuple[State, dict]:
         record = self.record(step)
@@ -149,7 +152,7 @@ class Checkpoints:
         )
         rest = items["rest"]
         state = State(rest["step"], items["params"], rest["optimizer"], rest["skipped"])
-        _verify(checksums(state), record, lambda path: path)
+        _verify(_sums(state), record)
         return state, record
 
     def _read(self, step: int, **items):
@@ -187,10 +190,18 @@ def _rest(state: State) -> dict:
     return {"step": state.step, "optimizer": state.optimizer, "skipped": state.skipped}
 
 
-def _verify(found: dict, record: dict, name: Callable[[str], str]):
+def _sums(state: State) -> dict[str, Array]:
+    return _named("params", state.params) | _named("rest", _rest(state))
+
+
+def _named(item: str, tree: Any) -> dict[str, Array]:
+    return {item + path: value for path, value in checksums(tree).items()}
+
+
+def _verify(found: dict[str, Array], record: dict):
     for path, value in found.items():
-        if int(value) != record["checksums"].get(name(path)):
-            raise Damaged(f"{name(path).lstrip('.')} does not have the checksum it was saved with")
+        if int(value) != record["checksums"].get(path):
+            raise Damaged(f"{path} does not have the checksum it was saved with")
 
 
 def _crc32(record: dict) -> int:

@@ -1,5 +1,6 @@
 """What a finished run leaves: a validation loss, a sample, a picture, and where they are."""
 
+import jax.numpy as jnp
 from rich.panel import Panel
 from rich.text import Text as RichText
 
@@ -40,7 +41,7 @@ def sample(model: Functional, params: Params, prompt: str, tokens: int, **option
       tokens: how many to add.
       **options: of `normfuse.models.generate.generate`.
     """
-    row = [list(prompt.encode())]
+    row = jnp.array([list(prompt.encode())])
     drawn = generate(model, params, row, tokens, **options)
     # A vocabulary beyond the bytes has tokens that no text teaches; they stand for nothing.
     added = bytes(token for token in drawn[0].tolist() if token < 256)

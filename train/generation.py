@@ -74,5 +74,4 @@ def _load(out: OutDir):
     model = build(saved["framework"], TransformerConfig(**saved["model"], dtype=saved["precision"]))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    params, _ = checkpoints.restore_params(jax.tree.map(place, model.abstract))
-    return model, params
+    return model, checkpoints.restore_params(jax.tree.map(place, model.abstract))

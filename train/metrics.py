@@ -9,9 +9,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 NATS_PER_BIT = math.log(2)
 
@@ -45,6 +45,33 @@ class MetricsLog:
 
     def close(self):
         self._file.close()
+
+
+class Sink(Protocol):
+    """Takes the lines of metrics.jsonl."""
+
+    def write(self, entry: dict[str, Any]): ...
+    def sync(self): ...
+    def close(self): ...
+
+
+class Sinks:
+    """Passes each line to several sinks, or to none on the processes that write nothing."""
+
+    def __init__(self, sinks: Sequence[Sink]):
+        self._sinks = sinks
+
+    def write(self, entry: dict[str, Any]):
+        for sink in self._sinks:
+            sink.write(entry)
+
+    def sync(self):
+        for sink in self._sinks:
+            sink.sync()
+
+    def close(self):
+        for sink in self._sinks:
+            sink.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

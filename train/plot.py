@@ -47,7 +47,8 @@ def plot_loss(
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, ends))
     axes.set_ylim(bottom=0)
     nats = axes.secondary_yaxis(
-        "right", functions=(lambda bits: bits * NATS_PER_BIT, lambda nats: nats / NATS_PER_BIT)
+        "right",
+        functions=(lambda x: np.multiply(x, NATS_PER_BIT), lambda x: np.divide(x, NATS_PER_BIT)),
     )
     nats.set_ylabel("nats per byte")
     axes.spines["top"].set_visible(False)

@@ -13,16 +13,14 @@ class Profiler:
     """Traces five steps, after the first five of a run.
 
     Args:
-      folder: for the trace and the table; None traces nothing.
+      folder: for the trace and the table.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path):
         self._folder, self._first, self._tracing = folder, None, False
 
     def before(self, step: int):
         """Called before each step."""
-        if self._folder is None:
-            return
         if self._first is None:
             self._first = step + _SKIPPED
         if step == self._first:

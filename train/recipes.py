@@ -1,6 +1,7 @@
 """The settings a preset is trained with, unless a YAML file or a flag says otherwise."""
 
 import dataclasses
+from typing import Any
 
 from normfuse.models.config import PRESETS
 from normfuse.train.config import (
@@ -14,7 +15,7 @@ from normfuse.train.config import (
 
 # Small batches: in the few hundred thousand tokens that two CPU cores read in a minute and a half,
 # many small steps learn more than few large ones.
-_TINY = dict(
+_TINY: dict[str, Any] = dict(
     steps=700,
     batch_size=8,
     seq_len=128,
@@ -24,7 +25,7 @@ _TINY = dict(
 
 # Learning rates are GPT-3's for these sizes (arXiv:2005.14165, table 2.1). Batches are as large as
 # one GPU of 80 GB takes without microbatches (8b: eight of them), and divide over eight.
-_LARGE: dict[str, dict] = {
+_LARGE: dict[str, dict[str, Any]] = {
     "small": dict(batch_size=32, seq_len=1024, steps=2_000, lr=6e-4, remat="none"),
     "medium": dict(batch_size=32, seq_len=1024, steps=4_000, lr=3e-4, remat="dots"),
     "1b": dict(batch_size=8, seq_len=2048, steps=10_000, lr=2e-4, remat="block"),

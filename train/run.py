@@ -25,7 +25,7 @@ from normfuse.train.evaluate import Evaluator
 from normfuse.train.introduction import introduce
 from normfuse.train.loop import Loop
 from normfuse.train.mesh import batch_sharding, check_model, make_mesh
-from normfuse.train.metrics import MetricsLog
+from normfuse.train.metrics import MetricsLog, Sinks
 from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.outdir import OutDir
 from normfuse.train.peak import peak_flops
@@ -77,7 +77,7 @@ class Run:
         mesh: Mesh,
     ):
         self.config, self.text, self.out, self.display = config, text, out, display
-        self.stop, self.mesh = stop, mesh
+        self.stop, self.mesh, self.first = stop, mesh, distributed.is_first()
         self.model = build(config.framework, config.transformer())
         self.program = Program(
             self.model,
@@ -94,7 +94,11 @@ class Run:
         )
 
     def go(self, stack: ExitStack):
-        """Trains to the last step or until asked to stop, then validates, samples and plots."""
+        """Trains to the last step or until asked to stop, then validates, samples and plots.
+
+        Args:
+          stack: closes what is opened, however the run ends.
+        """
         introduce(self.config, self.text, self.mesh, self.display)
         resuming = self.out.has_checkpoints()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
@@ -110,16 +114,17 @@ class Run:
         with explained():
             step = lowered.compile()
         with explained(step):
-            state, done = self._first_state(resuming)
-            write = self._open_logs(stack, done if resuming else None)
-            state, done = self._loop(step, state, done, write)
-            finished = done == self.config.steps and self._finish(state, write)
+            state, done = self._restored() if resuming else (self.program.init(self.config.seed), 0)
+            self.log = self._open_log(done if resuming else None)
+            stack.callback(self.log.close)
+            state, done = self._loop(step, state, done)
+            finished = done == self.config.steps and self._finish(state)
         if not finished:
             self.checkpoints.close()
             self._say_how_to_resume(done)
 
     def _make_folder(self):
-        if distributed.is_first():
+        if self.first:
             outdir.make(self.out)
             self.out.config.write_text(dump(dataclasses.replace(self.config, resume="auto")))
 
@@ -137,45 +142,36 @@ class Run:
         if different:
             self.display.note("continuing with other settings:\n" + "\n".join(different), "yellow")
 
-    def _first_state(self, resuming: bool) -> tuple[State, int]:
-        if resuming:
-            self.display.phase("restoring")
-            found = self.checkpoints.restore(self.program.abstract())
-            if found is not None:
-                state, done = found[0], found[1]["step"]
-                self.display.note(f"continuing after step {done}")
-                return state, done
-        return self.program.init(self.config.seed), 0
+    def _restored(self) -> tuple[State, int]:
+        self.display.phase("restoring")
+        state, record = self.checkpoints.restore(self.program.abstract())
+        self.display.note(f"continuing after step {record['step']}")
+        return state, record["step"]
 
-    def _open_logs(self, stack: ExitStack, from_step: int | None):
-        """Gives what takes the lines of metrics.jsonl; on process 0 alone it does something."""
-        if not distributed.is_first():
-            return lambda entry: None
+    def _open_log(self, from_step: int | None) -> Sinks:
+        """Opens metrics.jsonl, and TensorBoard's events; processes but the first write nothing."""
+        if not self.first:
+            return Sinks([])
         log = MetricsLog(self.out.metrics, from_step=from_step, final=self.config.steps)
-        sinks = [log]
-        if self.config.tensorboard:
-            from normfuse.train.tensorboard import TensorBoard
+        if not self.config.tensorboard:
+            return Sinks([log])
+        from normfuse.train.tensorboard import TensorBoard
 
-            sinks.append(TensorBoard(self.out.tensorboard, from_step))
-        for sink in sinks:
-            stack.callback(sink.close)
-        self._sync_log = log.sync
-        return lambda entry: [sink.write(entry) for sink in sinks]
+        return Sinks([log, TensorBoard(self.out.tensorboard, from_step)])
 
-    def _loop(self, step, state: State, done: int, write) -> tuple[State, int]:
+    def _loop(self, step, state: State, done: int) -> tuple[State, int]:
         config = self.config
         peak = peak_flops(self.mesh.devices.flat[0].device_kind, config.precision)
         reporter = Reporter(
             config,
-            write,
+            self.log.write,
             self.display,
             peak * self.mesh.size if peak else None,
             self.program.skip_limit,
             skipped=int(state.skipped),
         )
         rows = batch_sharding(self.mesh)
-        profiler = Profiler(self.out.profile if config.profile else None)
-        stopping = distributed.SharedFlag(self.mesh, lambda: bool(self.stop))
+        profiler = Profiler(self.out.profile) if config.profile else None
         loop = Loop(
             config,
             step,
@@ -183,15 +179,16 @@ class Run:
             self._evaluate,
             self._save,
             reporter,
-            stopping,
-            profiler.before,
+            distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
+            profiler.before if profiler else lambda step: None,
         )
         try:
             return loop.run(state, done)
         except NotFinite as error:
             raise self._stopped_by_guard(error) from None
         finally:
-            profiler.stop()
+            if profiler:
+                profiler.stop()
 
     def _read(self, done: int, last: int) -> Iterator[np.ndarray]:
         """Yields the batches of steps `done + 1` to `last`."""
@@ -211,15 +208,14 @@ class Run:
 
     def _save(self, state: State, step: int):
         self.display.phase("saving")
-        if distributed.is_first():
-            self._sync_log()
+        self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
     def _stopped_by_guard(self, error: NotFinite) -> RunError:
         saved = self.checkpoints.steps()
         self.checkpoints.close()
         path = self.out.bad_batch(error.step)
-        if distributed.is_first():
+        if self.first:
             np.save(path, next(self._read(error.step - 1, error.step)))
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
         return RunError(
@@ -227,24 +223,22 @@ class Run:
             f"is {last}. Lower --optim.lr, or leave such updates out by --guard skip:N."
         )
 
-    def _finish(self, state: State, write) -> bool:
+    def _finish(self, state: State) -> bool:
         """Validates, samples and plots; gives False if asked to stop before that was done."""
         self.display.phase("validating")
         loss = self._evaluate(state.params, self.config.eval.final_tokens)
         if loss is None:
             return False
-        write(validation_line(self.config.steps, loss))
-        drawn = lines = None
+        self.log.write(validation_line(self.config.steps, loss))
+        drawn = None
         if jax.process_count() == 1 and self.config.sample.tokens:
             self.display.phase("sampling")
             drawn = ending.write_sample(self.config, self.model, state.params, self.out)
-        if distributed.is_first():
-            self.display.phase("plotting")
-            lines = ending.write_plot(self.config, self.text, self.out)
-        self.checkpoints.close()  # raises if the last save failed: a run that ends well has saved
+        self.display.phase("plotting")
+        lines = ending.write_plot(self.config, self.text, self.out) if self.first else {}
+        self.checkpoints.close()  # raises if the last save failed: that is no good end
         self.display.stop()
-        if distributed.is_first():
-            ending.summarise(self.display, self.out, self.config.steps, loss, lines, drawn)
+        ending.summarise(self.display, self.out, self.config.steps, loss, lines, drawn)
         return True
 
     def _say_how_to_resume(self, done: int):

@@ -138,7 +138,7 @@ def _is_float(value: Any) -> bool:
         return False
 
 
-def _names(cls: type, prefix: str = "") -> list[str]:
+def _names(cls: Any, prefix: str = "") -> list[str]:
     names = []
     for name, hint in _hints(cls).items():
         if dataclasses.is_dataclass(hint):

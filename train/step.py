@@ -87,7 +87,7 @@ class Program:
         """
         shape = (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
-        out = (self.shardings(), Metrics(*[replicated(self.mesh)] * len(Metrics._fields)))
+        out = (self.shardings(), replicated(self.mesh))
         return jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(
             self.abstract(), tokens
         )

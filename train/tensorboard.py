@@ -32,5 +32,8 @@ class TensorBoard:
             if entry.get(name) is not None:
                 self._writer.add_scalar(tag, entry[name], entry["step"])
 
+    def sync(self):
+        self._writer.flush()
+
     def close(self):
         self._writer.close()

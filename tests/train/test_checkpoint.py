@@ -70,8 +70,9 @@ def test_restores_the_newest_exactly(copy):
     assert (record["step"], said) == (2, [])
 
 
-def test_nothing_saved_is_none(tmp_path):
-    assert Checkpoints(tmp_path / "checkpoints", report=print).restore(_abstract()) is None
+def test_nothing_saved_is_an_error(tmp_path):
+    with pytest.raises(RunError, match="holds no checkpoint"):
+        Checkpoints(tmp_path / "checkpoints", report=print).restore(_abstract())
 
 
 def test_keeps_the_newest(tmp_path):
@@ -146,7 +147,7 @@ def test_altered_record_is_damage(copy):
 def test_all_damaged_is_an_error_with_the_steps(copy):
     for step in ("1", "2"):
         _flip(max((copy / step).rglob("*"), key=lambda path: path.stat().st_size))
-    with pytest.raises(RunError, match=r"damaged \(steps \[1, 2\]\)"):
+    with pytest.raises(RunError, match=r"damaged are steps \[1, 2\]"):
         _restore(copy)
     assert (copy / "1").exists() and (copy / "2").exists()
 
