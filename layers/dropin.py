@@ -20,7 +20,7 @@ def check_eps(layer: str, argument: str, eps: Any) -> None:
     Raises:
       ValueError: if `eps` is a number and not finite or negative.
     """
-    if isinstance(eps, numbers.Real) and not (math.isfinite(eps) and eps >= 0):
+    if isinstance(eps, numbers.Real) and not 0 <= float(eps) < math.inf:
         raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
 
 

@@ -103,7 +103,8 @@ class RMSNorm(eqx.nn.RMSNorm):
             return "shape=()"
         if isinstance(self.eps, jax.Array):
             return "an eps that is an array"
-        return unserved_dtype(x.dtype, self.weight.dtype if self.use_weight else None)
+        weight = self.weight if self.use_weight else None
+        return unserved_dtype(x.dtype, None if weight is None else weight.dtype)
 
 
 class Linear(eqx.nn.Linear):

@@ -109,6 +109,15 @@ def test_any_number_of_rows(rng, rows):
     np.testing.assert_allclose(f64(dkernel), f64(x).reshape(-1, 48).T @ g, rtol=0, atol=1e-4)
 
 
+def test_strict_promotion_of_dtypes_and_ranks(rng):
+    x, kernel, bias = operands(rng, bf16)
+    f = jax.value_and_grad(functools.partial(loss, activation="silu"), (0, 1, 2))
+    want = f(x, kernel, bias)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = f(x, kernel, bias)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_no_features(rng):
     x, kernel, bias = operands(rng, n=0)
     np.testing.assert_array_equal(dense(x, kernel, bias), np.broadcast_to(bias, (5, 3, 20)))

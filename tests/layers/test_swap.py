@@ -59,7 +59,7 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    def __init__(self, rngs, vocabulary=32, dim=16, layers=2):
+    def __init__(self, rngs, vocabulary=32, dim=16, layers=1):
         self.embed_tokens = nnx.Embed(vocabulary, dim, rngs=rngs)
         self.layers = nnx.List([Layer(dim, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(dim, epsilon=1e-5, rngs=rngs)
@@ -86,20 +86,19 @@ def tokens(rng):
 
 def test_llama_gives_the_same_logits_and_gradients(rng):
     model, data = Llama(nnx.Rngs(0)), tokens(rng)
-    f = nnx.jit(nnx.value_and_grad(loss))
-    logits, (value, grads) = model(data), f(model, data)
+    both = nnx.value_and_grad(lambda m, data: (loss(m, data), m(data)), has_aux=True)
+    want = nnx.jit(both)(model, data)
     swapped = ours_nnx.swap(model)
     assert swapped is model
     found = [type(m).__module__ for _, m in nnx.iter_graph(model) if isinstance(m, nnx.RMSNorm)]
-    assert found == ["normfuse.layers.nnx"] * 5
-    np.testing.assert_allclose(swapped(data), logits, rtol=1e-5, atol=1e-5)
-    assert_all_close(f(swapped, data), (value, grads))
+    assert found == ["normfuse.layers.nnx"] * 3
+    assert_all_close(nnx.jit(both)(swapped, data), want)
     calls = hlo.calls(
         jax.jit(lambda s: loss(nnx.merge(nnx.graphdef(model), s), data))
         .lower(nnx.state(model))
         .compile()
     )
-    assert calls == {"forward": 5}
+    assert calls == {"forward": 3}
 
 
 def test_unswap_restores_the_very_model():
@@ -129,13 +128,18 @@ def test_nnx_training_goes_on_after_a_swap(rng):
     def train(swap_at):
         model = Llama(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            value, grads = nnx.value_and_grad(loss)(model, data)
+            optimizer.update(model, grads)
+            return value
+
         losses = []
         for i in range(4):
             if i == swap_at:
                 ours_nnx.swap(model)
-            value, grads = nnx.value_and_grad(loss)(model, data)
-            optimizer.update(model, grads)
-            losses.append(float(value))
+            losses.append(float(step(model, optimizer)))
         return losses, model
 
     (swapped, model), (plain, _) = train(2), train(None)
@@ -186,6 +190,7 @@ def test_nnx_swap_of_stacked_layers(rng):
     create = nnx.vmap(lambda key: Layer(16, nnx.Rngs(key)), in_axes=0, out_axes=0)
     stack = create(jax.random.split(KEY, 3))
 
+    @nnx.jit
     @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
     def forward(layer, x):
         return layer(x)
@@ -220,11 +225,7 @@ class EqxBlock(eqx.Module):
 
 
 def eqx_model():
-    a, b, c = jax.random.split(KEY, 3)
-    head = eqx.nn.Linear(16, 5, key=c)
-    return eqx.nn.Sequential(
-        [EqxBlock(16, a), EqxBlock(16, b), eqx.nn.Lambda(lambda x: jax.vmap(head)(x))]
-    )
+    return eqx.nn.Sequential([EqxBlock(16, KEY), eqx.nn.Lambda(jnp.tanh)])
 
 
 def eqx_loss(model, x):
@@ -241,14 +242,14 @@ def test_equinox_transformer_gives_the_same_values_and_gradients(rng):
     x = jnp.asarray(rng.standard_normal((3, 6, 16)), jnp.float32)
     model = eqx_model()
     swapped = ours_eqx.swap(model)
-    assert kinds(swapped, (ours_eqx.RMSNorm, ours_eqx.Linear)) == 2 * (2 + 4 + 3)
-    assert kinds(model, (eqx.nn.RMSNorm, eqx.nn.Linear)) == 2 * (2 + 4 + 3)  # is as it was
+    assert kinds(swapped, (ours_eqx.RMSNorm, ours_eqx.Linear)) == 2 + 4 + 3
+    assert kinds(model, (eqx.nn.RMSNorm, eqx.nn.Linear)) == 2 + 4 + 3  # is as it was
     assert swapped.layers[0].note == "kept"
     f = eqx.filter_jit(eqx.filter_value_and_grad(eqx_loss))
     assert_all_close(f(swapped, x), f(model, x))
     arrays, static = eqx.partition(swapped, eqx.is_array)
     forward = jax.jit(lambda arrays: jax.vmap(eqx.combine(arrays, static))(x))
-    assert hlo.calls(forward.lower(arrays).compile()) == {"forward": 4}
+    assert hlo.calls(forward.lower(arrays).compile()) == {"forward": 2}
 
 
 def test_equinox_swap_keeps_leaves_and_inverts():
@@ -258,7 +259,7 @@ def test_equinox_swap_keeps_leaves_and_inverts():
         assert a is b
     assert jax.tree.structure(ours_eqx.unswap(swapped)) == jax.tree.structure(model)
     assert ours_eqx.swap(swapped) is swapped and ours_eqx.unswap(model) is model
-    assert swapped.layers[2] is model.layers[2]  # nothing in it to swap
+    assert swapped.layers[1] is model.layers[1]  # nothing in it to swap
 
 
 def test_equinox_swap_makes_what_ours_would_be():
