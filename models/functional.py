@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse.models import parameters
 from normfuse.models.attention import Cache
 from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import Sharding, on_mesh
+from normfuse.models.sharding import Sharding, on_mesh, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -47,9 +47,16 @@ class Functional:
         return self.from_dict(parameters.initial_parameters(self.config, key))
 
     def apply(self, params: Params, tokens: Array) -> Array:
-        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
+
+        On a mesh of Explicit axes the logits are typed as `sharding.logits`.
+
+        Raises:
+          ValueError: if there are more tokens than `max_seq_len`.
+        """
         self._check_length(tokens.shape[1])
-        return self._model(params)(tokens)
+        run = lambda params, tokens: self._model(params)(tokens)
+        return with_auto_axes(run, self.sharding.logits)(params, tokens)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""

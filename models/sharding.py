@@ -13,7 +13,7 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 from jax import Array
@@ -90,15 +90,28 @@ def constrain(x: Array, spec: P) -> Array:
 
     Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    ]
-    if math.prod(mesh.shape[name] for name in auto) == 1:
+    auto = _axes_in_context(AxisType.Auto)
+    if math.prod(auto.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, on_mesh(spec, auto))
+
+
+def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Array]:
+    """Lets `function` leave placement to XLA where the mesh in context has Explicit axes.
+
+    Its result then has `spec` as its type; on other meshes, and without one, it is `function`.
+    """
+    explicit = _axes_in_context(AxisType.Explicit)
+    if not explicit:
+        return function
+    out = on_mesh(spec, explicit)
+    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out)
+
+
+def _axes_in_context(kind: AxisType) -> dict[str, int]:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, its_kind in kinds if its_kind == kind}
 
 
 def on_mesh(spec: P, axes) -> P:

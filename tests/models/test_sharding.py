@@ -116,6 +116,24 @@ def _check_communication(config, hlo, sizes, sharding):
         assert reduced <= {(batch, SEQ)}  # the loss's maximum and sum over the vocabulary
 
 
+def test_explicit_mesh_gives_the_same_gradient(small, jit, eight_devices, unsharded, framework):
+    values, rows, loss, gradient = unsharded
+    model = build(framework, small)
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        places = model.shardings(model.abstract, mesh)
+        params = jax.device_put(model.from_dict(values), places)
+        tokens = jax.device_put(rows, NamedSharding(mesh, P(BATCH, None)))
+        typed = jax.eval_shape(model.apply, params, tokens[:, :-1])
+        assert typed.sharding.spec == P(BATCH, None, "tensor")
+        step = jit(jax.value_and_grad(lambda params, tokens: _loss(model, params, tokens)))
+        got_loss, got = step(params, tokens)
+    assert abs(got_loss - loss) < 1e-5
+    assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, got, places))
+    for name, value in parameters.to_dict(got).items():
+        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
+
+
 def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):
     # Compiled as a user's would be: what XLA vectorises depends on the shape of a shard.
     config = dataclasses.replace(small, num_layers=1, tie_embeddings=True)
