@@ -99,10 +99,11 @@ def push(x, scale, dx, dscale, *, eps=1e-6, axes=-1, scale_offset=0.0) -> Array:
     x, dx = wide(x), wide(dx)
     axes, rows = dims(x, axes)
     rstd = np.expand_dims(normalise(x, None, eps=eps, axes=axes)[1], axes)
-    w, dw = _weight(scale, scale_offset, rows), 0.0 if dscale is None else wide(dscale)
+    w = _weight(scale, scale_offset, rows)
+    dw = 0.0 if dscale is None else np.expand_dims(wide(dscale), rows)
     normal = x * rstd
     along = (normal * dx).mean(axes, keepdims=True)
-    return w * rstd * (dx - normal * along) + normal * np.expand_dims(dw, rows)
+    return w * rstd * (dx - normal * along) + normal * dw
 
 
 def pull(dy, x, scale, dh=None, *, eps=1e-6, axes=-1, scale_offset=0.0) -> tuple[Array, Array]:

@@ -13,6 +13,14 @@ from rms_norm_cases import SPECS, Batch, Case, put
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 SPLIT_FORWARD = {"apply": 1, "row_sums": 1}
 SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}  # y is not asked for: no apply
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "op, layout",
+    [
+        *(("rms_norm", name) for name in SPECS),
+        ("add_rms_norm", "rows"),
+        ("add_rms_norm", "features"),
+    ],
+)
 
 
 def split_features(spec):
@@ -32,9 +40,10 @@ def check_forward_and_grad(case, serve, args, cts, spec, **kwargs):
 # ---------------------------------------------------------------- Auto axes
 
 
-@pytest.mark.parametrize("layout", SPECS)
-def test_auto(case, serve, auto_mesh, layout):
+@EVERY_LAYOUT
+def test_auto(op, serve, auto_mesh, layout):
     """Auto axes"""
+    case = Case(op)
     args, cts = put(auto_mesh, case, SPECS[layout])
     check_forward_and_grad(case, serve, args, cts, SPECS[layout])
 
@@ -161,9 +170,10 @@ def test_float64_on_a_mesh(serve, auto_mesh, layout, dtypes):
 # ---------------------------------------------------------------- Explicit axes
 
 
-@pytest.mark.parametrize("layout", SPECS)
-def test_explicit(case, serve, explicit_mesh, layout):
+@EVERY_LAYOUT
+def test_explicit(op, serve, explicit_mesh, layout):
     """Explicit axes"""
+    case = Case(op)
     spec = SPECS[layout]
     args, cts = put(explicit_mesh, case, spec)
     with jax.set_mesh(explicit_mesh):
