@@ -77,6 +77,7 @@ def summarise(
         "metrics": out.metrics,
         "plot": out.plot,
         "sample": out.sample,
+        "profile": out.profile / "table.txt",
     }
     for name, path in written.items():
         if path.exists():

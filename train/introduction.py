@@ -6,11 +6,14 @@ import jax
 from jax.sharding import Mesh
 
 from normfuse.models.config import num_parameters
+from normfuse.native.fallback import fallbacks
 from normfuse.train.config import TrainConfig
 from normfuse.train.data import Text, looks_binary
 from normfuse.train.display import Display, short
 from normfuse.train.peak import peak_flops
 
+# Begins the name of every FFI target of ours in a compiled program.
+TARGET_PREFIX = "normfuse_"
 _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
 
 
@@ -36,3 +39,12 @@ def introduce(config: TrainConfig, text: Text, mesh: Mesh, display: Display):
     elif jax.default_backend() != "cpu":
         display.fact("peak", f"of {kind} not known: MFU is not shown")
     display.fact("folder", str(config.out_dir))
+
+
+def say_what_serves(step: jax.stages.Compiled, display: Display):
+    """Says whether the compiled step runs the native norms, and if it does not, why."""
+    reasons = sorted({reason for op, reason in fallbacks() if op.startswith("rms_norm")})
+    if TARGET_PREFIX in step.as_text():
+        display.fact("norms", "native kernels")
+    else:
+        display.fact("norms", "plain XLA" + (f": {'; '.join(reasons)}" if reasons else ""))

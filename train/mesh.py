@@ -19,11 +19,17 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """Makes the mesh over all devices, of Auto axes: XLA places what the model does not constrain.
 
     Raises:
-      UsageError: the axes do not multiply to the number of devices.
+      UsageError: the axes do not multiply to the number of devices, or there are none to be had.
     """
-    return jax.make_mesh(
-        _shape(config, jax.device_count()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
-    )
+    try:
+        devices = jax.device_count()
+    except (RuntimeError, AssertionError) as error:  # what JAX raises depends on the platform asked
+        cause = "".join(f": {line}" for line in str(error).splitlines()[:1])  # may be empty
+        raise UsageError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms} gives no device{cause}. Unset it to take "
+            "what there is, or install JAX for that platform, for example jax[cuda13]."
+        ) from None
+    return jax.make_mesh(_shape(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_model(model: TransformerConfig, mesh: Mesh, batch_size: int, microbatches: int):

@@ -22,7 +22,7 @@ from normfuse.train.data import Text, load
 from normfuse.train.display import Display
 from normfuse.train.errors import RunError, UsageError
 from normfuse.train.evaluate import Evaluator
-from normfuse.train.introduction import introduce
+from normfuse.train.introduction import introduce, say_what_serves
 from normfuse.train.loop import Loop
 from normfuse.train.mesh import batch_sharding, check_model, make_mesh
 from normfuse.train.metrics import MetricsLog, Sinks
@@ -113,6 +113,7 @@ class Run:
         self.display.start()
         with explained():
             step = lowered.compile()
+        say_what_serves(step, self.display)
         with explained(step):
             state, done = self._restored() if resuming else (self.program.init(self.config.seed), 0)
             self.log = self._open_log(done if resuming else None)

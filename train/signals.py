@@ -1,10 +1,10 @@
-"""SIGTERM and SIGINT ask a run to save and stop; a second one stops it at once."""
+"""SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop; a second one stops it at once."""
 
 import os
 import signal
 import threading
 
-_WATCHED = (signal.SIGTERM, signal.SIGINT)
+_WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:

@@ -1,5 +1,9 @@
 """Every mistake: exit 2, one message with argument, value and fix, nothing compiled or written."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import pytest
 
@@ -155,6 +159,18 @@ def test_out_dir_of_something_else_is_left_alone(train, nothing_compiled, tmp_pa
     code, _, error = train()
     _assert_usage_error(code, error, ["--out-dir", "not empty"])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_platform_without_devices_is_usage():
+    """In a process of its own: a JAX backend is chosen once."""
+    program = "import sys; from normfuse.train.cli import main; sys.exit(main(['train']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_PLATFORMS": "cuda"},
+        capture_output=True,
+        text=True,
+    )
+    _assert_usage_error(done.returncode, done.stderr, ["JAX_PLATFORMS=cuda", "jax[cuda13]"])
 
 
 def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monkeypatch):

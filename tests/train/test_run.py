@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -217,6 +218,17 @@ def test_bad_steps_may_be_left_out(train, tmp_path, lines, monkeypatch):
     assert 1 <= len(left_out) <= 5
     assert out.count("update left out") == len(left_out)
     assert all(x["grad_norm"] is None and x["loss"] > 0 for x in left_out)
+
+
+def test_out_of_memory_says_what_was_needed_and_what_helps(train, monkeypatch):
+    def exhaust(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory, 3 GB wanted\nmore")
+
+    monkeypatch.setattr(Loop, "run", exhaust)
+    code, _, err = train()
+    assert code == 1 and "Traceback" not in err
+    for part in ("3 GB wanted", "GiB", "--microbatches", "--batch-size", "--mesh.fsdp"):
+        assert part in err
 
 
 def test_other_failures_of_the_loop_still_close_the_log(train, tmp_path, monkeypatch, lines):
