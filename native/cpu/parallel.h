@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cfenv>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -22,18 +21,7 @@ class Loop {
   using Body = void (*)(const void* context, int64_t i);
 
   Loop(int64_t count, Body body, const void* context)
-      : count_(count), body_(body), context_(context) {
-    std::fegetenv(&environment_);
-  }
-
-  // Pool threads compute as the caller's does: XLA flushes subnormals to zero on some of them only.
-  void Help() {
-    std::fenv_t own;
-    std::fegetenv(&own);
-    std::fesetenv(&environment_);
-    Run();
-    std::fesetenv(&own);
-  }
+      : count_(count), body_(body), context_(context) {}
 
   void Run() {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
@@ -54,7 +42,6 @@ class Loop {
   const int64_t count_;
   const Body body_;
   const void* const context_;
-  std::fenv_t environment_;
   std::atomic<int64_t> next_{0};
   std::atomic<int64_t> done_{0};
   std::mutex mutex_;
@@ -72,7 +59,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const F& body) {
   }
   auto call = [](const void* context, int64_t i) { (*static_cast<const F*>(context))(i); };
   auto loop = std::make_shared<Loop>(count, call, &body);
-  for (int64_t h = 0; h < helpers; ++h) pool.Schedule([loop] { loop->Help(); });
+  for (int64_t h = 0; h < helpers; ++h) pool.Schedule([loop] { loop->Run(); });
   loop->Run();
   loop->Wait();
 }

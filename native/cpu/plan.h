@@ -84,7 +84,7 @@ class Plan {
   static constexpr int64_t kSumLines = 512;
   static constexpr int64_t kBlockSize = 32768;    // elements
   static constexpr int64_t kSegmentSize = 32768;  // elements
-  static constexpr int64_t kSmallSize = 32768;    // waking a thread costs more than this much work
+  static constexpr int64_t kSmallSize = 65536;    // waking a thread costs more than this much work
 
   const Shape shape_;
   int64_t group_lines_, groups_, groups_per_outer_;
