@@ -15,13 +15,16 @@ from normfuse.native.device import Target
 WARP = 32
 MAX_THREADS = 1024
 MAX_CLUSTER = 8
-_QUARTER_REGISTERS = 16384  # of a quarter of a multiprocessor, which has whole warps
+_REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is."""
+    """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
+
+    `hold` and `max_stages` are the backward kernel's alone.
+    """
 
     features: int
     vector: int
@@ -30,6 +33,8 @@ class RowLayout:
     block_rows: int = 1
     slices: int = 1
     min_blocks: int = 1
+    hold: bool = False
+    max_stages: int = 4
 
     @property
     def threads(self) -> int:
@@ -72,7 +77,7 @@ class RowLayout:
         """
         sums = _round_up(self.sum_bytes(compute, cluster=cluster), 16)
         stage = self.threads * self.chunks * self.vector * read_bytes
-        for depth in (4, 3, 2, 1):
+        for depth in range(self.max_stages, 0, -1):
             shared = sums + depth * stage
             if (shared + _RESERVED_BYTES) * self.min_blocks <= target.shared_memory:
                 break
@@ -156,8 +161,8 @@ def backward_layout(
 ) -> RowLayout | None:
     """A layout of blocks that give a multiprocessor 1024 threads, for a persistent grid.
 
-    A thread has the scale and dscale of its columns in registers, and its part of two rows in
-    shared memory: up to 16 elements, 8 in float64.
+    A thread has the scale and dscale of its columns in registers, up to 16 of them (8 in float64),
+    and shared memory has two rows or more of every block.
 
     Args:
       read_bytes: what is read for one element.
@@ -168,16 +173,19 @@ def backward_layout(
     budget = target.shared_memory - 8 * _RESERVED_BYTES
     fits = [e for e in (16, 8, 4, 2, 1) if 2 * MAX_THREADS * e * read_bytes <= budget]
     held = max(vector, min(fits[0], 64 // compute.itemsize))
+    if _row_threads(features, held // 2) <= 512 and held // 2 >= vector:
+        held //= 2  # short rows: fewer elements to a thread, so that it can hold them
     row_threads = _row_threads(features, held)
+    registers = held * (read_bytes + 2 * compute.itemsize) // 4
+    layout = RowLayout(features, vector, held // vector, row_threads, hold=registers <= 28)
     if row_threads <= 512:
-        layout = RowLayout(features, vector, held // vector, row_threads, 512 // row_threads)
-        return dataclasses.replace(layout, min_blocks=MAX_THREADS // layout.threads)
+        return _blocks(dataclasses.replace(layout, block_rows=512 // row_threads))
     if not whole_rows:
-        return _sliced(features, vector, held, -(-features // (512 * held)))
+        return _sliced(layout, -(-features // (512 * held)))
     for threads in (512, MAX_THREADS):
         slices = _power_of_two(-(-features // (threads * held)))
         if slices == 1 or (target.clusters and slices <= MAX_CLUSTER):
-            return _sliced(features, vector, held, slices)
+            return _sliced(layout, slices)
     return None
 
 
@@ -194,13 +202,17 @@ def strided_blocks(outer: int, features: int, inner: int, target: Target) -> int
     return min(outer * -(-inner // width), 8 * target.multiprocessors)
 
 
-def _sliced(features: int, vector: int, held: int, slices: int) -> RowLayout:
-    row_threads = _row_threads(-(-features // slices), held)
-    slices = -(-features // (row_threads * held))
-    blocks = MAX_THREADS // row_threads
-    return RowLayout(
-        features, vector, held // vector, row_threads, slices=slices, min_blocks=blocks
-    )
+def _sliced(layout: RowLayout, slices: int) -> RowLayout:
+    held = layout.chunks * layout.vector
+    row_threads = _row_threads(-(-layout.features // slices), held)
+    slices = -(-layout.features // (row_threads * held))
+    return _blocks(dataclasses.replace(layout, row_threads=row_threads, slices=slices))
+
+
+def _blocks(layout: RowLayout) -> RowLayout:
+    """As many blocks as 1024 threads are; a block takes registers for whole fours of warps."""
+    blocks = max(1, MAX_THREADS // _round_up(layout.threads, 4 * WARP))
+    return dataclasses.replace(layout, min_blocks=blocks)
 
 
 def _row_threads(features: int, held: int) -> int:
@@ -217,9 +229,8 @@ def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
 
 
 def _registers(threads: int, blocks: int) -> int:
-    """What each thread may use for `blocks` blocks to run on a multiprocessor, of four quarters."""
-    warps = -(-blocks * threads // (4 * WARP))
-    return _QUARTER_REGISTERS // (warps * WARP) // 8 * 8
+    """What each thread may use for `blocks` blocks to run on a multiprocessor."""
+    return _REGISTERS // (blocks * _round_up(threads, 4 * WARP)) // 8 * 8
 
 
 def _power_of_two(value: int) -> int:

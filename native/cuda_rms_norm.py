@@ -246,7 +246,7 @@ def _backward(
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
-        macros |= {"STAGES": depth, "SHARED_BYTES": shared}
+        macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
         if with_dscale:
             call.result("PARTIAL", (grid, n), call.compute)
         done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)

@@ -14,9 +14,10 @@
 //
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
 // dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread reads
-// only what it copied itself, so that copies need no barrier; it reads everything twice, once for the
-// sum and once for dx, rather than keep it in registers meanwhile. Every block adds its rows in order,
-// and column_sum.cu adds the blocks in order: the result does not depend on timing.
+// only what it copied itself, so that copies need no barrier. If HOLD it keeps the row in registers
+// between the sum and dx, and the next row is fetched meanwhile; otherwise, where registers are short,
+// it reads the row from shared memory again. Every block adds its rows in order, and column_sum.cu adds
+// the blocks in order: the result does not depend on timing.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -57,13 +58,37 @@ struct Stage {
     }
   }
 
-  // What has arrived there, widened; zeros beyond the row's end, or if not `active`.
+  // What has arrived there; zeros beyond the row's end, or if not `active`.
   template <typename T>
-  __device__ Wide<Compute, VECTOR> read(int operand, int chunk, bool active) const {
+  __device__ Packed<T, VECTOR> read(int operand, int chunk, bool active) const {
     Packed<T, VECTOR> values{};
     if (active && inside(chunk)) values = slot<T>(operand, chunk);
-    return widen_all<Compute>(values);
+    return values;
   }
+};
+
+// This thread's part of one operand of the row at hand, by chunk: in registers if HOLD.
+template <typename T>
+class Part {
+ public:
+  __device__ Part(const Stage& from, int operand, bool active)
+      : from_(from), operand_(operand), active_(active) {
+    if constexpr (HOLD) {
+#pragma unroll
+      for (int i = 0; i < CHUNKS; ++i) held_[i] = from.read<T>(operand, i, active);
+    }
+  }
+
+  __device__ Packed<T, VECTOR> operator[](int chunk) const {
+    if constexpr (HOLD) return held_[chunk];
+    return from_.read<T>(operand_, chunk, active_);
+  }
+
+ private:
+  const Stage& from_;
+  int operand_;
+  bool active_;
+  Chunks<T> held_;
 };
 
 using Accumulator = Wide<Compute, VECTOR>[CHUNKS];
@@ -97,7 +122,10 @@ __device__ inline void store_partial(const Accumulator& dscale, bool aligned, Co
   }
 }
 
-static_assert(RowSum<Compute>::kBytes + STAGES * Stage::kBytes <= SHARED_BYTES, "rows fit");
+// Whether a row's slots are free once its sum is known: what was in them is in registers, and used.
+constexpr bool kEarly = DOTS && HOLD;
+
+static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * Stage::kBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
@@ -144,19 +172,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   const long long stride = static_cast<long long>(gridDim.x) * BLOCK_ROWS;
   long long row = static_cast<long long>(blockIdx.x) * BLOCK_ROWS + row_group();
 
-  const auto fetch = [&](long long which, int stage) {
-    if (which < rows) {
-      const Stage to{stages + stage * Stage::kBytes};
-      to.fetch(Stage::kDy, dy + which * FEATURES, aligned);
-      to.fetch(Stage::kX, x + which * FEATURES, aligned);
+  // Begin to copy what the sum is of, and the rest, of row `which`.
+  const auto fetch_terms = [&](long long which, int stage) {
+    if (which >= rows) return;
+    const Stage to{stages + stage * Stage::kBytes};
+    to.fetch(Stage::kDy, dy + which * FEATURES, aligned);
+    to.fetch(Stage::kX, x + which * FEATURES, aligned);
+  };
+  const auto fetch_rest = [&](long long which, int stage) {
 #if GRADIENT && HAS_RESIDUAL
-      to.fetch(Stage::kDh, dh + which * FEATURES, aligned);
+    const Stage to{stages + stage * Stage::kBytes};
+    if (which < rows) to.fetch(Stage::kDh, dh + which * FEATURES, aligned);
 #endif
-    }
     commit_copies();
   };
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) fetch(row + s * stride, s);
+  for (int s = 0; s < STAGES; ++s) {
+    fetch_terms(row + s * stride, s);
+    fetch_rest(row + s * stride, s);
+  }
 
 #if HAS_SCALE
   Wide<Compute, VECTOR> weight[CHUNKS];
@@ -178,6 +212,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     const bool active = row < rows;
     const Stage from{stages + stage * Stage::kBytes};
     wait_copies<STAGES - 1>();
+    const Part<DY_TYPE> dys(from, Stage::kDy, active);
+    const Part<X_TYPE> xs(from, Stage::kX, active);
+#if GRADIENT && HAS_RESIDUAL
+    const Part<DH_TYPE> dhs(from, Stage::kDh, active);
+#endif
 #if GRADIENT
     const bool another = row + stride < rows;
     const Compute rstd_row = next_rstd;
@@ -188,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     Compute dot = 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const auto wide_dy = from.read<DY_TYPE>(Stage::kDy, i, active);
-      const auto wide_x = from.read<X_TYPE>(Stage::kX, i, active);
+      const auto wide_dy = widen_all<Compute>(dys[i]);
+      const auto wide_x = widen_all<Compute>(xs[i]);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
 #if HAS_SCALE
@@ -200,6 +239,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
       }
     }
     dot = row_sum(dot);
+    if (kEarly) fetch_terms(row + STAGES * stride, stage);
 #else
     const Compute dot = next_dot;
     next_dot = another ? dots[row + stride] : Compute(0);
@@ -210,10 +250,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     const Compute pull = dot * per_count * rstd_row * rstd_row;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      const auto wide_dy = from.read<DY_TYPE>(Stage::kDy, i, active);
-      const auto wide_x = from.read<X_TYPE>(Stage::kX, i, active);
+      const auto wide_dy = widen_again<Compute>(dys[i]);
+      const auto wide_x = widen_again<Compute>(xs[i]);
 #if HAS_RESIDUAL
-      const auto wide_dh = from.read<DH_TYPE>(Stage::kDh, i, active);
+      const auto wide_dh = widen_all<Compute>(dhs[i]);
 #endif
       Wide<Compute, VECTOR> out;
 #pragma unroll
@@ -236,7 +276,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     }
 #endif
     // All that was read has been used, so the slots are free again.
-    fetch(row + STAGES * stride, stage);
+    if (!kEarly) fetch_terms(row + STAGES * stride, stage);
+    fetch_rest(row + STAGES * stride, stage);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
 #if DOTS

@@ -1,0 +1,344 @@
+"""Times other layouts of the RMSNorm kernels than the one the package would choose.
+
+    python benchmarks/layouts.py                        # four shapes, forward and backward
+    python benchmarks/layouts.py --n 5120 --kernel backward --residual
+
+Compiles every candidate on all cores, then launches each through the CUDA driver, without XLA, and
+prints the fastest. A fraction is the time in which the driver's own copy would move the same bytes
+over the time taken; `*` marks the package's choice.
+"""
+
+import argparse
+import concurrent.futures
+import ctypes
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import statistics
+from collections.abc import Iterator
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from normfuse.native import compiler, cuda_layout, cuda_rms_norm  # noqa: E402
+from normfuse.native.cuda_layout import RowLayout  # noqa: E402
+from normfuse.native.device import Target  # noqa: E402
+
+SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
+ELEMENTS = 2**27  # of other shapes
+COPIES = 2  # of every array: no launch finds in the cache what the one before has read
+
+
+class Gpu:
+    """Device 0 through the CUDA driver."""
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self.cu = driver
+        self("cuInit", 0)
+        self("cuCtxSetCurrent", self("cuDevicePrimaryCtxRetain", 0))
+        self.begin, self.end = self("cuEventCreate", 0), self("cuEventCreate", 0)
+
+    def __call__(self, name: str, *arguments):
+        result, *values = getattr(self.cu, name)(*arguments)
+        if result != self.cu.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}: {result.name}")
+        return values[0] if values else None
+
+    def attribute(self, name: str) -> int:
+        attribute = getattr(self.cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return self("cuDeviceGetAttribute", attribute, 0)
+
+    def target(self) -> Target:
+        major, minor = (self.attribute(f"COMPUTE_CAPABILITY_{n}") for n in ("MAJOR", "MINOR"))
+        return Target(f"sm_{10 * major + minor}", self.attribute("MULTIPROCESSOR_COUNT"))
+
+    def array(self, size: int, fill: np.ndarray | None = None) -> int:
+        pointer = int(self("cuMemAlloc", size))
+        if fill is None:
+            self("cuMemsetD8", pointer, 0, size)
+        else:
+            self("cuMemcpyHtoD", pointer, fill.ctypes.data, size)
+        return pointer
+
+    def microseconds(self, run, count: int = 10) -> float:
+        """Median time of run(0), run(1), ..., back to back."""
+        for i in range(COPIES):
+            run(i)
+        times = []
+        for _ in range(5):
+            self("cuEventRecord", self.begin, 0)
+            for i in range(count):
+                run(i)
+            self("cuEventRecord", self.end, 0)
+            self("cuEventSynchronize", self.end)
+            times.append(1e3 * self("cuEventElapsedTime", self.begin, self.end) / count)
+        return statistics.median(times)
+
+    def function(self, image: bytes, kernel: str, shared: int):
+        library = self("cuLibraryLoadData", image, [], [], 0, [], [], 0)
+        function = self("cuKernelGetFunction", self("cuLibraryGetKernel", library, kernel.encode()))
+        if shared > 48 << 10:
+            limit = self.cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self("cuFuncSetAttribute", function, limit, shared)
+        return library, function
+
+    def config(self, grid, block, cluster, shared):
+        config = self.cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = shared, 0
+        if cluster != (1, 1, 1):
+            attribute = self.cu.CUlaunchAttribute()
+            attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            sizes = attribute.value.clusterDim
+            sizes.x, sizes.y, sizes.z = cluster
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A kernel on bfloat16 rows, with or without the residual."""
+
+    kernel: str
+    rows: int
+    n: int
+    residual: bool
+
+    @property
+    def arrays(self) -> int:
+        """How many of the size of x it moves."""
+        return 4 if self.residual else {"forward": 2, "backward": 3}[self.kernel]
+
+    def launches(self, layout: RowLayout | None, target: Target) -> list[dict]:
+        """What it would launch with this layout, or with the package's."""
+        found = []
+
+        def launch(source, kernel, operands, results, **sizes):
+            sizes |= {"source": source, "kernel": kernel}
+            found.append(sizes | {"operands": operands, "results": results})
+            return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+        large = jax.ShapeDtypeStruct((self.rows, self.n, 1), jnp.bfloat16)
+        scale = jax.ShapeDtypeStruct((self.n,), jnp.float32)
+        rstd = jax.ShapeDtypeStruct((self.rows, 1), jnp.float32)
+        flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": self.residual}
+        more = [large] * self.residual
+        if self.kernel == "forward":
+            flags |= {"eps": 1e-6, "out_dtype": jnp.dtype(jnp.bfloat16), "with_rstd": True}
+            operands = [large, *more, scale]
+        else:
+            flags |= {"with_dscale": True}
+            operands = [large, large, scale, rstd, *more]
+        chooser = f"{self.kernel}_layout"
+        kept = cuda_rms_norm.launch, getattr(cuda_layout, chooser)
+        cuda_rms_norm.launch = launch
+        if layout is not None:
+            setattr(cuda_layout, chooser, lambda *_, **__: layout)
+        try:
+            call = getattr(cuda_rms_norm, self.kernel)
+            jax.eval_shape(lambda *arrays: call(target, *arrays, **flags), *operands)
+        finally:
+            cuda_rms_norm.launch = kept[0]
+            setattr(cuda_layout, chooser, kept[1])
+        return found
+
+    def layouts(self) -> Iterator[RowLayout]:
+        """Candidates."""
+        for slices, chunks in itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
+            needed = -(-self.n // (8 * slices * chunks))
+            threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
+            if threads > 1024 or (slices > 1 and threads < 128):
+                continue
+            if -(-self.n // (threads * chunks * 8)) != slices:
+                continue
+            for size in (128, 256, 512, 1024):
+                rows = max(1, size // threads) if slices == 1 else 1
+                block = rows * threads
+                if not 64 <= block <= 1024 or (rows == 1 and size != 128):
+                    continue
+                for layout in self._variants(RowLayout(self.n, 8, chunks, threads, rows, slices)):
+                    registers = 65536 // (-(-block // 128) * 128 * layout.min_blocks)
+                    held = chunks * 4 * (self.arrays - 1)
+                    if self.kernel == "backward":
+                        held = 16 * chunks + (held if layout.hold else 0)
+                    if held + 20 <= registers <= max(64, 3 * held + 40):
+                        yield layout
+
+    def _variants(self, layout: RowLayout) -> Iterator[RowLayout]:
+        for blocks in (1, 2, 3, 4, 6, 8, 12, 16):
+            if not 256 <= blocks * layout.threads <= 2048:
+                continue
+            changed = dataclasses.replace(layout, min_blocks=blocks)
+            if self.kernel == "forward":
+                yield changed
+                continue
+            for hold, stages in itertools.product((False, True), (2, 3, 4)):
+                yield dataclasses.replace(changed, hold=hold, max_stages=stages)
+
+
+def compile_one(source: str, macros: dict, arch: str, changes: tuple[tuple[str, str], ...]):
+    """The image, or why there is none; `changes` are replacements in the sources."""
+    file = compiler.kernel_source(source)
+    texts = [file.text, *(text for _, text in file.headers)]
+    for old, new in changes:
+        texts = [text.replace(old, new) for text in texts]
+    names = [name for name, _ in file.headers]
+    file = compiler.Source(file.name, texts[0], tuple(zip(names, texts[1:], strict=True)))
+    try:
+        return compiler.compile_image(file, macros, arch).data
+    except compiler.CompileError as error:
+        return str(error)
+
+
+def time_all(gpu, work: Work, rate: float, pool, changes=()) -> None:
+    """Times every candidate and prints the ten best."""
+    target = gpu.target()
+    chosen = work.launches(None, target)
+    candidates = [(None, chosen)]
+    for layout in dict.fromkeys(work.layouts()):
+        launches = work.launches(layout, target)
+        if all(launch.get("shared", 0) <= target.shared_memory for launch in launches):
+            candidates.append((layout, launches))
+    images = {}
+    for _, launches in candidates:
+        for launch in launches:
+            key = launch["source"], tuple(launch["macros"].items())
+            images.setdefault(key, None)
+    futures = {
+        key: pool.submit(compile_one, key[0], dict(key[1]), target.arch, changes) for key in images
+    }
+    images = {key: future.result() for key, future in futures.items()}
+
+    buffers = Buffers(gpu, chosen)
+    found = []
+    for layout, launches in candidates:
+        compiled = [
+            images[launch["source"], tuple(launch["macros"].items())] for launch in launches
+        ]
+        if any(isinstance(image, str) for image in compiled):
+            continue
+        try:
+            found.append((buffers.time(launches, compiled), layout, launches))
+        except RuntimeError as error:
+            print(f"  {error}: {layout}")
+            if "LAUNCH_FAILED" in str(error) or "ILLEGAL" in str(error):
+                raise
+    buffers.free()
+    floor = work.arrays * 2 * work.rows * work.n / rate
+    residual = " with residual" if work.residual else ""
+    print(f"{work.kernel}{residual}, {work.rows} x {work.n}: {len(found)} layouts {dict(changes)}")
+    ranked = sorted(found, key=lambda one: one[0])
+    for place, (time, layout, launches) in enumerate(ranked):
+        if place < 10 or layout is None:
+            sizes = {k: v for k, v in launches[0]["macros"].items() if k in SHOWN}
+            mark = "*" if layout is None else " "
+            print(f" {mark}{time:8.1f} us {floor / time:.3f} grid {launches[0]['grid']} {sizes}")
+    print(flush=True)
+
+
+SHOWN = ("CHUNKS", "ROW_THREADS", "BLOCK_ROWS", "SLICES", "MIN_BLOCKS", "HOLD", "STAGES")
+
+
+class Buffers:
+    """Device memory for one piece of work, used by all its candidates."""
+
+    def __init__(self, gpu: Gpu, launches: list[dict]):
+        self.gpu = gpu
+        rng = np.random.default_rng(0)
+        size = max(a.size for a in launches[0]["operands"])
+        halves = rng.integers(0x3F00, 0x3FC0, size, np.uint16)  # bfloat16 from 0.5 to 1.5
+        floats = rng.uniform(0.5, 1.5, 1 << 21).astype(np.float32)
+        fill = lambda a: floats if a.dtype == jnp.float32 else halves
+        first = launches[0]
+        self.sets = [
+            [gpu.array(a.size * a.dtype.itemsize, fill(a)) for a in first["operands"]]
+            + [gpu.array(r.size * r.dtype.itemsize) for r in first["results"] if r.size >= size]
+            for _ in range(COPIES)
+        ]
+        # rstd, or the blocks' shares of dscale and their sum: of any size a candidate may ask for.
+        self.small = [gpu.array(256 << 20) for _ in range(2)]
+
+    def free(self) -> None:
+        for pointer in itertools.chain(self.small, *self.sets):
+            self.gpu("cuMemFree", pointer)
+
+    def time(self, launches: list[dict], images: list[bytes]) -> float:
+        calls, libraries = [], []
+        for i, (launch, image) in enumerate(zip(launches, images, strict=True)):
+            library, function = self.gpu.function(image, launch["kernel"], launch.get("shared", 0))
+            libraries.append(library)
+            config = self.gpu.config(
+                _three(launch["grid"]),
+                _three(launch["block"]),
+                _three(launch.get("cluster", 1)),
+                launch.get("shared", 0),
+            )
+            calls.append(
+                (config, function, [self._parameters(i, launch, one) for one in self.sets])
+            )
+
+        def run(turn: int) -> None:
+            for config, function, parameters in calls:
+                self.gpu("cuLaunchKernelEx", config, function, parameters[turn % COPIES], 0)
+
+        time = self.gpu.microseconds(run)
+        for library in libraries:
+            self.gpu("cuLibraryUnload", library)
+        return time
+
+    def _parameters(self, which: int, launch: dict, pointers: list[int]):
+        if which == 0:
+            given = len(launch["operands"]) + len(launch["results"])
+            used = [*pointers, *self.small][:given]
+        else:  # column_sum of the first launch's last result
+            used = self.small[:2]
+        ints, floats = launch.get("ints", ()), launch.get("floats", ())
+        types = [ctypes.c_void_p] * len(used) + [ctypes.c_longlong] * len(ints)
+        return (*used, *ints, *floats), (*types, *[ctypes.c_float] * len(floats))
+
+
+def copy_rate(gpu: Gpu) -> float:
+    """Bytes read and written in a microsecond by the driver's copy."""
+    size = 512 << 20
+    source, target = gpu.array(size), gpu.array(size)
+    time = gpu.microseconds(lambda _: gpu("cuMemcpyDtoDAsync", target, source, size, 0))
+    gpu("cuMemFree", source)
+    gpu("cuMemFree", target)
+    return 2 * size / time
+
+
+def _three(sizes) -> tuple[int, ...]:
+    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return sizes + (1,) * (3 - len(sizes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, nargs="+", help="lengths of the rows")
+    parser.add_argument("--kernel", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--residual", action="store_true")
+    parser.add_argument(
+        "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
+        help="a replacement in the kernels' sources, to try another instruction",
+    )  # fmt: skip
+    arguments = parser.parse_args()
+    gpu = Gpu()
+    rate = copy_rate(gpu)
+    print(f"copy {rate / 1e6:.3f} TB/s, {gpu.target()}")
+    shapes = [(ELEMENTS // n, n) for n in arguments.n] if arguments.n else SHAPES
+    changes = tuple(map(tuple, arguments.change))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
+        for (rows, n), kernel in itertools.product(shapes, arguments.kernel):
+            time_all(gpu, Work(kernel, rows, n, arguments.residual), rate, pool, changes)
+
+
+if __name__ == "__main__":
+    main()
