@@ -65,7 +65,8 @@ class RowLayout:
         if self.row_threads <= WARP and cluster_size == 1:
             return 0
         slots = cluster_size * -(-self.row_threads // WARP)
-        return 2 * self.block_rows * slots * compute.itemsize
+        inboxes = 16 if cluster_size > 1 else 0
+        return inboxes + 2 * self.block_rows * slots * compute.itemsize
 
     def pipeline(
         self, target: Target, read_bytes: int, compute: np.dtype, *, cluster: bool

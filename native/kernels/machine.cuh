@@ -69,19 +69,54 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores to where `slot` of this block's shared memory is in block `rank` of the cluster.
-__device__ inline void store_remote(float* slot, int rank, float value) {
+// Counts bytes that other blocks send into this block's shared memory (an mbarrier). A cluster barrier
+// would do, but with its release every store to global memory would have to be over first.
+using Inbox = unsigned long long;
+
+// By one thread, before a cluster barrier.
+__device__ inline void inbox_open(Inbox* inbox) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(inbox)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// By one thread, once for each round: how many bytes will come.
+__device__ inline void inbox_expect(Inbox* inbox, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(inbox)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Until all bytes of round 0, 1, 2, ... are there; the parity is that of the round.
+__device__ inline void inbox_wait(Inbox* inbox, int parity) {
+  unsigned done = 0;
+  while (!done) {
+    asm volatile(
+        "{ .reg .pred there; mbarrier.try_wait.parity.shared::cta.b64 there, [%1], %2;"
+        "  selp.u32 %0, 1, 0, there; }"
+        : "=r"(done)
+        : "r"(shared_address(inbox)), "r"(parity)
+        : "memory");
+  }
+}
+
+// Sends a value to where `slot` is in block `rank`, counted by the inbox that is where `inbox` is.
+__device__ inline void inbox_send(float* slot, Inbox* inbox, int rank, float value) {
   asm volatile(
-      "{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      "  st.shared::cluster.f32 [there], %2; }" ::"r"(shared_address(slot)),
-      "r"(rank), "f"(value)
+      "{ .reg .u32 there, count;"
+      "  mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 count, %1, %2;"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [count]; }" ::"r"(
+          shared_address(slot)),
+      "r"(shared_address(inbox)), "r"(rank), "f"(value)
       : "memory");
 }
-__device__ inline void store_remote(double* slot, int rank, double value) {
+__device__ inline void inbox_send(double* slot, Inbox* inbox, int rank, double value) {
   asm volatile(
-      "{ .reg .u32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      "  st.shared::cluster.f64 [there], %2; }" ::"r"(shared_address(slot)),
-      "r"(rank), "d"(value)
+      "{ .reg .u32 there, count;"
+      "  mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 count, %1, %2;"
+      "  st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [there], %3, [count]; }" ::"r"(
+          shared_address(slot)),
+      "r"(shared_address(inbox)), "r"(rank), "d"(value)
       : "memory");
 }
 #endif

@@ -102,32 +102,37 @@ class RowSum {
  public:
   static constexpr bool kShared = ROW_THREADS > 32 || CLUSTER > 1;
   static constexpr int kSlots = CLUSTER * kRowWarps;  // one sum per warp of the row
-  // Two sets of slots: a warp may begin the next sum while another still reads this one.
-  static constexpr int kBytes = kShared ? 2 * BLOCK_ROWS * kSlots * sizeof(C) : 0;
+  // Two sets of slots: a warp may begin the next sum while another still reads this one. With a
+  // cluster, an inbox for each set comes first.
+  static constexpr int kInboxes = CLUSTER > 1 ? 16 : 0;
+  static constexpr int kBytes = kShared ? kInboxes + 2 * BLOCK_ROWS * kSlots * sizeof(C) : 0;
+  static_assert(CLUSTER == 1 || BLOCK_ROWS == 1, "a cluster has one row at a time");
 
   // `shared` has kBytes, at the same place in every block of the cluster.
-  __device__ explicit RowSum(void* shared) : slots_(static_cast<C*>(shared)) {
+  __device__ explicit RowSum(unsigned char* shared)
+      : shared_(shared), slots_(reinterpret_cast<C*>(shared + kInboxes)) {
 #if CLUSTER > 1
-    cluster_arrive();  // a block's shared memory may be written only once it runs
+    if (threadIdx.x < 2) inbox_open(inbox(threadIdx.x));
+    cluster_arrive();  // a block may be sent to only once its inboxes are open
 #endif
   }
 
   __device__ C operator()(C value) {
     value = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(value);
     if constexpr (!kShared) return value;
-    C* slots = slots_ + (odd_ * BLOCK_ROWS + row_group()) * kSlots;
-    odd_ ^= 1;
+    const int set = count_ % 2;
+    C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kSlots;
     const int lane = threadIdx.x % 32, warp = row_thread() / 32;
 #if CLUSTER > 1
-    if (first_) cluster_wait();
-    first_ = false;
-    if (lane < CLUSTER) store_remote(slots + slice() * kRowWarps + warp, lane, value);
-    cluster_arrive();
-    cluster_wait();
+    if (count_ == 0) cluster_wait();
+    if (threadIdx.x == 0) inbox_expect(inbox(set), kSlots * sizeof(C));
+    if (lane < CLUSTER) inbox_send(slots + slice() * kRowWarps + warp, inbox(set), lane, value);
+    inbox_wait(inbox(set), count_ / 2 % 2);
 #else
     if (lane == 0) slots[warp] = value;
     __syncthreads();
 #endif
+    ++count_;
     C total = 0;
 #pragma unroll
     for (int i = 0; i < kSlots; i += 32) {
@@ -136,15 +141,19 @@ class RowSum {
     return lane_sum<32>(total);
   }
 
-  // A block must not end while others of its cluster may still write to it.
+  // At the end. No block is sent to any more: each has had all that its last sum waited for.
   __device__ void finish() {
 #if CLUSTER > 1
-    if (first_) cluster_wait();
+    if (count_ == 0) cluster_wait();
 #endif
   }
 
  private:
+#if CLUSTER > 1
+  __device__ Inbox* inbox(int set) const { return reinterpret_cast<Inbox*>(shared_) + set; }
+#endif
+
+  unsigned char* shared_;
   C* slots_;
-  int odd_ = 0;
-  bool first_ = true;
+  unsigned count_ = 0;
 };

@@ -318,9 +318,40 @@ inline void cluster_arrive() {
 inline void cluster_wait() {
   emulator::WaitFor(emulator::cluster->barrier, emulator::current->cluster_ticket);
 }
+
+// Counts the bytes that are still to come; laid out in the eight bytes of the real one.
+using Inbox = unsigned long long;
+struct InboxState {
+  int bytes;
+  short expected, round;
+
+  void Settle() {
+    if (!expected || bytes != 0) return;
+    expected = 0;
+    round ^= 1;
+  }
+};
+
+inline void inbox_open(Inbox* inbox) { *reinterpret_cast<InboxState*>(inbox) = {0, 0, 0}; }
+inline void inbox_expect(Inbox* inbox, int bytes) {
+  auto* state = reinterpret_cast<InboxState*>(inbox);
+  state->bytes += bytes;
+  state->expected = 1;
+  state->Settle();
+}
+inline void inbox_wait(Inbox* inbox, int parity) {
+  while (reinterpret_cast<InboxState*>(inbox)->round == parity) emulator::Yield();
+  ++emulator::progress;
+}
+template <typename T>
+T* there(T* here, int rank) {
+  const auto offset = reinterpret_cast<unsigned char*>(here) - shared_memory();
+  return reinterpret_cast<T*>(emulator::SharedOf(emulator::cluster->blocks.at(rank)) + offset);
+}
 template <typename C>
-void store_remote(C* slot, int rank, C value) {
-  const auto offset = reinterpret_cast<unsigned char*>(slot) - shared_memory();
-  unsigned char* there = emulator::SharedOf(emulator::cluster->blocks.at(rank)) + offset;
-  std::memcpy(there, &value, sizeof(C));
+void inbox_send(C* slot, Inbox* inbox, int rank, C value) {
+  *there(slot, rank) = value;
+  auto* state = reinterpret_cast<InboxState*>(there(inbox, rank));
+  state->bytes -= sizeof(C);
+  state->Settle();
 }
