@@ -44,7 +44,7 @@ def introduce(config: TrainConfig, text: Text, mesh: Mesh, display: Display):
 def say_what_serves(step: jax.stages.Compiled, display: Display):
     """Says whether the compiled step runs the native norms, and if it does not, why."""
     reasons = sorted({reason for op, reason in fallbacks() if op.startswith("rms_norm")})
-    if TARGET_PREFIX in step.as_text():
+    if TARGET_PREFIX in (step.as_text() or ""):
         display.fact("norms", "native kernels")
     else:
         display.fact("norms", "plain XLA" + (f": {'; '.join(reasons)}" if reasons else ""))
