@@ -6,6 +6,8 @@
 Equinox's layers see one example: `_normalise` maps them over batch and sequence.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 from jax import Array
@@ -139,8 +141,8 @@ class Transformer(eqx.Module):
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
         return self._forward(tokens, cache)
 
-    def _forward(self, tokens: Array, cache: Cache | None):
-        start = 0 if cache is None else cache.length
+    def _forward(self, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
+        start: Any = 0 if cache is None else cache.length
         past = [None] * len(self.layers) if cache is None else cache.layers
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)

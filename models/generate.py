@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from normfuse.models.attention import Cache
 from normfuse.models.functional import Functional, Params
@@ -14,7 +15,7 @@ from normfuse.models.functional import Functional, Params
 def generate(
     model: Functional,
     params: Params,
-    prompt: Array,
+    prompt: ArrayLike,
     num_tokens: int,
     *,
     temperature: float = 1.0,
@@ -42,12 +43,12 @@ def generate(
     References: Holtzman et al., The Curious Case of Neural Text Degeneration (top-p),
       arXiv:1904.09751.
     """
-    prompt = np.asarray(prompt)
-    _check(model, prompt, num_tokens, temperature, top_k, top_p)
+    ids = np.asarray(prompt)
+    _check(model, ids, num_tokens, temperature, top_k, top_p)
     # Padded to a power of two, so that prompts of many lengths share few compilations.
-    seq = prompt.shape[1]
+    seq = ids.shape[1]
     padded = min(1 << (seq - 1).bit_length(), model.config.max_seq_len)
-    tokens = np.pad(prompt.astype(np.int32), ((0, 0), (0, padded - seq)))
+    tokens = np.pad(ids.astype(np.int32), ((0, 0), (0, padded - seq)))
     run = _compiled(model, num_tokens, top_k)
     knobs = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
     return np.asarray(run(params, tokens, np.int32(seq), knobs, jax.random.key(seed)))
@@ -65,7 +66,8 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None):
 
         def add(state, key):
             logits, cache = state  # (batch, vocab)
-            token = _draw(logits, key, *knobs, top_k)
+            temperature, top_p = knobs
+            token = _draw(logits, key, temperature, top_p, top_k)
             logits, cache = model.decode(params, token[:, None], cache)
             return (logits[:, 0], cache), token
 

@@ -4,6 +4,8 @@ model = Transformer(PRESETS["tiny"], rngs=nnx.Rngs(0))
 logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
+from typing import Any
+
 from flax import nnx
 from jax import Array
 
@@ -124,8 +126,8 @@ class Transformer(nnx.Module):
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
         return self._forward(tokens, cache)
 
-    def _forward(self, tokens: Array, cache: Cache | None):
-        start = 0 if cache is None else cache.length
+    def _forward(self, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
+        start: Any = 0 if cache is None else cache.length
         past = [None] * len(self.layers) if cache is None else cache.layers
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.embedding[...], self.config.dtype, self.sharding)

@@ -14,6 +14,7 @@ References:
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from jax import Array
@@ -105,7 +106,8 @@ def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Arr
     if not explicit:
         return function
     out = on_mesh(spec, explicit)
-    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out)
+    auto: Any = jax.sharding.auto_axes  # by its types, it may return a decorator
+    return auto(function, axes=tuple(explicit), out_sharding=out)
 
 
 def _axes_in_context(kind: AxisType) -> dict[str, int]:

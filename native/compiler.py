@@ -141,7 +141,7 @@ def _wheel_headers() -> str | None:
 
 def _nvrtc() -> Any:
     try:
-        from cuda.bindings import nvrtc
+        from cuda.bindings import nvrtc  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         raise CompilerMissing(
             f"CUDA kernels are compiled when they are first used, and cuda-bindings is not "

@@ -78,6 +78,7 @@ class RowLayout:
         """
         sums = _round_up(self.sum_bytes(compute, cluster=cluster), 16)
         stage = self.threads * self.chunks * self.vector * read_bytes
+        depth, shared = 0, sums
         for depth in range(self.max_stages, 0, -1):
             shared = sums + depth * stage
             if (shared + _RESERVED_BYTES) * self.min_blocks <= target.shared_memory:

@@ -54,14 +54,14 @@ def forward(
     return [y, *([h] if has_residual else []), *([rstd] if with_rstd else [])]
 
 
-def row_sums(target: Target, x, *, compute=None):
+def row_sums(target: Target, x, *, compute=None) -> Any:
     """`x -> Σ x²`, one value a row."""
     call = _Call(target, "row_sums", {"X": x}, compute or _compute_dtype({"X": x}))
     call.result("SUMS", call.row_shape, call.compute)
     return _forward(call)
 
 
-def apply(target: Target, x, *rest, scale_offset, out_dtype, has_scale):
+def apply(target: Target, x, *rest, scale_offset, out_dtype, has_scale) -> Any:
     """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
     operands = _named(rest, X=x, SCALE=has_scale, RSTD=True)
     call = _Call(target, "apply", operands, _compute_dtype(operands, out_dtype))
@@ -84,7 +84,7 @@ def backward(target: Target, dy, x, *rest, scale_offset, has_residual, has_scale
     return backward_apply(target, dy, x, *rest, dots, count=x.shape[1], **flags)
 
 
-def row_dots(target: Target, dy, x, *rest, scale_offset, has_scale, compute=None):
+def row_dots(target: Target, dy, x, *rest, scale_offset, has_scale, compute=None) -> Any:
     """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
     operands = _named(rest, DY=dy, X=x, SCALE=has_scale)
     call = _Call(target, "row_dots", operands, compute or _compute_dtype(operands))

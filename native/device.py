@@ -127,7 +127,7 @@ def _devices(module: Any) -> Iterable[Any]:
     """The devices that `module`, JAX's ModuleContext, is lowered for, as far as it says."""
     axes = module.axis_context
     yield from getattr(axes, "device_assignment", None) or ()
-    mesh = getattr(axes, "mesh", None)
+    mesh: Any = getattr(axes, "mesh", None)
     if hasattr(mesh, "devices"):
         yield from mesh.devices.flat
     if module.backend is not None:

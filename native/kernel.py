@@ -127,9 +127,10 @@ def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[
 
 def lower(fn: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, *values):
     """Lowers `fn`, a function of one device's arrays, in the place of a primitive."""
+    avals: Sequence[Any] = ctx.avals_in
     with use_abstract_mesh(_NO_MESH):
         jaxpr = jax.make_jaxpr(lambda *operands: list(fn(*operands)))(
-            *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_in]
+            *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         )
     return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64)
 

@@ -1,6 +1,7 @@
 """Calls a CUDA kernel from a traced JAX function: compiled for the target, launched by XLA."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ def launch(
     if isinstance(source, str):
         source = kernel_source(source)
     image = cache.get(source, macros or {}, target.arch)
-    call = jax.ffi.ffi_call("normfuse_launch", list(results))
+    call: Any = jax.ffi.ffi_call("normfuse_launch", list(results))
     return call(
         *operands,
         image=np.frombuffer(image.data, np.uint8),
