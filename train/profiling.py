@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 _SKIPPED, _TRACED = 5, 5
-_SHOWN = 15
+_SHOWN = 40  # the norms of a small model are near the end
 
 
 class Profiler:
