@@ -5,6 +5,8 @@ import importlib.util
 import pathlib
 import re
 
+import jax
+
 from normfuse.native import _ext
 
 
@@ -17,8 +19,6 @@ def register() -> None:
         XLA refuses such handlers only when the backend starts, and then nothing runs at all.
     """
     check_version(_ext.ffi_api_version, installed_version())
-    import jax.ffi
-
     for platform, entries in _ext.registrations().items():
         for name, kind in entries["types"].items():  # types go before their handlers
             jax.ffi.register_ffi_type(name, kind, platform=platform)
