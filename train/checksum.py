@@ -34,8 +34,15 @@ def checksum(x: Array) -> Array:
 
 
 def checksums(tree) -> dict[str, Array]:
-    """Gives the checksum of every leaf under its path, without waiting for them."""
-    return {jax.tree_util.keystr(path): checksum(x) for path, x in jax.tree.leaves_with_path(tree)}
+    """Gives the checksum of every leaf under its path, without waiting for them on accelerators.
+
+    On the CPU's emulated devices it waits for each: programs that communicate, several in flight,
+    can take every thread of XLA's pool and wait for each other until XLA aborts the process.
+    """
+    settle = jax.block_until_ready if jax.default_backend() == "cpu" else lambda x: x
+    settle(tree)
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): settle(checksum(x)) for path, x in leaves}
 
 
 def _mix(x: Array) -> Array:
