@@ -7,15 +7,15 @@ _flag = "--xla_force_host_platform_device_count"
 if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}=8".strip()
 
-# Programs that communicate, several in flight at once, can take every thread of XLA's CPU pool and
-# wait for each other until XLA aborts the process; subprocesses of tests inherit this.
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
-
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 pytest_plugins = ["support_table"]
+
+# Programs that communicate, several in flight at once, can take every thread of XLA's CPU pool and
+# wait for each other until XLA aborts the process.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def pytest_addoption(parser):
