@@ -5,9 +5,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers.op import match
+from normfuse.layers import epilogue_op
+from normfuse.layers.op import match, vary
 from normfuse.layers.rounding import rounded, wide
-from normfuse.native.scalar import SCALARS
+from normfuse.native.scalar import SCALARS, Scalar
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
@@ -37,6 +38,48 @@ def resolve(activation: Activation) -> Callable[[jax.Array], jax.Array] | None:
             f"{activation!r}"
         )
     return ACTIVATIONS[activation]
+
+
+def scalar_of(activation: Activation) -> Scalar | None:
+    """What kernels know of `activation`; None for a function that is plain JAX alone.
+
+    A function that has its C++ with it says so by an attribute `scalar`.
+    """
+    if isinstance(activation, str):
+        return SCALARS[activation]
+    return activation if isinstance(activation, Scalar) else getattr(activation, "scalar", None)
+
+
+def finish_natively(
+    op: str,
+    z: jax.Array,
+    up: jax.Array | None,
+    bias: jax.Array | None,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    *,
+    strict: bool,
+) -> jax.Array:
+    """`activation(z + bias) · up` on kernels, in one pass in each direction.
+
+    Raises:
+      NotImplementedError: if there is nothing to do or no kernel knows the activation.
+    """
+    function = scalar_of(activation)
+    if function is None:
+        what = "no activation" if activation is None else "an activation that is plain JAX"
+        raise NotImplementedError(f"{op}: implementation='native' has no kernel for {what}")
+    params = {"function": function, "has_up": up is not None, "has_bias": bias is not None}
+    operands = [z, *[up] * (up is not None)]
+    if bias is not None:
+        operands[0] = z = vary(z, jax.typeof(bias).manual_axis_type.varying)
+        dims = range(z.ndim - bias.ndim, z.ndim)
+        operands.append(rounded(match(bias, z, dims), z.dtype))
+        params["axes"] = tuple(dims)
+    else:
+        params["axes"] = ()
+    out_dtype = jnp.dtype(dtype).name
+    return epilogue_op.forward(*operands, out_dtype=out_dtype, strict=strict, **params)[0]
 
 
 def finish(

@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import NamedSharding
 
-from normfuse.layers.activations import Activation, finish, resolve
+from normfuse.layers.activations import Activation, finish, finish_natively, resolve, scalar_of
 from normfuse.layers.arguments import floating, floating_dtype
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.matmul import matmul
@@ -83,13 +83,19 @@ def apply(
 ) -> jax.Array:
     """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
 
+    def product():
+        return matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+
+    def native(strict):
+        return finish_natively("dense", product(), None, bias, activation, dtype, strict=strict)
+
     def xla(strict):
         del strict
-        y = matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
-        return finish(y, bias, activation, dtype)
+        return finish(product(), bias, activation, dtype)
 
+    serve = {"native": native, "xla": xla} if scalar_of(activation) else {"xla": xla}
     try:
-        return choose("dense", implementation, {"xla": xla})
+        return choose("dense", implementation, serve)
     except NotImplementedError as error:
         raise NotImplementedError(
             f"{error}: matrix products are XLA's on every platform; pass implementation=None or "

@@ -14,6 +14,7 @@ from normfuse.native.fallback import Unsupported
 from normfuse.native.jax_private import needs_devices_during_lowering
 
 _NO_MESH = AbstractMesh((), ())
+_ONE_LOOP = "XLA itself makes one loop of it"
 
 
 class Kernel:
@@ -23,7 +24,8 @@ class Kernel:
       name: the primitive is `normfuse_<name>`.
       definition: the operation in plain JAX, `(*operands, **params) -> list of arrays`. It gives
         the result types, and is what runs on platforms without a kernel.
-      cpu: `(*operands, **params) -> list of arrays` through `jax.ffi`, or None.
+      cpu: `(*operands, **params) -> list of arrays` through `jax.ffi`; None where the definition
+        is as fast, being one loop to XLA.
       cuda: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the GPU.
 
     `cpu` and `cuda` raise `Unsupported` when they cannot serve. With `strict=True` that becomes a
@@ -46,7 +48,8 @@ class Kernel:
         self.primitive.def_impl(self._impl)
         needs_devices_during_lowering(self.primitive)
         mlir.register_lowering(self.primitive, self._lower(None, "this platform has no kernel"))
-        mlir.register_lowering(self.primitive, self._lower(cpu), platform="cpu")
+        here = self._lower(cpu) if cpu else self._lower(None, _ONE_LOOP, by_design=True)
+        mlir.register_lowering(self.primitive, here, platform="cpu")
         if cuda is not None:
             mlir.register_lowering(self.primitive, self._lower_cuda(cuda), platform="cuda")
 
@@ -74,7 +77,7 @@ class Kernel:
             for t in types
         ]
 
-    def _lower(self, serve, reason: str = ""):
+    def _lower(self, serve, reason: str = "", by_design: bool = False):
         def rule(ctx, *values, strict, **params):
             try:
                 if serve is None:
@@ -82,7 +85,8 @@ class Kernel:
                 return lower(functools.partial(serve, **params), ctx, *values)
             except Unsupported as error:
                 where = f"on {'/'.join(ctx.module_context.platforms)}, {error}"
-                fallback.report(self.name, where, strict=strict)
+                if strict or not by_design:
+                    fallback.report(self.name, where, strict=strict)
                 return lower(functools.partial(self.definition, **params), ctx, *values)
 
         return rule

@@ -28,6 +28,7 @@ def launch(
     ints: Sequence[int] = (),
     floats: Sequence[float] = (),
     doubles: Sequence[float] = (),
+    aliases: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
     """Runs `kernel` of `source` on one device's arrays and returns its results.
 
@@ -44,6 +45,8 @@ def launch(
       macros: compile-time constants; their names are longer than one letter.
       shared: bytes of dynamic shared memory.
       ints, floats, doubles: run-time scalars.
+      aliases: operand -> result that takes its place in memory; XLA copies an operand that is
+        still needed.
 
     Raises:
       CompilerMissing: if NVRTC or CUDA's headers are not installed.
@@ -52,7 +55,9 @@ def launch(
     if isinstance(source, str):
         source = kernel_source(source)
     image = cache.get(source, macros or {}, target.arch)
-    call: Any = jax.ffi.ffi_call("normfuse_launch", list(results))
+    call: Any = jax.ffi.ffi_call(
+        "normfuse_launch", list(results), input_output_aliases=dict(aliases or {})
+    )
     return call(
         *operands,
         image=np.frombuffer(image.data, np.uint8),

@@ -43,8 +43,9 @@ class Driver:
         ints=(),
         floats=(),
         doubles=(),
+        aliases=None,
     ) -> list[np.ndarray]:
-        """As `normfuse.native.launch.launch`, at once."""
+        """As `normfuse.native.launch.launch`, at once; what is aliased there has two places."""
         source = kernel_source(source) if isinstance(source, str) else source
         function = self._function(cache.get(source, macros or {}, target.arch).data, kernel, shared)
         arrays = [np.asarray(a) for a in operands]

@@ -1,0 +1,149 @@
+"""The kernels of `normfuse.native.epilogue` on CUDA: choosing a layout and launching.
+
+Each function takes a `Target`, then the operands and params of the kernel of the same name; arrays
+are (rows, columns). The activation's text becomes part of the kernel's.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from normfuse.native.compiler import Source, kernel_source
+from normfuse.native.device import Target
+from normfuse.native.fallback import Unsupported
+from normfuse.native.launch import launch
+from normfuse.native.scalar import Scalar
+
+_TYPES = {
+    "float64": "double",
+    "float32": "float",
+    "bfloat16": "__nv_bfloat16",
+    "float16": "__half",
+}
+_THREADS = 256
+_MAX_GRID_Y = 65535
+_WAVES = 8  # blocks of a persistent grid for each multiprocessor
+
+
+def forward(
+    target: Target, z, *rest, function: Scalar, has_up: bool, has_bias: bool, out_dtype
+) -> Any:
+    """`(z[, up][, bias]) -> (y,)`."""
+    operands = dict(zip(["Z"] + ["UP"] * has_up + ["BIAS"] * has_bias, (z, *rest), strict=True))
+    results = {"Y": jax.ShapeDtypeStruct(z.shape, jnp.dtype(out_dtype))}
+    return _run(target, "forward", function, operands, results)
+
+
+def backward(
+    target: Target,
+    dy,
+    z,
+    *rest,
+    function: Scalar,
+    has_up: bool,
+    has_bias: bool,
+    with_dbias: bool,
+    with_value: bool,
+) -> Any:
+    """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`; value is y, in dy's dtype."""
+    if not function.derivative:
+        raise Unsupported(f"the activation {function.name} has no derivative in C++")
+    names = ["DY", "Z"] + ["UP"] * has_up + ["BIAS"] * has_bias
+    operands = dict(zip(names, (dy, z, *rest), strict=True))
+    like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
+    results = {"DZ": like(z)}
+    if has_up:
+        results["DUP"] = like(operands["UP"])
+    if with_dbias:
+        results["PARTIAL"] = None
+    if with_value:
+        results["VALUE"] = like(dy)
+    return _run(target, "backward", function, operands, results)
+
+
+def _run(target: Target, kernel: str, function: Scalar, operands, results) -> list[jax.Array]:
+    dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
+    for dtype in dtypes:
+        if dtype.name not in _TYPES:
+            raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
+    compute = jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+    rows, columns = operands["Z"].shape
+    if "BIAS" not in operands:
+        rows, columns = 1, rows * columns
+    vector = math.gcd(columns, 16 // max(d.itemsize for d in dtypes))
+    width = _THREADS if rows == 1 else min(32, 1 << (columns // vector - 1).bit_length())
+    height, tiles = _THREADS // width, -(-columns // (width * vector))
+    grid_y = 1
+    if rows > 1:
+        grid_y = max(1, min(-(-rows // height), -(-_WAVES * target.multiprocessors // tiles)))
+        grid_y = min(grid_y, _MAX_GRID_Y)
+    if "PARTIAL" in results:
+        results["PARTIAL"] = jax.ShapeDtypeStruct((grid_y, columns), compute)
+    macros = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in operands.items()}
+    macros |= {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in results.items()}
+    macros |= {
+        "KERNEL": f"epilogue_{kernel}",
+        "COMPUTE_TYPE": _TYPES[compute.name],
+        "GRADIENT": int(kernel == "backward"),
+        "HAS_UP": int("UP" in operands),
+        "HAS_BIAS": int("BIAS" in operands),
+        "WITH_DBIAS": int("PARTIAL" in results),
+        "WITH_VALUE": int("VALUE" in results),
+        "VECTOR": vector,
+        "BLOCK_X": width,
+        "BLOCK_Y": height,
+        "UNROLL": 1 if rows == 1 else 2,
+        "MIN_BLOCKS": 4,
+    }
+    done = launch(
+        _source(function),
+        macros["KERNEL"],
+        list(operands.values()),
+        list(results.values()),
+        target=target,
+        grid=(tiles, grid_y),
+        block=_THREADS,
+        macros=macros,
+        shared=_THREADS * vector * compute.itemsize if "PARTIAL" in results else 0,
+        ints=(rows, columns),
+        aliases=_in_place(operands, results),
+    )
+    named = dict(zip(results, done, strict=True))
+    if "PARTIAL" in named:
+        named["PARTIAL"] = _column_sum(target, named["PARTIAL"])
+    return list(named.values())
+
+
+def _in_place(operands, results) -> dict[int, int]:
+    """Gradients take the place of what they are the gradients of, which is read no more."""
+    places = {"DZ": "Z", "DUP": "UP", "VALUE": "DY"}
+    return {
+        list(operands).index(places[name]): i
+        for i, (name, result) in enumerate(results.items())
+        if name in places and result.dtype == operands[places[name]].dtype
+    }
+
+
+def _source(function: Scalar) -> Source:
+    file = kernel_source("epilogue.cu")
+    text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
+    return dataclasses.replace(file, text=text)
+
+
+def _column_sum(target: Target, partial) -> jax.Array:
+    count, columns = partial.shape
+    (sums,) = launch(
+        "column_sum.cu",
+        "column_sum",
+        [partial],
+        [jax.ShapeDtypeStruct((columns,), partial.dtype)],
+        target=target,
+        macros={"COMPUTE_TYPE": _TYPES[partial.dtype.name]},
+        grid=-(-columns // 32),
+        block=1024,
+        ints=(count, columns),
+    )
+    return sums

@@ -1,0 +1,186 @@
+// What follows a product in a dense layer, and its derivative, in one pass over memory:
+//
+//   y = activation(z + bias) · up
+//
+//   dz = dy · up · activation'(z + bias)    dup = dy · activation(z + bias)    dbias = Σ_rows dz
+//
+//   dy, z, up, y, dz, dup, value  (rows, columns)      DY_TYPE, Z_TYPE, UP_TYPE, ...
+//   bias                          (columns,)           BIAS_TYPE, if HAS_BIAS
+//   partial                       (gridDim.y, columns) COMPUTE_TYPE  dbias of the rows of each block
+//
+// The text of `activation` and `activation_derivative` comes before this file. GRADIENT chooses the
+// second line, HAS_UP whether there is an up, WITH_DBIAS and WITH_VALUE (y again) what else is written.
+//
+// A block has BLOCK_X vectors of VECTOR columns and goes through the rows BLOCK_Y at a time, UNROLL of
+// those on their way together; without a bias an array is one long row. dz, dup and value may be where
+// z, up and dy are: each thread has read what it overwrites. Every block adds its rows in order, and
+// column_sum.cu adds the blocks in order: the result does not depend on timing.
+#include "scalar.cuh"
+#include "vector.cuh"
+
+using Compute = COMPUTE_TYPE;
+using Vector = Wide<Compute, VECTOR>;
+
+constexpr int kThreads = BLOCK_X * BLOCK_Y;
+#if WITH_DBIAS
+constexpr int kColumns = BLOCK_X * VECTOR;
+#endif
+
+template <typename T>
+__device__ inline Packed<T, VECTOR> load(const T* from, bool aligned) {
+  return VECTOR == 1 || aligned ? load_packed<VECTOR>(from) : load_elements<VECTOR>(from);
+}
+
+template <typename T>
+__device__ inline void store(T* to, const Vector& values, bool aligned) {
+  const auto packed = narrow_all<T>(values);
+  if (VECTOR == 1 || aligned) {
+    store_packed<VECTOR>(to, packed);
+  } else {
+    store_elements<VECTOR>(to, packed);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
+#if GRADIENT
+    const DY_TYPE* dy,
+#endif
+    const Z_TYPE* z,
+#if HAS_UP
+    const UP_TYPE* up,
+#endif
+#if HAS_BIAS
+    const BIAS_TYPE* bias,
+#endif
+#if GRADIENT
+    Z_TYPE* dz,
+#if HAS_UP
+    UP_TYPE* dup,
+#endif
+#if WITH_DBIAS
+    Compute* partial,
+#endif
+#if WITH_VALUE
+    VALUE_TYPE* value,
+#endif
+#else
+    Y_TYPE* y,
+#endif
+    long long rows, long long columns) {
+#if GRADIENT
+  bool aligned = aligned_16(dy, z, dz);
+#else
+  bool aligned = aligned_16(z, y);
+#endif
+#if HAS_UP
+  aligned = aligned && aligned_16(up);
+#if GRADIENT
+  aligned = aligned && aligned_16(dup);
+#endif
+#endif
+#if WITH_VALUE
+  aligned = aligned && aligned_16(value);
+#endif
+  const int thread_x = threadIdx.x % BLOCK_X, thread_y = threadIdx.x / BLOCK_X;
+  const long long column = (blockIdx.x * 1LL * BLOCK_X + thread_x) * VECTOR;
+  const bool inside = column < columns;
+
+#if HAS_BIAS
+  Vector shift{};
+  if (inside) shift = widen_all<Compute>(load_elements<VECTOR>(bias + column));
+#endif
+#if WITH_DBIAS
+  Vector sums{};
+#endif
+  const long long step = gridDim.y * 1LL * BLOCK_Y;
+  for (long long row = blockIdx.y * 1LL * BLOCK_Y + thread_y; row < rows; row += UNROLL * step) {
+    Packed<Z_TYPE, VECTOR> zs[UNROLL];
+#if HAS_UP
+    Packed<UP_TYPE, VECTOR> ups[UNROLL];
+#endif
+#if GRADIENT
+    Packed<DY_TYPE, VECTOR> dys[UNROLL];
+#endif
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (!inside || row + i * step >= rows) continue;
+      const long long at = (row + i * step) * columns + column;
+      zs[i] = load(z + at, aligned);
+#if HAS_UP
+      ups[i] = load(up + at, aligned);
+#endif
+#if GRADIENT
+      dys[i] = load(dy + at, aligned);
+#endif
+    }
+#pragma unroll
+    for (int i = 0; i < UNROLL; ++i) {
+      if (!inside || row + i * step >= rows) continue;
+      const long long at = (row + i * step) * columns + column;
+      Vector wide_z = widen_all<Compute>(zs[i]), out;
+#if GRADIENT && (HAS_UP || WITH_VALUE)
+      Vector more;
+#endif
+#if HAS_UP
+      const Vector wide_up = widen_all<Compute>(ups[i]);
+#endif
+#if GRADIENT
+      const Vector wide_dy = widen_all<Compute>(dys[i]);
+#endif
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+#if HAS_BIAS
+        wide_z.at[k] += shift.at[k];
+#endif
+        const Compute x = wide_z.at[k];
+#if !GRADIENT && HAS_UP
+        out.at[k] = activation(x) * wide_up.at[k];
+#elif !GRADIENT
+        out.at[k] = activation(x);
+#elif HAS_UP
+        out.at[k] = wide_dy.at[k] * wide_up.at[k] * activation_derivative(x);
+        more.at[k] = wide_dy.at[k] * activation(x);
+#else
+        out.at[k] = wide_dy.at[k] * activation_derivative(x);
+#endif
+#if WITH_DBIAS
+        sums.at[k] += out.at[k];
+#endif
+      }
+#if GRADIENT
+      store(dz + at, out, aligned);
+#if HAS_UP
+      store(dup + at, more, aligned);
+#endif
+#if WITH_VALUE
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+        more.at[k] = activation(wide_z.at[k]);
+#if HAS_UP
+        more.at[k] *= wide_up.at[k];
+#endif
+      }
+      store(value + at, more, aligned);
+#endif
+#else
+      store(y + at, out, aligned);
+#endif
+    }
+  }
+#if WITH_DBIAS
+  Compute* tile = reinterpret_cast<Compute*>(shared_memory());  // BLOCK_Y rows of kColumns
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) {
+    tile[thread_y * kColumns + thread_x * VECTOR + k] = sums.at[k];
+  }
+  __syncthreads();
+  for (int at = threadIdx.x; at < kColumns; at += kThreads) {
+    const long long to = blockIdx.x * 1LL * kColumns + at;
+    if (to >= columns) break;
+    Compute sum = 0;
+#pragma unroll
+    for (int i = 0; i < BLOCK_Y; ++i) sum += tile[i * kColumns + at];
+    partial[blockIdx.y * columns + to] = sum;
+  }
+#endif
+}

@@ -1,0 +1,185 @@
+"""What follows a dense layer's product on CUDA: run by the emulator, and compiled for real."""
+
+import dataclasses
+import math
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_emulator import Emulator
+from reference import Expected, assert_close, wide
+
+from normfuse.native import compiler, cuda_epilogue
+from normfuse.native.compiler import Source
+from normfuse.native.device import named_target
+from normfuse.native.scalar import SCALARS, Scalar
+
+pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
+
+# Two multiprocessors: with a bias, a block goes through several rows and several blocks are added.
+SM90 = dataclasses.replace(named_target("sm_90"), multiprocessors=2)
+EACH = {scalar.name: scalar for scalar in SCALARS.values()}  # swish is silu
+
+REFERENCE = {  # value, derivative
+    "silu": (lambda z: z / (1 + np.exp(-z)), None),
+    "gelu_tanh": (
+        lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+        None,
+    ),
+    "squared_relu": (lambda z: np.maximum(z, 0) ** 2, lambda z: 2 * np.maximum(z, 0)),
+}
+
+
+def derivative(name, z):
+    value, exact = REFERENCE[name]
+    if exact:
+        return exact(z)
+    return value(z + 1e-30j).imag / 1e-30  # a complex step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture
+def emulated(folder, monkeypatch):
+    def make(shift=0):
+        emulator = Emulator(folder, shift)
+        monkeypatch.setattr(cuda_epilogue, "launch", emulator.launch)
+        return emulator
+
+    with jax.enable_x64(True):
+        yield make
+
+
+def draw(rng, shape, dtype):
+    return jnp.asarray(2 * rng.standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize(
+    "name, shape, dtype, has_up, bias, shift",
+    [
+        ("silu", (6, 44), "bfloat16", True, None, 0),  # a gated layer
+        ("gelu_tanh", (150, 300), "bfloat16", False, "float32", 0),  # several blocks, vectors of 4
+        ("squared_relu", (40, 24), "float16", True, "float64", 1),  # unaligned
+        ("silu", (3, 7), "float32", False, "float16", 0),  # one element at a time
+        ("gelu_tanh", (1, 999), "float64", False, None, 0),
+    ],
+)
+def test_epilogue_matches_float64(emulated, rng, name, shape, dtype, has_up, bias, shift):
+    emulator = emulated(shift)
+    dy, z = draw(rng, shape, dtype), draw(rng, shape, dtype)
+    up = [draw(rng, shape, dtype)] * has_up
+    biases = [draw(rng, shape[1:], bias)] * bool(bias)
+    flags = {"function": SCALARS[name], "has_up": has_up, "has_bias": bool(bias)}
+    compute = "float64" if "float64" in (dtype, bias) else "float32"
+
+    at = wide(z) + (wide(biases[0]) if bias else 0)
+    size = np.abs(wide(z)) + (np.abs(wide(biases[0])) if bias else 0)
+    value, slope = REFERENCE[name][0](at), derivative(name, at)
+    times = wide(up[0]) if has_up else 1.0
+    # A rounding of z + bias moves the value by the slope, which is at most 2 |z| here, and the
+    # slope by at most 2; the approximate division and the exponential are a few roundings more.
+    off = 4 * size + 4
+
+    (y,) = cuda_epilogue.forward(SM90, z, *up, *biases, out_dtype=z.dtype, **flags)
+    assert_close(y, Expected(value * times, np.abs(times) * (np.abs(value) + off)), compute)
+
+    flags |= {"with_dbias": bool(bias), "with_value": True}
+    results = dict(
+        zip(
+            ["dz"] + ["dup"] * has_up + ["dbias"] * bool(bias) + ["value"],
+            cuda_epilogue.backward(SM90, dy, z, *up, *biases, **flags),
+            strict=True,
+        )
+    )
+    dz = wide(dy) * times * slope
+    each = np.abs(wide(dy) * times) * off
+    assert_close(results["dz"], Expected(dz, each), compute)
+    assert_close(
+        results["value"], Expected(value * times, np.abs(times) * (np.abs(value) + off)), compute
+    )
+    if has_up:
+        assert_close(results["dup"], Expected(wide(dy) * value, np.abs(wide(dy)) * off), compute)
+    if bias:
+        assert results["dbias"].dtype == compute
+        assert_close(results["dbias"], Expected(dz.sum(0), each.sum(0), shape[0]), compute)
+    if name == "gelu_tanh" and bias:
+        assert emulator.launches[1]["grid"] == (3, 6, 1)  # of the backward kernel: six are added
+
+
+ALL = """
+extern "C" __global__ void all(const double* x, double* values, double* slopes, long long count) {
+  for (long long i = 0; i < count; ++i) {
+%s
+  }
+}
+"""
+
+
+def test_every_activation_is_its_jax_function_and_its_derivative(folder):
+    """In float64; the derivative's text against differences of the value's."""
+    x = np.linspace(-9, 9, 61) + 1e-3  # away from the kinks at 0
+    body, text = [], '#include "scalar.cuh"\n#include "vector.cuh"\n'
+    for i, scalar in enumerate(EACH.values()):
+        text += scalar.code(f"f{i}")
+        body.append(f"    values[{i} * count + i] = f{i}(x[i]);")
+        body.append(f"    slopes[{i} * count + i] = f{i}_derivative(x[i]);")
+    source = Source("all.cu", text + ALL % "\n".join(body))
+    shape = jax.ShapeDtypeStruct((len(EACH), x.size), np.float64)
+
+    def run(x):
+        sizes = {"target": SM90, "grid": 1, "block": 32, "ints": (x.size,)}
+        return Emulator(folder).launch(source, "all", [x], [shape, shape], **sizes)
+
+    values, slopes = run(x)
+    h = 1e-5
+    differences = (run(x + h)[0] - run(x - h)[0]) / (2 * h)
+    with jax.enable_x64(True):
+        for i, scalar in enumerate(EACH.values()):
+            expected = np.asarray(scalar(jnp.asarray(x)))
+            # JAX's 1 + tanh of large negative numbers cancels: |x| / 2 times some roundings of 1.
+            np.testing.assert_allclose(values[i], expected, rtol=1e-12, atol=36 * 2**-52)
+    # Differences are off by h²/6 times the third derivative, at most about 4, and by roundings
+    # of values up to 81, over h.
+    np.testing.assert_allclose(slopes, differences, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_epilogue_compiles_without_spilling(monkeypatch, arch):
+    logs = []
+
+    def launch(source, kernel, operands, results, *, target, macros, shared=0, **sizes):
+        file = compiler.kernel_source(source) if isinstance(source, str) else source
+        log = compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1]
+        logs.append((kernel, log))
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(cuda_epilogue, "launch", launch)
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    large, bias = struct(2048, 14336), struct(14336)
+    options = {"has_up": False, "has_bias": True, "function": SCALARS["gelu"]}
+    gated = {"has_up": True, "has_bias": False, "function": SCALARS["silu"]}
+    target, more = named_target(arch), {"with_dbias": True, "with_value": False}
+    both = {"with_dbias": False, "with_value": True}
+    shape = lambda fn, operands, **params: jax.eval_shape(
+        lambda *arrays: fn(target, *arrays, **params), *operands
+    )
+    shape(cuda_epilogue.backward, (large, large, bias), **options, **more)
+    if arch == "sm_90":
+        shape(cuda_epilogue.forward, (large, bias), **options, out_dtype=large.dtype)
+    shape(cuda_epilogue.backward, (large, large, large), **gated, **both)
+    for kernel, log in logs:
+        assert "warning" not in log, (kernel, log)
+        assert all(n == "0" for n in re.findall(r"(\d+) bytes spill stores", log)), (kernel, log)
+
+
+def test_scalar_names_are_identifiers():
+    with pytest.raises(ValueError, match="name must be a C\\+\\+ identifier, got 'a b'"):
+        Scalar("a b", "", "", math.tanh)
