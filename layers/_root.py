@@ -11,6 +11,10 @@ __version__ = "${version}"
 
 if TYPE_CHECKING:
     from normfuse.layers.dense import dense as dense
+    from normfuse.layers.gated import gated_dense as gated_dense
+    from normfuse.layers.gated import gated_product as gated_product
+    from normfuse.layers.norm_dense import norm_dense as norm_dense
+    from normfuse.layers.norm_dense import norm_gated_dense as norm_gated_dense
     from normfuse.layers.rms_norm import add_rms_norm as add_rms_norm
     from normfuse.layers.rms_norm import rms_norm as rms_norm
     from normfuse.layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
@@ -20,6 +24,10 @@ _HOME = {
     "add_rms_norm": "normfuse.layers.rms_norm",
     "dense": "normfuse.layers.dense",
     "fallbacks": "normfuse.native.fallback",
+    "gated_dense": "normfuse.layers.gated",
+    "gated_product": "normfuse.layers.gated",
+    "norm_dense": "normfuse.layers.norm_dense",
+    "norm_gated_dense": "normfuse.layers.norm_dense",
     "rms_norm": "normfuse.layers.rms_norm",
     "rms_norm_with_rstd": "normfuse.layers.rms_norm",
 }

@@ -83,13 +83,21 @@ def finish_natively(
 
 
 def finish(
-    y: jax.Array, bias: jax.Array | None, activation: Activation, dtype: jax.typing.DTypeLike
+    y: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    up: jax.Array | None = None,
 ) -> jax.Array:
-    """`activation(y + bias)`: one pass over y in float32 (or wider), rounded once, to `dtype`.
+    """`activation(y + bias) · up`: one pass in float32 (or wider), rounded once, to `dtype`.
 
     The activation's derivative is recomputed from y: nothing of y's size is kept in float32.
     """
     function = resolve(activation)
+    if up is not None:
+        gate = lambda y, up: finish(y, bias, activation, wide(dtype)) * up.astype(wide(dtype))
+        gated = lambda y, up: gate(y, up).astype(dtype)
+        return jax.checkpoint(gated, prevent_cse=False)(y, up)
     if bias is None and function is None:
         return y.astype(dtype)
     compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else wide(dtype)

@@ -63,7 +63,7 @@ def dense(
     x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)
     bias = None if bias is None else floating("dense", "bias", bias)
     dtype = floating_dtype("dense", dtype, x.dtype)
-    _check_shapes(x, kernel, bias)
+    check_shapes("dense", x, kernel, bias)
     resolve(activation)
 
     options = {"activation": activation, "implementation": implementation}
@@ -103,21 +103,29 @@ def apply(
         ) from None
 
 
-def _check_shapes(x, kernel, bias):
+def check_shapes(
+    op: str,
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    kernel_name: str = "kernel",
+    x_name: str = "x",
+) -> None:
+    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,)."""
     if x.ndim < 1:
-        raise ValueError("dense: x must be (*rows, in), got a scalar; reshape it to (1,)")
+        raise ValueError(f"{op}: {x_name} must be (*rows, in), got a scalar; reshape it to (1,)")
     if kernel.ndim < 2:
-        raise ValueError(f"dense: kernel must be (in, *out), got shape {kernel.shape}")
+        raise ValueError(f"{op}: {kernel_name} must be (in, *out), got shape {kernel.shape}")
     if x.shape[-1] != kernel.shape[0]:
         hint = ""
         if kernel.ndim == 2 and x.shape[-1] == kernel.shape[1]:
-            hint = "; pass kernel.T if it is stored (out, in)"
+            hint = f"; pass {kernel_name}.T if it is stored (out, in)"
         raise ValueError(
-            f"dense: kernel's first axis must be as long as x's last, {x.shape[-1]}; got kernel of "
-            f"shape {kernel.shape} and x of shape {x.shape}{hint}"
+            f"{op}: {kernel_name}'s first axis must be as long as {x_name}'s last, {x.shape[-1]}; "
+            f"got {kernel_name} of shape {kernel.shape} and {x_name} of shape {x.shape}{hint}"
         )
     if bias is not None and bias.shape != kernel.shape[1:]:
         raise ValueError(
-            f"dense: bias must have the shape of kernel's output axes, {kernel.shape[1:]}; got "
-            f"{bias.shape}"
+            f"{op}: bias must have the shape of {kernel_name}'s output axes, {kernel.shape[1:]}; "
+            f"got {bias.shape}"
         )

@@ -27,9 +27,14 @@ def link(forward: Op, tangent: Op, backward: Op) -> None:
     ad.primitive_transposes[tangent.primitive] = functools.partial(_transpose_tangent, backward)
     ad.primitive_transposes[backward.primitive] = functools.partial(_transpose_backward, tangent)
     for op in (tangent, backward):
-        ad.primitive_jvps[op.primitive] = functools.partial(_plain_jvp, op)
+        differentiate_plainly(op)
     on_unused_results(forward.primitive, functools.partial(_drop_last, "with_rstd"))
     on_unused_results(backward.primitive, functools.partial(_drop_last, "with_dscale"))
+
+
+def differentiate_plainly(op: Op) -> None:
+    """Makes the derivative of `op` that of its definition: plain HLO."""
+    ad.primitive_jvps[op.primitive] = functools.partial(_plain_jvp, op)
 
 
 def _forward_jvp(forward, tangent, primals, tangents, *, with_rstd, **params):

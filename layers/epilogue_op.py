@@ -6,13 +6,13 @@ Reverse mode runs one kernel for every gradient of it, where kernels serve; forw
 orders are plain HLO. The bias has trailing dimensions of z, `axes`; up has all of them.
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from normfuse.layers.derivative import differentiate_plainly
 from normfuse.layers.op import Op
 from normfuse.layers.partition import Loose
 from normfuse.native import epilogue as native
@@ -153,14 +153,8 @@ def _transpose_backward(cts, dy, z, *constants, with_dbias, with_value, **params
     return out
 
 
-def _plain_jvp(op, primals, tangents, **params):
-    fn = lambda *operands: op.plain(*operands, **params)
-    tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
-    return op(*primals, **params), jax.jvp(fn, tuple(primals), tangents)[1]
-
-
 ad.primitive_jvps[forward.primitive] = _forward_jvp
 ad.primitive_transposes[tangent.primitive] = _transpose_tangent
 ad.primitive_transposes[backward.primitive] = _transpose_backward
-for _op in (tangent, backward):
-    ad.primitive_jvps[_op.primitive] = functools.partial(_plain_jvp, _op)
+differentiate_plainly(tangent)
+differentiate_plainly(backward)

@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from normfuse.layers.main_gradient import marked
 from normfuse.layers.rounding import wide
 
 
@@ -33,6 +34,20 @@ class Product:
     out: str
     precision: str | None
     out_sharding: NamedSharding | jax.P | None
+
+    @classmethod
+    def of(cls, x_ndim, kernel_ndim, contract, precision=None, out_sharding=None) -> "Product":
+        """x's last axis with the kernel's axis `contract`; its others follow x's in the result."""
+        letters = string.ascii_letters
+        rows, inside = letters[: x_ndim - 1], letters[x_ndim - 1]
+        outside = letters[x_ndim : x_ndim + kernel_ndim - 1]
+        return cls(
+            x=rows + inside,
+            kernel=outside[:contract] + inside + outside[contract:],
+            out=rows + outside,
+            precision=precision,
+            out_sharding=out_sharding,
+        )
 
 
 def matmul(
@@ -54,38 +69,32 @@ def matmul(
       out_sharding: of the result, where both operands are split over the summed axis on an Explicit
         mesh, as for `jax.lax.dot_general`.
     """
-    letters = string.ascii_letters
-    rows, inside = letters[: x.ndim - 1], letters[x.ndim - 1]
-    outside = letters[x.ndim : x.ndim + kernel.ndim - 1]
-    product = Product(
-        x=rows + inside,
-        kernel=outside[:contract] + inside + outside[contract:],
-        out=rows + outside,
-        precision=jax.config.jax_default_matmul_precision,  # the backward's too
-        out_sharding=out_sharding,
-    )
-    return _matmul(product, *_equally_varying(x.astype(dtype), kernel))
+    precision = jax.config.jax_default_matmul_precision  # the backward's too
+    product = Product.of(x.ndim, kernel.ndim, contract, precision, out_sharding)
+    return _matmul(product, *equally_varying(x.astype(dtype), *marked(kernel)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul(product: Product, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _dot(product, x, _operand(product, x, kernel))
+def _matmul(product: Product, x: jax.Array, kernel: jax.Array, main: jax.Array | None) -> jax.Array:
+    del main
+    return dot(product, x, operand_of(product, x, kernel))
 
 
 @functools.partial(_matmul.defjvp, symbolic_zeros=True)
 def _(product, primals, tangents):
-    (x, kernel), (dx, dkernel) = primals, tangents
-    operand = _operand(product, x, kernel)  # once: an FSDP kernel is gathered once for both ways
-    y = _dot(product, x, operand)
+    (x, kernel, _), (dx, dkernel, dmain) = primals, tangents
+    operand = operand_of(product, x, kernel)  # once: an FSDP kernel is gathered once for both ways
+    y = dot(product, x, operand)
     terms = []
     if not isinstance(dx, SymbolicZero):
-        terms.append(_dot(product, dx, operand))
-    if not isinstance(dkernel, SymbolicZero):
-        terms.append(tangent_p.bind(x, dkernel, product=product))
+        terms.append(dot(product, dx, operand))
+    for tangent in (dkernel, dmain):
+        if tangent is not None and not isinstance(tangent, SymbolicZero):
+            terms.append(tangent_p.bind(x, tangent, product=product))
     return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
 
 
-def _dot(product, x, operand):
+def dot(product, x, operand):
     summed = ((len(product.x) - 1,), (product.kernel.index(product.x[-1]),))
     return lax.dot_general(
         x,
@@ -96,7 +105,7 @@ def _dot(product, x, operand):
     )
 
 
-def _operand(product, x, kernel):
+def operand_of(product, x, kernel):
     """The kernel as the GEMM reads it: rounded, and gathered over mesh axes that split the rows."""
     kernel = kernel.astype(x.dtype)
     sharding = jax.typeof(kernel).sharding
@@ -121,34 +130,44 @@ def _tangent(x, kernel, *, product):
     return jnp.einsum(
         f"{product.x},{product.kernel}->{product.out}",
         x,
-        _operand(product, x, kernel),
+        operand_of(product, x, kernel),
         precision=product.precision,
         out_sharding=product.out_sharding,
     )
 
 
-def _transpose_x(dy, x, kernel, *, product):
+def input_gradient(product, dy, x, operand):
+    """The gradient of x, given by its type, for the kernel as the GEMM reads it."""
     return jnp.einsum(
         f"{product.out},{product.kernel}->{product.x}",
         dy,
-        _operand(product, x.aval, kernel),
+        operand,
         precision=product.precision,
-        out_sharding=_explicit(x.aval),
+        out_sharding=_explicit(x),
     )
 
 
-def _transpose_kernel(dy, x, kernel, *, product):
+def kernel_gradient(product, dy, x, kernel):
+    """The gradient of the kernel, given by its type: the GEMM's own output, if in float32."""
     sums = wide(x.dtype)
-    written = kernel.aval.dtype if kernel.aval.dtype in (x.dtype, sums) else sums
+    written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
     dkernel = jnp.einsum(
         f"{product.x},{product.out}->{product.kernel}",
         x,
         dy,
         precision=product.precision,
         preferred_element_type=written,
-        out_sharding=_explicit(kernel.aval),
+        out_sharding=_explicit(kernel),
     )
-    return dkernel.astype(kernel.aval.dtype)
+    return dkernel.astype(kernel.dtype)
+
+
+def _transpose_x(dy, x, kernel, *, product):
+    return input_gradient(product, dy, x.aval, operand_of(product, x.aval, kernel))
+
+
+def _transpose_kernel(dy, x, kernel, *, product):
+    return kernel_gradient(product, dy, x, kernel.aval)
 
 
 def _batch(args, dims, *, product):
@@ -184,11 +203,14 @@ batching.primitive_batchers[tangent_p] = _batch
 # ---------------------------------------------------------------- shardings in types
 
 
-def _equally_varying(*arrays):
+def equally_varying(*arrays):
     """Under shard_map with check_vma: the transpose of what is added here sums the gradients."""
-    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
-    missing = [frozenset().union(*varying) - v for v in varying]
-    return [lax.pcast(a, tuple(m), to="varying") if m else a for a, m in zip(arrays, missing)]
+    of = lambda a: jax.typeof(a).manual_axis_type.varying
+    every = frozenset().union(*(of(a) for a in arrays if a is not None))
+    return [
+        lax.pcast(a, tuple(every - of(a)), to="varying") if a is not None and every - of(a) else a
+        for a in arrays
+    ]
 
 
 def _explicit(aval):

@@ -129,7 +129,7 @@ class Op:
         at = 0 if batched[self.lead] is None else batched[self.lead]
         place = lambda dims: sum(d < at for d in dims)
         moved = [
-            a if isinstance(d, Loose) else _batch_at(a, b, place(d), size)
+            a if isinstance(d, Loose) else batch_at(a, b, place(d), size)
             for a, b, d in zip(args, batched, inputs)
         ]
         axes = tuple(a + (a >= at) for a in params["axes"])
@@ -146,7 +146,8 @@ def _jitted(primitive, params):
     return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
-def _batch_at(operand, batched, at, size):
+def batch_at(operand, batched, at, size):
+    """`operand` with its batch dimension, `batched` or none, at `at`."""
     if batched is None:
         shape = (*operand.shape[:at], size, *operand.shape[at:])
         return jnp.broadcast_to(jnp.expand_dims(operand, at), shape)

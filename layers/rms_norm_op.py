@@ -35,6 +35,11 @@ def _backward_dims(ndim, *, axes, has_residual, has_scale, with_dscale, **_):
     )
 
 
+def _apply_dims(ndim, *, axes, has_scale, **_):
+    x, rows, scale = _arrays(ndim, axes)
+    return (x, *[scale] * has_scale, rows), (x,)
+
+
 def _tangent_dims(ndim, *, axes, has_residual, has_scale, moves, **_):
     x, rows, scale = _arrays(ndim, axes)
     inputs = (x, *[scale] * has_scale, rows, *[x] * moves[0], *[scale] * moves[1])
@@ -127,6 +132,18 @@ def _backward_body(split, dy, x, *rest, axes, strict, has_scale, has_residual, *
     return [_restore(results[0], x.shape, axes), *dscale]
 
 
+def _apply_body(split, x, *rest, axes, **params):
+    """Needs nothing of other devices: rstd is of the whole row."""
+    del split
+    if x.size == 0:
+        params.pop("strict")
+        return definition.apply(x, *rest, axes=axes, **params)
+    *scale, rstd = rest
+    scale = [a.reshape(-1) for a in scale]
+    (y,) = native.apply(_canonical(x, axes), *scale, _rows_of(rstd, axes), **params)
+    return [_restore(y, x.shape, axes)]
+
+
 def _sum_rows(split, dscale, axes):
     """Sums over exactly the mesh axes that the rows use."""
     return split.psum(dscale, [i for i in range(len(split.shape)) if i not in axes])
@@ -175,3 +192,7 @@ backward = Op(
 )
 tangent = Op("rms_norm_tangent", definition.tangent, _tangent_dims, None)
 derivative.link(forward, tangent, backward)
+
+apply = Op("rms_norm_apply", definition.apply, _apply_dims, _apply_body)
+"""`(x[, scale], rstd) -> (y,)`: the forward once more, where rstd is known."""
+derivative.differentiate_plainly(apply)

@@ -1,0 +1,152 @@
+"""Gated dense layers: two products of one input, the one the gate of the other."""
+
+import jax
+from jax.sharding import NamedSharding
+
+from normfuse.layers.activations import (
+    Activation,
+    finish,
+    finish_natively,
+    resolve,
+    scalar_of,
+)
+from normfuse.layers.arguments import floating, floating_dtype
+from normfuse.layers.dense import check_shapes
+from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.matmul import matmul
+from normfuse.layers.norm_dense import check_gated
+from normfuse.layers.op import match
+from normfuse.layers.producers import Activated
+from normfuse.layers.recomputed import products
+
+
+def gated_dense(
+    x: jax.Array,
+    kernel_gate: jax.Array,
+    kernel_up: jax.Array,
+    *,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> jax.Array:
+    """A gated linear unit: SwiGLU with "silu", GeGLU with "gelu".
+
+        y = activation(x · kernel_gate) · (x · kernel_up)
+
+    The activation and the product with it are one pass in float32, rounded once; so are both
+    gradients. Otherwise as `dense`.
+
+    Args:
+      x: `(*rows, in)`.
+      kernel_gate, kernel_up: `(in, *out)`, of one shape.
+      activation: a name or a function, as for `dense`.
+      dtype, out_sharding: as for `dense`.
+      implementation: None, "native" or "xla": of what follows the products, which are XLA's.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, or an activation that is unknown or None.
+      NotImplementedError: if `implementation` asks for what cannot serve.
+
+    References:
+      Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import gated_dense
+    >>> x = jnp.array([[1.0, -2.0]])
+    >>> gated_dense(x, jnp.eye(2), 3 * jnp.eye(2), activation="relu")
+    Array([[ 3., -0.]], dtype=float32)
+    """
+    op = "gated_dense"
+    x = floating(op, "x", x)
+    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
+    dtype = floating_dtype(op, dtype, x.dtype)
+    check_shapes(op, x, kernels[0], None, "kernel_gate")
+    check_gated(op, *kernels, activation)
+    z, up = (matmul(x, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
+    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
+    if scalar_of(activation) is not None:
+        serve["native"] = lambda strict: finish_natively(
+            op, z, up, None, activation, dtype, strict=strict
+        )
+    return choose(op, implementation, serve)
+
+
+def gated_product(
+    gate: jax.Array,
+    up: jax.Array | None,
+    kernel: jax.Array,
+    *,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> jax.Array:
+    """The second half of an MLP: `dense` of a gated activation, which is not kept.
+
+        y = (activation(gate) · up) · kernel
+
+    The gated activation, as large as `gate`, is computed again by the pass of the backward that
+    computes the gradients of `gate` and `up`.
+
+    Args:
+      gate: `(*rows, in)`, before its activation.
+      up: `(*rows, in)`; None for an MLP without a gate.
+      kernel: `(in, *out)`.
+      The others are those of `gated_dense`.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises: what `gated_dense` does.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import gated_product
+    >>> gated_product(jnp.ones((2, 3)), 2 * jnp.ones((2, 3)), jnp.ones((3, 1)), activation="relu")
+    Array([[6.],
+           [6.]], dtype=float32)
+    """
+    op = "gated_product"
+    gate, kernel = floating(op, "gate", gate), floating(op, "kernel", kernel)
+    up = None if up is None else floating(op, "up", up)
+    dtype = floating_dtype(op, dtype, gate.dtype)
+    check_shapes(op, gate, kernel, None, x_name="gate")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
+    if resolve(activation) is None:
+        raise ValueError(f"{op}: activation must be a name or a function, got None")
+    function = scalar_of(activation)
+    return apply_product(
+        op,
+        (gate, *[up] * (up is not None)),
+        kernel,
+        activation,
+        function,
+        dtype,
+        implementation,
+        out_sharding,
+    )
+
+
+def apply_product(
+    op, args, kernel, activation, function, dtype, implementation, out_sharding, contract=0
+):
+    """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+
+    def native(strict):
+        producer = Activated(function, len(args) > 1, False, dtype, strict)
+        matched = [args[0], *[match(a, args[0], range(a.ndim)) for a in args[1:]]]
+        options = {"contract": contract, "out_sharding": out_sharding}
+        return products(producer, tuple(matched), (kernel,), **options)[0]
+
+    def xla(strict):
+        del strict
+        hidden = finish(args[0], None, activation, dtype, *args[1:])
+        return matmul(hidden, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+
+    serve = {"native": native, "xla": xla} if function is not None else {"xla": xla}
+    return choose(op, implementation, serve)

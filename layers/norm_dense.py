@@ -1,0 +1,184 @@
+"""RMSNorm into a dense layer: the normalised input is computed again, not kept."""
+
+import jax
+from jax.sharding import NamedSharding
+
+from normfuse.layers.activations import (
+    Activation,
+    finish,
+    finish_natively,
+    resolve,
+    scalar_of,
+)
+from normfuse.layers.arguments import finite, floating, floating_dtype
+from normfuse.layers.dense import check_shapes
+from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.matmul import matmul
+from normfuse.layers.op import match, vary
+from normfuse.layers.producers import Normalised
+from normfuse.layers.recomputed import products
+from normfuse.layers.rms_norm import rms_norm
+
+
+def norm_dense(
+    x: jax.Array,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    activation: Activation = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> jax.Array:
+    """`dense` of `rms_norm(x, scale)`, which is not kept for the backward.
+
+        y = activation(rms_norm(x, scale) · kernel + bias)
+
+    The backward computes the normalised x again from x and the reciprocal root mean squares, one
+    float32 a row: an array of x's size less for every layer of a model. Values, gradients, dtypes
+    and shardings are those of the two ops.
+
+    Args:
+      x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
+      scale: `(in,)`, or None.
+      kernel: `(in, *out)`.
+      bias: `(*out,)`.
+      eps, scale_offset: as for `rms_norm`.
+      activation, out_sharding: as for `dense`.
+      dtype: of the normalised x, the product and the result; x's where None.
+      implementation: None, "native" (the norm and what follows the product on kernels of ours,
+        never plain HLO) or "xla".
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, an unknown activation, or a bad eps.
+      NotImplementedError: if `implementation` asks for what cannot serve.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467; Chen et al.,
+      "Training Deep Nets with Sublinear Memory Cost" (recomputation), arXiv:1604.06174.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import norm_dense
+    >>> norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu")
+    Array([[0.84852815, 1.1313709 ]], dtype=float32)
+    """
+    op, kernels = "norm_dense", (floating("norm_dense", "kernel", kernel),)
+    x, scale, dtype, options = _check(op, x, scale, kernels, eps, scale_offset, dtype)
+    bias = None if bias is None else floating(op, "bias", bias)
+    check_shapes(op, x, kernels[0], bias)
+    resolve(activation)
+
+    def native(strict):
+        (z,) = _project(x, scale, kernels, dtype, out_sharding, strict, options)
+        if scalar_of(activation) is None:  # nothing to do after the product, or plain JAX
+            if strict and activation is not None:
+                finish_natively(op, z, None, bias, activation, dtype, strict=strict)
+            return finish(z, bias, activation, dtype)
+        return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
+
+    def xla(strict):
+        del strict
+        n = rms_norm(x, scale, dtype=dtype, implementation="xla", **options)
+        z = matmul(n, kernels[0], dtype=dtype, out_sharding=out_sharding)
+        return finish(z, bias, activation, dtype)
+
+    return choose(op, implementation, {"native": native, "xla": xla})
+
+
+def norm_gated_dense(
+    x: jax.Array,
+    scale: jax.Array | None,
+    kernel_gate: jax.Array,
+    kernel_up: jax.Array,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> jax.Array:
+    """`gated_dense` of `rms_norm(x, scale)`, which is not kept for the backward.
+
+        n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
+
+    Takes and raises what `norm_dense` does, and both kernels `(in, *out)` of one shape.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import norm_gated_dense
+    >>> x, kernel = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4))
+    >>> norm_gated_dense(x, jnp.ones(3), kernel, kernel, activation="silu").shape
+    (2, 4)
+    """
+    op = "norm_gated_dense"
+    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
+    x, scale, dtype, options = _check(op, x, scale, kernels, eps, scale_offset, dtype)
+    check_shapes(op, x, kernels[0], None, "kernel_gate")
+    check_gated(op, *kernels, activation)
+
+    def native(strict):
+        z, up = _project(x, scale, kernels, dtype, out_sharding, strict, options)
+        if scalar_of(activation) is None and not strict:
+            return finish(z, None, activation, dtype, up)
+        return finish_natively(op, z, up, None, activation, dtype, strict=strict)
+
+    def xla(strict):
+        del strict
+        n = rms_norm(x, scale, dtype=dtype, implementation="xla", **options)
+        z, up = (matmul(n, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
+        return finish(z, None, activation, dtype, up)
+
+    return choose(op, implementation, {"native": native, "xla": xla})
+
+
+def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation) -> None:
+    """Raises ValueError unless both kernels have one shape and there is an activation."""
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
+        )
+    if resolve(activation) is None:
+        raise ValueError(
+            f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "
+            "lambda z: z"
+        )
+
+
+def _check(op, x, scale, kernels, eps, scale_offset, dtype):
+    """x, scale and the dtype, and what rms_norm is given."""
+    x = floating(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must be (*rows, in), got a scalar; reshape it to (1,)")
+    if scale is not None:
+        scale = floating(op, "scale", scale)
+        if scale.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{op}: scale must have the shape of x's last axis, {x.shape[-1:]}; got "
+                f"{scale.shape}"
+            )
+    options = {
+        "eps": finite(op, "eps", eps, least=0),
+        "scale_offset": finite(op, "scale_offset", scale_offset),
+    }
+    del kernels
+    return x, scale, floating_dtype(op, dtype, x.dtype), options
+
+
+def _project(x, scale, kernels, dtype, out_sharding, strict, options):
+    """The products of the normalised x with each kernel."""
+    producer = Normalised(dtype=dtype, strict=strict, **options)
+    if scale is None:
+        return products(producer, (x,), kernels, out_sharding=out_sharding)
+    x = vary(x, jax.typeof(scale).manual_axis_type.varying)
+    args = (x, match(scale, x, [x.ndim - 1]))
+    return products(producer, args, kernels, out_sharding=out_sharding)
