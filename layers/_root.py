@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 __version__ = "${version}"
 
 if TYPE_CHECKING:
+    from normfuse.layers.accumulate import accumulate_gradients as accumulate_gradients
     from normfuse.layers.dense import dense as dense
     from normfuse.layers.gated import gated_dense as gated_dense
     from normfuse.layers.gated import gated_product as gated_product
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from normfuse.native.fallback import fallbacks as fallbacks
 
 _HOME = {
+    "accumulate_gradients": "normfuse.layers.accumulate",
     "add_rms_norm": "normfuse.layers.rms_norm",
     "dense": "normfuse.layers.dense",
     "fallbacks": "normfuse.native.fallback",

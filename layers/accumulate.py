@@ -1,0 +1,216 @@
+"""Gradients summed over microbatches, without rounding, in the GEMMs that compute them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from normfuse.layers.linked import run_linked
+from normfuse.layers.main_gradient import NARROW
+from normfuse.layers.rounding import holds
+
+_OP = "accumulate_gradients"
+_MAIN = ("float32", "bfloat16", "float16", "float64")
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batches: Any,
+    *,
+    main_grad_dtype: jax.typing.DTypeLike = jnp.float32,
+    has_aux: bool = False,
+    replicas: str | None = None,
+    specs: Any = None,
+) -> tuple[Any, Any]:
+    """The mean of a loss and of its gradient over microbatches, one after the other.
+
+    What `jax.lax.scan` over `jax.value_and_grad` computes, but that the kernels of normfuse's dense
+    layers keep float32 main gradients whatever their own dtype: a bfloat16 kernel's gradient is the
+    float32 output of its GEMM, and is never rounded on its way to the sum. On GPUs XLA makes the
+    sum part of that GEMM (beta = 1), which then updates the main gradient in place; so nothing of a
+    parameter's size is written and read between. Megatron's gradient accumulation fusion, by
+    differentiation alone: tied weights, remat, scans over layers and any framework's modules work
+    as they do under `jax.grad`, and where a kernel cannot be followed to its layer (through a
+    `cond`, say) its gradient is the ordinary one.
+
+    Args:
+      loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
+        its batch, if the result is to be the mean of all.
+      params: a pytree whose floating leaves are differentiated: of plain arrays, of Flax's (`nnx`:
+        `nnx.state(model, nnx.Param)`, merged in `loss_fn`), or an Equinox module.
+      batches: a pytree of arrays with a leading axis of microbatches.
+      main_grad_dtype: of the gradients: float32, bfloat16 or float16; a wider parameter's stay in
+        its own dtype. The sums run in it.
+      has_aux: whether `loss_fn` returns auxiliary outputs too.
+      replicas: a mesh axis (Auto) that splits the second axis of `batches`, the rows, and no
+        parameter: data parallelism. Each replica sums its own gradients, and they are added up once
+        at the end, in one reduction for each parameter, not one for each microbatch. `loss_fn` sees
+        the rows of one replica, so its own sharding constraints must not name this axis.
+      specs: for each parameter, the PartitionSpec its gradient has on the mesh in context, without
+        `replicas`; XLA's choice where None.
+
+    Returns:
+      `(loss, gradients)`, or `((loss, aux), gradients)`. Gradients have the structure of `params`,
+      None for leaves that are not floating. aux is stacked along a leading axis of microbatches,
+      and a second one of replicas where there are several.
+
+    Raises:
+      ValueError: for batches without a leading axis of one length, rows that the replicas do not
+        divide, a loss that is not a scalar, or an axis that the mesh does not have as Auto.
+      TypeError: for another main_grad_dtype.
+
+    References:
+      Shoeybi et al., Megatron-LM, arXiv:1909.08053 (`gradient_accumulation_fusion`).
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import accumulate_gradients, dense
+    >>> loss = lambda kernel, x: dense(x, kernel).sum()
+    >>> kernel, batches = jnp.ones((2, 1), jnp.bfloat16), jnp.ones((4, 3, 2), jnp.bfloat16)
+    >>> value, gradient = accumulate_gradients(loss, kernel, batches)
+    >>> float(value), gradient.dtype, gradient.ravel().tolist()
+    (6.0, dtype('float32'), [3.0, 3.0])
+    """
+    main = _main_dtype(main_grad_dtype)
+    count = _microbatches(batches)
+    parts = 1 if replicas is None else _replicas(replicas, batches)
+    leaves, structure = jax.tree.flatten(params)
+    chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux)
+    split: Any = None if parts == 1 else replicas
+    if split is not None:
+        shape = lambda a: (count, parts, a.shape[1] // parts, *a.shape[2:])
+        place = lambda a: jax.lax.with_sharding_constraint(
+            a, P(None, split, *[P.UNCONSTRAINED] * (a.ndim - 2))
+        )
+        batches = jax.tree.map(lambda a: place(jnp.reshape(a, shape(a))), batches)
+        gradient = jax.vmap(gradient, spmd_axis_name=split)
+    placed = _placement(specs, structure, chosen, split)
+
+    first = jax.tree.map(lambda a: jax.typeof(a).update(shape=a.shape[1:]), batches)
+    like = jax.eval_shape(gradient, jax.tree.map(_struct, first))
+    loss, _, sums = like
+    if loss.ndim != (split is not None):
+        raise ValueError(f"{_OP}: loss_fn must return a scalar loss, got shape {loss.shape}")
+
+    def add(sums, batch):
+        loss, aux, new = gradient(batch)
+        return placed([s + g for s, g in zip(sums, new)]), (loss, aux)
+
+    zeros = placed([jnp.zeros(s.shape, s.dtype) for s in sums])
+    sums, (losses, aux) = jax.lax.scan(add, zeros, batches)
+    if split is not None:
+        sums = [s.sum(0) for s in sums]
+    means: list[Any] = [None] * len(leaves)
+    for i, total in zip(chosen, sums):
+        means[i] = total / (count * parts)
+    loss = jnp.mean(losses)
+    return ((loss, aux) if has_aux else loss), jax.tree.unflatten(structure, means)
+
+
+def _gradient(loss_fn, leaves, structure, chosen, main, has_aux):
+    """`batch -> (loss, aux, main gradients)` of one microbatch."""
+    narrow = {
+        i: jnp.zeros(leaves[i].shape, jnp.float32)
+        for i in chosen
+        if jnp.result_type(leaves[i]).name in NARROW
+    }
+
+    def flat_loss(floating, batch):
+        whole = list(leaves)
+        for i, leaf in zip(chosen, floating):
+            whole[i] = leaf
+        result = loss_fn(jax.tree.unflatten(structure, whole), batch)
+        return result if has_aux else (result, ())
+
+    def linked_loss(floating, zeros, batch):
+        flat, of_batch = jax.tree.flatten(batch)
+        program, shape = jax.make_jaxpr(
+            lambda floating, *flat: flat_loss(floating, jax.tree.unflatten(of_batch, flat)),
+            return_shape=True,
+        )(floating, *flat)
+        links = [zeros.get(i) for i in chosen] + [None] * len(flat)
+        results, _ = run_linked(program, [*floating, *flat], links)
+        return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    def gradient(batch):
+        floating = [leaves[i] for i in chosen]
+        grad = jax.value_and_grad(linked_loss, (0, 1), has_aux=True)
+        (loss, aux), (own, mains) = grad(floating, narrow, batch)
+        own = [_narrowed(g, main) for g in own]
+        own = [g + _narrowed(mains[i], main) if i in mains else g for g, i in zip(own, chosen)]
+        return loss, aux, own
+
+    return gradient
+
+
+def _narrowed(gradient, main):
+    """In the main gradients' dtype; a parameter wider than that keeps its own."""
+    wider = holds(gradient.dtype, main) and not holds(main, gradient.dtype)
+    keep = wider and gradient.dtype == jnp.float64
+    return gradient if keep else gradient.astype(main)
+
+
+def _placement(specs, structure, chosen, split):
+    """Puts sums where `specs` say, with a leading axis of replicas if they are split."""
+    listed: list[Any] = [None] * structure.num_leaves
+    if specs is not None:
+        listed = structure.flatten_up_to(specs)
+    lead = () if split is None else (split,)
+
+    def place(array, spec):
+        if spec is None and split is None:
+            return array
+        rest = [P.UNCONSTRAINED] * (array.ndim - len(lead)) if spec is None else spec
+        return jax.lax.with_sharding_constraint(array, P(*lead, *rest))
+
+    return lambda sums: [place(s, listed[i]) for s, i in zip(sums, chosen)]
+
+
+def _main_dtype(dtype) -> jnp.dtype:
+    name = jnp.dtype(dtype).name
+    if name not in _MAIN[:3]:
+        listed = ", ".join(_MAIN[:3])
+        raise TypeError(f"{_OP}: main_grad_dtype must be one of {listed}, got {name}")
+    return jnp.dtype(name)
+
+
+def _microbatches(batches) -> int:
+    shapes = [jnp.shape(a) for a in jax.tree.leaves(batches)]
+    lengths = {shape[0] if shape else None for shape in shapes}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        raise ValueError(
+            f"{_OP}: batches must be arrays with one leading axis of microbatches, got shapes "
+            f"{shapes}; reshape (batch, ...) to (microbatches, batch // microbatches, ...)"
+        )
+    return lengths.pop()
+
+
+def _replicas(axis, batches) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    if kinds.get(axis) != AxisType.Auto:
+        raise ValueError(
+            f"{_OP}: replicas must be an Auto axis of the mesh in context, got {axis!r} and "
+            f"axes {tuple(kinds)}; call it under jax.set_mesh(mesh)"
+        )
+    parts = mesh.shape[axis]
+    for array in jax.tree.leaves(batches):
+        if array.ndim < 2 or array.shape[1] % parts:
+            raise ValueError(
+                f"{_OP}: the {parts} replicas must divide the rows, the second axis of batches; "
+                f"got shape {array.shape}"
+            )
+    return math.prod([parts])
+
+
+def _is_floating(leaf) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _struct(aval):
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
