@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from normfuse.layers.accumulate import accumulate_gradients
 from normfuse.models.functional import Functional, Params, build
 from normfuse.models.sharding import Sharding, on_mesh
 
@@ -38,10 +39,9 @@ def loss_and_gradient(
 ) -> tuple[Array, Params]:
     """Gives a batch's mean loss and its gradient, computed in `microbatches` parts.
 
-    Over microbatches, gradients are summed in float32. Each replica sums its own and they are
-    added up once at the end: "data" becomes a leading axis of the gradients (by `vmap`) that stays
-    split over the replicas until then. Over "fsdp" every microbatch is reduced, or each device
-    would have to hold a whole gradient.
+    Over microbatches, gradients are summed in float32 (`normfuse.accumulate_gradients`). Each
+    replica sums its own and they are added up once at the end. Over "fsdp" every microbatch is
+    reduced, or each device would have to hold a whole gradient.
 
     Args:
       model: the transformer.
@@ -50,38 +50,24 @@ def loss_and_gradient(
       microbatches: parts; with the mesh's "data" and "fsdp" they divide the batch.
       mesh: the mesh.
     """
-    gradient = lambda model: (
-        lambda rows: jax.value_and_grad(lambda params: mean_loss(model, params, rows))(params)
-    )
+    loss = lambda model: lambda params, rows: mean_loss(model, params, rows)
     if microbatches == 1:
-        return gradient(model)(tokens)
-    replicas = mesh.shape["data"]
+        return jax.value_and_grad(loss(model))(params, tokens)
     inner = build(model.framework, model.config, _without_data(model.sharding))
-    per_replica = jax.vmap(gradient(inner), spmd_axis_name="data")
-    rows = _split(tokens, microbatches, replicas, mesh.shape["fsdp"])
-    place = _placed(model, mesh)
-    like = jax.eval_shape(per_replica, jax.eval_shape(lambda rows: rows[0], rows))
-    zeros = place(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like))
-
-    def add(total, rows):
-        new = per_replica(rows)
-        return place(jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, new)), None
-
-    total, _ = jax.lax.scan(add, zeros, rows)
-    return jax.tree.map(lambda t: t.sum(0) / (microbatches * replicas), total)
+    return accumulate_gradients(
+        loss(inner),
+        params,
+        _split(tokens, microbatches, mesh.shape["data"], mesh.shape["fsdp"]),
+        replicas="data",
+        specs=jax.tree.map(lambda s: s.spec, model.shardings(model.abstract, mesh)),
+    )
 
 
 def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:
-    """Cuts a batch into `(microbatches, replicas, rows, seq + 1)`, each device keeping its rows."""
+    """Cuts a batch into `(microbatches, rows, seq + 1)`, each device keeping its rows."""
     rows = tokens.reshape(replicas, fsdp, microbatches, -1, tokens.shape[-1])
-    rows = rows.transpose(2, 0, 1, 3, 4).reshape(microbatches, replicas, -1, tokens.shape[-1])
-    return jax.lax.with_sharding_constraint(rows, P(None, "data", "fsdp", None))
-
-
-def _placed(model: Functional, mesh: Mesh):
-    """Makes the constraint for gradients with a leading axis of replicas."""
-    specs = jax.tree.map(lambda s: P("data", *s.spec), model.shardings(model.abstract, mesh))
-    return lambda total: jax.lax.with_sharding_constraint(total, (P("data"), specs))
+    rows = rows.transpose(2, 0, 1, 3, 4).reshape(microbatches, -1, tokens.shape[-1])
+    return jax.lax.with_sharding_constraint(rows, P(None, ("data", "fsdp"), None))
 
 
 def _without_data(sharding: Sharding) -> Sharding:
