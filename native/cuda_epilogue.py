@@ -23,9 +23,57 @@ _TYPES = {
     "bfloat16": "__nv_bfloat16",
     "float16": "__half",
 }
-_THREADS = 256
 _MAX_GRID_Y = 65535
-_WAVES = 8  # blocks of a persistent grid for each multiprocessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How threads share an array, seen as (rows, columns).
+
+    Attributes:
+      rows, columns: of the array.
+      vector: elements that move together; divides `columns`.
+      width, height: threads of a block along columns (each with a vector) and rows.
+      grid_y: blocks along the rows, which they go through with a stride.
+      unroll: rows of a thread that are on their way together.
+      min_blocks: blocks that a multiprocessor's registers must be enough for.
+    """
+
+    rows: int
+    columns: int
+    vector: int
+    width: int
+    height: int
+    grid_y: int
+    unroll: int
+    min_blocks: int
+
+    @property
+    def tiles(self) -> int:
+        """Blocks along the columns."""
+        return -(-self.columns // (self.width * self.vector))
+
+
+def flat_layout(size: int, itemsize: int, streams: int) -> Layout:
+    """Without a bias an array has no columns: it is a row, or two that a thread takes together.
+
+    Args:
+      itemsize: bytes of the widest element.
+      streams: arrays that are read.
+    """
+    del streams
+    vector = math.gcd(size, 16 // itemsize)
+    return Layout(1, size, vector, 256, 1, 1, 1, 4)
+
+
+def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Layout:
+    """With a bias a thread keeps its columns, and blocks go through the rows."""
+    vector = math.gcd(columns, 16 // itemsize)
+    width = min(32, 1 << (columns // vector - 1).bit_length())
+    layout = Layout(rows, columns, vector, width, 256 // width, 1, 2, 4)
+    blocks = -(-8 * target.multiprocessors // layout.tiles)
+    grid_y = min(-(-rows // layout.height), blocks, _MAX_GRID_Y)
+    return dataclasses.replace(layout, grid_y=grid_y)
 
 
 def forward(
@@ -70,18 +118,13 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
         if dtype.name not in _TYPES:
             raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
     compute = jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
-    rows, columns = operands["Z"].shape
-    if "BIAS" not in operands:
-        rows, columns = 1, rows * columns
-    vector = math.gcd(columns, 16 // max(d.itemsize for d in dtypes))
-    width = _THREADS if rows == 1 else min(32, 1 << (columns // vector - 1).bit_length())
-    height, tiles = _THREADS // width, -(-columns // (width * vector))
-    grid_y = 1
-    if rows > 1:
-        grid_y = max(1, min(-(-rows // height), -(-_WAVES * target.multiprocessors // tiles)))
-        grid_y = min(grid_y, _MAX_GRID_Y)
+    itemsize = max(d.itemsize for d in dtypes)
+    if "BIAS" in operands:
+        layout = column_layout(*operands["Z"].shape, itemsize, target)
+    else:
+        layout = flat_layout(operands["Z"].size, itemsize, len(operands))
     if "PARTIAL" in results:
-        results["PARTIAL"] = jax.ShapeDtypeStruct((grid_y, columns), compute)
+        results["PARTIAL"] = jax.ShapeDtypeStruct((layout.grid_y, layout.columns), compute)
     macros = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in operands.items()}
     macros |= {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in results.items()}
     macros |= {
@@ -92,11 +135,11 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
         "HAS_BIAS": int("BIAS" in operands),
         "WITH_DBIAS": int("PARTIAL" in results),
         "WITH_VALUE": int("VALUE" in results),
-        "VECTOR": vector,
-        "BLOCK_X": width,
-        "BLOCK_Y": height,
-        "UNROLL": 1 if rows == 1 else 2,
-        "MIN_BLOCKS": 4,
+        "VECTOR": layout.vector,
+        "BLOCK_X": layout.width,
+        "BLOCK_Y": layout.height,
+        "UNROLL": layout.unroll,
+        "MIN_BLOCKS": layout.min_blocks,
     }
     done = launch(
         _source(function),
@@ -104,17 +147,22 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
         list(operands.values()),
         list(results.values()),
         target=target,
-        grid=(tiles, grid_y),
-        block=_THREADS,
+        grid=(layout.tiles, layout.grid_y),
+        block=layout.width * layout.height,
         macros=macros,
-        shared=_THREADS * vector * compute.itemsize if "PARTIAL" in results else 0,
-        ints=(rows, columns),
+        shared=_shared(layout, compute) if "PARTIAL" in results else 0,
+        ints=(layout.rows, layout.columns),
         aliases=_in_place(operands, results),
     )
     named = dict(zip(results, done, strict=True))
     if "PARTIAL" in named:
         named["PARTIAL"] = _column_sum(target, named["PARTIAL"])
     return list(named.values())
+
+
+def _shared(layout: Layout, compute) -> int:
+    """Bytes in which the rows of a block add their bias gradients."""
+    return layout.width * layout.height * layout.vector * compute.itemsize
 
 
 def _in_place(operands, results) -> dict[int, int]:

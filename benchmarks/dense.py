@@ -1,0 +1,317 @@
+"""Dense layers on one GPU beside the same in plain jnp: time that is not GEMM, time, temporaries.
+
+    python benchmarks/dense.py                   # layers, forward and backward
+    python benchmarks/dense.py --accumulation    # gradients of eight microbatches
+    python benchmarks/dense.py --sweep           # layouts of the kernels after a product
+
+Times are of the device (CUPTI), the median of the calls; both versions are timed by turns in one
+process. bfloat16, the norm's scale float32. The floor is the time in which a copy would move what
+the kernels that are not GEMMs must read and write.
+"""
+
+import argparse
+import collections
+import dataclasses
+import functools
+import itertools
+import re
+import statistics
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from normfuse import (
+    accumulate_gradients,
+    dense,
+    gated_product,
+    norm_dense,
+    norm_gated_dense,
+)
+from normfuse.layers.producers import Normalised
+from normfuse.layers.recomputed import products
+
+DIM, HIDDEN = 4096, 14336
+GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)
+COPY_RATE = 4.17e6  # bytes a microsecond, one H200's copy within the device
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+# ---------------------------------------------------------------- layers
+
+
+def rms(x, scale):
+    wide = x.astype(f32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def project(x, scale, *kernels):
+    """The products of the normalised x, which is not kept."""
+    return products(Normalised(1e-6, 0.0, "bfloat16", True), (x, scale), kernels)
+
+
+LAYERS: dict[str, dict[str, Callable]] = {
+    "norm + dense": {
+        "jnp": lambda x, s, w: rms(x, s) @ w,
+        "normfuse": norm_dense,
+    },
+    "norm + gelu MLP": {
+        "jnp": lambda x, s, w, d: jax.nn.gelu(rms(x, s) @ w) @ d,
+        "normfuse": lambda x, s, w, d: gated_product(
+            norm_dense(x, s, w), None, d, activation="gelu_tanh"
+        ),
+        "normfuse, hidden kept": lambda x, s, w, d: dense(
+            norm_dense(x, s, w, activation="gelu_tanh"), d
+        ),
+    },
+    "norm + SwiGLU MLP": {
+        "jnp": lambda x, s, w, u, d: (jax.nn.silu((n := rms(x, s)) @ w) * (n @ u)) @ d,
+        "normfuse": lambda x, s, w, u, d: gated_product(*project(x, s, w, u), d),
+        "normfuse, hidden kept": lambda x, s, w, u, d: dense(norm_gated_dense(x, s, w, u), d),
+    },
+}
+# Arrays of x's size, and of the hidden layer's, that kernels other than GEMMs move at least.
+MOVED = {
+    "norm + dense": {"jnp": (7, 0), "normfuse": (7, 0)},
+    "norm + gelu MLP": {"normfuse": (7, 6), "normfuse, hidden kept": (7, 5)},
+    "norm + SwiGLU MLP": {"normfuse": (7, 9), "normfuse, hidden kept": (7, 8)},
+}
+
+
+def operands(layer: str, tokens: int):
+    """x, scale and the kernels, and the gradient of the result."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    draw = lambda *shape: jax.random.normal(next(keys), shape, bf16)
+    ups = 1 + (layer == "norm + SwiGLU MLP")
+    kernels = [draw(DIM, HIDDEN) * 0.02 for _ in range(ups)]
+    x, out = draw(tokens, DIM), HIDDEN
+    if layer != "norm + dense":
+        kernels.append(draw(HIDDEN, DIM) * 0.02)
+        out = DIM
+    return (x, 1 + 0.1 * jax.random.normal(next(keys), (DIM,)), *kernels), draw(tokens, out)
+
+
+def both_ways(layer: Callable) -> Callable:
+    """The result and every gradient."""
+
+    def run(args, dy):
+        y, pull = jax.vjp(layer, *args)
+        return y, pull(dy)
+
+    return run
+
+
+def layers(tokens: list[int], iterations: int) -> None:
+    """Prints a table of the layers."""
+    for (name, versions), count in itertools.product(LAYERS.items(), tokens):
+        args = operands(name, count)
+        compiled = {
+            key: jax.jit(both_ways(fn)).lower(*args).compile() for key, fn in versions.items()
+        }
+        runs = by_turns({k: lambda *a, c=c: c(*a) for k, c in compiled.items()}, args, iterations)
+        print(f"\n{name}, {count} tokens")
+        for key, samples in runs.items():
+            total = [sum(us for _, us in sample) for sample in samples]
+            other = [sum(us for n, us in sample if not GEMM.search(n)) for sample in samples]
+            temporary = compiled[key].memory_analysis().temp_size_in_bytes
+            wide, hidden = MOVED[name].get(key, (0, 0))
+            floor = 2 * count * (wide * DIM + hidden * HIDDEN) / COPY_RATE
+            print(
+                f"  {key:24} not GEMM {statistics.median(other):7.1f} us (floor {floor:6.1f})  "
+                f"whole {statistics.median(total):8.1f} us  "
+                f"temporaries {temporary / 2**20:7.0f} MiB",
+                flush=True,
+            )
+            show_kernels(samples)
+
+
+def show_kernels(samples) -> None:
+    """The kernels that are not GEMMs, with their median times."""
+    times = collections.defaultdict(list)
+    for sample in samples:
+        total = collections.Counter()
+        for name, us in sample:
+            total[name if not GEMM.search(name) else "GEMMs"] += us
+        for name, us in total.items():
+            times[name].append(us)
+    line = ", ".join(f"{name[:40]} {statistics.median(us):.1f}" for name, us in times.items())
+    print(f"    {line}", flush=True)
+
+
+def by_turns(functions: dict[str, Callable], args, iterations: int, rounds: int = 3):
+    """[(kernel, microseconds)] of every call, the functions taking turns."""
+    samples: dict[str, list] = {name: [] for name in functions}
+    for _, (name, fn) in itertools.product(range(rounds), functions.items()):
+        _, runs = profiler.measure(fn, aggregate=False, iterations=iterations)(*args)
+        samples[name] += [[(kernel, 1e3 * ms) for kernel, ms in run] for run in runs]
+    return samples
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+def block(x, scale, gate, up, down, *, ours: bool):
+    if ours:
+        return x + gated_product(*project(x, scale, gate, up), down)
+    n = rms(x, scale)
+    return x + (jax.nn.silu(n @ gate.astype(n.dtype)) * (n @ up.astype(n.dtype))) @ down.astype(
+        n.dtype
+    )
+
+
+def loss(ours: bool) -> Callable:
+    return lambda p, x: jnp.sum(block(x, *p, ours=ours).astype(f32) ** 2) * 1e-6
+
+
+def summed(fn: Callable) -> Callable:
+    """The way users write it: float32 sums of `jax.grad` in a scan."""
+
+    def run(params, xs):
+        def add(sums, x):
+            return jax.tree.map(lambda s, g: s + g.astype(f32), sums, jax.grad(fn)(params, x)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, f32), params)
+        return jax.lax.scan(add, zeros, xs)[0]
+
+    return run
+
+
+def accumulation(microbatches: list[int], iterations: int) -> None:
+    """Prints a table of gradient accumulation over eight microbatches."""
+    for count in microbatches:
+        (x, *params), _ = operands("norm + SwiGLU MLP", count)
+        xs, params = jnp.stack([x * (1 + i / 8) for i in range(8)]), tuple(params)
+        wide = jax.tree.map(lambda p: p.astype(f32), params)
+        ours = lambda p, xs: accumulate_gradients(loss(True), p, xs)[1]
+        versions = {
+            "jnp, bf16 kernels": (summed(loss(False)), params),
+            "normfuse, bf16 kernels, summed in a scan": (summed(loss(True)), params),
+            "normfuse, accumulate_gradients": (ours, params),
+            "normfuse, f32 kernels, summed in a scan": (summed(loss(True)), wide),
+        }
+        compiled = {k: jax.jit(fn).lower(p, xs).compile() for k, (fn, p) in versions.items()}
+        calls = {k: functools.partial(c, versions[k][1], xs) for k, c in compiled.items()}
+        runs = by_turns(calls, (), iterations)
+        print(f"\n8 x {count} tokens")
+        times = {}
+        for key, samples in runs.items():
+            times[key] = statistics.median(sum(us for _, us in sample) for sample in samples)
+            text = compiled[key].as_text()
+            added = len(re.findall(r'"beta":1\b', text))
+            temporary = compiled[key].memory_analysis().temp_size_in_bytes / 2**20
+            faster = times["jnp, bf16 kernels"] / times[key]
+            print(
+                f"  {key:42} {times[key] / 1e3:7.3f} ms  {faster:.3f} times as fast  "
+                f"temporaries {temporary:5.0f} MiB  GEMMs with beta = 1: {added}",
+                flush=True,
+            )
+        check(ours, params, xs)
+
+
+def check(ours, params, xs) -> None:
+    """Against gradients of one microbatch at a time, added in float32."""
+    got = jax.jit(ours)(params, xs)
+    each = jax.jit(ours)
+    want = None
+    for x in xs:
+        one = each(params, x[None])
+        want = one if want is None else jax.tree.map(jnp.add, want, one)
+    norm = lambda a: float(jnp.linalg.norm(a))
+    errors = [norm(g * len(xs) - w) / norm(w) for g, w in zip(got[1:], want[1:])]
+    print(f"  relative to unfused float32 sums: {max(errors):.1e}", flush=True)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def sweep(iterations: int) -> None:
+    """Times layouts of the kernels after a product, the best first."""
+    from normfuse.native import cuda_epilogue, epilogue
+    from normfuse.native.scalar import SCALARS
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    dy, z, up = (jax.random.normal(key, (16384, HIDDEN), bf16) for key in keys)
+    bias = jnp.zeros((HIDDEN,), f32)
+    gated = {"function": SCALARS["silu"], "has_up": True, "has_bias": False, "strict": True}
+    plain = {"function": SCALARS["gelu_tanh"], "has_up": False, "has_bias": False, "strict": True}
+    shifted = plain | {"has_bias": True}
+    back = {"with_dbias": False, "with_value": False}
+    valued = back | {"with_value": True}
+    arrays = dy, z, up, bias
+    kernels = {
+        "gated forward": (
+            lambda dy, z, up, bias: epilogue.forward(z, up, out_dtype="bfloat16", **gated),
+            3,
+        ),
+        "gated backward": (
+            lambda dy, z, up, bias: epilogue.backward(dy, z, up, **gated, **back),
+            5,
+        ),
+        "gated backward, value": (
+            lambda dy, z, up, bias: epilogue.backward(dy, z, up, **gated, **valued),
+            6,
+        ),
+        "gelu forward": (
+            lambda dy, z, up, bias: epilogue.forward(z, out_dtype="bfloat16", **plain),
+            2,
+        ),
+        "gelu backward": (lambda dy, z, up, bias: epilogue.backward(dy, z, **plain, **back), 3),
+        "bias gelu backward": (
+            lambda dy, z, up, bias: epilogue.backward(
+                dy, z, bias, **shifted, **back | {"with_dbias": True}
+            ),
+            3,
+        ),
+    }
+    originals = cuda_epilogue.flat_layout, cuda_epilogue.column_layout
+    found: dict[str, list] = collections.defaultdict(list)
+    for (name, (fn, moved)), unroll, threads, blocks in itertools.product(
+        kernels.items(), (1, 2, 4), (256, 512), (2, 3, 4, 8)
+    ):
+        if blocks * threads not in (1024, 1536, 2048):
+            continue
+
+        def flat(size, itemsize, streams, unroll=unroll, threads=threads, blocks=blocks):
+            return cuda_epilogue.Layout(
+                unroll, size // unroll, 16 // itemsize, threads, 1, 1, unroll, blocks
+            )
+
+        def column(*args, unroll=unroll, threads=threads, blocks=blocks):
+            layout = originals[1](*args)
+            grid_y = -(-args[3].multiprocessors * blocks // layout.tiles)
+            return dataclasses.replace(
+                layout, height=threads // 32, unroll=unroll, min_blocks=blocks, grid_y=grid_y
+            )
+
+        cuda_epilogue.flat_layout, cuda_epilogue.column_layout = flat, column
+        jax.clear_caches()
+        _, runs = profiler.measure(jax.jit(fn), aggregate=False, iterations=iterations)(*arrays)
+        mine = lambda run: sum(ms for kernel, ms in run if "copy" not in kernel.lower())
+        us = 1e3 * statistics.median(map(mine, runs))
+        share = moved * z.nbytes / COPY_RATE / us
+        found[name].append((us, f"{us:7.1f} us {share:.3f} unroll {unroll} {threads} x {blocks}"))
+    for name, rows in found.items():
+        print(f"{name}: " + "; ".join(text for _, text in sorted(rows)[:5]), flush=True)
+    cuda_epilogue.flat_layout, cuda_epilogue.column_layout = originals
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--accumulation", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", help="tokens, or tokens of a microbatch")
+    parser.add_argument("--iterations", type=int, default=5)
+    arguments = parser.parse_args()
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
+    if arguments.sweep:
+        sweep(arguments.iterations)
+    elif arguments.accumulation:
+        accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations)
+    else:
+        layers(arguments.tokens or [16384, 2048], arguments.iterations)
+
+
+if __name__ == "__main__":
+    main()

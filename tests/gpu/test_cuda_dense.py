@@ -1,0 +1,103 @@
+"""Dense layers on an NVIDIA GPU: kernels against plain HLO, and gradients summed in place."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normfuse import (
+    accumulate_gradients,
+    dense,
+    gated_dense,
+    gated_product,
+    norm_dense,
+    norm_gated_dense,
+)
+
+pytestmark = pytest.mark.gpu
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+def draw(*shapes, dtype=bf16):
+    keys = jax.random.split(jax.random.key(len(shapes)), len(shapes))
+    return [jax.random.normal(key, s, dtype) * s[0] ** -0.5 for key, s in zip(keys, shapes)]
+
+
+LAYERS = {
+    "dense": (functools.partial(dense, activation="gelu"), [(96, 40), (40,)]),
+    "dense, odd": (functools.partial(dense, activation="silu"), [(96, 41), (41,)]),
+    "norm_dense": (
+        lambda x, scale, k, b, **o: norm_dense(x, scale, k, b, activation="gelu_tanh", **o),
+        [(96,), (96, 264), (264,)],
+    ),
+    "gated_dense": (gated_dense, [(96, 520), (96, 520)]),
+    "norm_gated_dense": (norm_gated_dense, [(96,), (96, 24), (96, 24)]),
+    "gated_product": (
+        lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, activation="gelu", **o),
+        [(96, 64), (96, 64), (64, 96)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_kernels_give_what_plain_hlo_does(name, dtype):
+    layer, shapes = LAYERS[name]
+    x = jax.random.normal(jax.random.key(9), (1000, 96), dtype)
+    args = [x, *draw(*shapes, dtype=dtype)]
+
+    def both(implementation):
+        def loss(*args):
+            y = layer(*args, implementation=implementation)
+            return jnp.sum(jnp.sin(y.astype(f32))), y
+
+        with jax.default_matmul_precision("highest"):
+            compiled = (
+                jax.jit(jax.grad(loss, range(len(args)), has_aux=True)).lower(*args).compile()
+            )
+        return compiled.as_text(), compiled(*args)
+
+    text, got = both("native")
+    plain, want = both("xla")
+    assert "epilogue_backward" in text and "normfuse" not in plain
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(v.astype(f32)) for v in (a, b))
+        # Intermediates are rounded at the same places; a sum over 1000 rows hides no error of one.
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < (2e-6 if dtype == f32 else 6e-3)
+
+
+def test_gradients_in_place_leave_what_is_still_needed():
+    gate, up, kernel = draw((64, 32), (64, 32), (32, 16))
+    y, pull = jax.vjp(gated_product, gate, up, kernel)
+    first, again = pull(y), pull(y)  # a second time, of the same residuals
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(gated_product(gate, up, kernel), y)
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_sums_of_gradients_are_part_of_their_gemms(dtype):
+    """XLA adds with beta = 1, in place, for each of three kernels."""
+    gate, up, down = draw((512, 1024), (512, 1024), (1024, 512), dtype=dtype)
+    xs = jax.random.normal(jax.random.key(0), (4, 256, 512), bf16)
+    scale = jnp.ones(512)
+
+    def loss(params, x):
+        h = norm_gated_dense(x, scale, *params[:2])
+        return jnp.sum(dense(h, params[2]).astype(f32) ** 2)
+
+    run = jax.jit(lambda p, xs: accumulate_gradients(loss, p, xs)[1])
+    compiled = run.lower((gate, up, down), xs).compile()
+    text = compiled.as_text()
+    assert len(re.findall(r'"beta":1\b', text)) >= 3
+    size = sum(4 * k.size for k in (gate, up, down))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * size
+    got = compiled((gate, up, down), xs)
+    want = [run((gate, up, down), x[None]) for x in xs]
+    for g, *each in zip(got, *want):
+        total = sum(each[1:], each[0])
+        assert float(jnp.linalg.norm(4 * g - total) / jnp.linalg.norm(total)) < 1e-6
