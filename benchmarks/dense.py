@@ -12,7 +12,6 @@ the kernels that are not GEMMs must read and write.
 import argparse
 import collections
 import dataclasses
-import functools
 import itertools
 import re
 import statistics
@@ -110,7 +109,7 @@ def layers(tokens: list[int], iterations: int) -> None:
         compiled = {
             key: jax.jit(both_ways(fn)).lower(*args).compile() for key, fn in versions.items()
         }
-        runs = by_turns({k: lambda *a, c=c: c(*a) for k, c in compiled.items()}, args, iterations)
+        runs = by_turns({key: (fn, args) for key, fn in compiled.items()}, iterations)
         print(f"\n{name}, {count} tokens")
         for key, samples in runs.items():
             total = [sum(us for _, us in sample) for sample in samples]
@@ -140,10 +139,10 @@ def show_kernels(samples) -> None:
     print(f"    {line}", flush=True)
 
 
-def by_turns(functions: dict[str, Callable], args, iterations: int, rounds: int = 3):
-    """[(kernel, microseconds)] of every call, the functions taking turns."""
-    samples: dict[str, list] = {name: [] for name in functions}
-    for _, (name, fn) in itertools.product(range(rounds), functions.items()):
+def by_turns(calls: dict[str, tuple], iterations: int, rounds: int = 3):
+    """[(kernel, microseconds)] of every call of (compiled function, arguments), taking turns."""
+    samples: dict[str, list] = {name: [] for name in calls}
+    for _, (name, (fn, args)) in itertools.product(range(rounds), calls.items()):
         _, runs = profiler.measure(fn, aggregate=False, iterations=iterations)(*args)
         samples[name] += [[(kernel, 1e3 * ms) for kernel, ms in run] for run in runs]
     return samples
@@ -192,8 +191,7 @@ def accumulation(microbatches: list[int], iterations: int) -> None:
             "normfuse, f32 kernels, summed in a scan": (summed(loss(True)), wide),
         }
         compiled = {k: jax.jit(fn).lower(p, xs).compile() for k, (fn, p) in versions.items()}
-        calls = {k: functools.partial(c, versions[k][1], xs) for k, c in compiled.items()}
-        runs = by_turns(calls, (), iterations)
+        runs = by_turns({k: (c, (versions[k][1], xs)) for k, c in compiled.items()}, iterations)
         print(f"\n8 x {count} tokens")
         times = {}
         for key, samples in runs.items():
@@ -273,7 +271,7 @@ def sweep(iterations: int) -> None:
         if blocks * threads not in (1024, 1536, 2048):
             continue
 
-        def flat(size, itemsize, streams, unroll=unroll, threads=threads, blocks=blocks):
+        def flat(size, itemsize, *_, unroll=unroll, threads=threads, blocks=blocks):
             return cuda_epilogue.Layout(
                 unroll, size // unroll, 16 // itemsize, threads, 1, 1, unroll, blocks
             )

@@ -54,23 +54,30 @@ class Layout:
         return -(-self.columns // (self.width * self.vector))
 
 
-def flat_layout(size: int, itemsize: int, streams: int) -> Layout:
-    """Without a bias an array has no columns: it is a row, or two that a thread takes together.
+def flat_layout(size: int, itemsize: int, kernel: str, arrays: int) -> Layout:
+    """Without a bias an array has no columns: it is a row, or several that a thread takes together.
+
+    How many, and how many threads to a multiprocessor, is from measurements on an H200.
 
     Args:
       itemsize: bytes of the widest element.
-      streams: arrays that are read.
+      kernel: "forward" or "backward".
+      arrays: how many are read and written.
     """
-    del streams
     vector = math.gcd(size, 16 // itemsize)
-    return Layout(1, size, vector, 256, 1, 1, 1, 4)
+    chosen = {("forward", 2): (2, 8), ("forward", 3): (1, 8)}
+    chosen |= {("backward", 3): (4, 4), ("backward", 5): (2, 4)}
+    unroll, blocks = chosen.get((kernel, arrays), (1, 4))
+    if size % (unroll * vector):
+        unroll = 1
+    return Layout(unroll, size // unroll, vector, 256, 1, 1, unroll, blocks)
 
 
 def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Layout:
     """With a bias a thread keeps its columns, and blocks go through the rows."""
     vector = math.gcd(columns, 16 // itemsize)
     width = min(32, 1 << (columns // vector - 1).bit_length())
-    layout = Layout(rows, columns, vector, width, 256 // width, 1, 2, 4)
+    layout = Layout(rows, columns, vector, width, 256 // width, 1, 1, 2)
     blocks = -(-8 * target.multiprocessors // layout.tiles)
     grid_y = min(-(-rows // layout.height), blocks, _MAX_GRID_Y)
     return dataclasses.replace(layout, grid_y=grid_y)
@@ -122,7 +129,7 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
     if "BIAS" in operands:
         layout = column_layout(*operands["Z"].shape, itemsize, target)
     else:
-        layout = flat_layout(operands["Z"].size, itemsize, len(operands))
+        layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))
     if "PARTIAL" in results:
         results["PARTIAL"] = jax.ShapeDtypeStruct((layout.grid_y, layout.columns), compute)
     macros = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in operands.items()}

@@ -13,10 +13,21 @@ __device__ inline float quotient(float a, float b) {
 }
 __device__ inline double quotient(double a, double b) { return a / b; }
 
+// exp(-x), where it would overflow a large number: sigmoid_of and sigmoid_slope share it.
+__device__ inline float exp_of_minus(float x) { return fminf(expf(-x), 1e37f); }
+__device__ inline double exp_of_minus(double x) { return fmin(exp(-x), 1e300); }
+
 // 1 / (1 + exp(-x))
 template <typename T>
 __device__ inline T sigmoid_of(T x) {
-  return quotient(T(1), T(1) + T(exp(-x)));
+  return quotient(T(1), T(1) + exp_of_minus(x));
+}
+
+// The derivative of sigmoid_of, s (1 - s), without cancellation.
+template <typename T>
+__device__ inline T sigmoid_slope(T x) {
+  const T s = sigmoid_of(x);
+  return exp_of_minus(x) * s * s;
 }
 
 // log(1 + exp(x)), where exp(x) may overflow

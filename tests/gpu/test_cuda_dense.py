@@ -62,7 +62,7 @@ def test_kernels_give_what_plain_hlo_does(name, dtype):
 
     text, got = both("native")
     plain, want = both("xla")
-    assert "epilogue_backward" in text and "normfuse" not in plain
+    assert "epilogue_backward" in text and "normfuse_launch" not in plain
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(v.astype(f32)) for v in (a, b))
         # Intermediates are rounded at the same places; a sum over 1000 rows hides no error of one.
@@ -91,9 +91,11 @@ def test_sums_of_gradients_are_part_of_their_gemms(dtype):
         return jnp.sum(dense(h, params[2]).astype(f32) ** 2)
 
     run = jax.jit(lambda p, xs: accumulate_gradients(loss, p, xs)[1])
-    compiled = run.lower((gate, up, down), xs).compile()
+    options = {"xla_gpu_enable_triton_gemm": False}  # which XLA may find faster for small ones
+    compiled = run.lower((gate, up, down), xs).compile(options)
     text = compiled.as_text()
-    assert len(re.findall(r'"beta":1\b', text)) >= 3
+    betas = re.findall(r'"beta":([0-9.]+)', text)
+    assert betas.count("1") >= 3, betas
     size = sum(4 * k.size for k in (gate, up, down))
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * size
     got = compiled((gate, up, down), xs)
