@@ -80,7 +80,10 @@ def accumulate_gradients(
     parts = 1 if replicas is None else _replicas(replicas, batches)
     leaves, structure = jax.tree.flatten(params)
     chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
-    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux)
+    of_all = count * parts
+    # Halving is exact, so the loss may be divided instead of what is as large as the parameters.
+    early = of_all if of_all & (of_all - 1) == 0 else 1
+    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux, 1 / early)
     split: Any = None if parts == 1 else replicas
     if split is not None:
         shape = lambda a: (count, parts, a.shape[1] // parts, *a.shape[2:])
@@ -92,10 +95,7 @@ def accumulate_gradients(
     placed = _placement(specs, structure, chosen, split)
 
     first = jax.tree.map(lambda a: jax.typeof(a).update(shape=a.shape[1:]), batches)
-    like = jax.eval_shape(gradient, jax.tree.map(_struct, first))
-    loss, _, sums = like
-    if loss.ndim != (split is not None):
-        raise ValueError(f"{_OP}: loss_fn must return a scalar loss, got shape {loss.shape}")
+    _, _, sums = jax.eval_shape(gradient, jax.tree.map(_struct, first))
 
     def add(sums, batch):
         loss, aux, new = gradient(batch)
@@ -107,13 +107,13 @@ def accumulate_gradients(
         sums = [s.sum(0) for s in sums]
     means: list[Any] = [None] * len(leaves)
     for i, total in zip(chosen, sums):
-        means[i] = total / (count * parts)
+        means[i] = total if early == of_all else total / of_all
     loss = jnp.mean(losses)
     return ((loss, aux) if has_aux else loss), jax.tree.unflatten(structure, means)
 
 
-def _gradient(loss_fn, leaves, structure, chosen, main, has_aux):
-    """`batch -> (loss, aux, main gradients)` of one microbatch."""
+def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share):
+    """`batch -> (loss, aux, main gradients)` of one microbatch, the gradients times `share`."""
     narrow = {
         i: jnp.zeros(leaves[i].shape, jnp.float32)
         for i in chosen
@@ -135,12 +135,15 @@ def _gradient(loss_fn, leaves, structure, chosen, main, has_aux):
         )(floating, *flat)
         links = [zeros.get(i) for i in chosen] + [None] * len(flat)
         results, _ = run_linked(program, [*floating, *flat], links)
-        return jax.tree.unflatten(jax.tree.structure(shape), results)
+        loss, aux = jax.tree.unflatten(jax.tree.structure(shape), results)
+        if loss.ndim:
+            raise ValueError(f"{_OP}: loss_fn must return a scalar loss, got shape {loss.shape}")
+        return loss * jnp.asarray(share, loss.dtype), (loss, aux)
 
     def gradient(batch):
         floating = [leaves[i] for i in chosen]
         grad = jax.value_and_grad(linked_loss, (0, 1), has_aux=True)
-        (loss, aux), (own, mains) = grad(floating, narrow, batch)
+        (_, (loss, aux)), (own, mains) = grad(floating, narrow, batch)
         own = [_narrowed(g, main) for g in own]
         own = [g + _narrowed(mains[i], main) if i in mains else g for g, i in zip(own, chosen)]
         return loss, aux, own

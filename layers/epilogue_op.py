@@ -45,7 +45,9 @@ def _tangent_dims(ndim, *, axes, has_up, has_bias, moves, **_):
 
 
 def _flat(array, axes):
-    """(rows, columns), the columns being the dimensions `axes`."""
+    """(rows, columns), the columns being the dimensions `axes`; the array itself without any."""
+    if not axes:
+        return array
     ndim, count = array.ndim, len(axes)
     last = tuple(range(ndim - count, ndim))
     if axes != last:
@@ -55,6 +57,8 @@ def _flat(array, axes):
 
 def _restored(array, shape, axes):
     """The inverse of `_flat`."""
+    if not axes:
+        return array
     ndim, count = len(shape), len(axes)
     last = tuple(range(ndim - count, ndim))
     others = [n for d, n in enumerate(shape) if d not in axes]

@@ -1,5 +1,7 @@
 """RMSNorm into a dense layer: the normalised input is computed again, not kept."""
 
+import functools
+
 import jax
 from jax.sharding import NamedSharding
 
@@ -30,10 +32,11 @@ def norm_dense(
     scale_offset: float = 0.0,
     activation: Activation = None,
     dtype: jax.typing.DTypeLike | None = None,
+    recompute: bool = True,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> jax.Array:
-    """`dense` of `rms_norm(x, scale)`, which is not kept for the backward.
+    """`dense` of `rms_norm(x, scale)`, which need not be kept for the backward.
 
         y = activation(rms_norm(x, scale) · kernel + bias)
 
@@ -49,6 +52,7 @@ def norm_dense(
       eps, scale_offset: as for `rms_norm`.
       activation, out_sharding: as for `dense`.
       dtype: of the normalised x, the product and the result; x's where None.
+      recompute: False keeps the normalised x instead: one pass over x less in the backward.
       implementation: None, "native" (the norm and what follows the product on kernels of ours,
         never plain HLO) or "xla".
 
@@ -74,9 +78,10 @@ def norm_dense(
     bias = None if bias is None else floating(op, "bias", bias)
     check_shapes(op, x, kernels[0], bias)
     resolve(activation)
+    project = functools.partial(_project, x, scale, kernels, dtype, out_sharding, options)
 
     def native(strict):
-        (z,) = _project(x, scale, kernels, dtype, out_sharding, strict, options)
+        (z,) = project(recompute, strict)
         if scalar_of(activation) is None:  # nothing to do after the product, or plain JAX
             if strict and activation is not None:
                 finish_natively(op, z, None, bias, activation, dtype, strict=strict)
@@ -85,8 +90,7 @@ def norm_dense(
 
     def xla(strict):
         del strict
-        n = rms_norm(x, scale, dtype=dtype, implementation="xla", **options)
-        z = matmul(n, kernels[0], dtype=dtype, out_sharding=out_sharding)
+        (z,) = project(False, False, "xla")
         return finish(z, bias, activation, dtype)
 
     return choose(op, implementation, {"native": native, "xla": xla})
@@ -102,6 +106,7 @@ def norm_gated_dense(
     scale_offset: float = 0.0,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
+    recompute: bool = True,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> jax.Array:
@@ -125,17 +130,17 @@ def norm_gated_dense(
     x, scale, dtype, options = _check(op, x, scale, kernels, eps, scale_offset, dtype)
     check_shapes(op, x, kernels[0], None, "kernel_gate")
     check_gated(op, *kernels, activation)
+    project = functools.partial(_project, x, scale, kernels, dtype, out_sharding, options)
 
     def native(strict):
-        z, up = _project(x, scale, kernels, dtype, out_sharding, strict, options)
+        z, up = project(recompute, strict)
         if scalar_of(activation) is None and not strict:
             return finish(z, None, activation, dtype, up)
         return finish_natively(op, z, up, None, activation, dtype, strict=strict)
 
     def xla(strict):
         del strict
-        n = rms_norm(x, scale, dtype=dtype, implementation="xla", **options)
-        z, up = (matmul(n, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
+        z, up = project(False, False, "xla")
         return finish(z, None, activation, dtype, up)
 
     return choose(op, implementation, {"native": native, "xla": xla})
@@ -174,11 +179,17 @@ def _check(op, x, scale, kernels, eps, scale_offset, dtype):
     return x, scale, floating_dtype(op, dtype, x.dtype), options
 
 
-def _project(x, scale, kernels, dtype, out_sharding, strict, options):
-    """The products of the normalised x with each kernel."""
+def _project(
+    x, scale, kernels, dtype, out_sharding, options, recompute, strict, norm=None, contract=0
+):
+    """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
+    shared = {"contract": contract, "out_sharding": out_sharding}
+    if not recompute:
+        norm = "native" if strict else norm
+        n = rms_norm(x, scale, dtype=dtype, implementation=norm, **options)
+        return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
     producer = Normalised(dtype=dtype, strict=strict, **options)
     if scale is None:
-        return products(producer, (x,), kernels, out_sharding=out_sharding)
+        return products(producer, (x,), kernels, **shared)
     x = vary(x, jax.typeof(scale).manual_axis_type.varying)
-    args = (x, match(scale, x, [x.ndim - 1]))
-    return products(producer, args, kernels, out_sharding=out_sharding)
+    return products(producer, (x, match(scale, x, [x.ndim - 1])), kernels, **shared)

@@ -1,7 +1,8 @@
 """The kernels of `normfuse.native.epilogue` on CUDA: choosing a layout and launching.
 
 Each function takes a `Target`, then the operands and params of the kernel of the same name; arrays
-are (rows, columns). The activation's text becomes part of the kernel's.
+are (rows, columns), or of any shape where there is no bias. The activation's text becomes part of
+the kernel's.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from normfuse.native.compiler import Source, kernel_source
 from normfuse.native.device import Target
 from normfuse.native.fallback import Unsupported
 from normfuse.native.launch import launch
-from normfuse.native.scalar import Scalar
+from normfuse.native.scalar import SCALARS, Scalar
 
 _TYPES = {
     "float64": "double",
@@ -87,6 +88,9 @@ def forward(
     target: Target, z, *rest, function: Scalar, has_up: bool, has_bias: bool, out_dtype
 ) -> Any:
     """`(z[, up][, bias]) -> (y,)`."""
+    if function is SCALARS["gelu_tanh"] and not rest and z.dtype == out_dtype != jnp.float64:
+        # A pattern that XLA makes part of the GEMM before it, at no cost; it must be in its dtype.
+        return [function(z)]
     operands = dict(zip(["Z"] + ["UP"] * has_up + ["BIAS"] * has_bias, (z, *rest), strict=True))
     results = {"Y": jax.ShapeDtypeStruct(z.shape, jnp.dtype(out_dtype))}
     return _run(target, "forward", function, operands, results)
@@ -126,7 +130,7 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
             raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
     compute = jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
     itemsize = max(d.itemsize for d in dtypes)
-    if "BIAS" in operands:
+    if "BIAS" in operands:  # (rows, columns)
         layout = column_layout(*operands["Z"].shape, itemsize, target)
     else:
         layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))

@@ -1,8 +1,9 @@
-"""What follows the product of a dense layer, on one device: arrays are (rows, columns).
+"""What follows the product of a dense layer, on one device.
 
     y = function(z + bias) · up
 
-`up` is the second product of a gated layer. On CUDA forward and backward are one pass each; on CPUs
+`up` is the second product of a gated layer. Arrays are (rows, columns), or of any shape where there
+is no bias. On CUDA forward and backward are one pass each; on CPUs
 and elsewhere they are plain JAX, which XLA fuses into one loop itself.
 """
 

@@ -82,24 +82,23 @@ def test_gradients_in_place_leave_what_is_still_needed():
 @pytest.mark.parametrize("dtype", [f32, bf16])
 def test_sums_of_gradients_are_part_of_their_gemms(dtype):
     """XLA adds with beta = 1, in place, for each of three kernels."""
-    gate, up, down = draw((512, 1024), (512, 1024), (1024, 512), dtype=dtype)
-    xs = jax.random.normal(jax.random.key(0), (4, 256, 512), bf16)
-    scale = jnp.ones(512)
+    gate, up, down = draw((2048, 8192), (2048, 8192), (8192, 2048), dtype=dtype)
+    xs = jax.random.normal(jax.random.key(0), (4, 1024, 2048), bf16)
+    scale = jnp.ones(2048)
 
     def loss(params, x):
-        h = norm_gated_dense(x, scale, *params[:2])
-        return jnp.sum(dense(h, params[2]).astype(f32) ** 2)
+        y = gated_product(*(norm_dense(x, scale, k) for k in params[:2]), params[2])
+        return jnp.sum(y.astype(f32) ** 2) * 1e-4
 
     run = jax.jit(lambda p, xs: accumulate_gradients(loss, p, xs)[1])
-    options = {"xla_gpu_enable_triton_gemm": False}  # which XLA may find faster for small ones
-    compiled = run.lower((gate, up, down), xs).compile(options)
-    text = compiled.as_text()
-    betas = re.findall(r'"beta":([0-9.]+)', text)
+    compiled = run.lower((gate, up, down), xs).compile()
+    betas = re.findall(r'"beta":([0-9.]+)', compiled.as_text())
     assert betas.count("1") >= 3, betas
-    size = sum(4 * k.size for k in (gate, up, down))
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * size
-    got = compiled((gate, up, down), xs)
-    want = [run((gate, up, down), x[None]) for x in xs]
-    for g, *each in zip(got, *want):
-        total = sum(each[1:], each[0])
-        assert float(jnp.linalg.norm(4 * g - total) / jnp.linalg.norm(total)) < 1e-6
+    got, each = compiled((gate, up, down), xs), []
+    for i in range(4):  # what is zero adds nothing: one program, so that activations are the same
+        each.append(
+            compiled((gate, up, down), xs * (jnp.arange(4) == i).astype(bf16)[:, None, None])
+        )
+    for g, *one in zip(got, *each):
+        total = sum(one[1:], one[0])
+        assert float(jnp.linalg.norm(g - total) / jnp.linalg.norm(total)) < 1e-6
