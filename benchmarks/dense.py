@@ -104,8 +104,8 @@ def both_ways(layer: Callable) -> Callable:
     return run
 
 
-def layers(tokens: list[int], iterations: int) -> None:
-    """Prints a table of the layers."""
+def layers(tokens: list[int], iterations: int, gemms: bool) -> None:
+    """Prints a table of the layers; with `gemms`, every GEMM by the kernel's name."""
     for (name, versions), count in itertools.product(LAYERS.items(), tokens):
         args = operands(name, count)
         compiled = {
@@ -125,19 +125,19 @@ def layers(tokens: list[int], iterations: int) -> None:
                 f"temporaries {temporary / 2**20:7.0f} MiB",
                 flush=True,
             )
-            show_kernels(samples)
+            show_kernels(samples, gemms)
 
 
-def show_kernels(samples) -> None:
-    """The kernels that are not GEMMs, with their median times."""
+def show_kernels(samples, gemms: bool) -> None:
+    """Every kernel with its median time, those of one name together; GEMMs as one if not `gemms`."""
     times = collections.defaultdict(list)
     for sample in samples:
         total = collections.Counter()
         for name, us in sample:
-            total[name if not GEMM.search(name) else "GEMMs"] += us
+            total["GEMMs" if GEMM.search(name) and not gemms else name] += us
         for name, us in total.items():
             times[name].append(us)
-    line = ", ".join(f"{name[:40]} {statistics.median(us):.1f}" for name, us in times.items())
+    line = ", ".join(f"{name[:60]} {statistics.median(us):.1f}" for name, us in times.items())
     print(f"    {line}", flush=True)
 
 
@@ -300,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--gemms", action="store_true", help="name each GEMM's kernel")
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens, or tokens of a microbatch")
     parser.add_argument("--iterations", type=int, default=5)
     arguments = parser.parse_args()
@@ -309,7 +310,7 @@ def main() -> None:
     elif arguments.accumulation:
         accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations)
     else:
-        layers(arguments.tokens or [16384, 2048], arguments.iterations)
+        layers(arguments.tokens or [16384, 2048], arguments.iterations, arguments.gemms)
 
 
 if __name__ == "__main__":

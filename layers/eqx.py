@@ -1,7 +1,7 @@
 """Equinox modules: `eqx.nn.RMSNorm` and `eqx.nn.Linear` on normfuse's operations, and `swap`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +13,10 @@ from normfuse.layers.dropin import by_framework, check_eps, check_options, unser
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.rms_norm import rms_norm
 from normfuse.layers.rounding import wide
+
+if TYPE_CHECKING:
+    from normfuse.layers.eqx_fused import GatedMLP as GatedMLP
+    from normfuse.layers.eqx_fused import NormDense as NormDense
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()
@@ -277,3 +281,11 @@ def _replace(node: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any
                 new = jax.tree.unflatten(structure, replaced)
     done[id(node)] = (node, new)
     return new
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GatedMLP", "NormDense"):  # which import this module
+        from normfuse.layers import eqx_fused
+
+        return getattr(eqx_fused, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

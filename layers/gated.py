@@ -1,6 +1,7 @@
 """Gated dense layers: two products of one input, the one the gate of the other."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from normfuse.layers.activations import (
@@ -16,7 +17,7 @@ from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.matmul import matmul
 from normfuse.layers.norm_dense import check_gated
 from normfuse.layers.op import match
-from normfuse.layers.producers import Activated
+from normfuse.layers.producers import Activated, placed
 from normfuse.layers.recomputed import products
 
 
@@ -80,15 +81,17 @@ def gated_product(
     gate: jax.Array,
     up: jax.Array | None,
     kernel: jax.Array,
+    bias: jax.Array | None = None,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
+    hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> jax.Array:
     """The second half of an MLP: `dense` of a gated activation, which is not kept.
 
-        y = (activation(gate) · up) · kernel
+        y = (activation(gate) · up) · kernel + bias
 
     The gated activation, as large as `gate`, is computed again by the pass of the backward that
     computes the gradients of `gate` and `up`.
@@ -97,6 +100,9 @@ def gated_product(
       gate: `(*rows, in)`, before its activation.
       up: `(*rows, in)`; None for an MLP without a gate.
       kernel: `(in, *out)`.
+      bias: `(*out,)`.
+      hidden_sharding: on a mesh of Auto axes, where `gate`, `up`, what is made of them and their
+        gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's choice where None.
       The others are those of `gated_dense`.
 
     Returns:
@@ -114,39 +120,62 @@ def gated_product(
     gate, kernel = floating(op, "gate", gate), floating(op, "kernel", kernel)
     up = None if up is None else floating(op, "up", up)
     dtype = floating_dtype(op, dtype, gate.dtype)
-    check_shapes(op, gate, kernel, None, x_name="gate")
+    bias = None if bias is None else floating(op, "bias", bias)
+    check_shapes(op, gate, kernel, bias, x_name="gate")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
     if resolve(activation) is None:
         raise ValueError(f"{op}: activation must be a name or a function, got None")
-    function = scalar_of(activation)
-    return apply_product(
-        op,
-        (gate, *[up] * (up is not None)),
-        kernel,
-        activation,
-        function,
-        dtype,
-        implementation,
-        out_sharding,
-    )
+    options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
+    options["hidden_sharding"] = hidden_sharding
+    return apply_product(gate, up, kernel, bias, activation, **options)
 
 
 def apply_product(
-    op, args, kernel, activation, function, dtype, implementation, out_sharding, contract=0
-):
+    gate: jax.Array,
+    up: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    *,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    hidden_sharding: jax.P | None = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+    contract: int = 0,
+) -> jax.Array:
     """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+    function, dtype = scalar_of(activation), jnp.dtype(dtype).name
+    shared = {"contract": contract, "out_sharding": out_sharding}
+    gate = placed(gate, hidden_sharding)
+    up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
     def native(strict):
-        producer = Activated(function, len(args) > 1, False, dtype, strict)
-        matched = [args[0], *[match(a, args[0], range(a.ndim)) for a in args[1:]]]
-        options = {"contract": contract, "out_sharding": out_sharding}
-        return products(producer, tuple(matched), (kernel,), **options)[0]
+        flags = {"has_up": up is not None, "has_bias": False, "sharding": hidden_sharding}
+        producer = Activated(function, dtype=dtype, strict=strict, **flags)
+        args = (gate,) if up is None else (gate, up)
+        return finish(products(producer, args, (kernel,), **shared)[0], bias, None, dtype)
 
     def xla(strict):
         del strict
-        hidden = finish(args[0], None, activation, dtype, *args[1:])
-        return matmul(hidden, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+        hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
+        return finish(matmul(hidden, kernel, dtype=dtype, **shared), bias, None, dtype)
 
     serve = {"native": native, "xla": xla} if function is not None else {"xla": xla}
-    return choose(op, implementation, serve)
+    return choose("gated_product", implementation, serve)
+
+
+def mlp(
+    x: jax.Array,
+    kernel_gate: jax.Array,
+    kernel_up: jax.Array,
+    kernel_down: jax.Array,
+    *,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+) -> jax.Array:
+    """A gated MLP of operands known to fit, its gated activation not kept."""
+    gate, up = (matmul(x, kernel, dtype=dtype) for kernel in (kernel_gate, kernel_up))
+    options = {"dtype": dtype, "implementation": implementation}
+    return apply_product(gate, up, kernel_down, None, activation, **options)

@@ -4,7 +4,7 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,10 @@ from normfuse.layers.dropin import (
 )
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.rms_norm import rms_norm
+
+if TYPE_CHECKING:
+    from normfuse.layers.linen_fused import GatedMLP as GatedMLP
+    from normfuse.layers.linen_fused import NormDense as NormDense
 
 
 class RMSNorm(nn.RMSNorm):
@@ -168,3 +172,11 @@ class Dense(nn.Dense):
         if self.promote_dtype is not dtypes.promote_dtype:
             return "a promote_dtype of its own"
         return unserved_dtype(inputs.dtype, self.param_dtype, self.dtype)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GatedMLP", "NormDense"):  # which import this module
+        from normfuse.layers import linen_fused
+
+        return getattr(linen_fused, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

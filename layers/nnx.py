@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from normfuse.layers.dropin import (
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.rms_norm import rms_norm
 from normfuse.layers.rounding import narrowed, rounded
+
+if TYPE_CHECKING:
+    from normfuse.layers.nnx_fused import GatedMLP as GatedMLP
+    from normfuse.layers.nnx_fused import NormDense as NormDense
 
 M = TypeVar("M")
 
@@ -273,3 +277,11 @@ def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
 def _layers(model, classes) -> Iterator[Any]:
     nodes = [node for _, node in nnx.iter_graph(model) if type(node) in classes]
     return iter({id(node): node for node in nodes}.values())
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("GatedMLP", "NormDense"):  # which import this module
+        from normfuse.layers import nnx_fused
+
+        return getattr(nnx_fused, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

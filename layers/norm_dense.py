@@ -1,6 +1,7 @@
 """RMSNorm into a dense layer: the normalised input is computed again, not kept."""
 
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -70,27 +71,44 @@ def norm_dense(
 
     >>> import jax.numpy as jnp
     >>> from normfuse import norm_dense
-    >>> norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu")
-    Array([[0.84852815, 1.1313709 ]], dtype=float32)
+    >>> norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu").round(3)
+    Array([[0.849, 1.131]], dtype=float32)
     """
     op, kernels = "norm_dense", (floating("norm_dense", "kernel", kernel),)
-    x, scale, dtype, options = _check(op, x, scale, kernels, eps, scale_offset, dtype)
+    x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     bias = None if bias is None else floating(op, "bias", bias)
     check_shapes(op, x, kernels[0], bias)
     resolve(activation)
-    project = functools.partial(_project, x, scale, kernels, dtype, out_sharding, options)
+    options |= {"out_sharding": out_sharding, "recompute": recompute}
+    return apply(
+        x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
+    )
+
+
+def apply(
+    x: jax.Array,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    activation: Activation,
+    dtype: str,
+    *,
+    implementation: Implementation,
+    **options: Any,
+) -> jax.Array:
+    """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+    op = "norm_dense"
+    project = functools.partial(_project, x, scale, (kernel,), dtype, **options)
 
     def native(strict):
-        (z,) = project(recompute, strict)
-        if scalar_of(activation) is None:  # nothing to do after the product, or plain JAX
-            if strict and activation is not None:
-                finish_natively(op, z, None, bias, activation, dtype, strict=strict)
-            return finish(z, bias, activation, dtype)
+        (z,) = project(strict=strict)
+        if scalar_of(activation) is None and not (strict and activation is not None):
+            return finish(z, bias, activation, dtype)  # nothing to do, or plain JAX
         return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
 
     def xla(strict):
         del strict
-        (z,) = project(False, False, "xla")
+        (z,) = project(norm="xla")
         return finish(z, bias, activation, dtype)
 
     return choose(op, implementation, {"native": native, "xla": xla})
@@ -127,20 +145,21 @@ def norm_gated_dense(
     """
     op = "norm_gated_dense"
     kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
-    x, scale, dtype, options = _check(op, x, scale, kernels, eps, scale_offset, dtype)
+    x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     check_shapes(op, x, kernels[0], None, "kernel_gate")
     check_gated(op, *kernels, activation)
-    project = functools.partial(_project, x, scale, kernels, dtype, out_sharding, options)
+    options |= {"out_sharding": out_sharding, "recompute": recompute}
+    project = functools.partial(_project, x, scale, kernels, dtype, **options)
 
     def native(strict):
-        z, up = project(recompute, strict)
+        z, up = project(strict=strict)
         if scalar_of(activation) is None and not strict:
             return finish(z, None, activation, dtype, up)
         return finish_natively(op, z, up, None, activation, dtype, strict=strict)
 
     def xla(strict):
         del strict
-        z, up = project(False, False, "xla")
+        z, up = project(norm="xla")
         return finish(z, None, activation, dtype, up)
 
     return choose(op, implementation, {"native": native, "xla": xla})
@@ -159,7 +178,7 @@ def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation)
         )
 
 
-def _check(op, x, scale, kernels, eps, scale_offset, dtype):
+def _check(op, x, scale, eps, scale_offset, dtype):
     """x, scale and the dtype, and what rms_norm is given."""
     x = floating(op, "x", x)
     if x.ndim == 0:
@@ -175,20 +194,31 @@ def _check(op, x, scale, kernels, eps, scale_offset, dtype):
         "eps": finite(op, "eps", eps, least=0),
         "scale_offset": finite(op, "scale_offset", scale_offset),
     }
-    del kernels
     return x, scale, floating_dtype(op, dtype, x.dtype), options
 
 
 def _project(
-    x, scale, kernels, dtype, out_sharding, options, recompute, strict, norm=None, contract=0
+    x,
+    scale,
+    kernels,
+    dtype,
+    *,
+    eps,
+    scale_offset=0.0,
+    recompute=True,
+    strict=False,
+    norm=None,
+    contract=0,
+    out_sharding=None,
 ):
     """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
     shared = {"contract": contract, "out_sharding": out_sharding}
-    if not recompute:
+    if norm or not recompute:
         norm = "native" if strict else norm
-        n = rms_norm(x, scale, dtype=dtype, implementation=norm, **options)
+        options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
+        n = rms_norm(x, scale, dtype=dtype, **options)
         return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
-    producer = Normalised(dtype=dtype, strict=strict, **options)
+    producer = Normalised(eps, scale_offset, dtype, strict)
     if scale is None:
         return products(producer, (x,), kernels, **shared)
     x = vary(x, jax.typeof(scale).manual_axis_type.varying)

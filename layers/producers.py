@@ -44,6 +44,15 @@ class Producer(Protocol):
         """For each of `count` args, whether it has rows; the others are parameters."""
         ...
 
+    def batched(self) -> "Producer":
+        """The same for args with one more dimension of rows before the others."""
+        ...
+
+
+def placed(array: jax.Array, sharding: jax.P | None) -> jax.Array:
+    """The array, where `sharding` says on the mesh in context; anywhere if None."""
+    return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+
 
 @dataclasses.dataclass(frozen=True)
 class Normalised:
@@ -89,16 +98,20 @@ class Normalised:
     def rows(self, count):
         return [True, False][:count]
 
+    def batched(self):
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`function(z + bias) · up`, with or without each, in `dtype`."""
+    """`function(z + bias) · up`, with or without each, in `dtype`, placed as `sharding` says."""
 
     function: Scalar
     has_up: bool
     has_bias: bool
     dtype: str
     strict: bool
+    sharding: jax.P | None = None
 
     def _params(self, args) -> dict[str, Any]:
         first = args[0].ndim - args[-1].ndim
@@ -111,7 +124,8 @@ class Activated:
         }
 
     def forward(self, *args):
-        return epilogue_op.forward(*args, out_dtype=self.dtype, **self._params(args))
+        (value,) = epilogue_op.forward(*args, out_dtype=self.dtype, **self._params(args))
+        return [placed(value, self.sharding)]
 
     def again(self, args, kept):
         del kept
@@ -130,6 +144,7 @@ class Activated:
 
     def backward(self, dvalue, args, kept, wanted, with_value):
         del kept
+        dvalue = placed(dvalue, self.sharding)  # and not as the gradient of the layer's output
         flags = {"with_dbias": self.has_bias and wanted[-1], "with_value": with_value}
         found = epilogue_op.backward(dvalue, *args, **self._params(args), **flags)
         value = found.pop() if with_value else None
@@ -142,3 +157,9 @@ class Activated:
 
     def rows(self, count):
         return [True] * (count - self.has_bias) + [False] * self.has_bias
+
+    def batched(self):
+        if self.sharding is None:
+            return self
+        sharding = jax.P(jax.P.UNCONSTRAINED, *self.sharding)
+        return dataclasses.replace(self, sharding=sharding)

@@ -196,6 +196,7 @@ def _batch(operands, dims, *, spec, moves, sizes):
     size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
     moved = [batch_at(a, dim, 0, size) if row else a for a, dim, row in zip(operands, dims, roles)]
     moved = [match(a, moved[0], range(a.ndim)) if row else a for a, row in zip(moved, roles)]
+    params["spec"] = dataclasses.replace(spec, producer=spec.producer.batched())
     return products_p.bind(*moved, **params), [0] * sizes[2]
 
 

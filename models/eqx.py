@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from normfuse.layers.dense import dense
+from normfuse.layers import dense, gated
 from normfuse.layers.eqx import Linear, RMSNorm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
 from normfuse.models.remat import remat
-from normfuse.models.sharding import Sharding, constrain
+from normfuse.models.sharding import Sharding, constrain, in_context
 from normfuse.models.vocabulary import embed, unembed
 
 
@@ -69,13 +69,15 @@ class MLP(eqx.Module):
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
         self.sharding = sharding
-        self.gate = _linear(config, config.dim, config.mlp_dim, activation="silu", key=key)
+        self.gate = _linear(config, config.dim, config.mlp_dim, key=key)
         self.up = _linear(config, config.dim, config.mlp_dim, key=key)
         self.down = _linear(config, config.mlp_dim, config.dim, key=key)
 
     def __call__(self, x: Array) -> Array:
-        hidden = _project(self.gate, x) * _project(self.up, x)  # (batch, seq, mlp_dim)
-        return _project(self.down, constrain(hidden, self.sharding.hidden))
+        gate, up = (_project(linear, x) for linear in (self.gate, self.up))  # (batch, seq, mlp_dim)
+        options = {"dtype": x.dtype, "implementation": None, "contract": 1}
+        options["hidden_sharding"] = in_context(self.sharding.hidden)
+        return gated.apply_product(gate, up, self.down.weight, None, "silu", **options)
 
 
 class Block(eqx.Module):
@@ -160,7 +162,8 @@ class Transformer(eqx.Module):
 def _project(linear: Linear, x: Array) -> Array:
     # Not jax.vmap(linear)(x): Equinox knows no compute dtype and would turn bfloat16 x and a
     # float32 weight into float32. `dense` rounds the weight to x's dtype, but not its gradient.
-    return dense(x, linear.weight.T, linear.bias, activation=linear.activation)
+    options = {"activation": linear.activation, "dtype": x.dtype, "implementation": None}
+    return dense.apply(x, linear.weight, linear.bias, contract=1, **options)
 
 
 def _normalise(norm: RMSNorm, x: Array) -> Array:

@@ -9,12 +9,12 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from normfuse.layers.nnx import Linear, RMSNorm
+from normfuse.layers.nnx import GatedMLP, Linear, RMSNorm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
 from normfuse.models.remat import remat
-from normfuse.models.sharding import Sharding, constrain
+from normfuse.models.sharding import Sharding, constrain, in_context
 from normfuse.models.vocabulary import embed, unembed
 
 _BLANK = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` are filled in
@@ -51,18 +51,22 @@ class Attention(nnx.Module):
         return self.o(out.reshape(*x.shape[:2], out.shape[2] * width)), cache
 
 
-class MLP(nnx.Module):
+class MLP(GatedMLP):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
         self.sharding = sharding
-        self.gate = _linear(config, config.dim, config.mlp_dim, activation="silu", rngs=rngs)
-        self.up = _linear(config, config.dim, config.mlp_dim, rngs=rngs)
-        self.down = _linear(config, config.mlp_dim, config.dim, rngs=rngs)
+        super().__init__(
+            config.dim,
+            config.mlp_dim,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            kernel_init=_BLANK,
+            rngs=rngs,
+        )
 
     def __call__(self, x: Array) -> Array:
-        hidden = self.gate(x) * self.up(x)  # (batch, seq, mlp_dim)
-        return self.down(constrain(hidden, self.sharding.hidden))
+        return self.combine(self.gate(x), self.up(x), in_context(self.sharding.hidden))
 
 
 class Block(nnx.Module):

@@ -91,10 +91,14 @@ def constrain(x: Array, spec: P) -> Array:
 
     Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec.
     """
+    here = in_context(spec)
+    return x if here is None else jax.lax.with_sharding_constraint(x, here)
+
+
+def in_context(spec: P) -> P | None:
+    """What is left of `spec` on the mesh in context; None where nothing is to be placed."""
     auto = _axes_in_context(AxisType.Auto)
-    if math.prod(auto.values()) == 1:
-        return x
-    return jax.lax.with_sharding_constraint(x, on_mesh(spec, auto))
+    return None if math.prod(auto.values()) == 1 else on_mesh(spec, auto)
 
 
 def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Array]:
