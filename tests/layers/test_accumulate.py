@@ -1,0 +1,218 @@
+"""Gradients summed over microbatches: exact in float32, reduced once, in every framework."""
+
+import equinox as eqx
+import flax.linen as nn
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
+from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
+from normfuse.layers import nnx as ours_nnx
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+DIM, HIDDEN, COUNT = 16, 24, 4
+
+
+def parameters(rng, dtype=bf16):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, dtype)
+    return {
+        "scale": jnp.ones(DIM),
+        "gate": draw(2, DIM, HIDDEN),
+        "up": draw(2, DIM, HIDDEN),
+        "down": draw(2, HIDDEN, DIM),
+        "tied": 4 * draw(DIM, DIM),  # looked up, and multiplied with
+    }
+
+
+def loss(params, tokens):
+    """Layers that are scanned and rematerialised, a tied kernel, an auxiliary output."""
+    x = params["tied"].astype(bf16)[tokens]
+
+    @jax.checkpoint
+    def layer(x, kernels):
+        h = norm_gated_dense(x, params["scale"], kernels[0], kernels[1])
+        return x + dense(h, kernels[2]), None
+
+    x, _ = jax.lax.scan(layer, x, (params["gate"], params["up"], params["down"]))
+    logits = jax.jit(lambda x: dense(x, params["tied"]))(x).astype(f32)
+    return jnp.mean(jax.nn.logsumexp(logits, -1)), jnp.max(logits, (1, 2))
+
+
+def draw_tokens(rng, rows=8):
+    return jnp.asarray(rng.integers(0, DIM, (COUNT, rows, 5)))
+
+
+def relative(got, want):
+    norm = lambda a: np.linalg.norm(np.asarray(a, np.float64))
+    errors = jax.tree.map(lambda a, b: norm(np.float64(a) - np.float64(b)) / norm(b), got, want)
+    return max(jax.tree.leaves(errors))
+
+
+def test_sums_are_those_of_float32_gradients(rng):
+    """Kernels in float32 that hold bfloat16 values: the same products, gradients never rounded."""
+    params, tokens = parameters(rng), draw_tokens(rng)
+    run = lambda p: accumulate_gradients(loss, p, tokens, has_aux=True)
+    (value, aux), got = jax.jit(run)(params)
+    wide = jax.tree.map(lambda a: a.astype(f32), params)
+    each = jax.jit(jax.value_and_grad(lambda p, t: loss(p, t)[0]))
+    losses, gradients = zip(*[each(wide, t) for t in tokens])
+    want = jax.tree.map(lambda *g: sum(np.float64(a) for a in g) / COUNT, *gradients)
+    assert relative(got, want) < 1e-6
+    assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(f32)}
+    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
+    assert aux.shape == (COUNT, 8)
+    rounded = [jax.jit(jax.grad(lambda p, t: loss(p, t)[0]))(params, t) for t in tokens]
+    plain = jax.tree.map(lambda *g: sum(np.float64(a) for a in g) / COUNT, *rounded)
+    assert relative(plain, want) > 1e-4  # what the ordinary gradient loses
+
+
+def test_products_write_float32_for_bfloat16_kernels(rng):
+    """Every kernel's gradient is a GEMM's own output, with no conversion between."""
+    params = parameters(rng)
+    x = jnp.ones((COUNT, 8, DIM), bf16)
+
+    def mlp(params, x):
+        gate = norm_dense(x, params["scale"], params["gate"][0])
+        return jnp.sum(gated_product(gate, None, params["down"][0]).astype(f32) ** 2)
+
+    count = lambda jaxpr: str(jaxpr).count("preferred_element_type=float32")
+    run = jax.make_jaxpr(lambda p: accumulate_gradients(mlp, p, x)[1])(params)
+    plain = jax.make_jaxpr(lambda p: jax.grad(mlp)(p, x[0]))(params)
+    assert count(run) == 2 + count(plain)
+    assert count(plain) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_main_gradients_in_other_dtypes(rng, dtype):
+    params, tokens = parameters(rng), draw_tokens(rng)
+    _, got = jax.jit(
+        lambda p: accumulate_gradients(loss, p, tokens, has_aux=True, main_grad_dtype=dtype)
+    )(params)
+    _, want = jax.jit(lambda p: accumulate_gradients(loss, p, tokens, has_aux=True))(params)
+    assert {a.dtype.name for a in jax.tree.leaves(got)} == {dtype}
+    # Each of four sums is rounded.
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float32), got)
+    assert relative(wide, want) <= COUNT * float(jnp.finfo(dtype).eps)
+
+
+def test_microbatches_that_are_no_power_of_two(rng):
+    params, tokens = parameters(rng), draw_tokens(rng)[:3]
+    _, got = jax.jit(lambda p: accumulate_gradients(loss, p, tokens, has_aux=True))(params)
+    one = jax.jit(lambda p, t: accumulate_gradients(loss, p, t[None], has_aux=True)[1])
+    want = jax.tree.map(lambda *g: sum(g) / 3, *[one(params, t) for t in tokens])
+    assert relative(got, want) < 1e-6
+
+
+def test_replicas_reduce_once(rng, eight_devices):
+    del eight_devices
+    params, tokens = parameters(rng, f32), draw_tokens(rng)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    scalar = lambda p, t: jnp.sum(loss(p, t)[0])
+    want = jax.jit(lambda p, t: accumulate_gradients(scalar, p, t))(params, tokens)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, P()))
+        split = jax.device_put(tokens, NamedSharding(mesh, P(None, "data")))
+        run = jax.jit(lambda p, t: accumulate_gradients(scalar, p, t, replicas="data"))
+        compiled = run.lower(placed, split).compile()
+        got = compiled(placed, split)
+    # Activations are bfloat16, and XLA rounds them elsewhere when a replica has one row.
+    assert relative(got[1], want[1]) < 2.0**-7
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    size = sum(4 * a.size for a in jax.tree.leaves(params)) + 4
+    assert [(c.kind, c.bytes) for c in hlo.collectives(compiled)] == [("all-reduce", size)]
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+def blocks(name, key):
+    """(parameters in bfloat16, loss) of a norm, a gated MLP and a head."""
+    if name == "nnx":
+        rngs = nnx.Rngs(key)
+        options = {"param_dtype": bf16, "dtype": bf16, "rngs": rngs}
+        model = nnx.Sequential(
+            ours_nnx.NormDense(DIM, DIM, **options),
+            ours_nnx.GatedMLP(DIM, HIDDEN, **options),
+            ours_nnx.Linear(DIM, DIM, activation="gelu", **options),
+        )
+        graph, state = nnx.split(model)
+        return state, lambda p, x: jnp.mean(nnx.merge(graph, p)(x).astype(f32) ** 2)
+    if name == "linen":
+        options = {"param_dtype": bf16, "dtype": bf16}
+        model = nn.Sequential(
+            [
+                ours_linen.NormDense(DIM, **options),
+                ours_linen.GatedMLP(HIDDEN, **options),
+                ours_linen.Dense(DIM, activation="gelu", **options),
+            ]
+        )
+        params = model.init(key, jnp.ones((2, DIM), bf16))
+        return params, lambda p, x: jnp.mean(model.apply(p, x).astype(f32) ** 2)
+    keys = jax.random.split(key, 3)
+    model = eqx.nn.Sequential(
+        [
+            ours_eqx.NormDense(DIM, DIM, dtype=bf16, key=keys[0]),
+            ours_eqx.GatedMLP(DIM, HIDDEN, dtype=bf16, key=keys[1]),
+            ours_eqx.Linear(DIM, DIM, dtype=bf16, activation="gelu", key=keys[2]),
+        ]
+    )
+    return model, lambda model, x: jnp.mean(jax.vmap(model)(x).astype(f32) ** 2)
+
+
+@pytest.mark.parametrize("name", ["nnx", "linen", "eqx"])
+def test_frameworks(rng, name):
+    params, scalar = blocks(name, jax.random.key(0))
+    xs = jnp.asarray(rng.standard_normal((COUNT, 6, DIM)), bf16)
+    run = eqx.filter_jit(lambda p, x: accumulate_gradients(scalar, p, x))
+    value, got = run(params, xs)
+    wide = jax.tree.map(lambda a: a.astype(f32) if eqx.is_inexact_array(a) else a, params)
+    each = eqx.filter_jit(eqx.filter_value_and_grad(scalar))
+    if name == "eqx":  # whose Linear computes in what x and weight promote to
+        each = eqx.filter_jit(lambda p, x: accumulate_gradients(scalar, p, x[None]))
+        wide = params
+    losses, gradients = zip(*[each(wide, x) for x in xs])
+    sum_of = lambda *g: sum(np.float64(a) for a in g) / COUNT
+    kernels = lambda tree: [a for a in jax.tree.leaves(tree) if a.ndim == 2]
+    want = [sum_of(*g) for g in zip(*map(kernels, gradients), strict=True)]
+    assert relative(kernels(got), want) < 1e-6
+    assert {a.dtype.name for a in jax.tree.leaves(got)} == {"float32"}
+    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"batches": jnp.ones(())}, ValueError, "one leading axis of microbatches"),
+        ({"batches": (jnp.ones((2, 3)), jnp.ones((3, 3)))}, ValueError, r"\(2, 3\), \(3, 3\)"),
+        ({"main_grad_dtype": "int8"}, TypeError, "main_grad_dtype must be one of .* got int8"),
+        ({"loss_fn": lambda p, x: x @ p}, ValueError, r"scalar loss, got shape \(3, 1\)"),
+        ({"replicas": "data"}, ValueError, "must be an Auto axis .* got 'data' and"),
+    ],
+)
+def test_bad_input_is_one_clear_error(change, error, message):
+    arguments = {
+        "loss_fn": lambda p, x: jnp.sum(x @ p),
+        "params": jnp.ones((2, 1)),
+        "batches": jnp.ones((4, 3, 2)),
+    }
+    with pytest.raises(error, match=message):
+        accumulate_gradients(**(arguments | change))
+
+
+def test_rows_that_replicas_do_not_divide(eight_devices):
+    del eight_devices
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        with pytest.raises(ValueError, match=r"8 replicas must divide .* got shape \(4, 3, 2\)"):
+            accumulate_gradients(
+                lambda p, x: jnp.sum(x @ p), jnp.ones((2, 1)), jnp.ones((4, 3, 2)), replicas="data"
+            )

@@ -1,0 +1,339 @@
+"""norm_dense, gated_dense and their kin: values, what they keep, and every context of JAX's."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import dense, gated_dense, gated_product, norm_dense, norm_gated_dense, rms_norm
+from normfuse.native.scalar import SCALARS
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+ROWS, IN, OUT = (3, 5), 16, 24
+EPS = 1e-6
+
+
+def f64(array):
+    return np.asarray(array).astype(np.float64)
+
+
+def silu(z):
+    return z / (1 + np.exp(-z))
+
+
+def normalised(x, scale):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * scale
+
+
+# name -> (op, shapes of what follows x, the same in NumPy)
+OPS = {
+    "norm_dense": (
+        functools.partial(norm_dense, activation="silu"),
+        [(IN,), (IN, OUT), (OUT,)],
+        lambda x, s, k, b: silu(normalised(x, s) @ k + b),
+    ),
+    "norm_gated_dense": (
+        norm_gated_dense,
+        [(IN,), (IN, OUT), (IN, OUT)],
+        lambda x, s, g, u: silu(normalised(x, s) @ g) * (normalised(x, s) @ u),
+    ),
+    "gated_dense": (
+        gated_dense,
+        [(IN, OUT), (IN, OUT)],
+        lambda x, g, u: silu(x @ g) * (x @ u),
+    ),
+    "gated_product": (
+        lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, **o),
+        [(IN, OUT), (IN, OUT), (OUT, IN)],
+        lambda x, g, u, d: (silu(x @ g) * (x @ u)) @ d,
+    ),
+}
+op_names = pytest.mark.parametrize("name", OPS)
+
+
+def operands(rng, name, rows=ROWS, x=f32, params=f32):
+    """x, then the parameters; a scale is around 1."""
+    arrays = [jnp.asarray(rng.standard_normal((*rows, IN)), x)]
+    for shape in OPS[name][1]:
+        values = rng.standard_normal(shape)
+        values = 1 + values / 8 if shape == (IN,) else values / np.sqrt(shape[0])
+        arrays.append(jnp.asarray(values, params))
+    return arrays
+
+
+def loss(op):
+    return lambda *args: jnp.sum(jnp.sin(op(*args).astype(f32)))
+
+
+def every(args):
+    return tuple(range(len(args)))
+
+
+def assert_close(got, want, tolerance):
+    """Relative to the largest of each array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = f64(a), f64(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max()))
+
+
+# A chain of two products and a norm, of 16 to 24 terms: some tens of float32 roundings.
+TIGHT = 64 * 2.0**-23
+# bfloat16 results are rounded at the product, the activation and the next product.
+COARSE = 8 * 2.0**-8
+
+
+# ---------------------------------------------------------------- values
+
+
+@op_names
+@pytest.mark.parametrize("x, params, tolerance", [(f32, f32, TIGHT), (bf16, f32, COARSE)])
+def test_values_match_float64(rng, name, x, params, tolerance):
+    op, _, reference = OPS[name]
+    args = operands(rng, name, x=x, params=params)
+    y = op(*args)
+    assert y.dtype == x
+    assert_close(y, reference(*map(f64, args)), tolerance)
+
+
+@op_names
+def test_gradients_match_differences_in_float64(rng, name):
+    op, _, reference = OPS[name]
+    args = operands(rng, name)
+    got = jax.jit(jax.grad(loss(op), every(args)))(*args)
+    wide = [f64(a) for a in args]
+    scalar = lambda arrays: np.sin(reference(*arrays)).sum()
+    for i, gradient in enumerate(got):
+        direction = rng.standard_normal(wide[i].shape)
+        shifted = lambda h, i=i, d=direction: [*wide[:i], wide[i] + h * d, *wide[i + 1 :]]
+        slope = (scalar(shifted(1e-6)) - scalar(shifted(-1e-6))) / 2e-6
+        # Differences are good to 1e-9; a float32 sum of up to 400 products of order 1 to this.
+        assert abs((f64(gradient) * direction).sum() - slope) < 400 * 2.0**-23 * 8
+
+
+@op_names
+def test_parameters_in_float32_get_unrounded_gradients(rng, name):
+    args = operands(rng, name, x=bf16)
+    op, plain = OPS[name][0], functools.partial(OPS[name][0], implementation="xla")
+    got, want = (jax.jit(jax.grad(loss(f), every(args)))(*args) for f in (op, plain))
+    assert [g.dtype for g in got] == [a.dtype for a in args]
+    assert_close(got, want, COARSE)
+    kernel = got[-2] if name == "norm_dense" else got[-1]
+    assert np.any(f64(kernel) != f64(kernel.astype(bf16)))
+
+
+def test_several_output_axes_and_no_scale(rng):
+    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
+    kernel = jnp.asarray(rng.standard_normal((IN, 2, 3)), f32)
+    y = norm_dense(x, None, kernel, jnp.ones((2, 3)), activation="tanh", eps=1e-3)
+    n = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-3)
+    assert_close(y, np.tanh(np.einsum("ri,iab->rab", n, f64(kernel)) + 1), TIGHT)
+    gated = gated_dense(x, kernel, kernel, activation="relu")
+    assert gated.shape == (4, 2, 3)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def kept(op, args):
+    _, pull = jax.vjp(op, *args)
+    once = {id(a): a.shape for a in jax.tree.leaves(pull) if a.shape[:2] == ROWS}
+    return sorted(once.values())
+
+
+def test_what_can_be_made_again_is_not_kept(rng):
+    args = operands(rng, "norm_gated_dense", x=bf16)
+    x, hidden = (*ROWS, IN), (*ROWS, OUT)
+    assert kept(norm_gated_dense, args) == sorted([x, ROWS, hidden, hidden])  # with rstd
+    keeping = functools.partial(norm_gated_dense, recompute=False)
+    assert kept(keeping, args).count(x) > 1
+    gate = jnp.ones(hidden, bf16)
+    assert kept(gated_product, (gate, gate, jnp.ones((OUT, IN), bf16))) == [hidden, hidden]
+    assert kept(gated_product, (gate, None, jnp.ones((OUT, IN), bf16))) == [hidden]
+
+
+def test_a_frozen_kernel_costs_no_product_and_no_recomputation(rng):
+    x, scale, kernel, bias = operands(rng, "norm_dense")
+    text = str(jax.make_jaxpr(jax.grad(loss(norm_dense)))(x, scale, kernel, bias))
+    assert text.count("dot_general[") == 2 and "rms_norm_apply" not in text  # y and dx
+
+
+# ---------------------------------------------------------------- differentiation, vmap, scan
+
+
+@op_names
+@pytest.mark.parametrize("mode", ["jvp", "fwd-rev", "rev-rev"])
+def test_forward_mode_and_second_order(rng, name, mode):
+    args = operands(rng, name, rows=(3,))
+    tangents = tuple(jnp.asarray(rng.standard_normal(a.shape), f32) for a in args)
+    modes = {
+        "jvp": lambda f: jax.jvp(f, tuple(args), tangents)[1],
+        "fwd-rev": lambda f: jax.jvp(jax.grad(f, every(args)), tuple(args), tangents)[1],
+        "rev-rev": lambda f: jax.grad(
+            lambda *a: sum(map(jnp.vdot, jax.grad(f, every(args))(*a), tangents)), every(args)
+        )(*args),
+    }
+    ours, plain = OPS[name][0], functools.partial(OPS[name][0], implementation="xla")
+    got, want = (jax.jit(lambda f=f: modes[mode](loss(f)))() for f in (ours, plain))
+    assert_close(got, want, 4 * TIGHT)
+
+
+@op_names
+def test_vmap_of_grad_and_grad_of_vmap(rng, name):
+    args = operands(rng, name, rows=(4, 3))
+    axes = (1, *[None] * (len(args) - 1))
+    ours, plain = OPS[name][0], functools.partial(OPS[name][0], implementation="xla")
+    each = lambda f: jax.jit(jax.vmap(jax.grad(loss(f), every(args)), axes))(*args)
+    assert_close(each(ours), each(plain), TIGHT)
+    total = lambda f: lambda *a: jnp.sum(jax.vmap(loss(f), axes)(*a))
+    mixed = lambda f: jax.jit(jax.grad(total(f), every(args)))(*args)
+    assert_close(mixed(ours), mixed(plain), TIGHT)
+    stacked = [jnp.stack([a, -a, 2 * a]) for a in args]  # parameters of each example's own
+    own = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jax.vmap(loss(f))(*a)), 1))(*stacked)
+    assert_close(own(ours), own(plain), TIGHT)
+
+
+def test_scan_and_remat_over_layers(rng):
+    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((2, *shape)) / 4, f32)
+    params = (1 + draw(IN), draw(IN, OUT), draw(IN, OUT), draw(OUT, IN))
+
+    def model(params, **options):
+        def layer(x, p):
+            gate, up = (norm_dense(x, p[0], k, **options) for k in p[1:3])
+            return x + gated_product(gate, up, p[3], **options), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(model, implementation=i)))(params) for i in (None, "xla")
+    )
+    assert_close(got, want, TIGHT)
+
+
+# ---------------------------------------------------------------- meshes
+
+
+def on_mesh(axis_type):
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+
+
+def plain_mlp(x, scale, gate, up):
+    wide = x.astype(f32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)
+    n = (wide * rstd * scale).astype(x.dtype)
+    return jax.nn.silu(n @ gate) * (n @ up)
+
+
+SPLITS = {  # of x, the scale, and both kernels
+    "rows": (P("data"), P(), P()),
+    "columns": (P("data"), P(), P(None, "tensor")),
+    "fsdp": (P(("data", "tensor")), P("data"), P("data")),
+    "features": (P("data", None, "tensor"), P("tensor"), P("tensor")),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, split):
+    del eight_devices
+    mesh, specs = on_mesh(AxisType.Auto), SPLITS[split]
+    args = operands(rng, "norm_gated_dense", rows=(8, 4))
+    places = tuple(NamedSharding(mesh, s) for s in (*specs, specs[2]))
+    sharded = jax.device_put(tuple(args), places)
+    compiled, plain = (
+        jax.jit(jax.grad(loss(f), every(args)), out_shardings=places).lower(*sharded).compile()
+        for f in (norm_gated_dense, plain_mlp)
+    )
+    assert_close(compiled(*sharded), jax.grad(loss(plain_mlp), every(args))(*args), TIGHT)
+    bytes_of = lambda c, kind: sum(o.bytes for o in hlo.collectives(c) if o.kind == kind)
+    for kind in ("all-gather", "all-to-all", "collective-permute"):
+        assert bytes_of(compiled, kind) <= bytes_of(plain, kind), kind
+    # Split features: a sum of squares and one of products, a float a row each, forward and back.
+    rows = 4 * 8 * 4 // 4 if split == "features" else 0
+    assert bytes_of(compiled, "all-reduce") <= bytes_of(plain, "all-reduce") + 2 * rows
+
+
+@pytest.mark.parametrize("split", ["rows", "columns", "fsdp"])
+def test_explicit_mesh(rng, eight_devices, split):
+    del eight_devices
+    mesh, specs = on_mesh(AxisType.Explicit), SPLITS[split]
+    args = operands(rng, "norm_gated_dense", rows=(8, 4))
+    want = jax.grad(loss(plain_mlp), every(args))(*args)
+    with jax.set_mesh(mesh):
+        places = [NamedSharding(mesh, s) for s in (*specs, specs[2])]
+        sharded = [jax.device_put(a, s) for a, s in zip(args, places)]
+        got = jax.jit(jax.grad(loss(norm_gated_dense), every(args)))(*sharded)
+    assert_close(got, want, TIGHT)
+    for a, b in zip(got, sharded, strict=True):
+        assert jax.typeof(a).sharding.spec == jax.typeof(b).sharding.spec
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(rng, eight_devices, check_vma):
+    del eight_devices
+    args = operands(rng, "norm_dense", rows=(8, 4))
+    op = OPS["norm_dense"][0]
+    specs = {"in_specs": (P("data"), P(), P(), P()), "out_specs": P("data")}
+    wrapped = jax.shard_map(op, mesh=on_mesh(AxisType.Auto), check_vma=check_vma, **specs)
+    got = jax.jit(jax.grad(loss(wrapped), every(args)))(*args)
+    assert_close(got, jax.grad(loss(op), every(args))(*args), TIGHT)
+
+
+# ---------------------------------------------------------------- implementations, bad input
+
+
+def test_native_never_falls_back_silently(rng):
+    args = operands(rng, "norm_dense")
+    assert_close(norm_dense(*args, implementation="native"), norm_dense(*args), TIGHT)
+    with pytest.raises(NotImplementedError, match="epilogue.*'native' cannot serve.*one loop"):
+        norm_dense(*args, activation="silu", implementation="native")
+    with pytest.raises(NotImplementedError, match="plain JAX"):
+        norm_dense(*args, activation=jnp.square, implementation="native")
+
+
+def test_activations_that_kernels_do_not_know(rng):
+    x, gate, up = operands(rng, "gated_dense")
+    square = gated_dense(x, gate, up, activation=jnp.square)
+    assert_close(square, (f64(x) @ f64(gate)) ** 2 * (f64(x) @ f64(up)), TIGHT)
+    scalar = gated_dense(x, gate, up, activation=SCALARS["silu"])
+    np.testing.assert_array_equal(scalar, gated_dense(x, gate, up))
+    product = lambda a: gated_product(dense(x, gate), dense(x, up), gate.T, activation=a)
+    assert_close(product(jnp.square), f64(square) @ f64(gate).T, TIGHT)
+
+
+X, S, K = jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 4))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: norm_dense(X, jnp.ones(4), K), ValueError, r"scale must have .* \(3,\); got \(4,"),
+        (lambda: norm_dense(X, S, K.T), ValueError, r"norm_dense: kernel's first axis .*kernel.T"),
+        (lambda: norm_dense(X, S, K, S), ValueError, r"bias must have .* \(4,\); got \(3,\)"),
+        (lambda: norm_dense(X, S, K, eps=-1), ValueError, "eps must be at least 0, got -1"),
+        (lambda: norm_dense(X, S, K, activation="gleu"), ValueError, "one of .* got 'gleu'"),
+        (lambda: norm_dense(jnp.ones(()), None, K), ValueError, "got a scalar; reshape it"),
+        (lambda: norm_dense(X.astype(int), S, K), TypeError, "x must be one of .* got int32"),
+        (lambda: gated_dense(X, K, K[:, :2]), ValueError, r"kernel_up must .* \(3, 4\), got"),
+        (lambda: gated_dense(X, K, K, activation=None), ValueError, "activation must .* got None"),
+        (lambda: gated_dense(X, K.T, K.T), ValueError, r"kernel_gate's first axis .*kernel_gate.T"),
+        (lambda: norm_gated_dense(X, S, K, S), ValueError, "kernel_up must have kernel_gate's"),
+        (lambda: gated_product(X, X[:1], K), ValueError, r"up must have gate's shape \(2, 3\)"),
+        (lambda: gated_product(X, X, K.T), ValueError, "kernel's first axis must .* gate's last"),
+        (lambda: gated_product(X, X, K, activation=None), ValueError, "activation must be a name"),
+    ],
+)
+def test_bad_input_is_one_clear_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_norms_agree_where_the_layer_is_the_identity(rng):
+    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
+    scale = jnp.asarray(rng.standard_normal(IN), f32)
+    y = norm_dense(x, scale, jnp.eye(IN), scale_offset=1.0)
+    assert_close(y, rms_norm(x, scale, scale_offset=1.0), TIGHT)
