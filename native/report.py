@@ -151,9 +151,14 @@ def show() -> str:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append(
             f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
-            f"{entry.bytes / 1024:6.1f} KiB  NVRTC {entry.compiler}  used {used}"
+            f"{entry.bytes / 1024:6.1f} KiB  {_compiler(entry.compiler)}  used {used}"
         )
     return "\n".join(lines)
+
+
+def _compiler(version: str) -> str:
+    """NVRTC's version is a number alone; the system's compiler says its name."""
+    return f"NVRTC {version}" if version[0].isdigit() else version
 
 
 def parser() -> argparse.ArgumentParser:

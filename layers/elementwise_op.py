@@ -1,0 +1,102 @@
+"""Element-wise functions as operations on global arrays: broadcasting, sharding and vmap.
+
+Operands that lack dimensions of the result are not expanded in memory: `placed` says which they have,
+and a dimension that vmap adds is one more that an operand may lack.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from normfuse.layers.op import Op, match, vary
+from normfuse.layers.partition import Loose, Split
+from normfuse.native import elementwise as native
+from normfuse.native.elementwise import Dims, Types, result_shape
+from normfuse.native.elementwise_code import Function
+
+
+def call(
+    function: Function,
+    operands: Sequence[jax.Array],
+    placed: Dims,
+    *,
+    bound: Types,
+    out: tuple[str, ...],
+    strict: bool,
+) -> list[jax.Array]:
+    """Applies `function` to operands that have the dimensions `placed` of the result."""
+    operands, placed = list(operands), list(placed)
+    shape = result_shape(operands, tuple(placed))
+    whole = [k for k, have in enumerate(placed) if len(have) == len(shape)]
+    if not whole:  # each lacks a dimension: the largest is expanded
+        k = max(range(len(placed)), key=lambda k: operands[k].size)
+        missing = [d for d in range(len(shape)) if d not in placed[k]]
+        operands[k] = jnp.broadcast_to(jnp.expand_dims(operands[k], missing), shape)
+        placed[k], whole = tuple(range(len(shape))), [k]
+    split = [k for k in whole if any(jax.typeof(operands[k]).sharding.spec)]
+    lead = (split or whole)[0]
+    order = (lead, *[k for k in range(len(placed)) if k != lead])
+    varying = [jax.typeof(a).manual_axis_type.varying for a in operands]
+    first = vary(operands[lead], frozenset().union(*varying))
+    bound_operands = [first, *[match(operands[k], first, placed[k]) for k in order[1:]]]
+    return op(
+        *bound_operands,
+        axes=(),
+        strict=strict,
+        function=function,
+        placed=tuple(placed),
+        order=order,
+        bound=bound,
+        out=out,
+    )
+
+
+def restored(operands, order):
+    """The operands in the function's order."""
+    found = dict(zip(order, operands, strict=True))
+    return [found[k] for k in range(len(order))]
+
+
+def _definition(*operands, axes, function, placed, order, bound, out):
+    del axes
+    return native.definition(
+        *restored(operands, order), function=function, placed=placed, bound=bound, out=out
+    )
+
+
+def _dims(ndim, *, placed, order, out, **_):
+    whole = tuple(range(ndim))
+    inputs = [placed[k] if i == 0 or placed[k] == whole else Loose(placed[k]) for i, k in enumerate(order)]
+    return tuple(inputs), (whole,) * len(out)
+
+
+def _body(split: Split, *operands, axes, order, **params):
+    del split, axes
+    return native.kernel(*restored(operands, order), **params)
+
+
+op = Op("elementwise", _definition, _dims, _body)
+
+
+def _batch(args, batched, *, function, placed, order, bound, out, strict, axes):
+    """The batch dimension is one more of the result's; operands without it lack it."""
+    del axes
+    operands, batched = restored(args, order), restored(batched, order)
+    ndim = max(map(len, placed))
+    at = next((b for b, have in zip(batched, placed) if b is not None and len(have) == ndim), 0)
+    moved, new = [], []
+    for operand, b, have in zip(operands, batched, placed):
+        shifted = tuple(d + (d >= at) for d in have)
+        if b is not None:
+            place = sum(d < at for d in have)
+            operand = jnp.moveaxis(operand, b, place)
+            shifted = (*shifted[:place], at, *shifted[place:])
+        moved.append(operand)
+        new.append(shifted)
+    results = call(function, moved, tuple(new), bound=bound, out=out, strict=strict)
+    return results, [at] * len(results)
+
+
+batching.primitive_batchers[op.primitive] = _batch
