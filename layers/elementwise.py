@@ -1,5 +1,6 @@
 """Element-wise operations from C++ source, compiled when they are first used."""
 
+import functools
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers import elementwise_derivative as _  # noqa: F401 (its rules)
+from normfuse.layers import elementwise_derivative
 from normfuse.layers.elementwise_build import build, scalar_of
 from normfuse.layers.elementwise_op import call, op
 from normfuse.layers.implementation import Implementation, choose, requested
@@ -17,6 +18,7 @@ from normfuse.native.elementwise_code import DTYPES
 from normfuse.native.elementwise_signature import resolve
 from normfuse.native.scalar import Scalar
 
+elementwise_derivative.register()
 MOST = 8  # inputs, and outputs
 _KINDS = "biufc"  # in the order in which one converts to the next
 
@@ -136,19 +138,19 @@ class Elementwise:
                     wanted = resolve(parameter.type, dict(bound))
                     operand = operand.astype(jax.dtypes.canonicalize_dtype(wanted))
             else:
-                operand, have = self._scalar(parameter.name, values[parameter.name], dict(bound)), ()
+                operand, have = (
+                    self._scalar(parameter.name, values[parameter.name], dict(bound)),
+                    (),
+                )
             operands.append(operand)
             placed.append(have)
         results = self._serve(operands, tuple(placed), bound, out)
         return results[0] if self._signature.result else tuple(results)
 
-    @property
-    def scalar(self) -> Scalar:
-        """The function as kernels of other ops take it: of one input, in floating point.
-
-        Raises:
-          TypeError: if it is not of one template parameter, one input and one result.
-        """
+    @functools.cached_property
+    def scalar(self) -> Scalar | None:
+        """The function as kernels of other ops take it, with its scalars' defaults; None unless it is
+        `template <class T> T name(T x, scalars)`."""
         return scalar_of(self._signature, self._function, self.source, self.scalars, self)
 
     def _serve(self, operands, placed, bound, out):

@@ -55,29 +55,34 @@ def build(
     )
 
 
-def scalar_of(signature, function: Primal, source: str, scalars, operation) -> Scalar:
-    """The function as a `Scalar`, whose parameters are the run-time scalars' defaults."""
-    inputs = [p for p in signature.parameters if not p.output and p.name not in scalars]
-    if len(inputs) != 1 or not signature.result or signature.template != (inputs[0].type,):
-        raise TypeError(
-            f"{signature.name}: only a template of one type parameter T, with one input of type T and "
-            "one result, can be part of another kernel"
-        )
-    if signature.result != inputs[0].type or signature.parameters[0].name != inputs[0].name:
-        raise TypeError(
-            f"{signature.name}: to be part of another kernel it takes its input first and returns T"
-        )
+def scalar_of(signature, function: Primal, source: str, scalars, operation) -> Scalar | None:
+    """The function as a `Scalar`, whose parameters are the run-time scalars' defaults; None where it
+    is not `template <class T> T name(T x, scalars)`."""
+    takes = signature.parameters
+    inputs = [p for p in takes if not p.output and p.name not in scalars]
+    kinds = {p.type for p in inputs} | {signature.result}
+    if len(inputs) != 1 or takes[0] != inputs[0] or kinds != set(signature.template):
+        return None
     partial = dict(function.partials).get(0)
-    text = ""
+    text, name = "", f"{signature.name}_derivative"
     if isinstance(partial, tuple):
-        own = "".join(piece for file, piece in partial[0].pieces[1:])
-        text = _device(own).replace(partial[0].name, f"{signature.name}_derivative", 1)
+        *before, (_, source_of) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
+        if before:  # an expression, between a head and an end
+            own = "\n".join(piece for _, piece in partial[0].pieces[1:])
+            text = _device(own).replace(partial[0].name, name, 1)
+        else:
+            declared = ", ".join(f"{p.type} {p.name}" for p in takes)
+            gives = ", ".join(p.name for p in takes)
+            text = (
+                f"{_device(source_of)}\ntemplate <class {inputs[0].type}> __device__ inline "
+                f"{signature.result} {name}({declared}) {{ return {partial[0].name}({gives}); }}"
+            )
     return Scalar(
         signature.name,
         _device(source),
         text,
         operation,
-        tuple((name, float(value)) for name, value in scalars.items()),
+        tuple((p.name, float(scalars[p.name])) for p in takes[1:]),
     )
 
 
@@ -158,9 +163,12 @@ def _partials(signature, operands, scalars, source, derivative, plain):
                 f"{signature.name}: derivative[{name!r}] must have one entry for each of "
                 f"{len(types)} results, got {len(several)}"
             )
-        yield k, tuple(
-            _partial(signature, operands, source, name, k, j, one, type_, plain)
-            for j, (one, type_) in enumerate(zip(several, types, strict=True))
+        yield (
+            k,
+            tuple(
+                _partial(signature, operands, source, name, k, j, one, type_, plain)
+                for j, (one, type_) in enumerate(zip(several, types, strict=True))
+            ),
         )
 
 
@@ -169,7 +177,11 @@ def _partial(signature, operands, source, name, k, j, given, type_, plain) -> Pr
     if hasattr(given, "_function"):
         other = given._function
         same = (other.names, [t for t, _ in other.operands], other.template)
-        if same != (tuple(p.name for p in operands), [p.type for p in operands], signature.template):
+        if same != (
+            tuple(p.name for p in operands),
+            [p.type for p in operands],
+            signature.template,
+        ):
             raise ValueError(
                 f"{signature.name}: derivative[{name!r}] must take the same parameters, "
                 f"({', '.join(p.name for p in operands)}); got {given!r}"

@@ -174,5 +174,7 @@ def _transpose(cts, *args, function, placed, order, bound, out, strict, axes):
     return [found.get(k) for k in order]
 
 
-ad.primitive_jvps[op.primitive] = _jvp
-ad.primitive_transposes[op.primitive] = _transpose
+def register() -> None:
+    """Makes the op differentiable."""
+    ad.primitive_jvps[op.primitive] = _jvp
+    ad.primitive_transposes[op.primitive] = _transpose

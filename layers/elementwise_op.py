@@ -68,7 +68,9 @@ def _definition(*operands, axes, function, placed, order, bound, out):
 
 def _dims(ndim, *, placed, order, out, **_):
     whole = tuple(range(ndim))
-    inputs = [placed[k] if i == 0 or placed[k] == whole else Loose(placed[k]) for i, k in enumerate(order)]
+    inputs = [
+        placed[k] if i == 0 or placed[k] == whole else Loose(placed[k]) for i, k in enumerate(order)
+    ]
     return tuple(inputs), (whole,) * len(out)
 
 
@@ -77,7 +79,23 @@ def _body(split: Split, *operands, axes, order, **params):
     return native.kernel(*restored(operands, order), **params)
 
 
-op = Op("elementwise", _definition, _dims, _body)
+class _Elementwise(Op):
+    """An Op whose function may have no definition in plain JAX."""
+
+    def plain(self, *operands, strict=False, **params):
+        """The definition; without one the kernel on whole arrays, which XLA gathers for it."""
+        if params["function"].definition is not None:
+            return super().plain(*operands, strict=strict, **params)
+        return _body(None, *operands, strict=strict, **params)
+
+    def _lower(self, ctx, *values, **params):
+        named = ("function", "placed", "bound", "out")
+        avals = restored(ctx.avals_in, params["order"])
+        native.compile_for(ctx, avals, **{name: params[name] for name in named})
+        return super()._lower(ctx, *values, **params)
+
+
+op = _Elementwise("elementwise", _definition, _dims, _body)
 
 
 def _batch(args, batched, *, function, placed, order, bound, out, strict, axes):

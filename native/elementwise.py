@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from normfuse.native import elementwise_code, host_compiler, registry
+from normfuse.native import cache, device, elementwise_code, host_compiler, registry
 from normfuse.native.compiler import CompileError
 from normfuse.native.elementwise_code import THREADS, Function, Layout
 from normfuse.native.elementwise_signature import resolve
@@ -61,23 +61,21 @@ def definition(
 
 
 def layout_of(
-    function: Function, operands: Sequence, placed: Dims, bound: Types, out: tuple[str, ...]
+    operands: Sequence, placed: Dims, bound: Types, out: tuple[str, ...]
 ) -> tuple[Layout, tuple[int, ...]]:
     """What a loop over these operands is compiled for, and the sizes it is given."""
-    del function
     shape = result_shape(operands, placed)
     if not all(isinstance(n, int) for n in shape):
         raise Unsupported("a loop is compiled for shapes that are known, and this one is symbolic")
     sizes, masks = elementwise_code.collapse(shape, placed)
     stored = tuple(a.dtype.name for a in operands) + out
-    moved = [
-        jnp.dtype(t).itemsize for t, m in zip(stored, (*masks, *[1] * len(out))) if m & 1
-    ]
+    moved = [jnp.dtype(t).itemsize for t, m in zip(stored, (*masks, *[1] * len(out))) if m & 1]
     vector = max(1, min(_WORD // min(moved), 2 * _WORD // max(moved)))
     if any(mask not in (0, (1 << len(sizes)) - 1) for mask in masks):
         vector = math.gcd(vector, sizes[-1])  # a thread's elements are of one row
-    wide = math.prod(shape) + THREADS * vector >= 2**32
-    return Layout(bound, stored, masks, len(sizes), vector, wide), sizes
+    packs = elementwise_code.PACKS
+    wide = math.prod(shape) + THREADS * vector * packs >= 2**32
+    return Layout(bound, stored, masks, len(sizes), vector, packs, wide), sizes
 
 
 def _types(operands, placed, out):
@@ -86,12 +84,10 @@ def _types(operands, placed, out):
 
 
 def _cpu(arch: str, *operands, function, placed, bound, out):
-    layout, sizes = layout_of(function, operands, placed, bound, out)
-    layout = Layout(layout.bound, layout.stored, layout.masks, layout.dimensions)
+    layout, sizes = layout_of(operands, placed, bound, out)
     types = _types(operands, placed, out)
     with _explained(function):
-        text = elementwise_code.host_source(function, layout)
-        image = host_compiler.library(f"elementwise_{function.name}", text, arch)
+        image = _library(arch, function, layout)
     return jax.ffi.ffi_call("normfuse_elementwise", types)(
         *operands,
         image=np.frombuffer(image.data, np.uint8),
@@ -100,8 +96,19 @@ def _cpu(arch: str, *operands, function, placed, bound, out):
     )
 
 
+def _library(arch, function, layout):
+    layout = Layout(layout.bound, layout.stored, layout.masks, layout.dimensions)
+    text = elementwise_code.host_source(function, layout)
+    return host_compiler.library(f"elementwise_{function.name}", text, arch)
+
+
+def _host_arch(ctx) -> str:
+    exported = ctx.module_context.lowering_parameters.for_export
+    return host_compiler.PORTABLE if exported else host_compiler.host()
+
+
 def _cuda(target, *operands, function, placed, bound, out):
-    layout, sizes = layout_of(function, operands, placed, bound, out)
+    layout, sizes = layout_of(operands, placed, bound, out)
     count = math.prod(sizes)
     with _explained(function):
         return launch(
@@ -110,10 +117,28 @@ def _cuda(target, *operands, function, placed, bound, out):
             operands,
             _types(operands, placed, out),
             target=target,
-            grid=-(-count // (THREADS * layout.vector)),
+            grid=-(-count // layout.tile),
             block=THREADS,
             ints=(count, *sizes),
         )
+
+
+def compile_for(ctx, avals, *, function, placed, bound, out) -> None:
+    """Compiles what a lowering for one device would, so that a mistake in the text is raised here.
+
+    Where a mesh has Auto axes, XLA asks for a device's share later, and would wrap the error.
+    """
+    for platform in ctx.module_context.platforms:
+        try:
+            layout, _ = layout_of(avals, placed, bound, out)
+            with _explained(function):
+                if platform == "cpu":
+                    _library(_host_arch(ctx), function, layout)
+                elif platform == "cuda":
+                    source = elementwise_code.cuda_source(function, layout)
+                    cache.get(source, {}, device.target_for(ctx).arch)
+        except Unsupported:
+            continue  # the lowering says what serves instead
 
 
 class _explained:
@@ -146,11 +171,11 @@ def _served(serve):
     """`serve`; where it cannot and there is no definition to stand in, one error that says so."""
 
     @functools.wraps(serve)
-    def checked(*operands, function, placed, bound, out):
+    def checked(target, *operands, function, placed, bound, out):
         if 0 in result_shape(operands, placed):
             return [jnp.zeros(t.shape, t.dtype) for t in _types(operands, placed, out)]
         try:
-            return serve(*operands, function=function, placed=placed, bound=bound, out=out)
+            return serve(target, *operands, function=function, placed=placed, bound=bound, out=out)
         except Unsupported as error:
             if function.definition is not None:
                 raise
@@ -163,9 +188,7 @@ def _served(serve):
 
 
 def _lower_cpu(ctx, *values, **params):
-    exported = ctx.module_context.lowering_parameters.for_export
-    arch = host_compiler.PORTABLE if exported else host_compiler.host()
-    rule = kernel._lower(_served(functools.partial(_cpu, arch)))
+    rule = kernel._lower(functools.partial(_served(_cpu), _host_arch(ctx)))
     return rule(ctx, *values, **params)
 
 

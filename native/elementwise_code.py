@@ -28,6 +28,7 @@ _STORED_CUDA = _VALUES | {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 _STORED_HOST = _VALUES | {"float16": "Half", "bfloat16": "BFloat16"}
 DTYPES = tuple(_VALUES)
 THREADS = 256
+PACKS = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -67,6 +68,7 @@ class Layout:
       masks: for each operand the collapsed dimensions it has, bit 0 for the last.
       dimensions: how many collapsed dimensions there are.
       vector: how many neighbouring elements a thread moves at once (CUDA).
+      packs: how many times a thread does that (CUDA).
       wide: whether indices need 64 bits (CUDA).
     """
 
@@ -75,12 +77,18 @@ class Layout:
     masks: tuple[int, ...]
     dimensions: int
     vector: int = 1
+    packs: int = 1
     wide: bool = True
 
     @property
     def every(self) -> int:
         """The mask of an operand as large as the result."""
         return (1 << self.dimensions) - 1
+
+    @property
+    def tile(self) -> int:
+        """How many elements a block does (CUDA)."""
+        return THREADS * self.vector * self.packs
 
 
 def collapse(
@@ -129,9 +137,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
     ]
 
     def values(place: Callable[[int, str], str]) -> str:
-        return ", ".join(
-            place(k, f"{wides[k]}({{}})") for k in range(count)
-        )
+        return ", ".join(place(k, f"{wides[k]}({{}})") for k in range(count))
 
     def single(k, widen):
         mask = layout.masks[k]
@@ -142,14 +148,14 @@ def cuda_source(function: Function, layout: Layout) -> Source:
         return widen.format(f"a{k}[place<{mask}u>(at, sizes)]")
 
     def packed(k, widen):
-        return f"s{k}" if layout.masks[k] == 0 else widen.format(f"p{k}.at(k)")
+        return f"s{k}" if layout.masks[k] == 0 else widen.format(f"p{k}[i].at(k)")
 
     def loaded(k):
         mask = layout.masks[k]
         if mask == layout.every:
-            return f"const auto p{k} = load<{layout.vector}>(a{k} + at);"
+            return f"p{k}[i] = load<{layout.vector}>(a{k} + at);"
         what = "load_again" if mask & 1 else "repeat"
-        return f"const auto p{k} = {what}<{layout.vector}>(a{k} + place<{mask}u>(at, sizes));"
+        return f"p{k}[i] = {what}<{layout.vector}>(a{k} + place<{mask}u>(at, sizes));"
 
     scalars = [
         f"const auto s{k} = {wides[k]}(*a{k});" for k in range(count) if layout.masks[k] == 0
@@ -158,6 +164,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
     declare = " ".join(f"{value} y{j};" for j, (value, _) in enumerate(outs))
     call = ", ".join(f"y{j}" for j in range(len(outs)))
     vector = layout.vector
+    moved = [k for k in range(count) if layout.masks[k]]
     lines = [
         *_prelude(function, layout, "__device__ inline"),
         "using namespace normfuse_loop;",
@@ -165,26 +172,34 @@ def cuda_source(function: Function, layout: Layout) -> Source:
         f'extern "C" __global__ void __launch_bounds__({THREADS})',
         f"elementwise_{function.name}({', '.join(parameters)}) {{",
         f"  const Sizes<Index, {layout.dimensions}> sizes = {{{{{sizes}}}}};",
-        f"  constexpr int kTile = {THREADS * vector};",
+        f"  constexpr int kTile = {layout.tile};",
         "  const long long begin = static_cast<long long>(blockIdx.x) * kTile;",
         *(f"  {line}" for line in scalars),
         f"  if (begin + kTile <= count && aligned_16({', '.join(large)})) {{",
-        f"    const Index at = static_cast<Index>(begin) + threadIdx.x * {vector};",
-        *(f"    {loaded(k)}" for k in range(count) if layout.masks[k]),
-        *(f"    Pack<{t}, {vector}> o{j};" for j, (_, t) in enumerate(outs)),
+        f"    const Index mine = static_cast<Index>(begin) + threadIdx.x * {vector};",
+        *(f"    Pack<{stored[k]}, {vector}> p{k}[{layout.packs}];" for k in moved),
         "#pragma unroll",
-        f"    for (int k = 0; k < {vector}; ++k) {{",
-        f"      {declare}",
-        f"      normfuse_user::apply({values(packed)}{', ' * bool(count)}{call});",
-        *(f"      o{j}.set(k, Narrow<{t}>::from(y{j}));" for j, (_, t) in enumerate(outs)),
+        f"    for (int i = 0; i < {layout.packs}; ++i) {{",  # all loads are on their way at once
+        f"      const Index at = mine + i * {THREADS * vector};",
+        *(f"      {loaded(k)}" for k in moved),
         "    }",
-        *(f"    store(r{j} + at, o{j});" for j in range(len(outs))),
+        "#pragma unroll",
+        f"    for (int i = 0; i < {layout.packs}; ++i) {{",
+        *(f"      Pack<{t}, {vector}> o{j};" for j, (_, t) in enumerate(outs)),
+        "#pragma unroll",
+        f"      for (int k = 0; k < {vector}; ++k) {{",
+        f"        {declare}",
+        f"        normfuse_user::apply({values(packed)}, {call});",
+        *(f"        o{j}.set(k, Narrow<{t}>::from(y{j}));" for j, (_, t) in enumerate(outs)),
+        "      }",
+        *(f"      store(r{j} + mine + i * {THREADS * vector}, o{j});" for j in range(len(outs))),
+        "    }",
         "    return;",
         "  }",
         f"  for (int i = threadIdx.x; i < kTile && begin + i < count; i += {THREADS}) {{",
         "    const Index at = static_cast<Index>(begin) + i;",
         f"    {declare}",
-        f"    normfuse_user::apply({values(single)}{', ' * bool(count)}{call});",
+        f"    normfuse_user::apply({values(single)}, {call});",
         *(f"    r{j}[at] = Narrow<{t}>::from(y{j});" for j, (_, t) in enumerate(outs)),
         "  }",
         "}",

@@ -8,7 +8,9 @@ SHAPE = "template <class T> T name(T x, T y, float scalar) { ... }"
 _IGNORED = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:\\\n|[^\n])*', re.DOTALL | re.MULTILINE
 )
-_HEAD = re.compile(r"(?P<result>.+?)\b(?P<name>[A-Za-z_]\w*)\s*\((?P<parameters>.*)\)\s*(noexcept)?")
+_HEAD = re.compile(
+    r"(?P<result>.+?)\b(?P<name>[A-Za-z_]\w*)\s*\((?P<parameters>.*)\)\s*(noexcept)?"
+)
 _PARAMETER = re.compile(r"(?P<type>.+?)(?P<reference>&?)\s*\b(?P<name>[A-Za-z_]\w*)")
 _SPECIFIERS = re.compile(r"\b(static|inline|constexpr|const|__device__|__host__|__forceinline__)\b")
 _NUMBERS = {
