@@ -101,7 +101,7 @@ class Elementwise:
         self._signature, self._function = build(
             source, name, tuple(self.scalars), derivative, definition, MOST
         )
-        self.name = self._signature.name
+        self.name = self.__name__ = self._signature.name
         self._operands = [p for p in self._signature.parameters if not p.output]
         self.inputs = tuple(p.name for p in self._operands if p.name not in self.scalars)
         self.outputs = len(self._function.results)

@@ -96,7 +96,8 @@ def compile_with_log(
     arch = _nearest(nvrtc, arch)
     headers = include_directory()
     arguments = [*options(macros, arch), *source.options, *extra, f"--include-path={headers}"]
-    arguments += [f"--include-path={headers}/cccl"]  # <cuda/std/…>
+    library = standard_library()
+    arguments += [f"--include-path={library}"] if library else []
     image, log = _run(nvrtc, source, arguments, arch)
     count_compilation()
     return image, log
@@ -145,12 +146,25 @@ def include_directory() -> str:
     raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
 
 
-def _wheel_headers() -> str | None:
+@functools.cache
+def standard_library() -> str | None:
+    """The folder that <cuda/std/…> is in, beside CUDA's headers or apart from them; None without."""
+    candidates = [include_directory(), _wheel_headers("cccl")]
+    candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    candidates.append(_TOOLKIT)
+    for folder in filter(None, candidates):
+        for inner in ("", "cccl", "include", "include/cccl"):
+            if (pathlib.Path(folder) / inner / "cuda" / "std" / "complex").exists():
+                return str(pathlib.Path(folder) / inner)
+    return None
+
+
+def _wheel_headers(name: str = "cudart") -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # renamed: releases before 1.2.3 have no such name
         return None
-    return find_nvidia_header_directory("cudart")
+    return find_nvidia_header_directory(name)
 
 
 def _nvrtc() -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from normfuse.native import cache, device, elementwise_code, host_compiler, registry
+from normfuse.native import cache, compiler, device, elementwise_code, host_compiler, registry
 from normfuse.native.compiler import CompileError
 from normfuse.native.elementwise_code import THREADS, Function, Layout
 from normfuse.native.elementwise_signature import resolve
@@ -102,6 +102,15 @@ def _library(arch, function, layout):
     return host_compiler.library(f"elementwise_{function.name}", text, arch)
 
 
+def _kernel_source(function, layout):
+    if elementwise_code.uses_complex(layout) and compiler.standard_library() is None:
+        raise Unsupported(
+            "complex functions need CUDA's C++ headers (cuda/std/complex), which are not installed: "
+            "`pip install nvidia-cuda-cccl`"
+        )
+    return elementwise_code.cuda_source(function, layout)
+
+
 def _host_arch(ctx) -> str:
     exported = ctx.module_context.lowering_parameters.for_export
     return host_compiler.PORTABLE if exported else host_compiler.host()
@@ -112,7 +121,7 @@ def _cuda(target, *operands, function, placed, bound, out):
     count = math.prod(sizes)
     with _explained(function):
         return launch(
-            elementwise_code.cuda_source(function, layout),
+            _kernel_source(function, layout),
             f"elementwise_{function.name}",
             operands,
             _types(operands, placed, out),
@@ -135,7 +144,7 @@ def compile_for(ctx, avals, *, function, placed, bound, out) -> None:
                 if platform == "cpu":
                     _library(_host_arch(ctx), function, layout)
                 elif platform == "cuda":
-                    source = elementwise_code.cuda_source(function, layout)
+                    source = _kernel_source(function, layout)
                     cache.get(source, {}, device.target_for(ctx).arch)
         except Unsupported:
             continue  # the lowering says what serves instead

@@ -210,7 +210,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
         (header, kernel_source(header).text) for header in ("elementwise.cuh", "machine.cuh")
     )
     text = '#include "elementwise.cuh"\n' + "\n".join(lines)
-    if _complex(layout):
+    if uses_complex(layout):
         text = "#define USES_COMPLEX\n" + text
     options = ("--device-as-default-execution-space", "--disable-warnings")
     return Source(name, text, headers, options)
@@ -262,7 +262,7 @@ def host_source(function: Function, layout: Layout) -> str:
         "}",
         "",
     ]
-    defined = ["#define USES_COMPLEX"] * _complex(layout)
+    defined = ["#define USES_COMPLEX"] * uses_complex(layout)
     defined += ["#define USES_HALF"] * ("float16" in layout.stored)
     return "\n".join(
         [
@@ -295,5 +295,6 @@ def _value(type_: str, layout: Layout) -> str:
     return _VALUES[resolve(type_, dict(layout.bound)) or ""]
 
 
-def _complex(layout: Layout) -> bool:
+def uses_complex(layout: Layout) -> bool:
+    """Whether a complex number is anywhere in the function."""
     return any("complex" in dtype for dtype in (*layout.stored, *dict(layout.bound).values()))

@@ -177,6 +177,8 @@ def test_as_a_scalar_of_other_kernels():
 
 
 def no_compiler(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs")
     monkeypatch.setattr(host_compiler.shutil, "which", lambda name: None)
     monkeypatch.setattr(host_compiler, "find", host_compiler.find.__wrapped__)
 
@@ -226,7 +228,7 @@ def test_implementation_xla_is_the_definition(rng):
 def test_a_compile_error_names_the_users_line(jit):
     bad = elementwise("template <class T>\nT bad(T x) {\n  T y = x;\n  return cube_of(y);\n}")
     run = jax.jit(bad) if jit else bad
-    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>:4:.*cube_of.*line 4:  return"):
+    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>[:(]4.*cube_of.*line 4:  return"):
         run(jnp.arange(4.0))
 
 
@@ -240,7 +242,9 @@ def test_a_compile_error_on_a_mesh_is_the_same_exception(eight_devices):
 
 def test_a_mistake_in_a_derivative_names_its_line():
     op = elementwise(IDENTITY, derivative={"x": "T(1) +\n  nothing"})
-    with pytest.raises(CompileError, match=r"<derivative of same with respect to x>:2:.*nothing"):
+    with pytest.raises(
+        CompileError, match=r"(?s)<derivative of same with respect to x>[:(]2.*nothing"
+    ):
         jax.grad(op)(1.0)
 
 
