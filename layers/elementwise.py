@@ -1,7 +1,6 @@
 """Element-wise operations from C++ source, compiled when they are first used."""
 
 import functools
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,23 +36,24 @@ def elementwise(
 
         y[i] = f(x₁[i], …, xₙ[i]; scalars)
 
-    The function is compiled when the op is first lowered for given dtypes: by NVRTC for NVIDIA GPUs, by
-    the system's C++ compiler for CPUs, and kept on disk (`normfuse cache`). Inputs broadcast as in
-    NumPy and are not expanded in memory. float16 and bfloat16 are computed in float32 and rounded once.
+    The function is compiled when the op is first lowered for given dtypes, by NVRTC for NVIDIA GPUs
+    and by the system's C++ compiler for CPUs, and kept on disk (`normfuse cache`). Inputs broadcast
+    as in NumPy; none is expanded in memory where another has the result's shape. float16 and
+    bfloat16 are computed in float32 and rounded once.
 
     Args:
-      source: C++ that defines the function, and before it whatever it calls. Parameters called as in
-        `scalars` are run-time scalars, `T&` is written to, and the others are inputs, 1 to 8. One result
-        is returned; several, up to 8, are what a void function writes to its references. Types are
-        template parameters (inputs of type T are promoted together), bool, integers, float, double,
-        complex<float>, complex<double>; for results also real_t<T> and complex<T>.
+      source: C++ that defines the function, and before it whatever it calls. Parameters named in
+        `scalars` are run-time scalars, `T&` is written to, and the others are inputs, 1 to 8. One
+        result is returned; several, up to 8, are what a void function writes to its references.
+        Types are template parameters (inputs of type T are promoted together), bool, integers,
+        float, double, complex<float>, complex<double>; for results also real_t<T> and complex<T>.
       name: which function; the last where None.
-      derivative: what makes the op differentiable. A mapping from parameters (inputs or scalars) to the
-        derivative with respect to each: C++ text of an expression in the function's parameters (or of
-        statements that return it), an elementwise op of the same parameters, or a function in plain
-        JAX; a tuple of them where there are several results. Or the whole function in plain JAX, which
-        JAX then differentiates. Where None, `definition` is.
-      definition: the same function in plain JAX, `definition(*inputs, **scalars)`, which serves where
+      derivative: what makes the op differentiable. A mapping from parameters (inputs or scalars) to
+        the derivative with respect to each: C++ text of an expression in the function's parameters
+        (or of statements that return it), an elementwise op of the same parameters, or a function
+        in plain JAX; a tuple of them where there are several results. Or the whole function in
+        plain JAX, which JAX then differentiates. Where None, `definition` is.
+      definition: the function in plain JAX, `definition(*inputs, **scalars)`, which serves where
         C++ cannot (TPUs, AMD GPUs, CPUs without a compiler). It is given float32 for half precision.
       dtype: of the result, or a tuple for several; what the C++ says where None.
       implementation: None, "native" or "xla" (the definition), or several to try in order.
@@ -66,8 +66,8 @@ def elementwise(
     Raises:
       TypeError, ValueError: for a source, derivative or scalar that does not fit.
 
-    Calls raise TypeError for the wrong number of inputs, unknown scalars and unsupported dtypes, and
-    `normfuse.CompileError` with the compiler's log where the source does not compile.
+    Calls raise TypeError for the wrong number of inputs, unknown scalars and unsupported dtypes,
+    and `normfuse.CompileError` with the compiler's log where the source does not compile.
 
     >>> import jax, jax.numpy as jnp, normfuse
     >>> softcap = normfuse.elementwise(
@@ -119,7 +119,7 @@ class Elementwise:
         """The function of the inputs, broadcast together; an array, or a tuple of several.
 
         Raises:
-          TypeError: for the wrong number of inputs, an unknown scalar, or a dtype that does not fit.
+          TypeError: for the wrong number of inputs, an unknown scalar, a dtype that does not fit.
           ValueError: for shapes that do not broadcast.
           CompileError: if the source does not compile.
           NotImplementedError: where neither C++ nor a definition can serve.
@@ -149,8 +149,8 @@ class Elementwise:
 
     @functools.cached_property
     def scalar(self) -> Scalar | None:
-        """The function as kernels of other ops take it, with its scalars' defaults; None unless it is
-        `template <class T> T name(T x, scalars)`."""
+        """The function as kernels of other ops take it, with its scalars' defaults; None unless it
+        is `template <class T> T name(T x, scalars)`."""
         return scalar_of(self._signature, self._function, self.source, self.scalars, self)
 
     def _serve(self, operands, placed, bound, out):
@@ -222,7 +222,7 @@ class Elementwise:
 
     def _results(self, bound):
         if self._dtype is not None:
-            return self._dtype
+            return tuple(jax.dtypes.canonicalize_dtype(t).name for t in self._dtype)
         types = [resolve(t, dict(bound)) for t, _ in self._function.results]
         for type_, (text, _) in zip(types, self._function.results, strict=True):
             if type_ is None:
@@ -244,13 +244,13 @@ class Elementwise:
                 f"{self.name}: dtype must be one of {', '.join(DTYPES)} for each of {self.outputs} "
                 f"results, got {dtype!r}"
             )
-        return tuple(jax.dtypes.canonicalize_dtype(one).name for one in names)
+        return names
 
-    def _scalar(self, name, value, bound):
+    def _scalar(self, name, value: Any, bound):
         """A run-time scalar as an array of no dimensions, in the type it is computed in."""
         type_ = next(p.type for p in self._operands if p.name == name)
-        is_number = isinstance(value, (numbers.Number, np.generic, np.ndarray, jax.Array))
-        if not is_number or jnp.ndim(value) != 0:
+        is_number = np.isscalar(value) or isinstance(value, (np.ndarray, jax.Array))
+        if not is_number or isinstance(value, str) or np.ndim(value) != 0:
             raise TypeError(f"{self.name}: scalar {name} must be a number, got {value!r}")
         if type_ in self._signature.template and type_ not in bound:
             return None  # a default, before the dtype is known

@@ -1,5 +1,4 @@
-"""From a user's C++ text and derivative to the functions that ops are made of; every mistake in them
-is one error."""
+"""From a user's C++ text and derivatives to the functions of ops, or to one clear error."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -56,8 +55,8 @@ def build(
 
 
 def scalar_of(signature, function: Primal, source: str, scalars, operation) -> Scalar | None:
-    """The function as a `Scalar`, whose parameters are the run-time scalars' defaults; None where it
-    is not `template <class T> T name(T x, scalars)`."""
+    """The function as a `Scalar`, whose parameters are the run-time scalars' defaults; None where
+    it is not `template <class T> T name(T x, scalars)`."""
     takes = signature.parameters
     inputs = [p for p in takes if not p.output and p.name not in scalars]
     kinds = {p.type for p in inputs} | {signature.result}
@@ -102,8 +101,8 @@ def _check_parameters(signature, operands, scalars, most):
     outputs = [p for p in signature.parameters if p.output]
     if not 1 <= len(inputs) <= most or len(outputs) > most:
         raise ValueError(
-            f"{where} has {len(inputs)} inputs and {len(outputs) or 1} outputs; from 1 to {most} of "
-            "each are possible"
+            f"{where} has {len(inputs)} inputs and {len(outputs) or 1} outputs; from 1 to {most} "
+            "of each are possible"
         )
     for parameter in inputs:
         if "<" in parameter.type and signature.template:
@@ -189,8 +188,8 @@ def _partial(signature, operands, source, name, k, j, given, type_, plain) -> Pr
         return other
     if not isinstance(given, str):
         raise TypeError(
-            f"{signature.name}: derivative[{name!r}] must be C++ text, an elementwise op or a function "
-            f"in plain JAX; got {given!r}"
+            f"{signature.name}: derivative[{name!r}] must be C++ text, an elementwise op or a "
+            f"function in plain JAX; got {given!r}"
         )
     template = ", ".join(f"class {t}" for t in signature.template)
     own = f"{signature.name}_d_{name}" + (f"_{j}" if j else "")

@@ -1,12 +1,13 @@
 """Differentiation of element-wise functions: one kernel for a tangent, one for a gradient.
 
-Where a derivative is C++ text, the tangent is the kernel of a function linear in the tangents, and its
-transpose that of one linear in the cotangents: nothing between them is written to memory. What these
+Where a derivative is C++ text, the tangent is the kernel of a function linear in the tangents, and
+its transpose that of one linear in the cotangents: nothing between is written to memory. What these
 kernels cannot do (a derivative in plain JAX, or a second derivative) is put together from the
 derivatives as operations of their own, and JAX differentiates that.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def _jvp(primals, tangents, *, function, placed, order, bound, out, strict, axes
     results = call(function, primals, placed, out=out, **options)
     moving = tuple(k for k, t in enumerate(tangents) if type(t) is not ad.Zero)
     outputs = tuple(j for j, dtype in enumerate(out) if jnp.issubdtype(dtype, jnp.inexact))
-    moves = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+    moves: list[Any] = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
     if moving and outputs:
         rule = _primal_jvp if isinstance(function, Primal) else _linear_jvp
         found = rule(function, primals, tangents, moving, outputs, placed, out, options)
@@ -88,12 +89,11 @@ def _products(function, operands, placed, sources, targets, transposed, out, opt
 
     results = []
     for target, dtype in zip(targets, out, strict=True):
-        total = None
+        terms = []
         for source, array, have in sources:
             factor = slope(*((target, source) if transposed else (source, target)))
-            term = factor * spread(array, have, len(shape)).astype(factor.dtype)
-            total = term if total is None else total + term
-        results.append(total.astype(dtype))
+            terms.append(factor * spread(array, have, len(shape)).astype(factor.dtype))
+        results.append(functools.reduce(jnp.add, terms).astype(dtype))
     return results
 
 
@@ -137,8 +137,9 @@ def _same_kind(function, moving, outputs, bound):
     kinds |= {compute_dtype(function.results[j][0], bound).kind for j in outputs}
     if len(kinds) > 1:
         raise NotImplementedError(
-            f"{function.name} takes and returns both real and complex numbers, and has no derivative "
-            "that is one number: pass derivative=, the whole function in plain JAX, to elementwise"
+            f"{function.name} takes and returns both real and complex numbers, and has no "
+            "derivative that is one number: pass elementwise derivative=, the whole function in "
+            "plain JAX"
         )
 
 

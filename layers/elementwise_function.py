@@ -1,4 +1,4 @@
-"""A user's scalar function, and the tangents and gradients that follow from it, as text for kernels.
+"""A user's scalar function, and the tangents and gradients that follow from it, for kernels.
 
 With f(a) the function and dₖ its derivative with respect to operand k, which the user gave:
 
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from normfuse.native.elementwise_code import Function
 
-Plain = Callable[..., Sequence[jax.Array]]
+Plain = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -27,16 +27,17 @@ class Primal(Function):
     """The function itself.
 
     Attributes:
-      partials: (operand, its derivative) where there is one: a Primal of one result for each result,
-        or a function in plain JAX that returns one array for each.
+      names: of the operands, as the user called them.
+      partials: (operand, its derivative) where there is one: a Primal of one result for each
+        result, or a function in plain JAX that returns one array for each.
       differentiable: the function in plain JAX where that is what JAX differentiates; else None.
     """
 
     names: tuple[str, ...] = ()
-    partials: tuple[tuple[int, "tuple[Primal, ...] | Plain"], ...] = ()
+    partials: tuple[tuple[int, Any], ...] = ()
     differentiable: Plain | None = None
 
-    def partial(self, k: int) -> "tuple[Primal, ...] | Plain":
+    def partial(self, k: int) -> Any:
         """The derivative with respect to operand k.
 
         Raises:
@@ -135,7 +136,7 @@ class Primal(Function):
 class Linear(Function):
     """A tangent (or, `transposed`, a gradient) of `base`, linear in the operands after base's.
 
-    `operands_of` and `outputs` are base's operands and results that it is about.
+    `moving` and `outputs` are base's operands and results that it is about.
     """
 
     base: Primal

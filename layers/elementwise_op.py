@@ -1,7 +1,7 @@
 """Element-wise functions as operations on global arrays: broadcasting, sharding and vmap.
 
-Operands that lack dimensions of the result are not expanded in memory: `placed` says which they have,
-and a dimension that vmap adds is one more that an operand may lack.
+Operands that lack dimensions of the result are not expanded in memory: `placed` says which they
+have, and a dimension that vmap adds is one more that an operand may lack.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ def call(
     strict: bool,
 ) -> list[jax.Array]:
     """Applies `function` to operands that have the dimensions `placed` of the result."""
-    operands, placed = list(operands), list(placed)
-    shape = result_shape(operands, tuple(placed))
+    shape = result_shape(operands, placed)
     whole = [k for k, have in enumerate(placed) if len(have) == len(shape)]
     if not whole:  # each lacks a dimension: the largest is expanded
-        k = max(range(len(placed)), key=lambda k: operands[k].size)
-        missing = [d for d in range(len(shape)) if d not in placed[k]]
-        operands[k] = jnp.broadcast_to(jnp.expand_dims(operands[k], missing), shape)
-        placed[k], whole = tuple(range(len(shape))), [k]
+        operands, largest = list(operands), max(operands, key=lambda a: a.size)
+        k = next(k for k, a in enumerate(operands) if a is largest)
+        expanded = native.spread(largest, placed[k], len(shape))
+        operands[k], whole = jnp.broadcast_to(expanded, shape), [k]
+        placed = (*placed[:k], tuple(range(len(shape))), *placed[k + 1 :])
     split = [k for k in whole if any(jax.typeof(operands[k]).sharding.spec)]
     lead = (split or whole)[0]
     order = (lead, *[k for k in range(len(placed)) if k != lead])
@@ -46,7 +46,7 @@ def call(
         axes=(),
         strict=strict,
         function=function,
-        placed=tuple(placed),
+        placed=placed,
         order=order,
         bound=bound,
         out=out,
@@ -86,7 +86,8 @@ class _Elementwise(Op):
         """The definition; without one the kernel on whole arrays, which XLA gathers for it."""
         if params["function"].definition is not None:
             return super().plain(*operands, strict=strict, **params)
-        return _body(None, *operands, strict=strict, **params)
+        whole = Split.none(result_shape(restored(operands, params["order"]), params["placed"]))
+        return _body(whole, *operands, strict=strict, **params)
 
     def _lower(self, ctx, *values, **params):
         named = ("function", "placed", "bound", "out")

@@ -148,7 +148,7 @@ def include_directory() -> str:
 
 @functools.cache
 def standard_library() -> str | None:
-    """The folder that <cuda/std/…> is in, beside CUDA's headers or apart from them; None without."""
+    """The folder that <cuda/std/…> is in, beside CUDA's headers or elsewhere; None without."""
     candidates = [include_directory(), _wheel_headers("cccl")]
     candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     candidates.append(_TOOLKIT)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 from normfuse.native import cache, compiler, device, elementwise_code, host_compiler, registry
 from normfuse.native.compiler import CompileError
@@ -105,8 +106,8 @@ def _library(arch, function, layout):
 def _kernel_source(function, layout):
     if elementwise_code.uses_complex(layout) and compiler.standard_library() is None:
         raise Unsupported(
-            "complex functions need CUDA's C++ headers (cuda/std/complex), which are not installed: "
-            "`pip install nvidia-cuda-cccl`"
+            "complex functions need CUDA's C++ headers (cuda/std/complex), which are not "
+            "installed: `pip install nvidia-cuda-cccl`"
         )
     return elementwise_code.cuda_source(function, layout)
 
@@ -201,6 +202,16 @@ def _lower_cpu(ctx, *values, **params):
     return rule(ctx, *values, **params)
 
 
+def _undefined_types(*operands, name, shape, out):
+    del name
+    like = operands[0]
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return [
+        like.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+        for dtype in out
+    ]
+
+
 def _missing(ctx, *values, name, **_):
     where = "/".join(ctx.module_context.platforms)
     raise NotImplementedError(
@@ -211,11 +222,7 @@ def _missing(ctx, *values, name, **_):
 
 _undefined = Primitive("normfuse_undefined")
 _undefined.multiple_results = True
-_undefined.def_abstract_eval(
-    lambda *operands, name, shape, out: [
-        jax.core.ShapedArray(shape, jnp.dtype(dtype)) for dtype in out
-    ]
-)
+_undefined.def_abstract_eval(_undefined_types)
 mlir.register_lowering(_undefined, _missing)
 
 registry.register()

@@ -129,9 +129,9 @@ def resolve(type_: str, bound: dict[str, str]) -> str | None:
     if type_ in _NUMBERS:
         return _NUMBERS[type_]
     wrapped = re.fullmatch(r"(real_t|complex)<(\w+)>", type_)
-    if wrapped is None:
+    if wrapped is None or wrapped[2] not in bound:
         return None
-    inner = bound.get(wrapped[2])
+    inner = bound[wrapped[2]]
     return _REAL.get(inner, inner) if wrapped[1] == "real_t" else _COMPLEX.get(inner)
 
 
@@ -145,8 +145,8 @@ def _check(function: Signature) -> None:
     outputs = [p for p in function.parameters if p.output]
     if function.result and outputs:
         raise ValueError(
-            f"{where} returns {function.result} and writes to {outputs[0].name}; return one result, "
-            "or return void and write to several references"
+            f"{where} returns {function.result} and writes to {outputs[0].name}; return one "
+            "result, or return void and write to several references"
         )
     if not function.result and not outputs:
         raise ValueError(f"{where} returns nothing and has no parameter `T& y` to write to")
@@ -155,7 +155,7 @@ def _check(function: Signature) -> None:
         if type_ and not known(type_, function.template):
             raise ValueError(
                 f"{where}: {name} has type `{type_}`; use a template parameter T, real_t<T>, "
-                "complex<T>, bool, float, double, complex<float>, complex<double> or an integer type"
+                "complex<T>, bool, float, double, complex<float>, complex<double> or an integer"
             )
 
 

@@ -1,7 +1,7 @@
 """Compiles C++ with the system's compiler, for the CPU at hand.
 
-The instruction set is one of the levels that Linux distributions know (x86-64-v2, -v3, -v4), which the
-key in the cache holds: machines that share a cache folder never run each other's instructions.
+The instruction set is one of the levels that Linux distributions know (x86-64-v2, -v3, -v4), which
+the key in the cache holds: machines that share a folder never run each other's instructions.
 """
 
 import functools

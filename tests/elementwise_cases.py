@@ -1,4 +1,4 @@
-"""Functions in C++ that several tests share, so that each is compiled once, and their twins in NumPy."""
+"""Functions in C++ that several tests share, so that each is compiled once, and their twins."""
 
 import jax.numpy as jnp
 import numpy as np

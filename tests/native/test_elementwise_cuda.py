@@ -1,4 +1,4 @@
-"""The CUDA kernels around user's functions: compiled for every architecture, and emulated on the CPU."""
+"""The CUDA kernels around users' functions: compiled for every architecture, and emulated."""
 
 import functools
 import shutil
@@ -103,7 +103,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def emulated(folder, monkeypatch):
-    """`emulated(op, shift=0)(operands, placed, dtype)`: the results on emulated CUDA, and launches."""
+    """`emulated(op, shift=0)`: what runs the op on emulated CUDA, and its launches."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
 
