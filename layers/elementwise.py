@@ -54,7 +54,7 @@ def elementwise(
         in plain JAX; a tuple of them where there are several results. Or the whole function in
         plain JAX, which JAX then differentiates. Where None, `definition` is.
       definition: the function in plain JAX, `definition(*inputs, **scalars)`, which serves where
-        C++ cannot (TPUs, AMD GPUs, CPUs without a compiler). It is given float32 for half precision.
+        C++ cannot (TPUs, AMD GPUs, CPUs without a compiler); half precision comes as float32.
       dtype: of the result, or a tuple for several; what the C++ says where None.
       implementation: None, "native" or "xla" (the definition), or several to try in order.
       **scalars: the run-time scalars and their defaults. A call may change them, also to traced

@@ -48,19 +48,23 @@ def library(name: str, text: str, arch: str) -> Image:
       CompilerMissing: if there is no compiler.
       CompileError: if the text does not compile, with the compiler's log.
     """
-    path, version = find(os.environ.get("CXX"))
+    path, version = find()
     head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
     described = ["host", text, arch, platform.machine(), version, _FLAGS]
     return cache.fetch(described, head, lambda: _compile(path, name, text, arch))
 
 
-@functools.cache
-def find(named: str | None = None) -> tuple[str, str]:
-    """(path, version) of `named`, c++, g++ or clang++: the first that is there.
+def find() -> tuple[str, str]:
+    """(path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
 
     Raises:
       CompilerMissing: if none is.
     """
+    return _find(os.environ.get("CXX"))
+
+
+@functools.cache
+def _find(named: str | None) -> tuple[str, str]:
     for candidate in filter(None, (named, "c++", "g++", "clang++")):
         path = shutil.which(candidate)
         if path is None:

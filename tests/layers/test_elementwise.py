@@ -180,7 +180,7 @@ def no_compiler(monkeypatch):
     if jax.default_backend() != "cpu":
         pytest.skip("about CPUs")
     monkeypatch.setattr(host_compiler.shutil, "which", lambda name: None)
-    monkeypatch.setattr(host_compiler, "find", host_compiler.find.__wrapped__)
+    monkeypatch.setattr(host_compiler, "_find", host_compiler._find.__wrapped__)
 
 
 def test_without_a_compiler_the_definition_serves(monkeypatch):
