@@ -255,7 +255,7 @@ def test_a_mistake_in_a_derivative_names_its_line():
         (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
         (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
         (lambda: gated(1.0, 2.0, limit=1j), TypeError, "limit is declared float, .* got 1j"),
-        (lambda: gated("a", 2.0), TypeError, "x must be an array, got 'a'"),
+        (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
         (
             lambda: gated(jnp.ones(2, jnp.float8_e4m3fn), 2.0),
             TypeError,

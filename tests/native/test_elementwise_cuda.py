@@ -1,5 +1,6 @@
 """The CUDA kernels around users' functions: compiled for every architecture, and emulated."""
 
+import dataclasses
 import functools
 import shutil
 import time
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from cuda_emulator import Emulator
 
+from normfuse import elementwise as make
 from normfuse.native import cache, compiler, elementwise, elementwise_code
-from normfuse.native.compiler import CompileError
+from normfuse.native.compiler import CompileError, Source
 from normfuse.native.device import Target, named_target
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -68,10 +70,28 @@ def test_complex_functions_compile():
     compiler.compile_image(source_of(cases.phase, "complex64"), {}, "sm_90")
 
 
+def test_a_function_compiles_as_part_of_other_kernels():
+    nested = make(
+        "template <class T> T twice(T x) { return x + x; }\n"
+        "template <class T> T bent(T x, float by) { return twice(x) * by; }",
+        derivative={"x": make("template <class T> T s(T x, float by) { return 2 * by; }", by=1)},
+        by=0.5,
+    )
+    for op in (cases.squared, nested):
+        text = f"""
+#include "scalar.cuh"
+{op.scalar.code()}
+extern "C" __global__ void k(float* x) {{ *x = activation(*x) + activation_derivative(*x); }}
+"""
+        source = Source("k.cu", text, compiler.kernel_source("scalar.cuh").headers)
+        source = dataclasses.replace(
+            source, headers=(("scalar.cuh", compiler.kernel_text("scalar.cuh")), *source.headers)
+        )
+        compiler.compile_image(source, {}, "sm_90")
+
+
 def test_an_error_names_the_line_of_the_users_text(monkeypatch, tmp_path):
     monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
-    from normfuse import elementwise as make
-
     bad = make("template <class T>\nT bad(T x) {\n  T y = x;\n  return cube_of(y);\n}")
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     with pytest.raises(CompileError, match=r"(?s)<elementwise bad>\(4\).*cube_of.*line 4:  return"):
