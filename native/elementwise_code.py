@@ -154,7 +154,7 @@ def cuda_source(function: Function, layout: Layout) -> Source:
         mask = layout.masks[k]
         if mask == layout.every:
             return f"p{k}[i] = load<{layout.vector}>(a{k} + at);"
-        what = "load_again" if mask & 1 else "repeat"
+        what = "load" if mask & 1 else "repeat"
         return f"p{k}[i] = {what}<{layout.vector}>(a{k} + place<{mask}u>(at, sizes));"
 
     scalars = [

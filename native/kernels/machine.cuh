@@ -55,6 +55,12 @@ __device__ inline T load_streaming(const T* pointer) {
   return __ldcs(pointer);
 }
 
+// What no thread writes while the kernel runs.
+template <typename T>
+__device__ inline T load_read_only(const T* pointer) {
+  return __ldg(pointer);
+}
+
 template <typename T>
 __device__ inline void store_streaming(T* pointer, T value) {
   __stcs(pointer, value);
