@@ -263,7 +263,6 @@ def host_source(function: Function, layout: Layout) -> str:
         "",
     ]
     defined = ["#define USES_COMPLEX"] * uses_complex(layout)
-    defined += ["#define USES_HALF"] * ("float16" in layout.stored)
     return "\n".join(
         [
             *defined,
