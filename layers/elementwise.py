@@ -68,6 +68,7 @@ def elementwise(
 
     Calls raise TypeError for the wrong number of inputs, unknown scalars and unsupported dtypes,
     and `normfuse.CompileError` with the compiler's log where the source does not compile.
+    Differentiating raises TypeError where no derivative was given.
 
     >>> import jax, jax.numpy as jnp, normfuse
     >>> softcap = normfuse.elementwise(

@@ -136,7 +136,7 @@ def _same_kind(function, moving, outputs, bound):
     kinds = {compute_dtype(function.operands[k][0], bound).kind for k in moving}
     kinds |= {compute_dtype(function.results[j][0], bound).kind for j in outputs}
     if len(kinds) > 1:
-        raise NotImplementedError(
+        raise TypeError(
             f"{function.name} takes and returns both real and complex numbers, and has no "
             "derivative that is one number: pass elementwise derivative=, the whole function in "
             "plain JAX"

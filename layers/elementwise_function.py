@@ -41,12 +41,12 @@ class Primal(Function):
         """The derivative with respect to operand k.
 
         Raises:
-          NotImplementedError: if the user gave none.
+          TypeError: if the user gave none.
         """
         found = dict(self.partials)
         if k not in found:
             name = self.names[k]
-            raise NotImplementedError(
+            raise TypeError(
                 f"{self.name} has no derivative with respect to {name}. Pass elementwise "
                 f"derivative={{{name!r}: ...}} (C++ text, an elementwise op or a function in plain "
                 "JAX), or derivative=, the whole function in plain JAX"

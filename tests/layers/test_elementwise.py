@@ -49,7 +49,25 @@ def test_values_in_every_integer_dtype(dtype, rng):
 def test_conversions_of_half_precision_round_to_even():
     same = elementwise(IDENTITY, dtype=jnp.bfloat16)
     half = elementwise(IDENTITY, dtype=jnp.float16)
-    x = np.array([6e-8, 1e-7, 6.1e-5, 2.0**-24, 2.0**-25, 65520.0, 1.00390625, 1.01171875, 3.4e38, 1e-40, np.inf, -np.inf, np.nan, -0.0, 65519.0])
+    x = np.array(
+        [
+            6e-8,
+            1e-7,
+            6.1e-5,
+            2.0**-24,
+            2.0**-25,
+            65520.0,
+            1.00390625,
+            1.01171875,
+            3.4e38,
+            1e-40,
+            np.inf,
+            -np.inf,
+            np.nan,
+            -0.0,
+            65519.0,
+        ]
+    )
     x = np.concatenate([x, np.linspace(-3, 3, 999)]).astype(np.float32)
     for op, dtype in ((same, ml_dtypes.bfloat16), (half, np.float16)):
         with np.errstate(over="ignore"):

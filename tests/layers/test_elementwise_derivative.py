@@ -139,9 +139,7 @@ def test_holomorphic_derivatives_and_others(arrays):
     modulus = elementwise(
         "template <class T> real_t<T> modulus(T z) { return abs(z); }", derivative={"z": "abs(z)"}
     )
-    with pytest.raises(
-        NotImplementedError, match="modulus takes and returns both real and complex"
-    ):
+    with pytest.raises(TypeError, match="modulus takes and returns both real and complex"):
         jax.grad(lambda z: modulus(z).sum())(z)
 
 
@@ -158,12 +156,12 @@ def test_integers_and_bools_have_no_gradient(arrays):
 def test_without_a_derivative_one_clear_error():
     op = elementwise(GATED, limit=1.0)
     with pytest.raises(
-        NotImplementedError, match="gated has no derivative with respect to x. Pass .*derivative="
+        TypeError, match="gated has no derivative with respect to x. Pass .*derivative="
     ):
         jax.grad(op)(1.0, 2.0)
     only_x = elementwise(GATED, limit=1.0, derivative={"x": "x < limit ? g : T(0)"})
     agree(jax.grad(only_x)(0.5, 2.0), 2.0)
-    with pytest.raises(NotImplementedError, match="respect to limit"):
+    with pytest.raises(TypeError, match="respect to limit"):
         jax.grad(lambda limit: only_x(0.5, 2.0, limit=limit))(1.0)
-    with pytest.raises(NotImplementedError, match="gated_d_x has no derivative with respect to x"):
+    with pytest.raises(TypeError, match="gated_d_x has no derivative with respect to x"):
         jax.grad(jax.grad(only_x))(0.5, 2.0)
