@@ -75,6 +75,15 @@ def test_a_row_is_split_as_its_columns_and_its_gradient_is_one_sum(mesh, arrays)
     assert hlo.collectives(compiled) == [hlo.Collective("all-reduce", 4 * 4)]  # as jnp's
 
 
+def test_a_row_stored_split_does_not_move_what_it_meets(mesh, arrays):
+    x = jax.device_put(arrays[0], NamedSharding(mesh, jax.P("data", None)))
+    row = jax.device_put(arrays[1][0], NamedSharding(mesh, jax.P("data")))  # as FSDP stores it
+    y, compiled = run(gated, x, row)
+    agree(y, twin(arrays[0], arrays[1][0]))
+    assert y.sharding.is_equivalent_to(x.sharding, 2)
+    assert hlo.collectives(compiled) == [hlo.Collective("all-gather", 4 * 8)]
+
+
 def test_mixed_meshes(eight_devices, arrays):
     types = (AxisType.Explicit, AxisType.Auto)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
