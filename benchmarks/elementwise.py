@@ -43,10 +43,15 @@ def twin(x, g):
 
 
 def inputs(dtype, count):
+    """Sets of (x, g, ct), enough of them that none is found in the cache."""
     import jax
+    from device_time import sets_for
 
-    keys = jax.random.split(jax.random.key(0), 3)
-    return [jax.random.normal(key, (count,), dtype) for key in keys]
+    def one(seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        return tuple(jax.random.normal(key, (count,), dtype) for key in keys)
+
+    return [one(seed) for seed in range(sets_for(3 * count * jax.numpy.dtype(dtype).itemsize))]
 
 
 def pull(f):
@@ -58,27 +63,28 @@ def pull(f):
 
 def table(rate: float, counts) -> None:
     """Ours, XLA's and torch's, forward; ours and XLA's, backward."""
-    from gpu_kernels import microseconds
+    from device_time import microseconds
 
     op, theirs = ours(), torch_times(counts)
     print(f"{'':24}{'ours':>18}{'XLA':>18}{'torch.cuda.jiterator':>24}")
     for dtype in ("float32", "bfloat16"):
         for count in counts:
-            x, g, ct = inputs(dtype, count)
-            floor = 3 * x.nbytes / rate
-            line = [microseconds(op, x, g), microseconds(twin, x, g)]
+            sets = inputs(dtype, count)
+            size, two = sets[0][0].nbytes, [(x, g) for x, g, _ in sets]
+            floor = 3 * size / rate
+            line = [microseconds(op, two), microseconds(twin, two)]
             line += [theirs[f"{dtype} {count}"]] if theirs else []
             print(
                 f"{dtype:9} {count:>12}  " + "".join(f"{t:9.1f} us {floor / t:.3f}" for t in line)
             )
-            line = [microseconds(pull(op), x, g, ct), microseconds(pull(twin), x, g, ct)]
-            floor = 5 * x.nbytes / rate
+            line = [microseconds(pull(op), sets), microseconds(pull(twin), sets)]
+            floor = 5 * size / rate
             print(f"{'  gradient':24}" + "".join(f"{t:9.1f} us {floor / t:.3f}" for t in line))
-            rows = (x.reshape(-1, 4096), g[:4096])
-            line = [microseconds(op, *rows), microseconds(twin, *rows)]
-            floor = 2 * x.nbytes / rate
+            rows = [(x.reshape(-1, 4096), g[:4096]) for x, g in two]
+            line = [microseconds(op, rows), microseconds(twin, rows)]
+            floor = 2 * size / rate
             print(f"{'  with a row':24}" + "".join(f"{t:9.1f} us {floor / t:.3f}" for t in line))
-            del x, g, ct, rows
+            del sets, two, rows
 
 
 def sweep(rate: float) -> None:
@@ -86,20 +92,20 @@ def sweep(rate: float) -> None:
     import itertools
 
     import jax
-    from gpu_kernels import microseconds
+    from device_time import microseconds
 
     from normfuse.native import elementwise as native
     from normfuse.native import elementwise_code as code
 
     kept = code.THREADS, code.PACKS
     for dtype in ("float32", "bfloat16"):
-        x, g, _ = inputs(dtype, COUNT)
+        sets = [(x, g) for x, g, _ in inputs(dtype, COUNT)]
         for threads, packs in itertools.product((128, 256, 512), (1, 2, 4)):
             code.THREADS, code.PACKS, native.THREADS = threads, packs, threads
             jax.clear_caches()
-            t = microseconds(ours(), x, g)
-            print(f"{dtype:9} threads {threads:4} packs {packs}: {3 * x.nbytes / rate / t:.3f}")
-        del x, g
+            t, moved = microseconds(ours(), sets), 3 * sets[0][0].nbytes
+            print(f"{dtype:9} threads {threads:4} packs {packs}: {moved / rate / t:.3f}")
+        del sets
     code.THREADS, code.PACKS = kept
     native.THREADS = kept[0]
 
@@ -191,11 +197,11 @@ def main() -> None:
         return run_torch(arguments.torch)
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     import jax
-    from gpu_kernels import copy_rate
+    from device_time import Copies
 
     from normfuse.native import compiler
 
-    rate = copy_rate()
+    rate = Copies().rate
     print(f"{jax.devices()[0].device_kind}, copy {rate / 1e6:.2f} TB/s, JAX {jax.__version__}")
     print("NVRTC {}.{}".format(*compiler.version()))
     if arguments.sweep:

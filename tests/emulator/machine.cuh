@@ -307,11 +307,6 @@ T load_streaming(const T* pointer) {
   return *pointer;
 }
 template <typename T>
-T load_read_only(const T* pointer) {
-  if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T)) emulator::Die("misaligned load");
-  return *pointer;
-}
-template <typename T>
 void store_streaming(T* pointer, T value) {
   if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T)) emulator::Die("misaligned store");
   *pointer = value;
