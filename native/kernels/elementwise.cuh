@@ -161,7 +161,7 @@ struct Sizes {
   Index n[kDimensions];
 };
 
-// Where an operand that has the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
+// Where an operand with the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
 template <unsigned kMask, typename Index, int kDimensions>
 __device__ inline Index place(Index at, const Sizes<Index, kDimensions>& sizes) {
   Index offset = 0, stride = 1;

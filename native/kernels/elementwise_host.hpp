@@ -145,7 +145,7 @@ struct Narrow<BFloat16> : NarrowFloat<BFloat16> {};
 template <>
 struct Narrow<Half> : NarrowFloat<Half> {};
 
-// Where an operand that has the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
+// Where an operand with the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
 template <unsigned kMask, int kDimensions>
 inline int64_t place(int64_t at, const int64_t* sizes) {
   int64_t offset = 0, stride = 1;
