@@ -12,6 +12,7 @@ __version__ = "${version}"
 if TYPE_CHECKING:
     from normfuse.layers.accumulate import accumulate_gradients as accumulate_gradients
     from normfuse.layers.dense import dense as dense
+    from normfuse.layers.elementwise import elementwise as elementwise
     from normfuse.layers.gated import gated_dense as gated_dense
     from normfuse.layers.gated import gated_product as gated_product
     from normfuse.layers.norm_dense import norm_dense as norm_dense
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from normfuse.layers.rms_norm import add_rms_norm as add_rms_norm
     from normfuse.layers.rms_norm import rms_norm as rms_norm
     from normfuse.layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
+    from normfuse.native.compiler import CompileError as CompileError
     from normfuse.native.fallback import fallbacks as fallbacks
 
 _HOME = {
+    "CompileError": "normfuse.native.compiler",
     "accumulate_gradients": "normfuse.layers.accumulate",
     "add_rms_norm": "normfuse.layers.rms_norm",
     "dense": "normfuse.layers.dense",
+    "elementwise": "normfuse.layers.elementwise",
     "fallbacks": "normfuse.native.fallback",
     "gated_dense": "normfuse.layers.gated",
     "gated_product": "normfuse.layers.gated",
