@@ -15,7 +15,10 @@ from normfuse.native.device import Target
 from normfuse.native.fallback import Unsupported
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-KERNELS = ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply")
+KERNELS = {  # of each family
+    "rms_norm": ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply"),
+    "activations": ("forward", "backward"),
+}
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -35,20 +38,38 @@ def support(platforms: Iterable[str] = PLATFORMS) -> dict[tuple[str, str], str |
     """
     import jax
 
-    from normfuse.native import rms_norm
+    from normfuse.native import epilogue, rms_norm
 
+    of_norm = calls(128, "bfloat16", "float32", "bfloat16")
+    families = (
+        ("rms_norm", rms_norm, of_norm),
+        ("activations", epilogue, activation_calls((8, 128), "bfloat16")),
+    )
     found: dict[tuple[str, str], str | None] = {}
-    for name, (operands, params) in calls(128, "bfloat16", "float32", "bfloat16").items():
-        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-        fn = jax.jit(functools.partial(getattr(rms_norm, name), strict=True, **params))
-        traced = fn.trace(*structs)
-        for where in platforms:
-            try:
-                traced.lower(lowering_platforms=(where,))
-                found[f"rms_norm_{name}", where] = None
-            except NotImplementedError as error:
-                found[f"rms_norm_{name}", where] = _reason(error)
+    for family, kernels, of_family in families:
+        for name, (operands, params) in of_family.items():
+            structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+            fn = jax.jit(functools.partial(getattr(kernels, name), strict=True, **params))
+            traced = fn.trace(*structs)
+            for where in platforms:
+                try:
+                    traced.lower(lowering_platforms=(where,))
+                    found[f"{family} {name}", where] = None
+                except NotImplementedError as error:
+                    found[f"{family} {name}", where] = _reason(error)
     return found
+
+
+def activation_calls(shape, dtype):
+    """kernel -> ([(shape, dtype) of each operand], params), of a SwiGLU layer's activation."""
+    from normfuse.native.scalar import SCALARS
+
+    flags = {"function": SCALARS["silu"], "has_up": True, "has_bias": False}
+    large = (shape, dtype)
+    return {
+        "forward": ([large] * 2, flags | {"out_dtype": dtype}),
+        "backward": ([large] * 3, flags | {"with_dbias": False, "with_value": False}),
+    }
 
 
 def warm(
@@ -106,20 +127,20 @@ def calls(n, x, scale, out, residual=False, scale_offset=0.0, outer=8):
 
 
 def _support_table() -> list[str]:
-    """A line for each platform and answer, with the kernels that it holds for."""
-    lines: dict[tuple[str, str | None], list[str]] = {}
-    for (name, where), reason in support().items():
-        lines.setdefault((where, reason), []).append(name.removeprefix("rms_norm_"))
+    """A line for each family, platform and answer, with the kernels that it holds for."""
+    lines: dict[tuple[str, str, str | None], list[str]] = {}
+    for (kernel, where), reason in support().items():
+        family, name = kernel.split()
+        lines.setdefault((where, family, reason), []).append(name)
+    order = [*KERNELS]
     return [
-        f"  {where:5} {'native' if reason is None else 'plain HLO'}: {_all(names)}"
+        f"  {where:5} {'native' if reason is None else 'plain HLO'}: {family}"
+        + ("" if len(names) == len(KERNELS[family]) else f" {', '.join(names)}")
         + (f" ({reason})" if reason else "")
-        for (where, reason), names in sorted(lines.items(), key=lambda line: line[0][0])
+        for (where, family, reason), names in sorted(
+            lines.items(), key=lambda line: (line[0][0], order.index(line[0][1]))
+        )
     ]
-
-
-def _all(names: list[str]) -> str:
-    every = len(names) == len(KERNELS)
-    return "rms_norm" + ("" if every else f" {', '.join(names)}")
 
 
 def cache_command(arguments: argparse.Namespace) -> str:

@@ -33,6 +33,8 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         f"kernel cache: {folder}",
         "  cpu   native: rms_norm",
         "  cuda  native: rms_norm",
+        "  cpu   plain HLO: activations (XLA itself makes one loop of it)",
+        "  cuda  native: activations",
         "  tpu   plain HLO: rms_norm (this platform has no kernel)",
     ):
         assert line in text, text
