@@ -25,6 +25,24 @@ CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
     if sizes[2] > 1
 ]
 SEQ = 20  # so that no activation has a parameter's number of elements
+# Arrays that are gathered, and summed, on each mesh (the table of docs/parallelism.md): first those
+# outside the layers (embedding, last norm, head, loss), then what every layer adds.
+GATHERED = {
+    ((8, 1, 1), False): (0, 0),
+    ((1, 8, 1), False): (2, 7),
+    ((1, 1, 2), False): (0, 0),
+    ((1, 1, 2), True): (2, 4),
+    ((2, 2, 2), False): (2, 7),
+    ((2, 2, 2), True): (4, 13),
+}
+SUMMED = {
+    ((8, 1, 1), False): (4, 9),
+    ((1, 8, 1), False): (4, 9),
+    ((1, 1, 2), False): (5, 7),
+    ((1, 1, 2), True): (6, 9),
+    ((2, 2, 2), False): (10, 23),
+    ((2, 2, 2), True): (10, 23),
+}
 
 
 def _mesh(sizes, axes=AXES):
@@ -102,6 +120,12 @@ def _check_communication(config, hlo, sizes, sharding):
     activations = [shape for shape in gathered if math.prod(shape) not in parts]
     for kind in "all-to-all", "collective-permute":
         assert not _collectives(hlo, kind)
+    if math.prod(sizes) > 1:
+        key = sizes, sharding != Sharding()
+        expected = [
+            outside + each * config.num_layers for outside, each in (GATHERED[key], SUMMED[key])
+        ]
+        assert [len(gathered), len(_collectives(hlo, "all-reduce"))] == expected
     batch = 8 // (sizes[0] * sizes[1])
     if sharding == Sharding():
         assert not activations
