@@ -7,6 +7,7 @@ orders are plain HLO. The bias has trailing dimensions of z, `axes`; up has all 
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def _transpose_tangent(cts, z, *rest, moves, out_dtype, **params):
 
 def _transpose_backward(cts, dy, z, *constants, with_dbias, with_value, **params):
     """The gradients are linear in dy; the value does not depend on it."""
-    out = [None] * (2 + len(constants))
+    out: list[Any] = [None] * (2 + len(constants))
     cts = list(cts[: len(cts) - with_value])
     if ad.is_undefined_primal(dy) and any(type(ct) is not ad.Zero for ct in cts):
         dz = cts.pop(0)

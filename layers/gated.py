@@ -151,6 +151,7 @@ def apply_product(
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
     def native(strict):
+        assert function is not None
         flags = {"has_up": up is not None, "has_bias": False, "sharding": hidden_sharding}
         producer = Activated(function, dtype=dtype, strict=strict, **flags)
         args = (gate,) if up is None else (gate, up)

@@ -149,8 +149,8 @@ class Activated:
         found = epilogue_op.backward(dvalue, *args, **self._params(args), **flags)
         value = found.pop() if with_value else None
         found += [None] * (len(args) - len(found))
-        gradients = [g.astype(a.dtype) if w else None for g, a, w in zip(found, args, wanted)]
-        return gradients, value
+        of_wanted = zip(found, args, wanted)
+        return [g.astype(a.dtype) if g is not None and w else None for g, a, w in of_wanted], value
 
     def value_type(self, args):
         return jax.typeof(args[0]).update(dtype=jnp.dtype(self.dtype), weak_type=False)

@@ -72,8 +72,8 @@ def products(
     pairs = [marked(kernel) for kernel in kernels]
     count = len(kernels)
     arrays = equally_varying(*args, *(k for k, _ in pairs), *(main for _, main in pairs))
-    args, arrays = arrays[: len(args)], arrays[len(args) :]
-    return _products(spec, tuple(args), tuple(arrays[:count]), tuple(arrays[count:]))
+    left, right = arrays[: len(args)], arrays[len(args) :]
+    return _products(spec, tuple(left), tuple(right[:count]), tuple(right[count:]))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -110,7 +110,7 @@ def backward(
     names = ["DY", "Z"] + ["UP"] * has_up + ["BIAS"] * has_bias
     operands = dict(zip(names, (dy, z, *rest), strict=True))
     like = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)
-    results = {"DZ": like(z)}
+    results: dict[str, Any] = {"DZ": like(z)}
     if has_up:
         results["DUP"] = like(operands["UP"])
     if with_dbias:
@@ -128,7 +128,8 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
     compute = jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
     itemsize = max(d.itemsize for d in dtypes)
     if "BIAS" in operands:  # (rows, columns)
-        layout = column_layout(*operands["Z"].shape, itemsize, target)
+        rows, columns = operands["Z"].shape
+        layout = column_layout(rows, columns, itemsize, target)
     else:
         layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))
     if "PARTIAL" in results:
@@ -152,7 +153,7 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
     }
     done = launch(
         _source(function),
-        macros["KERNEL"],
+        f"epilogue_{kernel}",
         list(operands.values()),
         list(results.values()),
         target=target,

@@ -29,7 +29,8 @@ def _split(operands, has_up: bool, has_bias: bool, axes, ndim: int, dtype):
 
 
 def _compute(*dtypes) -> jnp.dtype:
-    return jnp.dtype(jnp.float64 if jnp.float64 in map(jnp.dtype, dtypes) else jnp.float32)
+    float64 = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if float64 else jnp.float32)
 
 
 def define_forward(z, *rest, function: Scalar, has_up, has_bias, out_dtype, axes=_COLUMNS):
