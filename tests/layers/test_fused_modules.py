@@ -1,0 +1,84 @@
+"""NormDense and GatedMLP in each framework, against the layers they stand for."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
+from normfuse.layers import nnx as ours_nnx
+
+DIM, HIDDEN = 8, 12
+CLOSE = {"rtol": 0, "atol": 1e-5}  # some tens of float32 roundings of numbers of order 1
+
+
+@pytest.fixture
+def x(rng):
+    return jnp.asarray(rng.standard_normal((3, 5, DIM)), jnp.float32)
+
+
+def test_nnx_norm_dense_is_norm_then_linear(x):
+    ours = ours_nnx.NormDense(DIM, HIDDEN, activation="silu", rngs=nnx.Rngs(0))
+    theirs = nnx.Sequential(
+        nnx.RMSNorm(DIM, rngs=nnx.Rngs(1)), nnx.Linear(DIM, HIDDEN, rngs=nnx.Rngs(1)), nnx.silu
+    )
+    theirs.layers[0].scale = ours.norm.scale
+    theirs.layers[1].kernel, theirs.layers[1].bias = ours.linear.kernel, ours.linear.bias
+    np.testing.assert_allclose(ours(x), theirs(x), **CLOSE)
+    half = ours_nnx.NormDense(DIM, HIDDEN, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert half(x).dtype == jnp.bfloat16
+
+
+def test_nnx_gated_mlp_is_three_linears(x):
+    ours = ours_nnx.GatedMLP(DIM, HIDDEN, use_bias=True, rngs=nnx.Rngs(0))
+    want = ours.down(nnx.silu(ours.gate(x)) * ours.up(x))
+    np.testing.assert_allclose(ours(x), want, **CLOSE)
+    names = {"/".join(path) for path, _ in nnx.to_flat_state(nnx.state(ours))}
+    assert names == {f"{a}/{b}" for a in ("gate", "up", "down") for b in ("kernel", "bias")}
+
+
+def test_linen_modules_are_their_layers(x):
+    ours = ours_linen.NormDense(HIDDEN, activation="gelu")
+    params = ours.init(jax.random.key(0), x)
+    scale, kernel, bias = (params["params"][k] for k in ("scale", "kernel", "bias"))
+    n = nn.RMSNorm().apply({"params": {"scale": scale}}, x)
+    want = nn.Dense(HIDDEN).apply({"params": {"kernel": kernel, "bias": bias}}, n)
+    want = nn.gelu(want, approximate=False)
+    np.testing.assert_allclose(ours.apply(params, x), want, **CLOSE)
+    mlp = ours_linen.GatedMLP(HIDDEN, activation="gelu_tanh")
+    params = mlp.init(jax.random.key(0), x)
+    gate, up, down = (params["params"][k] for k in ("gate", "up", "down"))
+    np.testing.assert_allclose(mlp.apply(params, x), (nn.gelu(x @ gate) * (x @ up)) @ down, **CLOSE)
+
+
+def test_eqx_modules_are_their_layers(x):
+    ours = ours_eqx.NormDense(DIM, HIDDEN, key=jax.random.key(0))
+    norm = eqx.nn.RMSNorm(DIM, use_bias=False)
+    batched = lambda f: jax.vmap(jax.vmap(f))
+    want = batched(lambda x: ours.linear.weight @ norm(x) + ours.linear.bias)(x)
+    np.testing.assert_allclose(batched(ours)(x), want, **CLOSE)
+    mlp = ours_eqx.GatedMLP(DIM, HIDDEN, key=jax.random.key(0))
+    want = batched(lambda x: mlp.down(jax.nn.silu(mlp.gate(x)) * mlp.up(x)))(x)
+    np.testing.assert_allclose(batched(mlp)(x), want, **CLOSE)
+
+
+def test_bad_input_is_one_clear_error(x):
+    rngs, key = nnx.Rngs(0), jax.random.key(0)
+    with pytest.raises(ValueError, match="activation must be one of .* got 'gleu'"):
+        ours_nnx.GatedMLP(DIM, HIDDEN, activation="gleu", rngs=rngs)
+    with pytest.raises(ValueError, match="activation must be one of .* got 'gleu'"):
+        ours_eqx.NormDense(DIM, HIDDEN, activation="gleu", key=key)
+    with pytest.raises(ValueError, match="activation must be one of .* got 'gleu'"):
+        ours_linen.NormDense(HIDDEN, activation="gleu")
+    with pytest.raises(ValueError, match=r"in_features=7 as the last axis, got shape \(3, 5, 8\)"):
+        ours_nnx.NormDense(7, HIDDEN, rngs=rngs)(x)
+    with pytest.raises(ValueError, match=r"shape \(7,\), got \(3, 5, 8\); for a batch call"):
+        ours_eqx.NormDense(7, HIDDEN, key=key)(x)
+    with pytest.raises(ValueError, match="epsilon must be finite and at least 0, got -1"):
+        ours_linen.NormDense(HIDDEN, epsilon=-1)
+    with pytest.raises(AttributeError, match="no attribute 'Gated'"):
+        ours_nnx.Gated  # noqa: B018
