@@ -51,8 +51,8 @@ def interrupted(train, monkeypatch):
         def signalled(loop, state, done):
             before = loop.on_step
 
-            def on_step(step):
-                before(step)
+            def on_step(step, settle):
+                before(step, settle)
                 if step == 3:
                     signal.raise_signal(signal.SIGTERM)
 
@@ -87,7 +87,7 @@ def test_run_leaves_metrics_plot_sample_checkpoint(finished, lines):
     assert yaml.safe_load((run / "config.yaml").read_text())["steps"] == 6
     for name in ("metrics.jsonl", "loss.png", "sample.txt", "checkpoints/6"):
         assert str(run / name) in out
-    assert f"loss {checks[-1]['val_loss']:.4f} nats/byte" in out
+    assert f"loss {checks[-1]['val_loss']:.4f} nats/token" in out
 
 
 def test_piped_output_is_plain_lines(finished):
