@@ -22,6 +22,7 @@ from jax import Array
 
 from normfuse.models.functional import Params
 from normfuse.train.checksum import checksums
+from normfuse.train.debris import keep_quiet
 from normfuse.train.errors import RunError, UsageError
 from normfuse.train.step import State
 
@@ -40,6 +41,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, report: Callable[[str], None], keep: int | None = None):
+        keep_quiet()
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
@@ -88,6 +90,7 @@ class Checkpoints:
             rest=ocp.args.StandardSave(_rest(state)),
             record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
         )
+        self._or_fail(self._manager.wait_until_finished, self._saved)  # the one before
         self._or_fail(lambda: self._manager.save(step, args=items, force=True), step)
         self._saved = step
 
@@ -242,7 +245,8 @@ def _crc32(record: dict) -> int:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     line = lines[0].split(". See full TensorStore")[0]
-    return f"{type(error).__name__}: {line[:160]}"
+    line = line if len(line) <= 200 else f"{line[:80]} … {line[-120:]}"  # the cause stands last
+    return f"{type(error).__name__}: {line}"
 
 
 @contextlib.contextmanager

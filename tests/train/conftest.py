@@ -1,9 +1,13 @@
 """Runs small enough for tests: a two-layer transformer of 10 k parameters on 40 kB of text."""
 
+import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -11,6 +15,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from normfuse.train.cli import main
+from normfuse.train.loop import Loop
 
 _FLAGS = {
     "steps": 6,
@@ -114,6 +119,69 @@ def spawn(flags):
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="session")
+def options() -> dict:
+    """One configuration for most whole runs: it is compiled once."""
+    return {
+        "eval.every": 2,
+        "eval.tokens": 128,
+        "checkpoint.every": 2,
+        "sample.tokens": 9,
+        "sample.prompt": "the ",
+    }
+
+
+@pytest.fixture(scope="package")
+def finished(_cache, tmp_path_factory, text_file, small_run, options):
+    """The folder of a run that nothing interrupted, and what it printed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["train", *small_run(text_file, folder, **options)]) == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture
+def interrupted(train, monkeypatch, options):
+    """Starts a run to which SIGTERM is sent during step 3; gives what it printed."""
+
+    def run(**changes) -> str:
+        take = Loop.run
+
+        def signalled(loop, state, done):
+            before = loop.on_step
+
+            def on_step(step, settle):
+                before(step, settle)
+                if step == 3:
+                    signal.raise_signal(signal.SIGTERM)
+
+            loop.on_step = on_step
+            return take(loop, state, done)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "run", signalled)
+            code, out, err = train(**options | changes)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def wait_for_steps():
+    """Returns when a run's metrics.jsonl holds so many steps."""
+
+    def wait(run: Path, count: int, seconds: float = 120):
+        deadline = time.monotonic() + seconds
+        metrics = run / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"loss"') < count:
+            assert time.monotonic() < deadline, "the run takes no steps"
+            time.sleep(0.01)
+
+    return wait
 
 
 @pytest.fixture
