@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import jax
 import pytest
+import train_state
 from jax.experimental.compilation_cache import compilation_cache
 
+from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import main
 from normfuse.train.loop import Loop
 
@@ -200,3 +203,19 @@ def losses(lines):
         return {line["step"]: float(line["loss"]).hex() for line in steps}
 
     return read
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, report=print)
+    for step in (1, 2):
+        checkpoints.save(train_state.make_state(step), step, train_state.RECORD)
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
