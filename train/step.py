@@ -52,6 +52,18 @@ class Metrics(NamedTuple):
     usual_loss: Array
 
 
+def _after(params: Params, accept: Array) -> tuple[Array, Params]:
+    """Has what needs the returned `accept` computed after the new parameters, on the CPU.
+
+    There XLA computes an optimizer's moments twice, for themselves and for the parameters. In no
+    order, the first would overwrite the old moments while the second may still read them, and so
+    all moments are copied at every step. (On GPUs one kernel writes all three.)
+    """
+    if jax.default_backend() != "cpu":
+        return accept, params
+    return jax.lax.optimization_barrier((accept, params))
+
+
 @dataclass(frozen=True)
 class Program:
     """What a run does with its state, as functions on the mesh.
@@ -123,10 +135,13 @@ class Program:
         mean = state.usual_loss
         share = 1 / jnp.minimum(taken + 1, _USUAL_STEPS).astype(jnp.float32)
         usual = mean + (loss.astype(jnp.float32) - mean) * share
-        old = (state.params, state.optimizer, mean)
-        new = (optax.apply_updates(state.params, updates), optimizer, usual)
-        keep = lambda new, old: jnp.where(good & running, new, old)
-        params, optimizer, usual = jax.tree.map(keep, new, old)
+        accept = good & running
+        keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
+        params = jax.tree.map(
+            keep(accept), optax.apply_updates(state.params, updates), state.params
+        )
+        after, params = _after(params, accept)
+        optimizer, usual = jax.tree.map(keep(after), (optimizer, usual), (state.optimizer, mean))
         step = state.step + jnp.where(running, 1, 0)
         rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
         metrics = Metrics(loss, grad_norm, rate, skipped, mean)
