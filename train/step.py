@@ -57,7 +57,8 @@ def _after(params: Params, accept: Array) -> tuple[Array, Params]:
 
     There XLA computes an optimizer's moments twice, for themselves and for the parameters. In no
     order, the first would overwrite the old moments while the second may still read them, and so
-    all moments are copied at every step. (On GPUs one kernel writes all three.)
+    all moments are copied at every step. Elsewhere one kernel may have all three as results, and
+    nothing is done.
     """
     if jax.default_backend() != "cpu":
         return accept, params
@@ -137,10 +138,8 @@ class Program:
         usual = mean + (loss.astype(jnp.float32) - mean) * share
         accept = good & running
         keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
-        params = jax.tree.map(
-            keep(accept), optax.apply_updates(state.params, updates), state.params
-        )
-        after, params = _after(params, accept)
+        params = optax.apply_updates(state.params, updates)
+        after, params = _after(jax.tree.map(keep(accept), params, state.params), accept)
         optimizer, usual = jax.tree.map(keep(after), (optimizer, usual), (state.optimizer, mean))
         step = state.step + jnp.where(running, 1, 0)
         rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
