@@ -37,6 +37,7 @@ def plot_loss(file: File, runs: Sequence[History]):
             verticalalignment="top",
             fontsize=8,
             color="0.4",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
     axes.set_ylim(bottom=0)
@@ -111,7 +112,8 @@ def _draw_loss(axes, run: History, colour: str):
         at = [line["step"] for line in checks]
         bits = [line["val_bits_per_byte"] for line in checks]
         last = f"{run.label}: validation, {bits[-1]:.3f} at the end"
-        axes.plot(at, bits, "o", color=colour, markersize=4.5, markeredgecolor="white", label=last)
+        style = dict(color=colour, markersize=4.5, markeredgecolor="white", clip_on=False, zorder=3)
+        axes.plot(at, bits, "o", label=last, **style)
 
 
 def _smooth(values: np.ndarray, average: Callable[..., Any]) -> np.ndarray:

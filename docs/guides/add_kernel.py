@@ -17,6 +17,7 @@ import numpy as np
 
 from normfuse.layers.op import Op
 from normfuse.native.compiler import Source
+from normfuse.native.fallback import Unsupported
 from normfuse.native.kernel import Kernel
 from normfuse.native.launch import launch
 
@@ -39,9 +40,9 @@ extern "C" __global__ void soft_cap(const TYPE* x, TYPE* y, long long count, flo
 def cuda(target, x, *, cap):
     """One device's share, on an NVIDIA GPU: `target` says which, and how large it is."""
     blocks = min(-(-x.size // 256), 8 * target.multiprocessors)
-    types = {
-        "float32": "float"
-    }  # a type that is not here: raise normfuse.native.fallback.Unsupported
+    types = {"float32": "float"}
+    if x.dtype.name not in types:
+        raise Unsupported(f"soft_cap has no kernel for {x.dtype.name}")  # the definition serves
     return launch(
         SOFT_CAP,
         "soft_cap",
@@ -96,4 +97,5 @@ np.testing.assert_allclose(slope, 1 - np.tanh(x / 30) ** 2, rtol=1e-3, atol=1e-5
 traced = jax.jit(soft_cap).trace(jax.ShapeDtypeStruct(x.shape, x.dtype))
 program = traced.lower(lowering_platforms=("cuda",)).as_text()
 assert 'kernel = "soft_cap"' in program and "normfuse_launch" in program
+assert soft_cap(x.astype("bfloat16")).dtype == "bfloat16"
 print("soft_cap: right here, and compiled for CUDA")

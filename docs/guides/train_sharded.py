@@ -1,7 +1,7 @@
 """Train on a mesh: your own step with normfuse's ops in it, and the trainer that comes with it.
 
-Run it: `python docs/guides/train_sharded.py`. It emulates eight devices; on eight GPUs the same code
-runs as it is. Every statement below is checked by CI.
+Run it: `python docs/guides/train_sharded.py`. It emulates eight devices; on eight GPUs the same
+code runs as it is. Every statement below is checked by CI.
 """
 
 import os
@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, rms_norm
+from normfuse.train.cli import main
 
 # 1. Your own step. The ops partition themselves, as jnp's do: rows of x over "data", the kernel's
 #    columns over "tensor", and nothing of x moves.
@@ -39,11 +40,9 @@ value, gradient = step(parameters, x)
 assert gradient["kernel"].sharding.spec == P(None, "tensor")
 assert "all-gather" not in step.as_text() and "all-reduce" in step.as_text()
 
-# 2. The trainer: a flag for each axis of the mesh. "data" holds copies, "fsdp" stores parameters and
-#    optimizer state in pieces, "tensor" splits heads and hidden features. The losses are those of one
-#    device within 1e-5, whatever the mesh.
-from normfuse.train.cli import main  # `normfuse train …` in a shell
-
+# 2. The trainer, `normfuse train …` in a shell: a flag for each axis of the mesh. "data" holds
+#    copies, "fsdp" stores parameters and optimizer state in pieces, "tensor" splits heads and
+#    hidden features. The losses are those of one device within 1e-5, whatever the mesh.
 with tempfile.TemporaryDirectory() as folder:
     text = Path(folder) / "text.txt"
     text.write_text("the scale of the norm and the norm of the row\n" * 500)
