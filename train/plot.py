@@ -37,7 +37,7 @@ def plot_loss(file: File, runs: Sequence[History]):
             verticalalignment="top",
             fontsize=8,
             color="0.4",
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+            zorder=0,  # below the curves
         )
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
     axes.set_ylim(bottom=0)
