@@ -2,18 +2,16 @@
 
     python benchmarks/gpu_kernels.py             # a table: fractions of the device's copy rate
     python benchmarks/gpu_kernels.py --small     # decode-sized inputs, in microseconds
-    python benchmarks/gpu_kernels.py --sweep     # other layouts of the same kernels, the best first
+    python benchmarks/gpu_kernels.py --sweep     # the same with other layouts (and see layouts.py)
 
 A fraction is the time in which a copy would move the same bytes over the time taken: each input
 read once and each output written once. Inputs are bfloat16, the scale float32.
 """
 
 import argparse
-import dataclasses
 import functools
-import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,20 @@ from normfuse.native import compiler, cuda_layout, rms_norm
 from normfuse.native.cuda_layout import RowLayout
 
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
-MORE = [(131072, 512), (32768, 2048), (26214, 5120), (18724, 7168), (10922, 12288), (8192, 16384)]
+MORE = [
+    (524288, 256),
+    (131072, 512),
+    (32768, 2048),
+    (52428, 2560),
+    (26214, 5120),
+    (18724, 7168),
+    (10922, 12288),
+    (8192, 16384),
+    (7281, 18432),
+    (2048, 65536),
+    (512, 262144),
+    (134217, 1000),
+]
 SMALL = [(1, 4096), (8, 4096), (64, 4096), (512, 4096), (64, 8192), (64, 1024)]
 EPS = 1e-6
 FLAGS = {"scale_offset": 0.0, "has_scale": True, "strict": True}
@@ -132,64 +143,33 @@ def small() -> None:
         print(f"forward {rows:>4} x {n:<6} {ours:6.2f} us   XLA {theirs:6.2f} us", flush=True)
 
 
-def forward_layouts(n: int) -> Iterator[RowLayout]:
-    """Layouts of the forward kernel worth a try for bfloat16 rows of n."""
-    vectors = n // 8
-    for slices, chunks in itertools.product((1, 2, 4, 8), (1, 2, 3, 4)):
-        threads = -(-vectors // (slices * chunks))
-        if vectors % (slices * chunks) or threads % 32 or not 32 <= threads <= 1024:
-            continue
-        for rows, registers in itertools.product((1, 4, 8), (32, 40, 64)):
-            blocks = 65536 // (registers * threads * rows)
-            if threads * rows not in range(128, 1025) or (rows > 1 and threads > 64):
+def sweep_small() -> None:
+    """Times the forward kernel with other numbers of vectors to a thread."""
+    original = cuda_layout.forward_layout
+    for rows, n in SMALL:
+        arrays, (fn, _) = operands(rows, n), native()["forward"]
+        found = []
+        for chunks in (1, 2, 3, 4, 6, 8):
+            threads = -(-n // (8 * chunks * 32)) * 32
+            if not 32 <= threads <= 1024:
                 continue
-            if registers >= 24 + 4 * chunks and 1 <= blocks <= 16:
-                yield RowLayout(n, 8, chunks, threads, rows, slices, blocks)
-
-
-def backward_layouts(n: int) -> Iterator[RowLayout]:
-    """Layouts of the backward kernel worth a try for bfloat16 rows of n."""
-    vectors = n // 8
-    for slices, chunks in itertools.product((1, 2, 4, 8), (1, 2, 4)):
-        threads = -(-vectors // (slices * chunks))
-        if vectors % (slices * chunks) or threads % 32 or not 32 <= threads <= 1024:
-            continue
-        for size, blocks in itertools.product((128, 256, 512, 1024), (1, 2, 3, 4, 8)):
-            rows = max(1, size // threads)
-            registers = 65536 // (threads * rows * blocks)
-            if threads * rows <= 1024 and 24 + 16 * chunks <= registers <= 48 + 32 * chunks:
-                yield RowLayout(n, 8, chunks, threads, rows, slices, blocks)
-
-
-def sweep(shapes, rate: float) -> None:
-    """Times each layout, and prints the best ten of each kernel and shape."""
-    for (rows, n), name in itertools.product(shapes, ("forward", "backward")):
-        arrays, (fn, moved) = operands(rows, n), native()[name]
-        floor = moved * arrays[0].nbytes / rate
-        chosen = f"{name}_layout"
-        original, found = getattr(cuda_layout, chosen), []
-        candidates = (forward_layouts if name == "forward" else backward_layouts)(n)
-        for layout in dict.fromkeys(candidates):
-            setattr(cuda_layout, chosen, lambda *_, layout=layout, **__: layout)
-            jax.clear_caches()
-            try:
-                time = microseconds(functools.partial(fn), *arrays, iterations=8)
-            except (jax.errors.JaxRuntimeError, compiler.CompileError) as error:
-                print(f"  {layout}: {str(error)[:120]}")
-                continue
-            found.append((time, layout))
-        setattr(cuda_layout, chosen, original)
-        print(f"{name} {rows} x {n}, {len(found)} layouts")
-        for time, layout in sorted(found, key=lambda pair: pair[0])[:8]:
-            sizes = {k: v for k, v in dataclasses.asdict(layout).items() if k != "features"}
-            print(f"  {time:8.1f} us {floor / time:.3f}  {sizes}", flush=True)
+            for block_rows in sorted({1, max(1, 256 // threads)}):
+                layout = RowLayout(n, 8, chunks, threads, block_rows)
+                cuda_layout.forward_layout = lambda *_, layout=layout, **__: layout
+                jax.clear_caches()
+                time = microseconds(functools.partial(fn), *arrays, iterations=40)
+                found.append((time, f"{chunks} x {threads} x {block_rows}"))
+        cuda_layout.forward_layout = original
+        jax.clear_caches()
+        theirs = microseconds(plain_jax()["forward"], *arrays, iterations=40)
+        best = "   ".join(f"{time:.2f} us {name}" for time, name in sorted(found)[:5])
+        print(f"forward {rows:>4} x {n:<6} XLA {theirs:.2f}   {best}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="decode-sized inputs")
-    parser.add_argument("--sweep", action="store_true", help="time other layouts")
-    parser.add_argument("--n", type=int, help="only the shape with rows of this length")
+    parser.add_argument("--sweep", action="store_true", help="decode-sized inputs, other layouts")
     parser.add_argument("--all", action="store_true", help="more row lengths")
     arguments = parser.parse_args()
     rate = copy_rate()
@@ -198,8 +178,7 @@ def main() -> None:
     if arguments.small:
         small()
     elif arguments.sweep:
-        shapes = [shape for shape in SHAPES + MORE if arguments.n == shape[1]]
-        sweep(shapes or SHAPES, rate)
+        sweep_small()
     else:
         table(SHAPES + MORE * arguments.all, rate)
 

@@ -237,6 +237,7 @@ def _backward(
             call.target,
             read_bytes=sum(read),
             compute=call.compute,
+            residual="DH" in call.operands,
             whole_rows=call.whole_rows,
         )
         if layout is None:
