@@ -42,8 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(name: str, seed: int = 0):
     """Makes a model in float32 whose weights are bfloat16 numbers, none at its neutral value."""
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     family, changes = MODELS[name]
     torch.manual_seed(seed)
@@ -59,7 +59,7 @@ def make(name: str, seed: int = 0):
 
 def results(model, seed: int = 0) -> dict[str, np.ndarray]:
     """Gives tokens and their logits, and prompts and their greedy continuations."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, _SHAPE["vocab_size"], (2, 20))

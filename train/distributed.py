@@ -102,14 +102,17 @@ def _with_environment(config: DistributedConfig) -> DistributedConfig:
     if config.coordinator is not None:
         return config
     found = {name: os.environ.get(variable) for name, variable in _ENVIRONMENT.items()}
-    for name in ("num_processes", "process_id"):
-        if found[name] is not None and not found[name].isdecimal():
-            raise UsageError(f"{_ENVIRONMENT[name]}={found[name]!r} must be a number.")
-    number = lambda text: None if text is None else int(text)
+
+    def number(name: str) -> int | None:
+        text = found[name]
+        if text is not None and not text.isdecimal():
+            raise UsageError(f"{_ENVIRONMENT[name]}={text!r} must be a number.")
+        return None if text is None else int(text)
+
     return DistributedConfig(
         coordinator=found["coordinator"],
-        num_processes=number(found["num_processes"]),
-        process_id=number(found["process_id"]),
+        num_processes=number("num_processes"),
+        process_id=number("process_id"),
         timeout=config.timeout,
     )
 

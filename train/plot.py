@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
 from normfuse.train.history import History  # noqa: E402
 from normfuse.train.metrics import NATS_PER_BIT  # noqa: E402
@@ -63,7 +64,7 @@ def plot_throughput(file: File, runs: Sequence[History]):
         tops.append(smooth.max())
     axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, _last_step(runs)))
     axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may go off the picture
-    axes.yaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _finish(figure, axes, file, loc="lower right")
 
 

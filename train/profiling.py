@@ -69,7 +69,7 @@ def read_trace(folder: Path) -> tuple[dict[str, float], float]:
     planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
     devices = [plane for plane in devices if any(True for _ in _events(plane))]
-    times: collections.Counter[str] = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(float)
     idle = 0.0
     for plane in devices or planes:
         events = list(_events(plane))
@@ -85,18 +85,19 @@ def table(times: dict[str, float], steps: int) -> str:
     """Tabulates the milliseconds of each operation in a step."""
     total = sum(times.values()) or 1
     rows = [f"{'ms/step':>9} {'share':>6}  operation"]
-    for name, spent in collections.Counter(times).most_common(_SHOWN):
+    for name, spent in sorted(times.items(), key=lambda item: -item[1])[:_SHOWN]:
         rows.append(f"{spent / steps:9.3f} {spent / total:6.1%}  {name}")
     return "\n".join(rows) + "\n"
 
 
 def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float]:
     """Gives the milliseconds of a step by kind of operation, the longest first, idle time last."""
-    kinds: collections.Counter[str] = collections.Counter()
+    kinds: dict[str, float] = collections.defaultdict(float)
     for name, spent in times.items():
         found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
         kinds[next(found, _REST)] += spent / steps
-    return dict(kinds.most_common()) | ({_IDLE: idle / steps} if idle else {})
+    longest = sorted(kinds, key=lambda kind: -kinds[kind])
+    return {kind: kinds[kind] for kind in longest} | ({_IDLE: idle / steps} if idle else {})
 
 
 def _events(plane) -> Iterator[tuple[str, float, float]]:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO, cast
 
 _GRACE = 15  # seconds that the backstop leaves the thread to speak
 
@@ -67,10 +68,10 @@ class Watchdog:
         os._exit(1)
 
 
-def _stderr():
+def _stderr() -> TextIO:
     """The standard error as a real file, which a notebook's or a test's need not be."""
     try:
         sys.stderr.fileno()
         return sys.stderr
     except (AttributeError, OSError, ValueError):
-        return sys.__stderr__
+        return cast(TextIO, sys.__stderr__)

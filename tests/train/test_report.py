@@ -33,8 +33,8 @@ class _Page(html.parser.HTMLParser):
         self.images, self.words, self.links = [], [], []
         self.feed(text)
 
-    def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
         self.links += [found[name] for name in ("src", "href") if name in found]
         if tag == "img":
             self.images.append(found)
