@@ -13,7 +13,7 @@ from normfuse.train import distributed
 from normfuse.train.config import DistributedConfig
 from normfuse.train.errors import UsageError
 
-OPTIONS = {"steps": 40, "checkpoint.every": 4}
+OPTIONS = {"steps": 40, "checkpoint.every": 10}
 
 
 def _free_port() -> int:
@@ -22,15 +22,20 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_processes_stop_together_and_one_alone_continues(spawn, train, tmp_path, losses):
+def _two(spawn):
     together = {
         "distributed.coordinator": f"localhost:{_free_port()}",
         "distributed.num-processes": 2,
     }
-    first, second = (
+    return [
         spawn(devices=4, **OPTIONS, **together, **{"distributed.process-id": index})
         for index in (0, 1)
-    )
+    ]
+
+
+@pytest.mark.parametrize("resumed_by", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_processes_stop_together_and_others_continue(spawn, train, tmp_path, losses, resumed_by):
+    first, second = _two(spawn)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
@@ -43,12 +48,16 @@ def test_processes_stop_together_and_one_alone_continues(spawn, train, tmp_path,
     assert stopped and 3 <= int(stopped[1]) < 40
     assert "step" not in second.communicate()[0]  # one process speaks for all
 
-    assert train(**OPTIONS)[0] == 0
+    if resumed_by == 1:
+        assert train(**OPTIONS)[0] == 0
+    else:
+        assert [process.communicate(timeout=200)[1] for process in _two(spawn)] == ["", ""]
     assert train(**OPTIONS, out_dir=tmp_path / "alone")[0] == 0
     found, expected = (
         [float.fromhex(loss) for loss in losses(tmp_path / name).values()]
         for name in ("run", "alone")
     )
+    assert len(found) == 40
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 

@@ -102,13 +102,16 @@ def _program(mesh) -> Program:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
-def test_compiled_step_updates_its_state_in_place(eight_devices, shape):
+def test_compiled_step_updates_its_state_in_place(shape):
     """Every array of the state is donated, and no parameter or moment is copied."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    if len(devices) < np.prod(shape):
+        pytest.skip("needs more devices")
     mesh = jax.make_mesh(
         shape,
         ("data", "fsdp", "tensor"),
         axis_types=(jax.sharding.AxisType.Auto,) * 3,
-        devices=eight_devices[: int(np.prod(shape))],
+        devices=devices,
     )
     with jax.set_mesh(mesh):
         program = _program(mesh)
