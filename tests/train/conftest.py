@@ -53,6 +53,7 @@ def _cache(tmp_path_factory):
     compilation_cache.reset_cache()  # JAX looks at its folder only once
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NORMFUSE_CACHE_DIR", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # in other processes
         yield
     for name, value in before.items():
         jax.config.update(name, value)

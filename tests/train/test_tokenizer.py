@@ -121,7 +121,6 @@ def test_run_on_pairs_counts_bits_per_byte_and_goes_on(train, text_file, tmp_pat
     options = {
         "data.tokenizer": "bpe:300",
         "model.vocab-size": 304,
-        "sample.tokens": 5,
         "steps": 2,
     }
     code, out, err = train(**options)
