@@ -111,6 +111,7 @@ class Work:
     rows: int
     n: int
     residual: bool
+    scale: str = "float32"
 
     @property
     def arrays(self) -> int:
@@ -127,7 +128,7 @@ class Work:
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
         large = jax.ShapeDtypeStruct((self.rows, self.n, 1), jnp.bfloat16)
-        scale = jax.ShapeDtypeStruct((self.n,), jnp.float32)
+        scale = jax.ShapeDtypeStruct((self.n,), jnp.dtype(self.scale))
         rstd = jax.ShapeDtypeStruct((self.rows, 1), jnp.float32)
         flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": self.residual}
         more = [large] * self.residual
@@ -171,15 +172,16 @@ class Work:
             changed = dataclasses.replace(layout, min_blocks=blocks)
             registers = 65536 // (-(-layout.threads // 128) * 128 * blocks)
             held = layout.chunks * 4 * (self.arrays - 1)
-            if self.kernel == "forward" and 768 <= threads <= 2048 and held + 16 <= registers:
-                yield changed
+            if self.kernel == "forward":
+                for hold in (False, True):
+                    needed = held + 16 + hold * 8 * layout.chunks
+                    if 512 <= threads <= 1536 and needed <= registers:
+                        yield dataclasses.replace(changed, hold=hold)
+                continue
             if not 256 <= threads <= 1024:
                 continue
-            if self.kernel == "forward":
-                held, holds = held + 8 * layout.chunks, (False,)
-            else:
-                held, holds = 16 * layout.chunks, (False, True)
-            for hold, stages in itertools.product(holds, (2, 3)):
+            held = 16 * layout.chunks
+            for hold, stages in itertools.product((False, True), (2, 3)):
                 if held + 20 + hold * layout.chunks * 4 * (self.arrays - 1) <= registers:
                     yield dataclasses.replace(changed, hold=hold, max_stages=stages)
 
@@ -235,10 +237,14 @@ def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None) -> None:
             print(f"  {error}: {layout}")
             if "LAUNCH_FAILED" in str(error) or "ILLEGAL" in str(error):
                 raise
+    copied = copy_time(gpu, 2 * work.rows * work.n)
     buffers.free()
     floor = work.arrays * 2 * work.rows * work.n / rate
     residual = " with residual" if work.residual else ""
     print(f"{work.kernel}{residual}, {work.rows} x {work.n}: {len(found)} layouts {dict(changes)}")
+    print(
+        f"  a copy of one such array: {copied:.1f} us, {4 * work.rows * work.n / rate / copied:.3f}"
+    )
     ranked = sorted(found, key=lambda one: one[0])
     for place, (time, layout, launches, last) in enumerate(ranked):
         if out is not None:
@@ -318,14 +324,20 @@ class Buffers:
         return (*used, *ints, *floats), (*types, *[ctypes.c_float] * len(floats))
 
 
+def copy_time(gpu: Gpu, size: int) -> float:
+    """Microseconds that the driver's copy of so many bytes takes."""
+    pairs = [(gpu.array(size), gpu.array(size)) for _ in range(COPIES)]
+    copy = lambda turn: gpu("cuMemcpyDtoDAsync", *pairs[turn % COPIES], size, 0)
+    time = gpu.microseconds(copy)
+    for pointer in itertools.chain(*pairs):
+        gpu("cuMemFree", pointer)
+    return time
+
+
 def copy_rate(gpu: Gpu) -> float:
     """Bytes read and written in a microsecond by the driver's copy."""
     size = 512 << 20
-    source, target = gpu.array(size), gpu.array(size)
-    time = gpu.microseconds(lambda _: gpu("cuMemcpyDtoDAsync", target, source, size, 0))
-    gpu("cuMemFree", source)
-    gpu("cuMemFree", target)
-    return 2 * size / time
+    return 2 * size / copy_time(gpu, size)
 
 
 def _three(sizes) -> tuple[int, ...]:
@@ -338,6 +350,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", help="lengths of the rows")
     parser.add_argument("--kernel", nargs="+", default=["forward", "backward"])
     parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--scale", default="float32", help="its dtype")
     parser.add_argument(
         "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
         help="a replacement in the kernels' sources, to try another instruction",
@@ -355,7 +368,12 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
         for (rows, n), kernel in itertools.product(shapes, arguments.kernel):
             time_all(
-                gpu, Work(kernel, rows, n, arguments.residual), rate, pool, changes, arguments.out
+                gpu,
+                Work(kernel, rows, n, arguments.residual, arguments.scale),
+                rate,
+                pool,
+                changes,
+                arguments.out,
             )
 
 

@@ -25,7 +25,7 @@ _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 class RowLayout:
     """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
 
-    `hold` and `max_stages` are the backward kernel's alone.
+    `max_stages` is the backward kernel's alone.
     """
 
     features: int
@@ -118,11 +118,42 @@ def vector_size(features: int, itemsize: int) -> int:
     return math.gcd(features, 16 // itemsize)
 
 
-def forward_registers(compute: np.dtype, residual: bool) -> tuple[int, ...]:
-    """What a thread of rms_norm_forward.cu needs to hold 1, 2, ... vectors of a row unspilled."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What threads of the forward kernel have in registers."""
+
+    registers: tuple[int, ...]  # what a thread needs for 1, 2, ... vectors of a row, unspilled
+    steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
+    scale: int = 0  # the longest row whose scale is held too, so that it is there when the sum is
+
+
+_PLAIN = Held(
+    (32, 32, 40, 48, 48, 48, 64, 64), ((128, 2), (1056, 3), (1536, 4), (3072, 6), (8192, 8))
+)
+_RESIDUAL = Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
+_LONG_RESIDUAL = Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
+_DOUBLE = Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
+_FEW_ROWS = Held((48, 64), ((512, 1), (1024, 2)), scale=1024)
+
+
+def forward_held(
+    vectors: int, rows: int, target: Target, compute: np.dtype, residual: bool
+) -> Held:
+    """What threads hold of rows of so many vectors.
+
+    Three vectors a thread were best, or within 2 % of it, from 2048 to 8192 features of bfloat16
+    and with a residual up to 12288; longer rows need more of them to a thread, because two or three
+    blocks of 512 threads hide what one of 1024 cannot: it loads, adds up and stores by turns. With
+    a residual, fewer blocks that hold the scale are 1 to 2 % faster. Where no multiprocessor has
+    two rows only the way through one counts: as many threads as it has vectors.
+    """
     if compute.itemsize == 8:
-        return (64, 64, 80, 96)
-    return (40, 48, 56, 64) if residual else (32, 32, 40, 48, 48, 48, 64, 64)
+        return _DOUBLE
+    if rows <= target.multiprocessors and vectors <= _FEW_ROWS.scale:
+        return _FEW_ROWS
+    if residual:
+        return _RESIDUAL if vectors <= _RESIDUAL.scale else _LONG_RESIDUAL
+    return _PLAIN
 
 
 def forward_layout(
@@ -130,47 +161,45 @@ def forward_layout(
     itemsize: int,
     target: Target,
     *,
-    registers: tuple[int, ...],
+    rows: int,
+    compute: np.dtype,
+    residual: bool,
     whole_rows: bool,
 ) -> RowLayout | None:
     """A layout whose threads hold a few vectors of a row, so that many blocks fit at a time.
 
-    Three vectors a thread were best, or within 2 % of it, from 2048 to 8192 features of bfloat16
-    and with a residual up to 12288; longer rows need more of them to a thread, because two or three
-    blocks of 512 threads hide what one of 1024 cannot: it loads, adds up and stores by turns.
-
     Args:
       itemsize: bytes of the widest element that moves.
-      registers: what a thread needs to hold 1, 2, ... vectors of a row.
+      compute: the compute type.
       whole_rows: a row's blocks must form one cluster; otherwise each may work alone.
     Returns: None if a row is longer than a block, or a cluster, can hold.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
+    held = forward_held(vectors, rows, target, compute, residual)
     if vectors <= 2 * WARP:  # a warp or less has the row, and needs no barrier
         row_threads = min(WARP, _power_of_two(-(-vectors // 2)))
         chunks = -(-vectors // row_threads)
         layout = RowLayout(features, vector, chunks, row_threads, 128 // row_threads)
-        return _fill(layout, registers)
-    steps = _FORWARD if len(registers) > 4 else _FORWARD_WIDE
+        return _fill(layout, held.registers)
     slices = 1 if whole_rows else -(-vectors // MAX_THREADS)
     while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
         part = -(-vectors // slices)
-        for most, chunks in steps:
+        for most, chunks in held.steps:
             if part <= most:
                 row_threads = _round_up(-(-part // chunks), WARP)
-                slices = -(-vectors // (row_threads * chunks))
-                block_rows = max(1, 128 // row_threads) if slices == 1 else 1
-                layout = RowLayout(features, vector, chunks, row_threads, block_rows, slices)
-                return _fill(layout, registers)
+                layout = RowLayout(
+                    features,
+                    vector,
+                    chunks,
+                    row_threads,
+                    block_rows=max(1, 128 // row_threads) if slices == 1 else 1,
+                    slices=-(-vectors // (row_threads * chunks)),
+                    hold=vectors <= held.scale,
+                )
+                return _fill(layout, held.registers)
         slices *= 2
     return None
-
-
-# The forward kernel's vectors to a thread, for rows (or slices) of at most so many vectors; the
-# second where a vector takes more registers: with a residual, or in float64.
-_FORWARD = (128, 2), (1056, 3), (1536, 4), (3072, 6), (8192, 8)
-_FORWARD_WIDE = (128, 2), (1536, 3), (4096, 4)
 
 
 class _Step(NamedTuple):

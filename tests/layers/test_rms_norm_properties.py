@@ -205,8 +205,6 @@ def test_random_cases(example):
 
 
 @pytest.mark.slow
-@seed(20261121)
-@common(max_examples=2000)
-@given(example=examples())
-def test_many_random_cases(example):
-    check(example)
+def test_many_random_cases(pytestconfig):
+    run = seed(20261121)(given(example=examples())(check))
+    common(max_examples=pytestconfig.getoption("--cases"))(run)()
