@@ -14,7 +14,7 @@ _SHOWN = 40  # the norms of a small model are near the end
 _KINDS = {
     "communication": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
     "attention": r"sdpa|flash|fmha",
-    "RMSNorm": r"rms_norm|column_sum|^ffi_call",  # the last on CPUs, where ours are the only ones
+    "RMSNorm": r"rms_norm|column_sum|^ffi.call",  # the last on CPUs, where ours are the only ones
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|dot|convolution|^ynn",
     "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
 }
