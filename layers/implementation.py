@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from normfuse.native.fallback import Order
+
 NAMES = ("native", "pallas", "xla")
 Implementation = str | Sequence[str] | None
 T = TypeVar("T")
@@ -36,6 +38,18 @@ def requested(implementation: Implementation, *, argument: str = "implementation
             "None takes the best that can serve here"
         )
     return list(names)
+
+
+def kernels(implementation: Implementation) -> Order | None:
+    """Which kernels `implementation` asks for, to be chosen from where the program is lowered.
+
+    None where it asks for plain HLO before any of them.
+    """
+    names = requested(implementation)
+    if not names:
+        return Order((), strict=False)
+    plain = names.index("xla") if "xla" in names else len(names)
+    return Order(tuple(names[:plain]), strict=plain == len(names)) if plain else None
 
 
 def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:

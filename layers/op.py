@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from normfuse.layers import partition
 from normfuse.layers.partition import Loose, Split
 from normfuse.native import fallback
+from normfuse.native.fallback import Order
 from normfuse.native.jax_private import needs_devices_during_lowering
 from normfuse.native.kernel import lower, result_types
 
@@ -39,7 +40,7 @@ class Op:
       lead: the index of the leading operand; its sharding decides.
 
     Every op has the parameters `axes` (dimensions of the leading operand it treats apart) and
-    `strict` (whether plain HLO may serve where kernels cannot).
+    `order` (which kernels serve, and whether plain HLO may where they cannot).
     """
 
     def __init__(
@@ -64,22 +65,24 @@ class Op:
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return self.primitive.bind(*operands, **params)
 
-    def plain(self, *operands: jax.Array, strict: bool = False, **params: Any) -> list[jax.Array]:
+    def plain(
+        self, *operands: jax.Array, order: Order | None = None, **params: Any
+    ) -> list[jax.Array]:
         """The definition, with the parameters that `__call__` takes."""
-        del strict
+        del order
         return list(self.definition(*operands, **params))
 
     def _impl(self, *operands, **params):
         with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
             return _jitted(self.primitive, tuple(params.items()))(*operands)
 
-    def _abstract_eval(self, *operands, strict, **params):
+    def _abstract_eval(self, *operands, order, **params):
         types = result_types(
             self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
         )
         lead = operands[self.lead]
         spec = (*lead.sharding.spec, *[None] * (lead.ndim - len(lead.sharding.spec)))
-        _, outputs = self.dims(lead.ndim, strict=strict, **params)
+        _, outputs = self.dims(lead.ndim, order=order, **params)
         return [
             lead.update(
                 shape=t.shape,
@@ -96,7 +99,8 @@ class Op:
         where = _where(ctx, lead)
         if self.body is None or where.plain:
             if self.body is not None:
-                fallback.report(self.name, where.plain, strict=params["strict"])
+                order = params["order"]
+                fallback.report(self.name, where.plain, strict=order.strict, names=order.names)
             fn = functools.partial(self.plain, **params)
         elif where.single:
             return lower(
