@@ -5,8 +5,8 @@ One block a multiprocessor takes tiles of the result in turn. Of its three warpg
 the next pieces of x and w while two multiply, each its half of the tile; when a tile's sums are
 complete those two apply bias and activation to them, piece by piece, and store through shared
 memory, while the third fetches for the next tile. Pallas's Mosaic GPU backend schedules the copies.
-Copies from beyond an operand's end read zeros, those to beyond it write nothing: tiles need not fit.
-But operands must be whole pieces as they lie in shared memory, of 8 x 64: others are padded first.
+Copies from beyond an operand's end read zeros, those to beyond it write nothing: tiles need not
+fit. But operands must be whole pieces as shared memory has them, of 8 x 64: others are padded.
 """
 
 import dataclasses
