@@ -65,7 +65,7 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
       NotImplementedError: if the only implementation asked for cannot serve.
       ExceptionGroup: of the causes, if none of several can.
     """
-    names = requested(implementation) or ["native", "xla"]
+    names = requested(implementation) or [name for name in ("native", "xla") if name in serve]
     errors = []
     for i, name in enumerate(names):
         if name not in serve:

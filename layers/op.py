@@ -96,7 +96,7 @@ class Op:
     def _lower(self, ctx, *values, **params):
         lead = ctx.avals_in[self.lead]
         dims = self.dims(lead.ndim, **params)
-        where = _where(ctx, lead)
+        where = where_lowered(ctx, lead)
         if self.body is None or where.plain:
             if self.body is not None:
                 order = params["order"]
@@ -109,7 +109,7 @@ class Op:
         elif where.explicit:
             fn = _split_by_types(functools.partial(self.body, **params), dims, lead, where.explicit)
         else:
-            devices = _devices(ctx)
+            devices = devices_of(ctx)
             body = functools.partial(self.body, **params)
             fn = partition.partitioned(body, dims, self.lead, devices)
             results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
@@ -176,12 +176,12 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
         wanted = jax.P(*[spec[d] for d in dims])
         have = (*typed.sharding.spec, *[None] * (typed.ndim - len(typed.sharding.spec)))
         if jax.P(*have) != wanted:
-            operand = _reshard(operand, lead, wanted)
+            operand = reshard_like(operand, lead, wanted)
     return operand
 
 
 @functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
-def _reshard(operand, lead, spec):
+def reshard_like(operand, lead, spec):
     """`jax.sharding.reshard` on lead's devices, unknown to it outside jit and set_mesh."""
     return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
 
@@ -195,7 +195,8 @@ class _Where:
     plain: str = ""  # why only plain HLO can serve
 
 
-def _where(ctx, lead) -> _Where:
+def where_lowered(ctx, lead) -> _Where:
+    """The context that an operation on arrays like `lead` is lowered in."""
     context, mesh = ctx.module_context.axis_context, lead.sharding.mesh
     sizes = dict(context.mesh.shape) if hasattr(context, "mesh") else dict(mesh.shape)
     manual = set(getattr(context, "manual_axes", ())) | set(mesh.manual_axes)
@@ -219,7 +220,7 @@ def _where(ctx, lead) -> _Where:
     return _Where()
 
 
-def _devices(ctx):
+def devices_of(ctx):
     """What the program is compiled for, in order."""
     context = ctx.module_context.axis_context
     return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment

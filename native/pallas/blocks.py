@@ -54,7 +54,7 @@ def run(target: Target, call: Call) -> list[jax.Array]:
         grid=grid,
         in_specs=[tile] * len(call.tiles) + [column] * len(call.columns) + [row] * len(call.rows),
         out_specs=[of[out.kind][0] for out in call.outs],
-        out_shape=[jax.ShapeDtypeStruct(of[out.kind][1], out.dtype) for out in call.outs],
+        out_shape=[jax.core.ShapedArray(of[out.kind][1], out.dtype) for out in call.outs],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=target.interpret,
         name=call.name,

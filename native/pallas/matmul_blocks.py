@@ -45,7 +45,7 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep):
             *[pl.BlockSpec((1, tn), lambda i, j, s: (0, j))] * len(bias),
         ],
         out_specs=[out] * (1 + keep),
-        out_shape=[jax.ShapeDtypeStruct((m, n), x.dtype)] * (1 + keep),
+        out_shape=[jax.core.ShapedArray((m, n), x.dtype)] * (1 + keep),
         scratch_shapes=[pltpu.VMEM((tm, tn), compute)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")

@@ -33,7 +33,8 @@ class Shape:
       split: which of them the two warpgroups of a block share out: "rows" or "columns".
       depth: of the pieces of x and w that are fetched at once.
       stages: how many of those are in flight or in use.
-      width: tiles side by side before the next row of tiles: they share x in the cache.
+      width: tiles one beside the other before the next step across: they share w in the cache.
+      minor: the dimension in which those are neighbours; with "columns" they share x.
       cluster: "rows" or "columns" where two blocks, neighbours in that dimension, fetch what they
         share once; "" for none.
     """
@@ -44,7 +45,7 @@ class Shape:
     depth: int = 64
     stages: int = 4
     width: int = 8
-    minor: str = "columns"
+    minor: str = "rows"
     cluster: str = ""
 
     @property
@@ -59,29 +60,43 @@ class Shape:
         return {"": (1, 1), "rows": (2, 1), "columns": (1, 2)}[self.cluster]
 
 
-def shape_for(m: int, n: int, k: int) -> Shape:
-    """The shape for a product: see docs/pallas.md for the measurements behind it."""
-    del k
-    if n <= 128:
-        return Shape(rows=64, columns=128, split="rows", stages=6)
-    if m <= 64:
-        return Shape(rows=64, columns=64, stages=8)
-    return Shape()
+_LARGE = Shape()
+_MIDDLE = Shape(rows=64, split="rows", stages=6)
+_SMALL = Shape(rows=64, columns=64, stages=8)
+_NARROW = Shape(rows=64, columns=64, split="rows", stages=8)  # no copy is wider than the operand
+
+
+def shape_for(m: int, n: int, cores: int) -> Shape:
+    """The shape that should take the least time: see docs/pallas.md for the measurements.
+
+    The multiprocessors that take most tiles decide. A tile's time is that of its products and of
+    fetching what it multiplies.
+    """
+    if n <= _SIDE:
+        return _NARROW
+
+    def time(shape):
+        (rows, columns), side = shape.block, 64
+        tiles = cdiv(cdiv(m, rows) * cdiv(n, columns), cores)
+        return tiles * (rows * columns + side * (rows + columns))
+
+    return min((_LARGE, _MIDDLE, _SMALL), key=time)
 
 
 def run(target, x, w, bias, *, epilogue, precision, compute, keep, shape=None):
     """See `matmul.serve`."""
     del precision, compute  # 16-bit operands are multiplied exactly, and summed in float32
-    (m, k), n = x.shape, w.shape[1]
-    shape = shape or shape_for(m, n, k)
-    x, w = _padded(x, (8, 64)), _padded(w, (64, 64))
+    m, n = x.shape[0], w.shape[1]
+    shape = shape or shape_for(m, n, target.cores)
+    rows = 8 if m >= shape.block[0] else shape.block[0]
+    x, w = _padded(x, (rows, 64)), _padded(w, (64, 64))
     steps = [cdiv(size, b * c) for size, b, c in zip((m, n), shape.block, shape.blocks)]
     across = steps[1] * shape.block[1] * shape.blocks[1]
     bias = [jnp.pad(b, (0, across - n)) for b in bias]  # it is read directly: no reads past its end
     cluster = shape.blocks[0] * shape.blocks[1]
     results = plgpu.kernel(
         functools.partial(_kernel, shape=shape, steps=steps, epilogue=epilogue, biases=len(bias)),
-        out_type=[jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
+        out_type=[jax.core.ShapedArray((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
         grid=(target.cores // cluster,),
         grid_names=("blocks",),
         cluster=(cluster,),

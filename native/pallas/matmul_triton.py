@@ -33,7 +33,7 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep):
     return pl.pallas_call(
         kernel,
         grid=(cdiv(m, tile[0]) * cdiv(n, tile[1]),),
-        out_shape=[jax.ShapeDtypeStruct((m, n), x.dtype)] * (1 + keep),
+        out_shape=[jax.core.ShapedArray((m, n), x.dtype)] * (1 + keep),
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
         interpret=target.interpret,
         name="pallas_dense",

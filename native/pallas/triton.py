@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
@@ -33,12 +34,15 @@ def fits(target: Target, n: int) -> bool:
 def shape_for(call: Call) -> Shape:
     """The shape for a call: see docs/pallas.md for the measurements behind it."""
     m, n = call.shape
-    columns = power_of_two(n)
-    if not call.whole:
-        columns = min(columns, 2048)
-    rows = min(max(1, 4096 // columns), power_of_two(m))
-    warps = min(16, max(1, power_of_two(rows * columns // 512)))
-    return Shape(rows, columns, warps)
+    columns = power_of_two(n) if call.whole else min(power_of_two(n), 2048)
+    most = power_of_two(m)
+    if "column sum" not in call.kinds:  # 32 elements a thread
+        rows = min(most, max(1 if columns > 8192 else 2, 2048 // columns))
+        return Shape(rows, columns, min(16, max(1, rows * columns // 1024)))
+    rows = min(most, max(2 if columns == 8192 else 1, 2048 // columns))
+    each = 512 if columns in (8192, 16384) or columns <= 1024 else 256
+    warps = min(32, max(1, rows * columns // each))
+    return Shape(rows, columns, warps, programs=max(1, min(4, 32 // warps)))
 
 
 def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Array]:
@@ -56,7 +60,7 @@ def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Arra
     results = pl.pallas_call(
         functools.partial(_kernel, call=call, shape=shape, steps=steps, programs=programs),
         grid=grid,
-        out_shape=[jax.ShapeDtypeStruct(of[out.kind], out.dtype) for out in call.outs],
+        out_shape=[jax.core.ShapedArray(of[out.kind], out.dtype) for out in call.outs],
         compiler_params=pltriton.CompilerParams(num_warps=shape.warps, num_stages=2),
         interpret=target.interpret,
         name=call.name,
@@ -73,15 +77,16 @@ def _kernel(*refs, call, shape, steps, programs):
     zeros = lambda *dims: jnp.zeros(dims, call.compute)
     if "row sum" in call.kinds:
         start = [zeros(shape.rows, 1) for _ in call.outs]
-        sums = lax.fori_loop(0, steps[1], lambda j, sums: tile(first, j, sums), start)
+        body = lambda j, sums: tile(first, j, sums)
+        sums = lax.fori_loop(np.int32(0), np.int32(steps[1]), body, start)
         at, mask = _along(first, shape.rows, call.shape[0])
         for ref, value in zip(outputs, sums):
             _store(ref.at[at], value.reshape(shape.rows), mask)
     elif "column sum" in call.kinds:
         start = [zeros(1, shape.columns) for out in call.outs if out.kind == "column sum"]
-        mine = lax.div(steps[0] - first + programs - 1, programs)
+        mine = (steps[0] - first + programs - 1) // programs
         body = lambda i, sums: tile(first + i * programs, second, sums)
-        sums = iter(lax.fori_loop(0, mine, body, start))
+        sums = iter(lax.fori_loop(np.int32(0), mine, body, start))
         at, mask = _along(second, shape.columns, call.shape[1])
         for out, ref in zip(call.outs, outputs):
             if out.kind == "column sum":
