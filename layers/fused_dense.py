@@ -21,15 +21,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.layers import matmul
-from normfuse.layers.op import devices_of, reshard_like, vary, where_lowered
+from normfuse.layers.op import devices_of, match, reshard_like, vary, where_lowered
 from normfuse.layers.partition import name_callback
 from normfuse.layers.rounding import wide
 from normfuse.layers.tiling import mesh_and_spec
 from normfuse.native import dense as native
 from normfuse.native import fallback
-from normfuse.native.fallback import Order
+from normfuse.native.fallback import Order, Unsupported
 from normfuse.native.jax_private import needs_devices_during_lowering
 from normfuse.native.kernel import lower, without_mesh
+from normfuse.native.pallas import activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +76,14 @@ def fused_dense(
       order: which kernels are to serve.
 
     Raises:
-      NotImplementedError: for what no kernel of `order` can serve, if it is strict.
+      NotImplementedError: for what no kernel of `order` can serve, if it is strict; and for an
+        activation that is no function of numbers alone.
     """
+    if function is not None:
+        try:
+            activation.check(function, wide(dtype))
+        except Unsupported as error:
+            fallback.report("dense", str(error), strict=True, names=["pallas"])
     options = Options(
         function, jnp.dtype(dtype), contract, False, jax.config.jax_default_matmul_precision, order
     )
@@ -107,9 +114,10 @@ def _(options, primals, tangents):
         terms.append(jax.jvp(lambda kernel: product(x, kernel), (kernel,), (dkernel,))[1])
     for db in dbias:
         if not isinstance(db, SymbolicZero):
-            terms.append(jnp.broadcast_to(db.astype(wide(options.dtype)), y.shape))
+            beside = match(db.astype(wide(options.dtype)), y, range(x.ndim - 1, y.ndim))
+            terms.append(jnp.expand_dims(beside, range(x.ndim - 1)))
     dz = functools.reduce(jnp.add, [t.astype(wide(options.dtype)) for t in terms])
-    dz = dz.astype(options.dtype)
+    dz = jnp.broadcast_to(dz, y.shape).astype(options.dtype)
     if options.function is None:
         return [y, *z], [dz] * (1 + options.keep)
 

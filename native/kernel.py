@@ -90,7 +90,7 @@ class Kernel:
 
     def _lower(self, platform, ctx, *values, order, **params):
         where, reasons = "/".join(ctx.module_context.platforms), {}
-        for name in order.names or _BEST.get(platform, ("native",)):
+        for name in order.names or _best(platform, ctx):
             try:
                 results = getattr(self, f"_lower_{name}")(platform, ctx, *values, **params)
             except Unsupported as error:
@@ -123,6 +123,14 @@ class Kernel:
         with lowering.translated(target):
             serve = functools.partial(self._pallas, target, **params)
             return lower(serve, ctx, *values, mesh=lowering.mesh(target))
+
+
+def _best(platform, ctx):
+    """What is tried where nothing was asked for."""
+    best = _BEST.get(platform, ("native",))
+    if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
+        best = (best[0],) if best[0] == "native" else ("native",)  # JAX exports no Triton kernel
+    return best
 
 
 def _require_static_shapes(ctx):

@@ -22,16 +22,28 @@ _ERF_ONE = 3.7439211
 
 
 def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike) -> None:
-    """Unsupported where a kernel cannot compute `function` tile by tile."""
-    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((8, 128), dtype))
+    """Unsupported where a kernel cannot compute `function` tile by tile.
+
+    Raises:
+      ValueError: if it does not keep the shape of its input.
+    """
+    tile = jax.ShapeDtypeStruct((8, 128), dtype)
+    captured = (
+        "the activation captures an array or a traced value, and a kernel gives it one tile at a "
+        "time; write its constants as numbers"
+    )
+    try:
+        closed = jax.make_jaxpr(function)(tile)
+    except (TypeError, ValueError) as error:  # an array that does not broadcast with a tile
+        raise Unsupported(f"{captured}, or: {error}") from error
     if any(isinstance(c, jax.core.Tracer) or np.size(c) > 1 for c in closed.consts):
-        raise Unsupported(
-            "the activation captures an array or a traced value, and a kernel sees one tile of its "
-            "input; write its constants as numbers"
+        raise Unsupported(captured)
+    shapes = [aval.shape for aval in closed.out_avals]
+    if shapes != [tile.shape]:
+        raise ValueError(
+            f"activation must keep the shape of its input; {function!r} makes {shapes} of "
+            f"{tile.shape}"
         )
-    (out,) = closed.out_avals
-    if out.shape != (8, 128):
-        raise Unsupported(f"the activation makes {out.shape} of (8, 128); it must keep the shape")
 
 
 def portable(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

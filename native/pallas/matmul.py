@@ -32,7 +32,6 @@ def serve(
         raise Unsupported("no Pallas matrix product takes float64 on a GPU")
     compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     if function is not None:
-        activation.check(function, compute)
         function = activation.portable(function)
 
     def epilogue(sums, *bias):
