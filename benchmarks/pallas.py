@@ -107,14 +107,34 @@ def matmul(shapes) -> None:
         print(f"{m:>6} x {k:>5} x {n:<6}" + rates, flush=True)
 
 
+def both_ways(m: int, k: int, n: int) -> None:
+    """Prints microseconds of dense with bias and activation, forward and backward."""
+    x, w, b = product_operands(m, k, n)
+    dy = jax.random.normal(jax.random.key(1), (m, n), jnp.bfloat16)
+
+    def step(x, w, b, dy, activation, implementation):
+        fn = functools.partial(dense, activation=activation, implementation=implementation)
+        y, pull = jax.vjp(fn, x, w, b)
+        return y, pull(dy)
+
+    def products(x, w, b, dy):
+        return x @ w, dy @ w.T, x.T @ dy
+
+    variants = {"the three products": jax.jit(products)}
+    for a, i in itertools.product(ACTIVATIONS[1:], ["pallas", "xla"]):
+        variants[f"{a} {i}"] = jax.jit(functools.partial(step, activation=a, implementation=i))
+    for name, time in rounds(variants, (x, w, b, dy)).items():
+        print(f"{m} x {k} x {n} forward and backward, {name:22} {time:9.1f} us", flush=True)
+
+
 def norm_shapes(name: str, n: int):
     """Shapes of the Triton kernels worth a try."""
     columns = triton.power_of_two(n)
-    for size, each in itertools.product((2048, 4096, 8192, 16384), (8, 16, 32)):
+    for size, each in itertools.product((columns, 2 * columns, 4096, 8192), (8, 16, 32)):
         rows, warps = size // columns, size // each // 32
         if rows < 1 or warps > 32 or warps < 1:
             continue
-        for programs in (1, 2, 4) if name == "backward" else (1,):
+        for programs in (1, 2, 4, 8) if name == "backward" else (1,):
             if programs * warps <= 64:
                 yield triton.Shape(rows, columns, warps, programs)
 
@@ -148,8 +168,9 @@ def product_shapes():
     ]
     for cluster, tile in itertools.product(("", "rows", "columns"), tiles):
         yield base(**tile, cluster=cluster)
-        if tile is not tiles[2]:
-            yield base(**tile, cluster=cluster, minor="rows")
+    for width in (4, 16, 32):
+        yield base(width=width)
+        yield base(**tiles[1], width=width)
 
 
 def sweep_matmul(m: int, k: int, n: int) -> None:
@@ -186,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag in ("norms", "matmul", "sweep", "more"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--n", type=int, nargs="+", help="only norms of rows of these lengths")
     arguments = parser.parse_args()
     both = arguments.norms == arguments.matmul
     rate = copy_rate() if both or arguments.norms else 0.0
@@ -195,9 +217,11 @@ def main() -> None:
             sweep_matmul(*PRODUCTS[0])
         else:
             matmul(PRODUCTS)
+            both_ways(*PRODUCTS[0])
     if both or arguments.norms:
-        shapes = SHAPES + MORE * arguments.more
-        sweep_norms(shapes[:3], rate) if arguments.sweep else norms(shapes, rate)
+        shapes = SHAPES + MORE * (arguments.more or arguments.n is not None)
+        shapes = [shape for shape in shapes if not arguments.n or shape[1] in arguments.n]
+        sweep_norms(shapes, rate) if arguments.sweep else norms(shapes, rate)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ fit. But operands must be whole pieces as shared memory has them, of 8 x 64: oth
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from normfuse.native.pallas.tiles import cdiv
 
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
+_EVERY = [()] * ("idx" in inspect.signature(plgpu.load).parameters)  # JAX 0.10 takes an index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +209,7 @@ def _finish(sums, bias, outs, staging, epilogue):
     """Applies the epilogue to a tile's sums piece by piece, and stores each."""
     m, n = sums.shape
     slot = 0
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
     for column in range(0, n, _SIDE):
         some = slice(column, column + _SIDE)
         for row in range(0, m, _SIDE):
@@ -223,5 +226,5 @@ def _finish(sums, bias, outs, staging, epilogue):
 
 
 def _bias(ref):
-    values = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    values = plgpu.load(ref, *_EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
     return lax.broadcast_in_dim(values, (_SIDE, _SIDE), (1,))
