@@ -18,6 +18,7 @@ import gpu_kernels
 import jax
 import jax.numpy as jnp
 from gpu_kernels import SHAPES, copy_rate, microseconds
+from jax.experimental.mosaic.gpu import profiler
 
 from normfuse import dense
 from normfuse.layers.activations import resolve
@@ -125,6 +126,9 @@ def both_ways(m: int, k: int, n: int) -> None:
         variants[f"{a} {i}"] = jax.jit(functools.partial(step, activation=a, implementation=i))
     for name, time in rounds(variants, (x, w, b, dy)).items():
         print(f"{m} x {k} x {n} forward and backward, {name:22} {time:9.1f} us", flush=True)
+        _, runs = profiler.measure(variants[name], aggregate=False, iterations=2)(x, w, b, dy)
+        for kernel, ms in runs[-1]:
+            print(f"    {1e3 * ms:9.1f} us  {kernel[:80]}")
 
 
 def norm_shapes(name: str, n: int):

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 _logger = logging.getLogger("normfuse")
 _lock = threading.Lock()
-_seen: dict[tuple[str, str, str], None] = {}
+_seen: dict[tuple[str, str], None] = {}  # served by plain HLO
+_substituted: dict[tuple[str, str], None] = {}  # served by another kernel
 _CALLED = {"native": "native", "pallas": "Pallas"}
 
 
@@ -57,9 +58,10 @@ def report(
         raise ExceptionGroup(f"{op}: none of {list(reasons)} can serve", errors)
     reason = "; ".join(dict.fromkeys(reasons.values()))
     with _lock:
-        if (op, reason, by) in _seen:
+        seen = _substituted if by in _CALLED else _seen
+        if (op, reason) in seen:
             return
-        _seen[op, reason, by] = None
+        seen[op, reason] = None
     _logger.info("%s is served by %s: %s", op, _CALLED.get(by, by), reason)
 
 
@@ -73,4 +75,4 @@ def _refusal(op, name, reason):
 def fallbacks() -> list[tuple[str, str]]:
     """Every (op, reason) served by plain HLO in this process so far, oldest first."""
     with _lock:
-        return [(op, reason) for op, reason, by in _seen if by == "plain HLO"]
+        return list(_seen)

@@ -78,9 +78,15 @@ def _polynomial(x, coefficients):
 
 
 def _erf(x, **_):
-    x = jnp.clip(x, -_ERF_ONE, _ERF_ONE)
-    square = x * x
-    return x * (_polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
+    square = jnp.minimum(x * x, _ERF_ONE**2)
+    inner = x * _polynomial(square, _ERF_P) * _reciprocal(_polynomial(square, _ERF_Q))
+    return jnp.where(x > _ERF_ONE, 1.0, jnp.where(x < -_ERF_ONE, -1.0, inner))
+
+
+def _reciprocal(positive):
+    """1 / positive: GPUs have an instruction for a reciprocal square root, none for a division."""
+    root = jax.lax.rsqrt(positive)
+    return root * root
 
 
 def _log1p(x, **_):
@@ -112,6 +118,6 @@ _REPLACED = {
     primitives.expm1_p: _expm1,
     primitives.integer_pow_p: _integer_pow,
     primitives.log1p_p: _log1p,
-    primitives.logistic_p: lambda x, **_: 1.0 / (1.0 + jnp.exp(-x)),
+    primitives.logistic_p: lambda x, **_: _reciprocal(1.0 + jnp.exp(-x)),
     primitives.square_p: lambda x, **_: x * x,
 }

@@ -23,7 +23,8 @@ from normfuse.native.pallas.tiles import cdiv
 
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
-_EVERY = [()] * ("idx" in inspect.signature(plgpu.load).parameters)  # JAX 0.10 takes an index
+_PARAMETERS = inspect.signature(plgpu.load).parameters
+_EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.Parameter.empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Shape:
     split: str = "columns"
     depth: int = 64
     stages: int = 4
-    width: int = 8
+    width: int = 16
     minor: str = "rows"
     cluster: str = ""
 
@@ -181,10 +182,17 @@ def _kernel(x, w, *refs, shape, steps, epilogue, biases):
 
             def tile(evaluate):
                 def with_sums(sums):
+                    own = [  # loaded while the first pieces are fetched
+                        {
+                            at: _bias(ref.at[columns].at[own_n].at[pl.ds(at, _SIDE)])
+                            for at in range(0, shape.columns, _SIDE)
+                        }
+                        for ref in bias
+                    ]
                     evaluate(sums)
                     _finish(
                         sums[...],
-                        [ref.at[columns].at[own_n] for ref in bias],
+                        own,
                         [ref.at[rows, columns].at[own_m, own_n] for ref in outs],
                         staging.at[mine],
                         epilogue,
@@ -213,7 +221,7 @@ def _finish(sums, bias, outs, staging, epilogue):
     for column in range(0, n, _SIDE):
         some = slice(column, column + _SIDE)
         for row in range(0, m, _SIDE):
-            b = [_bias(ref.at[pl.ds(column, _SIDE)]) for ref in bias]
+            b = [lax.broadcast_in_dim(of[column], (_SIDE, _SIDE), (1,)) for of in bias]
             for ref, value in zip(outs, epilogue(sums[row : row + _SIDE, some], *b)):
                 value = value.astype(ref.dtype)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other slot may be in flight
@@ -226,5 +234,6 @@ def _finish(sums, bias, outs, staging, epilogue):
 
 
 def _bias(ref):
-    values = plgpu.load(ref, *_EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
-    return lax.broadcast_in_dim(values, (_SIDE, _SIDE), (1,))
+    """A piece of the bias, in the registers that hold the sums it is for."""
+    # JAX 0.10 asks for an index, which later versions deprecate
+    return plgpu.load(ref, *_EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

@@ -36,13 +36,13 @@ def shape_for(call: Call) -> Shape:
     m, n = call.shape
     columns = power_of_two(n) if call.whole else min(power_of_two(n), 2048)
     most = power_of_two(m)
-    if "column sum" not in call.kinds:  # 32 elements a thread
-        rows = min(most, max(1 if columns > 8192 else 2, 2048 // columns))
-        return Shape(rows, columns, min(16, max(1, rows * columns // 1024)))
-    rows = min(most, max(2 if columns == 8192 else 1, 2048 // columns))
-    each = 512 if columns in (8192, 16384) or columns <= 1024 else 256
+    if "column sum" not in call.kinds:  # 32 elements a thread; fewer for a long row
+        rows = min(most, max(2, 1024 // columns))
+        return Shape(rows, columns, min(32, max(1, rows * columns // 1024)))
+    rows = min(most, max(2 if columns in (1024, 8192) else 1, 1024 // columns))
+    each = {2048: 256, 4096: 256, 16384: 1024}.get(columns, 512)
     warps = min(32, max(1, rows * columns // each))
-    return Shape(rows, columns, warps, programs=max(1, min(4, 32 // warps)))
+    return Shape(rows, columns, warps, programs=max(1, min(8, (16 if warps < 8 else 32) // warps)))
 
 
 def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Array]:
