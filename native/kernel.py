@@ -105,7 +105,10 @@ class Kernel:
     def _lower_native(self, platform, ctx, *values, **params):
         serve = {"cpu": self._cpu, "cuda": self._cuda}.get(platform)
         if serve is None:
-            raise Unsupported("this platform has no kernel")
+            nowhere = self._cpu is None and self._cuda is None
+            raise Unsupported(
+                f"{'no platform has a' if nowhere else 'this platform has no'} kernel"
+            )
         if platform == "cuda":
             from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
 
