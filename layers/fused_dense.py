@@ -117,16 +117,17 @@ def _(options, primals, tangents):
             beside = match(db.astype(wide(options.dtype)), y, range(x.ndim - 1, y.ndim))
             terms.append(jnp.expand_dims(beside, range(x.ndim - 1)))
     dz = functools.reduce(jnp.add, [t.astype(wide(options.dtype)) for t in terms])
-    dz = jnp.broadcast_to(dz, y.shape).astype(options.dtype)
+    dz = jnp.broadcast_to(dz, y.shape)
+    rounded = dz.astype(options.dtype)
     if options.function is None:
-        return [y, *z], [dz] * (1 + options.keep)
+        return [y, *z], [rounded] * (1 + options.keep)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # z is kept, nothing wider
-    def activate(z):
-        return options.function(z.astype(wide(options.dtype))).astype(options.dtype)
+    def activate(z, dz):  # not rounded between: the bias gradient is summed in the same pass
+        return jax.jvp(options.function, (z.astype(dz.dtype),), (dz,))[1].astype(z.dtype)
 
-    dy = jax.jvp(activate, (z[0],), (dz,))[1]
-    return ([y, z[0]], [dy, dz]) if options.keep else ([y], [dy])
+    dy = activate(z[0], dz)
+    return ([y, z[0]], [dy, rounded]) if options.keep else ([y], [dy])
 
 
 # ---------------------------------------------------------------- the primitive

@@ -31,8 +31,9 @@ def serve(
     if x.dtype == jnp.float64 and target.gpu:
         raise Unsupported("no Pallas matrix product takes float64 on a GPU")
     compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    hopper = target.capability == 90 and x.dtype.itemsize == 2
     if function is not None:
-        function = activation.portable(function)
+        function = activation.portable(function, short=hopper and x.dtype == jnp.bfloat16)
 
     def epilogue(sums, *bias):
         z = sums + bias[0] if bias else sums
@@ -43,7 +44,7 @@ def serve(
     bias = [b.astype(compute) for b in bias]
     if not target.gpu:
         from normfuse.native.pallas import matmul_blocks as backend
-    elif target.capability == 90 and x.dtype.itemsize == 2:
+    elif hopper:
         from normfuse.native.pallas import matmul_hopper as backend
     else:
         from normfuse.native.pallas import matmul_triton as backend

@@ -96,6 +96,13 @@ def test_activations_on_what_every_backend_has(name):
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7 * 12)
 
 
+def test_the_short_erf_is_right_to_five_digits():
+    x = jnp.linspace(-8, 8, 20001)
+    for fn in (jax.lax.erf, jax.lax.erfc):
+        error = jnp.abs(activation.portable(fn, short=True)(x) - fn(x))
+        assert 1e-6 < jnp.max(error) < 1.5e-5
+
+
 def test_a_function_of_all_that_is_replaced():
     fn = lambda x: x**-3 + jax.nn.sigmoid(jnp.log1p(x) + jnp.expm1(x)) * jax.lax.erf(x) + x**5
     x = jnp.linspace(0.5, 3, 64)
