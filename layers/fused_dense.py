@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.layers import matmul
-from normfuse.layers.op import devices_of, match, reshard_like, vary, where_lowered
+from normfuse.layers.activations import finish
+from normfuse.layers.op import devices_of, reshard_like, vary, where_lowered
 from normfuse.layers.partition import name_callback
 from normfuse.layers.rounding import wide
 from normfuse.layers.tiling import mesh_and_spec
@@ -107,27 +108,24 @@ def _(options, primals, tangents):
     kept = dataclasses.replace(options, keep=options.keep or options.function is not None)
     y, *z = _fused(kept, x, kernel, *bias)
     product = functools.partial(matmul.matmul, dtype=options.dtype, contract=options.contract)
-    terms = []
+    terms = [jnp.zeros_like(y)]
     if not isinstance(dx, SymbolicZero):
         terms.append(jax.jvp(lambda x: product(x, kernel), (x,), (dx,))[1])
     if not isinstance(dkernel, SymbolicZero):
         terms.append(jax.jvp(lambda kernel: product(x, kernel), (kernel,), (dkernel,))[1])
-    for db in dbias:
-        if not isinstance(db, SymbolicZero):
-            beside = match(db.astype(wide(options.dtype)), y, range(x.ndim - 1, y.ndim))
-            terms.append(jnp.expand_dims(beside, range(x.ndim - 1)))
-    dz = functools.reduce(jnp.add, [t.astype(wide(options.dtype)) for t in terms])
-    dz = jnp.broadcast_to(dz, y.shape)
-    rounded = dz.astype(options.dtype)
-    if options.function is None:
-        return [y, *z], [rounded] * (1 + options.keep)
+    dproduct = functools.reduce(jnp.add, terms[1:] or terms)
 
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # z is kept, nothing wider
-    def activate(z, dz):  # not rounded between: the bias gradient is summed in the same pass
-        return jax.jvp(options.function, (z.astype(dz.dtype),), (dz,))[1].astype(z.dtype)
+    def rest(activation):
+        """The tangent of what follows the product: bias and activation in one pass each way."""
+        shift = [jnp.zeros_like(b) for b in bias]  # z has the bias already
+        if not bias or isinstance(dbias[0], SymbolicZero):
+            after = lambda z: finish(z, None, activation, options.dtype)
+            return jax.jvp(after, (z[0] if z else y,), (dproduct,))[1]
+        after = lambda z, b: finish(z, b, activation, options.dtype)
+        return jax.jvp(after, (z[0] if z else y, *shift), (dproduct, *dbias))[1]
 
-    dy = activate(z[0], dz)
-    return ([y, z[0]], [dy, rounded]) if options.keep else ([y], [dy])
+    dy = rest(options.function)
+    return ([y, z[0]], [dy, rest(None)]) if options.keep else ([y], [dy])
 
 
 # ---------------------------------------------------------------- the primitive

@@ -62,8 +62,16 @@ class Op:
         mlir.register_lowering(self.primitive, self._lower)
         batching.primitive_batchers[self.primitive] = self._batch
 
-    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-        return self.primitive.bind(*operands, **params)
+    def __call__(
+        self,
+        *operands: jax.Array,
+        strict: bool = False,
+        order: Order | None = None,
+        **params: Any,
+    ) -> list[jax.Array]:
+        """Calls what `order` says; without it native kernels, and plain HLO unless `strict`."""
+        order = order or Order(("native",), strict)
+        return self.primitive.bind(*operands, order=order, **params)
 
     def plain(
         self, *operands: jax.Array, order: Order | None = None, **params: Any
