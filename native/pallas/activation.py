@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -40,9 +41,9 @@ def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLik
         closed = jax.make_jaxpr(function)(tile)
     except (TypeError, ValueError) as error:  # an array that does not broadcast with a tile
         raise Unsupported(f"{captured}, or: {error}") from error
-    if any(isinstance(c, jax.core.Tracer) or np.size(c) > 1 for c in closed.consts):
+    if any(isinstance(c, Tracer) or np.size(c) > 1 for c in closed.consts):
         raise Unsupported(captured)
-    shapes = [aval.shape for aval in closed.out_avals]
+    shapes = [getattr(aval, "shape", None) for aval in closed.out_avals]
     if shapes != [tile.shape]:
         raise ValueError(
             f"activation must keep the shape of its input; {function!r} makes {shapes} of "
@@ -75,7 +76,7 @@ def _evaluate(replaced, jaxpr, consts, args):
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         if eqn.primitive in replaced:
             results = [replaced[eqn.primitive](*operands, **eqn.params)]
-        elif isinstance(inner, core.ClosedJaxpr):
+        elif hasattr(inner, "consts"):
             consts = [np.asarray(c).item() for c in inner.consts]
             results = _evaluate(replaced, inner.jaxpr, consts, operands)
         else:

@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.tiles import Call, cdiv
+from normfuse.native.pallas.tiles import Call, cdiv, result_type
 
 # Elements of a tile. A TPU core has 16 MiB for every operand's tile twice (one is fetched while the
 # other is used) and the values in between; a backward has five operands, 0.5 MiB each in float32.
@@ -54,7 +54,7 @@ def run(target: Target, call: Call) -> list[jax.Array]:
         grid=grid,
         in_specs=[tile] * len(call.tiles) + [column] * len(call.columns) + [row] * len(call.rows),
         out_specs=[of[out.kind][0] for out in call.outs],
-        out_shape=[jax.core.ShapedArray(of[out.kind][1], out.dtype) for out in call.outs],
+        out_shape=[result_type(of[out.kind][1], out.dtype) for out in call.outs],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=target.interpret,
         name=call.name,

@@ -41,11 +41,11 @@ def serve(
         return [y, z] if keep else [y]
 
     options = {"epilogue": epilogue, "precision": precision, "compute": compute, "keep": keep}
-    bias = [b.astype(compute) for b in bias]
+    wide = [b.astype(compute) for b in bias]
     if not target.gpu:
         from normfuse.native.pallas import matmul_blocks as backend
     elif hopper:
         from normfuse.native.pallas import matmul_hopper as backend
     else:
         from normfuse.native.pallas import matmul_triton as backend
-    return backend.run(target, x, w, bias, **options)
+    return backend.run(target, x, w, wide, **options)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from normfuse.native.pallas.tiles import cdiv
+from normfuse.native.pallas.tiles import cdiv, result_type
 
 _M, _N, _K = 512, 512, 512  # float32: 1 MiB each of x, w, the sums and y, most of them twice
 
@@ -45,7 +45,7 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep):
             *[pl.BlockSpec((1, tn), lambda i, j, s: (0, j))] * len(bias),
         ],
         out_specs=[out] * (1 + keep),
-        out_shape=[jax.core.ShapedArray((m, n), x.dtype)] * (1 + keep),
+        out_shape=[result_type((m, n), x.dtype)] * (1 + keep),
         scratch_shapes=[pltpu.VMEM((tm, tn), compute)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")

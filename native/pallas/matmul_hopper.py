@@ -13,13 +13,12 @@ import dataclasses
 import functools
 import inspect
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from normfuse.native.pallas.tiles import cdiv
+from normfuse.native.pallas.tiles import cdiv, result_type
 
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
@@ -99,7 +98,7 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep, shape=None):
     cluster = shape.blocks[0] * shape.blocks[1]
     results = plgpu.kernel(
         functools.partial(_kernel, shape=shape, steps=steps, epilogue=epilogue, biases=len(bias)),
-        out_type=[jax.core.ShapedArray((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
+        out_type=[result_type((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
         grid=(target.cores // cluster,),
         grid_names=("blocks",),
         cluster=(cluster,),
@@ -123,8 +122,8 @@ def _padded(array, multiples):
 def _transforms(columns, dtype):
     """The layout of a piece in shared memory that wgmma and bulk copies agree on."""
     swizzle = plgpu.find_swizzle(columns * dtype.itemsize * 8)
-    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-    return tiling, plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def _kernel(x, w, *refs, shape, steps, epilogue, biases):
@@ -198,7 +197,9 @@ def _kernel(x, w, *refs, shape, steps, epilogue, biases):
                         epilogue,
                     )
 
-                pl.run_scoped(with_sums, plgpu.ACC((shape.rows, shape.columns), jnp.float32))
+                pl.run_scoped(
+                    with_sums, plgpu.WGMMAAccumulatorRef((shape.rows, shape.columns), jnp.float32)
+                )
 
             pipeline(multiply, tile)(x.at[rows, :], w.at[:, columns], allocations=buffers)
 

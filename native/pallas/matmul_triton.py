@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas.tiles import cdiv, power_of_two
+from normfuse.native.pallas.tiles import cdiv, power_of_two, result_type
 
 _GROUP = 8  # tiles down before the next across: neighbours in time share w in the cache
 
@@ -33,7 +33,7 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep):
     return pl.pallas_call(
         kernel,
         grid=(cdiv(m, tile[0]) * cdiv(n, tile[1]),),
-        out_shape=[jax.core.ShapedArray((m, n), x.dtype)] * (1 + keep),
+        out_shape=[result_type((m, n), x.dtype)] * (1 + keep),
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
         interpret=target.interpret,
         name="pallas_dense",

@@ -22,7 +22,7 @@ def serve(name: str, target: Target, *operands: jax.Array, **params) -> list[jax
       Unsupported: for dtypes or sizes that the platform's kernels do not take.
     """
     out = params.get("out_dtype")
-    dtypes = [a.dtype for a in operands] + [out] * (out is not None)
+    dtypes = [a.dtype for a in operands] + ([] if out is None else [out])
     lowering.require_dtypes(target, *dtypes)
     lead = operands[name in _GRADIENTS]
     rows = _Rows(target, f"pallas_rms_norm_{name}", lead.shape, compute_dtype(*dtypes))

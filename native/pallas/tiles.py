@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 Body = Callable[[Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence]
 
@@ -63,6 +64,12 @@ class Call:
     @property
     def kinds(self) -> set[str]:
         return {out.kind for out in self.outs}
+
+
+def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> ShapedArray:
+    """The type of a kernel's result. A `ShapeDtypeStruct` would have to say over which mesh axes it
+    varies wherever shard_map checks that, in words that differ among JAX's versions."""
+    return ShapedArray(tuple(shape), jnp.dtype(dtype))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from normfuse.native.fallback import Unsupported
 from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.tiles import Call, cdiv, power_of_two
+from normfuse.native.pallas.tiles import Call, cdiv, power_of_two, result_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Arra
     results = pl.pallas_call(
         functools.partial(_kernel, call=call, shape=shape, steps=steps, programs=programs),
         grid=grid,
-        out_shape=[jax.core.ShapedArray(of[out.kind], out.dtype) for out in call.outs],
+        out_shape=[result_type(of[out.kind], out.dtype) for out in call.outs],
         compiler_params=pltriton.CompilerParams(num_warps=shape.warps, num_stages=2),
         interpret=target.interpret,
         name=call.name,

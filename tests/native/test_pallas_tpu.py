@@ -29,11 +29,11 @@ def compiled(fn, *args):
     return jax.jit(fn).lower(*args).compile().as_text().count('target="tpu_custom_call"')
 
 
-def on(devices, shape, dtype, spec=P(), names=("data",)):
+def on(devices, shape, dtype, spec=None, names=("data",)):
     sizes = (len(devices),) if len(names) == 1 else (2, len(devices) // 2)
     types = (AxisType.Explicit,) * len(names)  # Auto axes ask a callback that only a client has
     mesh = Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
-    return S(shape, dtype, sharding=NamedSharding(mesh, spec))
+    return S(shape, dtype, sharding=NamedSharding(mesh, spec or P()))
 
 
 SHAPES = [(7, 100), (1000, 8191), (4096, 4096), (512, 8192), (64, 40000), (300, 1), (16, 1 << 20)]
