@@ -16,7 +16,9 @@ from normfuse.native import rms_norm as native
 
 DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
 # One row a thread group, a block or several blocks; odd sizes go through the scalar path.
-SHAPES = [(n, 1) for n in (1, 3, 64, 130, 1000, 1024, 4096, 5120, 8192, 32768, 65537)] + [
+SHAPES = [
+    (n, 1) for n in (1, 3, 64, 130, 1000, 1024, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 65537)
+] + [
     (7, 3),
     (64, 130),
 ]

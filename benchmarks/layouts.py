@@ -13,6 +13,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import os
 import statistics
@@ -110,6 +111,7 @@ class Work:
     rows: int
     n: int
     residual: bool
+    scale: str = "float32"
 
     @property
     def arrays(self) -> int:
@@ -126,7 +128,7 @@ class Work:
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
         large = jax.ShapeDtypeStruct((self.rows, self.n, 1), jnp.bfloat16)
-        scale = jax.ShapeDtypeStruct((self.n,), jnp.float32)
+        scale = jax.ShapeDtypeStruct((self.n,), jnp.dtype(self.scale))
         rstd = jax.ShapeDtypeStruct((self.rows, 1), jnp.float32)
         flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": self.residual}
         more = [large] * self.residual
@@ -151,36 +153,37 @@ class Work:
 
     def layouts(self) -> Iterator[RowLayout]:
         """Candidates."""
-        for slices, chunks in itertools.product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
+        for slices, chunks in itertools.product((1, 2, 4, 8), range(1, 9)):
             needed = -(-self.n // (8 * slices * chunks))
             threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
             if threads > 1024 or (slices > 1 and threads < 128):
                 continue
             if -(-self.n // (threads * chunks * 8)) != slices:
                 continue
-            for size in (128, 256, 512, 1024):
-                rows = max(1, size // threads) if slices == 1 else 1
-                block = rows * threads
-                if not 64 <= block <= 1024 or (rows == 1 and size != 128):
-                    continue
-                for layout in self._variants(RowLayout(self.n, 8, chunks, threads, rows, slices)):
-                    registers = 65536 // (-(-block // 128) * 128 * layout.min_blocks)
-                    held = chunks * 4 * (self.arrays - 1)
-                    if self.kernel == "backward":
-                        held = 16 * chunks + (held if layout.hold else 0)
-                    if held + 20 <= registers <= max(64, 3 * held + 40):
-                        yield layout
+            rows = {max(1, size // threads) for size in (128, 256, 512, 1024)}
+            for block_rows in sorted(rows) if slices == 1 else [1]:
+                if 64 <= block_rows * threads <= 1024:
+                    layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices)
+                    yield from self._variants(layout)
 
     def _variants(self, layout: RowLayout) -> Iterator[RowLayout]:
-        for blocks in (1, 2, 3, 4, 6, 8, 12, 16):
-            if not 256 <= blocks * layout.threads <= 2048:
-                continue
+        for blocks in (1, 2, 3, 4, 6, 8, 12):
+            threads = blocks * layout.threads
             changed = dataclasses.replace(layout, min_blocks=blocks)
+            registers = 65536 // (-(-layout.threads // 128) * 128 * blocks)
+            held = layout.chunks * 4 * (self.arrays - 1)
             if self.kernel == "forward":
-                yield changed
+                for hold in (False, True):
+                    needed = held + 16 + hold * 8 * layout.chunks
+                    if 512 <= threads <= 1536 and needed <= registers:
+                        yield dataclasses.replace(changed, hold=hold)
                 continue
-            for hold, stages in itertools.product((False, True), (2, 3, 4)):
-                yield dataclasses.replace(changed, hold=hold, max_stages=stages)
+            if not 256 <= threads <= 1024:
+                continue
+            held = 16 * layout.chunks
+            for hold, stages in itertools.product((False, True), (2, 3)):
+                if held + 20 + hold * layout.chunks * 4 * (self.arrays - 1) <= registers:
+                    yield dataclasses.replace(changed, hold=hold, max_stages=stages)
 
 
 def compile_one(source: str, macros: dict, arch: str, changes: tuple[tuple[str, str], ...]):
@@ -197,7 +200,7 @@ def compile_one(source: str, macros: dict, arch: str, changes: tuple[tuple[str, 
         return str(error)
 
 
-def time_all(gpu, work: Work, rate: float, pool, changes=()) -> None:
+def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None) -> None:
     """Times every candidate and prints the ten best."""
     target = gpu.target()
     chosen = work.launches(None, target)
@@ -222,24 +225,39 @@ def time_all(gpu, work: Work, rate: float, pool, changes=()) -> None:
         compiled = [
             images[launch["source"], tuple(launch["macros"].items())] for launch in launches
         ]
-        if any(isinstance(image, str) for image in compiled):
+        errors = [image for image in compiled if isinstance(image, str)]
+        if errors:
+            if layout is None:
+                print(f"  the package's own layout does not compile: {errors[0]}")
             continue
         try:
-            found.append((buffers.time(launches, compiled), layout, launches))
+            times = buffers.time(launches, compiled)
+            found.append((times[0], layout, launches, times[1]))
         except RuntimeError as error:
             print(f"  {error}: {layout}")
             if "LAUNCH_FAILED" in str(error) or "ILLEGAL" in str(error):
                 raise
+    copied = copy_time(gpu, 2 * work.rows * work.n)
     buffers.free()
     floor = work.arrays * 2 * work.rows * work.n / rate
     residual = " with residual" if work.residual else ""
     print(f"{work.kernel}{residual}, {work.rows} x {work.n}: {len(found)} layouts {dict(changes)}")
+    print(
+        f"  a copy of one such array: {copied:.1f} us, {4 * work.rows * work.n / rate / copied:.3f}"
+    )
     ranked = sorted(found, key=lambda one: one[0])
-    for place, (time, layout, launches) in enumerate(ranked):
-        if place < 10 or layout is None:
+    for place, (time, layout, launches, last) in enumerate(ranked):
+        if out is not None:
             sizes = {k: v for k, v in launches[0]["macros"].items() if k in SHOWN}
+            record = dataclasses.asdict(work) | sizes | {"us": time, "fraction": floor / time}
+            record |= {"sum_us": last, "ours": layout is None}
+            print(json.dumps(record), file=out)
+        if place < 10 or layout is None:
+            sizes = " ".join(f"{k} {v}" for k, v in launches[0]["macros"].items() if k in SHOWN)
             mark = "*" if layout is None else " "
-            print(f" {mark}{time:8.1f} us {floor / time:.3f} grid {launches[0]['grid']} {sizes}")
+            ending = f" (of it the sum {last:.1f})" if last else ""
+            grid = launches[0]["grid"]
+            print(f" {mark}{time:8.1f} us {floor / time:.3f}{ending} grid {grid} {sizes}")
     print(flush=True)
 
 
@@ -269,7 +287,8 @@ class Buffers:
         for pointer in itertools.chain(self.small, *self.sets):
             self.gpu("cuMemFree", pointer)
 
-    def time(self, launches: list[dict], images: list[bytes]) -> float:
+    def time(self, launches: list[dict], images: list[bytes]) -> tuple[float, float]:
+        """Microseconds of all launches, and of those behind the first."""
         calls, libraries = [], []
         for i, (launch, image) in enumerate(zip(launches, images, strict=True)):
             library, function = self.gpu.function(image, launch["kernel"], launch.get("shared", 0))
@@ -284,14 +303,15 @@ class Buffers:
                 (config, function, [self._parameters(i, launch, one) for one in self.sets])
             )
 
-        def run(turn: int) -> None:
+        def run(turn: int, calls=calls) -> None:
             for config, function, parameters in calls:
                 self.gpu("cuLaunchKernelEx", config, function, parameters[turn % COPIES], 0)
 
         time = self.gpu.microseconds(run)
+        last = self.gpu.microseconds(lambda turn: run(turn, calls[1:])) if calls[1:] else 0.0
         for library in libraries:
             self.gpu("cuLibraryUnload", library)
-        return time
+        return time, last
 
     def _parameters(self, which: int, launch: dict, pointers: list[int]):
         if which == 0:
@@ -304,14 +324,20 @@ class Buffers:
         return (*used, *ints, *floats), (*types, *[ctypes.c_float] * len(floats))
 
 
+def copy_time(gpu: Gpu, size: int) -> float:
+    """Microseconds that the driver's copy of so many bytes takes."""
+    pairs = [(gpu.array(size), gpu.array(size)) for _ in range(COPIES)]
+    copy = lambda turn: gpu("cuMemcpyDtoDAsync", *pairs[turn % COPIES], size, 0)
+    time = gpu.microseconds(copy)
+    for pointer in itertools.chain(*pairs):
+        gpu("cuMemFree", pointer)
+    return time
+
+
 def copy_rate(gpu: Gpu) -> float:
     """Bytes read and written in a microsecond by the driver's copy."""
     size = 512 << 20
-    source, target = gpu.array(size), gpu.array(size)
-    time = gpu.microseconds(lambda _: gpu("cuMemcpyDtoDAsync", target, source, size, 0))
-    gpu("cuMemFree", source)
-    gpu("cuMemFree", target)
-    return 2 * size / time
+    return 2 * size / copy_time(gpu, size)
 
 
 def _three(sizes) -> tuple[int, ...]:
@@ -324,10 +350,14 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", help="lengths of the rows")
     parser.add_argument("--kernel", nargs="+", default=["forward", "backward"])
     parser.add_argument("--residual", action="store_true")
+    parser.add_argument("--scale", default="float32", help="its dtype")
     parser.add_argument(
         "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
         help="a replacement in the kernels' sources, to try another instruction",
     )  # fmt: skip
+    parser.add_argument(
+        "--out", type=argparse.FileType("w"), help="a file for all of them, as JSON"
+    )
     arguments = parser.parse_args()
     gpu = Gpu()
     rate = copy_rate(gpu)
@@ -337,7 +367,14 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:
         for (rows, n), kernel in itertools.product(shapes, arguments.kernel):
-            time_all(gpu, Work(kernel, rows, n, arguments.residual), rate, pool, changes)
+            time_all(
+                gpu,
+                Work(kernel, rows, n, arguments.residual, arguments.scale),
+                rate,
+                pool,
+                changes,
+                arguments.out,
+            )
 
 
 if __name__ == "__main__":

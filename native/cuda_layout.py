@@ -7,13 +7,15 @@ ones.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from normfuse.native.device import Target
 
 WARP = 32
-MAX_THREADS = 1024
+MAX_THREADS = 1024  # of a block
+MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
 _REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
@@ -23,7 +25,7 @@ _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 class RowLayout:
     """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
 
-    `hold` and `max_stages` are the backward kernel's alone.
+    `max_stages` is the backward kernel's alone.
     """
 
     features: int
@@ -34,7 +36,7 @@ class RowLayout:
     slices: int = 1
     min_blocks: int = 1
     hold: bool = False
-    max_stages: int = 4
+    max_stages: int = 0
 
     @property
     def threads(self) -> int:
@@ -68,6 +70,10 @@ class RowLayout:
         inboxes = 16 if cluster_size > 1 else 0
         return inboxes + 2 * self.block_rows * slots * compute.itemsize
 
+    def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
+        """Whether shared memory has two rows of every block."""
+        return self._shared(2, read_bytes, compute, cluster) <= self._block_shared(target)
+
     def pipeline(
         self, target: Target, read_bytes: int, compute: np.dtype, *, cluster: bool
     ) -> tuple[int, int]:
@@ -76,15 +82,22 @@ class RowLayout:
         Args:
           read_bytes: what is read for one element.
         """
+        depth = self.max_stages
+        while depth > 2 and self._shared(depth, read_bytes, compute, cluster) > self._block_shared(
+            target
+        ):
+            depth -= 1
+        return depth, self._shared(depth, read_bytes, compute, cluster)
+
+    def _shared(self, depth, read_bytes, compute, cluster) -> int:
+        """Shared memory of a block with `depth` rows on their way; dscale is there in the end."""
         sums = _round_up(self.sum_bytes(compute, cluster=cluster), 16)
-        stage = self.threads * self.chunks * self.vector * read_bytes
-        depth, shared = 0, sums
-        for depth in range(self.max_stages, 0, -1):
-            shared = sums + depth * stage
-            if (shared + _RESERVED_BYTES) * self.min_blocks <= target.shared_memory:
-                break
+        rows = sums + depth * self.threads * self.chunks * self.vector * read_bytes
         dscale = self.block_rows * self.tile * compute.itemsize if self.block_rows > 1 else 0
-        return depth, max(shared, dscale)
+        return max(rows, dscale)
+
+    def _block_shared(self, target: Target) -> int:
+        return target.shared_memory // self.min_blocks - _RESERVED_BYTES
 
     def macros(self, *, cluster: bool) -> dict[str, int]:
         """The layout as macros; in a `cluster`, the slices of a row add their sums together."""
@@ -105,11 +118,42 @@ def vector_size(features: int, itemsize: int) -> int:
     return math.gcd(features, 16 // itemsize)
 
 
-def forward_registers(compute: np.dtype, residual: bool) -> tuple[int, ...]:
-    """What a thread of rms_norm_forward.cu needs to hold 1, 2, ... vectors of a row unspilled."""
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What threads of the forward kernel have in registers."""
+
+    registers: tuple[int, ...]  # what a thread needs for 1, 2, ... vectors of a row, unspilled
+    steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
+    scale: int = 0  # the longest row whose scale is held too, so that it is there when the sum is
+
+
+_PLAIN = Held(
+    (32, 32, 40, 48, 48, 48, 64, 64), ((128, 2), (1056, 3), (1536, 4), (3072, 6), (8192, 8))
+)
+_RESIDUAL = Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
+_LONG_RESIDUAL = Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
+_DOUBLE = Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
+_FEW_ROWS = Held((48, 64), ((512, 1), (1024, 2)), scale=1024)
+
+
+def forward_held(
+    vectors: int, rows: int, target: Target, compute: np.dtype, residual: bool
+) -> Held:
+    """What threads hold of rows of so many vectors.
+
+    Three vectors a thread were best, or within 2 % of it, from 2048 to 8192 features of bfloat16
+    and with a residual up to 12288; longer rows need more of them to a thread, because two or three
+    blocks of 512 threads hide what one of 1024 cannot: it loads, adds up and stores by turns. With
+    a residual, fewer blocks that hold the scale are 1 to 2 % faster. Where no multiprocessor has
+    two rows only the way through one counts: as many threads as it has vectors.
+    """
     if compute.itemsize == 8:
-        return (64, 64, 80, 96)
-    return (40, 48, 64, 64) if residual else (32, 32, 40, 40, 64, 64, 64, 64)
+        return _DOUBLE
+    if rows <= target.multiprocessors and vectors <= _FEW_ROWS.scale:
+        return _FEW_ROWS
+    if residual:
+        return _RESIDUAL if vectors <= _RESIDUAL.scale else _LONG_RESIDUAL
+    return _PLAIN
 
 
 def forward_layout(
@@ -117,39 +161,89 @@ def forward_layout(
     itemsize: int,
     target: Target,
     *,
-    registers: tuple[int, ...],
+    rows: int,
+    compute: np.dtype,
+    residual: bool,
     whole_rows: bool,
 ) -> RowLayout | None:
     """A layout whose threads hold a few vectors of a row, so that many blocks fit at a time.
 
     Args:
       itemsize: bytes of the widest element that moves.
-      registers: what a thread needs to hold 1, 2, ... vectors of a row.
+      compute: the compute type.
       whole_rows: a row's blocks must form one cluster; otherwise each may work alone.
     Returns: None if a row is longer than a block, or a cluster, can hold.
     """
     vector = vector_size(features, itemsize)
-    vectors, most = features // vector, len(registers)
-    if vectors <= WARP * min(4, most):  # a warp or less has the row, and needs no barrier
-        row_threads = min(WARP, _power_of_two(vectors))
+    vectors = features // vector
+    held = forward_held(vectors, rows, target, compute, residual)
+    if vectors <= 2 * WARP:  # a warp or less has the row, and needs no barrier
+        row_threads = min(WARP, _power_of_two(-(-vectors // 2)))
         chunks = -(-vectors // row_threads)
-        return _fill(
-            RowLayout(features, vector, chunks, row_threads, 128 // row_threads), registers
-        )
-    slices = 1 if whole_rows else -(-vectors // (256 * min(4, most)))
+        layout = RowLayout(features, vector, chunks, row_threads, 128 // row_threads)
+        return _fill(layout, held.registers)
+    slices = 1 if whole_rows else -(-vectors // MAX_THREADS)
     while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
         part = -(-vectors // slices)
-        for limit, most_chunks in ((512, min(4, most)), (MAX_THREADS, most)):
-            choices = [c for c in (2, 1, 3, 4, 6, 8) if c <= most_chunks and c * limit >= part]
-            if choices:
-                chunks = min(choices, key=lambda c: c * _round_up(-(-part // c), WARP))
+        for most, chunks in held.steps:
+            if part <= most:
                 row_threads = _round_up(-(-part // chunks), WARP)
-                slices = -(-vectors // (row_threads * chunks))
-                return _fill(
-                    RowLayout(features, vector, chunks, row_threads, slices=slices), registers
+                layout = RowLayout(
+                    features,
+                    vector,
+                    chunks,
+                    row_threads,
+                    block_rows=max(1, 128 // row_threads) if slices == 1 else 1,
+                    slices=-(-vectors // (row_threads * chunks)),
+                    hold=vectors <= held.scale,
                 )
+                return _fill(layout, held.registers)
         slices *= 2
     return None
+
+
+class _Step(NamedTuple):
+    """A layout of the backward kernel for rows of at most `vectors` vectors of 16 bytes."""
+
+    vectors: int
+    chunks: int
+    slices: int = 1
+    fill: int = 0  # as many rows to a block as make so many threads
+    blocks: int = 1  # to a multiprocessor
+    hold: bool = False
+    stages: int = 2
+
+
+# Found with benchmarks/layouts.py on an H200 (docs/kernels.md): each is the best, or within 1 % of
+# it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
+# and 32768 features of bfloat16. What they have in common: a multiprocessor has few threads (256 to
+# 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
+# more take two blocks, of 288 to 352 threads each.
+_BACKWARD = (
+    _Step(192, chunks=1, fill=128, blocks=6, hold=True),
+    _Step(512, chunks=2, fill=512, hold=True, stages=3),
+    _Step(640, chunks=6, blocks=2, hold=True),
+    _Step(896, chunks=2, slices=2, blocks=2, stages=3),
+    _Step(1024, chunks=1, hold=True),
+    _Step(1536, chunks=2),
+    _Step(2112, chunks=3, slices=2, stages=3),
+    _Step(2816, chunks=4, slices=2, stages=3),
+    _Step(3520, chunks=5, slices=2, stages=3),
+    _Step(4224, chunks=6, slices=2, hold=True),
+    _Step(8192, chunks=2, slices=8, blocks=2, stages=3),
+)
+_BACKWARD_RESIDUAL = (
+    _Step(512, chunks=2, fill=512, stages=3),
+    _Step(640, chunks=1, stages=3),
+    _Step(896, chunks=2, slices=2, blocks=3),
+    _Step(1024, chunks=1, hold=True),
+    _Step(1536, chunks=3),
+    _Step(2112, chunks=3, slices=2),
+    _Step(2816, chunks=4, slices=2),
+    _Step(3520, chunks=5, slices=2),
+    _Step(4224, chunks=6, slices=2),
+    _Step(8192, chunks=2, slices=8, blocks=2),
+)
 
 
 def backward_layout(
@@ -159,35 +253,67 @@ def backward_layout(
     *,
     read_bytes: int,
     compute: np.dtype,
+    residual: bool,
     whole_rows: bool,
 ) -> RowLayout | None:
-    """A layout of blocks that give a multiprocessor 1024 threads, for a persistent grid.
+    """A layout of a few blocks to a multiprocessor, for a persistent grid.
 
-    A thread has the scale and dscale of its columns in registers, up to 16 of them (8 in float64),
-    and shared memory has two rows or more of every block.
+    A thread has the scale and dscale of its columns in registers, and shared memory has two rows or
+    more of every block.
 
     Args:
       read_bytes: what is read for one element.
       compute: the compute type.
+      residual: whether there is a residual's gradient to be added.
       The others are those of `forward_layout`.
     """
     vector = vector_size(features, itemsize)
-    budget = target.shared_memory - 8 * _RESERVED_BYTES
-    fits = [e for e in (16, 8, 4, 2, 1) if 2 * MAX_THREADS * e * read_bytes <= budget]
-    held = max(vector, min(fits[0], 64 // compute.itemsize))
-    if _row_threads(features, held // 2) <= 512 and held // 2 >= vector:
-        held //= 2  # short rows: fewer elements to a thread, so that it can hold them
-    row_threads = _row_threads(features, held)
-    registers = held * (read_bytes + 2 * compute.itemsize) // 4
-    layout = RowLayout(features, vector, held // vector, row_threads, hold=registers <= 28)
-    if row_threads <= 512:
-        return _blocks(dataclasses.replace(layout, block_rows=512 // row_threads))
-    if not whole_rows:
-        return _sliced(layout, -(-features // (512 * held)))
-    for threads in (512, MAX_THREADS):
-        slices = _power_of_two(-(-features // (threads * held)))
-        if slices == 1 or (target.clusters and slices <= MAX_CLUSTER):
-            return _sliced(layout, slices)
+    vectors = features // vector
+    options = {"read_bytes": read_bytes, "compute": compute, "cluster": whole_rows}
+    if vector * itemsize == 16 and whole_rows:
+        for step in _BACKWARD_RESIDUAL if residual else _BACKWARD:
+            if vectors > step.vectors:
+                continue
+            row_threads = _row_threads(-(-vectors // step.slices), step.chunks)
+            layout = RowLayout(
+                features,
+                vector,
+                step.chunks,
+                row_threads,
+                block_rows=max(1, step.fill // row_threads),
+                slices=-(-vectors // (row_threads * step.chunks)),
+                min_blocks=step.blocks,
+                hold=step.hold,
+                max_stages=step.stages,
+            )
+            if (layout.slices == 1 or target.clusters) and layout.fits(target, **options):
+                return layout
+            break
+
+    # Rows that no step is for: what threads can hold, and 1024 threads to a multiprocessor.
+    most = max(1, 128 // compute.itemsize // (2 * vector))
+    slices = 1 if whole_rows else -(-vectors // (512 * most))
+    while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
+        part = -(-vectors // slices)
+        chunks = min(most, -(-part // 512))
+        row_threads = _row_threads(part, chunks)
+        if row_threads <= MAX_THREADS:
+            block_rows = max(1, 512 // row_threads) if slices == 1 else 1
+            layout = RowLayout(
+                features,
+                vector,
+                chunks,
+                row_threads,
+                block_rows,
+                slices=-(-vectors // (row_threads * chunks)),
+                min_blocks=max(1, MAX_THREADS // _round_up(row_threads * block_rows, 4 * WARP)),
+                max_stages=4,
+            )
+            while layout.min_blocks > 1 and not layout.fits(target, **options):
+                layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+            if layout.fits(target, **options):
+                return layout
+        slices *= 2
     return None
 
 
@@ -204,27 +330,14 @@ def strided_blocks(outer: int, features: int, inner: int, target: Target) -> int
     return min(outer * -(-inner // width), 8 * target.multiprocessors)
 
 
-def _sliced(layout: RowLayout, slices: int) -> RowLayout:
-    held = layout.chunks * layout.vector
-    row_threads = _row_threads(-(-layout.features // slices), held)
-    slices = -(-layout.features // (row_threads * held))
-    return _blocks(dataclasses.replace(layout, row_threads=row_threads, slices=slices))
-
-
-def _blocks(layout: RowLayout) -> RowLayout:
-    """As many blocks as 1024 threads are; a block takes registers for whole fours of warps."""
-    blocks = max(1, MAX_THREADS // _round_up(layout.threads, 4 * WARP))
-    return dataclasses.replace(layout, min_blocks=blocks)
-
-
-def _row_threads(features: int, held: int) -> int:
-    needed = -(-features // held)
+def _row_threads(vectors: int, chunks: int) -> int:
+    needed = -(-vectors // chunks)
     return _power_of_two(needed) if needed <= WARP else _round_up(needed, WARP)
 
 
 def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
     """As many blocks to a multiprocessor as its registers allow."""
-    needed, blocks = registers[layout.chunks - 1], 2048 // layout.threads
+    needed, blocks = registers[layout.chunks - 1], MOST_THREADS // layout.threads
     while blocks > 1 and _registers(layout.threads, blocks) < needed:
         blocks -= 1
     return dataclasses.replace(layout, min_blocks=blocks)

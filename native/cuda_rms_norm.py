@@ -197,11 +197,14 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
         call.features,
         max(call.moving_bytes()),
         call.target,
-        registers=cuda_layout.forward_registers(call.compute, "RESIDUAL" in call.operands),
+        rows=call.outer,
+        compute=call.compute,
+        residual="RESIDUAL" in call.operands,
         whole_rows=call.whole_rows,
     )
     if layout is None:
         return None
+    macros["HOLD"] = layout.hold
     grid = min(layout.blocks_for(call.outer), _MAX_GRID)
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
     return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
@@ -237,6 +240,7 @@ def _backward(
             call.target,
             read_bytes=sum(read),
             compute=call.compute,
+            residual="DH" in call.operands,
             whole_rows=call.whole_rows,
         )
         if layout is None:
@@ -250,7 +254,10 @@ def _backward(
         if with_dscale:
             call.result("PARTIAL", (grid, n), call.compute)
         done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)
-    return [*done[:-1], _column_sum(call.target, done[-1])] if with_dscale else done
+    if not with_dscale:
+        return done
+    *dx, partial = done
+    return [*dx, partial[0] if grid == 1 else _column_sum(call.target, partial)]
 
 
 def _column_sum(target: Target, partial) -> jax.Array:

@@ -20,6 +20,7 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--cases", type=int, default=2000, help="random cases of the slow properties")
 
 
 def pytest_collection_modifyitems(config, items):

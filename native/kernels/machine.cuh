@@ -49,15 +49,17 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Read once, written once: such lines should not push out what is read again.
+// Read once, by the path for what nobody writes: 1 to 4 % faster than loads that mark their lines as the
+// first to be evicted, and those than loads past L1 with a hint for L2 (docs/kernels.md).
 template <typename T>
 __device__ inline T load_streaming(const T* pointer) {
-  return __ldcs(pointer);
+  return __ldg(pointer);
 }
 
+// Written once. Marking such lines as the first to be evicted gains nothing.
 template <typename T>
 __device__ inline void store_streaming(T* pointer, T value) {
-  __stcs(pointer, value);
+  *pointer = value;
 }
 
 #if CLUSTER > 1

@@ -15,81 +15,26 @@
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
 // dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread reads
 // only what it copied itself, so that copies need no barrier. If HOLD it keeps the row in registers
-// between the sum and dx, and the next row is fetched meanwhile; otherwise, where registers are short,
-// it reads the row from shared memory again. Every block adds its rows in order, and column_sum.cu adds
-// the blocks in order: the result does not depend on timing.
-#include "row.cuh"
+// between the sum and dx, and the next row is fetched meanwhile. Otherwise, where registers are short,
+// it reads the row from shared memory again; and the sum of the next row is on its way (through the
+// block, or the cluster) while dx of this one is computed. Every block adds its rows in order, and
+// column_sum.cu adds the blocks in order: the result does not depend on timing.
+#include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
 
-// One row on its way through shared memory: each thread's vectors of each operand.
-struct Stage {
-  static constexpr int kDy = 0;
-  static constexpr int kX = kDy + kThreads * CHUNKS * sizeof(Packed<DY_TYPE, VECTOR>);
-  static constexpr int kDh = kX + kThreads * CHUNKS * sizeof(Packed<X_TYPE, VECTOR>);
+// One row's slots: dy and x, which the sum is of, and dh.
+constexpr int kDy = 0;
+constexpr int kX = kDy + kSlots<DY_TYPE>;
+constexpr int kDh = kX + kSlots<X_TYPE>;
 #if GRADIENT && HAS_RESIDUAL
-  static constexpr int kBytes = kDh + kThreads * CHUNKS * sizeof(Packed<DH_TYPE, VECTOR>);
+constexpr int kStageBytes = kDh + kSlots<DH_TYPE>;
 #else
-  static constexpr int kBytes = kDh;
+constexpr int kStageBytes = kDh;
 #endif
 
-  unsigned char* bytes;
-
-  template <typename T>
-  __device__ Packed<T, VECTOR>& slot(int operand, int chunk) const {
-    return reinterpret_cast<Packed<T, VECTOR>*>(bytes + operand)[chunk * kThreads + threadIdx.x];
-  }
-
-  // Begins to copy this thread's part of `row`, and closes the group of copies.
-  template <typename T>
-  __device__ void fetch(int operand, const T* row, bool aligned) const {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      if (!inside(i)) continue;
-      Packed<T, VECTOR>& to = slot<T>(operand, i);
-      const T* from = row + column(i);
-      if constexpr (VECTOR == 1 && sizeof(T) < 4) {
-        to = load_packed<VECTOR>(from);
-      } else if (VECTOR == 1 || aligned) {
-        copy_packed_async(&to, from);
-      } else {
-        to = load_elements<VECTOR>(from);
-      }
-    }
-  }
-
-  // What has arrived there; zeros beyond the row's end, or if not `active`.
-  template <typename T>
-  __device__ Packed<T, VECTOR> read(int operand, int chunk, bool active) const {
-    Packed<T, VECTOR> values{};
-    if (active && inside(chunk)) values = slot<T>(operand, chunk);
-    return values;
-  }
-};
-
-// This thread's part of one operand of the row at hand, by chunk: in registers if HOLD.
-template <typename T>
-class Part {
- public:
-  __device__ Part(const Stage& from, int operand, bool active)
-      : from_(from), operand_(operand), active_(active) {
-    if constexpr (HOLD) {
-#pragma unroll
-      for (int i = 0; i < CHUNKS; ++i) held_[i] = from.read<T>(operand, i, active);
-    }
-  }
-
-  __device__ Packed<T, VECTOR> operator[](int chunk) const {
-    if constexpr (HOLD) return held_[chunk];
-    return from_.read<T>(operand_, chunk, active_);
-  }
-
- private:
-  const Stage& from_;
-  int operand_;
-  bool active_;
-  Chunks<T> held_;
-};
+using PartDy = Part<DY_TYPE, HOLD>;
+using PartX = Part<X_TYPE, HOLD>;
 
 using Accumulator = Wide<Compute, VECTOR>[CHUNKS];
 
@@ -122,10 +67,36 @@ __device__ inline void store_partial(const Accumulator& dscale, bool aligned, Co
   }
 }
 
+using Weights = Wide<Compute, VECTOR>[CHUNKS];
+
+// Σ dy · w · x over this thread's part of a row.
+__device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
+                                 [[maybe_unused]] const Weights& weight) {
+  Compute dot = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto wide_dy = widen_all<Compute>(dys[i]);
+    const auto wide_x = widen_all<Compute>(xs[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+#if HAS_SCALE
+      dot += wide_dy.at[k] * weight[i].at[k] * wide_x.at[k];
+#else
+      dot += wide_dy.at[k] * wide_x.at[k];
+#endif
+    }
+  }
+  return dot;
+}
+
+// Whether the sum of the next row is begun before dx of this one.
+#define AHEAD (DOTS && GRADIENT && !HOLD)
+static_assert(!AHEAD || STAGES > 1, "the next row is there");
+
 // Whether a row's slots are free once its sum is known: what was in them is in registers, and used.
 constexpr bool kEarly = DOTS && HOLD;
 
-static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * Stage::kBytes <= SHARED_BYTES, "rows fit");
+static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
@@ -175,14 +146,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   // Begin to copy what the sum is of, and the rest, of row `which`.
   const auto fetch_terms = [&](long long which, int stage) {
     if (which >= rows) return;
-    const Stage to{stages + stage * Stage::kBytes};
-    to.fetch(Stage::kDy, dy + which * FEATURES, aligned);
-    to.fetch(Stage::kX, x + which * FEATURES, aligned);
+    unsigned char* const to = stages + stage * kStageBytes;
+    Slots<DY_TYPE>{to + kDy}.fetch(dy + which * FEATURES, aligned);
+    Slots<X_TYPE>{to + kX}.fetch(x + which * FEATURES, aligned);
   };
   const auto fetch_rest = [&](long long which, int stage) {
 #if GRADIENT && HAS_RESIDUAL
-    const Stage to{stages + stage * Stage::kBytes};
-    if (which < rows) to.fetch(Stage::kDh, dh + which * FEATURES, aligned);
+    const Slots<DH_TYPE> to{stages + stage * kStageBytes + kDh};
+    if (which < rows) to.fetch(dh + which * FEATURES, aligned);
 #endif
     commit_copies();
   };
@@ -192,8 +163,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     fetch_rest(row + s * stride, s);
   }
 
+  Weights weight;
 #if HAS_SCALE
-  Wide<Compute, VECTOR> weight[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
 #endif
@@ -207,42 +178,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #endif
 
   int stage = 0;
+#if AHEAD
+  wait_copies<STAGES - 1>();
+  row_sum.post(dot_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows), weight));
+#endif
   // All threads of the block leave together: `row - row_group()` is the same for each.
   for (; row - row_group() < rows; row += stride) {
     const bool active = row < rows;
-    const Stage from{stages + stage * Stage::kBytes};
+    unsigned char* const from = stages + stage * kStageBytes;
+#if AHEAD
+    const Compute dot = row_sum.total();
+    if (row - row_group() + stride < rows) {
+      wait_copies<STAGES - 2>();
+      unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
+      const bool there = row + stride < rows;
+      row_sum.post(dot_of(PartDy(next + kDy, there), PartX(next + kX, there), weight));
+    }
+#else
     wait_copies<STAGES - 1>();
-    const Part<DY_TYPE> dys(from, Stage::kDy, active);
-    const Part<X_TYPE> xs(from, Stage::kX, active);
+#endif
+    const PartDy dys(from + kDy, active);
+    const PartX xs(from + kX, active);
 #if GRADIENT && HAS_RESIDUAL
-    const Part<DH_TYPE> dhs(from, Stage::kDh, active);
+    const Part<DH_TYPE, HOLD> dhs(from + kDh, active);
 #endif
 #if GRADIENT
     const bool another = row + stride < rows;
     const Compute rstd_row = next_rstd;
     next_rstd = another ? rstd[row + stride] : Compute(0);
 #endif
-
-#if DOTS
-    Compute dot = 0;
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      const auto wide_dy = widen_all<Compute>(dys[i]);
-      const auto wide_x = widen_all<Compute>(xs[i]);
-#pragma unroll
-      for (int k = 0; k < VECTOR; ++k) {
-#if HAS_SCALE
-        dot += wide_dy.at[k] * weight[i].at[k] * wide_x.at[k];
-#else
-        dot += wide_dy.at[k] * wide_x.at[k];
-#endif
-      }
-    }
-    dot = row_sum(dot);
-    if (kEarly) fetch_terms(row + STAGES * stride, stage);
-#else
+#if !DOTS
     const Compute dot = next_dot;
     next_dot = another ? dots[row + stride] : Compute(0);
+#elif !AHEAD
+    const Compute dot = row_sum(dot_of(dys, xs, weight));
+    if (kEarly) fetch_terms(row + STAGES * stride, stage);
 #endif
 #if !GRADIENT
     if (active && row_thread() == 0) dots[row * SLICES + slice()] = dot;

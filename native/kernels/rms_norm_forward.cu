@@ -12,7 +12,8 @@
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
 // A row stays in the registers of ROW_THREADS threads between its statistics and its result; the
-// statistics are those of h as stored. One block per BLOCK_ROWS rows and slice.
+// statistics are those of h as stored. One block per BLOCK_ROWS rows and slice. If HOLD, registers have
+// the scale too, so that it is there when the statistics are.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -67,6 +68,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   RowSum<Compute> row_sum(shared_memory());
 #endif
 
+#if NORMALIZE && HAS_SCALE && HOLD
+  Wide<Compute, VECTOR> weights[CHUNKS];
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
+#endif
   const long long stride = static_cast<long long>(gridDim.x) * BLOCK_ROWS;
   for (long long first = static_cast<long long>(blockIdx.x) * BLOCK_ROWS; first < rows;
        first += stride) {
@@ -111,7 +117,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       auto out = widen_again<Compute>(hs[i]);
-#if HAS_SCALE
+#if HAS_SCALE && HOLD
+      const auto& weight = weights[i];
+#elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif
 #pragma unroll

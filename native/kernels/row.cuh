@@ -117,9 +117,13 @@ class RowSum {
 #endif
   }
 
-  __device__ C operator()(C value) {
+  // Adds this thread's value to the next sum.
+  __device__ void post(C value) {
     value = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(value);
-    if constexpr (!kShared) return value;
+    if constexpr (!kShared) {
+      alone_ = value;
+      return;
+    }
     const int set = count_ % 2;
     C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kSlots;
     const int lane = threadIdx.x % 32, warp = row_thread() / 32;
@@ -127,18 +131,34 @@ class RowSum {
     if (count_ == 0) cluster_wait();
     if (threadIdx.x == 0) inbox_expect(inbox(set), kSlots * sizeof(C));
     if (lane < CLUSTER) inbox_send(slots + slice() * kRowWarps + warp, inbox(set), lane, value);
-    inbox_wait(inbox(set), count_ / 2 % 2);
 #else
     if (lane == 0) slots[warp] = value;
+#endif
+    posted_ = slots;
+  }
+
+  // The sum posted last, in every thread of the row: its latency is hidden by what is done in between.
+  // One sum at a time is on its way.
+  __device__ C total() {
+    if constexpr (!kShared) return alone_;
+#if CLUSTER > 1
+    inbox_wait(inbox(count_ % 2), count_ / 2 % 2);
+#else
     __syncthreads();
 #endif
+    const int lane = threadIdx.x % 32;
     ++count_;
-    C total = 0;
+    C sum = 0;
 #pragma unroll
     for (int i = 0; i < kSlots; i += 32) {
-      if (i + lane < kSlots) total += slots[i + lane];
+      if (i + lane < kSlots) sum += posted_[i + lane];
     }
-    return lane_sum<32>(total);
+    return lane_sum<32>(sum);
+  }
+
+  __device__ C operator()(C value) {
+    post(value);
+    return total();
   }
 
   // At the end. No block is sent to any more: each has had all that its last sum waited for.
@@ -155,5 +175,7 @@ class RowSum {
 
   unsigned char* shared_;
   C* slots_;
+  C* posted_;
+  C alone_;
   unsigned count_ = 0;
 };

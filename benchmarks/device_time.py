@@ -1,0 +1,72 @@
+"""Device times from CUPTI, through JAX's own profiler tools."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.experimental.mosaic.gpu import profiler
+
+CACHE_BYTES = 256 << 20  # several times any L2: inputs of one turn are gone when it comes again
+
+
+def sets_for(nbytes: int) -> int:
+    """How many sets of inputs of `nbytes` to take in turn, so that none is found in the cache."""
+    return max(2, -(-CACHE_BYTES // max(nbytes, 1 << 24)))
+
+
+def microseconds(fn: Callable, sets: Sequence[tuple], runs: int = 11) -> float:
+    """Median device time of all kernels of one call, the sets of operands taken in turn."""
+    return statistics.median(sum(us for _, us in run) for run in kernels(fn, sets, runs))
+
+
+def kernels(fn: Callable, sets: Sequence[tuple], runs: int) -> list[list[tuple[str, float]]]:
+    """(name, microseconds) of each kernel of each call."""
+    measured = profiler.measure(jax.jit(fn), aggregate=False)
+    found = []
+    for operands in itertools.islice(itertools.cycle(sets), runs):
+        _, timings = measured(*operands)
+        found.append([(name, 1e3 * ms) for name, ms in timings or []])
+    return found
+
+
+class Copies:
+    """The driver's own copy within the device: what a kernel that only moves memory can reach."""
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._call("cuInit", 0)
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", 0))
+        self._events = [self._call("cuEventCreate", 0) for _ in range(2)]
+        self._known: dict[int, float] = {}
+        size = 512 << 20
+        self.rate = 2 * size / self.microseconds(size)  # bytes read and written in a microsecond
+
+    def microseconds(self, size: int) -> float:
+        """Median time to copy `size` bytes, back to back, the memory taken in turn."""
+        if size not in self._known:
+            self._known[size] = self._measure(size)
+        return self._known[size]
+
+    def _measure(self, size: int, count: int = 10) -> float:
+        pairs = [[self._call("cuMemAlloc", size) for _ in range(2)] for _ in range(sets_for(size))]
+        begin, end = self._events
+        times = []
+        for _ in range(7):
+            self._call("cuEventRecord", begin, 0)
+            for target, source in itertools.islice(itertools.cycle(pairs), count):
+                self._call("cuMemcpyDtoDAsync", target, source, size, 0)
+            self._call("cuEventRecord", end, 0)
+            self._call("cuEventSynchronize", end)
+            times.append(1e3 * self._call("cuEventElapsedTime", begin, end) / count)
+        for pointer in itertools.chain(*pairs):
+            self._call("cuMemFree", pointer)
+        return statistics.median(times)
+
+    def _call(self, name, *arguments):
+        result, *values = getattr(self._driver, name)(*arguments)
+        if result != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}: {result.name}")
+        return values[0] if values else None

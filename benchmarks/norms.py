@@ -1,0 +1,154 @@
+"""RMSNorm as each library computes it: functions of the same operands, to be timed side by side.
+
+Every contestant is `mode -> function of (x, residual, scale, dy, dh, rstd)`. With a residual,
+h = x + residual is normalised and returned too, and the gradient takes dh, that of h.
+
+  forward   y, or (y, h)
+  backward  (dx, dscale), from rstd as the forward saved it where the library lets one
+  dx        dx alone: a frozen scale
+  both      forward and backward in one program: (y, dx, dscale)
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from normfuse import add_rms_norm, rms_norm
+from normfuse.native import rms_norm as kernels
+
+EPS = 1e-6
+MODES = ("forward", "backward", "dx", "both")
+Contestant = dict[str, Callable]
+
+
+def contestants(residual: bool) -> dict[str, Contestant]:
+    """Ours first; then XLA, then what is installed."""
+    found = {"normfuse": _normfuse(residual), "XLA": _xla(residual)}
+    found["nnx"] = _differentiated(_nnx, residual)
+    found["Equinox"] = _differentiated(_equinox, residual)
+    if importlib.util.find_spec("tokamax") is not None:
+        try:
+            import tokamax  # noqa: F401
+        except ImportError as error:
+            print(f"tokamax: {error}")
+        else:
+            found["tokamax"] = _differentiated(_tokamax, residual)
+    return found
+
+
+def _normfuse(residual: bool) -> Contestant:
+    flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": residual, "strict": True}
+
+    def forward(x, r, w, *_):
+        if residual:
+            return add_rms_norm(x, r, w, eps=EPS, implementation="native")
+        return rms_norm(x, w, eps=EPS, implementation="native")
+
+    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+        operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]
+        return kernels.backward(*operands, with_dscale=with_dscale, **flags)
+
+    return {
+        "forward": forward,
+        "backward": backward,
+        "dx": functools.partial(backward, with_dscale=False),
+        "both": _both(forward, residual),
+    }
+
+
+def _plain(x, w):
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)
+    return (wide * rstd * w).astype(x.dtype)
+
+
+def _xla(residual: bool) -> Contestant:
+    """What XLA fuses best: the formulas written out, with rstd saved for the backward."""
+
+    def forward(x, r, w, *_):
+        if not residual:
+            return _plain(x, w)
+        h = x + r
+        return _plain(h, w), h
+
+    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+        wide_x, wide_dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+        normal, g = wide_x * rstd, wide_dy * w
+        dx = rstd * (g - normal * jnp.mean(g * normal, -1, keepdims=True))
+        if residual:
+            dx = dx + dh.astype(jnp.float32)
+        dx = dx.astype(x.dtype)
+        return (dx, jnp.sum(wide_dy * normal, 0)) if with_dscale else dx
+
+    return {
+        "forward": forward,
+        "backward": backward,
+        "dx": functools.partial(backward, with_dscale=False),
+        "both": _both(forward, residual),
+    }
+
+
+def _nnx(x, w):
+    from flax import nnx
+
+    norm = nnx.RMSNorm(x.shape[-1], epsilon=EPS, dtype=x.dtype, rngs=nnx.Rngs(0))
+    norm.scale = nnx.Param(w)
+    return norm(x)
+
+
+def _equinox(x, w):
+    import equinox as eqx
+
+    norm = eqx.nn.RMSNorm(x.shape[-1], eps=EPS, use_bias=False)
+    return jax.vmap(eqx.tree_at(lambda norm: norm.weight, norm, w))(x)
+
+
+def _tokamax(x, w):
+    import tokamax
+
+    return tokamax.layer_norm(x, w, None, epsilon=EPS, subtract_mean=False)
+
+
+def _differentiated(norm: Callable, residual: bool) -> Contestant:
+    """A library whose backward is its derivative: it computes rstd again."""
+
+    def forward(x, r, w, *_):
+        if not residual:
+            return norm(x, w)
+        h = x + r
+        return norm(h, w), h
+
+    def backward(x, r, w, dy, dh, rstd, with_dscale=True):
+        # x is h here, as the forward saved it
+        if with_dscale:
+            dx, dscale = jax.vjp(norm, x, w)[1](dy)
+        else:
+            (dx,), dscale = jax.vjp(lambda x: norm(x, w), x)[1](dy), None
+        return (dx + dh if residual else dx), dscale
+
+    return {
+        "forward": forward,
+        "backward": backward,
+        "dx": functools.partial(backward, with_dscale=False),
+        "both": _both(forward, residual),
+    }
+
+
+def _both(forward: Callable, residual: bool) -> Callable:
+    def both(x, r, w, dy, dh, rstd):
+        if residual:
+            out, pull = jax.vjp(forward, x, r, w)
+            return out, pull((dy, dh))
+        out, pull = jax.vjp(lambda x, w: forward(x, None, w), x, w)
+        return out, pull(dy)
+
+    return both
+
+
+def moved(mode: str, residual: bool) -> int:
+    """Arrays as large as x that must be read or written, each once."""
+    forward, backward = (4, 4) if residual else (2, 3)
+    return {"forward": forward, "both": forward + backward}.get(mode, backward)

@@ -1,0 +1,66 @@
+// Rows on their way through shared memory to the threads that asked for them.
+//
+// Every thread reads only what it copied itself, so that copies need no barrier. A stage is one row's
+// slots: kSlots<T> bytes for each operand of type T. Macros: those of row.cuh.
+#pragma once
+
+#include "row.cuh"
+
+// Bytes of a block's part of one operand of a row (of BLOCK_ROWS rows).
+template <typename T>
+constexpr int kSlots = kThreads * CHUNKS * sizeof(Packed<T, VECTOR>);
+
+// One operand of one row, by chunk.
+template <typename T>
+struct Slots {
+  unsigned char* bytes;
+
+  __device__ Packed<T, VECTOR>& slot(int chunk) const {
+    return reinterpret_cast<Packed<T, VECTOR>*>(bytes)[chunk * kThreads + threadIdx.x];
+  }
+
+  // Begins to copy this thread's part of `row`; commit_copies closes the group.
+  __device__ void fetch(const T* row, bool aligned) const {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      if (!inside(i)) continue;
+      const T* from = row + column(i);
+      if constexpr (VECTOR == 1 && sizeof(T) < 4) {
+        slot(i) = load_packed<VECTOR>(from);
+      } else if (VECTOR == 1 || aligned) {
+        copy_packed_async(&slot(i), from);
+      } else {
+        slot(i) = load_elements<VECTOR>(from);
+      }
+    }
+  }
+
+  // What has arrived; zeros beyond the row's end, or if not `active`.
+  __device__ Packed<T, VECTOR> read(int chunk, bool active) const {
+    Packed<T, VECTOR> values{};
+    if (active && inside(chunk)) values = slot(chunk);
+    return values;
+  }
+};
+
+// This thread's part of what arrived, by chunk: in registers if kHold, otherwise read when asked for.
+template <typename T, bool kHold>
+class Part {
+ public:
+  __device__ Part(unsigned char* slots, bool active) : from_{slots}, active_(active) {
+    if constexpr (kHold) {
+#pragma unroll
+      for (int i = 0; i < CHUNKS; ++i) held_[i] = from_.read(i, active);
+    }
+  }
+
+  __device__ Packed<T, VECTOR> operator[](int chunk) const {
+    if constexpr (kHold) return held_[chunk];
+    return from_.read(chunk, active_);
+  }
+
+ private:
+  Slots<T> from_;
+  bool active_;
+  Chunks<T> held_;
+};
