@@ -43,7 +43,7 @@ def contestants(residual: bool) -> dict[str, Contestant]:
 
 def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
     flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": residual}
-    flags["order"] = Order((implementation,), strict=True)
+    flags["strict"] = Order((implementation,), strict=True)
 
     def forward(x, r, w, *_):
         if residual:

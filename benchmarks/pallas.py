@@ -90,7 +90,7 @@ def sweep(m: int, k: int, n: int) -> None:
     """Prints each shape's TFLOP/s and fraction of cuBLAS's, without and with an activation."""
     x, w, _ = operands(m, k, n)
     dot, flops = jax.jit(lambda x, w: x @ w), 2e-6 * m * k * n
-    options = {"precision": None, "keep": False, "order": Order(("pallas",), strict=True)}
+    options = {"precision": None, "keep": False, "strict": Order(("pallas",), strict=True)}
     original, found = matmul_hopper.shape_for, []
     for shape in hopper_shapes():
         matmul_hopper.shape_for = lambda *_, shape=shape: shape

@@ -11,14 +11,18 @@ __version__ = "${version}"
 
 if TYPE_CHECKING:
     from normfuse.layers.dense import dense as dense
+    from normfuse.layers.elementwise import elementwise as elementwise
     from normfuse.layers.rms_norm import add_rms_norm as add_rms_norm
     from normfuse.layers.rms_norm import rms_norm as rms_norm
     from normfuse.layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
+    from normfuse.native.compiler import CompileError as CompileError
     from normfuse.native.fallback import fallbacks as fallbacks
 
 _HOME = {
+    "CompileError": "normfuse.native.compiler",
     "add_rms_norm": "normfuse.layers.rms_norm",
     "dense": "normfuse.layers.dense",
+    "elementwise": "normfuse.layers.elementwise",
     "fallbacks": "normfuse.native.fallback",
     "rms_norm": "normfuse.layers.rms_norm",
     "rms_norm_with_rstd": "normfuse.layers.rms_norm",

@@ -1,6 +1,5 @@
 """The activation functions that dense layers know by name."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -8,34 +7,13 @@ import jax.numpy as jnp
 
 from normfuse.layers.op import match
 from normfuse.layers.rounding import rounded, wide
+from normfuse.native.scalar import SCALARS
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 
 
-def squared_relu(x: jax.Array) -> jax.Array:
-    """`max(x, 0)²` (So et al., arXiv:2109.08668)."""
-    return jnp.square(jax.nn.relu(x))
-
-
-def quick_gelu(x: jax.Array) -> jax.Array:
-    """`x · sigmoid(1.702 x)`, the approximation of GELU that CLIP was trained with."""
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "elu": jax.nn.elu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "leaky_relu": jax.nn.leaky_relu,
-    "mish": jax.nn.mish,
-    "quick_gelu": quick_gelu,
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "silu": jax.nn.silu,
-    "softplus": jax.nn.softplus,
-    "squared_relu": squared_relu,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
+    name: scalar.function for name, scalar in sorted(SCALARS.items())
 }
 """By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
 

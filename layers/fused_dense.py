@@ -155,7 +155,7 @@ def _body(split_in, x, kernel, *bias, order, function, precision, keep):
         flags = {"function": function, "precision": precision, "keep": keep}
         z = jax.lax.psum(_plain(x, kernel, **{**flags, "function": None, "keep": False}), split_in)
         return _finish(z[0], *bias, function=function, keep=keep)
-    run = functools.partial(_on_matrices, native.forward, precision=precision, order=order)
+    run = functools.partial(_on_matrices, native.forward, precision=precision, strict=order)
     if not split_in:
         return run(x, kernel, *bias, function=function, keep=keep)
     (part,) = run(x, kernel, function=None, keep=False)

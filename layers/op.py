@@ -40,7 +40,8 @@ class Op:
       lead: the index of the leading operand; its sharding decides.
 
     Every op has the parameters `axes` (dimensions of the leading operand it treats apart) and
-    `order` (which kernels serve, and whether plain HLO may where they cannot).
+    `strict` (an `Order`: which kernels serve, and whether plain HLO may where they cannot; a flag
+    stands for native kernels).
     """
 
     def __init__(
@@ -62,35 +63,27 @@ class Op:
         mlir.register_lowering(self.primitive, self._lower)
         batching.primitive_batchers[self.primitive] = self._batch
 
-    def __call__(
-        self,
-        *operands: jax.Array,
-        strict: bool = False,
-        order: Order | None = None,
-        **params: Any,
-    ) -> list[jax.Array]:
-        """Calls what `order` says; without it native kernels, and plain HLO unless `strict`."""
-        order = order or Order(("native",), strict)
-        return self.primitive.bind(*operands, order=order, **params)
+    def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+        return self.primitive.bind(*operands, **params)
 
     def plain(
-        self, *operands: jax.Array, order: Order | None = None, **params: Any
+        self, *operands: jax.Array, strict: bool | Order = False, **params: Any
     ) -> list[jax.Array]:
         """The definition, with the parameters that `__call__` takes."""
-        del order
+        del strict
         return list(self.definition(*operands, **params))
 
     def _impl(self, *operands, **params):
         with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
             return _jitted(self.primitive, tuple(params.items()))(*operands)
 
-    def _abstract_eval(self, *operands, order, **params):
+    def _abstract_eval(self, *operands, strict, **params):
         types = result_types(
             self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
         )
         lead = operands[self.lead]
         spec = (*lead.sharding.spec, *[None] * (lead.ndim - len(lead.sharding.spec)))
-        _, outputs = self.dims(lead.ndim, order=order, **params)
+        _, outputs = self.dims(lead.ndim, strict=strict, **params)
         return [
             lead.update(
                 shape=t.shape,
@@ -107,7 +100,7 @@ class Op:
         where = where_lowered(ctx, lead)
         if self.body is None or where.plain:
             if self.body is not None:
-                order = params["order"]
+                order = Order.of(params["strict"])
                 fallback.report(self.name, where.plain, strict=order.strict, names=order.names)
             fn = functools.partial(self.plain, **params)
         elif where.single:

@@ -140,7 +140,7 @@ def _call(x, residual, scale, implementation, params):
     return (
         forward.plain(*operands, **params)
         if order is None
-        else forward(*operands, order=order, **params)
+        else forward(*operands, strict=order, **params)
     )
 
 

@@ -71,16 +71,16 @@ def _rows_of(array, axes):
     return array.reshape(math.prod(array.shape[: axes[0]]), -1)
 
 
-def _forward_body(split, x, *rest, axes, eps, order, **params):
+def _forward_body(split, x, *rest, axes, eps, strict, **params):
     if x.size == 0:
         return definition.forward(x, *rest, axes=axes, eps=eps, **params)
     rows_shape = tuple(n for i, n in enumerate(x.shape) if i not in axes)
     flat = [_canonical(a, axes) for a in (x, *rest[: params["has_residual"]])]
     scale = [a.reshape(-1) for a in rest[params["has_residual"] :]]
     if not split.over(axes):
-        results = native.forward(*flat, *scale, eps=eps, order=order, **params)
+        results = native.forward(*flat, *scale, eps=eps, strict=strict, **params)
     else:  # each device has a part of every row: one sum over the devices between two kernels
-        results = _forward_over_devices(split, flat, scale, axes, eps, order, **params)
+        results = _forward_over_devices(split, flat, scale, axes, eps, strict, **params)
     big = 1 + params["has_residual"]
     return [
         *[_restore(a, x.shape, axes) for a in results[:big]],
@@ -89,7 +89,7 @@ def _forward_body(split, x, *rest, axes, eps, order, **params):
 
 
 def _forward_over_devices(
-    split, flat, scale, axes, eps, order, *, has_residual, with_rstd, **params
+    split, flat, scale, axes, eps, strict, *, has_residual, with_rstd, **params
 ):
     dtype = definition.compute_dtype(*(a.dtype for a in (*flat, *scale)), params["out_dtype"])
     h = flat[0]
@@ -97,13 +97,13 @@ def _forward_over_devices(
         h_dtype = jnp.promote_types(flat[0].dtype, flat[1].dtype)
         h = (flat[0].astype(dtype) + flat[1].astype(dtype)).astype(h_dtype)
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # row_sums sees no scale, no dtype of y
-    sums = split.psum(native.row_sums(wide, order=order)[0], axes)
+    sums = split.psum(native.row_sums(wide, strict=strict)[0], axes)
     rstd = jax.lax.rsqrt(sums / split.count(axes) + jnp.asarray(eps, sums.dtype))
-    y = native.apply(h, *scale, rstd, order=order, **params)
+    y = native.apply(h, *scale, rstd, strict=strict, **params)
     return [*y, *[h] * has_residual, *[rstd] * with_rstd]
 
 
-def _backward_body(split, dy, x, *rest, axes, order, has_scale, has_residual, **params):
+def _backward_body(split, dy, x, *rest, axes, strict, has_scale, has_residual, **params):
     if x.size == 0:
         flags = {"has_scale": has_scale, "has_residual": has_residual}
         dx, *dscale = definition.backward(dy, x, *rest, axes=axes, **flags, **params)
@@ -111,7 +111,7 @@ def _backward_body(split, dy, x, *rest, axes, order, has_scale, has_residual, **
     scale, (rstd, *dh) = [a.reshape(-1) for a in rest[:has_scale]], rest[has_scale:]
     flat = [_canonical(a, axes) for a in (dy, x)]
     dh = [_canonical(a, axes) for a in dh]
-    params |= {"order": order, "has_scale": has_scale}
+    params |= {"strict": strict, "has_scale": has_scale}
     operands = [*flat, *scale, _rows_of(rstd, axes), *dh]
     if not split.over(axes):
         results = native.backward(*operands, has_residual=has_residual, **params)

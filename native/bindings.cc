@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "cpu/elementwise.h"
 #include "cpu/rms_norm.h"
 #include "cuda/launch.h"
 #include "xla/ffi/api/c_api.h"
@@ -27,6 +28,7 @@ py::dict Registrations() {
   targets["normfuse_rms_norm_backward"] = Capsule(NormfuseRmsNormBackward);
   targets["normfuse_rms_norm_row_dots"] = Capsule(NormfuseRmsNormRowDots);
   targets["normfuse_rms_norm_backward_apply"] = Capsule(NormfuseRmsNormBackwardApply);
+  targets["normfuse_elementwise"] = Capsule(NormfuseElementwise);
 
   py::dict cuda_types;
   cuda_types["normfuse_launch"] =

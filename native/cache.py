@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from normfuse.native import compiler
 from normfuse.native.compiler import Image, Source
@@ -57,7 +57,25 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
     Raises:
       CompilerMissing, CompileError, ValueError: as `compiler.compile_image`.
     """
-    key = _key(source, macros, arch)
+    described = [dataclasses.astuple(source), compiler.options(macros, arch), compiler.version()]
+    head = {
+        "source": source.name,
+        "arch": arch,
+        "macros": {name: str(value) for name, value in macros.items()},
+        "compiler": ".".join(map(str, compiler.version())),
+    }
+    return fetch(described, head, lambda: compiler.compile_image(source, macros, arch))
+
+
+def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
+    """The image that `described` determines, made only if it is neither in memory nor on disk.
+
+    Args:
+      described: whatever decides what the image is, as JSON can write it.
+      head: what `entries` shows: "source", "arch", "macros" and "compiler".
+      make: compiles it.
+    """
+    key = hashlib.sha256(json.dumps([FORMAT, described]).encode()).hexdigest()
     with _lock:
         if key in _memory:
             return _memory[key]
@@ -65,7 +83,7 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
     with compiling:
         image = _memory.get(key)
         if image is None:
-            image = _memory[key] = _load_or_compile(key, source, macros, arch)
+            image = _memory[key] = _load_or_make(key, head, make)
     with _lock:
         _in_progress.pop(key, None)
     return image
@@ -137,26 +155,14 @@ def clear() -> int:
     return len(paths)
 
 
-def _key(source: Source, macros: Mapping[str, str | int], arch: str) -> str:
-    described = json.dumps(
-        [
-            FORMAT,
-            dataclasses.astuple(source),
-            compiler.options(macros, arch),
-            compiler.version(),
-        ]
-    )
-    return hashlib.sha256(described.encode()).hexdigest()
-
-
-def _load_or_compile(key: str, source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
+def _load_or_make(key: str, head: dict, make: Callable[[], Image]) -> Image:
     folder = _usable_directory()
     path = folder / f"{key}{_SUFFIX}" if folder else None
     image = _read(path) if path else None
     if image is None:
-        image = compiler.compile_image(source, macros, arch)
+        image = make()
         if path:
-            _write(path, _describe(source, macros, arch, image), image)
+            _write(path, {"format": FORMAT, **head, "sha256": image.digest}, image)
     return image
 
 
@@ -178,17 +184,6 @@ def _warn_once(reason: str) -> None:
     warnings.warn(
         f"{reason}. Kernels are compiled again in every process.", RuntimeWarning, stacklevel=2
     )
-
-
-def _describe(source: Source, macros: Mapping[str, str | int], arch: str, image: Image) -> dict:
-    return {
-        "format": FORMAT,
-        "source": source.name,
-        "arch": arch,
-        "macros": {name: str(value) for name, value in macros.items()},
-        "compiler": ".".join(map(str, compiler.version())),
-        "sha256": image.digest,
-    }
 
 
 def _read(path: pathlib.Path) -> Image | None:

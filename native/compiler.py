@@ -37,11 +37,13 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A CUDA C++ file and, by the name it is included under, every file of ours it includes."""
+    """A CUDA C++ file, by the name it is included under every file of ours it includes, and what
+    else NVRTC is told."""
 
     name: str
     text: str
     headers: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +61,20 @@ class Image:
 @functools.cache
 def kernel_source(name: str) -> Source:
     """Reads the kernel file `name` that comes with normfuse, and the headers it includes."""
-    text = (_KERNELS / name).read_text()
+    text = kernel_text(name)
     headers: dict[str, str] = {}
     pending = _included(text)
     while pending:
         header = pending.pop()
         if header not in headers:
-            headers[header] = (_KERNELS / header).read_text()
+            headers[header] = kernel_text(header)
             pending += _included(headers[header])
     return Source(name, text, tuple(sorted(headers.items())))
+
+
+def kernel_text(name: str) -> str:
+    """The text of the file `name` in `native/kernels`."""
+    return (_KERNELS / name).read_text()
 
 
 def compile_image(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
@@ -85,14 +92,22 @@ def compile_with_log(
     source: Source, macros: Mapping[str, str | int], arch: str, *extra: str
 ) -> tuple[Image, str]:
     """As `compile_image`, with further options for NVRTC; also returns the compiler's log."""
-    global _compilations
     nvrtc = _nvrtc()
     arch = _nearest(nvrtc, arch)
-    arguments = [*options(macros, arch), *extra, f"--include-path={include_directory()}"]
+    headers = include_directory()
+    arguments = [*options(macros, arch), *source.options, *extra, f"--include-path={headers}"]
+    library = standard_library()
+    arguments += [f"--include-path={library}"] if library else []
     image, log = _run(nvrtc, source, arguments, arch)
+    count_compilation()
+    return image, log
+
+
+def count_compilation() -> None:
+    """Counts one image made, by NVRTC or by the system's compiler."""
+    global _compilations
     with _lock:
         _compilations += 1
-    return image, log
 
 
 def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
@@ -131,12 +146,25 @@ def include_directory() -> str:
     raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
 
 
-def _wheel_headers() -> str | None:
+@functools.cache
+def standard_library() -> str | None:
+    """The folder that <cuda/std/…> is in, beside CUDA's headers or elsewhere; None without."""
+    candidates = [include_directory(), _wheel_headers("cccl")]
+    candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    candidates.append(_TOOLKIT)
+    for folder in filter(None, candidates):
+        for inner in ("", "cccl", "include", "include/cccl"):
+            if (pathlib.Path(folder) / inner / "cuda" / "std" / "complex").exists():
+                return str(pathlib.Path(folder) / inner)
+    return None
+
+
+def _wheel_headers(name: str = "cudart") -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # renamed: releases before 1.2.3 have no such name
         return None
-    return find_nvidia_header_directory("cudart")
+    return find_nvidia_header_directory(name)
 
 
 def _nvrtc() -> Any:

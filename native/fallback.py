@@ -29,6 +29,12 @@ class Order:
     names: tuple[str, ...]
     strict: bool
 
+    @staticmethod
+    def of(strict: "bool | Order") -> "Order":
+        """The order that `strict` is; a flag stands for native kernels and whether plain HLO may
+        not stand in for them."""
+        return strict if isinstance(strict, Order) else Order(("native",), strict)
+
 
 def report(
     op: str,

@@ -59,21 +59,16 @@ class Kernel:
             mlir.register_lowering(self.primitive, rule, platform=platform)
 
     def __call__(
-        self,
-        *operands: jax.Array,
-        strict: bool = False,
-        order: Order | None = None,
-        **params: Any,
+        self, *operands: jax.Array, strict: bool | Order = False, **params: Any
     ) -> list[jax.Array]:
-        """Calls what `order` says; without it the native kernel, and plain HLO unless `strict`."""
-        order = order or Order(("native",), strict)
-        return self.primitive.bind(*operands, order=order, **params)
+        """Calls what the order `strict` says; a flag stands for native kernels alone."""
+        return self.primitive.bind(*operands, strict=strict, **params)
 
     def _impl(self, *operands, **params):
         return jax.jit(functools.partial(self.primitive.bind, **params))(*operands)
 
-    def _abstract_eval(self, *operands, order, **params):
-        del order
+    def _abstract_eval(self, *operands, strict, **params):
+        del strict
         types = result_types(
             self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
         )
@@ -88,9 +83,10 @@ class Kernel:
             for t in types
         ]
 
-    def _lower(self, platform, ctx, *values, order, **params):
+    def _lower(self, platform, ctx, *values, strict, **params):
+        order = Order.of(strict)
         where, reasons = "/".join(ctx.module_context.platforms), {}
-        for name in order.names or _best(platform, ctx):
+        for name in order.names or self._best(platform, ctx):
             try:
                 results = getattr(self, f"_lower_{name}")(platform, ctx, *values, **params)
             except Unsupported as error:
@@ -102,18 +98,27 @@ class Kernel:
         fallback.report(self.name, reasons, strict=order.strict)
         return lower(functools.partial(self.definition, **params), ctx, *values)
 
-    def _lower_native(self, platform, ctx, *values, **params):
-        serve = {"cpu": self._cpu, "cuda": self._cuda}.get(platform)
-        if serve is None:
-            nowhere = self._cpu is None and self._cuda is None
-            raise Unsupported(
-                f"{'no platform has a' if nowhere else 'this platform has no'} kernel"
-            )
-        if platform == "cuda":
+    def _best(self, platform, ctx):
+        """What is tried where nothing was asked for."""
+        best = _BEST.get(platform, ("native",)) if self._pallas else ("native",)
+        if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
+            best = ("native",)  # JAX gives no guarantee for a Triton kernel in an export
+        return best
+
+    def _native(self, platform: str | None, ctx: Any) -> Callable[..., Sequence[jax.Array]]:
+        """The native kernel for a lowering."""
+        if platform == "cuda" and self._cuda is not None:
             from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
 
             _require_static_shapes(ctx)
-            serve = functools.partial(serve, device.target_for(ctx))
+            return functools.partial(self._cuda, device.target_for(ctx))
+        if platform == "cpu" and self._cpu is not None:
+            return self._cpu
+        nowhere = self._cpu is None and self._cuda is None
+        raise Unsupported(f"{'no platform has a' if nowhere else 'this platform has no'} kernel")
+
+    def _lower_native(self, platform, ctx, *values, **params):
+        serve = self._native(platform, ctx)
         return lower(functools.partial(serve, **params), ctx, *values)
 
     def _lower_pallas(self, platform, ctx, *values, **params):
@@ -126,14 +131,6 @@ class Kernel:
         with lowering.translated(target):
             serve = functools.partial(self._pallas, target, **params)
             return lower(serve, ctx, *values, mesh=lowering.mesh(target))
-
-
-def _best(platform, ctx):
-    """What is tried where nothing was asked for."""
-    best = _BEST.get(platform, ("native",))
-    if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
-        best = (best[0],) if best[0] == "native" else ("native",)  # JAX exports no Triton kernel
-    return best
 
 
 def _require_static_shapes(ctx):

@@ -4,12 +4,13 @@ import argparse
 import functools
 import importlib.metadata
 import itertools
+import os
 import platform
 import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from normfuse.native import cache, compiler, device, fallback, registry
+from normfuse.native import cache, compiler, device, fallback, host_compiler, registry
 from normfuse.native.device import Target
 from normfuse.native.fallback import Order, Unsupported
 
@@ -49,7 +50,7 @@ def support(
     found: dict[tuple[str, str], str | None] = {}
     for name, (kernel, operands, params) in kernels.items():
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-        traced = jax.jit(functools.partial(kernel, order=order, **params)).trace(*structs)
+        traced = jax.jit(functools.partial(kernel, strict=order, **params)).trace(*structs)
         for where in platforms:
             try:
                 traced.lower(lowering_platforms=(where,))
@@ -172,9 +173,14 @@ def show() -> str:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append(
             f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
-            f"{entry.bytes / 1024:6.1f} KiB  NVRTC {entry.compiler}  used {used}"
+            f"{entry.bytes / 1024:6.1f} KiB  {_compiler(entry.compiler)}  used {used}"
         )
     return "\n".join(lines)
+
+
+def _compiler(version: str) -> str:
+    """NVRTC's version is a number alone; the system's compiler says its name."""
+    return f"NVRTC {version}" if version[0].isdigit() else version
 
 
 def parser() -> argparse.ArgumentParser:
@@ -252,12 +258,15 @@ def _cuda() -> list[str]:
         found = f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
     except compiler.CompilerMissing as error:
         found = f"missing: {error}"
-    return [f"CUDA kernels are compiled for: {arch}", f"NVRTC: {found}"]
+    try:
+        version = f"{host_compiler.find()[1]}, for {host_compiler.host()}"
+    except compiler.CompilerMissing as error:
+        version = f"missing: {error}"
+    lines = [f"CUDA kernels are compiled for: {arch}", f"NVRTC: {found}"]
+    return [*lines, f"C++ compiler, for element-wise ops on the CPU: {version}"]
 
 
 def _attached_arch() -> str:
-    import os
-
     import jax
 
     for one in jax.local_devices():

@@ -48,7 +48,7 @@ class Emulator:
 
     def launch(
         self,
-        source: str,
+        source: str | compiler.Source,
         kernel: str,
         operands: Sequence,
         results: Sequence,
@@ -78,7 +78,11 @@ class Emulator:
             assert array.read().tobytes() == np.asarray(given).tobytes(), "an operand was changed"
         return [output.read() for output in outputs]
 
-    def _build(self, source: str, kernel: str, macros: dict):
+    def _build(self, source: str | compiler.Source, kernel: str, macros: dict):
+        if isinstance(source, compiler.Source):  # written for this call
+            name = hashlib.sha256(source.text.encode()).hexdigest()[:16] + source.name
+            (self.folder / name).write_text(source.text)
+            source = name
         key = hashlib.sha256(repr((source, kernel, sorted(macros.items()))).encode()).hexdigest()
         library = self.folder / f"{key[:16]}.so"
         if not library.exists():

@@ -59,7 +59,7 @@ def check_product(size, dtype, function, expected, *, bias=True, slack=1.0):
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
     x, w = jnp.asarray(rng.standard_normal((m, k)), dtype), draw(k, n)
     b = [draw(n)] * bias
-    options = {"function": function, "precision": "highest", "keep": True, "order": PALLAS}
+    options = {"function": function, "precision": "highest", "keep": True, "strict": PALLAS}
     y, z = jax.jit(functools.partial(dense.forward, **options))(x, w, *b)
     wide = [reference.wide(a) for a in (x, w, *b)]
     exact = wide[0] @ wide[1] + (wide[2] if bias else 0)

@@ -288,5 +288,5 @@ def test_a_deprecated_backend_warns_nobody():
 
 def test_kernels_of_the_local_tier_take_an_order():
     x = jnp.ones((3, 5, 1))
-    (got,) = native.row_sums(x, order=Order(("pallas",), strict=True))
+    (got,) = native.row_sums(x, strict=Order(("pallas",), strict=True))
     np.testing.assert_array_equal(got, np.full((3, 1), 5.0))

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from normfuse.native import cache, compiler, report
+from normfuse.native import cache, compiler, host_compiler, report
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
@@ -29,6 +29,7 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
     for line in (
         "CUDA kernels are compiled for: sm_90",
         "NVRTC: {}.{}".format(*compiler.version()),
+        f"element-wise ops on the CPU: {host_compiler.find()[1]}",
         f"kernel cache: {folder}",
         "  cpu   rms_norm  native, xla, pallas (interpreted)",
         "  cpu   dense     xla, pallas (interpreted)",

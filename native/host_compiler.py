@@ -1,0 +1,110 @@
+"""Compiles C++ with the system's compiler, for the CPU at hand.
+
+The instruction set is one of the levels that Linux distributions know (x86-64-v2, -v3, -v4), which
+the key in the cache holds: machines that share a folder never run each other's instructions.
+"""
+
+import functools
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+
+from normfuse.native import cache, compiler
+from normfuse.native.compiler import CompileError, CompilerMissing, Image
+
+PORTABLE = "generic"
+_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-s",
+    "-w",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",  # the same values at every level
+    "-fdiagnostics-color=never",
+)
+_LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest first
+    "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
+    "x86-64-v3": "avx2 bmi1 bmi2 f16c fma abm movbe",
+    "x86-64-v2": "sse4_2 popcnt ssse3 cx16",
+}
+
+
+def library(name: str, text: str, arch: str) -> Image:
+    """The shared library of C++ `text`, from the cache if it has been compiled before.
+
+    Args:
+      name: for messages and for `normfuse cache`.
+      text: the whole program.
+      arch: `host()`, or PORTABLE.
+
+    Raises:
+      CompilerMissing: if there is no compiler.
+      CompileError: if the text does not compile, with the compiler's log.
+    """
+    path, version = find()
+    head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
+    described = ["host", text, arch, platform.machine(), version, _FLAGS]
+    return cache.fetch(described, head, lambda: _compile(path, name, text, arch))
+
+
+def find() -> tuple[str, str]:
+    """(path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
+
+    Raises:
+      CompilerMissing: if none is.
+    """
+    return _find(os.environ.get("CXX"))
+
+
+@functools.cache
+def _find(named: str | None) -> tuple[str, str]:
+    for candidate in filter(None, (named, "c++", "g++", "clang++")):
+        path = shutil.which(candidate)
+        if path is None:
+            continue
+        done = subprocess.run([path, "--version"], capture_output=True, text=True)
+        if done.returncode == 0:
+            return path, done.stdout.splitlines()[0]
+    raise CompilerMissing(
+        "no C++ compiler (c++, g++, clang++, or what CXX names) is on the PATH; install g++"
+    )
+
+
+@functools.cache
+def host() -> str:
+    """The instruction set of this machine's CPU: a level's name, or PORTABLE."""
+    try:
+        info = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return PORTABLE
+    found = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
+    flags = set(found[1].split()) if found and platform.machine() == "x86_64" else set()
+    levels = list(_LEVELS)
+    for i, level in enumerate(levels):  # each has all of those below it
+        if set(" ".join(_LEVELS[one] for one in levels[i:]).split()) <= flags:
+            return level
+    return PORTABLE
+
+
+def _compile(path: str, name: str, text: str, arch: str) -> Image:
+    level = [] if arch == PORTABLE else [f"-march={arch}"]
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder, "library.so")
+        done = subprocess.run(
+            [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)],
+            input=text,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+        if done.returncode:
+            raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
+        compiler.count_compilation()
+        return Image(output.read_bytes())

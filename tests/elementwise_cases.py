@@ -1,0 +1,52 @@
+"""Functions in C++ that several tests share, so that each is compiled once, and their twins."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from normfuse import elementwise
+
+GATED = """
+template <class T>
+T gated(T x, T g, float limit) {
+  return (x < limit ? x : T(limit)) * g;
+}
+"""
+gated = elementwise(
+    GATED,
+    derivative={"x": "x < limit ? g : T(0)", "g": "if (x < limit) return x; return limit;",
+                "limit": "x < limit ? T(0) : g"},
+    limit=1.0,
+)  # fmt: skip
+gcd = elementwise("""
+template <class T>
+T gcd(T a, T b) {
+  while (b != T(0)) {
+    const T r = a % b;
+    a = b;
+    b = r;
+  }
+  return a;
+}
+""")
+sine_and_cosine = elementwise(
+    "template <class T> void sine_and_cosine(T x, T& s, T& c) { s = sin(x); c = cos(x); }",
+    derivative={"x": ("cos(x)", "-sin(x)")},
+)
+phase = elementwise(
+    "template <class T> real_t<T> phase(T z) { return arg(z); }", derivative=jnp.angle
+)
+squared = elementwise(
+    "template <class T> T squared(T x) { return x > T(0) ? x * x : T(0); }",
+    derivative={"x": "x > T(0) ? T(2) * x : T(0)"},
+)
+
+
+def reference(x, g, limit=1.0):
+    """`gated` in float64."""
+    x, g = np.float64(x), np.float64(g)
+    return np.where(x < limit, x, limit) * g
+
+
+def twin(x, g, limit=1.0):
+    """`gated` in plain JAX."""
+    return jnp.where(x < limit, x, limit) * g

@@ -1,0 +1,339 @@
+"""Element-wise ops from C++: values in every dtype, broadcasting, scalars, caches and mistakes."""
+
+import subprocess
+import sys
+
+import elementwise_cases as cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from elementwise_cases import gated, gcd, phase, reference, sine_and_cosine, squared, twin
+
+import normfuse
+from normfuse import CompileError, elementwise
+from normfuse.native import compiler, fallback, host_compiler
+
+IDENTITY = "template <class T> T same(T x) { return x; }"
+
+
+def close(actual, expected, dtype=None):
+    # a multiplication in float32 (float64) and a rounding to dtype: half a unit each, where the
+    # smallest numbers have the unit of the smallest normal one
+    info = jnp.finfo(dtype or actual.dtype)
+    eps, atol = float(info.eps), float(info.eps) * float(info.tiny)
+    np.testing.assert_allclose(np.float64(actual), expected, rtol=eps, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_values_in_every_floating_dtype(dtype, rng):
+    with jax.enable_x64(True):
+        x, g = (jnp.asarray(rng.normal(size=(37, 1001)), dtype) for _ in range(2))
+        y = gated(x, g, limit=0.25)
+        assert y.dtype == dtype
+        close(y, reference(x, g, 0.25))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+)
+def test_values_in_every_integer_dtype(dtype, rng):
+    with jax.enable_x64(True):
+        a, b = rng.integers(0, 120, (2, 300)).astype(dtype)
+        result = gcd(a, b)
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, np.gcd(a, b))
+
+
+def test_conversions_of_half_precision_round_to_even():
+    same = elementwise(IDENTITY, dtype=jnp.bfloat16)
+    half = elementwise(IDENTITY, dtype=jnp.float16)
+    x = np.array(
+        [
+            6e-8,
+            1e-7,
+            6.1e-5,
+            2.0**-24,
+            2.0**-25,
+            65520.0,
+            1.00390625,
+            1.01171875,
+            3.4e38,
+            1e-40,
+            np.inf,
+            -np.inf,
+            np.nan,
+            -0.0,
+            65519.0,
+        ]
+    )
+    x = np.concatenate([x, np.linspace(-3, 3, 999)]).astype(np.float32)
+    for op, dtype in ((same, ml_dtypes.bfloat16), (half, np.float16)):
+        with np.errstate(over="ignore"):
+            expected = x.astype(dtype)
+        actual = np.asarray(op(x))
+        np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
+        np.testing.assert_array_equal(np.signbit(actual), np.signbit(x) | np.signbit(expected))
+    with jax.enable_x64(True):  # just above the middle of two: rounding to float32 loses that
+        x = np.array([1.00390625 + 2.0**-40, 1.00048828125 + 2.0**-40])
+        assert same(x)[0] == np.float64(1.0078125) and half(x)[1] == np.float64(1.0009765625)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_values(dtype, rng):
+    with jax.enable_x64(True):
+        z = (rng.normal(size=50) + 1j * rng.normal(size=50)).astype(dtype)
+        angle = phase(z)
+        assert angle.dtype == ("float32" if dtype == "complex64" else "float64")
+        # two units in the last place: what C libraries promise of atan2
+        eps = np.finfo(dtype).eps
+        np.testing.assert_allclose(angle, np.angle(z), rtol=2 * eps)
+        power = elementwise("template <class T> T power(T x, T y) { return exp(y * log(x)); }")
+        np.testing.assert_allclose(power(z, z), z**z, rtol=20 * eps)
+
+
+def test_bool_and_a_concrete_type():
+    choose = elementwise(
+        "template <class T> T choose(bool take, T a, T b) { return take ? a : b; }"
+    )
+    x = jnp.arange(6.0)
+    np.testing.assert_array_equal(choose(x > 2, x, -1), jnp.where(x > 2, x, -1))
+    less = elementwise("template <class T> bool less(T a, T b) { return a < b; }")
+    assert less(x, 3).dtype == bool and less(x, 3).tolist() == [True] * 3 + [False] * 3
+
+
+def test_several_results(rng):
+    x = rng.normal(size=(5, 7)).astype(np.float32)
+    s, c = sine_and_cosine(x)
+    np.testing.assert_allclose(s, np.sin(np.float64(x)), rtol=1e-6)
+    np.testing.assert_allclose(c, np.cos(np.float64(x)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((6, 1, 5), (4, 5)), ((3,), ()), ((4, 1), (1, 300)), ((2, 3, 4), (3, 1)), ((), ())]
+    + [((0, 4), (4,)), ((1, 5), (4, 1))],
+    ids=str,
+)
+def test_broadcasting(one, other, rng):
+    x, g = (np.asarray(rng.normal(size=shape), np.float32) for shape in (one, other))
+    y = gated(x, g)
+    assert y.shape == np.broadcast_shapes(one, other)
+    close(y, reference(x, g))
+
+
+def test_promotion_is_that_of_jax(rng):
+    x = jnp.asarray(rng.normal(size=8), jnp.bfloat16)
+    for other in (2, 2.5, jnp.float32(2), jnp.ones(8, jnp.float16), jnp.ones(8, jnp.int8)):
+        assert gated(x, other).dtype == (x * other).dtype
+    assert elementwise(cases.GATED, limit=1.0, dtype=jnp.float32)(x, x).dtype == jnp.float32
+
+
+def test_scalars_change_without_compiling(rng):
+    x, g = rng.normal(size=(2, 40)).astype(np.float32)
+    jitted = jax.jit(lambda limit: gated(x, g, limit=limit))
+    jitted(0.5), gated(x, g)
+    before, programs = compiler.compilations(), jitted._cache_size()
+    for limit in (-1.0, 0.0, 2.0):
+        close(jitted(limit), reference(x, g, np.float32(limit)))
+        close(gated(x, g, limit=limit), reference(x, g, np.float32(limit)))
+    assert compiler.compilations() == before and jitted._cache_size() == programs
+
+
+def test_another_process_compiles_nothing(tmp_path):
+    program = """
+import jax, jax.numpy as jnp, normfuse
+from normfuse.native import compiler
+op = normfuse.elementwise("template <class T> T twice(T x) { return x + x; }",
+                          derivative={"x": "T(2)"})
+assert jax.value_and_grad(op)(3.0) == (6, 2) and op(jnp.arange(3)).tolist() == [0, 2, 4]
+print(compiler.compilations())
+"""
+    environment = {"NORMFUSE_CACHE_DIR": str(tmp_path / "kernels"), "PATH": "/usr/bin:/bin"}
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        counts.append(int(done.stdout))
+    assert counts == [3, 0]  # the value in float32 and in int32, the gradient
+
+
+def test_large_arrays_are_done_by_every_thread(rng):
+    x = rng.normal(size=(1 << 20) + 3).astype(np.float32)
+    np.testing.assert_array_equal(squared(x), np.where(x > 0, x * x, 0))
+
+
+def test_as_the_activation_of_dense(rng):
+    x, kernel = (jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(2))
+
+    def loss(activation):
+        return lambda x, k: jnp.sum(normfuse.dense(x, k, activation=activation) ** 2)
+
+    actual = jax.value_and_grad(loss(squared), (0, 1))(x, kernel)
+    expected = jax.value_and_grad(loss("squared_relu"), (0, 1))(x, kernel)
+    # the same float32 operations but for the order in which XLA fuses them
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-4), actual, expected
+    )
+
+
+def test_as_a_scalar_of_other_kernels():
+    code = squared.scalar.code()
+    assert "__device__ inline T squared(T x)" in code and "activation_derivative(T x)" in code
+    assert squared.scalar.function is squared
+    capped = elementwise(
+        "template <class T> T capped(T x, T cap) { return cap * tanh(x / cap); }", cap=30.0
+    )
+    assert capped.scalar.parameters == (("cap", 30.0),) and capped.scalar.derivative == ""
+    assert gated.scalar is None and phase.scalar is None and sine_and_cosine.scalar is None
+
+
+# ---------------------------------------------------------------- what cannot be served
+
+
+def no_compiler(monkeypatch):
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs")
+    monkeypatch.setattr(host_compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host_compiler, "_find", host_compiler._find.__wrapped__)
+
+
+def test_without_a_compiler_the_definition_serves(monkeypatch):
+    no_compiler(monkeypatch)
+    monkeypatch.setattr(fallback, "_seen", {})
+    op = elementwise(cases.GATED, definition=twin, limit=1.0)
+    x = jnp.arange(4.0)
+    np.testing.assert_array_equal(op(x, x, limit=2.0), twin(x, x, 2.0))
+    ((name, reason),) = fallback.fallbacks()
+    assert name == "elementwise" and "no C++ compiler" in reason
+    strict = elementwise(cases.GATED, definition=twin, implementation="native", limit=1.0)
+    with pytest.raises(NotImplementedError, match=r"cannot serve here: on cpu, no C\+\+ compiler"):
+        strict(x, x)
+
+
+def test_without_compiler_and_definition_there_is_one_clear_error(monkeypatch):
+    no_compiler(monkeypatch)
+    op = elementwise(IDENTITY)
+    with pytest.raises(NotImplementedError, match=r"same: no C\+\+ compiler .* Pass definition="):
+        op(jnp.arange(4.0))
+
+
+def test_platforms_without_cplusplus_take_the_definition():
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    lower = lambda op: jax.jit(op).trace(x, x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "stablehlo.select" in lower(elementwise(cases.GATED, definition=twin, limit=1.0))
+    with pytest.raises(NotImplementedError, match="gated: .* not for tpu. Pass definition="):
+        lower(gated)
+
+
+def test_implementation_xla_is_the_definition(rng):
+    x, g = (jnp.asarray(rng.normal(size=9), jnp.bfloat16) for _ in range(2))
+    op = elementwise(cases.GATED, definition=twin, implementation="xla", limit=1.0)
+    before = compiler.compilations()
+    close(op(x, g), reference(x, g))  # computed in float32 there too
+    assert compiler.compilations() == before
+    with pytest.raises(NotImplementedError, match="gated has no 'xla' implementation"):
+        elementwise(cases.GATED, implementation="xla", limit=1.0)(x, g)
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_compile_error_names_the_users_line(jit):
+    bad = elementwise("template <class T>\nT bad(T x) {\n  T y = x;\n  return cube_of(y);\n}")
+    run = jax.jit(bad) if jit else bad
+    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>[:(]4.*cube_of.*line 4:  return"):
+        run(jnp.arange(4.0))
+
+
+def test_a_compile_error_on_a_mesh_is_the_same_exception(eight_devices):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(jnp.arange(16.0), jax.NamedSharding(mesh, jax.P("data")))
+    bad = elementwise("template <class T> T bad(T x) { return cube_of(x); }")
+    with pytest.raises(CompileError, match="cube_of"):
+        jax.jit(bad)(x)
+
+
+def test_a_mistake_in_a_derivative_names_its_line():
+    op = elementwise(IDENTITY, derivative={"x": "T(1) +\n  nothing"})
+    with pytest.raises(
+        CompileError, match=r"(?s)<derivative of same with respect to x>[:(]2.*nothing"
+    ):
+        jax.grad(op)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: gated(1.0), TypeError, r"gated takes 2 inputs \(x, g\), got 1"),
+        (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
+        (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
+        (lambda: gated(1.0, 2.0, limit=1j), TypeError, "limit is declared float, .* got 1j"),
+        (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
+        (
+            lambda: gated(jnp.ones(2, jnp.float8_e4m3fn), 2.0),
+            TypeError,
+            r"x must have one of the dtypes .*; got float8_e4m3fn; cast it first",
+        ),
+        (
+            lambda: gated(jnp.ones(2), jnp.ones(3)),
+            ValueError,
+            r"inputs do not broadcast: x \(2,\), g \(3,\)",
+        ),
+        (
+            lambda: elementwise("int f(int n) { return n; }")(1.5),
+            TypeError,
+            "f: n is declared int, got float32; cast it first",
+        ),
+        (
+            lambda: elementwise("template <class T> complex<T> f(T x) { return x; }")(1),
+            TypeError,
+            r"f returns complex<T>, which \{'T': 'int32'\} does not make a number",
+        ),
+        (lambda: elementwise(IDENTITY, cap=1.0), TypeError, "no parameter called 'cap'"),
+        (lambda: elementwise(IDENTITY, name="other"), ValueError, "no function 'other'"),
+        (lambda: elementwise(IDENTITY, dtype="float8_e4m3fn"), TypeError, "dtype must be one of"),
+        (lambda: elementwise(IDENTITY, dtype=("int8",) * 2), TypeError, "for each of 1 results"),
+        (lambda: elementwise(IDENTITY, definition=3), TypeError, "definition must be a function"),
+        (lambda: elementwise(IDENTITY, derivative=3), TypeError, "derivative must be a mapping"),
+        (
+            lambda: elementwise(IDENTITY, derivative={"y": "1"}),
+            ValueError,
+            r"derivative has 'y', which is no parameter of same\(x\)",
+        ),
+        (
+            lambda: elementwise(IDENTITY, derivative={"x": ("1", "2")}),
+            ValueError,
+            "must have one entry for each of 1 results, got 2",
+        ),
+        (
+            lambda: elementwise(IDENTITY, derivative={"x": gcd}),
+            ValueError,
+            r"derivative\['x'\] must take the same parameters, \(x\); got <elementwise gcd",
+        ),
+        (
+            lambda: elementwise("template <class T, class U> U f(T x) { return x; }"),
+            ValueError,
+            "no input has type U, so what it is does not follow",
+        ),
+        (
+            lambda: elementwise(
+                "float f(" + ", ".join(f"float a{i}" for i in range(9)) + ") { return a0; }"
+            ),
+            ValueError,
+            "has 9 inputs and 1 outputs; from 1 to 8",
+        ),
+    ],
+)
+def test_mistakes_are_one_clear_error(call, error, message):
+    before = compiler.compilations()
+    with pytest.raises(error, match=message):
+        call()
+    assert compiler.compilations() == before  # before anything is compiled or launched

@@ -1,0 +1,196 @@
+"""Element-wise ops in every context of JAX: values, kernels and collectives."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import elementwise_cases as cases
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from elementwise_cases import gated, twin
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+
+ONE, BOTH = 1, 2  # kernels
+
+
+def agree(actual, expected):
+    # products and sums of at most 8 float32 numbers, in other orders
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), actual, expected
+    )
+
+
+def kernels(compiled):
+    return sum(hlo.calls(compiled, "").values())
+
+
+def loss(f):
+    return lambda x, g: jnp.sum(f(x, g) ** 2)
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    keys = jax.random.split(jax.random.key(0))
+    return [jax.random.normal(key, (8, 8)) for key in keys]
+
+
+def run(fn, *args):
+    compiled = jax.jit(fn).lower(*args).compile()
+    return compiled(*args), compiled
+
+
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request, eight_devices):
+    types = (getattr(AxisType, request.param),) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.mark.parametrize("spec", [("data", "model"), (None, ("model", "data"))], ids=str)
+def test_sharded_inputs_need_no_collective(mesh, arrays, spec):
+    x, g = jax.device_put(arrays, NamedSharding(mesh, jax.P(*spec)))
+    y, compiled = run(gated, x, g)
+    agree(y, twin(*arrays))
+    assert y.sharding.is_equivalent_to(x.sharding, 2)
+    assert kernels(compiled) == ONE and not hlo.collectives(compiled)
+    gradients, compiled = run(jax.grad(loss(gated), (0, 1)), x, g)
+    agree(gradients, jax.grad(loss(twin), (0, 1))(*arrays))
+    assert kernels(compiled) == BOTH and not hlo.collectives(compiled)
+
+
+def test_a_row_is_split_as_its_columns_and_its_gradient_is_one_sum(mesh, arrays):
+    x = jax.device_put(arrays[0], NamedSharding(mesh, jax.P("data", "model")))
+    row = jax.device_put(arrays[1][0], NamedSharding(mesh, jax.P("model")))
+    y, compiled = run(gated, x, row)
+    agree(y, twin(arrays[0], arrays[1][0]))
+    assert not hlo.collectives(compiled)
+    gradients, compiled = run(jax.grad(loss(gated), (0, 1)), x, row)
+    agree(gradients, jax.grad(loss(twin), (0, 1))(arrays[0], arrays[1][0]))
+    assert hlo.collectives(compiled) == [hlo.Collective("all-reduce", 4 * 4)]  # as jnp's
+
+
+def test_a_row_stored_split_does_not_move_what_it_meets(mesh, arrays):
+    x = jax.device_put(arrays[0], NamedSharding(mesh, jax.P("data", None)))
+    row = jax.device_put(arrays[1][0], NamedSharding(mesh, jax.P("data")))  # as FSDP stores it
+    y, compiled = run(gated, x, row)
+    agree(y, twin(arrays[0], arrays[1][0]))
+    assert y.sharding.is_equivalent_to(x.sharding, 2)
+    assert hlo.collectives(compiled) == [hlo.Collective("all-gather", 4 * 8)]
+
+
+def test_mixed_meshes(eight_devices, arrays):
+    types = (AxisType.Explicit, AxisType.Auto)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh):
+        x, g = jax.device_put(arrays, NamedSharding(mesh, jax.P("data", "model")))
+        gradients, compiled = run(jax.grad(loss(gated), (0, 1)), x, g)
+    agree(gradients, jax.grad(loss(twin), (0, 1))(*arrays))
+    assert kernels(compiled) == BOTH
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(eight_devices, arrays, check_vma):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x, row = arrays[0], arrays[1][0]
+    sharded = jax.shard_map(
+        gated,
+        mesh=mesh,
+        in_specs=(jax.P("data", "model"), jax.P("model")),
+        out_specs=jax.P("data", "model"),
+        check_vma=check_vma,
+    )
+    y, compiled = run(sharded, x, row)
+    agree(y, twin(x, row))
+    assert kernels(compiled) == ONE
+    agree(run(jax.grad(loss(sharded), (0, 1)), x, row)[0], jax.grad(loss(twin), (0, 1))(x, row))
+
+
+def test_partly_manual_shard_map(eight_devices, arrays):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    spec = jax.P("data")
+    sharded = jax.shard_map(gated, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"})
+    x, g = jax.device_put(arrays, NamedSharding(mesh, jax.P("data", "model")))
+    agree(run(sharded, x, g)[0], twin(*arrays))
+
+
+def test_vmap_expands_nothing(arrays):
+    x, g = arrays
+    several = jnp.stack([x, x + 1])
+    y, compiled = run(jax.vmap(gated, (0, None)), several, g)  # one more dimension, which g lacks
+    agree(y, jax.vmap(twin, (0, None))(several, g))
+    assert kernels(compiled) == ONE and not hlo.count(compiled, "broadcast")
+    y, compiled = run(jax.vmap(lambda limit: gated(x, g, limit=limit)), g[0])
+    agree(y, jax.vmap(lambda limit: twin(x, g, limit))(g[0]))
+    agree(run(jax.vmap(gated, (1, 0), 1), x, g)[0], jax.vmap(twin, (1, 0), 1)(x, g))
+    agree(run(jax.vmap(gated, (None, 1)), x[0], g)[0], jax.vmap(twin, (None, 1))(x[0], g))
+
+
+def test_gradients_of_each_example(arrays):
+    x, g = arrays[0], arrays[1][0]
+    each = lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))
+    agree(run(each(gated), x, g)[0], each(twin)(x, g))
+
+
+def test_scan_and_remat(arrays):
+    def through(f):
+        step = jax.checkpoint(lambda c, g: (f(c, g), None))
+        return lambda x, g: jnp.sum(jax.lax.scan(step, x[0], g)[0])
+
+    agree(
+        run(jax.grad(through(gated), (0, 1)), *arrays)[0], jax.grad(through(twin), (0, 1))(*arrays)
+    )
+
+
+def test_without_jit(arrays):
+    with jax.disable_jit():
+        agree(gated(*arrays), twin(*arrays))
+
+
+def test_export_holds_the_compiled_function(arrays, tmp_path):
+    names = ("normfuse_elementwise", "normfuse_launch")
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
+    exported = export.export(jax.jit(jax.grad(loss(gated))), disabled_checks=checks)(*arrays)
+    path = pathlib.Path(tmp_path, "exported")
+    path.write_bytes(exported.serialize())
+    program = f"""
+import jax, pathlib
+from normfuse.native import compiler, registry
+registry.register()
+run = jax.export.deserialize(bytearray(pathlib.Path({str(path)!r}).read_bytes())).call
+keys = jax.random.split(jax.random.key(0))
+print(float(run(*[jax.random.normal(key, (8, 8)) for key in keys]).sum()), compiler.compilations())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    total, compilations = done.stdout.split()
+    agree(float(total), float(jax.grad(loss(twin))(*arrays).sum()))
+    assert int(compilations) == 0
+
+
+def test_the_partitioning_callback_has_one_key_in_every_process(eight_devices):
+    program = """
+import elementwise_cases as cases, jax, re
+from jax.sharding import AxisType, NamedSharding
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+x = jax.device_put(jax.numpy.ones((8, 8)), NamedSharding(mesh, jax.P("data")))
+text = jax.jit(cases.gated).lower(x, x).as_text()
+print(re.search(r'normfuse:[^"]*', text)[0])
+"""
+    environment = {"PYTHONPATH": str(pathlib.Path(cases.__file__).parent)}
+    keys = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **environment, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        keys.add(done.stdout)
+    assert len(keys) == 1

@@ -1,0 +1,167 @@
+"""Derivatives of element-wise ops: as C++ text, as ops, in plain JAX; to every order given."""
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from elementwise_cases import GATED, gated, gcd, phase, sine_and_cosine, twin
+
+from normfuse import elementwise
+
+CUBE = "template <class T> T cube(T x, T w) { return w * x * x * x; }"
+cube = elementwise(
+    CUBE,
+    derivative={
+        "x": elementwise(
+            "template <class T> T slope(T x, T w) { return 3 * w * x * x; }",
+            derivative={"x": "6 * w * x", "w": "3 * x * x"},
+        ),
+        "w": "x * x * x",
+    },
+)
+SWISH = "template <class T> T swish(T x, T beta) { return x / (1 + exp(-beta * x)); }"
+SLOPE = "const T s = 1 / (1 + exp(-beta * x)); return s + beta * x * s * (1 - s);"
+
+
+def plain_swish(x, beta=1.0):
+    return x * jax.nn.sigmoid(beta * x)
+
+
+def plain_slope(x, beta):
+    return jax.jvp(lambda x: plain_swish(x, beta), (x,), (jnp.ones_like(x),))[1]
+
+
+def agree(actual, expected, rtol=1e-6):
+    """Some ten float32 operations, in other orders; sums of up to 200 terms of one sign or so."""
+    compare = lambda a, e: np.testing.assert_allclose(
+        np.asarray(a, np.complex128), np.asarray(e, np.complex128), rtol=rtol, atol=rtol
+    )
+    jax.tree.map(compare, actual, expected)
+
+
+@pytest.fixture
+def arrays(rng):
+    return [jnp.asarray(rng.normal(size=(6, 8)), jnp.float32) for _ in range(2)]
+
+
+def test_reverse_and_forward_match_plain_jax(arrays):
+    x, g = arrays
+    loss = lambda f: lambda x, g, limit: jnp.sum(f(x, g, limit=limit) ** 2)
+    for jit in (lambda f: f, jax.jit):
+        actual = jit(jax.grad(loss(gated), (0, 1, 2)))(x, g, 0.3)
+        agree(actual, jax.grad(loss(twin), (0, 1, 2))(x, g, 0.3), rtol=1e-5)
+    agree(jax.jvp(gated, (x, g), (g, x)), jax.jvp(twin, (x, g), (g, x)))
+    agree(jax.linearize(gated, x, g)[1](g, x), jax.jvp(twin, (x, g), (g, x))[1])
+
+
+def test_a_gradient_is_one_kernel(arrays):
+    x, g = arrays
+    pull = lambda x, g, ct: jax.vjp(gated, x, g)[1](ct)
+    text = jax.jit(pull).lower(x, g, x).compile().as_text()
+    assert sum(hlo.calls(text, "").values()) == 1 and hlo.results(text) == [2]
+    assert hlo.count(text, "multiply") == 0
+
+
+def test_gradients_of_broadcast_inputs_are_sums(arrays):
+    x, g = arrays
+    loss = lambda f: lambda x, row, one: jnp.sum(f(x, row) * f(one, x))
+    operands = (x, g[0], jnp.float32(0.7))
+    actual = jax.grad(loss(gated), (0, 1, 2))(*operands)
+    agree(actual, jax.grad(loss(twin), (0, 1, 2))(*operands), rtol=1e-5)
+
+
+def test_gradients_have_the_dtypes_of_their_inputs(arrays):
+    x, g = arrays[0].astype(jnp.bfloat16), arrays[1][0]
+    dx, dg = jax.grad(lambda x, g: jnp.sum(gated(x, g)), (0, 1))(x, g)
+    assert (dx.dtype, dg.dtype) == (jnp.bfloat16, jnp.float32)
+    # summed in float32 over 6 rows of products of bfloat16 numbers
+    agree(dg, np.minimum(np.float64(x), 1).sum(0))
+
+
+def test_several_results_and_unused_ones(arrays):
+    x = arrays[0]
+    loss = lambda f: lambda x: jnp.sum(f(x)[0] * 3 + f(x)[1] ** 2)
+    agree(jax.grad(loss(sine_and_cosine))(x), jax.grad(loss(lambda x: (jnp.sin(x), jnp.cos(x))))(x))
+    agree(jax.grad(lambda x: sine_and_cosine(x)[1].sum())(x), -jnp.sin(x))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (jax.jacfwd, jax.jacrev),
+        (jax.jacrev, jax.jacrev),
+        (jax.jacrev, jax.jacfwd),
+        (jax.jacfwd, jax.jacfwd),
+    ],
+)
+def test_second_derivatives_where_the_first_is_an_op(outer, inner):
+    second = lambda f: outer(inner(f, 0), (0, 1))(2.0, 3.0)
+    agree(second(cube), second(lambda x, w: w * x**3))
+
+
+def test_third_derivatives_are_the_definitions():
+    op = elementwise(SWISH, definition=plain_swish, derivative={"x": SLOPE}, beta=1.0)
+    third = lambda f: jax.grad(jax.grad(jax.grad(f)))(0.5)
+    agree(third(op), third(plain_swish), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"derivative": plain_swish},
+        {"definition": plain_swish},
+        {"derivative": {"x": plain_slope}},
+    ],
+    ids=["function", "definition", "partial"],
+)  # fmt: skip
+def test_derivatives_in_plain_jax(options, arrays):
+    op = elementwise(SWISH, beta=1.0, **options)
+    x = arrays[0]
+    agree(
+        jax.grad(lambda x: op(x, beta=2.0).sum())(x),
+        jax.grad(lambda x: plain_swish(x, 2.0).sum())(x),
+    )
+    agree(jax.grad(jax.grad(op))(0.5), jax.grad(jax.grad(plain_swish))(0.5))
+
+
+def test_holomorphic_derivatives_and_others(arrays):
+    z = jax.lax.complex(*arrays)
+    product = elementwise(
+        "template <class T> T product(T z, T w) { return z * z * w; }",
+        derivative={"z": "T(2) * z * w", "w": "z * z"},
+    )
+    pull = lambda f: jax.vjp(f, z, z + 1)[1](z)
+    agree(pull(product), pull(lambda z, w: z * z * w), rtol=1e-5)
+    agree(
+        jax.grad(lambda z: phase(z).sum())(z), jax.grad(lambda z: jnp.angle(z).sum())(z), rtol=1e-5
+    )
+    modulus = elementwise(
+        "template <class T> real_t<T> modulus(T z) { return abs(z); }", derivative={"z": "abs(z)"}
+    )
+    with pytest.raises(TypeError, match="modulus takes and returns both real and complex"):
+        jax.grad(lambda z: modulus(z).sum())(z)
+
+
+def test_integers_and_bools_have_no_gradient(arrays):
+    x = arrays[0]
+    scale = lambda x: gated(x, jnp.arange(8)).sum()
+    agree(jax.grad(scale)(x), jax.grad(lambda x: twin(x, jnp.arange(8)).sum())(x))
+    less = elementwise("template <class T> bool less(T a, T b) { return a < b; }")
+    agree(jax.grad(lambda x: jnp.where(less(x, 0.0), x, 0.0).sum())(x), x < 0)
+    tangent = jax.jvp(gcd, (6, 4), (np.zeros((), jax.dtypes.float0),) * 2)[1]
+    assert tangent.dtype == jax.dtypes.float0
+
+
+def test_without_a_derivative_one_clear_error():
+    op = elementwise(GATED, limit=1.0)
+    with pytest.raises(
+        TypeError, match="gated has no derivative with respect to x. Pass .*derivative="
+    ):
+        jax.grad(op)(1.0, 2.0)
+    only_x = elementwise(GATED, limit=1.0, derivative={"x": "x < limit ? g : T(0)"})
+    agree(jax.grad(only_x)(0.5, 2.0), 2.0)
+    with pytest.raises(TypeError, match="respect to limit"):
+        jax.grad(lambda limit: only_x(0.5, 2.0, limit=limit))(1.0)
+    with pytest.raises(TypeError, match="gated_d_x has no derivative with respect to x"):
+        jax.grad(jax.grad(only_x))(0.5, 2.0)

@@ -1,0 +1,16 @@
+"""The code in docs/elementwise.md runs as it is written there."""
+
+import pathlib
+import re
+
+TEXT = pathlib.Path(__file__).parents[2] / "docs" / "elementwise.md"
+
+
+def test_every_code_block_runs():
+    text = TEXT.read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    assert len(blocks) >= 7
+    namespace = {}
+    for block in blocks:
+        line = text[: block.start()].count("\n") + 1
+        exec(compile("\n" * line + block[1], str(TEXT), "exec"), namespace)

@@ -1,0 +1,220 @@
+"""The CUDA kernels around users' functions: compiled for every architecture, and emulated."""
+
+import dataclasses
+import functools
+import shutil
+import time
+
+import elementwise_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda_emulator import Emulator
+
+from normfuse import elementwise as make
+from normfuse.native import cache, compiler, elementwise, elementwise_code
+from normfuse.native.compiler import CompileError, Source
+from normfuse.native.device import Target, named_target
+
+pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+
+SM90 = Target("sm_90", multiprocessors=1)
+
+
+def source_of(op, dtype, shape=(64,), placed=None, function=None):
+    """The kernel of `op` on inputs of one dtype and scalars in what these are computed in."""
+    function = function or op._function
+    placed = placed or tuple((0,) if n in op.inputs else () for n in op._function.names)
+    placed += ((0,),) * (len(function.operands) - len(placed))
+    bound = (("T", dtype),)
+    scalar = elementwise.compute_dtype("T", bound)
+    operands = [
+        jax.ShapeDtypeStruct(tuple(shape[d] for d in have), dtype if have else scalar)
+        for have in placed
+    ]
+    out = tuple(elementwise_code.resolve(t, dict(bound)) for t, _ in function.results)
+    layout, _ = elementwise.layout_of(operands, placed, bound, out)
+    return elementwise_code.cuda_source(function, layout)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_for_every_dtype(arch):
+    compile_ = functools.partial(compiler.compile_image, macros={}, arch=arch)
+    with jax.enable_x64(True):
+        for dtype in ("float16", "bfloat16", "float32", "float64"):
+            compile_(source_of(cases.gated, dtype))
+            compile_(source_of(cases.sine_and_cosine, dtype))
+        for dtype in ("int8", "uint8", "int16", "int32", "uint64"):
+            compile_(source_of(cases.gcd, dtype))
+    gradient = cases.gated._function.gradient((0, 1, 2), (0,))
+    compile_(source_of(cases.gated, "bfloat16", function=gradient))
+
+
+@pytest.mark.parametrize(("op", "dtype"), [(cases.gated, "bfloat16"), (cases.phase, "complex64")])
+def test_a_kernel_compiles_in_half_a_second(op, dtype):
+    compiler.compile_image(source_of(cases.gated, "float32"), {}, "sm_80")  # loads NVRTC
+    began = time.process_time()
+    compiler.compile_image(source_of(op, dtype), {}, "sm_90")
+    assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_thread_moves_16_bytes_at_once(dtype):
+    image = compiler.compile_image(source_of(cases.gated, dtype), {}, "compute_90")
+    text = image.data.decode()
+    assert text.count("ld.global.nc.v4.u32") == 2 and text.count("st.global.v4.") == 1
+    assert ".local" not in text  # elements held in registers
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_functions_compile(dtype):
+    names = ("exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "tanh", "conj", "proj")
+    terms = " + ".join(f"{name}(z)" for name in (*names, "asin", "acos", "atan", "asinh", "atanh"))
+    op = make(f"template <class T> T f(T z, T w) {{ return {terms} + pow(z, w) + T(abs(z)); }}")
+    compiler.compile_image(source_of(op, dtype), {}, "sm_90")
+
+
+def test_a_function_compiles_as_part_of_other_kernels():
+    nested = make(
+        "template <class T> T twice(T x) { return x + x; }\n"
+        "template <class T> T bent(T x, float by) { return twice(x) * by; }",
+        derivative={"x": make("template <class T> T s(T x, float by) { return 2 * by; }", by=1)},
+        by=0.5,
+    )
+    for op in (cases.squared, nested):
+        text = f"""
+#include "scalar.cuh"
+{op.scalar.code()}
+extern "C" __global__ void k(float* x) {{ *x = activation(*x) + activation_derivative(*x); }}
+"""
+        source = Source("k.cu", text, compiler.kernel_source("scalar.cuh").headers)
+        source = dataclasses.replace(
+            source, headers=(("scalar.cuh", compiler.kernel_text("scalar.cuh")), *source.headers)
+        )
+        compiler.compile_image(source, {}, "sm_90")
+
+
+def test_an_error_names_the_line_of_the_users_text(monkeypatch, tmp_path):
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    bad = make("template <class T>\nT bad(T x) {\n  T y = x;\n  return cube_of(y);\n}")
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(CompileError, match=r"(?s)<elementwise bad>\(4\).*cube_of.*line 4:  return"):
+        jax.jit(bad).trace(x).lower(lowering_platforms=("cuda",))
+
+
+def test_the_cache_holds_kernels_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_memory", {})
+    x = jax.ShapeDtypeStruct((16,), jnp.float32)
+    lower = jax.jit(cases.gated).trace(x, x).lower
+    lower(lowering_platforms=("cuda",))
+    (entry,) = cache.entries()
+    assert (entry.source, entry.arch) == ("elementwise_gated", "compute_80")
+    monkeypatch.setattr(cache, "_memory", {})  # as another process would find it
+    before = compiler.compilations()
+    jax.clear_caches()
+    lower(lowering_platforms=("cuda",))
+    assert compiler.compilations() == before
+
+
+# ---------------------------------------------------------------- what they compute
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture
+def emulated(folder, monkeypatch):
+    """`emulated(op, shift=0)`: what runs the op on emulated CUDA, and its launches."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+
+    def make(op, shift=0):
+        emulator = Emulator(folder, shift)
+        monkeypatch.setattr(elementwise, "launch", emulator.launch)
+
+        def run(operands, placed, dtype, out):
+            results = elementwise._cuda(
+                named_target("sm_90"),
+                *operands,
+                function=op._function,
+                placed=placed,
+                bound=(("T", dtype),),
+                out=out,
+            )
+            return [np.asarray(r) for r in results]
+
+        return run, emulator.launches
+
+    return make
+
+
+def numbers(rng, shape, dtype):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def close(actual, expected, dtype):
+    # one multiplication in float32, rounded once to dtype: half a unit in the last place each
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.float64(actual), expected, rtol=eps, atol=1e-30)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("n", [2048, 2050, 7])
+def test_emulated_tail_and_unaligned_arrays(emulated, rng, n, shift):
+    run, launches = emulated(cases.gated, shift)
+    x, g = numbers(rng, (n,), "bfloat16"), numbers(rng, (n,), "bfloat16")
+    limit = jnp.float32(0.5)
+    (y,) = run([x, g, limit], ((0,), (0,), ()), "bfloat16", ("bfloat16",))
+    close(y, cases.reference(x, g, 0.5), "bfloat16")
+    assert launches[0]["grid"][0] == -(-n // 2048)
+
+
+def test_emulated_mixed_dtypes_and_broadcast_rows(emulated, rng):
+    run, _ = emulated(cases.gated)
+    x, row = numbers(rng, (3, 5, 48), "bfloat16"), numbers(rng, (5, 48), "float32")
+    (y,) = run([x, row, jnp.float32(1)], ((0, 1, 2), (1, 2), ()), "float32", ("float32",))
+    close(y, cases.reference(x, row), "float32")
+
+
+def test_emulated_broadcast_columns_and_several_launch_dimensions(emulated, rng):
+    run, _ = emulated(cases.gated)
+    column, g = numbers(rng, (5,), "float32"), numbers(rng, (3, 5, 1028), "float32")
+    (y,) = run([column, g, jnp.float32(1)], ((1,), (0, 1, 2), ()), "float32", ("float32",))
+    close(y, cases.reference(np.asarray(column)[:, None], g), "float32")
+
+
+def test_emulated_results_are_several(emulated, rng):
+    run, _ = emulated(cases.sine_and_cosine)
+    x = numbers(rng, (1500,), "float32")
+    s, c = run([x], ((0,),), "float32", ("float32",) * 2)
+    np.testing.assert_allclose(s, np.sin(np.float64(x)), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(c, np.cos(np.float64(x)), rtol=1e-6, atol=1e-7)
+
+
+def test_emulated_integers(emulated, rng):
+    run, _ = emulated(cases.gcd)
+    a, b = rng.integers(1, 100, (2, 4500)).astype(np.int8)
+    (y,) = run([jnp.asarray(a), jnp.asarray(b)], ((0,), (0,)), "int8", ("int8",))
+    np.testing.assert_array_equal(y, np.gcd(a, b))
+
+
+def test_more_than_2_to_the_31_elements_take_wide_indices():
+    shape = (1 << 21, 1 << 11)
+    narrow, wide = (
+        elementwise.layout_of(
+            [jax.ShapeDtypeStruct((rows, shape[1]), "int8")],
+            ((0, 1),),
+            (("T", "int8"),),
+            ("int8",),
+        )[0]
+        for rows in (shape[0] - 3, shape[0])
+    )
+    assert wide.wide and not narrow.wide
+    assert (
+        "using Index = long long"
+        in elementwise_code.cuda_source(cases.squared._function, wide).text
+    )

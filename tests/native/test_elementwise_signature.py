@@ -1,0 +1,98 @@
+"""What is read of a user's C++ text: the function's signature, and nothing that is not there."""
+
+import pytest
+
+from normfuse.native.elementwise_code import collapse
+from normfuse.native.elementwise_signature import find, resolve
+
+
+def described(source, name=None):
+    f = find(source, name)
+    return f.name, f.template, [(p.type, p.name, p.output) for p in f.parameters], f.result
+
+
+def test_signature_of_a_template():
+    source = "template <class T>\nstatic inline T gated(const T& x, T g, float limit) { return x; }"
+    takes = [("T", "x", False), ("T", "g", False), ("float", "limit", False)]
+    assert described(source) == ("gated", ("T",), takes, "T")
+
+
+def test_signature_of_a_function_with_references():
+    source = "void split(unsigned int x, std::complex<float> & a, long long int &b) {}"
+    takes = [("unsigned", "x", False), ("complex<float>", "a", True), ("long long", "b", True)]
+    assert described(source) == ("split", (), takes, "")
+
+
+def test_the_last_function_counts_and_others_may_be_anything():
+    source = """
+    #define BRACE {            // a brace }
+    struct Pair { int a, b; };
+    /* int hidden(int x) { */
+    static float helper(const float* p, int n = 2) { if (n) { return p[0]; } return 0; }
+    template <typename T, typename U> complex<T> last(T x, U y) { return polar(x, T(y)); }
+    """
+    name, template, takes, result = described(source)
+    assert (name, template, result) == ("last", ("T", "U"), "complex<T>")
+    assert takes == [("T", "x", False), ("U", "y", False)]
+    with pytest.raises(ValueError, match=r"parameter `const float\* p` of helper"):
+        find(source, "helper")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "source defines no function; write `template"),
+        ("int f(int x);", "source defines no function"),
+        ("int f(int* x) { return *x; }", r"cannot read parameter `int\* x` of f"),
+        ("int f(int x = 2) { return x; }", r"defaults are keywords of elementwise"),
+        ("template <int N> int f(int x) { return x; }", "template parameter `int N`"),
+        ("auto f(int x) { return x; }", r"f\(x\): its result has type `auto`"),
+        ("template <class T> T f(T x, quad y) { return x; }", "y has type `quad`"),
+        ("void f(int x) {}", "returns nothing and has no parameter `T& y`"),
+        ("int f(int x, int& y) { return x; }", "returns int and writes to y"),
+    ],
+)
+def test_signatures_that_say_too_little(source, message):
+    with pytest.raises(ValueError, match=message):
+        find(source)
+
+
+def test_function_that_is_not_there():
+    with pytest.raises(ValueError, match="no function 'g'; it defines f"):
+        find("int f(int x) { return x; }", "g")
+    with pytest.raises(TypeError, match="must be C.. text, got int"):
+        find(3)
+
+
+@pytest.mark.parametrize(
+    ("type_", "bound", "dtype"),
+    [
+        ("T", "bfloat16", "bfloat16"),
+        ("real_t<T>", "complex128", "float64"),
+        ("real_t<T>", "float16", "float16"),
+        ("complex<T>", "bfloat16", "complex64"),
+        ("complex<T>", "int32", None),
+        ("unsigned long", "float32", "uint64"),
+        ("U", "float32", None),
+    ],
+)
+def test_types_are_dtypes(type_, bound, dtype):
+    assert resolve(type_, {"T": bound}) == dtype
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "sizes", "masks"),
+    [
+        ((4, 5, 6), [(0, 1, 2), (0, 1, 2)], (120,), (1, 1)),
+        ((4, 5, 6), [(0, 1, 2), ()], (120,), (1, 0)),
+        ((4, 5, 6), [(0, 1, 2), (2,)], (20, 6), (3, 1)),
+        ((4, 5, 6), [(0, 1, 2), (0,)], (4, 30), (3, 2)),
+        ((4, 5, 6), [(0, 1, 2), (1,)], (4, 5, 6), (7, 2)),
+        ((4, 1, 6), [(0, 1, 2), (0, 2)], (24,), (1, 1)),
+        ((1, 1), [(0, 1), ()], (1,), (1, 0)),
+        ((), [(), ()], (1,), (1, 1)),
+        ((2, 3), [(0,), (1,)], (2, 3), (2, 1)),
+    ],
+)
+def test_dimensions_that_the_same_operands_have_are_one(shape, dims, sizes, masks):
+    assert collapse(shape, dims) == (sizes, masks)
