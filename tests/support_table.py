@@ -24,7 +24,7 @@ counts the kernels in the compiled program.
 - **native + plain**: kernels, and plain HLO for what is plain by definition: tangents, higher
   derivatives, and the parts of `vmap` that belong to a parameter of each example's own.
 - **pallas**: computed by Pallas kernels, on CPUs interpreted.
-- **xla**: by XLA alone, as was asked for.
+- **native or pallas or xla**: by each of them, as `implementation=` asks; `dense` by the last two.
 - **plain HLO**: right, but computed by XLA alone; `implementation="native"` raises
   `NotImplementedError` here and names the way out.
 - **refused**: raises an error, given below.
