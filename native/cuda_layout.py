@@ -149,7 +149,7 @@ def forward_held(
     """
     if compute.itemsize == 8:
         return _DOUBLE
-    if rows <= target.multiprocessors and vectors <= _FEW_ROWS.scale:
+    if rows <= target.multiprocessors and 2 * WARP < vectors <= _FEW_ROWS.scale:
         return _FEW_ROWS
     if residual:
         return _RESIDUAL if vectors <= _RESIDUAL.scale else _LONG_RESIDUAL
