@@ -222,6 +222,23 @@ def test_explicit_features(served, explicit_mesh):
         served.run(served.both, *args, *cts)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "dense"])
+def test_partly_manual_shard_map(op, auto_mesh, request):
+    """`shard_map` over some of the mesh's axes"""
+    case = case_of(op)
+    specs = (P("data"),) + (P(),) * (len(case.args) - 1)
+    options = {"mesh": auto_mesh, "in_specs": specs, "out_specs": P("data"), "axis_names": {"data"}}
+
+    def run(implementation):
+        fn = functools.partial(case, implementation=implementation)
+        return jax.jit(jax.shard_map(fn, **options))(*case.args)
+
+    with pytest.raises(NotImplementedError, match="'pallas' cannot serve here: shard_map is man"):
+        run("pallas")
+    case.check(run(("pallas", "xla")), case.values())
+    record(request, "plain HLO")
+
+
 def test_sharded_dense_has_the_collectives_of_plain_jax(auto_mesh, request):
     """the collectives of a dense layer split by rows and columns, then by what is summed"""
     x, kernel, bias = DenseCase(out=16).args
