@@ -28,6 +28,7 @@ from normfuse import (
     norm_dense,
     norm_gated_dense,
 )
+from normfuse.layers.implementation import order_of
 from normfuse.layers.producers import Normalised
 from normfuse.layers.recomputed import products
 
@@ -48,7 +49,7 @@ def rms(x, scale):
 
 def project(x, scale, *kernels):
     """The products of the normalised x, which is not kept."""
-    return products(Normalised(1e-6, 0.0, "bfloat16", True), (x, scale), kernels)
+    return products(Normalised(1e-6, 0.0, "bfloat16", order_of(True)), (x, scale), kernels)
 
 
 LAYERS: dict[str, dict[str, Callable]] = {

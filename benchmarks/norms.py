@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from normfuse import add_rms_norm, rms_norm
 from normfuse.native import rms_norm as kernels
+from normfuse.native.fallback import Order
 
 EPS = 1e-6
 MODES = ("forward", "backward", "dx", "both")
@@ -27,6 +28,7 @@ Contestant = dict[str, Callable]
 def contestants(residual: bool) -> dict[str, Contestant]:
     """Ours first; then XLA, then what is installed."""
     found = {"normfuse": _normfuse(residual), "XLA": _xla(residual)}
+    found["Pallas"] = _normfuse(residual, "pallas")
     found["nnx"] = _differentiated(_nnx, residual)
     found["Equinox"] = _differentiated(_equinox, residual)
     if importlib.util.find_spec("tokamax") is not None:
@@ -39,13 +41,14 @@ def contestants(residual: bool) -> dict[str, Contestant]:
     return found
 
 
-def _normfuse(residual: bool) -> Contestant:
-    flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": residual, "strict": True}
+def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
+    flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": residual}
+    flags["strict"] = Order((implementation,), strict=True)
 
     def forward(x, r, w, *_):
         if residual:
-            return add_rms_norm(x, r, w, eps=EPS, implementation="native")
-        return rms_norm(x, w, eps=EPS, implementation="native")
+            return add_rms_norm(x, r, w, eps=EPS, implementation=implementation)
+        return rms_norm(x, w, eps=EPS, implementation=implementation)
 
     def backward(x, r, w, dy, dh, rstd, with_dscale=True):
         operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]

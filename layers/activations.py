@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.layers import epilogue_op
+from normfuse.layers.implementation import order_of
 from normfuse.layers.op import match, vary
 from normfuse.layers.rounding import rounded, wide
 from normfuse.native.scalar import SCALARS, Scalar
@@ -79,7 +80,7 @@ def finish_natively(
     else:
         params["axes"] = ()
     out_dtype = jnp.dtype(dtype).name
-    return epilogue_op.forward(*operands, out_dtype=out_dtype, strict=strict, **params)[0]
+    return epilogue_op.forward(*operands, out_dtype=out_dtype, strict=order_of(strict), **params)[0]
 
 
 def finish(

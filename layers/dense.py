@@ -5,8 +5,10 @@ from jax.sharding import NamedSharding
 
 from normfuse.layers.activations import Activation, finish, finish_natively, resolve, scalar_of
 from normfuse.layers.arguments import floating, floating_dtype
+from normfuse.layers.fused_dense import fused_dense
 from normfuse.layers.implementation import Implementation, choose
 from normfuse.layers.matmul import matmul
+from normfuse.native.fallback import Order
 
 
 def dense(
@@ -29,8 +31,10 @@ def dense(
     XLA can then add to an accumulator in place. The activation's derivative is recomputed from the
     product; nothing of its size is kept in float32.
 
-    The product is XLA's everywhere, and is partitioned as `jnp.matmul` is. On Explicit meshes a
-    kernel split (as FSDP stores it) over axes that split x's rows is gathered, in `dtype`.
+    The product is XLA's, and is partitioned as `jnp.matmul` is; with `implementation="pallas"` it
+    is one kernel with the bias and the activation, and only the gradients' products are XLA's. On
+    Explicit meshes a kernel split (as FSDP stores it) over axes that split x's rows is gathered, in
+    `dtype`.
 
     Args:
       x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
@@ -40,7 +44,7 @@ def dense(
         "tanh" and the rest of `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which
         is given float32.
       dtype: of the product and the result; x's where None.
-      implementation: None or "xla"; there is no other.
+      implementation: None or "xla"; "pallas"; or several to try in order.
       out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
         both split over `in` on an Explicit mesh.
 
@@ -50,7 +54,8 @@ def dense(
     Raises:
       TypeError: for integer or complex operands.
       ValueError: for shapes that do not fit, or an unknown activation.
-      NotImplementedError: for an implementation that does not exist.
+      NotImplementedError: for an implementation that does not exist or cannot serve; an
+        ExceptionGroup of them where it names several.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse import dense
@@ -93,14 +98,29 @@ def apply(
         del strict
         return finish(product(), bias, activation, dtype)
 
-    serve = {"native": native, "xla": xla} if scalar_of(activation) else {"xla": xla}
-    try:
-        return choose("dense", implementation, serve)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"{error}: matrix products are XLA's on every platform; pass implementation=None or "
-            "'xla'"
-        ) from None
+    def pallas(strict):
+        return fused_dense(
+            x,
+            kernel,
+            bias,
+            function=resolve(activation),
+            dtype=dtype,
+            contract=contract,
+            order=Order(("pallas",), strict),
+        )
+
+    if out_sharding is not None:
+        pallas = _refuse_out_sharding
+    serve = {"xla": xla, "pallas": pallas}
+    if scalar_of(activation) is not None:  # kernels of ours for what follows the product
+        serve["native"] = native
+    return choose("dense", implementation, serve)
+
+
+def _refuse_out_sharding(strict):
+    raise NotImplementedError(
+        "dense: implementation='pallas' takes no out_sharding; leave it out, or use 'xla'"
+    )
 
 
 def check_shapes(

@@ -13,7 +13,7 @@ from normfuse.layers.activations import (
 )
 from normfuse.layers.arguments import floating, floating_dtype
 from normfuse.layers.dense import check_shapes
-from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.implementation import Implementation, choose, order_of
 from normfuse.layers.matmul import matmul
 from normfuse.layers.norm_dense import check_gated
 from normfuse.layers.op import match
@@ -153,7 +153,7 @@ def apply_product(
     def native(strict):
         assert function is not None
         flags = {"has_up": up is not None, "has_bias": False, "sharding": hidden_sharding}
-        producer = Activated(function, dtype=dtype, strict=strict, **flags)
+        producer = Activated(function, dtype=dtype, strict=order_of(strict), **flags)
         args = (gate,) if up is None else (gate, up)
         return finish(products(producer, args, (kernel,), **shared)[0], bias, None, dtype)
 

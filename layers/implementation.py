@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from normfuse.native.fallback import Order
+
 NAMES = ("native", "pallas", "xla")
 Implementation = str | Sequence[str] | None
 T = TypeVar("T")
@@ -38,6 +40,23 @@ def requested(implementation: Implementation, *, argument: str = "implementation
     return list(names)
 
 
+def kernels(implementation: Implementation) -> Order | None:
+    """Which kernels `implementation` asks for, to be chosen from where the program is lowered.
+
+    None where it asks for plain HLO before any of them.
+    """
+    names = requested(implementation)
+    if not names:
+        return Order((), strict=False)
+    plain = names.index("xla") if "xla" in names else len(names)
+    return Order(tuple(names[:plain]), strict=plain == len(names)) if plain else None
+
+
+def order_of(strict: bool) -> Order:
+    """Native kernels alone, or the best there is where the program is lowered."""
+    return Order(("native",), strict=True) if strict else Order((), strict=False)
+
+
 def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
     """Calls what `implementation` asks for.
 
@@ -51,7 +70,7 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
       NotImplementedError: if the only implementation asked for cannot serve.
       ExceptionGroup: of the causes, if none of several can.
     """
-    names = requested(implementation) or ["native", "xla"]
+    names = requested(implementation) or [name for name in ("native", "xla") if name in serve]
     errors = []
     for i, name in enumerate(names):
         if name not in serve:

@@ -15,7 +15,7 @@ from normfuse.layers.activations import (
 )
 from normfuse.layers.arguments import finite, floating, floating_dtype
 from normfuse.layers.dense import check_shapes
-from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.implementation import Implementation, choose, order_of
 from normfuse.layers.matmul import matmul
 from normfuse.layers.op import match, vary
 from normfuse.layers.producers import Normalised
@@ -218,7 +218,7 @@ def _project(
         options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
         n = rms_norm(x, scale, dtype=dtype, **options)
         return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
-    producer = Normalised(eps, scale_offset, dtype, strict)
+    producer = Normalised(eps, scale_offset, dtype, order_of(strict))
     if scale is None:
         return products(producer, (x,), kernels, **shared)
     x = vary(x, jax.typeof(scale).manual_axis_type.varying)

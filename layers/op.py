@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from normfuse.layers import partition
 from normfuse.layers.partition import Loose, Split
 from normfuse.native import fallback
+from normfuse.native.fallback import Order
 from normfuse.native.jax_private import needs_devices_during_lowering
 from normfuse.native.kernel import lower, result_types
 
@@ -39,7 +40,8 @@ class Op:
       lead: the index of the leading operand; its sharding decides.
 
     Every op has the parameters `axes` (dimensions of the leading operand it treats apart) and
-    `strict` (whether plain HLO may serve where kernels cannot).
+    `strict` (an `Order`: which kernels serve, and whether plain HLO may where they cannot; a flag
+    stands for native kernels).
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Op:
     def __call__(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return self.primitive.bind(*operands, **params)
 
-    def plain(self, *operands: jax.Array, strict: bool = False, **params: Any) -> list[jax.Array]:
+    def plain(
+        self, *operands: jax.Array, strict: bool | Order = False, **params: Any
+    ) -> list[jax.Array]:
         """The definition, with the parameters that `__call__` takes."""
         del strict
         return list(self.definition(*operands, **params))
@@ -93,10 +97,11 @@ class Op:
     def _lower(self, ctx, *values, **params):
         lead = ctx.avals_in[self.lead]
         dims = self.dims(lead.ndim, **params)
-        where = _where(ctx, lead)
+        where = where_lowered(ctx, lead)
         if self.body is None or where.plain:
             if self.body is not None:
-                fallback.report(self.name, where.plain, strict=params["strict"])
+                order = Order.of(params["strict"])
+                fallback.report(self.name, where.plain, strict=order.strict, names=order.names)
             fn = functools.partial(self.plain, **params)
         elif where.single:
             return lower(
@@ -105,7 +110,7 @@ class Op:
         elif where.explicit:
             fn = _split_by_types(functools.partial(self.body, **params), dims, lead, where.explicit)
         else:
-            devices = _devices(ctx)
+            devices = devices_of(ctx)
             body = functools.partial(self.body, **params)
             fn = partition.partitioned(body, dims, self.lead, devices)
             results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
@@ -173,12 +178,12 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
         wanted = jax.P(*[spec[d] for d in dims])
         have = (*typed.sharding.spec, *[None] * (typed.ndim - len(typed.sharding.spec)))
         if jax.P(*have) != wanted:
-            operand = _reshard(operand, lead, wanted)
+            operand = reshard_like(operand, lead, wanted)
     return operand
 
 
 @functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
-def _reshard(operand, lead, spec):
+def reshard_like(operand, lead, spec):
     """`jax.sharding.reshard` on lead's devices, unknown to it outside jit and set_mesh."""
     return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
 
@@ -192,7 +197,8 @@ class _Where:
     plain: str = ""  # why only plain HLO can serve
 
 
-def _where(ctx, lead) -> _Where:
+def where_lowered(ctx, lead) -> _Where:
+    """The context that an operation on arrays like `lead` is lowered in."""
     context, mesh = ctx.module_context.axis_context, lead.sharding.mesh
     sizes = dict(context.mesh.shape) if hasattr(context, "mesh") else dict(mesh.shape)
     manual = set(getattr(context, "manual_axes", ())) | set(mesh.manual_axes)
@@ -216,7 +222,7 @@ def _where(ctx, lead) -> _Where:
     return _Where()
 
 
-def _devices(ctx):
+def devices_of(ctx):
     """What the program is compiled for, in order."""
     context = ctx.module_context.axis_context
     return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.layers import epilogue_op, rms_norm_op
+from normfuse.native.fallback import Order
 from normfuse.native.scalar import Scalar
 
 
@@ -61,7 +62,7 @@ class Normalised:
     eps: float
     scale_offset: float
     dtype: str
-    strict: bool
+    strict: Order
 
     def _params(self, args) -> dict[str, Any]:
         return {
@@ -110,7 +111,7 @@ class Activated:
     has_up: bool
     has_bias: bool
     dtype: str
-    strict: bool
+    strict: Order
     sharding: jax.P | None = None
 
     def _params(self, args) -> dict[str, Any]:

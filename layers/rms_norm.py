@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 
 from normfuse.layers.arguments import dimensions, finite, floating, floating_dtype
-from normfuse.layers.implementation import Implementation, choose
+from normfuse.layers.implementation import Implementation, kernels
 from normfuse.layers.op import match, vary
 from normfuse.layers.rms_norm_op import forward
 
@@ -35,7 +35,7 @@ def rms_norm(
       axis: the normalised axis, or several.
       scale_offset: added to scale; 1 for checkpoints that store scale − 1.
       dtype: of the result; x's where None.
-      implementation: None, "native" or "xla", or several to try in order; see
+      implementation: None, "native", "pallas" or "xla", or several to try in order; see
         `normfuse info` for what serves here.
 
     Returns:
@@ -45,7 +45,8 @@ def rms_norm(
       TypeError: for integer or complex operands, or an eps that is not a number.
       ValueError: for a scale that does not fit, an axis out of range, or an eps that is not finite
         or negative.
-      NotImplementedError: if `implementation` asks for what cannot serve.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -58,7 +59,7 @@ def rms_norm(
     """
     x, scale, params = _check("rms_norm", x, scale, eps, axis, scale_offset, dtype)
     params |= {"has_residual": False, "with_rstd": True}
-    return _call("rms_norm", x, [], scale, implementation, params)[0]
+    return _call(x, [], scale, implementation, params)[0]
 
 
 def rms_norm_with_rstd(
@@ -80,7 +81,7 @@ def rms_norm_with_rstd(
     """
     x, scale, params = _check("rms_norm_with_rstd", x, scale, eps, axis, scale_offset, dtype)
     params |= {"has_residual": False, "with_rstd": True}
-    y, rstd = _call("rms_norm_with_rstd", x, [], scale, implementation, params)
+    y, rstd = _call(x, [], scale, implementation, params)
     return y, rstd
 
 
@@ -121,11 +122,11 @@ def add_rms_norm(
             "broadcast it first with jnp.broadcast_to"
         )
     params |= {"has_residual": True, "with_rstd": True}
-    y, new_residual, _ = _call("add_rms_norm", x, [residual], scale, implementation, params)
+    y, new_residual, _ = _call(x, [residual], scale, implementation, params)
     return y, new_residual
 
 
-def _call(op, x, residual, scale, implementation, params):
+def _call(x, residual, scale, implementation, params):
     arrays = [x, *residual, *[scale] * (scale is not None)]
     lead = vary(x, frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays)))
     if residual and not any(jax.typeof(x).sharding.spec):
@@ -135,11 +136,12 @@ def _call(op, x, residual, scale, implementation, params):
         *[match(a, lead, range(x.ndim)) for a in residual],
         *[match(a, lead, params["axes"]) for a in arrays[1 + len(residual) :]],
     ]
-    serve = {
-        "native": lambda strict: forward(*operands, strict=strict, **params),
-        "xla": lambda strict: forward.plain(*operands, **params),
-    }
-    return choose(op, implementation, serve)
+    order = kernels(implementation)
+    return (
+        forward.plain(*operands, **params)
+        if order is None
+        else forward(*operands, strict=order, **params)
+    )
 
 
 def _check(op, x, scale, eps, axis, scale_offset, dtype):

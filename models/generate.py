@@ -1,6 +1,7 @@
 """Sampling text: the prompt is read in one pass, then one token at a time with cached keys."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,10 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    stop_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> np.ndarray:
-    """Continues each prompt by `num_tokens` tokens.
+    """Continues each prompt by `num_tokens` tokens, or until all have ended.
 
     Args:
       model: the transformer.
@@ -33,8 +35,10 @@ def generate(
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: draw from the k likeliest only.
       top_p: draw from the likeliest that together have at least this probability.
-      seed: the same seed draws the same text.
-    Returns: `(batch, num_tokens)` int32 on the host.
+      stop_tokens: a row that draws one of them has ended.
+      seed: the same seed draws the same text, whatever ends the rows.
+    Returns: `(batch, num_tokens)` int32 on the host. A row that has ended repeats the token that
+      ended it.
 
     Raises:
       ValueError: naming the argument, if it is out of range or the text would outgrow
@@ -44,19 +48,20 @@ def generate(
       arXiv:1904.09751.
     """
     ids = np.asarray(prompt)
-    _check(model, ids, num_tokens, temperature, top_k, top_p)
+    _check(model, ids, num_tokens, temperature, top_k, top_p, stop_tokens)
     # Padded to a power of two, so that prompts of many lengths share few compilations.
     seq = ids.shape[1]
     padded = min(1 << (seq - 1).bit_length(), model.config.max_seq_len)
     tokens = np.pad(ids.astype(np.int32), ((0, 0), (0, padded - seq)))
     run = _compiled(model, num_tokens, top_k)
     knobs = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
-    return np.asarray(run(params, tokens, np.int32(seq), knobs, jax.random.key(seed)))
+    stop = np.asarray(stop_tokens, np.int32).reshape(-1)
+    return np.asarray(run(params, tokens, np.int32(seq), knobs, stop, jax.random.key(seed)))
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: Functional, num_tokens: int, top_k: int | None):
-    def run(params, tokens, seq, knobs, key):
+    def run(params, tokens, seq, knobs, stop, key):
         batch, padded = tokens.shape
         cache = Cache.empty(model.config, batch, padded + num_tokens)
         logits, cache = model.decode(params, tokens, cache)
@@ -64,15 +69,26 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None):
         # What the padding left in the cache lies after `seq` and is overwritten before it is seen.
         cache = cache._replace(length=seq)
 
-        def add(state, key):
-            logits, cache = state  # (batch, vocab)
-            temperature, top_p = knobs
-            token = _draw(logits, key, temperature, top_p, top_k)
-            logits, cache = model.decode(params, token[:, None], cache)
-            return (logits[:, 0], cache), token
+        keys = jax.random.split(key, num_tokens)
 
-        _, drawn = jax.lax.scan(add, (last, cache), jax.random.split(key, num_tokens))
-        return drawn.T
+        def goes_on(state):
+            i, *_, ended = state
+            return (i < num_tokens) & ~ended.all()
+
+        def add(state):
+            i, logits, cache, drawn, ended = state  # logits: (batch, vocab)
+            temperature, top_p = knobs
+            token = _draw(logits, keys[i], temperature, top_p, top_k)
+            token = jnp.where(ended, drawn[:, i - 1], token)
+            # To the end of the row: what a later token does not overwrite repeats this one.
+            drawn = jnp.where(jnp.arange(num_tokens) >= i, token[:, None], drawn)
+            ended |= (token[:, None] == stop).any(axis=1)
+            logits, cache = model.decode(params, token[:, None], cache)
+            return i + 1, logits[:, 0], cache, drawn, ended
+
+        nothing = jnp.zeros((batch, num_tokens), jnp.int32)
+        state = (jnp.int32(0), last, cache, nothing, jnp.zeros(batch, bool))
+        return jax.lax.while_loop(goes_on, add, state)[3]
 
     return jax.jit(run)
 
@@ -91,7 +107,7 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
 
 
-def _check(model, prompt, num_tokens, temperature, top_k, top_p):
+def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_tokens):
     vocab, limit = model.config.vocab_size, model.config.max_seq_len
     if prompt.ndim != 2 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
         raise ValueError(
@@ -116,3 +132,5 @@ def _check(model, prompt, num_tokens, temperature, top_k, top_p):
         raise ValueError(f"top_k={top_k} must be at least 1, or None.")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None.")
+    if any(not 0 <= token < vocab for token in stop_tokens):
+        raise ValueError(f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.")

@@ -197,9 +197,13 @@ def _served(serve):
     return checked
 
 
-def _lower_cpu(ctx, *values, **params):
-    rule = kernel._lower(functools.partial(_served(_cpu), _host_arch(ctx)))
-    return rule(ctx, *values, **params)
+class _Elementwise(Kernel):
+    """A kernel whose C++ is compiled for the processor at hand too."""
+
+    def _native(self, platform, ctx):
+        if platform == "cpu":
+            return functools.partial(_served(_cpu), _host_arch(ctx))
+        return super()._native(platform, ctx)
 
 
 def _undefined_types(*operands, name, shape, out):
@@ -226,5 +230,4 @@ _undefined.def_abstract_eval(_undefined_types)
 mlir.register_lowering(_undefined, _missing)
 
 registry.register()
-kernel = Kernel("elementwise", definition, cuda=_served(_cuda))
-mlir.register_lowering(kernel.primitive, _lower_cpu, platform="cpu")
+kernel = _Elementwise("elementwise", definition, cuda=_served(_cuda))

@@ -10,11 +10,14 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from normfuse.native import fallback
-from normfuse.native.fallback import Unsupported
+from normfuse.native.fallback import Order, Unsupported
 from normfuse.native.jax_private import needs_devices_during_lowering
 
 _NO_MESH = AbstractMesh((), ())
 _ONE_LOOP = "XLA itself makes one loop of it"
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# What serves where nothing was asked for. Pallas would be interpreted on a CPU: never unasked.
+_BEST = {"cpu": ("native",), "cuda": ("native", "pallas"), "rocm": ("pallas",), "tpu": ("pallas",)}
 
 
 class Kernel:
@@ -27,9 +30,12 @@ class Kernel:
       cpu: `(*operands, **params) -> list of arrays` through `jax.ffi`; None where the definition
         is as fast, being one loop to XLA.
       cuda: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the GPU.
+      pallas: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the
+        platform, which may be any.
 
-    `cpu` and `cuda` raise `Unsupported` when they cannot serve. With `strict=True` that becomes a
-    NotImplementedError, otherwise the definition serves and the reason is logged once.
+    Each raises `Unsupported` when it cannot serve. The `Order` that a call is given says which are
+    tried; when none serves the definition does and the reason is logged once, or, if the order is
+    strict, that is a NotImplementedError.
     """
 
     def __init__(
@@ -39,23 +45,25 @@ class Kernel:
         *,
         cpu: Callable[..., Sequence[jax.Array]] | None = None,
         cuda: Callable[..., Sequence[jax.Array]] | None = None,
+        pallas: Callable[..., Sequence[jax.Array]] | None = None,
     ):
         self.name = name
         self.definition = definition
+        self._cpu, self._cuda, self._pallas = cpu, cuda, pallas
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
         self.primitive.def_impl(self._impl)
         needs_devices_during_lowering(self.primitive)
-        mlir.register_lowering(self.primitive, self._lower(None, "this platform has no kernel"))
-        here = self._lower(cpu) if cpu else self._lower(None, _ONE_LOOP, by_design=True)
-        mlir.register_lowering(self.primitive, here, platform="cpu")
-        if cuda is not None:
-            mlir.register_lowering(self.primitive, self._lower_cuda(cuda), platform="cuda")
+        mlir.register_lowering(self.primitive, functools.partial(self._lower, None))
+        for platform in _PLATFORMS:
+            rule = functools.partial(self._lower, platform)
+            mlir.register_lowering(self.primitive, rule, platform=platform)
 
     def __call__(
-        self, *operands: jax.Array, strict: bool = False, **params: Any
+        self, *operands: jax.Array, strict: bool | Order = False, **params: Any
     ) -> list[jax.Array]:
+        """Calls what the order `strict` says; a flag stands for native kernels alone."""
         return self.primitive.bind(*operands, strict=strict, **params)
 
     def _impl(self, *operands, **params):
@@ -77,32 +85,66 @@ class Kernel:
             for t in types
         ]
 
-    def _lower(self, serve, reason: str = "", by_design: bool = False):
-        def rule(ctx, *values, strict, **params):
+    def _lower(self, platform, ctx, *values, strict, **params):
+        order = Order.of(strict)
+        where, reasons = "/".join(ctx.module_context.platforms), {}
+        for name in order.names or self._best(platform, ctx):
             try:
-                if serve is None:
-                    raise Unsupported(reason)
-                return lower(functools.partial(serve, **params), ctx, *values)
+                results = getattr(self, f"_lower_{name}")(platform, ctx, *values, **params)
             except Unsupported as error:
-                where = f"on {'/'.join(ctx.module_context.platforms)}, {error}"
-                if strict or not by_design:
-                    fallback.report(self.name, where, strict=strict)
-                return lower(functools.partial(self.definition, **params), ctx, *values)
+                reasons[name] = f"on {where}, {error}"
+                continue
+            if reasons:
+                fallback.report(self.name, reasons, by=name)
+            return results
+        if order.strict or not self._is_one_loop(platform):
+            fallback.report(self.name, reasons, strict=order.strict)
+        return lower(functools.partial(self.definition, **params), ctx, *values)
 
-        return rule
+    def _is_one_loop(self, platform):
+        """Whether the definition is what is meant to serve, and not in a kernel's place."""
+        return platform == "cpu" and self._cpu is None and self._cuda is not None
 
-    def _lower_cuda(self, cuda):
-        def rule(ctx, *values, strict, **params):
+    def _best(self, platform, ctx):
+        """What is tried where nothing was asked for."""
+        best = _BEST.get(platform, ("native",)) if self._pallas else ("native",)
+        if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
+            best = ("native",)  # JAX gives no guarantee for a Triton kernel in an export
+        return best
+
+    def _native(self, platform: str | None, ctx: Any) -> Callable[..., Sequence[jax.Array]]:
+        """The native kernel for a lowering."""
+        if platform == "cuda" and self._cuda is not None:
             from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
 
-            def serve(*operands, **params):
-                if not all(isinstance(n, int) for a in operands for n in a.shape):
-                    raise Unsupported("a kernel is compiled for one shape, and this is symbolic")
-                return cuda(device.target_for(ctx), *operands, **params)
+            _require_static_shapes(ctx)
+            return functools.partial(self._cuda, device.target_for(ctx))
+        if platform == "cpu" and self._cpu is not None:
+            return self._cpu
+        if self._is_one_loop(platform):
+            raise Unsupported(_ONE_LOOP)
+        nowhere = self._cpu is None and self._cuda is None
+        raise Unsupported(f"{'no platform has a' if nowhere else 'this platform has no'} kernel")
 
-            return self._lower(serve)(ctx, *values, strict=strict, **params)
+    def _lower_native(self, platform, ctx, *values, **params):
+        serve = self._native(platform, ctx)
+        return lower(functools.partial(serve, **params), ctx, *values)
 
-        return rule
+    def _lower_pallas(self, platform, ctx, *values, **params):
+        if self._pallas is None:
+            raise Unsupported("there is no Pallas kernel for this")
+        from normfuse.native.pallas import lowering  # Pallas is imported when it is first used
+
+        _require_static_shapes(ctx)
+        target = lowering.target_for(platform, ctx)
+        with lowering.translated(target):
+            serve = functools.partial(self._pallas, target, **params)
+            return lower(serve, ctx, *values, mesh=lowering.mesh(target))
+
+
+def _require_static_shapes(ctx):
+    if not all(isinstance(n, int) for a in ctx.avals_in for n in a.shape):
+        raise Unsupported("a kernel is compiled for one shape, and this is symbolic")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,18 +171,26 @@ def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[
     return shielded
 
 
-def lower(fn: Callable[..., Sequence[jax.Array]], ctx: mlir.LoweringRuleContext, *values):
-    """Lowers `fn`, a function of one device's arrays, in the place of a primitive."""
+def lower(
+    fn: Callable[..., Sequence[jax.Array]],
+    ctx: mlir.LoweringRuleContext,
+    *values,
+    mesh: AbstractMesh = _NO_MESH,
+):
+    """Lowers `fn`, a function of one device's arrays, in the place of a primitive.
+
+    `mesh` has no axes; it can say which device the program is for.
+    """
     avals: Sequence[Any] = ctx.avals_in
-    with use_abstract_mesh(_NO_MESH):
+    with use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(lambda *operands: list(fn(*operands)))(
             *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         )
-    return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64)
+    return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64, mesh=mesh)
 
 
-def _lower_shielded(ctx, *values, jaxpr, x64):
-    with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
+def _lower_shielded(ctx, *values, jaxpr, x64, mesh=_NO_MESH):
+    with use_abstract_mesh(mesh), jax.enable_x64(x64):
         inner = ctx.replace(avals_in=list(jaxpr.in_avals), avals_out=list(jaxpr.out_avals))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *values)
 

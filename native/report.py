@@ -12,64 +12,56 @@ from collections.abc import Iterable, Sequence
 
 from normfuse.native import cache, compiler, device, fallback, host_compiler, registry
 from normfuse.native.device import Target
-from normfuse.native.fallback import Unsupported
+from normfuse.native.fallback import Order, Unsupported
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-KERNELS = {  # of each family
-    "rms_norm": ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply"),
-    "activations": ("forward", "backward"),
-}
+KERNELS = ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def info() -> str:
     """Versions, devices, the CUDA compiler, the kernel cache, and what would serve each kernel."""
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache(), ""]
-    lines += ["which implementation serves:", *_support_table()]
+    lines += ["which implementation serves, first the one that nothing asked for:"]
+    lines += _support_table()
     seen = fallback.fallbacks()
     lines += ["", "served by plain HLO in this process:"] if seen else []
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
 
 
-def support(platforms: Iterable[str] = PLATFORMS) -> dict[tuple[str, str], str | None]:
-    """(kernel, platform) -> None where the native kernel serves, else the reason why it does not.
+def support(
+    platforms: Iterable[str] = PLATFORMS, implementation: str = "native"
+) -> dict[tuple[str, str], str | None]:
+    """(kernel, platform) -> None where `implementation` serves, else the reason why it does not.
 
     Each kernel is lowered for each platform with small bfloat16 arrays, as a program's would be.
     """
     import jax
 
-    from normfuse.native import epilogue, rms_norm
-
-    of_norm = calls(128, "bfloat16", "float32", "bfloat16")
-    families = (
-        ("rms_norm", rms_norm, of_norm),
-        ("activations", epilogue, activation_calls((8, 128), "bfloat16")),
-    )
-    found: dict[tuple[str, str], str | None] = {}
-    for family, kernels, of_family in families:
-        for name, (operands, params) in of_family.items():
-            structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-            fn = jax.jit(functools.partial(getattr(kernels, name), strict=True, **params))
-            traced = fn.trace(*structs)
-            for where in platforms:
-                try:
-                    traced.lower(lowering_platforms=(where,))
-                    found[f"{family} {name}", where] = None
-                except NotImplementedError as error:
-                    found[f"{family} {name}", where] = _reason(error)
-    return found
-
-
-def activation_calls(shape, dtype):
-    """kernel -> ([(shape, dtype) of each operand], params), of a SwiGLU layer's activation."""
+    from normfuse.native import dense, epilogue, rms_norm
     from normfuse.native.scalar import SCALARS
 
-    flags = {"function": SCALARS["silu"], "has_up": True, "has_bias": False}
-    large = (shape, dtype)
-    return {
-        "forward": ([large] * 2, flags | {"out_dtype": dtype}),
-        "backward": ([large] * 3, flags | {"with_dbias": False, "with_value": False}),
+    order = Order((implementation,), strict=True)
+    kernels = {
+        f"rms_norm_{name}": (getattr(rms_norm, name), *call)
+        for name, call in calls(128, "bfloat16", "float32", "bfloat16").items()
     }
+    product = {"function": None, "precision": None, "keep": False}
+    kernels["dense"] = (dense.forward, [((64, 64), "bfloat16")] * 2, product)
+    gated = {"function": SCALARS["silu"], "has_up": True, "has_bias": False}
+    gradients = gated | {"with_dbias": False, "with_value": False}
+    kernels["activation"] = (epilogue.backward, [((8, 128), "bfloat16")] * 3, gradients)
+    found: dict[tuple[str, str], str | None] = {}
+    for name, (kernel, operands, params) in kernels.items():
+        structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+        traced = jax.jit(functools.partial(kernel, strict=order, **params)).trace(*structs)
+        for where in platforms:
+            try:
+                traced.lower(lowering_platforms=(where,))
+                found[name, where] = None
+            except NotImplementedError as error:
+                found[name, where] = _reason(error)
+    return found
 
 
 def warm(
@@ -128,20 +120,32 @@ def calls(n, x, scale, out, residual=False, scale_offset=0.0, outer=8):
 
 
 def _support_table() -> list[str]:
-    """A line for each family, platform and answer, with the kernels that it holds for."""
-    lines: dict[tuple[str, str, str | None], list[str]] = {}
-    for (kernel, where), reason in support().items():
-        family, name = kernel.split()
-        lines.setdefault((where, family, reason), []).append(name)
-    order = [*KERNELS]
-    return [
-        f"  {where:5} {'native' if reason is None else 'plain HLO'}: {family}"
-        + ("" if len(names) == len(KERNELS[family]) else f" {', '.join(names)}")
-        + (f" ({reason})" if reason else "")
-        for (where, family, reason), names in sorted(
-            lines.items(), key=lambda line: (line[0][0], order.index(line[0][1]))
-        )
+    """A line for each platform and op, and one for each reason why something does not serve."""
+    found = {name: support(implementation=name) for name in ("native", "pallas")}
+    lines, reasons = [], {}
+    for where, op in itertools.product(PLATFORMS, ("rms_norm", "dense", "activation")):
+        serves = []
+        for name, kernels in found.items():
+            missing = [(k, why) for (k, at), why in kernels.items() if at == where and why]
+            missing = [(k, why) for k, why in missing if k.startswith(op)]
+            for why in dict.fromkeys(why for _, why in missing):
+                those = [k.removeprefix("rms_norm_") for k, other in missing if other == why]
+                what = op if len(those) in (1, len(KERNELS)) else ", ".join(those)
+                reasons.setdefault((name, why), []).append(f"{where} {what}")
+            if not missing:
+                serves.append(name)
+        lines.append(f"  {where:5} {op:10} {', '.join(_in_order(serves, where, op))}")
+    return lines + [
+        f"  not {name}: {'; '.join(those)} ({why})" for (name, why), those in reasons.items()
     ]
+
+
+def _in_order(serves: list[str], where: str, op: str) -> list[str]:
+    """First what serves unasked: a product is XLA's, and Pallas is not interpreted unasked."""
+    if where == "cpu":
+        asked = ["pallas (interpreted)"] * ("pallas" in serves)
+        return [*[name for name in serves if name == "native"], "xla", *asked]
+    return ["xla", *serves] if op == "dense" else [*serves, "xla"]
 
 
 def cache_command(arguments: argparse.Namespace) -> str:

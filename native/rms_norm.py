@@ -34,7 +34,12 @@ def _kernel(name: str) -> Kernel:
         attributes = {k: _ATTRIBUTES[k](v) for k, v in params.items() if k in _ATTRIBUTES}
         return jax.ffi.ffi_call(f"normfuse_rms_norm_{name}", types)(*operands, **attributes)
 
-    return Kernel(f"rms_norm_{name}", defined, cpu=cpu, cuda=getattr(cuda, name))
+    def pallas(target, *operands, **params):
+        from normfuse.native.pallas import rms_norm as kernels  # imported when it is first used
+
+        return kernels.serve(name, target, *operands, **params)
+
+    return Kernel(f"rms_norm_{name}", defined, cpu=cpu, cuda=getattr(cuda, name), pallas=pallas)
 
 
 registry.register()

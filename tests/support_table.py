@@ -23,6 +23,8 @@ counts the kernels in the compiled program.
 - **native**: each device's share is computed by normfuse's kernels, forward and backward.
 - **native + plain**: kernels, and plain HLO for what is plain by definition: tangents, higher
   derivatives, and the parts of `vmap` that belong to a parameter of each example's own.
+- **pallas**: computed by Pallas kernels, on CPUs interpreted.
+- **native or pallas or xla**: by each of them, as `implementation=` asks; `dense` by the last two.
 - **plain HLO**: right, but computed by XLA alone; `implementation="native"` raises
   `NotImplementedError` here and names the way out.
 - **refused**: raises an error, given below.

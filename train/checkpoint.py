@@ -22,7 +22,8 @@ from jax import Array
 
 from normfuse.models.functional import Params
 from normfuse.train.checksum import checksums
-from normfuse.train.errors import RunError
+from normfuse.train.debris import keep_quiet
+from normfuse.train.errors import RunError, UsageError
 from normfuse.train.step import State
 
 
@@ -40,6 +41,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, report: Callable[[str], None], keep: int | None = None):
+        keep_quiet()
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
@@ -82,12 +84,13 @@ class Checkpoints:
         if step == self._saved:
             return
         sums = {path: int(value) for path, value in _sums(state).items()}
-        record = record | {"step": step, "checksums": sums}
+        record = record | {"step": step, "checksums": sums, "arrays": _described(state)}
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             rest=ocp.args.StandardSave(_rest(state)),
             record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
         )
+        self._or_fail(self._manager.wait_until_finished, self._saved)  # the one before
         self._or_fail(lambda: self._manager.save(step, args=items, force=True), step)
         self._saved = step
 
@@ -108,6 +111,7 @@ class Checkpoints:
         Returns: the state and its record.
         Raises:
           RunError: there is none.
+          UsageError: it holds other arrays than `abstract`.
         """
         return self._newest_whole(lambda step: self._restore(step, abstract))
 
@@ -127,8 +131,11 @@ class Checkpoints:
 
     def _newest_whole(self, read: Callable[[int], Any], move: bool = True):
         damaged = []
-        for step in reversed(self.steps()):
+        complete = self.steps()
+        for step in sorted({*complete, *self._numbered()}, reverse=True):
             try:
+                if step not in complete:
+                    raise Damaged("it is not complete")
                 found = read(step)
             except Damaged as reason:
                 self._report(f"checkpoint of step {step} is damaged, not used: {reason}")
@@ -143,15 +150,20 @@ class Checkpoints:
             f"{sorted(damaged)}. Start anew in another --out-dir, or bring back a copy."
         )
 
+    def _numbered(self) -> list[int]:
+        """Lists the steps that have a folder, among them those that orbax does not count."""
+        return [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+
     def _restore(self, step: int, abstract: State) -> tuple[State, dict]:
         record = self.record(step)
+        _match(record["arrays"], _described(abstract))
         items = self._read(
             step,
             params=ocp.args.StandardRestore(abstract.params),
             rest=ocp.args.StandardRestore(_rest(abstract)),
         )
         rest = items["rest"]
-        state = State(rest["step"], items["params"], rest["optimizer"], rest["skipped"])
+        state = State(params=items["params"], **rest)
         _verify(_sums(state), record)
         return state, record
 
@@ -187,7 +199,7 @@ class Checkpoints:
 
 
 def _rest(state: State) -> dict:
-    return {"step": state.step, "optimizer": state.optimizer, "skipped": state.skipped}
+    return {name: value for name, value in state._asdict().items() if name != "params"}
 
 
 def _sums(state: State) -> dict[str, Array]:
@@ -196,6 +208,28 @@ def _sums(state: State) -> dict[str, Array]:
 
 def _named(item: str, tree: Any) -> dict[str, Array]:
     return {item + path: value for path, value in checksums(tree).items()}
+
+
+def _described(state: State) -> dict[str, str]:
+    """Gives dtype and shape of every array under its path."""
+    items = {"params": state.params, "rest": _rest(state)}
+    return {
+        item + jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+        for item, tree in items.items()
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _match(saved: dict[str, str], wanted: dict[str, str]):
+    different = [path for path in {**saved, **wanted} if saved.get(path) != wanted.get(path)]
+    if different:
+        path = different[0]
+        more = f" ({len(different) - 1} more differ)" if len(different) > 1 else ""
+        raise UsageError(
+            f"the checkpoint in --out-dir holds {path} as {saved.get(path, 'nothing')}, this run "
+            f"needs {wanted.get(path, 'nothing')}{more}: it is another model's, or was made by "
+            "another version of this program."
+        )
 
 
 def _verify(found: dict[str, Array], record: dict):
@@ -211,7 +245,8 @@ def _crc32(record: dict) -> int:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     line = lines[0].split(". See full TensorStore")[0]
-    return f"{type(error).__name__}: {line[:160]}"
+    line = line if len(line) <= 200 else f"{line[:80]} … {line[-120:]}"  # the cause stands last
+    return f"{type(error).__name__}: {line}"
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ def _check_sizes(config: TrainConfig):
         (0, "checkpoint.every", config.checkpoint.every),
         (1, "checkpoint.keep", config.checkpoint.keep),
         (0, "sample.tokens", config.sample.tokens),
+        (0, "watchdog", config.watchdog),
     ]
     for least, flag, value in at_least:
         require(value >= least, flag, value, f"must be at least {least}.")
@@ -78,6 +79,8 @@ def _check_sizes(config: TrainConfig):
     batch, parts = config.batch_size, config.microbatches
     rule = f"cannot be split into --microbatches {parts}: take {near(batch, parts)}."
     require(batch % parts == 0, "batch-size", batch, rule)
+    spike, rule = config.spike, "must be finite and above 1, or 0 for no limit."
+    require(spike == 0 or (math.isfinite(spike) and spike > 1), "spike", spike, rule)
     heat = config.sample.temperature
     rule = "must be finite and not negative."
     require(math.isfinite(heat) and heat >= 0, "sample.temperature", heat, rule)
@@ -123,6 +126,7 @@ def _check_mesh_sizes(config: TrainConfig):
 
 def _check_distributed(config: TrainConfig):
     given = config.distributed
+    require(given.timeout >= 1, "distributed.timeout", given.timeout, "must be at least 1 second.")
     one = given.num_processes is not None or given.process_id is not None
     if one and given.coordinator is None:
         raise UsageError(

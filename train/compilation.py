@@ -51,8 +51,8 @@ def explained(step: jax.stages.Compiled | None = None):
             raise
         raise RunError(
             f"out of device memory: {str(error).splitlines()[0]}\n{_memory(step)}"
-            "Use more --microbatches, a smaller --batch-size, --model.remat block, or spread the "
-            "state by --mesh.fsdp."
+            "Use more --microbatches (or a smaller --batch-size), --model.remat block, or spread "
+            "the state over more devices by --mesh.fsdp."
         ) from None
 
 
@@ -65,5 +65,5 @@ def _memory(step: jax.stages.Compiled | None) -> str:
         "temporaries": analysis.temp_size_in_bytes,
         "code": analysis.generated_code_size_in_bytes,
     }
-    listed = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items())
+    listed = ", ".join(f"{name} {size / 2**20:,.1f} MiB" for name, size in parts.items())
     return f"The compiled step needs on each device: {listed}.\n"

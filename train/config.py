@@ -25,6 +25,9 @@ class DataConfig:
 
     path: Annotated[str | None, _arg("FILE|DIR|GLOB")] = None
     """A file, a directory or a glob; without it, the sources of Python's standard library."""
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|bpe:N|FILE")] = "byte"
+    """Bytes; a byte-pair encoding of N tokens, trained on the text; or a Hugging Face
+    tokenizer.json."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """Several processes. Slurm, Open MPI and Kubernetes are recognised without these flags."""
+    """Several processes; docs/distributed.md has launch lines for Slurm and Kubernetes."""
 
     coordinator: Annotated[str | None, _arg("HOST:PORT")] = None
     """Address of process 0, the same on every process."""
@@ -105,6 +108,8 @@ class DistributedConfig:
     """Number of processes."""
     process_id: Annotated[int | None, _arg("INT")] = None
     """This process, from 0."""
+    timeout: int = 300
+    """Seconds to wait for the others at the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +117,7 @@ class ModelConfig:
     """The transformer's shape. The preset's values are shown; each may be replaced."""
 
     vocab_size: int
-    """Number of tokens. Bytes are the tokens 0 to 255."""
+    """Number of tokens; at least the tokenizer's. Bytes are 256."""
     dim: int
     """Width of the residual stream."""
     num_layers: int
@@ -174,7 +179,13 @@ class TrainConfig:
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
     """Of RMSNorm and Dense. auto: the best that can serve here (see `normfuse info`)."""
     guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
-    """When loss or gradient is not finite: stop before the update, or leave out up to N updates."""
+    """When a loss or gradient is not finite, or the loss a spike: stop before the update, or leave
+    out up to N updates."""
+    spike: float = 3.0
+    """A loss above this many times the mean of the last steps' is a spike; 0: none is."""
+    watchdog: int = 1800
+    """Seconds without progress after which a run is ended with the stacks of its threads; 0: never.
+    """
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     tensorboard: bool = False

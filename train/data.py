@@ -1,16 +1,20 @@
-"""The text: found, read as bytes, named by its SHA-256, and split into training and held-out."""
+"""The text: found, named by its SHA-256, split into training and held-out, and made tokens."""
 
 import glob
 import hashlib
 import math
 import platform
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from normfuse.train.config import TrainConfig
 from normfuse.train.errors import UsageError
+from normfuse.train.outdir import OutDir
+from normfuse.train.tokenizer import Bytes, Tokenizer, make_tokenizer
 
 HELD_OUT = 0.05
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -18,31 +22,77 @@ _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache_
 
 @dataclass(frozen=True)
 class Text:
-    """A text as tokens. The byte is the token, so nats per token are nats per byte.
+    """A text as tokens.
 
     Attributes:
       name: where it comes from, for people.
       files: how many files it was read from.
       sha256: of all its bytes.
-      train: uint8 tokens to train on.
-      held_out: the last 5 %, uint8.
+      tokenizer: what made the tokens.
+      train: tokens to train on, unsigned integers.
+      held_out: those of the last 5 % of the bytes.
+      widths: how many bytes each held-out token stands for.
+      raw_train: uint8, what `train` was made of.
+      raw_held_out: uint8, likewise.
     """
 
     name: str
     files: int
     sha256: str
+    tokenizer: Tokenizer
     train: np.ndarray
     held_out: np.ndarray
+    widths: np.ndarray
+    raw_train: np.ndarray
+    raw_held_out: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.train) + len(self.held_out)
+        return len(self.raw_train) + len(self.raw_held_out)
+
+    @property
+    def tokens_per_byte(self) -> float:
+        return len(self.train) / len(self.raw_train)
 
     def identity(self) -> dict:
         """Gives what a resumed run must find again."""
-        return {"name": self.name, "bytes": len(self), "sha256": self.sha256}
+        return {
+            "name": self.name,
+            "bytes": len(self),
+            "sha256": self.sha256,
+            "tokenizer": self.tokenizer.identity(),
+        }
 
 
-def load(path: str | None, *, seq_len: int, vocab_size: int) -> Text:
+def read(config: TrainConfig) -> Text:
+    """Reads a run's text.
+
+    Raises:
+      UsageError: as `load`, or the sample's prompt does not fit.
+    """
+    text = load(
+        config.data.path,
+        seq_len=config.seq_len,
+        vocab_size=config.model.vocab_size,
+        tokenizer=config.data.tokenizer,
+        saved=OutDir(config.out_dir).tokenizer if config.out_dir else None,
+    )
+    prompt, limit = config.sample.prompt, config.model.max_seq_len
+    if config.sample.tokens and not 0 < len(text.tokenizer.encode(prompt.encode())[0]) < limit:
+        raise UsageError(
+            f"--sample.prompt {prompt!r} must be from one token to --model.max-seq-len {limit} - 1 "
+            f"tokens of --data.tokenizer {config.data.tokenizer}."
+        )
+    return text
+
+
+def load(
+    path: str | None,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: str = "byte",
+    saved: Path | None = None,
+) -> Text:
     """Reads the text and checks that the model can be trained on it.
 
     Args:
@@ -50,42 +100,77 @@ def load(path: str | None, *, seq_len: int, vocab_size: int) -> Text:
         for the sources of Python's standard library.
       seq_len: tokens in a sequence; both parts must hold one sequence and its last target.
       vocab_size: every token must be below it.
+      tokenizer: "byte", "bpe:N" or a file, as `--data.tokenizer`.
+      saved: where a run keeps a tokenizer trained on its text.
 
     Raises:
-      UsageError: nothing is there, it cannot be read, it is too short, or a byte is no token.
+      UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
     """
     name, files = _standard_library() if path is None else _find(path)
     try:
         content = b"".join(file.read_bytes() for file in files)
     except OSError as error:
         raise UsageError(f"--data.path {path} cannot be read: {error}") from None
-    tokens = np.frombuffer(content, np.uint8)
     source = "--data.path " + path if path else name
-    _check_length(source, len(tokens), seq_len)
-    if (largest := int(tokens.max())) >= vocab_size:
-        raise UsageError(
-            f"{source} holds the token {largest}, but --model.vocab-size {vocab_size} allows only "
-            f"those below {vocab_size}: bytes need 256."
-        )
-    cut = len(tokens) - math.floor(len(tokens) * HELD_OUT)
+    if not content:
+        raise UsageError(f"{source} is empty: it must hold text.")
+    cut = len(content) - math.floor(len(content) * HELD_OUT)
+    made = make_tokenizer(tokenizer, _parts(content, cut), saved)
+    if made.vocab_size > 256:
+        cut = _character_start(content, cut)
+    train, _ = made.encode(content[:cut])
+    held_out, widths = made.encode(content[cut:])
+    _check_length(source, train, held_out, seq_len)
+    _check_vocabulary(source, made, int(max(train.max(), held_out.max())), vocab_size)
+    raw = np.frombuffer(content, np.uint8)
     digest = hashlib.sha256(content).hexdigest()
-    return Text(name, len(files), digest, tokens[:cut], tokens[cut:])
+    return Text(name, len(files), digest, made, train, held_out, widths, raw[:cut], raw[cut:])
+
+
+def _parts(content: bytes, end: int) -> Iterator[bytes]:
+    """Cuts the text to train on at line ends: whole, it would be copied several times."""
+    start = 0
+    while start < end:
+        stop = min(start + (1 << 24), end)
+        if stop < end:
+            stop = content.rfind(b"\n", start, stop) + 1 or stop
+        yield content[start:stop]
+        start = stop
+
+
+def _character_start(content: bytes, at: int) -> int:
+    """Goes back to where a character of UTF-8 starts."""
+    while at > 0 and content[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
 
 
 def looks_binary(text: Text) -> bool:
     """Tells whether the text holds zero bytes: bytes can still be learned, but are hardly text."""
-    return bool((text.train[:65_536] == 0).any())
+    return bool((text.raw_train[:65_536] == 0).any())
 
 
-def _check_length(source: str, length: int, seq_len: int):
-    if length == 0:
-        raise UsageError(f"{source} is empty: it must hold text.")
-    needed = math.ceil((seq_len + 1) / HELD_OUT)
-    if length < needed:
+def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len: int):
+    if min(len(train), len(held_out)) < seq_len + 1:
+        length, needed = len(train) + len(held_out), math.ceil((seq_len + 1) / HELD_OUT)
         raise UsageError(
             f"{source} has {length:,} tokens; --seq-len {seq_len} needs at least {needed:,}, of "
             f"which {HELD_OUT:.0%} are held out for validation. Give more text or a shorter "
-            f"--seq-len (at most {max(math.floor(length * HELD_OUT) - 1, 0)})."
+            f"--seq-len (at most {max(len(held_out) - 1, 0)})."
+        )
+
+
+def _check_vocabulary(source: str, tokenizer: Tokenizer, largest: int, vocab_size: int):
+    if isinstance(tokenizer, Bytes):
+        if largest >= vocab_size:
+            raise UsageError(
+                f"{source} holds the token {largest}, but --model.vocab-size {vocab_size} allows "
+                f"only those below {vocab_size}: bytes need 256."
+            )
+    elif (needed := max(tokenizer.vocab_size, largest + 1)) > vocab_size:
+        raise UsageError(
+            f"--data.tokenizer {tokenizer.name} has {needed} tokens, but --model.vocab-size is "
+            f"{vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
         )
 
 

@@ -8,8 +8,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from normfuse.train.metrics import NATS_PER_BIT
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -17,15 +15,15 @@ class Shown:
 
     step: int
     loss: float
+    bits_per_byte: float
     tokens_per_s: float
     mfu: float | None
     eta_s: float
 
     def fields(self) -> list[str]:
-        bits = self.loss / NATS_PER_BIT
         texts = [
             f"loss {self.loss:.4f}",
-            f"{bits:.3f} bits/byte",
+            f"{self.bits_per_byte:.3f} bits/byte",
             f"{short(self.tokens_per_s)} tokens/s",
         ]
         if self.mfu is not None:

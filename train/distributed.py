@@ -1,6 +1,11 @@
 """Several processes as one run: joining, agreeing, and stopping at the same step."""
 
+import contextlib
+import importlib.util
 import os
+import re
+import sys
+import threading
 from collections.abc import Callable
 
 import jax
@@ -10,40 +15,113 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.train.config import DistributedConfig
-from normfuse.train.errors import RunError
+from normfuse.train.errors import RunError, UsageError
 
-_CLUSTERS = {
-    # One task each, as these launchers count them: a single task is no cluster.
-    "SLURM_NTASKS": "Slurm",
-    "OMPI_COMM_WORLD_SIZE": "Open MPI",
-    "JAX_NUM_PROCESSES": "JAX_NUM_PROCESSES",
+_ENVIRONMENT = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
 }
+# Tasks as launchers count them: a single one is no cluster.
+_TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 def initialize(config: DistributedConfig):
     """Joins the other processes, before anything else of JAX is used; alone, does nothing.
 
-    Flags come first, then JAX's environment variables, then what JAX detects of the cluster.
+    Flags come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then what
+    JAX detects of the cluster: Slurm, Open MPI, and an indexed Job of Kubernetes if the package
+    `kubernetes` is there to ask it.
 
     Raises:
+      UsageError: an environment variable is no number.
       RunError: the other processes cannot be reached.
     """
+    _order_programs(config)
     if jax.distributed.is_initialized():
         return
-    several = any(int(os.environ.get(name, "1") or 1) > 1 for name in _CLUSTERS)
-    if config.coordinator is None and not several and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+    joined = _with_environment(config)
+    if joined.coordinator is None and joined.num_processes is None and not _in_cluster():
         return
-    try:
-        jax.distributed.initialize(
-            coordinator_address=config.coordinator,
-            num_processes=config.num_processes,
-            process_id=config.process_id,
+    where = joined.coordinator or "the coordinator of the cluster"
+    with _deadline(config.timeout, where):
+        try:
+            jax.distributed.initialize(
+                coordinator_address=joined.coordinator,
+                num_processes=joined.num_processes,
+                process_id=joined.process_id,
+                initialization_timeout=config.timeout + 60,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(
+                f"--distributed: could not join the other processes at {where}: {reason}"
+            ) from None
+
+
+@contextlib.contextmanager
+def _deadline(seconds: int, where: str):
+    """Ends the process, with exit code 1 and a message, unless left in time.
+
+    At JAX's own deadline XLA aborts the process with a page of C++ frames.
+    """
+
+    def end():
+        print(
+            f"error: --distributed: the other processes did not meet at {where} within "
+            f"--distributed.timeout {seconds} s. Is the address right, are all started, and can "
+            "they reach it?",
+            file=sys.stderr,
+            flush=True,
         )
-    except (RuntimeError, ValueError) as error:
-        where = config.coordinator or "the coordinator"
-        raise RunError(
-            f"--distributed: could not join the other processes at {where}: {error}"
-        ) from None
+        os._exit(1)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _order_programs(config: DistributedConfig):
+    """Makes emulated CPU devices run one program after the other; too late once there are some.
+
+    Programs that communicate, several in flight, can take every thread of XLA's pool and wait for
+    each other until XLA aborts the process.
+    """
+    flag = r"--xla_force_host_platform_device_count=(\d+)"
+    emulated = re.findall(flag, os.environ.get("XLA_FLAGS", "")) + [jax.config.jax_num_cpu_devices]
+    several = config.coordinator is not None or any(int(count) > 1 for count in emulated)
+    if several or "JAX_COORDINATOR_ADDRESS" in os.environ or _in_cluster():
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def _with_environment(config: DistributedConfig) -> DistributedConfig:
+    if config.coordinator is not None:
+        return config
+    found = {name: os.environ.get(variable) for name, variable in _ENVIRONMENT.items()}
+
+    def number(name: str) -> int | None:
+        text = found[name]
+        if text is not None and not text.isdecimal():
+            raise UsageError(f"{_ENVIRONMENT[name]}={text!r} must be a number.")
+        return None if text is None else int(text)
+
+    return DistributedConfig(
+        coordinator=found["coordinator"],
+        num_processes=number("num_processes"),
+        process_id=number("process_id"),
+        timeout=config.timeout,
+    )
+
+
+def _in_cluster() -> bool:
+    if any(int(os.environ.get(name) or 1) > 1 for name in _TASKS):
+        return True
+    job = "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ
+    return job and importlib.util.find_spec("kubernetes") is not None
 
 
 def is_first() -> bool:

@@ -1,28 +1,33 @@
 """What a finished run leaves: a validation loss, a sample, a picture, and where they are."""
 
-import jax.numpy as jnp
+import numpy as np
 from rich.panel import Panel
 from rich.text import Text as RichText
 
 from normfuse.models.functional import Functional, Params
 from normfuse.models.generate import generate
-from normfuse.train import metrics
+from normfuse.train import history
 from normfuse.train.config import TrainConfig
 from normfuse.train.data import Text
 from normfuse.train.display import Display
-from normfuse.train.metrics import NATS_PER_BIT
+from normfuse.train.evaluate import Validation
 from normfuse.train.outdir import OutDir
-from normfuse.train.plot import plot_loss
+from normfuse.train.plot import plot_breakdown, plot_loss
 from normfuse.train.references import references
+from normfuse.train.tokenizer import Tokenizer
 
 
-def write_sample(config: TrainConfig, model: Functional, params: Params, out: OutDir) -> str:
+def write_sample(
+    config: TrainConfig, model: Functional, params: Params, tokenizer: Tokenizer, out: OutDir
+) -> str:
     """Generates the run's sample and writes it, prompt included, to sample.txt."""
-    room = config.model.max_seq_len - len(config.sample.prompt.encode())
-    drawn = sample(
+    prompt = config.sample.prompt
+    room = config.model.max_seq_len - len(tokenizer.encode(prompt.encode())[0])
+    (drawn,) = sample(
         model,
         params,
-        config.sample.prompt,
+        tokenizer,
+        prompt,
         min(config.sample.tokens, room),
         temperature=config.sample.temperature,
         seed=config.seed,
@@ -31,27 +36,52 @@ def write_sample(config: TrainConfig, model: Functional, params: Params, out: Ou
     return drawn
 
 
-def sample(model: Functional, params: Params, prompt: str, tokens: int, **options) -> str:
-    """Continues a prompt by some tokens, and gives both as text.
+def sample(
+    model: Functional,
+    params: Params,
+    tokenizer: Tokenizer,
+    prompt: str,
+    tokens: int,
+    *,
+    samples: int = 1,
+    stop: str | None = None,
+    **options,
+) -> list[str]:
+    """Continues a prompt, several times at once, and gives it with each continuation.
 
     Args:
       model: the transformer.
       params: its parameters.
-      prompt: at least one character.
-      tokens: how many to add.
+      tokenizer: of the model.
+      prompt: at least one token.
+      tokens: how many to add at most.
+      samples: how many continuations.
+      stop: one token; a continuation ends before it.
       **options: of `normfuse.models.generate.generate`.
+
+    Raises:
+      ValueError: `stop` is not one token, or as `generate`.
     """
-    row = jnp.array([list(prompt.encode())])
-    drawn = generate(model, params, row, tokens, **options)
-    # A vocabulary beyond the bytes has tokens that no text teaches; they stand for nothing.
-    added = bytes(token for token in drawn[0].tolist() if token < 256)
-    return (prompt.encode() + added).decode(errors="replace")
+    ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
+    if stop is not None and len(ends) != 1:
+        raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
+    start = tokenizer.encode(prompt.encode())[0].astype(np.int32)
+    rows = np.broadcast_to(start, (samples, len(start)))
+    texts = []
+    for drawn in generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist():
+        added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
+        texts.append(tokenizer.decode([*start.tolist(), *added]))
+    return texts
 
 
 def write_plot(config: TrainConfig, text: Text, out: OutDir) -> dict[str, float]:
-    """Draws the run's loss to loss.png, and gives the reference lines in it."""
+    """Draws the run's loss to loss.png and its profile beside it; gives the reference lines."""
     lines = references(text)
-    plot_loss(out.plot, {f"{config.preset}, {config.framework}": metrics.read(out.metrics)}, lines)
+    history.write_text(out, text, lines)
+    run = history.read(out, f"{config.preset}, {config.framework}")
+    plot_loss(out.plot, [run])
+    if run.breakdown:
+        plot_breakdown(out.profile / "breakdown.png", [run])
     return lines
 
 
@@ -59,7 +89,7 @@ def summarise(
     display: Display,
     out: OutDir,
     step: int,
-    loss: float,
+    found: Validation,
     lines: dict[str, float],
     drawn: str | None,
 ):
@@ -67,7 +97,8 @@ def summarise(
     others = ", ".join(f"{name} {bits:.2f}" for name, bits in lines.items())
     display.fact(
         "validation",
-        f"loss {loss:.4f} nats/byte, {loss / NATS_PER_BIT:.3f} bits/byte ({others} bits/byte)",
+        f"loss {found.loss:.4f} nats/token, {found.bits_per_byte:.3f} bits/byte "
+        f"({others} bits/byte)",
     )
     if drawn is not None:
         panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")

@@ -1,6 +1,7 @@
 """The loss on the held-out text."""
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,20 @@ from normfuse.models.sharding import BATCH
 from normfuse.train.batches import Windows, on_devices
 from normfuse.train.gradients import token_losses
 from normfuse.train.mesh import batch_sharding
+from normfuse.train.metrics import NATS_PER_BIT
+
+
+class Validation(NamedTuple):
+    """A validation's result.
+
+    Attributes:
+      loss: mean, in nats per token.
+      bits_per_byte: the same windows' loss over the bytes that their targets stand for: what
+        models of different tokens are compared by.
+    """
+
+    loss: float
+    bits_per_byte: float
 
 
 class Evaluator:
@@ -22,14 +37,22 @@ class Evaluator:
       model: the transformer.
       mesh: the mesh.
       tokens: the held-out text.
+      widths: how many bytes each token stands for.
       seq_len: tokens in a window.
       batch_size: windows computed at once; divides over the mesh.
     """
 
     def __init__(
-        self, model: Functional, mesh: Mesh, tokens: np.ndarray, *, seq_len: int, batch_size: int
+        self,
+        model: Functional,
+        mesh: Mesh,
+        tokens: np.ndarray,
+        widths: np.ndarray,
+        *,
+        seq_len: int,
+        batch_size: int,
     ):
-        self._windows = Windows(tokens, seq_len)
+        self._windows, self._widths = Windows(tokens, seq_len), Windows(widths, seq_len)
         self._seq_len, self._batch_size = seq_len, batch_size
         self._rows = batch_sharding(mesh)
         self._weights = NamedSharding(mesh, P(BATCH))
@@ -42,10 +65,10 @@ class Evaluator:
 
     def __call__(
         self, params: Params, tokens: int, stopping: Callable[[], bool] = lambda: False
-    ) -> float | None:
-        """Gives the mean loss in nats per token over about `tokens` tokens, at least one window.
+    ) -> Validation | None:
+        """Measures the loss over about `tokens` tokens, at least one window.
 
-        Returns: the loss; None if `stopping` said so before it was known.
+        Returns: the result; None if `stopping` said so before it was known.
         """
         count = min(max(tokens // self._seq_len, 1), len(self._windows))
         chosen = np.unique(np.linspace(0, len(self._windows) - 1, count).round().astype(int))
@@ -58,7 +81,9 @@ class Evaluator:
                     params, on_devices(rows, self._rows), on_devices(weights, self._weights)
                 )
             )
-        return float(np.sum([float(s) for s in sums]) / len(chosen))
+        loss = float(np.sum([float(s) for s in sums]) / len(chosen))
+        spanned = sum(int(self._widths[i][1:].sum()) for i in chosen)
+        return Validation(loss, loss / NATS_PER_BIT * (len(chosen) * self._seq_len / spanned))
 
     def _batches(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields whole batches of windows; the last is filled up with windows of weight zero."""

@@ -13,14 +13,19 @@ from normfuse.train.outdir import OutDir
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Continues a prompt with the newest checkpoint of a training run."""
+    """Continues a prompt with the newest checkpoint of a training run, or with a Hugging Face
+    folder of Llama, Qwen2 or Qwen3: config.json, safetensors and tokenizer.json."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run, its --out-dir."""
+    """Folder of the run, its --out-dir; or of the Hugging Face model."""
     prompt: str = "def "
     """What to continue."""
     tokens: int = 240
-    """How many tokens to add."""
+    """How many tokens to add at most."""
+    samples: int = 1
+    """How many continuations, drawn at once."""
+    stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
+    """A continuation ends before this token."""
     temperature: float = 0.7
     """0 always takes the likeliest token."""
     top_k: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
@@ -40,29 +45,40 @@ def main(argv: list[str]):
     """
     config = tyro.cli(GenerateConfig, prog="normfuse generate", args=argv)
     out = OutDir(config.run)
-    if not out.has_checkpoints():
-        raise UsageError(f"RUN {out.path} holds no checkpoint: give the folder of a training run.")
     if not config.prompt:
         raise UsageError("--prompt '' must hold at least one character.")
-    model, params = _load(out)
+    if config.samples < 1:
+        raise UsageError(f"--samples {config.samples} must be at least 1.")
+    if out.has_checkpoints():
+        model, params, tokenizer = _load_run(out)
+    elif (config.run / "config.json").is_file():
+        model, params, tokenizer = _load_huggingface(config.run)
+    else:
+        raise UsageError(
+            f"RUN {out.path} holds neither a checkpoint nor a config.json: give the folder of a "
+            "training run or of a Hugging Face model."
+        )
 
     from normfuse.train.ending import sample
 
     options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    del options["run"]
     try:
-        print(sample(model, params, **{k: v for k, v in options.items() if k != "run"}))
+        texts = sample(model, params, tokenizer, **options)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    print("\n\n".join(texts))
 
 
-def _load(out: OutDir):
-    """Restores the model and its parameters, on the first device."""
+def _load_run(out: OutDir):
+    """Restores a run's model, parameters and tokenizer, on the first device."""
     import jax
 
     from normfuse.models.config import TransformerConfig
     from normfuse.models.functional import build
     from normfuse.train.checkpoint import Checkpoints
     from normfuse.train.compilation import keep_compiled_programs
+    from normfuse.train.tokenizer import Bytes, read_tokenizer
 
     keep_compiled_programs()
     warn = lambda text: print(text, file=sys.stderr)
@@ -74,4 +90,20 @@ def _load(out: OutDir):
     model = build(saved["framework"], TransformerConfig(**saved["model"], dtype=saved["precision"]))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    return model, checkpoints.restore_params(jax.tree.map(place, model.abstract))
+    params = checkpoints.restore_params(jax.tree.map(place, model.abstract))
+    is_bytes = newest[1]["text"].get("tokenizer") == Bytes.name
+    return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer)
+
+
+def _load_huggingface(folder: Path):
+    from normfuse.models.huggingface import load
+    from normfuse.train.compilation import keep_compiled_programs
+    from normfuse.train.tokenizer import read_tokenizer
+
+    keep_compiled_programs()
+    tokenizer = read_tokenizer(folder)
+    try:
+        model, params = load(folder, "nnx")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"RUN {folder} cannot be read: {error}") from None
+    return model, params, tokenizer

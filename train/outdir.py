@@ -39,6 +39,18 @@ class OutDir:
         return self.path / "sample.txt"
 
     @property
+    def text(self) -> Path:
+        return self.path / "text.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def stacks(self) -> Path:
+        return self.path / "stacks.txt"
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile"
 

@@ -1,8 +1,8 @@
-"""Pictures of a run."""
+"""Pictures of runs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import matplotlib
 
@@ -10,73 +10,119 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
+from normfuse.train.history import History  # noqa: E402
 from normfuse.train.metrics import NATS_PER_BIT  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
+_SIZE = {"dpi": 160, "layout": "constrained"}
+File = Path | BinaryIO
 
 
-def plot_loss(
-    path: Path,
-    runs: Mapping[str, Sequence[dict[str, Any]]],
-    references: Mapping[str, float] | None = None,
-):
-    """Draws training loss, validation points and reference lines, in bits per byte, as a PNG.
-
-    Args:
-      path: the picture to write.
-      runs: a label to the lines of its metrics.jsonl, for each run.
-      references: a name to its bits per byte.
-    """
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=160, layout="constrained")
-    for colour, (label, lines) in zip(_COLOURS * len(runs), runs.items(), strict=False):
-        _draw_run(axes, lines, label, colour)
-    ends = max((line.get("step", 1) for lines in runs.values() for line in lines), default=1)
-    for name, bits in (references or {}).items():
+def plot_loss(file: File, runs: Sequence[History]):
+    """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), **_SIZE)
+    for colour, run in _coloured(runs):
+        _draw_loss(axes, run, colour)
+    end = _last_step(runs)
+    references = {name: bits for run in reversed(runs) for name, bits in run.references.items()}
+    for name, bits in references.items():
         axes.axhline(bits, color="0.55", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
         axes.annotate(
             f"{name} {bits:.2f}",
-            (ends, bits),
+            (end, bits),
             (-4, -3),
             textcoords="offset points",
             horizontalalignment="right",
             verticalalignment="top",
             fontsize=8,
             color="0.4",
+            zorder=0,  # below the curves
         )
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, ends))
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
     axes.set_ylim(bottom=0)
     nats = axes.secondary_yaxis(
         "right",
         functions=(lambda x: np.multiply(x, NATS_PER_BIT), lambda x: np.divide(x, NATS_PER_BIT)),
     )
     nats.set_ylabel("nats per byte")
-    axes.spines["top"].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.98))
-    figure.savefig(path)
+    _finish(figure, axes, file, loc="upper right", bbox_to_anchor=(1, 0.98))
+
+
+def plot_throughput(file: File, runs: Sequence[History]):
+    """Draws tokens per second over the steps, as a PNG."""
+    figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
+    tops = []
+    for colour, run in _coloured(runs):
+        steps = run.steps()
+        y = np.array([line["tokens_per_s"] for line in steps])
+        smooth = _smooth(y, np.median)
+        axes.plot([line["step"] for line in steps], y, color=colour, linewidth=0.5, alpha=0.3)
+        label = f"{run.label}: median {np.median(y):,.0f}"
+        axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
+        tops.append(smooth.max())
+    axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, _last_step(runs)))
+    axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may go off the picture
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    _finish(figure, axes, file, loc="lower right")
+
+
+def plot_breakdown(file: File, runs: Sequence[History]):
+    """Draws the milliseconds of a step by kind of operation, as a PNG; runs need a profile."""
+    kinds = list(dict.fromkeys(kind for run in runs for kind in run.breakdown))
+    height = 0.8 / len(runs)
+    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(kinds) * len(runs) ** 0.5), **_SIZE)
+    for i, (colour, run) in enumerate(_coloured(runs)):
+        total = sum(run.breakdown.values()) or 1
+        values = [run.breakdown.get(kind, 0.0) for kind in kinds]
+        at = np.arange(len(kinds)) + (i - (len(runs) - 1) / 2) * height
+        label = f"{run.label}: {total:.3g} ms a step"
+        bars = axes.barh(at, values, 0.9 * height, color=colour, label=label)
+        texts = [f"{value:.3g} ms, {value / total:.0%}" for value in values]
+        axes.bar_label(bars, texts, padding=4, fontsize=8, color="0.25")
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.invert_yaxis()
+    axes.margins(x=0.18)
+    axes.set(xlabel="ms")
+    _finish(figure, axes, file, loc="lower right")
+
+
+def _coloured(runs: Sequence[History]):
+    return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(runs)]
+
+
+def _last_step(runs: Sequence[History]) -> int:
+    return max((line.get("step", 1) for run in runs for line in run.lines), default=1)
+
+
+def _finish(figure, axes, file: File, **legend):
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, **legend)
+    figure.savefig(file, format="png")
     plt.close(figure)
 
 
-def _draw_run(axes, lines: Sequence[dict[str, Any]], label: str, colour: str):
-    steps = [line for line in lines if line.get("loss") is not None and "step" in line]
-    checks = [line for line in lines if line.get("val_loss") is not None]
+def _draw_loss(axes, run: History, colour: str):
+    steps, checks = run.steps(), run.validations()
     x = np.array([line["step"] for line in steps])
-    y = np.array([line["loss"] for line in steps]) / NATS_PER_BIT
+    y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
     axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
-    axes.plot(x, _smooth(y), color=colour, linewidth=1.4, label=f"{label}: training")
+    axes.plot(x, _smooth(y, np.mean), color=colour, linewidth=1.4, label=f"{run.label}: training")
     if checks:
         at = [line["step"] for line in checks]
-        bits = [line["val_loss"] / NATS_PER_BIT for line in checks]
-        last = f"{label}: validation, {bits[-1]:.3f} at the end"
-        axes.plot(at, bits, "o", color=colour, markersize=4.5, markeredgecolor="white", label=last)
+        bits = [line["val_bits_per_byte"] for line in checks]
+        last = f"{run.label}: validation, {bits[-1]:.3f} at the end"
+        style = dict(color=colour, markersize=4.5, markeredgecolor="white", clip_on=False, zorder=3)
+        axes.plot(at, bits, "o", label=last, **style)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def _smooth(values: np.ndarray, average: Callable[..., Any]) -> np.ndarray:
     """Averages each value with its neighbours, over a fiftieth of the run."""
     half = len(values) // 100
     if half == 0:
         return values
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
+    padded = np.pad(values, half, constant_values=np.nan)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    average = {np.mean: np.nanmean, np.median: np.nanmedian}[average]
+    return average(windows, axis=1)

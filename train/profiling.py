@@ -1,63 +1,127 @@
-"""Where a step's time goes: a trace by JAX's profiler, and a table of it."""
+"""Where a step's time goes: a trace by JAX's profiler, a table of it, and a picture."""
 
 import collections
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
 
 _SKIPPED, _TRACED = 5, 5
 _SHOWN = 40  # the norms of a small model are near the end
+# Kinds of operations by their names, on GPUs those of kernels; the first that is found counts.
+_KINDS = {
+    "communication": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
+    "attention": r"sdpa|flash|fmha",
+    "RMSNorm": r"rms_norm|column_sum|^ffi.call",  # the last on CPUs, where ours are the only ones
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|dot|convolution|^ynn",
+    "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
+}
+_REST, _IDLE = "element-wise and sums", "idle"
 
 
 class Profiler:
     """Traces five steps, after the first five of a run.
 
     Args:
-      folder: for the trace and the table.
+      folder: for the trace, the table (table.txt) and times by kind (breakdown.json).
     """
 
     def __init__(self, folder: Path):
         self._folder, self._first, self._tracing = folder, None, False
 
-    def before(self, step: int):
-        """Called before each step."""
+    def before(self, step: int, settle: Callable[[], None]):
+        """Called before each step, with what waits for the steps before it."""
         if self._first is None:
             self._first = step + _SKIPPED
         if step == self._first:
+            settle()
             jax.profiler.start_trace(str(self._folder))
             self._tracing = True
         elif step == self._first + _TRACED:
-            self.stop()
+            settle()
+            self.stop(_TRACED)
 
-    def stop(self):
-        """Ends the trace, if one is being made, and writes its table."""
-        if self._tracing:
-            self._tracing = False
-            jax.profiler.stop_trace()
-            (self._folder / "table.txt").write_text(table(self._folder))
+    def stop(self, steps: int = 0):
+        """Ends the trace, if one is being made, and tells of it if it has all of its steps."""
+        if not self._tracing:
+            return
+        self._tracing = False
+        jax.profiler.stop_trace()
+        if steps:
+            times, idle = read_trace(self._folder)
+            (self._folder / "table.txt").write_text(table(times, steps))
+            kinds = by_kind(times, idle, steps)
+            (self._folder / "breakdown.json").write_text(json.dumps(kinds, indent=2) + "\n")
 
 
-def table(folder: Path) -> str:
-    """Tabulates the newest trace in a folder: milliseconds per step of each operation.
+def read_trace(folder: Path) -> tuple[dict[str, float], float]:
+    """Sums the newest trace in a folder.
 
-    On accelerators the device's own streams are counted; on the CPU, XLA's threads.
+    On accelerators the device's own streams are counted, as a mean over the devices; on the CPU,
+    XLA's threads together.
+
+    Returns: each operation's milliseconds; and those between the first and the last operation in
+      which a device did nothing, 0 for a CPU.
     """
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    times: collections.Counter[str] = collections.Counter()
-    for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
-        on_device = plane.name.startswith("/device:")
-        for line in plane.lines:
-            if (on_device and line.name.startswith(("Stream", "XLA Ops"))) or (
-                not on_device and line.name.startswith("tf_XLA")
-            ):
-                for event in line.events:
-                    if _is_operation(event.name):
-                        times[event.name.split(".")[0]] += event.duration_ns
+    planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    devices = [plane for plane in devices if any(True for _ in _events(plane))]
+    times: dict[str, float] = collections.defaultdict(float)
+    idle = 0.0
+    for plane in devices or planes:
+        events = list(_events(plane))
+        for name, start, end in events:
+            times[name] += (end - start) / 1e6
+        if devices:
+            idle += _gaps([(start, end) for _, start, end in events]) / 1e6
+    share = 1 / max(len(devices), 1)
+    return {name: spent * share for name, spent in times.items()}, idle * share
+
+
+def table(times: dict[str, float], steps: int) -> str:
+    """Tabulates the milliseconds of each operation in a step."""
     total = sum(times.values()) or 1
     rows = [f"{'ms/step':>9} {'share':>6}  operation"]
-    for name, spent in times.most_common(_SHOWN):
-        rows.append(f"{spent / _TRACED / 1e6:9.3f} {spent / total:6.1%}  {name}")
+    for name, spent in sorted(times.items(), key=lambda item: -item[1])[:_SHOWN]:
+        rows.append(f"{spent / steps:9.3f} {spent / total:6.1%}  {name}")
     return "\n".join(rows) + "\n"
+
+
+def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float]:
+    """Gives the milliseconds of a step by kind of operation, the longest first, idle time last."""
+    kinds: dict[str, float] = collections.defaultdict(float)
+    for name, spent in times.items():
+        found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
+        kinds[next(found, _REST)] += spent / steps
+    longest = sorted(kinds, key=lambda kind: -kinds[kind])
+    return {kind: kinds[kind] for kind in longest} | ({_IDLE: idle / steps} if idle else {})
+
+
+def _events(plane) -> Iterator[tuple[str, float, float]]:
+    """Yields name, start and end (ns) of a plane's operations."""
+    on_device = plane.name.startswith("/device:")
+    lines = ("Stream", "XLA Ops") if on_device else ("tf_XLA",)
+    for line in plane.lines:
+        if line.name.startswith(lines):
+            for event in line.events:
+                if _is_operation(event.name):
+                    yield (
+                        event.name.split(".")[0],
+                        event.start_ns,
+                        event.start_ns + event.duration_ns,
+                    )
+
+
+def _gaps(intervals: list[tuple[float, float]]) -> float:
+    """Gives how much of the time from the first to the last interval none covers."""
+    gaps, reached = 0.0, min((start for start, _ in intervals), default=0.0)
+    for start, end in sorted(intervals):
+        gaps += max(start - reached, 0.0)
+        reached = max(reached, end)
+    return gaps
 
 
 def _is_operation(name: str) -> bool:

@@ -16,19 +16,20 @@ def references(text: Text) -> dict[str, float]:
     each other byte (both with one added to every count); `zlib` is the held-out text compressed by
     itself at level 9.
     """
-    counts = np.bincount(text.train, minlength=256) + 1.0
-    unigram = -np.log2(counts / counts.sum())[text.held_out].mean()
+    counts = np.bincount(text.raw_train, minlength=256) + 1.0
+    unigram = -np.log2(counts / counts.sum())[text.raw_held_out].mean()
     pairs = np.ones(256 * 256)
-    for start in range(0, len(text.train) - 1, _CHUNK):
-        pairs += np.bincount(_pairs(text.train[start : start + _CHUNK + 1]), minlength=256 * 256)
+    for start in range(0, len(text.raw_train) - 1, _CHUNK):
+        chunk = text.raw_train[start : start + _CHUNK + 1]
+        pairs += np.bincount(_pairs(chunk), minlength=256 * 256)
     table = pairs.reshape(256, 256)
     bits = -np.log2(table / table.sum(axis=1, keepdims=True)).ravel()
-    bigram = bits[_pairs(text.held_out)].mean()
-    packed = len(zlib.compress(text.held_out.tobytes(), 9))
+    bigram = bits[_pairs(text.raw_held_out)].mean()
+    packed = len(zlib.compress(text.raw_held_out.tobytes(), 9))
     return {
         "unigram": float(unigram),
         "bigram": float(bigram),
-        "zlib": 8 * packed / len(text.held_out),
+        "zlib": 8 * packed / len(text.raw_held_out),
     }
 
 

@@ -1,4 +1,4 @@
-"""`normfuse report`: compares runs in a table and a picture."""
+"""`normfuse report`: compares runs in a table and in one page with pictures."""
 
 import dataclasses
 import math
@@ -10,70 +10,78 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from normfuse.train import metrics
 from normfuse.train.display import duration, short
 from normfuse.train.errors import UsageError
 from normfuse.train.outdir import OutDir
 
+_COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
+
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Compares training runs: a table, and their losses in one picture."""
+    """Compares training runs: a table, and a page with pictures of loss, speed and profile."""
 
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
     """Folders of runs, their --out-dir."""
-    plot: Path = Path("report.png")
-    """The picture to write."""
+    html: Path = Path("report.html")
+    """The page to write: one file, pictures and all."""
+    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """Where to write the pictures as files, too."""
 
 
 def main(argv: list[str]):
-    """Prints the table and writes the picture.
+    """Prints the table and writes the page.
 
     Raises:
-      UsageError: a folder holds no run, or the picture cannot be written.
+      UsageError: a folder holds no run, or the page cannot be written.
     """
     config = tyro.cli(ReportConfig, prog="normfuse report", args=argv)
     if not config.runs:
         raise UsageError("RUN is missing: give the folders of one or more training runs.")
-    runs = {str(run): _lines(OutDir(run)) for run in config.runs}
-    Console().print(_table(runs))
-    from normfuse.train.plot import plot_loss
+    from normfuse.train import page
+    from normfuse.train.history import History, read
 
+    def history(run: Path) -> History:
+        found = read(OutDir(run), str(run))
+        if not found.steps():
+            raise UsageError(f"RUN {run} holds no metrics.jsonl with steps: is it a run's folder?")
+        return found
+
+    runs = [history(run) for run in config.runs]
+    rows = [_row(run) for run in runs]
+    Console().print(_table(rows))
+    pictures = page.draw(runs)
     try:
-        plot_loss(config.plot, runs)
+        if config.pictures is not None:
+            config.pictures.mkdir(parents=True, exist_ok=True)
+            for name, picture in pictures.items():
+                (config.pictures / f"{name}.png").write_bytes(picture)
+        config.html.write_text(page.write(_COLUMNS, rows, pictures))
     except OSError as error:
-        raise UsageError(f"--plot {config.plot} cannot be written: {error}") from None
-    print(f"plot  {config.plot}")
+        raise UsageError(f"--html {config.html} cannot be written: {error}") from None
+    print(f"page  {config.html}")
 
 
-def _lines(out: OutDir) -> list[dict]:
-    lines = metrics.read(out.metrics)
-    if not any("loss" in line for line in lines):
-        raise UsageError(f"RUN {out.path} holds no metrics.jsonl with steps: is it a run's folder?")
-    return lines
+def _row(run) -> list[str]:
+    steps, checks = run.steps(), run.validations()
+    times = sorted(line["step_time_s"] for line in steps)
+    speed = steps[-1]["tokens"] / steps[-1]["step"] / times[len(times) // 2]
+    return [
+        run.label,
+        str(steps[-1]["step"]),
+        f"{steps[0]['loss']:.4f}",
+        f"{steps[-1]['loss']:.4f}",
+        f"{checks[-1]['val_loss']:.4f}" if checks else "-",
+        f"{checks[-1]['val_bits_per_byte']:.3f}" if checks else "-",
+        short(speed),
+        duration(math.fsum(times)),
+    ]
 
 
-def _table(runs: dict[str, list[dict]]) -> Table:
+def _table(rows: list[list[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("run", "steps", "first loss", "last loss", "val loss", "bits/byte"):
+    for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "run" else "right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("time", justify="right")
-    for name, lines in runs.items():
-        steps = [line for line in lines if line.get("loss") is not None]
-        checks = [line for line in lines if line.get("val_loss") is not None]
-        times = sorted(line["step_time_s"] for line in steps)
-        tokens = steps[-1]["tokens"] / steps[-1]["step"]
-        speed = tokens / times[len(times) // 2]
-        validation = checks[-1]["val_loss"] if checks else math.nan
-        table.add_row(
-            name,
-            str(steps[-1]["step"]),
-            f"{steps[0]['loss']:.4f}",
-            f"{steps[-1]['loss']:.4f}",
-            f"{validation:.4f}" if checks else "-",
-            f"{validation / metrics.NATS_PER_BIT:.3f}" if checks else "-",
-            short(speed),
-            duration(sum(times)),
-        )
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -11,8 +11,9 @@ from normfuse.models.config import flops_per_token
 from normfuse.train.config import TrainConfig
 from normfuse.train.display import Display, Pace, Shown
 from normfuse.train.errors import RunError
+from normfuse.train.evaluate import Validation
 from normfuse.train.metrics import NATS_PER_BIT
-from normfuse.train.step import Metrics
+from normfuse.train.step import Metrics, State
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Reporter:
       display: the bar.
       peak: FLOP/s of all devices together, or None.
       skip_limit: updates that may be left out.
+      tokens_per_byte: of the text.
     """
 
     config: TrainConfig
@@ -32,8 +34,8 @@ class Reporter:
     display: Display
     peak: float | None
     skip_limit: int
+    tokens_per_byte: float = 1.0
     skipped: int = 0
-    last_loss: float = math.nan
     _finished: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self):
@@ -45,17 +47,15 @@ class Reporter:
         """Waits for a step's metrics and reports them.
 
         Raises:
-          NotFinite: more updates were left out than allowed; the state is that before the step.
+          BadStep: more updates were left out than allowed; the state is that before the step.
         """
-        loss, grad_norm, rate, skipped = (np.asarray(x) for x in metrics)
+        loss, grad_norm, rate, skipped, usual = (np.asarray(x) for x in metrics)
         now = time.perf_counter()
         seconds = now - max(started, self._finished)
         self._finished = now
         left_out, self.skipped = int(skipped) > self.skipped, int(skipped)
         if left_out:
-            self._note_skip(step, float(loss), float(grad_norm))
-        else:
-            self.last_loss = float(loss)
+            self._note_skip(step, float(loss), float(grad_norm), float(usual))
         tokens = self.config.tokens_per_step
         entry = {
             "step": step,
@@ -70,37 +70,48 @@ class Reporter:
         self.write(entry | ({"skipped": True} if left_out else {}))
         self._show(step, float(loss), seconds)
 
-    def validation(self, step: int, loss: float):
+    def validation(self, step: int, found: Validation):
         """Reports a validation after `step`."""
-        line = validation_line(step, loss)
-        self.write(line)
-        bits = line["val_bits_per_byte"]
+        self.write(validation_line(step, found))
         self.display.note(
-            f"step {step}: validation loss {loss:.4f} nats/byte, {bits:.3f} bits/byte"
+            f"step {step}: validation loss {found.loss:.4f} nats/token, "
+            f"{found.bits_per_byte:.3f} bits/byte"
         )
 
     def _show(self, step: int, loss: float, seconds: float):
         pace = self._pace.add(seconds)
         mfu = pace * self._flops / self.peak if self.peak else None
-        self.display.step(Shown(step, loss, pace, mfu, self._pace.eta(self.config.steps - step)))
+        bits = loss / NATS_PER_BIT * self.tokens_per_byte
+        eta = self._pace.eta(self.config.steps - step)
+        self.display.step(Shown(step, loss, bits, pace, mfu, eta))
 
-    def _note_skip(self, step: int, loss: float, grad_norm: float):
-        what = f"step {step}: loss {loss:g}, gradient norm {grad_norm:g}"
+    def _note_skip(self, step: int, loss: float, grad_norm: float, usual: float):
+        spike = math.isfinite(loss) and math.isfinite(grad_norm)
+        event = "spike" if spike else "not finite"
+        what = f"step {step}: {event}: loss {loss:.4f}, gradient norm {grad_norm:g}"
+        if usual:
+            what += f", where the usual loss is {usual:.4f}"
         if self.skipped > self.skip_limit:
-            self.write({"event": "not finite", "step": step, "loss": loss, "time": time.time()})
-            raise NotFinite(step, f"{what}; the last finite loss was {self.last_loss:.4f}")
+            self.write({"event": event, "step": step, "loss": loss, "time": time.time()})
+            raise BadStep(step, what)
         left = self.skip_limit - self.skipped
-        self.display.note(f"{what}: update left out, {left} more may be", "yellow")
+        self.display.note(f"{what}; update left out, {left} more may be", "yellow")
 
 
-class NotFinite(RunError):
-    """A loss or gradient was not finite at `step`; the update was not made."""
+class BadStep(RunError):
+    """The loss or gradient of `step` was not finite, or the loss a spike; no update was made.
+
+    Attributes:
+      step: the step.
+      state: that before the step, but for its count of updates left out; set by the loop.
+    """
 
     def __init__(self, step: int, message: str):
         super().__init__(message)
         self.step = step
+        self.state: State | None = None
 
 
-def validation_line(step: int, loss: float) -> dict:
+def validation_line(step: int, found: Validation) -> dict:
     """Gives the line of metrics.jsonl for a validation after `step`."""
-    return {"step": step, "val_loss": loss, "val_bits_per_byte": loss / NATS_PER_BIT}
+    return {"step": step, "val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte}

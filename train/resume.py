@@ -7,12 +7,23 @@ from normfuse.train.settings import as_dict
 # A run that goes on with another value of these would be another run.
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")
 # Where and how fast a run computes, and what it writes: never worth a word.
-_FREE = ("out_dir", "resume", "profile", "tensorboard", "distributed", "preset", "sample", "eval")
+_FREE = (
+    "distributed",
+    "eval",
+    "out_dir",
+    "preset",
+    "profile",
+    "resume",
+    "sample",
+    "tensorboard",
+    "watchdog",
+)
+_FORMAT = 2  # of the record and of the state beside it
 
 
 def make_record(config: TrainConfig, text_identity: dict) -> dict:
     """Gives what a checkpoint keeps of its run."""
-    return {"format": 1, "config": as_dict(config), "text": text_identity}
+    return {"format": _FORMAT, "config": as_dict(config), "text": text_identity}
 
 
 def check_record(record: dict, config: TrainConfig, text_identity: dict) -> list[str]:
@@ -22,6 +33,12 @@ def check_record(record: dict, config: TrainConfig, text_identity: dict) -> list
     Raises:
       UsageError: with every setting that differs and may not, or another text.
     """
+    if record.get("format") != _FORMAT:
+        raise UsageError(
+            f"the checkpoint in --out-dir is of format {record.get('format')}, this version writes "
+            f"and reads {_FORMAT}. Continue it with the version that made it, or start anew in "
+            "another --out-dir."
+        )
     saved, given = _flat(record["config"]), _flat(as_dict(config))
     different = {
         name: (saved.get(name), given.get(name))
@@ -36,6 +53,12 @@ def check_record(record: dict, config: TrainConfig, text_identity: dict) -> list
             + "\nGive the saved values to continue it, or another --out-dir to start anew."
         )
     was = record["text"]
+    if was["tokenizer"] != text_identity["tokenizer"]:
+        raise UsageError(
+            "the checkpoint in --out-dir was trained on other tokens: --data.tokenizer was "
+            f"{was['tokenizer']}, and is {text_identity['tokenizer']}. Give the same tokenizer to "
+            "continue it, or another --out-dir to start anew."
+        )
     if was["sha256"] != text_identity["sha256"]:
         raise UsageError(
             "the checkpoint in --out-dir was trained on another text:\n"

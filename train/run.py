@@ -3,25 +3,26 @@
 import dataclasses
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from normfuse.models.functional import Params, build
-from normfuse.train import distributed, ending, outdir
+from normfuse.train import distributed, ending, history, outdir
 from normfuse.train.batches import batches, on_devices
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.checks import check, guard_limit
 from normfuse.train.compilation import explained, keep_compiled_programs, lower
 from normfuse.train.config import TrainConfig
-from normfuse.train.data import Text, load
+from normfuse.train.data import Text, read
 from normfuse.train.display import Display
 from normfuse.train.errors import RunError, UsageError
-from normfuse.train.evaluate import Evaluator
+from normfuse.train.evaluate import Evaluator, Validation
 from normfuse.train.introduction import introduce, say_what_serves
 from normfuse.train.loop import Loop
 from normfuse.train.mesh import batch_sharding, check_model, make_mesh
@@ -30,11 +31,13 @@ from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.outdir import OutDir
 from normfuse.train.peak import peak_flops
 from normfuse.train.profiling import Profiler
-from normfuse.train.reporter import NotFinite, Reporter, validation_line
+from normfuse.train.reporter import BadStep, Reporter, validation_line
 from normfuse.train.resume import check_record, make_record
 from normfuse.train.settings import dump
 from normfuse.train.signals import StopRequest
 from normfuse.train.step import Program, State
+from normfuse.train.tokenizer import Bpe
+from normfuse.train.watchdog import Watchdog
 
 
 def train(config: TrainConfig, console: Console | None = None):
@@ -49,7 +52,7 @@ def train(config: TrainConfig, console: Console | None = None):
       RunError: the run failed.
     """
     check(config)
-    text = load(config.data.path, seq_len=config.seq_len, vocab_size=config.model.vocab_size)
+    text = read(config)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())  # after JAX has put its own handler of SIGTERM
@@ -60,8 +63,9 @@ def train(config: TrainConfig, console: Console | None = None):
         config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
         stack.callback(display.stop)
+        watchdog = stack.enter_context(Watchdog(config.watchdog, out.stacks))
         stack.enter_context(jax.set_mesh(mesh))
-        Run(config, text, out, display, stop, mesh).go(stack)
+        Run(config, text, out, display, stop, watchdog, mesh).go(stack)
 
 
 class Run:
@@ -74,10 +78,12 @@ class Run:
         out: OutDir,
         display: Display,
         stop: StopRequest,
+        watchdog: Watchdog,
         mesh: Mesh,
     ):
         self.config, self.text, self.out, self.display = config, text, out, display
-        self.stop, self.mesh, self.first = stop, mesh, distributed.is_first()
+        self.stop, self.watchdog, self.mesh = stop, watchdog, mesh
+        self.first = distributed.is_first()
         self.model = build(config.framework, config.transformer())
         self.program = Program(
             self.model,
@@ -86,11 +92,17 @@ class Run:
             mesh,
             config.microbatches,
             guard_limit(config.guard),
+            config.spike,
         )
         self.record = make_record(config, text.identity())
         rows = config.batch_size // config.microbatches
         self.evaluator = Evaluator(
-            self.model, mesh, text.held_out, seq_len=config.seq_len, batch_size=rows
+            self.model,
+            mesh,
+            text.held_out,
+            text.widths,
+            seq_len=config.seq_len,
+            batch_size=rows,
         )
 
     def go(self, stack: ExitStack):
@@ -111,6 +123,7 @@ class Run:
             self._check_resume()
             self._make_folder()
         self.display.start()
+        self.watchdog.beat("compiling")
         with explained():
             step = lowered.compile()
         say_what_serves(step, self.display)
@@ -128,6 +141,13 @@ class Run:
         if self.first:
             outdir.make(self.out)
             self.out.config.write_text(dump(dataclasses.replace(self.config, resume="auto")))
+            history.write_text(self.out, self.text)
+            if isinstance(self.text.tokenizer, Bpe):
+                self.out.tokenizer.write_text(self.text.tokenizer.content)
+
+    def _phase(self, name: str):
+        self.display.phase(name)
+        self.watchdog.beat(name)
 
     def _check_resume(self):
         found = self.checkpoints.newest_record()
@@ -144,7 +164,7 @@ class Run:
             self.display.note("continuing with other settings:\n" + "\n".join(different), "yellow")
 
     def _restored(self) -> tuple[State, int]:
-        self.display.phase("restoring")
+        self._phase("restoring")
         state, record = self.checkpoints.restore(self.program.abstract())
         self.display.note(f"continuing after step {record['step']}")
         return state, record["step"]
@@ -169,10 +189,18 @@ class Run:
             self.display,
             peak * self.mesh.size if peak else None,
             self.program.skip_limit,
+            self.text.tokens_per_byte,
             skipped=int(state.skipped),
         )
         rows = batch_sharding(self.mesh)
         profiler = Profiler(self.out.profile) if config.profile else None
+
+        def on_step(step: int, settle: Callable[[], None]):
+            self.watchdog.beat(f"taking step {step}")
+            self.checkpoints.check()  # a save that failed since: not only the next one tells
+            if profiler:
+                profiler.before(step, settle)
+
         loop = Loop(
             config,
             step,
@@ -181,12 +209,12 @@ class Run:
             self._save,
             reporter,
             distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
-            profiler.before if profiler else lambda step: None,
+            on_step,
         )
         try:
             return loop.run(state, done)
-        except NotFinite as error:
-            raise self._stopped_by_guard(error) from None
+        except BadStep as bad:
+            raise self._stopped_by_guard(bad) from None
         finally:
             if profiler:
                 profiler.stop()
@@ -202,44 +230,55 @@ class Run:
             steps=last,
         )
 
-    def _evaluate(self, params: Params, tokens: int) -> float | None:
+    def _evaluate(self, params: Params, tokens: int) -> Validation | None:
         # Several processes must compute the same batches: only alone may a signal cut them short.
         alone = jax.process_count() == 1
-        return self.evaluator(params, tokens, lambda: alone and bool(self.stop))
+
+        def stopping() -> bool:
+            self.watchdog.beat("validating")
+            return alone and bool(self.stop)
+
+        return self.evaluator(params, tokens, stopping)
 
     def _save(self, state: State, step: int):
-        self.display.phase("saving")
+        self._phase("saving")
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
-    def _stopped_by_guard(self, error: NotFinite) -> RunError:
-        saved = self.checkpoints.steps()
-        self.checkpoints.close()
-        path = self.out.bad_batch(error.step)
+    def _stopped_by_guard(self, bad: BadStep) -> RunError:
+        """Saves the state before a bad step, and its batch."""
+        path, good = self.out.bad_batch(bad.step), bad.step - 1
         if self.first:
-            np.save(path, next(self._read(error.step - 1, error.step)))
+            np.save(path, next(self._read(good, bad.step)))
+        if good and bad.state is not None:
+            limit = jnp.minimum(bad.state.skipped, self.program.skip_limit)
+            self._save(bad.state._replace(skipped=limit), good)
+        self.checkpoints.close()
+        saved = self.checkpoints.steps()
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
         return RunError(
-            f"{error}. The update was not made. The batch is in {path}, the last good checkpoint "
+            f"{bad}. The update was not made. The batch is in {path}, the last good checkpoint "
             f"is {last}. Lower --optim.lr, or leave such updates out by --guard skip:N."
         )
 
     def _finish(self, state: State) -> bool:
         """Validates, samples and plots; gives False if asked to stop before that was done."""
-        self.display.phase("validating")
-        loss = self._evaluate(state.params, self.config.eval.final_tokens)
-        if loss is None:
+        self._phase("validating")
+        found = self._evaluate(state.params, self.config.eval.final_tokens)
+        if found is None:
             return False
-        self.log.write(validation_line(self.config.steps, loss))
+        self.log.write(validation_line(self.config.steps, found))
         drawn = None
         if jax.process_count() == 1 and self.config.sample.tokens:
-            self.display.phase("sampling")
-            drawn = ending.write_sample(self.config, self.model, state.params, self.out)
-        self.display.phase("plotting")
+            self._phase("sampling")
+            drawn = ending.write_sample(
+                self.config, self.model, state.params, self.text.tokenizer, self.out
+            )
+        self._phase("plotting")
         lines = ending.write_plot(self.config, self.text, self.out) if self.first else {}
         self.checkpoints.close()  # raises if the last save failed: that is no good end
         self.display.stop()
-        ending.summarise(self.display, self.out, self.config.steps, loss, lines, drawn)
+        ending.summarise(self.display, self.out, self.config.steps, found, lines, drawn)
         return True
 
     def _say_how_to_resume(self, done: int):

@@ -13,6 +13,8 @@ from normfuse.models.functional import Functional, Params
 from normfuse.train.gradients import loss_and_gradient
 from normfuse.train.mesh import batch_sharding, replicated
 
+_USUAL_STEPS = 20  # over about so many the usual loss is the mean
+
 
 class State(NamedTuple):
     """What a step reads and writes, and a checkpoint holds.
@@ -21,13 +23,15 @@ class State(NamedTuple):
       step: optimizer steps taken, int32.
       params: the parameters.
       optimizer: optax's state.
-      skipped: updates left out because loss or gradient was not finite, int32.
+      skipped: updates left out because the step was bad, int32.
+      usual_loss: mean loss of the last good steps, float32.
     """
 
     step: Array
     params: Params
     optimizer: Any
     skipped: Array
+    usual_loss: Array
 
 
 class Metrics(NamedTuple):
@@ -38,12 +42,27 @@ class Metrics(NamedTuple):
       grad_norm: global norm of the gradient before clipping, float32.
       learning_rate: of the update, float32.
       skipped: `State.skipped` after the step.
+      usual_loss: `State.usual_loss` before the step.
     """
 
     loss: Array
     grad_norm: Array
     learning_rate: Array
     skipped: Array
+    usual_loss: Array
+
+
+def _after(params: Params, accept: Array) -> tuple[Array, Params]:
+    """Has what needs the returned `accept` computed after the new parameters, on the CPU.
+
+    There XLA computes an optimizer's moments twice, for themselves and for the parameters. In no
+    order, the first would overwrite the old moments while the second may still read them, and so
+    all moments are copied at every step. Elsewhere one kernel may have all three as results, and
+    nothing is done.
+    """
+    if jax.default_backend() != "cpu":
+        return accept, params
+    return jax.lax.optimization_barrier((accept, params))
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,7 @@ class Program:
       mesh: the mesh.
       microbatches: parts of a batch.
       skip_limit: updates that may be left out before the run is halted.
+      spike: a loss above this many times the usual one is bad; 0: only one that is not finite.
     """
 
     model: Functional
@@ -65,6 +85,7 @@ class Program:
     mesh: Mesh
     microbatches: int
     skip_limit: int
+    spike: float = 0.0
 
     def abstract(self) -> State:
         """Gives the state's shapes, dtypes and shardings, without allocating any of it."""
@@ -95,22 +116,32 @@ class Program:
     def _init(self, key: Array) -> State:
         params = self.model.init(key)
         zero = jnp.zeros((), jnp.int32)
-        return State(zero, params, self.optimizer.init(params), zero)
+        return State(zero, params, self.optimizer.init(params), zero, jnp.zeros((), jnp.float32))
 
     def _step(self, state: State, tokens: Array) -> tuple[State, Metrics]:
         loss, gradient = loss_and_gradient(
             self.model, state.params, tokens, microbatches=self.microbatches, mesh=self.mesh
         )
         grad_norm = optax.tree.norm(gradient)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        skipped = state.skipped + jnp.where(finite, 0, 1)
+        taken = state.step - state.skipped
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        if self.spike:
+            judged = taken >= _USUAL_STEPS  # the first losses fall too fast to be judged
+            good &= ~judged | (loss <= self.spike * state.usual_loss)
+        skipped = state.skipped + jnp.where(good, 0, 1)
         # Past the limit nothing changes any more: the state stays that before the bad step while
         # the host, which sees a step's metrics only after it has started the next, finds out.
         running = skipped <= self.skip_limit
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
-        new = (optax.apply_updates(state.params, updates), optimizer)
-        keep = lambda new, old: jnp.where(finite & running, new, old)
-        params, optimizer = jax.tree.map(keep, new, (state.params, state.optimizer))
+        mean = state.usual_loss
+        share = 1 / jnp.minimum(taken + 1, _USUAL_STEPS).astype(jnp.float32)
+        usual = mean + (loss.astype(jnp.float32) - mean) * share
+        accept = good & running
+        keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
+        params = optax.apply_updates(state.params, updates)
+        after, params = _after(jax.tree.map(keep(accept), params, state.params), accept)
+        optimizer, usual = jax.tree.map(keep(after), (optimizer, usual), (state.optimizer, mean))
         step = state.step + jnp.where(running, 1, 0)
-        rate = jnp.asarray(self.learning_rate(state.step - state.skipped), jnp.float32)
-        return State(step, params, optimizer, skipped), Metrics(loss, grad_norm, rate, skipped)
+        rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
+        metrics = Metrics(loss, grad_norm, rate, skipped, mean)
+        return State(step, params, optimizer, skipped, usual), metrics

@@ -177,14 +177,27 @@ def test_cuda_text(case, serve, monkeypatch):
     serve.record("native")
 
 
-@pytest.mark.parametrize("platform", ["tpu", "rocm"])
-def test_other_platforms_text(case, serve, platform):
-    """`export` for TPU and ROCm"""
-    assert calls_for(case, [platform])[0] == []
+def refuses_native(case, platform):
     strict = lambda *args: case(*args, implementation="native")
     with pytest.raises(NotImplementedError, match=f"on {platform}, this platform has no kernel"):
         export.export(jax.jit(strict), platforms=[platform])(*case.args)
-    serve.record("plain HLO", "no kernels for these platforms.")
+
+
+def test_tpu_text(case, serve):
+    """`export` for TPU"""
+    targets, text = calls_for(case, ["tpu"])
+    assert targets == [] and text.count("custom_call @tpu_custom_call") == 2
+    refuses_native(case, "tpu")
+    serve.record("pallas")
+
+
+def test_rocm_text(case, serve):
+    """`export` for ROCm"""
+    targets, text = calls_for(case, ["rocm"])
+    assert targets == [] and "custom_call" not in text
+    refuses_native(case, "rocm")
+    note = "without export Pallas serves; JAX gives no guarantee for a Triton kernel in an export."
+    serve.record("plain HLO", note)
 
 
 def test_several_platforms(case, serve):

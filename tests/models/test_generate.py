@@ -56,6 +56,37 @@ def test_seed_decides_the_text(model, params):
     assert text(0).min() >= 0 and text(0).max() < model.config.vocab_size
 
 
+def test_a_row_ends_with_its_stop_token_and_repeats_it(model, params):
+    options = {"seed": 0, "temperature": 2.0}
+    whole = generate(model, params, PROMPTS, 8, **options)
+    stops = [int(whole[0, 2]), int(whole[1, 5])]
+    got = generate(model, params, PROMPTS, 8, stop_tokens=stops, **options)
+    for row, expected in zip(got, whole, strict=True):
+        end = min(i for i, token in enumerate(expected) if token in stops)
+        np.testing.assert_array_equal(row[: end + 1], expected[: end + 1])
+        assert (row[end:] == expected[end]).all()
+    assert (got[0] != whole[0]).any()
+
+
+def test_generation_ends_when_all_rows_have(model, params):
+    """The loop's length is seen by what it costs: with every token a stop, one step is taken."""
+    decoded = []
+    config = dataclasses.replace(model.config, max_seq_len=63)  # not the model of other tests
+    counting = build(model.framework, config)
+    whole = counting.decode
+
+    def decode(params, tokens, cache):
+        jax.debug.callback(lambda: decoded.append(tokens.shape))
+        return whole(params, tokens, cache)
+
+    object.__setattr__(counting, "decode", decode)
+    everything = range(config.vocab_size)
+    got = generate(counting, params, PROMPTS, 8, stop_tokens=everything, temperature=0)
+    jax.effects_barrier()
+    assert len(decoded) == 2  # the prompt, and one token
+    assert (got == got[:, :1]).all()
+
+
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
 
 
@@ -102,6 +133,7 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
         ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
         ([[1]], {"top_k": 0}, "top_k=0 must be at least 1"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ([[1]], {"stop_tokens": [3, 48]}, "stop_tokens=[3, 48] must be from 0 to 47"),
     ],
 )
 def test_generate_rejects(small, prompt, options, message):

@@ -31,11 +31,16 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "NVRTC: {}.{}".format(*compiler.version()),
         f"element-wise ops on the CPU: {host_compiler.find()[1]}",
         f"kernel cache: {folder}",
-        "  cpu   native: rms_norm",
-        "  cuda  native: rms_norm",
-        "  cpu   plain HLO: activations (XLA itself makes one loop of it)",
-        "  cuda  native: activations",
-        "  tpu   plain HLO: rms_norm (this platform has no kernel)",
+        "  cpu   rms_norm   native, xla, pallas (interpreted)",
+        "  cpu   dense      xla, pallas (interpreted)",
+        "  cuda  rms_norm   native, pallas, xla",
+        "  cuda  dense      xla, pallas",
+        "  tpu   rms_norm   pallas, xla",
+        "  cpu   activation xla",
+        "  cuda  activation native, xla",
+        "  not native: cpu activation (XLA itself makes one loop of it)",
+        "rocm rms_norm; rocm activation; tpu rms_norm; tpu activation (this platform has no kernel)",
+        "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
     ):
         assert line in text, text
 
@@ -44,7 +49,8 @@ def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     text = report.info()
     assert "NVRTC: missing: " in text
-    assert "  cuda  plain HLO: rms_norm (CUDA kernels are compiled" in text
+    assert "  cuda  rms_norm  pallas, xla" in text
+    assert "  not native: cuda rms_norm (CUDA kernels are compiled" in text
     assert "pip install 'normfuse[cuda13]'" in text
 
 

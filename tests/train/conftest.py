@@ -1,16 +1,24 @@
 """Runs small enough for tests: a two-layer transformer of 10 k parameters on 40 kB of text."""
 
+import contextlib
+import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
 import pytest
+import train_state
 from jax.experimental.compilation_cache import compilation_cache
 
+from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import main
+from normfuse.train.loop import Loop
 
 _FLAGS = {
     "steps": 6,
@@ -45,6 +53,7 @@ def _cache(tmp_path_factory):
     compilation_cache.reset_cache()  # JAX looks at its folder only once
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NORMFUSE_CACHE_DIR", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # in other processes
         yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -116,6 +125,69 @@ def spawn(flags):
         process.communicate()
 
 
+@pytest.fixture(scope="session")
+def options() -> dict:
+    """One configuration for most whole runs: it is compiled once."""
+    return {
+        "eval.every": 2,
+        "eval.tokens": 128,
+        "checkpoint.every": 2,
+        "sample.tokens": 9,
+        "sample.prompt": "the ",
+    }
+
+
+@pytest.fixture(scope="package")
+def finished(_cache, tmp_path_factory, text_file, small_run, options):
+    """The folder of a run that nothing interrupted, and what it printed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(["train", *small_run(text_file, folder, **options)]) == 0
+    return folder, out.getvalue()
+
+
+@pytest.fixture
+def interrupted(train, monkeypatch, options):
+    """Starts a run to which SIGTERM is sent during step 3; gives what it printed."""
+
+    def run(**changes) -> str:
+        take = Loop.run
+
+        def signalled(loop, state, done):
+            before = loop.on_step
+
+            def on_step(step, settle):
+                before(step, settle)
+                if step == 3:
+                    signal.raise_signal(signal.SIGTERM)
+
+            loop.on_step = on_step
+            return take(loop, state, done)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "run", signalled)
+            code, out, err = train(**options | changes)
+        assert (code, err) == (0, "")
+        return out
+
+    return run
+
+
+@pytest.fixture
+def wait_for_steps():
+    """Returns when a run's metrics.jsonl holds so many steps."""
+
+    def wait(run: Path, count: int, seconds: float = 120):
+        deadline = time.monotonic() + seconds
+        metrics = run / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count('"loss"') < count:
+            assert time.monotonic() < deadline, "the run takes no steps"
+            time.sleep(0.01)
+
+    return wait
+
+
 @pytest.fixture
 def lines():
     """Reads a run's metrics.jsonl strictly."""
@@ -132,3 +204,19 @@ def losses(lines):
         return {line["step"]: float(line["loss"]).hex() for line in steps}
 
     return read
+
+
+@pytest.fixture(scope="package")
+def saved(tmp_path_factory) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    checkpoints = Checkpoints(folder, report=print)
+    for step in (1, 2):
+        checkpoints.save(train_state.make_state(step), step, train_state.RECORD)
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def copy(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))

@@ -38,6 +38,8 @@ _USAGE = [
     ({"sample.prompt": "x" * 40}, ["--sample.prompt", "--model.max-seq-len 32"]),
     ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
     ({"guard": "ignore"}, ["--guard 'ignore'", "stop"]),
+    ({"spike": 0.5}, ["--spike 0.5", "above 1"]),
+    ({"watchdog": -1}, ["--watchdog -1"]),
     ({"mesh.data": 0}, ["--mesh.data 0", "-1"]),
     ({"mesh.fsdp": -1}, ["--mesh.data and --mesh.fsdp", "only one"]),
     ({"mesh.data": 2, "mesh.fsdp": 2}, ["data 2 x fsdp 2", "= 4", "there are 8", "--mesh.data"]),
@@ -63,6 +65,7 @@ _USAGE = [
         },
         ["--distributed.process-id 2", "from 0 to 1"],
     ),
+    ({"distributed.timeout": 0}, ["--distributed.timeout 0", "at least 1 second"]),
     ({"out_dir": None, "resume": "must"}, ["--resume must", "--out-dir"]),
     ({"resume": "must"}, ["--resume must", "no checkpoint"]),
     ({"data.path": "/nonexistent/text"}, ["--data.path /nonexistent/text", "does not exist"]),
@@ -180,3 +183,33 @@ def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monk
     monkeypatch.setattr(compilation.Program, "lower", refuse)
     code, _, error = train()
     _assert_usage_error(code, error, ["--implementation", "Tuesday"])
+
+
+def test_binary_text_is_learned_and_said(train, tmp_path, monkeypatch):
+    from normfuse.train.introduction import introduce
+    from normfuse.train.run import Run
+
+    say = lambda run, stack: introduce(run.config, run.text, run.mesh, run.display)
+    monkeypatch.setattr(Run, "go", say)
+    path = tmp_path / "binary"
+    path.write_bytes(bytes(range(256)) * 20)
+    code, out, _ = train(**{"data.path": path})
+    assert code == 0 and "is it binary?" in out
+
+
+def test_processes_that_do_not_meet_are_named(tmp_path):
+    """A wrong coordinator: JAX alone would have XLA abort after five minutes."""
+    flags = ["--distributed.coordinator=localhost:9", "--distributed.num-processes=2"]
+    flags += ["--distributed.process-id=1", "--distributed.timeout=1"]
+    command = [sys.executable, "-m", "normfuse.train", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("error: --distributed: the other processes did not meet at localhost")
+    assert "Traceback" not in done.stderr and "Check failure" not in done.stderr
+
+
+def test_checkpoint_folder_of_something_else_is_no_run(train, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
+    code, _, error = train()
+    assert code == 1 and "holds no checkpoint that is whole" in error

@@ -27,7 +27,12 @@ def test_last_twentieth_is_held_out(numbers):
     np.testing.assert_array_equal(text.train, content[:950])
     np.testing.assert_array_equal(text.held_out, content[950:])
     assert text.sha256 == hashlib.sha256(numbers.read_bytes()).hexdigest()
-    assert text.identity() == {"name": str(numbers), "bytes": 1000, "sha256": text.sha256}
+    assert text.identity() == {
+        "name": str(numbers),
+        "bytes": 1000,
+        "sha256": text.sha256,
+        "tokenizer": "byte",
+    }
 
 
 def test_default_text_is_the_standard_library():

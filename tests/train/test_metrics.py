@@ -75,7 +75,9 @@ def test_float32_loss_survives_the_file_exactly(tmp_path):
 
 
 def test_figures_are_written_for_people():
-    shown = Shown(step=3, loss=1.3862944, tokens_per_s=12_345, mfu=0.4218, eta_s=3725)
+    shown = Shown(
+        step=3, loss=1.3862944, bits_per_byte=2.0, tokens_per_s=12_345, mfu=0.4218, eta_s=3725
+    )
     assert shown.fields() == [
         "loss 1.3863",
         "2.000 bits/byte",

@@ -1,0 +1,5 @@
+"""The kernels of one device in Pallas: Triton and Mosaic on GPUs, Mosaic on TPUs, interpreted on
+CPUs.
+
+Nothing here is imported before a program is lowered that uses it.
+"""

@@ -1,0 +1,103 @@
+"""What a Pallas kernel is lowered for, and what JAX has to be told so that it can be."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from normfuse.native import device
+from normfuse.native.fallback import Unsupported
+from normfuse.native.jax_private import AbstractDevice
+
+# What JAX calls a GPU of a compute capability: it is asked which when a kernel is lowered, and
+# may be lowered where there is none.
+_NAMES = {80: "NVIDIA A100", 86: "NVIDIA A10", 89: "NVIDIA L4", 90: "NVIDIA H100"}
+_NEWEST = "NVIDIA B200"
+_ROCM = "gfx942"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A platform, and the GPU where it is one.
+
+    Attributes:
+      platform: "cpu" (interpreted), "cuda", "rocm" or "tpu".
+      cores: multiprocessors of a GPU, or as many as are assumed.
+      capability: compute capability times ten of an NVIDIA GPU, 0 for others.
+    """
+
+    platform: str
+    cores: int = 1
+    capability: int = 0
+
+    @property
+    def gpu(self) -> bool:
+        return self.platform in ("cuda", "rocm")
+
+    @property
+    def interpret(self) -> bool:
+        return self.platform == "cpu"
+
+
+def target_for(platform: str | None, ctx: Any) -> Target:
+    """The target of a lowering: `ctx` is JAX's LoweringRuleContext.
+
+    Raises:
+      Unsupported: for platforms without Pallas, and GPUs too old for it.
+    """
+    if platform == "cuda":
+        found = device.target_for(ctx)
+        return Target(platform, found.multiprocessors, found.capability)
+    if platform not in ("cpu", "rocm", "tpu"):
+        raise Unsupported("Pallas has no backend for this platform")
+    return Target(platform, cores=128 if platform == "rocm" else 1)
+
+
+def mesh(target: Target) -> AbstractMesh:
+    """A mesh without axes that says which device the program is for."""
+    if not target.gpu:
+        return AbstractMesh((), ())
+    kind = _NAMES.get(target.capability, _NEWEST) if target.platform == "cuda" else _ROCM
+    named = AbstractDevice(device_kind=kind, num_cores=target.cores, platform=target.platform)
+    return AbstractMesh((), (), abstract_device=named)
+
+
+@contextlib.contextmanager
+def translated(target: Target) -> Iterator[None]:
+    """Turns Pallas's ways to say that it cannot lower a kernel into `Unsupported`.
+
+    Pallas's Triton backend warns that it will go; there is no other that serves every GPU. Once it
+    is gone the import fails, and that too is `Unsupported`.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
+            yield
+    except (NotImplementedError, ImportError) as error:
+        raise Unsupported(f"Pallas cannot lower this: {_first_line(error)}") from error
+    except Exception as error:
+        if type(error).__name__ not in ("LoweringException", "LoweringError"):
+            raise
+        raise Unsupported(f"Pallas cannot lower this: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def require_dtypes(target: Target, *dtypes: jax.typing.DTypeLike) -> None:
+    """Unsupported for dtypes that the platform's kernels do not take."""
+    names = {jax.numpy.dtype(dtype).name for dtype in dtypes}
+    taken = {"float32", "bfloat16"} | (
+        {"float16", "float64"} if target.platform != "tpu" else set()
+    )
+    if names - taken:
+        raise Unsupported(
+            f"Pallas kernels take {', '.join(sorted(taken))} on {target.platform}, not "
+            f"{', '.join(sorted(names - taken))}"
+        )

@@ -1,0 +1,81 @@
+"""The Pallas kernels as XLA runs them, on an NVIDIA GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from rms_norm_cases import Case
+
+from normfuse.layers.activations import ACTIVATIONS
+from normfuse.native import dense
+from normfuse.native.fallback import Order
+
+pytestmark = pytest.mark.gpu
+PALLAS = Order(("pallas",), strict=True)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("n", [1, 7, 100, 1024, 5120, 16384, 40000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_norms_match_reference(op, n, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        case = Case(op, (3, 37, n), x=dtype, residual=dtype, scale_offset=1.0)
+        fn = functools.partial(case, implementation="pallas")
+        case.check(jax.jit(fn)(*case.args), case.values())
+        grad = functools.partial(case.grad, implementation="pallas")
+        case.check(jax.jit(grad)(*case.args), case.gradients())
+
+
+def test_norm_over_other_axes():
+    case = Case("rms_norm", (6, 40, 9, 5), axis=(1, 2))
+    case.check(jax.jit(functools.partial(case, implementation="pallas"))(*case.args), case.values())
+
+
+def test_gradients_are_the_same_bits_every_time():
+    case = Case("rms_norm", (1, 4096, 512), x="bfloat16")
+    fn = jax.jit(functools.partial(case.grad, implementation="pallas"))
+    first, *others = [[np.asarray(g) for g in fn(*case.args)] for _ in range(5)]
+    for other in others:
+        for a, b in zip(first, other):
+            np.testing.assert_array_equal(a, b)
+
+
+SIZES = [(1, 1, 1), (3, 5, 7), (64, 64, 64), (100, 1000, 72), (128, 256, 512), (257, 4096, 264)]
+SIZES += [(1000, 72, 2056), (3000, 640, 1928), (8, 4096, 4096), (4096, 512, 64)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_match_reference(size, dtype):
+    check_product(size, dtype, jax.nn.relu, lambda z: np.maximum(z, 0))
+
+
+def check_product(size, dtype, function, expected, *, bias=True, slack=1.0):
+    m, k, n = size
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
+    x, w = jnp.asarray(rng.standard_normal((m, k)), dtype), draw(k, n)
+    b = [draw(n)] * bias
+    options = {"function": function, "precision": "highest", "keep": True, "strict": PALLAS}
+    y, z = jax.jit(functools.partial(dense.forward, **options))(x, w, *b)
+    wide = [reference.wide(a) for a in (x, w, *b)]
+    exact = wide[0] @ wide[1] + (wide[2] if bias else 0)
+    size = np.abs(wide[0]) @ np.abs(wide[1]) + (np.abs(wide[2]) if bias else 0)
+    reference.assert_close(z, reference.Expected(exact, size, k), slack=slack)
+    # every activation here changes by at most 1.2 times what its argument does
+    limit = reference.Expected(expected(exact), 1.2 * size, k)
+    reference.assert_close(y, limit, slack=slack)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_activations_match_reference(name, dtype):
+    def exact(z):
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            return np.asarray(ACTIVATIONS[name](jnp.asarray(z)))
+
+    # a squared relu changes by 2|z|, here up to 10; bfloat16's hardware tanh is off by 2^-11
+    check_product((130, 96, 200), dtype, ACTIVATIONS[name], exact, bias=False, slack=12.0)

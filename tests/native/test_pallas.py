@@ -1,0 +1,294 @@
+"""The Pallas kernels: values of every backend, interpreted, and what they are lowered to."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import Expected, assert_close, wide
+
+from normfuse import add_rms_norm, dense, rms_norm
+from normfuse.layers.activations import ACTIVATIONS
+from normfuse.native import device, fallback
+from normfuse.native import rms_norm as native
+from normfuse.native import rms_norm_definition as definition
+from normfuse.native.fallback import Order, Unsupported
+from normfuse.native.pallas import activation, blocks, lowering, matmul, triton
+from normfuse.native.pallas import rms_norm as kernels
+from normfuse.native.pallas.lowering import Target
+
+CPU = Target("cpu", cores=2)
+FLAGS = {"scale_offset": 1.0, "has_scale": True}
+
+
+def calls(shape, x="bfloat16", residual=True):
+    """kernel -> (operands, params) for x of `shape`, (outer, n, inner)."""
+    rng = np.random.default_rng(0)
+    draw = lambda shape, dtype: jnp.asarray(rng.standard_normal(shape), dtype)
+    outer, n, inner = shape
+    big = [draw(shape, x) for _ in range(3)]
+    scale, rows = draw(n, "float32"), jnp.abs(draw((outer, inner), "float32")) + 0.5
+    dots, more = draw((outer, inner), "float32"), [big[2]] * residual
+    both, to = FLAGS | {"has_residual": residual}, {"out_dtype": jnp.dtype(x)}
+    last = {"with_dscale": True}
+    return {
+        "forward": ([big[0], *more, scale], both | to | {"eps": 1e-6, "with_rstd": True}),
+        "row_sums": ([big[0]], {}),
+        "apply": ([big[0], scale, rows], FLAGS | to),
+        "backward": ([*big[:2], scale, rows, *more], both | last),
+        "row_dots": ([*big[:2], scale], FLAGS),
+        "backward_apply": ([*big[:2], scale, rows, *more, dots], both | last | {"count": 7.0}),
+    }
+
+
+def check(got, want, terms):
+    """Both round once to their own dtype, and sum `terms` terms in float32 in orders of theirs."""
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        value = wide(b)
+        size = np.full(value.shape, 2 * np.abs(value).max())
+        twice = 2 * np.abs(value)  # two roundings may differ by a whole unit
+        assert_close(a, Expected(value, size, terms, twice))
+
+
+@pytest.mark.parametrize("backend", [blocks, triton], ids=["blocks", "triton"])
+@pytest.mark.parametrize("name", calls((1, 1, 1)))
+@pytest.mark.parametrize("shape", [(37, 100, 1), (3, 7, 4), (2, 9000, 1)], ids=str)
+def test_kernels_match_the_definition(monkeypatch, backend, name, shape):
+    monkeypatch.setattr(kernels._Rows, "_backend", backend)
+    if shape[1] == 9000:  # rows that no kernel holds: the sums first, in pieces
+        monkeypatch.setattr(backend, "fits", lambda target, n: False)
+    elif backend is blocks:  # several tiles of rows, the last one beyond the end
+        monkeypatch.setattr(blocks, "_ELEMENTS", 16 * 128)
+    operands, params = calls(shape)[name]
+    got = jax.jit(functools.partial(kernels.serve, name, CPU, **params))(*operands)
+    check(got, getattr(definition, name)(*operands, **params), terms=shape[1] + shape[0])
+
+
+@pytest.mark.parametrize("size", [(5, 7, 3), (33, 600, 130)], ids=str)
+@pytest.mark.parametrize("backend", ["blocks", "triton", "hopper"])
+def test_products_match_float64(monkeypatch, backend, size):
+    target = CPU
+    if backend == "triton":
+        monkeypatch.setattr(Target, "gpu", True)
+    if backend == "hopper":
+        plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
+        if not hasattr(plgpu, "InterpretGPUParams"):
+            pytest.skip("this JAX cannot interpret Mosaic GPU kernels")
+        interpreted = functools.partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
+        monkeypatch.setattr(plgpu, "kernel", interpreted)
+        target = Target("cuda", cores=2, capability=90)
+    (m, k, n), rng = size, np.random.default_rng(0)
+    x, w, b = (jnp.asarray(rng.standard_normal(s), "bfloat16") for s in ((m, k), (k, n), (n,)))
+    options = {"function": jax.nn.relu, "precision": None, "keep": True}
+    y, z = jax.jit(functools.partial(matmul.serve, target, **options))(x, w, b)
+    sums = wide(x) @ wide(w) + wide(b)
+    size = np.abs(wide(x)) @ np.abs(wide(w)) + np.abs(wide(b))
+    assert_close(z, Expected(sums, size, k))
+    assert_close(y, Expected(np.maximum(sums, 0), size, k))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_on_what_every_backend_has(name):
+    x = jnp.concatenate([jnp.linspace(-12, 12, 2001), jnp.array([0.0, 1e-4, -1e-4, 1e-20])])
+    got, want = (fn(x) for fn in (activation.portable(ACTIVATIONS[name]), ACTIVATIONS[name]))
+    # erf is within 1e-7 of its own value near 0 and of 1 elsewhere; others to a few roundings
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7 * 12)
+
+
+def test_the_short_erf_is_right_to_five_digits():
+    x = jnp.linspace(-8, 8, 20001)
+    for fn in (jax.lax.erf, jax.lax.erfc):
+        error = jnp.abs(activation.portable(fn, short=True)(x) - fn(x))
+        assert 1e-6 < jnp.max(error) < 1.5e-5
+
+
+def test_a_function_of_all_that_is_replaced():
+    fn = lambda x: x**-3 + jax.nn.sigmoid(jnp.log1p(x) + jnp.expm1(x)) * jax.lax.erf(x) + x**5
+    x = jnp.linspace(0.5, 3, 64)
+    np.testing.assert_allclose(activation.portable(fn)(x), fn(x), rtol=2e-6)
+
+
+# ---------------------------------------------------------------- lowering
+
+S = jax.ShapeDtypeStruct
+PALLAS = {"implementation": "pallas"}
+TARGETS = {
+    ("cuda", "sm_90"): ("__gpu$xla.gpu.triton", "mosaic_gpu_v2"),
+    ("cuda", "sm_80"): ("__gpu$xla.gpu.triton", "__gpu$xla.gpu.triton"),
+    ("rocm", ""): ("__gpu$xla.gpu.triton", "__gpu$xla.gpu.triton"),
+    ("tpu", ""): ("tpu_custom_call", "tpu_custom_call"),
+}
+
+
+def lowered(fn, *args, platform):
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def count(text, target):
+    return text.count(f"custom_call @{target}(")
+
+
+@pytest.fixture
+def arch(monkeypatch):
+    """Sets the architecture that CUDA programs are for, which is no part of JAX's keys."""
+
+    def set_arch(name):
+        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", name)
+        jax.clear_caches()
+
+    yield set_arch
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("platform, name", TARGETS)
+@pytest.mark.parametrize("x64", [False, True])
+def test_norms_lower_to_kernels(arch, platform, name, x64):
+    arch(name)
+    norm, _ = TARGETS[platform, name]
+
+    def loss(x, r, scale):
+        y, h = add_rms_norm(x, r, scale, **PALLAS)
+        return jnp.sum(jnp.sin(y.astype("float32"))) + jnp.sum(h.astype("float32"))
+
+    with jax.enable_x64(x64):
+        for n, number in ((100, 2), (40000, 4)):
+            x = S((24, n), "bfloat16")
+            text = lowered(jax.grad(loss, (0, 1, 2)), x, x, S((n,), "float32"), platform=platform)
+            assert count(text, norm) == number
+
+
+@pytest.mark.parametrize("platform, name", TARGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_lower_to_kernels(arch, platform, name, dtype):
+    arch(name)
+    target = TARGETS[platform, name][dtype != "float32"]
+    if (platform, dtype) == ("tpu", "float16"):
+        with pytest.raises(NotImplementedError, match="bfloat16, float32 on tpu, not float16"):
+            product(dtype, "gelu", platform)
+        return
+    for one in ("gelu", "softplus", lambda z: jnp.where(z > 1, z, 0.1 * z**3)):
+        text = product(dtype, one, platform)
+        assert count(text, target) == 1 and "stablehlo.dot_general" not in text
+
+
+def product(dtype, function, platform):
+    operands = S((50, 72), dtype), S((72, 40), dtype), S((40,), "float32")
+    fn = functools.partial(dense, activation=function, **PALLAS)
+    return lowered(fn, *operands, platform=platform)
+
+
+def test_nothing_asked_for_is_pallas_where_it_lowers(caplog, monkeypatch):
+    monkeypatch.setattr(fallback, "_seen", {})
+    x = S((8, 64), "bfloat16")
+    assert count(lowered(rms_norm, x, platform="tpu"), "tpu_custom_call") == 1
+    assert count(lowered(rms_norm, x, platform="rocm"), "__gpu$xla.gpu.triton") == 1
+    assert not fallback.fallbacks()
+    with caplog.at_level(logging.INFO, "normfuse"):
+        text = lowered(rms_norm, S((8, 64), "float16"), platform="tpu")
+    assert "custom_call" not in text
+    assert "served by plain HLO: on tpu, Pallas kernels take" in caplog.text
+
+
+def test_cuda_without_the_compiler_is_pallas_and_logged(caplog, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(fallback, "_substituted", {})
+    with caplog.at_level(logging.INFO, "normfuse"):
+        text = lowered(rms_norm, S((8, 72), "bfloat16"), platform="cuda")
+    assert count(text, "__gpu$xla.gpu.triton") == 1
+    assert "is served by Pallas: on cuda, CUDA kernels are compiled" in caplog.text
+
+
+# ---------------------------------------------------------------- what cannot serve
+
+
+def sums(x, order, dtype="float32"):
+    return lowered(lambda x: rms_norm(x, implementation=order), S((8, 64), dtype), platform=x)
+
+
+def test_several_are_tried_in_order_where_the_program_is_lowered():
+    assert count(sums("tpu", ("native", "pallas")), "tpu_custom_call") == 1
+    assert count(sums("tpu", ("pallas", "xla")), "tpu_custom_call") == 1
+    for order in (("native", "xla"), ("xla", "pallas"), "xla"):
+        assert "custom_call" not in sums("tpu", order)
+    assert "custom_call" not in sums("tpu", ("native", "pallas", "xla"), "float16")
+
+
+def test_all_causes_are_raised_together():
+    with pytest.raises(ExceptionGroup, match="rms_norm_forward: none of") as caught:
+        sums("tpu", ("native", "pallas"), "float16")
+    native_, pallas = caught.value.exceptions
+    assert "'native' cannot serve here: on tpu, this platform has no kernel" in str(native_)
+    assert "'pallas' cannot serve here: on tpu, Pallas kernels take" in str(pallas)
+    assert all(isinstance(e, NotImplementedError) for e in caught.value.exceptions)
+
+
+def test_one_cause_is_raised_alone():
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="not float64"):
+        sums("tpu", "pallas", "float64")
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64 on a GPU"):
+        product("float64", "gelu", "rocm")
+
+
+def test_an_old_gpu_is_refused(monkeypatch):
+    def old(ctx):
+        raise Unsupported("Tesla T4 has compute capability 7.5")
+
+    monkeypatch.setattr(device, "target_for", old)
+    jax.clear_caches()
+    with pytest.raises(NotImplementedError, match="'pallas' cannot serve.*capability 7.5"):
+        sums("cuda", "pallas")
+    assert "custom_call" not in sums("cuda", None)
+
+
+def test_more_elements_than_32_bits_count_is_refused():
+    with pytest.raises(NotImplementedError, match="index with 32 bits"):
+        lowered(
+            functools.partial(rms_norm, **PALLAS), S((2**21, 1024), "bfloat16"), platform="rocm"
+        )
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_activation_that_captures_an_array_is_refused(traced):
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+
+    def layer(shift):
+        return dense(x, w, activation=lambda z: z + shift, **PALLAS)
+
+    with pytest.raises(NotImplementedError, match="captures an array or a traced value"):
+        jax.jit(layer)(jnp.float32(1)) if traced else layer(jnp.arange(8.0))
+    np.testing.assert_array_equal(layer(2.0), x @ w + 2)
+    shift = jnp.arange(8.0)
+    either = dense(x, w, activation=lambda z: z + shift, implementation=("pallas", "xla"))
+    np.testing.assert_array_equal(either, x @ w + shift)
+
+
+def test_an_activation_that_changes_the_shape_is_refused():
+    with pytest.raises(ValueError, match="activation must keep the shape"):
+        dense(jnp.ones((4, 8)), jnp.ones((8, 8)), activation=jnp.sum, **PALLAS)
+
+
+def test_symbolic_shapes_are_refused():
+    from jax import export
+
+    (b,) = export.symbolic_shape("b")
+    with pytest.raises(NotImplementedError, match="this is symbolic"):
+        export.export(jax.jit(functools.partial(rms_norm, **PALLAS)))(S((b, 8), "float32"))
+
+
+def test_a_deprecated_backend_warns_nobody():
+    target = Target("cuda", cores=4, capability=80)
+    with lowering.translated(target):
+        import warnings
+
+        warnings.warn("The Pallas Triton backend is deprecated", DeprecationWarning, stacklevel=1)
+
+
+def test_kernels_of_the_local_tier_take_an_order():
+    x = jnp.ones((3, 5, 1))
+    (got,) = native.row_sums(x, strict=Order(("pallas",), strict=True))
+    np.testing.assert_array_equal(got, np.full((3, 1), 5.0))

@@ -1,0 +1,71 @@
+"""`normfuse generate`: from a run and from a Hugging Face folder."""
+
+import jax
+import pytest
+
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.models.huggingface import save
+from normfuse.train.cli import main
+
+
+def test_generate_continues_the_prompt(finished, capsys):
+    run = str(finished[0])
+    arguments = ["--prompt", "the norm", "--tokens", "5", "--temperature", "0"]
+    assert main(["generate", run, *arguments]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the norm") and len(first) >= len("the norm") + 2
+    assert main(["generate", run, *arguments]) == 0
+    assert capsys.readouterr().out == first
+    assert main(["generate", run, "--tokens", "500"]) == 2
+    assert "500" in capsys.readouterr().err
+
+
+def test_samples_are_drawn_at_once_and_end_before_a_stop(finished, capsys):
+    run = str(finished[0])
+    options = ["--prompt", "the norm", "--tokens", "5", "--temperature", "9"]
+    assert main(["generate", run, *options, "--samples", "3"]) == 0
+    texts = capsys.readouterr().out.removesuffix("\n").split("\n\nthe norm")
+    assert len(texts) == 3 and len(set(texts)) > 1
+    assert main(["generate", run, *options, "--stop", "e", "--temperature", "0"]) == 0
+    assert "e" not in capsys.readouterr().out.removeprefix("the norm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--samples", "0"], "--samples 0"),
+        (["--stop", "two"], "stop='two' must be one token"),
+        (["--prompt", ""], "--prompt ''"),
+        (["--temperature", "-1"], "temperature=-1.0"),
+        (["--top-k", "0"], "top_k=0"),
+    ],
+)
+def test_bad_arguments_are_explained(finished, capsys, arguments, part):
+    assert main(["generate", str(finished[0]), "--tokens", "4", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert part in error and "Traceback" not in error
+
+
+def test_folder_of_nothing_is_explained(tmp_path, capsys):
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "neither a checkpoint nor a config.json" in capsys.readouterr().err
+
+
+def test_hugging_face_folder_speaks(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    from normfuse.train.tokenizer import make_tokenizer
+
+    tokenizer = make_tokenizer("bpe:270", [b"the norm of a row " * 50])
+    shape = dict(dim=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24)
+    model = build("eqx", TransformerConfig(vocab_size=272, max_seq_len=64, **shape))
+    save(tmp_path, model, model.init(jax.random.key(0)))
+    arguments = ["generate", str(tmp_path), "--prompt", "the row", "--tokens", "4"]
+    assert main(arguments) == 2
+    assert "tokenizer.json cannot be read" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text(tokenizer.content)
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("the row")
+    (tmp_path / "config.json").write_text("{}")
+    assert main(arguments) == 2
+    assert "model_type=None" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""The loop's speed: one compilation, nothing copied, and a host that does not wait."""
+
+import collections
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.train import compilation
+from normfuse.train.config import OptimConfig
+from normfuse.train.loop import Loop
+from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.recipes import recipe
+from normfuse.train.step import Metrics, Program
+
+
+class _Reporter:
+    """Reads metrics, as the real one does."""
+
+    display = None
+
+    def step(self, step, metrics, started):
+        for metric in metrics:
+            np.asarray(metric)
+
+
+class _Metric:
+    """A number on a device, which says when the host waits for it."""
+
+    def __init__(self, step: int, happened: list):
+        self.step, self.happened = step, happened
+
+    def __array__(self, dtype=None, copy=None):
+        self.happened.append(("waited for", self.step))
+        return np.zeros((), dtype)
+
+
+def test_host_waits_for_a_step_only_after_it_has_started_the_next():
+    happened = []
+
+    def step(state, batch):
+        happened.append(("started", batch))
+        return state, Metrics(*[_Metric(batch, happened)] * 5)
+
+    config = recipe("tiny")
+    config = type(config)(**{**vars(config), "steps": 6})
+    loop = Loop(
+        config=config,
+        step=step,
+        batches=iter(range(1, 7)),
+        evaluate=lambda *_: None,
+        save=lambda state, done: None,
+        reporter=_Reporter(),
+        stopping=lambda: False,
+    )
+    assert loop.run("state", 0) == ("state", 6)
+    first = {event: happened.index(event) for event in happened}
+    for k in range(1, 6):
+        assert first["started", k + 1] < first["waited for", k]
+    for k in range(1, 5):  # nor does it run ahead: at most two steps are under way
+        assert first["waited for", k] < first["started", k + 2]
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles, or finds in its cache, by the function's name."""
+    counts = collections.Counter()
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts[details["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_run_compiles_its_step_and_its_validation_once(options, train, compilations):
+    assert train(**options)[0] == 0
+    names = {re.sub(r"^jit\(?|\)$", "", name): count for name, count in compilations.items()}
+    assert names["_step"] == 1
+    assert names["loss_sum"] == 1
+
+
+def _program(mesh) -> Program:
+    config = TransformerConfig(
+        vocab_size=96,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=40,
+        max_seq_len=32,
+    )
+    optim = OptimConfig(lr=1e-2)
+    model = build("nnx", config)
+    return Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0, 3.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
+def test_compiled_step_updates_its_state_in_place(shape):
+    """Every array of the state is donated, and no parameter or moment is copied."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    if len(devices) < np.prod(shape):
+        pytest.skip("needs more devices")
+    mesh = jax.make_mesh(
+        shape,
+        ("data", "fsdp", "tensor"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        devices=devices,
+    )
+    with jax.set_mesh(mesh):
+        program = _program(mesh)
+        step = program.lower(8, 16).compile()
+        state = program.abstract()
+    local = lambda x: x.sharding.shard_shape(x.shape)
+    leaves = jax.tree.leaves(state)
+    size = sum(int(np.prod(local(x))) * x.dtype.itemsize for x in leaves)
+    assert step.memory_analysis().alias_size_in_bytes == size
+    if jax.__version_info__ < (0, 11):
+        return  # its XLA forgets the order of parameters and moments before it places copies
+    entry = step.as_text().split("ENTRY ")[1]
+    arrays = set(re.findall(r"%(\S+) = f32\[\d[\d,]*\]\S* parameter\(", entry))
+    assert len(arrays) == len([x for x in leaves if x.ndim])
+    copied = set(re.findall(r" copy(?:-start)?\([^%)]*%([\w.]+)\)", entry))
+    assert not arrays & copied
+
+
+def test_programs_are_kept_without_being_asked(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        jax.config.update("jax_compilation_cache_dir", "elsewhere")
+        compilation.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == "elsewhere"  # the user's own choice stays
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -1,0 +1,138 @@
+"""Runs that go on: bit for bit where they were, on other meshes too, and no other run's."""
+
+import os
+import random
+import re
+import shlex
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+from normfuse.train.cli import main
+
+
+def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_path, losses, lines):
+    """It is resumed by the command that it printed."""
+    out = interrupted()
+    run, whole = tmp_path / "run", finished[0]
+    assert "stopped by SIGTERM after step 3 of 6, saved to" in out
+    command = re.search(r"continue with: python -m normfuse.train (.*)", out)[1]
+    assert max(losses(run)) == 3
+    assert main(["train", *shlex.split(command)]) == 0
+    assert losses(run) == losses(whole)
+    checks = lambda path: {x["step"]: x["val_loss"] for x in lines(path) if "val_loss" in x}
+    assert checks(run) == checks(whole)
+    assert [x["from_step"] for x in lines(run) if x.get("event") == "resume"] == [3]
+
+
+def test_other_mesh_and_microbatches_resume_within_1e_5(
+    options, interrupted, train, finished, tmp_path, losses
+):
+    interrupted()
+    other = {"microbatches": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+    code, out, _ = train(**options | other)
+    assert code == 0 and "microbatches  saved 1, now 2" in out
+    floats = lambda run: [float.fromhex(x) for x in losses(run).values()]
+    found, expected = floats(tmp_path / "run"), floats(finished[0])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_finished_run_is_only_validated_again(options, finished, train, tmp_path, losses, lines):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    code, out, _ = train(**options)
+    assert code == 0 and "validation" in out
+    assert losses(run) == losses(finished[0])
+    assert [x["step"] for x in lines(run) if "val_loss" in x] == [2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model.mlp-dim": 48}, ["model.mlp_dim", "saved 32, now 48"]),
+        ({"framework": "eqx"}, ["framework", "saved nnx, now eqx"]),
+        ({"seed": 1}, ["seed", "saved 0, now 1"]),
+        ({"batch_size": 16}, ["batch_size", "saved 8, now 16"]),
+        ({"seq_len": 8}, ["seq_len", "saved 16, now 8"]),
+        ({"steps": 5}, ["--steps 5", "taken 6"]),
+        ({"resume": "never"}, ["--resume never", "already holds a run"]),
+    ],
+    ids=str,
+)
+def test_other_run_is_not_continued(options, train, finished, changes, parts):
+    code, _, err = train(out_dir=finished[0], **options | changes)
+    assert code == 2
+    for part in parts:
+        assert part in err
+
+
+def test_other_text_is_not_continued(options, train, finished, text_file, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text().replace("row", "col"))
+    code, _, err = train(out_dir=finished[0], **options, **{"data.path": other})
+    assert code == 2
+    assert "another text" in err and err.count(f"{other.stat().st_size:,} bytes") == 2
+
+
+def test_damaged_newest_checkpoint_costs_only_the_steps_since(
+    options, finished, train, tmp_path, losses
+):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    files = [path for path in (run / "checkpoints" / "6" / "params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    code, out, err = train(**options)
+    assert (code, err) == (0, "")
+    assert re.search(r"^checkpoint of step 6 is damaged, not used: .+$", out, re.M)
+    assert "continuing after step 4" in out
+    assert losses(run) == losses(finished[0])
+
+
+def test_checkpoint_of_another_format_is_named(finished, train, tmp_path, options, monkeypatch):
+    from normfuse.train import resume
+
+    monkeypatch.setattr(resume, "_FORMAT", 99)
+    code, _, err = train(out_dir=finished[0], **options)
+    assert code == 2 and "of format 2" in err and "99" in err
+
+
+def _kill(process, run, rng):
+    """Ends a run with SIGKILL: at a random step and moment, or while a save is not finished."""
+    if rng.random() < 0.5:
+        time.sleep(rng.random() * 0.1)
+    else:
+        deadline = time.monotonic() + 20
+        saving = lambda: any("tmp" in name for name in os.listdir(run / "checkpoints"))
+        while process.poll() is None and time.monotonic() < deadline and not saving():
+            time.sleep(0.0005)
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(3, 0), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["3", "20"]
+)
+def test_killed_at_any_moment_it_resumes_bit_for_bit(
+    spawn, wait_for_steps, tmp_path, losses, lines, kills, seed
+):
+    options = {"steps": 16 * kills, "checkpoint.every": 3, "eval.every": 7, "eval.tokens": 64}
+    rng, run = random.Random(seed), tmp_path / "run"
+    whole = spawn(out_dir=tmp_path / "unbroken", **options)
+    assert whole.wait() == 0, whole.communicate()
+    known = 0
+    for _ in range(kills):
+        process = spawn(**options)
+        wait_for_steps(run, known + rng.randrange(1, 12))
+        _kill(process, run, rng)
+        known = len(losses(run))  # and no step stands twice at any time
+    process = spawn(**options)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert losses(run) == losses(tmp_path / "unbroken")
+    resumes = [x["from_step"] for x in lines(run) if x.get("event") == "resume"]
+    assert resumes == sorted(resumes) and f"continuing after step {resumes[-1]}" in out
+    checks = lambda path: {x["step"]: x["val_loss"] for x in lines(path) if "val_loss" in x}
+    assert checks(run) == checks(tmp_path / "unbroken")

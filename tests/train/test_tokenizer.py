@@ -1,0 +1,144 @@
+"""Tokens: bytes, and byte-pair encodings whose tokens are as many bytes as they say."""
+
+import json
+
+import numpy as np
+import pytest
+
+from normfuse.train.cli import main
+from normfuse.train.data import load
+from normfuse.train.errors import UsageError
+from normfuse.train.metrics import NATS_PER_BIT
+from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "the norm of a row\n\tdivides  the row; größer, 大きい 🙂\r\nand the scale scales  \n" * 40
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return make_tokenizer("bpe:300", [TEXT.encode()])
+
+
+def test_bytes_are_their_own_tokens():
+    tokens, widths = Bytes().encode("né".encode())
+    assert tokens.tolist() == [110, 195, 169] and widths.tolist() == [1, 1, 1]
+    assert Bytes().decode([110, 195, 169, 256]) == "né"
+
+
+def test_trained_encoding_is_lossless_and_shorter(trained):
+    tokens, widths = trained.encode(TEXT.encode())
+    assert trained.decode(tokens) == TEXT
+    assert len(tokens) < len(TEXT.encode()) / 2 and tokens.dtype == np.uint16
+    assert tokens.max() < trained.vocab_size <= 300
+    assert widths.sum() == len(TEXT.encode())
+
+
+def test_training_is_the_same_every_time(trained):
+    assert make_tokenizer("bpe:300", [TEXT.encode()]).identity() == trained.identity()
+    assert make_tokenizer("bpe:290", [TEXT.encode()]).identity() != trained.identity()
+
+
+def test_widths_are_the_bytes_of_the_text_so_far(trained):
+    tokens, widths = trained.encode(TEXT[:200].encode())
+    ends = np.cumsum(widths)
+    for k in range(1, len(tokens) + 1):
+        text = trained.decode(tokens[:k])
+        if not text.endswith("�"):  # the tokens so far end with a whole character
+            assert ends[k - 1] == len(text.encode())
+    assert (widths >= 0).all() and (widths[:1] > 0).all()
+
+
+def test_widths_hold_for_encodings_that_trim_or_replace_spaces(tmp_path):
+    """As SentencePiece's: a space is ▁, and one is added in front."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["?"], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = read_tokenizer(tmp_path)
+    tokens, widths = ours.encode(TEXT.encode())
+    assert widths.sum() == len(TEXT.encode())
+    assert tokens.tolist() == tokenizer.encode(TEXT, add_special_tokens=False).ids
+
+
+def test_long_texts_are_cut_at_line_ends_and_lose_nothing(trained, monkeypatch):
+    from normfuse.train import tokenizer
+
+    whole, _ = trained.encode(TEXT.encode())
+    monkeypatch.setattr(tokenizer, "_PIECE", 100)
+    pieces, widths = trained.encode(TEXT.encode())
+    assert trained.decode(pieces) == TEXT and widths.sum() == len(TEXT.encode())
+    assert len(pieces) < 1.1 * len(whole)
+    no_line_end = "x" * 1000
+    assert trained.decode(trained.encode(no_line_end.encode())[0]) == no_line_end
+
+
+def test_held_out_text_is_the_same_bytes_whatever_the_tokens(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("é" * 4999)  # the cut at 95 % of 9998 bytes is in a character
+    as_bytes = load(str(path), seq_len=8, vocab_size=256)
+    as_pairs = load(str(path), seq_len=4, vocab_size=300, tokenizer="bpe:270")
+    assert len(as_bytes.raw_held_out) == 499 and len(as_pairs.raw_held_out) == 500
+    assert as_pairs.raw_held_out.tobytes().decode() == "é" * 250
+    assert as_pairs.widths.sum() == 500
+    assert as_pairs.tokens_per_byte == len(as_pairs.train) / 9498
+    assert as_pairs.identity()["tokenizer"].startswith("sha256 ")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("bpe:256", ["bpe:256", "at least 257"]),
+        ("bpe", ["--data.tokenizer bpe", "tokenizer.json"]),
+        ("/nonexistent.json", ["/nonexistent.json", "cannot be read"]),
+        ("broken", ["broken", "is no tokenizer.json"]),
+        ("bpe:300", ["bpe:300 has 2", "but --model.vocab-size is 256", "size 384"]),
+    ],
+)
+def test_tokenizers_that_do_not_serve_are_explained(train, tmp_path, monkeypatch, name, parts):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").write_text("{}")
+    code, _, error = train(**{"data.tokenizer": name})
+    assert code == 2 and "Traceback" not in error
+    for part in parts:
+        assert part in error
+
+
+def test_missing_package_is_explained(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UsageError, match=r"pip install 'normfuse\[bpe\]'"):
+        make_tokenizer("bpe:300", [])
+
+
+def test_run_on_pairs_counts_bits_per_byte_and_goes_on(train, text_file, tmp_path, lines, capsys):
+    options = {
+        "data.tokenizer": "bpe:300",
+        "model.vocab-size": 304,
+        "steps": 2,
+    }
+    code, out, err = train(**options)
+    assert (code, err) == (0, "")
+    run = tmp_path / "run"
+    text = load(str(text_file), seq_len=16, vocab_size=304, tokenizer="bpe:300")
+    last = lines(run)[-1]
+    # 256 tokens in 16 windows, spread evenly: as evaluate.py chooses them.
+    windows = (len(text.held_out) - 1) // 16
+    chosen = np.unique(np.linspace(0, windows - 1, min(16, windows)).round().astype(int))
+    spanned = sum(text.widths[i * 16 + 1 : i * 16 + 17].sum() for i in chosen)
+    expected = last["val_loss"] / NATS_PER_BIT * 16 * len(chosen) / spanned
+    assert last["val_bits_per_byte"] == pytest.approx(expected, rel=1e-12)
+    assert f"{expected:.3f} bits/byte" in out
+
+    assert json.loads((run / "text.json").read_text())["tokens_per_byte"] == text.tokens_per_byte
+    assert train(**options)[0] == 0  # with the saved tokenizer
+    code, _, err = train(**options | {"data.tokenizer": "byte"})
+    assert code == 2 and "trained on other tokens" in err
+    assert main(["generate", str(run), "--prompt", "the row", "--tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("the row")

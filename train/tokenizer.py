@@ -1,0 +1,190 @@
+"""Text to tokens and back: bytes, or byte-pair encoding by the `tokenizers` package."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from normfuse.train.errors import UsageError
+
+_PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes of each
+_BATCH = 8  # pieces encoded in parallel
+_END = "<|endoftext|>"
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back.
+
+    Attributes:
+      name: what `--data.tokenizer` said.
+      vocab_size: every token is below it.
+    """
+
+    name: str
+    vocab_size: int
+
+    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        """Gives a text's tokens, unsigned integers, and how many bytes of it each stands for."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Gives the text of tokens; those beyond the vocabulary stand for nothing."""
+        ...
+
+    def identity(self) -> str:
+        """Gives what a resumed run must find again."""
+        ...
+
+
+class Bytes:
+    """Every byte is a token."""
+
+    name, vocab_size = "byte", 256
+
+    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.frombuffer(content, np.uint8)
+        return tokens, np.broadcast_to(np.uint8(1), tokens.shape)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def identity(self) -> str:
+        return self.name
+
+
+class Bpe:
+    """A tokenizer in Hugging Face's format, a `tokenizer.json`.
+
+    Args:
+      content: of the file.
+      name: of it, for people.
+    """
+
+    def __init__(self, content: str, name: str):
+        self._tokenizer = _package().Tokenizer.from_str(content)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.name, self.content = name, content
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+
+    def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
+        tokens, widths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
+        pieces = list(_pieces(content.decode(errors="replace")))
+        for start in range(0, len(pieces), _BATCH):
+            batch = pieces[start : start + _BATCH]
+            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
+            for piece, encoding in zip(batch, encodings, strict=True):
+                tokens.append(np.array(encoding.ids, dtype))
+                widths.append(_widths(piece, encoding.offsets))
+        return np.concatenate(tokens), np.concatenate(widths)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        known = [int(token) for token in tokens if token < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def identity(self) -> str:
+        return f"sha256 {hashlib.sha256(self.content.encode()).hexdigest()[:16]}"
+
+
+def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = None) -> Tokenizer:
+    """Makes the tokenizer that `--data.tokenizer` names.
+
+    Args:
+      name: "byte"; "bpe:N", trained on the text to N tokens; or a `tokenizer.json`.
+      content: the text to train it on.
+      saved: where a run keeps its trained tokenizer; read instead of training, if it is there.
+
+    Raises:
+      UsageError: there is no such file, it is none, or the package is missing.
+    """
+    if name == "byte":
+        return Bytes()
+    if match := re.fullmatch(r"bpe:([0-9]+)", name):
+        if saved is not None and saved.is_file():
+            return Bpe(saved.read_text(), name)
+        return Bpe(_trained(int(match[1]), content), name)
+    return read_tokenizer(Path(name))
+
+
+def read_tokenizer(path: Path) -> Bpe:
+    """Reads a `tokenizer.json`, or the one in a folder.
+
+    Raises:
+      UsageError: as `make_tokenizer`.
+    """
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Bpe(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--data.tokenizer {path} cannot be read: {error}. It is `byte`, `bpe:N` or the path "
+            "of a tokenizer.json."
+        ) from None
+    except UsageError:
+        raise
+    except Exception as error:  # the package raises a bare Exception
+        raise UsageError(f"--data.tokenizer {path} is no tokenizer.json: {error}") from None
+
+
+def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
+    """Trains a byte-level BPE: the same text gives the same tokens."""
+    package = _package()
+    alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + 1
+    if vocab_size < least:
+        raise UsageError(
+            f"--data.tokenizer bpe:{vocab_size} must have at least {least} tokens: every byte and "
+            f"{_END}."
+        )
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(alphabet),
+        special_tokens=[_END],
+        show_progress=False,
+    )
+    pieces = (piece for part in content for piece in _pieces(part.decode(errors="replace")))
+    tokenizer.train_from_iterator(pieces, trainer)
+    return tokenizer.to_str()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a text after line ends, or anywhere if they are far apart."""
+    start = 0
+    while start < len(text):
+        end = min(start + _PIECE, len(text))
+        if end < len(text):
+            end = text.rfind("\n", start, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def _widths(piece: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Gives how many bytes each token stands for; together they are all of the piece.
+
+    A token reaches from the end of the one before to its own: offsets leave out spaces that some
+    tokenizers trim, and all tokens of a split character have that character's.
+    """
+    characters = np.frombuffer(piece.encode("utf-32-le"), np.uint32)
+    lengths = 1 + sum((characters > limit).astype(np.int64) for limit in (0x7F, 0x7FF, 0xFFFF))
+    at = np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.maximum.accumulate(at[np.array([end for _, end in offsets], np.int64)])
+    ends[-1:] = at[-1]
+    return np.diff(ends, prepend=0)
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise UsageError(
+            "--data.tokenizer other than `byte` needs the package tokenizers: "
+            "pip install 'normfuse[bpe]'."
+        ) from None
+    return tokenizers
