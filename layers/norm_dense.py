@@ -71,8 +71,9 @@ def norm_dense(
 
     >>> import jax.numpy as jnp
     >>> from normfuse import norm_dense
-    >>> norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu").round(3)
-    Array([[0.849, 1.131]], dtype=float32)
+    >>> y = norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu")
+    >>> [round(value, 3) for value in y[0].tolist()]
+    [0.849, 1.131]
     """
     op, kernels = "norm_dense", (floating("norm_dense", "kernel", kernel),)
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
