@@ -205,6 +205,9 @@ class _Elementwise(Kernel):
             return functools.partial(_served(_cpu), _host_arch(ctx))
         return super()._native(platform, ctx)
 
+    def _is_one_loop(self, platform):
+        return False  # the user's own C++ serves on CPUs: that it cannot is worth a word
+
 
 def _undefined_types(*operands, name, shape, out):
     del name
