@@ -43,6 +43,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("--support-table") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--support-table: each process would write its part; leave out -n")
     config.stash[_ROWS] = {}
 
 
