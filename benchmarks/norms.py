@@ -54,12 +54,7 @@ def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
         operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]
         return kernels.backward(*operands, with_dscale=with_dscale, **flags)
 
-    return {
-        "forward": forward,
-        "backward": backward,
-        "dx": functools.partial(backward, with_dscale=False),
-        "both": _both(forward, residual),
-    }
+    return _contestant(forward, backward, residual)
 
 
 def _plain(x, w):
@@ -86,12 +81,7 @@ def _xla(residual: bool) -> Contestant:
         dx = dx.astype(x.dtype)
         return (dx, jnp.sum(wide_dy * normal, 0)) if with_dscale else dx
 
-    return {
-        "forward": forward,
-        "backward": backward,
-        "dx": functools.partial(backward, with_dscale=False),
-        "both": _both(forward, residual),
-    }
+    return _contestant(forward, backward, residual)
 
 
 def _nnx(x, w):
@@ -132,6 +122,11 @@ def _differentiated(norm: Callable, residual: bool) -> Contestant:
             (dx,), dscale = jax.vjp(lambda x: norm(x, w), x)[1](dy), None
         return (dx + dh if residual else dx), dscale
 
+    return _contestant(forward, backward, residual)
+
+
+def _contestant(forward: Callable, backward: Callable, residual: bool) -> Contestant:
+    """Every mode, from a forward and a backward that takes `with_dscale`."""
     return {
         "forward": forward,
         "backward": backward,

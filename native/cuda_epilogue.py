@@ -13,17 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.native.compiler import Source, kernel_source
+from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
 from normfuse.native.device import Target
 from normfuse.native.fallback import Unsupported
 from normfuse.native.launch import launch
 from normfuse.native.scalar import Scalar
 
-_TYPES = {
-    "float64": "double",
-    "float32": "float",
-    "bfloat16": "__nv_bfloat16",
-    "float16": "__half",
-}
 _MAX_GRID_Y = 65535
 
 
@@ -122,10 +117,7 @@ def backward(
 
 def _run(target: Target, kernel: str, function: Scalar, operands, results) -> list[jax.Array]:
     dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
-    for dtype in dtypes:
-        if dtype.name not in _TYPES:
-            raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
-    compute = jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+    compute = compute_dtype(dtypes)
     itemsize = max(d.itemsize for d in dtypes)
     if "BIAS" in operands:  # (rows, columns)
         rows, columns = operands["Z"].shape
@@ -134,11 +126,10 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
         layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))
     if "PARTIAL" in results:
         results["PARTIAL"] = jax.ShapeDtypeStruct((layout.grid_y, layout.columns), compute)
-    macros = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in operands.items()}
-    macros |= {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in results.items()}
+    macros = type_macros(operands) | type_macros(results)
     macros |= {
         "KERNEL": f"epilogue_{kernel}",
-        "COMPUTE_TYPE": _TYPES[compute.name],
+        "COMPUTE_TYPE": TYPES[compute.name],
         "APPROXIMATE": int(itemsize == 2),
         "GRADIENT": int(kernel == "backward"),
         "HAS_UP": int("UP" in operands),
@@ -166,7 +157,7 @@ def _run(target: Target, kernel: str, function: Scalar, operands, results) -> li
     )
     named = dict(zip(results, done, strict=True))
     if "PARTIAL" in named:
-        named["PARTIAL"] = _column_sum(target, named["PARTIAL"])
+        named["PARTIAL"] = column_sum(launch, target, named["PARTIAL"])
     return list(named.values())
 
 
@@ -189,19 +180,3 @@ def _source(function: Scalar) -> Source:
     file = kernel_source("epilogue.cu")
     text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
     return dataclasses.replace(file, text=text)
-
-
-def _column_sum(target: Target, partial) -> jax.Array:
-    count, columns = partial.shape
-    (sums,) = launch(
-        "column_sum.cu",
-        "column_sum",
-        [partial],
-        [jax.ShapeDtypeStruct((columns,), partial.dtype)],
-        target=target,
-        macros={"COMPUTE_TYPE": _TYPES[partial.dtype.name]},
-        grid=-(-columns // 32),
-        block=1024,
-        ints=(count, columns),
-    )
-    return sums

@@ -12,17 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.native import cuda_layout
+from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
 from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
-from normfuse.native.fallback import Unsupported
 from normfuse.native.launch import launch
 
-_TYPES = {
-    "float64": "double",
-    "float32": "float",
-    "bfloat16": "__nv_bfloat16",
-    "float16": "__half",
-}
 _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
 
@@ -164,9 +158,8 @@ class _Call:
         )
 
     def _launch(self, source: str, macros, results, **sizes):
-        types = {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in self.operands.items()}
-        types |= {f"{name}_TYPE": _TYPES[a.dtype.name] for name, a in results.items()}
-        types |= {"KERNEL": f"rms_norm_{self.kernel}", "COMPUTE_TYPE": _TYPES[self.compute.name]}
+        types = type_macros(self.operands) | type_macros(results)
+        types |= {"KERNEL": f"rms_norm_{self.kernel}", "COMPUTE_TYPE": TYPES[self.compute.name]}
         return launch(
             source,
             types["KERNEL"],
@@ -257,23 +250,7 @@ def _backward(
     if not with_dscale:
         return done
     *dx, partial = done
-    return [*dx, partial[0] if grid == 1 else _column_sum(call.target, partial)]
-
-
-def _column_sum(target: Target, partial) -> jax.Array:
-    count, columns = partial.shape
-    (sums,) = launch(
-        "column_sum.cu",
-        "column_sum",
-        [partial],
-        [jax.ShapeDtypeStruct((columns,), partial.dtype)],
-        target=target,
-        macros={"COMPUTE_TYPE": _TYPES[partial.dtype.name]},
-        grid=-(-columns // 32),
-        block=1024,
-        ints=(count, columns),
-    )
-    return sums
+    return [*dx, partial[0] if grid == 1 else column_sum(launch, call.target, partial)]
 
 
 def _named(rest, **present) -> dict[str, Any]:
@@ -289,12 +266,7 @@ def _named(rest, **present) -> dict[str, Any]:
 
 
 def _compute_dtype(operands: dict[str, Any], *more) -> jnp.dtype:
-    """float64 if one operand or result is float64, else float32."""
-    dtypes = [a.dtype for a in operands.values()] + [jnp.dtype(dtype) for dtype in more]
-    for dtype in dtypes:
-        if dtype.name not in _TYPES:
-            raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(_TYPES)})")
-    return jnp.dtype(jnp.float64 if jnp.float64 in dtypes else jnp.float32)
+    return compute_dtype([*(a.dtype for a in operands.values()), *map(jnp.dtype, more)])
 
 
 def _scalars(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:
