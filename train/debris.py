@@ -2,18 +2,20 @@
 
 import logging
 import sys
+import traceback
 
 
 def keep_quiet():
     """Drops, from now on, what follows a failed read or write besides the exception itself.
 
-    That is orbax's own log of it, and callbacks of TensorStore that find their event loop closed:
-    these are printed by hooks of the interpreter, since there is nobody to raise them to.
+    That is orbax's own log of it; what other arrays of the same checkpoint failed with, which
+    asyncio logs because orbax awaits the first alone; and callbacks of TensorStore that find their
+    event loop closed, printed by hooks of the interpreter: there is nobody to raise them to.
     """
-    logger = logging.getLogger("absl")
-    if any(isinstance(old, _NotOrbax) for old in logger.filters):
+    if any(isinstance(old, _NotOrbax) for old in logging.getLogger("absl").filters):
         return
-    logger.addFilter(_NotOrbax())
+    for logger in "absl", "asyncio":
+        logging.getLogger(logger).addFilter(_NotOrbax())
     unraisable, uncaught = sys.unraisablehook, sys.excepthook
     sys.unraisablehook = lambda args: None if _is_debris(args.exc_value) else unraisable(args)
     sys.excepthook = lambda kind, error, trace: (
@@ -23,7 +25,12 @@ def keep_quiet():
 
 class _NotOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in record.pathname
+        files = [record.pathname]
+        if record.name == "asyncio" and record.exc_info:
+            frames = traceback.extract_tb(record.exc_info[2])
+            # Without a frame it was raised by no Python: TensorStore sets its futures from C++.
+            files += [frame.filename for frame in frames] or ["orbax"]
+        return not any("orbax" in file for file in files)
 
 
 def _is_debris(error: BaseException | None) -> bool:
