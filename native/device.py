@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from jax.sharding import Mesh
+
 from normfuse.native.fallback import Unsupported
 
 OLDEST = 80  # compute capability 8.0: bfloat16 arithmetic and asynchronous copies
@@ -128,7 +130,8 @@ def _devices(module: Any) -> Iterable[Any]:
     axes = module.axis_context
     yield from getattr(axes, "device_assignment", None) or ()
     mesh: Any = getattr(axes, "mesh", None)
-    if hasattr(mesh, "devices"):
+    if isinstance(mesh, Mesh):  # an AbstractMesh, as of an Explicit mesh, has no devices
         yield from mesh.devices.flat
     if module.backend is not None:
         yield from module.backend.local_devices()
+        yield from module.backend.devices()  # of a topology that is only described, none is local

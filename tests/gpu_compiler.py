@@ -1,0 +1,65 @@
+"""XLA's compiler for NVIDIA GPUs, on a machine that has none.
+
+JAX's CUDA plugin compiles ahead of time for a topology of devices that are only described. So
+tests can read what a GPU would run (collectives, copies, memory, launches), though not run it.
+"""
+
+import functools
+import importlib
+import math
+import os
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax._src import xla_bridge
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+# Where `.ci/test` puts the plugin: not into the environment, where JAX would try to start it.
+_FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
+
+# No GPU is there to time GEMMs on, and without a time XLA would guess Triton where cuBLAS wins.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:
+    """A mesh of H200s on one host; skips the test where there is no compiler for them."""
+    devices = _topology(math.prod(shape)).devices
+    return jax.make_mesh(shape, names, devices=devices, **keywords)
+
+
+def compile(function, *arguments, **keywords):
+    """Compiles a jitted function for the devices of its arguments' shardings."""
+    return function.lower(*arguments, **keywords).compile(compiler_options=OPTIONS)
+
+
+@functools.cache
+def _topology(count: int):
+    _register()
+    return topologies.get_topology_desc(
+        "h200",
+        "cuda",
+        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
+        topology=f"1x1x{count}",
+    )
+
+
+@functools.cache
+def _register():
+    """Makes the plugin known, after the devices that are here: it is asked for no device."""
+    jax.devices()
+    if _FOLDER and _FOLDER not in sys.path:
+        sys.path.append(_FOLDER)
+    try:
+        plugin = importlib.import_module("jax_plugins.xla_cuda13")
+    except ImportError:
+        pytest.skip("needs the compiler of jax-cuda13-plugin: .ci/test installs it")
+    if jax.default_backend() != "gpu":  # else it is registered
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+            plugin.initialize()
+        # What JAX does with the plugins it finds itself, so that custom_partitioning reaches it.
+        for callback in xla_bridge._plugin_callbacks:
+            callback(c_api=xla_bridge._backend_factories["cuda"].c_api)
