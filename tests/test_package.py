@@ -68,7 +68,7 @@ def exported(library: pathlib.Path) -> set[str]:
 
 
 def test_extension_exports_nothing_but_its_initialiser():
-    # Symbols of the C++ library among them would bind to another extension's copy, or theirs to ours.
+    # Symbols of the C++ library among them would bind to another extension's copy, or its to ours.
     from normfuse.native import _ext
 
     assert exported(pathlib.Path(_ext.__file__)) == {"PyInit__ext"}
