@@ -89,7 +89,8 @@ class Program:
 
     def abstract(self) -> State:
         """Gives the state's shapes, dtypes and shardings, without allocating any of it."""
-        shapes = jax.eval_shape(self._init, jax.random.key(0))
+        key = jax.eval_shape(jax.random.key, 0)  # the mesh's devices may be only described
+        shapes = jax.eval_shape(self._init, key)
         make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         return jax.tree.map(make, shapes, self.model.shardings(shapes, self.mesh))
 
