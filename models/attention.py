@@ -11,7 +11,7 @@ from normfuse.models.config import RopeScaling, TransformerConfig
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the rotation angles, `(seq, head_dim / 2)` float32 each."""
+    """Cosines and sines of the rotation angles, `([batch,] seq, head_dim / 2)` float32 each."""
 
     cos: Array
     sin: Array
@@ -29,7 +29,7 @@ class Cache(NamedTuple):
 
     Attributes:
       layers: past keys and values of each layer, of fixed length.
-      length: int32 scalar, how many positions are filled.
+      length: int32, how many positions are filled: a scalar, or `(batch,)` for each sequence.
     """
 
     layers: tuple[KeyValue, ...]
@@ -47,15 +47,20 @@ class Cache(NamedTuple):
 def rope_table(config: TransformerConfig, start: Array | int, seq: int) -> Rope:
     """Tabulates the angles `position * theta^(-2i / head_dim)` of positions `start`, `start + 1`, …
 
+    `start` may be `(batch,)`, for sequences of several lengths.
+
     References: Su et al., RoFormer, arXiv:2104.09864.
     """
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling is not None:
         frequencies = _stretched(frequencies, config.rope_scaling)
-    positions = start + jnp.arange(seq, dtype=jnp.int32)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = _positions(start, seq).astype(jnp.float32)[..., None] * frequencies
     return Rope(jnp.cos(angles), jnp.sin(angles))
+
+
+def _positions(start: Array | int, seq: int) -> Array:
+    return jnp.asarray(start)[..., None] + jnp.arange(seq, dtype=jnp.int32)  # ([batch,] seq)
 
 
 def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
@@ -73,10 +78,10 @@ def rotate(x: Array, rope: Rope) -> Array:
 
     Args:
       x: `(batch, seq, heads, head_dim)`.
-      rope: the angles of the `seq` positions.
+      rope: the angles of the `seq` positions, for all sequences or for each.
     Returns: shape and dtype of `x`.
     """
-    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]  # the same for every head
+    cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]  # the same for every head
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -92,19 +97,25 @@ def attend(
       k: `(batch, seq, num_kv_heads, head_dim)`, already rotated; each serves as many query heads.
       v: as `k`.
       cache: the past, whose first `start` positions are filled; None without one.
-      start: position of the first token.
+      start: position of the first token: a scalar, or `(batch,)` for each sequence.
       implementation: "auto", "xla" or "cudnn". With a cache always XLA's.
     Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
       call's keys and values in it. Scores and softmax are float32 (float64 for float64).
     """
     if cache is not None:
-        add = lambda past, new: jax.lax.dynamic_update_slice(past, new, (0, start, 0, 0))
-        cache = KeyValue(add(cache.keys, k), add(cache.values, v))
+        cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
         return _attend_xla(q, cache.keys, cache.values, start), cache
     if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return out, None
     return _attend_xla(q, k, v, 0), None
+
+
+def _add(past: Array, new: Array, start: Array | int) -> Array:
+    if jnp.ndim(start) == 0:
+        return jax.lax.dynamic_update_slice(past, new, (0, start, 0, 0))
+    each = lambda past, new, start: jax.lax.dynamic_update_slice(past, new, (start, 0, 0))
+    return jax.vmap(each)(past, new, start)
 
 
 def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
@@ -117,8 +128,9 @@ def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
     q = q.reshape(batch, kv_heads, group * seq, width)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
     scores = _product("bkrh,bksh->bkrs", q, k) * width**-0.5
-    positions = jnp.tile(start + jnp.arange(seq), group)
-    seen = jnp.arange(length) <= positions[:, None]  # (group * seq, length)
+    positions = jnp.tile(_positions(start, seq), group)
+    seen = jnp.arange(length) <= positions[..., None]  # ([batch,] group * seq, length)
+    seen = jnp.expand_dims(seen, -3)  # the same for every head
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     out = _product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
     out = out.reshape(batch, kv_heads, group, seq, width).transpose(0, 3, 1, 2, 4)

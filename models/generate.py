@@ -16,7 +16,7 @@ from normfuse.models.functional import Functional, Params
 def generate(
     model: Functional,
     params: Params,
-    prompt: ArrayLike,
+    prompt: ArrayLike | Sequence[Sequence[int] | np.ndarray],
     num_tokens: int,
     *,
     temperature: float = 1.0,
@@ -30,7 +30,8 @@ def generate(
     Args:
       model: the transformer.
       params: its parameters.
-      prompt: `(batch, seq)` integers, `seq` of at least 1.
+      prompt: `(batch, seq)` integers, or a sequence of integers for each row, of any lengths from
+        1 on: a row's likeliest text is that of its prompt alone.
       num_tokens: how many to add.
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: draw from the k likeliest only.
@@ -47,27 +48,30 @@ def generate(
     References: Holtzman et al., The Curious Case of Neural Text Degeneration (top-p),
       arXiv:1904.09751.
     """
-    ids = np.asarray(prompt)
-    _check(model, ids, num_tokens, temperature, top_k, top_p, stop_tokens)
+    rows = _rows(prompt)
+    _check(model, rows, num_tokens, temperature, top_k, top_p, stop_tokens)
+    lengths = np.array([len(row) for row in rows], np.int32)
     # Padded to a power of two, so that prompts of many lengths share few compilations.
-    seq = ids.shape[1]
-    padded = min(1 << (seq - 1).bit_length(), model.config.max_seq_len)
-    tokens = np.pad(ids.astype(np.int32), ((0, 0), (0, padded - seq)))
+    padded = min(1 << (int(lengths.max()) - 1).bit_length(), model.config.max_seq_len)
+    tokens = np.stack([np.pad(row.astype(np.int32), (0, padded - len(row))) for row in rows])
+    equal = (lengths == lengths[0]).all()  # then the cache is written to in one place
+    filled = lengths[0] if equal else lengths
     run = _compiled(model, num_tokens, top_k)
     knobs = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
     stop = np.asarray(stop_tokens, np.int32).reshape(-1)
-    return np.asarray(run(params, tokens, np.int32(seq), knobs, stop, jax.random.key(seed)))
+    return np.asarray(run(params, tokens, filled, knobs, stop, jax.random.key(seed)))
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(model: Functional, num_tokens: int, top_k: int | None):
-    def run(params, tokens, seq, knobs, stop, key):
+    def run(params, tokens, filled, knobs, stop, key):
         batch, padded = tokens.shape
         cache = Cache.empty(model.config, batch, padded + num_tokens)
         logits, cache = model.decode(params, tokens, cache)
-        last = jax.lax.dynamic_index_in_dim(logits, seq - 1, axis=1, keepdims=False)
-        # What the padding left in the cache lies after `seq` and is overwritten before it is seen.
-        cache = cache._replace(length=seq)
+        last = logits[jnp.arange(batch), filled - 1]
+        # What the padding left in the cache lies beyond a row's own tokens, and is overwritten
+        # before it is seen.
+        cache = cache._replace(length=filled)
 
         keys = jax.random.split(key, num_tokens)
 
@@ -107,23 +111,34 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
 
 
-def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_tokens):
-    vocab, limit = model.config.vocab_size, model.config.max_seq_len
-    if prompt.ndim != 2 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
+def _rows(prompt) -> list[np.ndarray]:
+    """Gives the tokens of each row."""
+    given = prompt if isinstance(prompt, list | tuple) else np.atleast_1d(prompt)
+    rows = [np.asarray(row) for row in given]
+    bad = lambda row: row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer)
+    wrong = next((f"{row.dtype} of shape {row.shape}" for row in rows if bad(row)), None)
+    if wrong or not rows:
         raise ValueError(
-            f"prompt must be integers of shape (batch, seq), neither empty; "
-            f"got {prompt.dtype} of shape {prompt.shape}."
+            "prompt must be integers of shape (batch, seq), or rows of several lengths, and none "
+            f"empty; got {wrong or 'nothing'} for a row."
         )
-    if prompt.min() < 0 or prompt.max() >= vocab:
+    return rows
+
+
+def _check(model, rows, num_tokens, temperature, top_k, top_p, stop_tokens):
+    vocab, limit = model.config.vocab_size, model.config.max_seq_len
+    lowest, highest = min(row.min() for row in rows), max(row.max() for row in rows)
+    if lowest < 0 or highest >= vocab:
         raise ValueError(
-            f"prompt holds tokens from {prompt.min()} to {prompt.max()}; "
+            f"prompt holds tokens from {lowest} to {highest}; "
             f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?"
         )
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens} must be at least 1.")
-    if prompt.shape[1] + num_tokens > limit:
+    longest = max(len(row) for row in rows)
+    if longest + num_tokens > limit:
         raise ValueError(
-            f"a prompt of {prompt.shape[1]} tokens and num_tokens={num_tokens} exceed "
+            f"a prompt of {longest} tokens and num_tokens={num_tokens} exceed "
             f"max_seq_len={limit}. Shorten either."
         )
     if not 0 <= temperature < float("inf"):

@@ -1,5 +1,7 @@
 """What a finished run leaves: a validation loss, a sample, a picture, and where they are."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from rich.panel import Panel
 from rich.text import Text as RichText
@@ -21,13 +23,12 @@ def write_sample(
     config: TrainConfig, model: Functional, params: Params, tokenizer: Tokenizer, out: OutDir
 ) -> str:
     """Generates the run's sample and writes it, prompt included, to sample.txt."""
-    prompt = config.sample.prompt
-    room = config.model.max_seq_len - len(tokenizer.encode(prompt.encode())[0])
+    room = room_after(model, tokenizer, [config.sample.prompt])
     (drawn,) = sample(
         model,
         params,
         tokenizer,
-        prompt,
+        [config.sample.prompt],
         min(config.sample.tokens, room),
         temperature=config.sample.temperature,
         seed=config.seed,
@@ -36,26 +37,32 @@ def write_sample(
     return drawn
 
 
+def room_after(model: Functional, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
+    """Gives how many tokens the model can add to the longest of the prompts."""
+    longest = max(len(tokenizer.encode(prompt.encode())[0]) for prompt in prompts)
+    return model.config.max_seq_len - longest
+
+
 def sample(
     model: Functional,
     params: Params,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompts: Sequence[str],
     tokens: int,
     *,
     samples: int = 1,
     stop: str | None = None,
     **options,
 ) -> list[str]:
-    """Continues a prompt, several times at once, and gives it with each continuation.
+    """Continues prompts, all at once, and gives each with its continuations.
 
     Args:
       model: the transformer.
       params: its parameters.
       tokenizer: of the model.
-      prompt: at least one token.
+      prompts: each at least one token.
       tokens: how many to add at most.
-      samples: how many continuations.
+      samples: how many continuations of each prompt; they follow each other.
       stop: one token; a continuation ends before it.
       **options: of `normfuse.models.generate.generate`.
 
@@ -65,10 +72,11 @@ def sample(
     ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
     if stop is not None and len(ends) != 1:
         raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
-    start = tokenizer.encode(prompt.encode())[0].astype(np.int32)
-    rows = np.broadcast_to(start, (samples, len(start)))
+    encoded = [tokenizer.encode(prompt.encode())[0].astype(np.int32) for prompt in prompts]
+    rows = [row for row in encoded for _ in range(samples)]
     texts = []
-    for drawn in generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist():
+    continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
+    for start, drawn in zip(rows, continued, strict=True):
         added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
         texts.append(tokenizer.decode([*start.tolist(), *added]))
     return texts

@@ -1,4 +1,4 @@
-"""`normfuse generate`: continues a prompt with a trained run."""
+"""`normfuse generate`: continues prompts with a trained run."""
 
 import dataclasses
 import sys
@@ -10,20 +10,28 @@ import tyro
 from normfuse.train.errors import RunError, UsageError
 from normfuse.train.outdir import OutDir
 
+_TOKENS = 240
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Continues a prompt with the newest checkpoint of a training run, or with a Hugging Face
+    """Continues prompts with the newest checkpoint of a training run, or with a Hugging Face
     folder of Llama, Qwen2 or Qwen3: config.json, safetensors and tokenizer.json."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Folder of the run, its --out-dir; or of the Hugging Face model."""
-    prompt: str = "def "
-    """What to continue."""
-    tokens: int = 240
+    prompt: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: 'def ')"),
+    ] = ()
+    """What to continue; may be given several times, and all are continued at once."""
+    tokens: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or what fits)"),
+    ] = None
     """How many tokens to add at most."""
     samples: int = 1
-    """How many continuations, drawn at once."""
+    """How many continuations of each prompt, drawn at once."""
     stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
     """A continuation ends before this token."""
     temperature: float = 0.7
@@ -37,7 +45,7 @@ class GenerateConfig:
 
 
 def main(argv: list[str]):
-    """Prints a prompt and its continuation.
+    """Prints each prompt and its continuations.
 
     Raises:
       UsageError: the folder holds no run, or an argument is out of range.
@@ -45,7 +53,8 @@ def main(argv: list[str]):
     """
     config = tyro.cli(GenerateConfig, prog="normfuse generate", args=argv)
     out = OutDir(config.run)
-    if not config.prompt:
+    prompts = config.prompt or ("def ",)
+    if not all(prompts):
         raise UsageError("--prompt '' must hold at least one character.")
     if config.samples < 1:
         raise UsageError(f"--samples {config.samples} must be at least 1.")
@@ -59,12 +68,15 @@ def main(argv: list[str]):
             "training run or of a Hugging Face model."
         )
 
-    from normfuse.train.ending import sample
+    from normfuse.train.ending import room_after, sample
 
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    del options["run"]
+    # Of a prompt that leaves no room, `sample` says so.
+    fitting = max(min(_TOKENS, room_after(model, tokenizer, prompts)), 1)
+    names = {f.name for f in dataclasses.fields(config)} - {"run", "prompt", "tokens"}
+    options = {name: getattr(config, name) for name in names}
+    tokens = fitting if config.tokens is None else config.tokens
     try:
-        texts = sample(model, params, tokenizer, **options)
+        texts = sample(model, params, tokenizer, prompts, tokens, **options)
     except ValueError as error:
         raise UsageError(str(error)) from None
     print("\n\n".join(texts))

@@ -52,7 +52,7 @@ class Metrics(NamedTuple):
     usual_loss: Array
 
 
-def _after(params: Params, accept: Array) -> tuple[Array, Params]:
+def _after(params: Params, accept: Array, platform: str) -> tuple[Array, Params]:
     """Has what needs the returned `accept` computed after the new parameters, on the CPU.
 
     There XLA computes an optimizer's moments twice, for themselves and for the parameters. In no
@@ -60,7 +60,7 @@ def _after(params: Params, accept: Array) -> tuple[Array, Params]:
     all moments are copied at every step. Elsewhere one kernel may have all three as results, and
     nothing is done.
     """
-    if jax.default_backend() != "cpu":
+    if platform != "cpu":
         return accept, params
     return jax.lax.optimization_barrier((accept, params))
 
@@ -140,7 +140,8 @@ class Program:
         accept = good & running
         keep = lambda accept: lambda new, old: jnp.where(accept, new, old)
         params = optax.apply_updates(state.params, updates)
-        after, params = _after(jax.tree.map(keep(accept), params, state.params), accept)
+        params = jax.tree.map(keep(accept), params, state.params)
+        after, params = _after(params, accept, self.mesh.devices.flat[0].platform)
         optimizer, usual = jax.tree.map(keep(after), (optimizer, usual), (state.optimizer, mean))
         step = state.step + jnp.where(running, 1, 0)
         rate = jnp.asarray(self.learning_rate(taken), jnp.float32)

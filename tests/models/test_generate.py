@@ -48,6 +48,31 @@ def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params, j
     np.testing.assert_array_equal(got, padded[:, 5:])
 
 
+def test_prompts_of_several_lengths_are_continued_as_each_alone(model, params):
+    """Greedy, in float32; beside one that fills the padding, and one of a single token."""
+    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7], [2, 7, 1]]
+    got = generate(model, params, prompts, 8, temperature=0)
+    alone = [generate(model, params, [prompt], 8, temperature=0)[0] for prompt in prompts]
+    np.testing.assert_array_equal(got, alone)
+    assert len({tuple(row) for row in got.tolist()}) == len(prompts)
+
+
+def test_decoding_rows_of_several_lengths_gives_the_logits_of_each(model, params, rng, jit):
+    """Logits, not only what is likeliest: positions and masks of every row are its own."""
+    tokens = rng.integers(0, model.config.vocab_size, (2, 9), np.int32)
+    whole, decode = jit(model.apply)(params, tokens), jit(model.decode)
+    _, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 2, 12))
+    lengths = np.array(
+        [3, 6]
+    )  # beyond its third, the first row's cache holds what must not be seen
+    rows = np.stack([row[length:][:3] for row, length in zip(tokens, lengths)])
+    logits, cache = decode(params, rows, cache._replace(length=lengths))
+    np.testing.assert_array_equal(cache.length, [6, 9])
+    expected = np.stack([row[length:][:3] for row, length in zip(whole, lengths)])
+    # other shapes, so other orders of summation
+    assert np.abs(logits - expected).max() < 50 * 2**-24 * np.abs(whole).max()
+
+
 def test_seed_decides_the_text(model, params):
     # Shapes and lengths as above: nothing is compiled anew.
     text = lambda seed: generate(model, params, PROMPTS, 8, seed=seed, temperature=2.0)
@@ -128,6 +153,10 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
         ([1, 2], {}, "prompt must be integers of shape (batch, seq)"),
         ([[]], {}, "prompt must be integers of shape (batch, seq)"),
         ([[1.0]], {}, "got float64"),
+        ([], {}, "got nothing"),
+        ([[1], []], {}, "of shape (0,)"),
+        ([[1, 2], [47, 48, 3]], {}, "prompt holds tokens from 1 to 48"),
+        ([[1], [2] * 61], {}, "a prompt of 61 tokens"),
         ([[1, 48]], {}, "prompt holds tokens from 1 to 48; vocab_size=48 has 0 to 47"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0 must be finite"),
         ([[1]], {"temperature": np.nan}, "temperature=nan must be finite"),
@@ -139,5 +168,5 @@ def test_draws_have_the_probabilities_asked_for(options, expected):
 def test_generate_rejects(small, prompt, options, message):
     model = build("nnx", small)
     with pytest.raises(ValueError) as error:
-        generate(model, model.abstract, np.array(prompt), **{"num_tokens": 4, **options})
+        generate(model, model.abstract, prompt, **{"num_tokens": 4, **options})
     assert message in str(error.value)

@@ -21,6 +21,28 @@ def test_generate_continues_the_prompt(finished, capsys):
     assert "500" in capsys.readouterr().err
 
 
+def test_several_prompts_are_continued_as_each_alone(finished, capsys):
+    run, options = str(finished[0]), ["--tokens", "6", "--temperature", "0"]
+
+    def text(*prompts):
+        given = [word for prompt in prompts for word in ("--prompt", prompt)]
+        assert main(["generate", run, *given, *options]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    prompts = ["the norm", "a", "row of the"]
+    assert text(*prompts) == "\n\n".join(text(prompt) for prompt in prompts)
+
+
+def test_no_more_is_added_than_fits_unless_asked_for(finished, capsys):
+    """The run's context is of 32 bytes."""
+    run = str(finished[0])
+    assert main(["generate", run, "--prompt", "the norm", "--temperature", "0"]) == 0
+    added = capsys.readouterr().out.removesuffix("\n").removeprefix("the norm")
+    assert 0 < len(added.encode()) and len(added) <= 32 - len("the norm")
+    assert main(["generate", run, "--prompt", "the norm " * 4]) == 2
+    assert "a prompt of 36 tokens" in capsys.readouterr().err
+
+
 def test_samples_are_drawn_at_once_and_end_before_a_stop(finished, capsys):
     run = str(finished[0])
     options = ["--prompt", "the norm", "--tokens", "5", "--temperature", "9"]
