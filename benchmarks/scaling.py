@@ -465,7 +465,7 @@ def plot(paths: list[pathlib.Path], out: pathlib.Path) -> None:
         counts = sorted({1} | {int(row["gpus"]) for row in rows if row["part"] == part})
         ax.set_xticks(counts)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.set_ylim(top=1.03)
+        ax.set_ylim(min(float(row["efficiency"]) for row in rows) - 0.02, 1.03)
     for ax in axes[-1]:
         ax.set_xlabel("GPUs")
     for ax in axes[:, 0]:
