@@ -84,7 +84,7 @@ def test_cuda_kernels_compile(compile_all, arch, shape):
 def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
     for kernel in ("forward", "backward"):
         for name, log in compile_all("sm_90", kernel, *six((rows, n, 1))[kernel]):
-            assert spilled(log) <= 4, (name, log)  # at 12288 newer compilers keep one word aside
+            assert spilled(log) <= 8, (name, log)  # at 12288 newer compilers keep two words aside
 
 
 @pytest.mark.parametrize(
