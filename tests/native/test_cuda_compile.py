@@ -80,12 +80,16 @@ def test_cuda_kernels_compile(compile_all, arch, shape):
 
 @pytest.mark.parametrize(
     ("rows", "n"),
-    [*((4096, n) for n in (512, 1024, 4096, 5120, 8192, 12288, 32768)), (64, 4096), (64, 8192)],
+    [
+        *((9000, n) for n in (512, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432)),
+        *((2048, n) for n in (24576, 32768, 65536)),
+        *((64, n) for n in (1024, 4096, 8192)),
+    ],
 )
 def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
     for kernel in ("forward", "backward", "pullback"):
         for name, log in compile_all("sm_90", kernel, *calls_of((rows, n, 1))[kernel]):
-            assert spilled(log) <= 4, (name, log)  # at 12288 newer compilers keep one word aside
+            assert spilled(log) <= 8, (name, log)  # at 12288 newer compilers keep two words aside
 
 
 @pytest.mark.parametrize(

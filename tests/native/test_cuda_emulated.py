@@ -9,7 +9,8 @@ import pytest
 from cuda_cases import Case, check_backward, check_forward, check_halves, check_pullback
 from cuda_emulator import Emulator
 
-from normfuse.native import cuda_rms_norm
+from normfuse.native import cuda_layout, cuda_rms_norm
+from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
@@ -63,13 +64,33 @@ def test_cuda_rows_match_reference(emulated, case):
 
 
 @pytest.mark.parametrize("residual", [False, True])
-def test_cuda_few_rows_are_read_at_once(emulated, residual):
-    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=3))
-    case = Case((3, 520, 1), residual=residual)
+@pytest.mark.parametrize(("n", "grid", "stages"), [(520, (3, 1, 1), 1), (2056, (3, 3, 1), 2)])
+def test_cuda_few_rows_are_read_at_once(emulated, n, grid, stages, residual):
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=16))
+    case = Case((3, n, 1), residual=residual)
     check_forward(run, case)
     check_backward(run, case)
+    (forward,) = [one for one in launches if one["kernel"] == "rms_norm_forward"]
     (backward,) = [one for one in launches if one["kernel"] == "rms_norm_backward"]
-    assert backward["grid"][0] == 3 and backward["macros"]["STAGES"] == 1
+    assert forward["macros"]["HOLD"] == 1
+    assert backward["grid"] == grid and backward["macros"]["STAGES"] == stages
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RowLayout(72, 8, 1, 16, 8, thread_rows=2),  # no shared memory
+        RowLayout(520, 8, 2, 64, 2, thread_rows=4),
+        RowLayout(1032, 8, 1, 64, 1, slices=3, thread_rows=2, hold=True),
+    ],
+    ids=str,
+)
+def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout, residual):
+    monkeypatch.setattr(cuda_layout, "forward_layout", lambda *_, **__: layout)
+    run, launches = emulated(SM90)
+    check_forward(run, Case((21, layout.features, 1), residual=residual))
+    assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
 
 
 @pytest.mark.parametrize("case", [Case((100, 264, 1)), Case((3, 9, 5), scale=None)], ids=str)
