@@ -2,6 +2,7 @@
 
     python benchmarks/dense.py                   # layers, forward and backward
     python benchmarks/dense.py --accumulation    # gradients of eight microbatches
+    python benchmarks/dense.py --cublas          # either of them without XLA's Triton GEMMs
     python benchmarks/dense.py --sweep           # layouts of the kernels after a product
 
 Times are of the device (CUPTI), the median of the calls; both versions are timed by turns in one
@@ -105,13 +106,14 @@ def both_ways(layer: Callable) -> Callable:
     return run
 
 
-def layers(names: list[str], tokens: list[int], iterations: int, gemms: bool) -> None:
+def layers(names, tokens, iterations: int, gemms: bool, options: dict[str, bool]) -> None:
     """Prints a table of the layers; with `gemms`, every GEMM by the kernel's name."""
     for name, count in itertools.product(names, tokens):
         versions = LAYERS[name]
         args = operands(name, count)
         compiled = {
-            key: jax.jit(both_ways(fn)).lower(*args).compile() for key, fn in versions.items()
+            key: jax.jit(both_ways(fn)).lower(*args).compile(options)
+            for key, fn in versions.items()
         }
         runs = by_turns({key: (fn, args) for key, fn in compiled.items()}, iterations)
         print(f"\n{name}, {count} tokens")
@@ -181,7 +183,7 @@ def summed(fn: Callable) -> Callable:
     return run
 
 
-def accumulation(microbatches: list[int], iterations: int) -> None:
+def accumulation(microbatches, iterations: int, options: dict[str, bool]) -> None:
     """Prints a table of gradient accumulation over eight microbatches."""
     for count in microbatches:
         (x, *params), _ = operands("norm + SwiGLU MLP", count)
@@ -194,7 +196,7 @@ def accumulation(microbatches: list[int], iterations: int) -> None:
             "normfuse, accumulate_gradients": (ours, params),
             "normfuse, f32 kernels, summed in a scan": (summed(loss(True)), wide),
         }
-        compiled = {k: jax.jit(fn).lower(p, xs).compile() for k, (fn, p) in versions.items()}
+        compiled = {k: jax.jit(fn).lower(p, xs).compile(options) for k, (fn, p) in versions.items()}
         runs = by_turns({k: (c, (versions[k][1], xs)) for k, c in compiled.items()}, iterations)
         print(f"\n8 x {count} tokens")
         times = {}
@@ -301,6 +303,7 @@ def sweep(iterations: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", action="store_true")
+    parser.add_argument("--cublas", action="store_true", help="let XLA choose no Triton GEMMs")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--layers", nargs="+", choices=LAYERS)
     parser.add_argument("--gemms", action="store_true", help="name each GEMM's kernel")
@@ -308,13 +311,15 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
+    options = {"xla_gpu_enable_triton_gemm": False} if arguments.cublas else {}
     if arguments.sweep:
         sweep(arguments.iterations)
     elif arguments.accumulation:
-        accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations)
+        accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations, options)
     else:
         tokens = arguments.tokens or [16384, 2048]
-        layers(arguments.layers or [*LAYERS], tokens, arguments.iterations, arguments.gemms)
+        names = arguments.layers or [*LAYERS]
+        layers(names, tokens, arguments.iterations, arguments.gemms, options)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,8 @@ def _transpose(cts, *operands, spec, moves, sizes):
     dargs, value, like = [None] * len(o.args), None, producer.value_type(o.args)
     wanted = tuple(map(_is_wanted, o.dargs))
     of_kernels = any(_is_wanted(d) for i in live for d in o.dkernels[i])
+    if live:
+        o.args, o.kept = _not_before([cts[i] for i in live], (o.args, o.kept))
     if live and any(wanted):
         terms = [
             input_gradient(spec.of(like, o.kernels[i]), cts[i], like, o.kernels[i]) for i in live
@@ -174,6 +176,15 @@ def _transpose(cts, *operands, spec, moves, sizes):
 
     dargs += [dkernel(i, which) for which in (0, 1) for i in range(len(o.kernels))]
     return [None] * sum(sizes) + [g for g, moved in zip(dargs, moves, strict=True) if moved]
+
+
+def _not_before(cts, arrays):
+    """`arrays`, to be read only once `cts` are there.
+
+    All that the left operand is made of is there from the forward on, so XLA would make it again at
+    once, and keep it: what recomputing was to save.
+    """
+    return jax.lax.optimization_barrier((arrays, cts))[0]
 
 
 def _is_wanted(tangent) -> bool:

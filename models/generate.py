@@ -16,7 +16,7 @@ from normfuse.models.functional import Functional, Params
 def generate(
     model: Functional,
     params: Params,
-    prompt: ArrayLike | Sequence[Sequence[int]],
+    prompt: ArrayLike | Sequence[Sequence[int] | np.ndarray],
     num_tokens: int,
     *,
     temperature: float = 1.0,

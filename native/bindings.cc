@@ -18,8 +18,8 @@ py::capsule Capsule(Handler* handler) {
   return py::capsule(reinterpret_cast<void*>(handler), "xla._CUSTOM_CALL_TARGET");
 }
 
-// {platform: {"types": {name: {"type_id", "type_info"}}, "targets": {name: handler or {stage:
-// ...}}}}
+// {platform: {"types": {name: {"type_id", "type_info"}},
+//             "targets": {name: handler, or {stage: handler}}}}
 py::dict Registrations() {
   py::dict targets;
   targets["normfuse_rms_norm_forward"] = Capsule(NormfuseRmsNormForward);

@@ -6,6 +6,8 @@ at least as new as NVRTC, so a program exported for older machines is best expor
 NVRTC, or for a named architecture (`NORMFUSE_CUDA_ARCH`).
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import hashlib
@@ -181,7 +183,25 @@ def _nvrtc() -> Any:
         raise CompilerMissing(
             f"NVRTC, CUDA's run-time compiler, cannot be opened: {_INSTALL}. {error}"
         ) from error
+    _open_builtins()
     return nvrtc
+
+
+@functools.cache
+def _open_builtins() -> None:
+    """Opens the library that NVRTC opens by its bare name when it first compiles.
+
+    NVRTC 13.0 does not look beside itself for it, and cuda-pathfinder opens it only where it opens
+    NVRTC too: not where JAX's plugin has done that before.
+    """
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:  # renamed: NVRTC says what it misses
+        return
+    beside = pathlib.Path(load_nvidia_dynamic_lib("nvrtc").abs_path or "").parent
+    for path in beside.glob("libnvrtc-builtins.so*"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path))
 
 
 def _nearest(nvrtc: Any, arch: str) -> str:

@@ -245,12 +245,20 @@ _BACKWARD_RESIDUAL = (
     _Step(8192, chunks=2, slices=8, blocks=2),
 )
 
+# Where no multiprocessor has two rows only the way through one counts: all rows are read at once,
+# by as many threads as they have vectors, and shared memory stays small.
+_BACKWARD_FEW_ROWS = (
+    _Step(512, chunks=1, hold=True, stages=1),
+    _Step(1024, chunks=2, hold=True, stages=1),
+)
+
 
 def backward_layout(
     features: int,
     itemsize: int,
     target: Target,
     *,
+    rows: int,
     read_bytes: int,
     compute: np.dtype,
     residual: bool,
@@ -271,7 +279,11 @@ def backward_layout(
     vectors = features // vector
     options = {"read_bytes": read_bytes, "compute": compute, "cluster": whole_rows}
     if vector * itemsize == 16 and whole_rows:
-        for step in _BACKWARD_RESIDUAL if residual else _BACKWARD:
+        steps = _BACKWARD_RESIDUAL if residual else _BACKWARD
+        longest = _BACKWARD_FEW_ROWS[-1].vectors
+        if rows <= target.multiprocessors and 2 * WARP < vectors <= longest:
+            steps = _BACKWARD_FEW_ROWS
+        for step in steps:
             if vectors > step.vectors:
                 continue
             row_threads = _row_threads(-(-vectors // step.slices), step.chunks)

@@ -231,6 +231,7 @@ def _backward(
             n,
             max(call.moving_bytes()),
             call.target,
+            rows=call.outer,
             read_bytes=sum(read),
             compute=call.compute,
             residual="DH" in call.operands,

@@ -3,8 +3,8 @@
     y = function(z + bias) · up
 
 `up` is the second product of a gated layer. Arrays are (rows, columns), or of any shape where there
-is no bias. On CUDA forward and backward are one pass each; on CPUs
-and elsewhere they are plain JAX, which XLA fuses into one loop itself.
+is no bias. On CUDA forward and backward are one pass each; on CPUs and elsewhere they are plain
+JAX, which XLA fuses into one loop itself.
 """
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from normfuse.native import cuda_epilogue as cuda
 from normfuse.native import registry
 from normfuse.native.kernel import Kernel
+from normfuse.native.rms_norm_definition import compute_dtype
 from normfuse.native.scalar import Scalar
 
 _COLUMNS = (1,)
@@ -28,14 +29,9 @@ def _split(operands, has_up: bool, has_bias: bool, axes, ndim: int, dtype):
     return up, bias
 
 
-def _compute(*dtypes) -> jnp.dtype:
-    float64 = any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes)
-    return jnp.dtype(jnp.float64 if float64 else jnp.float32)
-
-
 def define_forward(z, *rest, function: Scalar, has_up, has_bias, out_dtype, axes=_COLUMNS):
     """`(z[, up][, bias]) -> (y,)` in plain JAX; bias has the dimensions `axes` of z."""
-    dtype = _compute(z.dtype, *(a.dtype for a in rest), out_dtype)
+    dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), out_dtype)
     up, bias = _split(rest, has_up, has_bias, axes, z.ndim, dtype)
     y = function(z.astype(dtype) + bias)
     return [(y * up if has_up else y).astype(out_dtype)]
@@ -45,7 +41,7 @@ def define_backward(
     dy, z, *rest, function: Scalar, has_up, has_bias, with_dbias, with_value, axes=_COLUMNS
 ):
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])` in plain JAX."""
-    dtype = _compute(dy.dtype, z.dtype, *(a.dtype for a in rest))
+    dtype = compute_dtype(dy.dtype, z.dtype, *(a.dtype for a in rest))
     up, bias = _split(rest, has_up, has_bias, axes, z.ndim, dtype)
     wide = dy.astype(dtype)
     y, pull = jax.vjp(function, z.astype(dtype) + bias)
@@ -62,7 +58,7 @@ def define_backward(
 
 def define_tangent(z, *rest, function: Scalar, has_up, has_bias, out_dtype, moves, axes=_COLUMNS):
     """`(z[, up][, bias][, dz][, dup][, dbias]) -> (dy,)`; `moves` says which tangents are given."""
-    dtype = _compute(z.dtype, *(a.dtype for a in rest), out_dtype)
+    dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), out_dtype)
     count = has_up + has_bias
     up, bias = _split(rest[:count], has_up, has_bias, axes, z.ndim, dtype)
     given, tangents = list(rest[count:]), []

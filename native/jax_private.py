@@ -7,9 +7,7 @@ from jax.extend.core import Primitive
 
 try:
     from jax._src.dispatch import prim_requires_devices_during_lowering as _needs_devices
-except (
-    ImportError
-):  # custom_partitioning inside a lowering rule then fails with JAX's own assertion
+except ImportError:  # custom_partitioning in a lowering rule then fails with JAX's own assertion
     _needs_devices = set()
 
 try:

@@ -32,6 +32,8 @@ class Kernel:
       cuda: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the GPU.
       pallas: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the
         platform, which may be any.
+      plain_on_cuda: `(*operand types, **params) -> bool`: whether the definition was measured to be
+        the best on a GPU, and serves where nothing was asked for; None for never.
 
     Each raises `Unsupported` when it cannot serve. The `Order` that a call is given says which are
     tried; when none serves the definition does and the reason is logged once, or, if the order is
@@ -46,9 +48,11 @@ class Kernel:
         cpu: Callable[..., Sequence[jax.Array]] | None = None,
         cuda: Callable[..., Sequence[jax.Array]] | None = None,
         pallas: Callable[..., Sequence[jax.Array]] | None = None,
+        plain_on_cuda: Callable[..., bool] | None = None,
     ):
         self.name = name
         self.definition = definition
+        self._plain_on_cuda = plain_on_cuda
         self._cpu, self._cuda, self._pallas = cpu, cuda, pallas
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
@@ -87,6 +91,8 @@ class Kernel:
 
     def _lower(self, platform, ctx, *values, strict, **params):
         order = Order.of(strict)
+        if not order.names and self._is_plain_best(platform, ctx, params):
+            return lower(functools.partial(self.definition, **params), ctx, *values)
         where, reasons = "/".join(ctx.module_context.platforms), {}
         for name in order.names or self._best(platform, ctx):
             try:
@@ -104,6 +110,14 @@ class Kernel:
     def _is_one_loop(self, platform):
         """Whether the definition is what is meant to serve, and not in a kernel's place."""
         return platform == "cpu" and self._cpu is None and self._cuda is not None
+
+    def _is_plain_best(self, platform, ctx, params):
+        return (
+            platform == "cuda"
+            and self._plain_on_cuda is not None
+            and _has_static_shapes(ctx)
+            and self._plain_on_cuda(*ctx.avals_in, **params)
+        )
 
     def _best(self, platform, ctx):
         """What is tried where nothing was asked for."""
@@ -142,8 +156,12 @@ class Kernel:
             return lower(serve, ctx, *values, mesh=lowering.mesh(target))
 
 
+def _has_static_shapes(ctx):
+    return all(isinstance(n, int) for a in ctx.avals_in for n in a.shape)
+
+
 def _require_static_shapes(ctx):
-    if not all(isinstance(n, int) for a in ctx.avals_in for n in a.shape):
+    if not _has_static_shapes(ctx):
         raise Unsupported("a kernel is compiled for one shape, and this is symbolic")
 
 

@@ -33,9 +33,7 @@ def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None
     raise ImportError(
         "normfuse was compiled for XLA's FFI {}.{}, and the installed jaxlib has FFI {}.{}. "
         "Install a jax and jaxlib of the same age or newer, or build normfuse against this jaxlib: "
-        "`pip install --no-build-isolation --no-binary normfuse normfuse`.".format(
-            *compiled, *installed
-        )
+        "in a checkout, `pip install --no-build-isolation .`.".format(*compiled, *installed)
     )
 
 

@@ -68,6 +68,51 @@ def count(compiled, operation: str) -> int:
     return len(re.findall(rf"= (?:\(.*?\)|\S+) {re.escape(operation)}\(", text(compiled)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """A call of cuBLAS: its result, and what beta adds to it."""
+
+    result: str  # as "bf16[16,8]"
+    beta: int
+    in_place: bool  # the result takes the place of what is added
+
+
+def gemms(compiled) -> list[Gemm]:
+    """Every product that a GPU program leaves to cuBLAS, in loops and fusions too."""
+    found = []
+    for line in text(compiled).splitlines():
+        if 'custom_call_target="__cublas$' in line:
+            result = re.search(r"= \(?(\w+\[[\d,]*\])", line)[1]
+            beta = int(float(re.search(r'"beta":([\d.]+)', line)[1]))
+            found.append(Gemm(result, beta, "output_to_operand_aliasing" in line))
+    return found
+
+
+def passes(compiled) -> list[tuple[str, int]]:
+    """(name, bytes of operands and results) of every kernel of the main program that is no GEMM.
+
+    The name is that of our kernel, or of XLA's operation. An operand of which a part is read counts
+    whole.
+    """
+    program = text(compiled)
+    program = program[program.index("\nENTRY") :]
+    sizes, found = {}, []
+    for line in program.splitlines():
+        match = re.match(r"\s+(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
+        if not match:
+            continue
+        name, type_, operation, operands = match.groups()
+        size = sum(_bytes(*array) for array in _ARRAY.findall(type_))
+        sizes[name] = size
+        free = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
+        if operation in free or "__cublas$" in line:
+            continue
+        kernel = _LAUNCHED.search(line)
+        moved = size + sum(sizes[o] for o in re.findall(r"%[\w.-]+", operands))
+        found.append((kernel[1] if kernel else operation, moved))
+    return found
+
+
 def _bytes(dtype, shape):
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
     return math.prod(map(int, filter(None, shape.split(",")))) * bits // 8

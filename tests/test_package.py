@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import pathlib
 import statistics
+import struct
 import subprocess
 import sys
 
@@ -47,6 +48,30 @@ def test_only_native_names_compiled_code():
         for path in sources(package):
             text = path.read_text()
             assert "ffi_call" not in text and "_ext" not in text, f"{package}/{path.name}"
+
+
+def exported(library: pathlib.Path) -> set[str]:
+    """The dynamic symbols that a 64-bit little-endian ELF file defines."""
+    data = library.read_bytes()
+    assert data[:6] == b"\x7fELF\x02\x01"
+    (table,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, table + i * size) for i in range(count)]
+    (symbols,) = (s for s in sections if s[1] == 11)  # SHT_DYNSYM
+    start, length, strings = symbols[4], symbols[5], sections[symbols[6]][4]
+    names = set()
+    for at in range(start, start + length, 24):
+        name, _, _, section, _, _ = struct.unpack_from("<IBBHQQ", data, at)
+        if name and section:  # section 0: what others define
+            names.add(data[strings + name : data.index(b"\0", strings + name)].decode())
+    return names
+
+
+def test_extension_exports_nothing_but_its_initialiser():
+    # Symbols of the C++ library among them would bind to another extension's copy, or its to ours.
+    from normfuse.native import _ext
+
+    assert exported(pathlib.Path(_ext.__file__)) == {"PyInit__ext"}
 
 
 def run(program: str) -> str:
@@ -97,7 +122,7 @@ def test_wheel_holds_kernels_and_no_build_inputs():
     assert "normfuse/__init__.py" in inside and "normfuse/py.typed" in inside
     assert sum(f.endswith(".cu") for f in inside) >= 4
     assert any(f.startswith("normfuse/native/_ext.") and f.endswith(".so") for f in inside)
-    wrong = (".cc", ".h", "_root.py", "CMakeLists.txt", ".o")
+    wrong = (".cc", ".h", ".map", "_root.py", "CMakeLists.txt", ".o")
     assert not [f for f in inside if f.endswith(wrong)]
     roots = {f.split("/")[0] for f in files if not f.startswith("..")}
     assert all(r == "normfuse" or r.startswith("normfuse-") for r in roots), roots

@@ -1,6 +1,6 @@
-// The part of CUDA's driver interface that launching needs, opened at run time: normfuse compiles and
-// imports on machines without CUDA. Names, values and layouts are those of NVIDIA's cuda.h, which
-// tests/native/test_cuda_driver_abi.py compares with these.
+// The part of CUDA's driver interface that launching needs, opened at run time: normfuse compiles
+// and imports on machines without CUDA. Names, values and layouts are those of NVIDIA's cuda.h,
+// which tests/native/test_cuda_driver_abi.py compares with these.
 #pragma once
 
 #include <cstdint>

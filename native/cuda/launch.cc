@@ -239,11 +239,11 @@ ffi::Error Execute(Stream stream, int32_t ordinal, Launch* launch, ffi::Remainin
   Result result =
       GetDriver().LaunchKernelEx(&config, launch->kernel, parameters.addresses.data(), nullptr);
   if (result == 0) return ffi::Error::Success();
-  return Failure(*launch, "launch of grid " + Text(launch->grid) + ", block " + Text(launch->block) +
-                              ", cluster " + Text(launch->cluster) + ", " +
-                              std::to_string(launch->shared_bytes) +
-                              " bytes of dynamic shared memory failed: " +
-                              GetDriver().Describe(result));
+  return Failure(*launch,
+                 "launch of grid " + Text(launch->grid) + ", block " + Text(launch->block) +
+                     ", cluster " + Text(launch->cluster) + ", " +
+                     std::to_string(launch->shared_bytes) +
+                     " bytes of dynamic shared memory failed: " + GetDriver().Describe(result));
 }
 
 }  // namespace

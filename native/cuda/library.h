@@ -9,8 +9,8 @@
 
 namespace normfuse::cuda {
 
-// A cubin or PTX text (without its final zero), loaded on first use and kept for the life of the process: unloading would have
-// to wait for every stream of every device, and an image is small.
+// A cubin or PTX text (without its final zero), loaded on first use and kept for the life of the
+// process: unloading would have to wait for every stream of every device, and an image is small.
 class Library {
  public:
   // The one library of `digest`. `image` is copied by the first caller and ignored for the others.

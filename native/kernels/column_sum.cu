@@ -7,8 +7,8 @@ using Compute = COMPUTE_TYPE;
 
 constexpr int kWarps = 32;
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps) column_sum(
-    const Compute* partial, Compute* sums, long long count, long long columns) {
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    column_sum(const Compute* partial, Compute* sums, long long count, long long columns) {
   __shared__ Compute tile[kWarps][33];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const long long column = blockIdx.x * 32LL + lane;

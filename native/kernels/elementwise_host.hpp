@@ -58,8 +58,8 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// Neither branches nor depends on whether the processor flushes subnormal numbers: loops over either
-// become vector instructions.
+// Neither branches nor depends on whether the processor flushes subnormal numbers: loops over
+// either become vector instructions.
 struct BFloat16 {
   uint16_t bits;
 };

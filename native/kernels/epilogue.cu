@@ -6,15 +6,16 @@
 //
 //   dy, z, up, y, dz, dup, value  (rows, columns)      DY_TYPE, Z_TYPE, UP_TYPE, ...
 //   bias                          (columns,)           BIAS_TYPE, if HAS_BIAS
-//   partial                       (gridDim.y, columns) COMPUTE_TYPE  dbias of the rows of each block
+//   partial                       (gridDim.y, columns) COMPUTE_TYPE  dbias of each block's rows
 //
 // The text of `activation` and `activation_derivative` comes before this file. GRADIENT chooses the
-// second line, HAS_UP whether there is an up, WITH_DBIAS and WITH_VALUE (y again) what else is written.
+// second line, HAS_UP whether there is an up, WITH_DBIAS and WITH_VALUE (y again) what else is
+// written.
 //
-// A block has BLOCK_X vectors of VECTOR columns and goes through the rows BLOCK_Y at a time, UNROLL of
-// those on their way together; without a bias an array is one long row. dz, dup and value may be where
-// z, up and dy are: each thread has read what it overwrites. Every block adds its rows in order, and
-// column_sum.cu adds the blocks in order: the result does not depend on timing.
+// A block has BLOCK_X vectors of VECTOR columns and goes through the rows BLOCK_Y at a time, UNROLL
+// of those on their way together; without a bias an array is one long row. dz, dup and value may be
+// where z, up and dy are: each thread has read what it overwrites. Every block adds its rows in
+// order, and column_sum.cu adds the blocks in order: the result does not depend on timing.
 #include "scalar.cuh"
 #include "vector.cuh"
 

@@ -25,8 +25,8 @@ __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Begins copying kBytes (4, 8 or 16, and both pointers so aligned) from global to shared memory. The
-// thread that began a copy sees its bytes after wait_copies; no register holds them meanwhile.
+// Begins copying kBytes (4, 8 or 16, and both pointers so aligned) from global to shared memory.
+// The thread that began a copy sees its bytes after wait_copies; no register holds them meanwhile.
 template <int kBytes>
 __device__ inline void copy_async(void* shared, const void* global) {
   if constexpr (kBytes == 16) {  // past L1: nothing here is read twice
@@ -49,8 +49,8 @@ __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Read once, by the path for what nobody writes: 1 to 4 % faster than loads that mark their lines as the
-// first to be evicted, and those than loads past L1 with a hint for L2 (docs/kernels.md).
+// Read once, by the path for what nobody writes: 1 to 4 % faster than loads that mark their lines
+// as the first to be evicted, and those than loads past L1 with a hint for L2 (docs/kernels.md).
 template <typename T>
 __device__ inline T load_streaming(const T* pointer) {
   return __ldg(pointer);
@@ -71,8 +71,8 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Counts bytes that other blocks send into this block's shared memory (an mbarrier). A cluster barrier
-// would do, but with its release every store to global memory would have to be over first.
+// Counts bytes that other blocks send into this block's shared memory (an mbarrier). A cluster
+// barrier would do, but with its release every store to global memory would have to be over first.
 using Inbox = unsigned long long;
 
 // By one thread, before a cluster barrier.
@@ -83,10 +83,10 @@ __device__ inline void inbox_open(Inbox* inbox) {
 
 // By one thread, once for each round: how many bytes will come.
 __device__ inline void inbox_expect(Inbox* inbox, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(inbox)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)),
+      "r"(bytes)
+      : "memory");
 }
 
 // Until all bytes of round 0, 1, 2, ... are there; the parity is that of the round.

@@ -23,7 +23,9 @@ static_assert(ROW_THREADS % 32 == 0 || 32 % ROW_THREADS == 0, "rows end where wa
 static_assert(CLUSTER == 1 || CLUSTER == SLICES, "a cluster is one row");
 static_assert((SLICES - 1LL) * kTile < FEATURES && SLICES * 1LL * kTile >= FEATURES, "slices fit");
 
-__device__ inline int row_thread() { return BLOCK_ROWS == 1 ? threadIdx.x : threadIdx.x % ROW_THREADS; }
+__device__ inline int row_thread() {
+  return BLOCK_ROWS == 1 ? threadIdx.x : threadIdx.x % ROW_THREADS;
+}
 __device__ inline int row_group() { return BLOCK_ROWS == 1 ? 0 : threadIdx.x / ROW_THREADS; }
 __device__ inline int slice() { return SLICES == 1 ? 0 : blockIdx.y; }
 __device__ inline int column(int chunk) {
@@ -67,7 +69,7 @@ __device__ inline void store_chunk(T* row, int chunk, bool aligned,
   }
 }
 
-// scale (+ offset if HAS_OFFSET) at this thread's columns; read often, so it may stay in the caches.
+// scale (+ offset if HAS_OFFSET) at this thread's columns; read often: it may stay in the caches.
 template <typename C, typename S>
 __device__ inline Wide<C, VECTOR> load_weight(const S* scale, C offset, int chunk, bool aligned) {
   Packed<S, VECTOR> values{};
@@ -137,8 +139,8 @@ class RowSum {
     posted_ = slots;
   }
 
-  // The sum posted last, in every thread of the row: its latency is hidden by what is done in between.
-  // One sum at a time is on its way.
+  // The sum posted last, in every thread of the row: its latency is hidden by what is done in
+  // between. One sum at a time is on its way.
   __device__ C total() {
     if constexpr (!kShared) return alone_;
 #if CLUSTER > 1

@@ -13,8 +13,9 @@ __device__ inline float quotient(float a, float b) {
 }
 __device__ inline double quotient(double a, double b) { return a / b; }
 
-// exp(-x), where it would overflow a large number: sigmoid_of and sigmoid_slope share it. If APPROXIMATE
-// (all arrays are of 16 bits) by the machine's own instruction, off by 2 + |x| units in the last place.
+// exp(-x), where it would overflow a large number: sigmoid_of and sigmoid_slope share it. If
+// APPROXIMATE (all arrays are of 16 bits) by the machine's own instruction, off by 2 + |x| units in
+// the last place.
 __device__ inline float exp_of_minus(float x) {
 #if APPROXIMATE && defined(__CUDA_ARCH__)
   return fminf(__expf(-x), 1e37f);

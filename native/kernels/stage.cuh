@@ -1,7 +1,7 @@
 // Rows on their way through shared memory to the threads that asked for them.
 //
-// Every thread reads only what it copied itself, so that copies need no barrier. A stage is one row's
-// slots: kSlots<T> bytes for each operand of type T. Macros: those of row.cuh.
+// Every thread reads only what it copied itself, so that copies need no barrier. A stage is one
+// row's slots: kSlots<T> bytes for each operand of type T. Macros: those of row.cuh.
 #pragma once
 
 #include "row.cuh"
@@ -43,7 +43,7 @@ struct Slots {
   }
 };
 
-// This thread's part of what arrived, by chunk: in registers if kHold, otherwise read when asked for.
+// This thread's part of what arrived, by chunk: in registers if kHold, else read when asked for.
 template <typename T, bool kHold>
 class Part {
  public:

@@ -1,8 +1,8 @@
 // Rows along the middle of (outer, FEATURES, inner): a row's elements are `inner` apart.
 //
-// A block takes one `outer` and BLOCK_X neighbouring rows at a time, so that neighbouring threads read
-// neighbouring memory; BLOCK_Y threads share a row. Macros: FEATURES, BLOCK_X (a power of two up to
-// 32), BLOCK_Y.
+// A block takes one `outer` and BLOCK_X neighbouring rows at a time, so that neighbouring threads
+// read neighbouring memory; BLOCK_Y threads share a row. Macros: FEATURES, BLOCK_X (a power of two
+// up to 32), BLOCK_Y.
 #pragma once
 
 #include "vector.cuh"

@@ -11,8 +11,8 @@ __device__ inline To bit_cast(const From& from) {
   return to;
 }
 
-// kSize elements as stored, in whole registers: 16-bit elements held one by one would take two times
-// the registers.
+// kSize elements as stored, in whole registers: 16-bit elements held one by one would take two
+// times the registers.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Packed {
   static constexpr int kBytes = sizeof(T) * kSize;
@@ -51,8 +51,8 @@ __device__ inline double inverse_root(double value) { return rsqrt(value); }
 __device__ inline float2 widen_pair(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 __device__ inline float2 widen_pair(__half2 pair) { return __half22float2(pair); }
 
-// The same by other instructions: the compiler does not see it, and keeps the elements until here in one
-// register a pair rather than their widened copies in two.
+// The same by other instructions: the compiler does not see it, and keeps the elements until here
+// in one register a pair rather than their widened copies in two.
 __device__ inline float2 widen_pair_again(__nv_bfloat162 pair) {
   const unsigned bits = bit_cast<unsigned>(pair);
   return {__uint_as_float(__byte_perm(bits, 0, 0x1044)),
@@ -109,8 +109,7 @@ __device__ inline Packed<T, kSize> narrow_all(const Wide<C, kSize>& wide) {
   if constexpr (sizeof(T) == 2 && sizeof(C) == 4 && kSize % 2 == 0) {
 #pragma unroll
     for (int i = 0; i < kSize / 2; ++i) {
-      packed.units[i] =
-          bit_cast<unsigned>(PairOf<T>::narrow(wide.at[2 * i], wide.at[2 * i + 1]));
+      packed.units[i] = bit_cast<unsigned>(PairOf<T>::narrow(wide.at[2 * i], wide.at[2 * i + 1]));
     }
   } else {
     T elements[kSize];
@@ -123,10 +122,10 @@ __device__ inline Packed<T, kSize> narrow_all(const Wide<C, kSize>& wide) {
 
 // The widest word that moves kBytes, or a part of them.
 template <int kBytes>
-using WordOf = ConditionalType<
-    kBytes % 16 == 0, uint4,
-    ConditionalType<kBytes % 8 == 0, uint2,
-                    ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
+using WordOf =
+    ConditionalType<kBytes % 16 == 0, uint4,
+                    ConditionalType<kBytes % 8 == 0, uint2,
+                                    ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
 
 // A stream of elements, each read once; `from` is aligned as Packed is.
 template <int kSize, typename T>

@@ -1,5 +1,7 @@
 """What H200s would run for the norm on every kind of mesh, read from programs compiled for them."""
 
+import functools
+
 import gpu_compiler
 import hlo
 import jax
@@ -56,3 +58,17 @@ def test_stored_split_scale_is_gathered_and_its_gradient_scattered():
     program = compiled(mesh, P("a"), P("a"))
     print(hlo.collectives(program))
     assert [c.kind for c in hlo.collectives(program)] == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize(("rows", "n", "launches"), [(64, 1024, 0), (1, 1024, 1), (512, 4096, 1)])
+def test_forward_of_a_few_short_rows_is_left_to_xla(rows, n, launches):
+    mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
+    whole = NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((rows, n), jnp.bfloat16, sharding=whole)
+    scale = jax.ShapeDtypeStruct((n,), jnp.float32, sharding=whole)
+    count = lambda **how: sum(
+        hlo.calls(
+            gpu_compiler.compile(jax.jit(functools.partial(rms_norm, **how)), x, scale)
+        ).values()
+    )
+    assert count() == launches and count(implementation="native") == 1

@@ -1,5 +1,5 @@
-// Runs CUDA C++ on the CPU: takes the place of native/kernels/machine.cuh, the one file that talks to
-// the machine. Every CUDA thread is a fibre, and changes place with others at barriers only; all
+// Runs CUDA C++ on the CPU: takes the place of native/kernels/machine.cuh, the one file that talks
+// to the machine. Every CUDA thread is a fibre, and changes place with others at barriers only; all
 // threads of a cluster live at the same time. Asynchronous copies happen only when they are
 // waited for, and their destinations hold NaN until then: a missing wait or a slot that is filled
 // again too early shows in the result. Shared memory begins as NaN as well.
@@ -81,7 +81,7 @@ struct Thread {
   Block* block;
   Dim3 index;
   bool done = false;
-  int parity = 0;         // of the next exchange within the warp
+  int parity = 0;  // of the next exchange within the warp
   long cluster_ticket = 0;
   std::deque<std::vector<Copy>> groups;  // committed copies, oldest first
   std::vector<Copy> open;
@@ -282,7 +282,8 @@ inline unsigned char* shared_memory() { return emulator::SharedOf(*emulator::cur
 template <int kBytes>
 void copy_async(void* shared, const void* global) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  if (reinterpret_cast<uintptr_t>(shared) % kBytes || reinterpret_cast<uintptr_t>(global) % kBytes) {
+  if (reinterpret_cast<uintptr_t>(shared) % kBytes ||
+      reinterpret_cast<uintptr_t>(global) % kBytes) {
     emulator::Die("misaligned copy");
   }
   std::memset(shared, 0xff, kBytes);

@@ -1,5 +1,6 @@
 """The CUDA kernels, run on the CPU by an emulator that makes races and missing waits visible."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -59,6 +60,16 @@ def test_cuda_rows_match_reference(emulated, case):
     run, _ = emulated(SM90)
     check_forward(run, case)
     check_backward(run, case)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_cuda_few_rows_are_read_at_once(emulated, residual):
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=3))
+    case = Case((3, 520, 1), residual=residual)
+    check_forward(run, case)
+    check_backward(run, case)
+    (backward,) = [one for one in launches if one["kernel"] == "rms_norm_backward"]
+    assert backward["grid"][0] == 3 and backward["macros"]["STAGES"] == 1
 
 
 @pytest.mark.parametrize("case", [Case((100, 264, 1)), Case((3, 9, 5), scale=None)], ids=str)

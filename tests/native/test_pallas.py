@@ -198,7 +198,7 @@ def test_cuda_without_the_compiler_is_pallas_and_logged(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(fallback, "_substituted", {})
     with caplog.at_level(logging.INFO, "normfuse"):
-        text = lowered(rms_norm, S((8, 72), "bfloat16"), platform="cuda")
+        text = lowered(rms_norm, S((1024, 72), "bfloat16"), platform="cuda")
     assert count(text, "__gpu$xla.gpu.triton") == 1
     assert "is served by Pallas: on cuda, CUDA kernels are compiled" in caplog.text
 

@@ -1,0 +1,94 @@
+"""The Python in README.md and docs/parallelism.md runs as it is written there."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import normfuse.layers.eqx as ours_eqx
+import normfuse.layers.nnx as ours_nnx
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def blocks(name: str) -> list[str]:
+    """The Python blocks of a document, each preceded by as many lines as stand before it there."""
+    text = (ROOT / name).read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * (text[: m.start()].count("\n") + 1) + m[1] for m in found]
+
+
+def run(name: str, block: str, **names):
+    exec(compile(block, str(ROOT / name), "exec"), names)
+    return names
+
+
+def only(text: str) -> str:
+    """The block of the README that has `text`."""
+    (found,) = (b for b in blocks("README.md") if text in b)
+    return found
+
+
+def test_the_nnx_block_is_the_one_it_replaces():
+    from flax import nnx
+
+    theirs = nnx.Sequential(nnx.RMSNorm(8, rngs=nnx.Rngs(1)), nnx.Linear(8, 8, rngs=nnx.Rngs(2)))
+    names = run("README.md", only("from flax import nnx"), your_model=theirs)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 256)), jnp.float32)
+    block = names["block"]
+    hidden = nnx.silu(block.norm(x) @ block.up.kernel[...] + block.up.bias[...])
+    expected = x + hidden @ block.down.kernel[...] + block.down.bias[...]
+    # float32 sums of 256 and 1024 terms, in another order
+    np.testing.assert_allclose(block(x), expected, rtol=2e-5, atol=2e-5)
+    assert isinstance(names["model"].layers[0], ours_nnx.RMSNorm)
+    assert isinstance(names["model"].layers[1], ours_nnx.Linear)
+
+
+def test_the_equinox_block_is_the_one_it_replaces():
+    import equinox as eqx
+
+    theirs = eqx.nn.MLP(4, 4, 8, depth=1, key=jax.random.key(0))
+    names = run("README.md", only("import equinox as eqx"), your_model=theirs)
+    assert all(isinstance(layer, ours_eqx.Linear) for layer in names["model"].layers)
+    block = names["Block"](16, key=jax.random.key(1))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16)), jnp.float32)
+    n = jax.vmap(eqx.nn.RMSNorm(16))(x)
+    hidden = jax.nn.silu(n @ block.up.weight.T + block.up.bias)
+    expected = x + hidden @ block.down.weight.T + block.down.bias
+    # float32 sums of 16 and 64 terms, in another order
+    np.testing.assert_allclose(jax.vmap(block)(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_functions_run():
+    loss = lambda params, batch: jnp.mean((batch @ params["kernel"]) ** 2)
+    names = run(
+        "README.md",
+        only("import accumulate_gradients"),
+        x=jnp.ones((2, 4)),
+        residual=jnp.ones((2, 4)),
+        scale=jnp.ones(4),
+        kernel=jnp.ones((4, 8)),
+        bias=jnp.ones(8),
+        gate=jnp.ones((4, 8)),
+        up=jnp.ones((4, 8)),
+        loss_fn=loss,
+        params={"kernel": jnp.ones((4, 8))},
+        microbatches=jnp.ones((2, 3, 4)),
+    )
+    assert names["y"].shape == names["h"].shape == (2, 8)
+    assert names["loss"] == 16 and (names["gradients"]["kernel"] == 1).all()
+
+
+def test_the_elementwise_op_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    names = run("README.md", only("normfuse.elementwise("), x=jnp.array([0.0, 1e3]))
+    assert names["y"].tolist() == [0, 50]
+
+
+@pytest.mark.parametrize("block", blocks("docs/parallelism.md"))
+def test_the_sharded_model_runs(block, eight_devices):
+    y = run("docs/parallelism.md", block)["y"]
+    assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
