@@ -1,8 +1,11 @@
-"""`normfuse train`, to which a signal comes in a phase of choice: `signalled.py PHASE NAME FLAGS…`.
+"""`signalled.py PHASE EVENT FLAGS…` is `normfuse train`, to which something happens in a phase.
 
-The run's process sends the signal to itself as the phase begins.
+The event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
+(`SIGTERM+SIGTERM`), or an error of this process alone (`failure`). The phase is one of `PHASES`, or
+`exiting`.
 """
 
+import atexit
 import gc
 import signal
 import sys
@@ -11,7 +14,8 @@ import time
 import jax
 
 from normfuse.train.checkpoint import Checkpoints
-from normfuse.train.cli import main
+from normfuse.train.cli import entry
+from normfuse.train.errors import RunError
 from normfuse.train.evaluate import Evaluator
 from normfuse.train.signals import StopRequest
 
@@ -25,30 +29,45 @@ PHASES = {
 
 
 def send(number: int):
-    """Sends this process a signal; returns when the run knows of it, as told by a thread."""
+    """Sends this process a signal; returns when the run knows of it, as told by a thread.
+
+    The second never returns.
+    """
     entered = [x for x in gc.get_objects() if type(x) is StopRequest and x._old]
     (request,) = (x for x in entered if x._thread.is_alive())
+    second = bool(request)
     signal.raise_signal(number)
     deadline = time.monotonic() + 60
-    while not request and time.monotonic() < deadline:
+    while (second or not request) and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-def interrupted(phase: str, number: int):
-    """Gives the phase's owner, its function's name, and the function that signals in its place."""
+def happen(event: str):
+    """Makes an event happen."""
+    if event == "failure":
+        raise RunError("a disk of this process is gone")
+    for name in event.split("+"):
+        send(signal.Signals[name])
+
+
+def interrupted(phase: str, event: str):
+    """Gives the phase's owner, its function's name, and the function that has the event happen."""
     owner, name, call, _ = PHASES[phase]
     whole, calls = getattr(owner, name), []
 
     def interrupt(*args, **kwargs):
         calls.append(args)
         if len(calls) == call:
-            send(number)
+            happen(event)
         return whole(*args, **kwargs)
 
     return owner, name, interrupt
 
 
 if __name__ == "__main__":
-    phase, name, *flags = sys.argv[1:]
-    setattr(*interrupted(phase, signal.Signals[name]))
-    sys.exit(main(["train", *flags]))
+    phase, event, *flags = sys.argv[1:]
+    if phase == "exiting":
+        atexit.register(signal.raise_signal, signal.Signals[event])
+    else:
+        setattr(*interrupted(phase, event))
+    entry(["train", *flags])

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 
 import jax
 import numpy as np
@@ -23,8 +24,8 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _signalled(phase: str, name: str) -> tuple[str, ...]:
-    return signalled.__file__, phase, name
+def _signalled(phase: str, event: str) -> tuple[str, ...]:
+    return signalled.__file__, phase, event
 
 
 def _two(spawn, options=OPTIONS, programs=(_TRAIN, _TRAIN)):
@@ -87,6 +88,32 @@ def test_processes_stop_together_whatever_one_of_them_does(spawn, options, tmp_p
     assert stopped[2] == str(tmp_path / "run" / "checkpoints" / stopped[1])
     newest = Checkpoints(tmp_path / "run" / "checkpoints", report=print).newest_record()
     assert newest[0] == int(stopped[1])
+
+
+_AT_ONCE = "was told twice to stop, and has ended at once"
+_FAILED = "failed: a disk of this process is gone"
+
+
+# JAX alone lets the other wait for the missing one until a heartbeat is late, for minutes.
+@pytest.mark.parametrize(
+    ("event", "at", "code", "message"),
+    [
+        ("SIGTERM+SIGTERM", 1, 143, _AT_ONCE),
+        pytest.param("SIGTERM+SIGTERM", 0, 143, _AT_ONCE, marks=pytest.mark.slow),
+        ("failure", 0, 1, _FAILED),
+        pytest.param("failure", 1, 1, _FAILED, marks=pytest.mark.slow),
+    ],
+)
+def test_what_ends_one_process_ends_the_others(spawn, event, at, code, message):
+    programs = [_signalled("stepping", event) if i == at else _TRAIN for i in (0, 1)]
+    processes = _two(spawn, {"steps": 100_000}, programs)
+    first = processes[at].wait(timeout=200)
+    ended = time.monotonic()
+    assert (first, processes[1 - at].wait(timeout=200)) == (code, code)
+    assert time.monotonic() - ended < 30
+    own, others = (processes[i].communicate()[1].strip() for i in (at, 1 - at))
+    assert others == f"error: process {at} {message}"
+    assert own == ("error: a disk of this process is gone" if event == "failure" else "")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import signalled
 from signalled import PHASES, interrupted, send
 
 from normfuse.train.cli import main
@@ -20,7 +21,7 @@ def test_signal_in_any_phase_ends_well(
 ):
     steps = PHASES[phase][-1]
     with monkeypatch.context() as patch:
-        patch.setattr(*interrupted(phase, signal.SIGTERM))
+        patch.setattr(*interrupted(phase, "SIGTERM"))
         code, out, err = train(**options)
     assert (code, err) == (0, "")
     assert f"stopped by SIGTERM after step {steps} of 6" in out
@@ -51,7 +52,8 @@ def test_signal_in_the_last_validation_leaves_it_to_the_next_time(
 def test_signal_saves_and_exits_0_with_the_command_that_resumes(
     spawn, wait_for_steps, tmp_path, losses
 ):
-    process = spawn(steps=100_000)
+    """Another signal, while Python exits, changes nothing."""
+    process = spawn(program=(signalled.__file__, "exiting", "SIGTERM"), steps=100_000)
     wait_for_steps(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
