@@ -2,10 +2,12 @@
 
     python benchmarks/layouts.py                        # four shapes, forward and backward
     python benchmarks/layouts.py --n 5120 --kernel backward --residual
+    python benchmarks/layouts.py --n 4096 --rows 8 64 512
 
 Compiles every candidate on all cores, then launches each through the CUDA driver, without XLA, and
 prints the fastest. A fraction is the time in which the driver's own copy would move the same bytes
-over the time taken; `*` marks the package's choice.
+over the time taken; `*` marks the package's choice. Many launches are one CUDA graph, as XLA's
+command buffers are, so that the host is not what is timed.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from normfuse.native.device import Target  # noqa: E402
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
 ELEMENTS = 2**27  # of other shapes
 COPIES = 2  # of every array: no launch finds in the cache what the one before has read
+FEW_ROWS = 1024  # with fewer, a block may have a multiprocessor for itself
 
 
 class Gpu:
@@ -44,6 +47,7 @@ class Gpu:
         self("cuInit", 0)
         self("cuCtxSetCurrent", self("cuDevicePrimaryCtxRetain", 0))
         self.begin, self.end = self("cuEventCreate", 0), self("cuEventCreate", 0)
+        self.stream = self("cuStreamCreate", 1)
 
     def __call__(self, name: str, *arguments):
         result, *values = getattr(self.cu, name)(*arguments)
@@ -68,18 +72,28 @@ class Gpu:
         return pointer
 
     def microseconds(self, run, count: int = 10) -> float:
-        """Median time of run(0), run(1), ..., back to back."""
-        for i in range(COPIES):
+        """Median time of run(0), run(1), ..., back to back in one graph."""
+        relaxed = self.cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self("cuStreamBeginCapture", self.stream, relaxed)
+        for i in range(count):
             run(i)
+        graph = self("cuStreamEndCapture", self.stream)
+        program = self("cuGraphInstantiate", graph, 0)
+        time = self.elapsed(lambda: self("cuGraphLaunch", program, self.stream))
+        self("cuGraphExecDestroy", program)
+        self("cuGraphDestroy", graph)
+        return time / count
+
+    def elapsed(self, run) -> float:
+        """Median microseconds of what run() puts on the stream."""
         times = []
-        for _ in range(5):
-            self("cuEventRecord", self.begin, 0)
-            for i in range(count):
-                run(i)
-            self("cuEventRecord", self.end, 0)
+        for _ in range(6):
+            self("cuEventRecord", self.begin, self.stream)
+            run()
+            self("cuEventRecord", self.end, self.stream)
             self("cuEventSynchronize", self.end)
-            times.append(1e3 * self("cuEventElapsedTime", self.begin, self.end) / count)
-        return statistics.median(times)
+            times.append(1e3 * self("cuEventElapsedTime", self.begin, self.end))
+        return statistics.median(times[1:])  # the first found nothing on the device
 
     def function(self, image: bytes, kernel: str, shared: int):
         library = self("cuLibraryLoadData", image, [], [], 0, [], [], 0)
@@ -93,7 +107,7 @@ class Gpu:
         config = self.cu.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes, config.hStream = shared, 0
+        config.sharedMemBytes, config.hStream = shared, self.stream
         if cluster != (1, 1, 1):
             attribute = self.cu.CUlaunchAttribute()
             attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -161,22 +175,29 @@ class Work:
             if -(-self.n // (threads * chunks * 8)) != slices:
                 continue
             rows = {max(1, size // threads) for size in (128, 256, 512, 1024)}
+            if self.rows < FEW_ROWS:
+                rows = {1}
             for block_rows in sorted(rows) if slices == 1 else [1]:
                 if 64 <= block_rows * threads <= 1024:
                     layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices)
                     yield from self._variants(layout)
 
     def _variants(self, layout: RowLayout) -> Iterator[RowLayout]:
+        if self.rows < FEW_ROWS:
+            stages = (1, 2, 3) if self.kernel == "backward" else (0,)
+            for blocks, hold, depth in itertools.product((1, 2), (False, True), stages):
+                yield dataclasses.replace(layout, min_blocks=blocks, hold=hold, max_stages=depth)
+            return
         for blocks in (1, 2, 3, 4, 6, 8, 12):
             threads = blocks * layout.threads
             changed = dataclasses.replace(layout, min_blocks=blocks)
             registers = 65536 // (-(-layout.threads // 128) * 128 * blocks)
             held = layout.chunks * 4 * (self.arrays - 1)
             if self.kernel == "forward":
-                for hold in (False, True):
-                    needed = held + 16 + hold * 8 * layout.chunks
+                for hold, together in itertools.product((False, True), (1, 2, 4)):
+                    needed = together * held + 16 + hold * 8 * layout.chunks
                     if 512 <= threads <= 1536 and needed <= registers:
-                        yield dataclasses.replace(changed, hold=hold)
+                        yield dataclasses.replace(changed, hold=hold, thread_rows=together)
                 continue
             if not 256 <= threads <= 1024:
                 continue
@@ -219,7 +240,7 @@ def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None) -> None:
     }
     images = {key: future.result() for key, future in futures.items()}
 
-    buffers = Buffers(gpu, chosen)
+    buffers = Buffers(gpu, chosen, 100 if work.rows < FEW_ROWS else 10)
     found = []
     for layout, launches in candidates:
         compiled = [
@@ -261,14 +282,23 @@ def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None) -> None:
     print(flush=True)
 
 
-SHOWN = ("CHUNKS", "ROW_THREADS", "BLOCK_ROWS", "SLICES", "MIN_BLOCKS", "HOLD", "STAGES")
+SHOWN = (
+    "CHUNKS",
+    "ROW_THREADS",
+    "BLOCK_ROWS",
+    "SLICES",
+    "MIN_BLOCKS",
+    "HOLD",
+    "STAGES",
+    "THREAD_ROWS",
+)
 
 
 class Buffers:
     """Device memory for one piece of work, used by all its candidates."""
 
-    def __init__(self, gpu: Gpu, launches: list[dict]):
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, launches: list[dict], count: int):
+        self.gpu, self.count = gpu, count
         rng = np.random.default_rng(0)
         size = max(a.size for a in launches[0]["operands"])
         halves = rng.integers(0x3F00, 0x3FC0, size, np.uint16)  # bfloat16 from 0.5 to 1.5
@@ -307,8 +337,10 @@ class Buffers:
             for config, function, parameters in calls:
                 self.gpu("cuLaunchKernelEx", config, function, parameters[turn % COPIES], 0)
 
-        time = self.gpu.microseconds(run)
-        last = self.gpu.microseconds(lambda turn: run(turn, calls[1:])) if calls[1:] else 0.0
+        time = self.gpu.microseconds(run, self.count)
+        last = 0.0
+        if calls[1:]:
+            last = self.gpu.microseconds(lambda turn: run(turn, calls[1:]), self.count)
         for library in libraries:
             self.gpu("cuLibraryUnload", library)
         return time, last
@@ -327,8 +359,13 @@ class Buffers:
 def copy_time(gpu: Gpu, size: int) -> float:
     """Microseconds that the driver's copy of so many bytes takes."""
     pairs = [(gpu.array(size), gpu.array(size)) for _ in range(COPIES)]
-    copy = lambda turn: gpu("cuMemcpyDtoDAsync", *pairs[turn % COPIES], size, 0)
-    time = gpu.microseconds(copy)
+    count = 10
+
+    def copy():
+        for i in range(count):
+            gpu("cuMemcpyDtoDAsync", *pairs[i % COPIES], size, gpu.stream)
+
+    time = gpu.elapsed(copy) / count
     for pointer in itertools.chain(*pairs):
         gpu("cuMemFree", pointer)
     return time
@@ -348,6 +385,7 @@ def _three(sizes) -> tuple[int, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, nargs="+", help="lengths of the rows")
+    parser.add_argument("--rows", type=int, nargs="+", help="how many, of each length")
     parser.add_argument("--kernel", nargs="+", default=["forward", "backward"])
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--scale", default="float32", help="its dtype")
@@ -363,6 +401,8 @@ def main() -> None:
     rate = copy_rate(gpu)
     print(f"copy {rate / 1e6:.3f} TB/s, {gpu.target()}")
     shapes = [(ELEMENTS // n, n) for n in arguments.n] if arguments.n else SHAPES
+    if arguments.rows:
+        shapes = [(rows, n) for _, n in shapes for rows in arguments.rows]
     changes = tuple(map(tuple, arguments.change))
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(mp_context=context) as pool:

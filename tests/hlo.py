@@ -56,11 +56,45 @@ def collectives(compiled) -> list[Collective]:
     """Every collective in the program, in order of kind and size."""
     found = []
     for match in _COLLECTIVE.finditer(text(compiled)):
-        arrays = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
-        if match["start"] and match["kind"] != "all-reduce":  # a start has (operands, results)
-            arrays = arrays[len(arrays) // 2 :]
+        arrays = [_bytes(*array) for array in _results(match)]
         found.append(Collective(match["kind"], sum(arrays)))
     return sorted(found, key=lambda c: (c.kind, c.bytes))
+
+
+def communicated(compiled) -> dict[tuple[str, str], int]:
+    """How many elements all collectives of a kind and dtype have as results on each device.
+
+    XLA combines small collectives, and flattens what it combines: this stays as it is.
+    """
+    found = collections.Counter()
+    for match in _COLLECTIVE.finditer(text(compiled)):
+        for dtype, shape in _results(match):
+            found[match["kind"], dtype] += math.prod(map(int, filter(None, shape.split(","))))
+    return dict(found)
+
+
+def overlapped(compiled) -> list[tuple[str, int]]:
+    """(kind, GEMMs scheduled between its start and its end) of each asynchronous collective.
+
+    In order of their ends; for GPUs, whose programs are scheduled and whose GEMMs are cuBLAS's.
+    """
+    started, found, gemms = {}, [], 0
+    for line in text(compiled).splitlines():
+        gemms += "__cublas$" in line and " custom-call(" in line
+        if begun := re.match(r"\s*%(\S+) = .*? (\S+)-start\(", line):
+            started[begun[1]] = begun[2], gemms
+        elif (ended := re.search(r"-done\(%?([\w.-]+)\)", line)) and ended[1] in started:
+            kind, before = started.pop(ended[1])
+            found.append((kind, gemms - before))
+    return found
+
+
+def _results(match):
+    """(dtype, shape) of each result of a collective."""
+    arrays = _ARRAY.findall(match["type"])
+    # A start has (operands, results); an older all-reduce's only results.
+    paired = match["kind"] != "all-reduce" or match["type"].startswith("((")
+    return arrays[len(arrays) // 2 :] if match["start"] and paired else arrays
 
 
 def count(compiled, operation: str) -> int:

@@ -77,6 +77,7 @@ class Program:
       microbatches: parts of a batch.
       skip_limit: updates that may be left out before the run is halted.
       spike: a loss above this many times the usual one is bad; 0: only one that is not finite.
+      parts: of a microbatch, computed side by side.
     """
 
     model: Functional
@@ -86,6 +87,7 @@ class Program:
     microbatches: int
     skip_limit: int
     spike: float = 0.0
+    parts: int = 1
 
     def abstract(self) -> State:
         """Gives the state's shapes, dtypes and shardings, without allocating any of it."""
@@ -121,7 +123,12 @@ class Program:
 
     def _step(self, state: State, tokens: Array) -> tuple[State, Metrics]:
         loss, gradient = loss_and_gradient(
-            self.model, state.params, tokens, microbatches=self.microbatches, mesh=self.mesh
+            self.model,
+            state.params,
+            tokens,
+            microbatches=self.microbatches,
+            mesh=self.mesh,
+            parts=self.parts,
         )
         grad_norm = optax.tree.norm(gradient)
         taken = state.step - state.skipped

@@ -11,12 +11,15 @@
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
-// A row stays in the registers of ROW_THREADS threads between its statistics and its result; the
-// statistics are those of h as stored. One block per BLOCK_ROWS rows and slice. If HOLD, registers have
-// the scale too, so that it is there when the statistics are.
+// A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their statistics
+// and their results; the statistics are those of h as stored. One block per BLOCK_ROWS * THREAD_ROWS
+// rows and slice. If HOLD, registers have the scale too, so that it is there when the statistics are;
+// otherwise it is read once for all rows of a thread.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
+
+constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
 
 template <typename T>
 __device__ inline Compute square_sum(const Chunks<T>& values) {
@@ -29,6 +32,22 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
   }
   return sum;
 }
+
+#if HAS_RESIDUAL
+// h = x + residual, written at `to` if `active`.
+__device__ inline void add_residual(const Chunks<X_TYPE>& xs, const Chunks<RESIDUAL_TYPE>& residuals,
+                                    H_TYPE* to, bool active, bool aligned, Chunks<H_TYPE>& hs) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    auto sum = widen_all<Compute>(xs[i]);
+    const auto more = widen_all<Compute>(residuals[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) sum.at[k] += more.at[k];
+    hs[i] = narrow_all<H_TYPE>(sum);
+    if (active) store_chunk(to, i, aligned, hs[i]);
+  }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     const X_TYPE* x,
@@ -65,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   aligned = aligned && aligned_16(y);
 #endif
 #if STATISTICS
-  RowSum<Compute> row_sum(shared_memory());
+  RowSums<Compute, THREAD_ROWS> row_sums(shared_memory());
 #endif
 
 #if NORMALIZE && HAS_SCALE && HOLD
@@ -73,67 +92,83 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
 #endif
-  const long long stride = static_cast<long long>(gridDim.x) * BLOCK_ROWS;
-  for (long long first = static_cast<long long>(blockIdx.x) * BLOCK_ROWS; first < rows;
+  const long long stride = static_cast<long long>(gridDim.x) * kRows;
+  for (long long first = static_cast<long long>(blockIdx.x) * kRows; first < rows;
        first += stride) {
-    const long long row = first + row_group();
-    const bool active = row < rows;
-    const long long start = row * FEATURES;
+    const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
 
-    Chunks<X_TYPE> xs;
-    load_row(x + start, active, aligned, xs);
+    Chunks<X_TYPE> xs[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
+    }
 #if HAS_RESIDUAL
-    Chunks<RESIDUAL_TYPE> residuals;
-    load_row(residual + start, active, aligned, residuals);
-    Chunks<H_TYPE> hs;
+    Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      auto sum = widen_all<Compute>(xs[i]);
-      const auto more = widen_all<Compute>(residuals[i]);
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(residual + (mine + r) * FEATURES, mine + r < rows, aligned, residuals[r]);
+    }
+    Chunks<H_TYPE> hs[THREAD_ROWS];
 #pragma unroll
-      for (int k = 0; k < VECTOR; ++k) sum.at[k] += more.at[k];
-      hs[i] = narrow_all<H_TYPE>(sum);
-      if (active) store_chunk(h + start, i, aligned, hs[i]);
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      add_residual(xs[r], residuals[r], h + (mine + r) * FEATURES, mine + r < rows, aligned, hs[r]);
     }
 #else
-    Chunks<X_TYPE>& hs = xs;
+    auto& hs = xs;
 #endif
 
 #if STATISTICS
-    const Compute sum = row_sum(square_sum(hs));
+    Wide<Compute, THREAD_ROWS> inverse;
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = square_sum(hs[r]);
+    row_sums.post(inverse);
+    inverse = row_sums.total();
 #endif
 #if !NORMALIZE
-    if (active && row_thread() == 0) sums[row * SLICES + slice()] = sum;
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      if (mine + r < rows && row_thread() == 0) sums[(mine + r) * SLICES + slice()] = inverse.at[r];
+    }
 #else
 #if STATISTICS
-    const Compute inverse = inverse_root(sum * (Compute(1) / FEATURES) + eps);
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      inverse.at[r] = inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps);
 #if WITH_RSTD
-    if (active && row_thread() == 0 && slice() == 0) rstd[row] = inverse;
+      if (mine + r < rows && row_thread() == 0 && slice() == 0) rstd[mine + r] = inverse.at[r];
 #endif
+    }
 #else
-    const Compute inverse = active ? rstd[row] : Compute(0);
+    Wide<Compute, THREAD_ROWS> inverse;
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);
 #endif
-    if (!active) continue;
+    if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-      auto out = widen_again<Compute>(hs[i]);
 #if HAS_SCALE && HOLD
       const auto& weight = weights[i];
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif
 #pragma unroll
-      for (int k = 0; k < VECTOR; ++k) {
-        out.at[k] *= inverse;
+      for (int r = 0; r < THREAD_ROWS; ++r) {
+        auto out = widen_again<Compute>(hs[r][i]);
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) {
+          out.at[k] *= inverse.at[r];
 #if HAS_SCALE
-        out.at[k] *= weight.at[k];
+          out.at[k] *= weight.at[k];
 #endif
+        }
+        if (mine + r < rows) {
+          store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
+        }
       }
-      store_chunk(y + start, i, aligned, narrow_all<Y_TYPE>(out));
     }
 #endif
   }
 #if STATISTICS
-  row_sum.finish();
+  row_sums.finish();
 #endif
 }

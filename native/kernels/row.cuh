@@ -5,7 +5,7 @@
 //   VECTOR       elements that move together; divides FEATURES
 //   CHUNKS       vectors of one row that a thread holds
 //   ROW_THREADS  threads of a block on one row; a power of two up to 32, or a multiple of 32
-//   BLOCK_ROWS   rows a block works on at a time
+//   BLOCK_ROWS   groups of threads in a block, each with rows of its own
 //   SLICES       blocks side by side along a row (the grid's y): a block has ROW_THREADS * VECTOR *
 //                CHUNKS columns of it
 //   CLUSTER      1, or SLICES when these blocks add their sums in one cluster
@@ -98,20 +98,23 @@ __device__ inline C lane_sum(C value) {
   return value;
 }
 
-// Sums over a row. All threads of the block (of the cluster) must take part in each.
-template <typename C>
-class RowSum {
+// Sums over kValues rows at once, those of ROW_THREADS threads. All threads of the block (of the
+// cluster) must take part in each.
+template <typename C, int kValues>
+class RowSums {
  public:
+  using Values = Wide<C, kValues>;
   static constexpr bool kShared = ROW_THREADS > 32 || CLUSTER > 1;
   static constexpr int kSlots = CLUSTER * kRowWarps;  // one sum per warp of the row
   // Two sets of slots: a warp may begin the next sum while another still reads this one. With a
   // cluster, an inbox for each set comes first.
   static constexpr int kInboxes = CLUSTER > 1 ? 16 : 0;
-  static constexpr int kBytes = kShared ? kInboxes + 2 * BLOCK_ROWS * kSlots * sizeof(C) : 0;
-  static_assert(CLUSTER == 1 || BLOCK_ROWS == 1, "a cluster has one row at a time");
+  static constexpr int kBytes =
+      kShared ? kInboxes + 2 * BLOCK_ROWS * kValues * kSlots * sizeof(C) : 0;
+  static_assert(CLUSTER == 1 || BLOCK_ROWS == 1, "a cluster has the same rows in all its threads");
 
   // `shared` has kBytes, at the same place in every block of the cluster.
-  __device__ explicit RowSum(unsigned char* shared)
+  __device__ explicit RowSums(unsigned char* shared)
       : shared_(shared), slots_(reinterpret_cast<C*>(shared + kInboxes)) {
 #if CLUSTER > 1
     if (threadIdx.x < 2) inbox_open(inbox(threadIdx.x));
@@ -119,29 +122,38 @@ class RowSum {
 #endif
   }
 
-  // Adds this thread's value to the next sum.
-  __device__ void post(C value) {
-    value = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(value);
+  // Adds this thread's values to the next sums.
+  __device__ void post(Values values) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      values.at[v] = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(values.at[v]);
+    }
     if constexpr (!kShared) {
-      alone_ = value;
+      alone_ = values;
       return;
     }
     const int set = count_ % 2;
-    C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kSlots;
+    C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kValues * kSlots;
     const int lane = threadIdx.x % 32, warp = row_thread() / 32;
 #if CLUSTER > 1
     if (count_ == 0) cluster_wait();
-    if (threadIdx.x == 0) inbox_expect(inbox(set), kSlots * sizeof(C));
-    if (lane < CLUSTER) inbox_send(slots + slice() * kRowWarps + warp, inbox(set), lane, value);
-#else
-    if (lane == 0) slots[warp] = value;
+    if (threadIdx.x == 0) inbox_expect(inbox(set), kValues * kSlots * sizeof(C));
 #endif
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+#if CLUSTER > 1
+      C* const slot = slots + v * kSlots + slice() * kRowWarps + warp;
+      if (lane < CLUSTER) inbox_send(slot, inbox(set), lane, values.at[v]);
+#else
+      if (lane == 0) slots[v * kSlots + warp] = values.at[v];
+#endif
+    }
     posted_ = slots;
   }
 
-  // The sum posted last, in every thread of the row: its latency is hidden by what is done in
-  // between. One sum at a time is on its way.
-  __device__ C total() {
+  // The sums posted last, in every thread of the rows: their latency is hidden by what is done in
+  // between. One post at a time is on its way.
+  __device__ Values total() {
     if constexpr (!kShared) return alone_;
 #if CLUSTER > 1
     inbox_wait(inbox(count_ % 2), count_ / 2 % 2);
@@ -150,17 +162,23 @@ class RowSum {
 #endif
     const int lane = threadIdx.x % 32;
     ++count_;
-    C sum = 0;
+    Values sums;
 #pragma unroll
-    for (int i = 0; i < kSlots; i += 32) {
-      if (i + lane < kSlots) sum += posted_[i + lane];
+    for (int v = 0; v < kValues; ++v) {
+      const C* const slots = posted_ + v * kSlots;
+      sums.at[v] = 0;
+      if constexpr (kSlots <= 8) {  // sooner than by shuffles
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) sums.at[v] += slots[i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSlots; i += 32) {
+          if (i + lane < kSlots) sums.at[v] += slots[i + lane];
+        }
+        sums.at[v] = lane_sum<32>(sums.at[v]);
+      }
     }
-    return lane_sum<32>(sum);
-  }
-
-  __device__ C operator()(C value) {
-    post(value);
-    return total();
+    return sums;
   }
 
   // At the end. No block is sent to any more: each has had all that its last sum waited for.
@@ -178,6 +196,20 @@ class RowSum {
   unsigned char* shared_;
   C* slots_;
   C* posted_;
-  C alone_;
+  Values alone_;
   unsigned count_ = 0;
+};
+
+// Sums over one row at a time.
+template <typename C>
+class RowSum : public RowSums<C, 1> {
+ public:
+  using RowSums<C, 1>::RowSums;
+
+  __device__ void post(C value) { RowSums<C, 1>::post({{value}}); }
+  __device__ C total() { return RowSums<C, 1>::total().at[0]; }
+  __device__ C operator()(C value) {
+    post(value);
+    return total();
+  }
 };

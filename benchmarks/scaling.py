@@ -1,0 +1,516 @@
+"""Tokens a second on 1, 2, 4, ... GPUs of one host, and how much of the communication is hidden.
+
+    python -m benchmarks.scaling --part links stack-fsdp stack-tensor
+    python -m benchmarks.scaling --part 1b-fsdp 1b-tensor
+    python -m benchmarks.scaling --plot FILE.csv ...        # draws what was measured
+
+`stack` is eight SwiGLU blocks of 4096 / 14336, each computed again in the backward, with plain
+gradient descent, beside the same in plain jnp; `1b` the trainer's own step of that preset. Their
+meshes are all "fsdp", or all "tensor" with the activations between blocks split along the sequence.
+Weakly scaled, each GPU has as many tokens as one alone (8192, for 1b its recipe's 16384); strongly,
+the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU over those of one GPU
+by the same library. Versions take turns; a time is the median of groups of steps.
+
+The last columns are of one traced step: milliseconds in which a device communicates, and how much
+of them matrix products, or any kernels, run beside. Rows are added to --out as they are measured.
+"""
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import os
+import pathlib
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import dense, gated_product, rms_norm
+from normfuse.models.functional import build
+from normfuse.models.sharding import Sharding, constrain, in_context
+from normfuse.train.config import Preset
+from normfuse.train.gradients import interleaved
+from normfuse.train.mesh import AXES, batch_sharding
+from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.recipes import recipe
+from normfuse.train.step import Program
+
+f32 = jnp.float32
+
+# XLA's options, by the name they have in the tables.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "latency": {
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        "xla_gpu_enable_analytical_sol_latency_estimator": True,
+    },
+    "two at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "windowed": {
+        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+        "xla_gpu_multi_streamed_windowed_einsum": True,
+        "xla_gpu_use_memcpy_local_p2p": True,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Of the stack, and of the batches; a smaller one is for trying this out."""
+
+    layers: int = 8
+    dim: int = 4096
+    hidden: int = 14336
+    seq: int = 2048
+    rows: int = 4  # sequences of a GPU, weakly scaled
+    total: int = 16  # sequences of all GPUs, strongly scaled
+    preset: Preset = "1b"
+    link_bytes: int = 1 << 30
+
+
+SIZES = {"full": Size(), "tiny": Size(2, 64, 128, 32, 4, 16, "tiny", 1 << 16)}
+
+
+@dataclasses.dataclass
+class Case:
+    """One program: its row of the table so far, the compiled step, and its times."""
+
+    row: dict[str, Any]
+    step: Any
+    state: Any
+    batch: Any
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def take(self, steps: int) -> float:
+        """Seconds of a step, the mean of `steps` in a row."""
+        began = time.perf_counter()
+        for _ in range(steps):
+            self.state, _ = self.step(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        return (time.perf_counter() - began) / steps
+
+
+# ---------------------------------------------------------------- the stack
+
+
+def jnp_block(x, p, s: Sharding):
+    wide = x.astype(f32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    n = constrain((wide * rstd * p["scale"]).astype(x.dtype), s.block_input)
+    gate, up, down = (p[name].astype(x.dtype) for name in ("gate", "up", "down"))
+    hidden = constrain(jax.nn.silu(n @ gate) * (n @ up), s.hidden)
+    return x + constrain(hidden @ down, s.residual)
+
+
+def block(x, p, s: Sharding):
+    n = constrain(rms_norm(x, p["scale"], eps=1e-6), s.block_input)
+    gate, up = dense(n, p["gate"]), dense(n, p["up"])
+    y = gated_product(gate, up, p["down"], hidden_sharding=in_context(s.hidden))
+    return x + constrain(y, s.residual)
+
+
+HALVES = ", halves"  # a batch's two halves side by side: one computes while the other communicates
+BLOCKS: dict[str, Callable] = {"jnp": jnp_block, "normfuse": block}
+
+
+def stack_step(version: str, sharding: Sharding, parts: int = 1):
+    """`(parameters, x) -> (new parameters, loss)`, of independent parts of x's rows."""
+
+    def loss(params, x):
+        run = jax.checkpoint(functools.partial(BLOCKS[version], s=sharding))
+        xs = interleaved(x, parts)
+        for p in params:
+            xs = [run(x, p) for x in xs]
+        return sum(jnp.mean(jnp.square(x.astype(f32))) for x in xs) / parts
+
+    def step(params, x):
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - (1e-3 * g).astype(p.dtype), params, gradient), value
+
+    return step
+
+
+def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
+    sharding = Sharding.sequence_parallel()
+    kinds = {
+        "scale": ((size.dim,), f32, sharding.scale),
+        "gate": ((size.dim, size.hidden), dtype, sharding.column),
+        "up": ((size.dim, size.hidden), dtype, sharding.column),
+        "down": ((size.hidden, size.dim), dtype, sharding.row),
+    }
+    abstract = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(mesh, spec)
+    )
+    params = [{name: abstract(*kind) for name, kind in kinds.items()} for _ in range(size.layers)]
+    x = abstract((rows, size.seq, size.dim), jnp.bfloat16, sharding.residual)
+    out = jax.tree.map(lambda p: p.sharding, params), NamedSharding(mesh, P())
+    step = jax.jit(stack_step(version, sharding, parts), donate_argnums=0, out_shardings=out)
+    with jax.set_mesh(mesh):
+        lowered = step.lower(params, x)
+    return lowered, lambda: (filled(params), filled(x, 1.0))
+
+
+# ---------------------------------------------------------------- the trainer's step
+
+
+def preset_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
+    config = recipe(size.preset)
+    implementation = {"jnp": "xla", "normfuse": None}[version]
+    model = dataclasses.replace(config.transformer(), implementation=implementation)
+    program = Program(
+        build(config.framework, model, Sharding.sequence_parallel()),
+        make_optimizer(config.optim, config.steps),
+        schedule(config.optim, config.steps),
+        mesh,
+        microbatches=1,
+        skip_limit=0,
+        spike=config.spike,
+        parts=parts,
+    )
+    with jax.set_mesh(mesh):
+        lowered = program.lower(rows, config.seq_len)
+
+    def arguments():
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), program.abstract())
+        state = jax.jit(zeros, out_shardings=program.shardings())()
+        params = filled(program.abstract().params)
+        shape = rows, config.seq_len + 1
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, model.vocab_size)
+        return state._replace(params=params), jax.device_put(tokens, batch_sharding(mesh))
+
+    return lowered, arguments
+
+
+def filled(tree, size: float = 0.02):
+    """Random arrays in the place of abstract ones, for power depends on values; vectors are 1."""
+
+    @functools.cache
+    def draw(shape, dtype, sharding):
+        if len(shape) < 2:
+            return jax.jit(lambda key: jnp.ones(shape, dtype), out_shardings=sharding)
+        make = lambda key: (size * jax.random.normal(key, shape)).astype(dtype)
+        return jax.jit(make, out_shardings=sharding)
+
+    keys = (jax.random.key(i) for i in itertools.count())
+    return jax.tree.map(lambda x: draw(x.shape, x.dtype, x.sharding)(next(keys)), tree)
+
+
+# ---------------------------------------------------------------- measuring
+
+# What is measured in one part of the table: how a case is made, and the mesh's axis.
+PARTS = {
+    "stack-fsdp": (stack_case, "fsdp"),
+    "stack-tensor": (stack_case, "tensor"),
+    "1b-fsdp": (preset_case, "fsdp"),
+    "1b-tensor": (preset_case, "tensor"),
+}
+
+
+def measure(part: str, arguments, counts: list[int], write: Callable[[dict], None], alone) -> None:
+    """Every version on every number of GPUs; one number after the other, versions by turns.
+
+    `alone` has the rates of one GPU, measured once for every mesh.
+    """
+    size = SIZES[arguments.size]
+    make, axis = PARTS[part]
+    seq = size.seq if part.startswith("stack") else recipe(size.preset).seq_len
+    rows = size.rows if part.startswith("stack") else recipe(size.preset).batch_size
+    total = size.total if part.startswith("stack") else rows
+    for count in counts:
+        wanted = {"weak": rows * count, "strong": total}
+        batches = sorted({wanted[mode] for mode in arguments.scaling})
+        if count == 1 and make in {known for known, *_ in alone}:
+            continue
+        for batch in batches:
+            modes = [mode for mode in arguments.scaling if wanted[mode] == batch]
+            mesh = mesh_of(axis, count)
+            for case in run(make, mesh, batch, part, arguments):
+                version = case.row["version"].split(",")[0]
+                ms = 1e3 * statistics.median(case.seconds)
+                rate = batch * seq / ms * 1e3
+                shares = communication(case, mesh) if count > 1 and not arguments.no_trace else {}
+                for mode in modes:
+                    if count == 1 and case.row["version"] == version:
+                        alone[make, version, mode] = rate
+                    base = alone.get((make, version, mode))
+                    write(
+                        {
+                            "part": part,
+                            "scaling": mode,
+                            "gpus": count,
+                            "tokens": batch * seq,
+                            **case.row,
+                            "ms": round(ms, 3),
+                            "tokens_per_s": round(rate),
+                            "efficiency": round(rate / base / count, 4) if base else "",
+                            **shares,
+                        }
+                    )
+                case.state = case.batch = None
+
+
+def run(make, mesh: Mesh, batch: int, part: str, arguments) -> list[Case]:
+    """Compiles, and then times by turns, every version and option on one mesh."""
+    cases = []
+    for version, options in itertools.product(versions_of(part, arguments), arguments.options):
+        name, parts = (version.removesuffix(HALVES), 1 + version.endswith(HALVES))
+        if mesh.size == 1 and (parts > 1 or options != "default"):
+            continue  # nothing is communicated: the one without is what is compared with
+        row, began = {"version": version, "options": options}, time.perf_counter()
+        try:
+            lowered, arrays = make(SIZES[arguments.size], name, parts, mesh, batch, arguments.dtype)
+            step = lowered.compile(compiler_options=OPTIONS[options])
+        except Exception as error:  # an option that this XLA cannot serve: said, not hidden
+            print(f"  {row}: {str(error).splitlines()[0][:160]}", flush=True)
+            continue
+        row["compile_s"] = round(time.perf_counter() - began, 1)
+        row["temporaries_mib"] = round(step.memory_analysis().temp_size_in_bytes / 2**20)
+        cases.append(Case(row, step, *arrays()))
+        cases[-1].take(arguments.warmup)
+    for _, case in itertools.product(range(arguments.groups), cases):
+        case.seconds.append(case.take(arguments.steps))
+    return cases
+
+
+def versions_of(part: str, arguments) -> list[str]:
+    """Those asked for; else plain jnp for the stack, ours, and halves where activations move."""
+    if arguments.versions:
+        return arguments.versions
+    halves = [f"normfuse{HALVES}"] if part.endswith("tensor") else []
+    return ["jnp"] * part.startswith("stack") + ["normfuse", *halves]
+
+
+def mesh_of(axis: str, count: int) -> Mesh:
+    """The first devices along one axis."""
+    sizes = tuple(count if name == axis else 1 for name in AXES)
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[:count])
+
+
+def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
+    """Bus rates of a plain all-gather and reduce-scatter, as nccl-tests count them."""
+    size = SIZES[arguments.size].link_bytes // 2
+    for count in counts[1:]:
+        mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count])
+        split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+        share = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        gather = functools.partial(jax.lax.all_gather, axis_name="x", tiled=True)
+        scatter = functools.partial(jax.lax.psum_scatter, axis_name="x", tiled=True)
+        calls = {
+            "all-gather": (gather, P("x"), P(), split),
+            "reduce-scatter": (scatter, P(), P("x"), whole),
+        }
+        for kind, (function, into, out, place) in calls.items():
+            x = jax.jit(lambda: jnp.ones(size, jnp.bfloat16), out_shardings=place)()
+            call = jax.jit(share(function, in_specs=into, out_specs=out))
+            jax.block_until_ready([call(x) for _ in range(3)])
+            seconds = []
+            for _ in range(5):
+                began = time.perf_counter()
+                jax.block_until_ready([call(x) for _ in range(8)])
+                seconds.append((time.perf_counter() - began) / 8)
+            ms = 1e3 * statistics.median(seconds)
+            rate = 2 * size * (count - 1) / count / ms / 1e6
+            row = {"part": "links", "gpus": count, "version": kind, "ms": round(ms, 3)}
+            write(row | {"gb_per_s": round(rate, 1)})
+
+
+# ---------------------------------------------------------------- what a trace says
+
+COMMUNICATION = re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|collective|permute", re.I)
+GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|split_?k", re.I)
+
+
+def communication(case: Case, mesh: Mesh) -> dict[str, float]:
+    """Milliseconds a step in which a device communicates, and the part of them that is hidden."""
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder)
+        case.take(2)
+        jax.profiler.stop_trace()
+        newest = max(pathlib.Path(folder).rglob("*.xplane.pb"))
+        planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
+    found = [shares(list(kernels(p))) for p in planes if p.name.startswith("/device:")]
+    found = [times for times in found if times[0]]
+    if not found:
+        return {}
+    talk, gemm, any_ = (statistics.mean(column) / 2e6 for column in zip(*found, strict=True))
+    return {
+        "communication_ms": round(talk, 3),
+        "behind_gemms": round(gemm / talk, 3),
+        "behind_any": round(any_ / talk, 3),
+    }
+
+
+def kernels(plane):
+    """(name, start, end) of what ran on a device's streams, in nanoseconds."""
+    for line in plane.lines:
+        if line.name.startswith("Stream"):
+            for event in line.events:
+                yield event.name, event.start_ns, event.start_ns + event.duration_ns
+
+
+def shares(events) -> tuple[float, float, float]:
+    """Time of communication, the part of it beside matrix products, and beside any kernels."""
+    talk = union((a, b) for name, a, b in events if COMMUNICATION.search(name))
+    rest = [(name, a, b) for name, a, b in events if not COMMUNICATION.search(name)]
+    gemms = union((a, b) for name, a, b in rest if GEMM.search(name))
+    any_ = union((a, b) for _, a, b in rest)
+    return sum(b - a for a, b in talk), common(talk, gemms), common(talk, any_)
+
+
+def union(intervals) -> list[tuple[float, float]]:
+    """The same time in intervals that do not touch, in order."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(first, second) -> float:
+    """The time that two unions share."""
+    shared, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        shared += max(end - start, 0.0)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+# ---------------------------------------------------------------- output
+
+COLUMNS = (
+    "date device jax normfuse settings part scaling gpus tokens version options ms tokens_per_s "
+    "efficiency compile_s temporaries_mib communication_ms behind_gemms behind_any gb_per_s"
+).split()
+
+
+class Table:
+    """Prints rows and adds them to a CSV file, each at once: a run may be cut off."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        names = ("NCCL_", "XLA_FLAGS")
+        given = {k: v for k, v in sorted(os.environ.items()) if k.startswith(names)}
+        self.common = {
+            "date": datetime.date.today().isoformat(),
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "normfuse": importlib.metadata.version("normfuse"),
+            "settings": " ".join(f"{name}={value}" for name, value in given.items()),
+        }
+        print(", ".join(map(str, self.common.values())), flush=True)
+
+    def write(self, row: dict) -> None:
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+        new = not self.path.exists()
+        with open(self.path, "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow(self.common | row)
+
+
+def plot(paths: list[pathlib.Path], out: pathlib.Path) -> None:
+    """Efficiency over the number of GPUs: a panel for each part and scaling, a line a version."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for path in paths for row in csv.DictReader(path.open()) if row["efficiency"]]
+    parts = [part for part in PARTS if any(row["part"] == part for row in rows)]
+    modes = [mode for mode in ("weak", "strong") if any(row["scaling"] == mode for row in rows)]
+    figure, axes = plt.subplots(
+        len(modes),
+        len(parts),
+        figsize=(1 + 3.2 * len(parts), 0.8 + 2.7 * len(modes)),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
+    )
+    lines: dict[str, Any] = {}
+    versions = list(dict.fromkeys(label(row) for row in rows))
+    for (i, mode), (k, part) in itertools.product(enumerate(modes), enumerate(parts)):
+        ax = axes[i, k]
+        for n, version in enumerate(versions):
+            here = {
+                int(row["gpus"]): float(row["efficiency"])
+                for row in rows
+                if (row["part"], row["scaling"], label(row)) == (part, mode, version)
+            }
+            if here:
+                at = sorted({1: 1.0} | here)
+                heights = [({1: 1.0} | here)[count] for count in at]
+                colour = "0.5" if version.startswith("jnp") else f"C{n}"
+                (lines[version],) = ax.plot(at, heights, "o-", color=colour, markersize=4)
+        ax.axhline(0.95, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
+        ax.set_title(f"{part}, {mode}", fontsize=10, loc="left")
+        counts = sorted({1} | {int(row["gpus"]) for row in rows if row["part"] == part})
+        ax.set_xticks(counts)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_ylim(min(float(row["efficiency"]) for row in rows) - 0.02, 1.03)
+    for ax in axes[-1]:
+        ax.set_xlabel("GPUs")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("efficiency")
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle(f"tokens a second and GPU, over those of one {rows[0]['device']}", fontsize=11)
+    figure.savefig(out, dpi=150)
+
+
+def label(row: dict) -> str:
+    """How a line is called."""
+    return row["version"] + ("" if row["options"] == "default" else f", {row['options']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
+    parser.add_argument("--part", nargs="+", choices=["links", *PARTS], default=["links", *PARTS])
+    parser.add_argument("--scaling", nargs="+", choices=["weak", "strong"], default=["weak"])
+    versions = [f"{name}{halves}" for name in BLOCKS for halves in ("", HALVES)]
+    parser.add_argument(
+        "--versions", nargs="+", choices=versions, help="`jnp` of 1b is xla's norms"
+    )
+    parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["default"])
+    parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
+    parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
+    parser.add_argument("--steps", type=int, default=4, help="of a group that is timed")
+    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--no-trace", action="store_true")
+    parser.add_argument("--size", choices=SIZES, default="full")
+    parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="FILE.csv")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
+    arguments = parser.parse_args()
+    if arguments.plot:
+        return plot(arguments.plot, arguments.out / "scaling.png")
+    table = Table(arguments.out / "scaling.csv")
+    present = jax.device_count()
+    counts = arguments.gpus or [2**i for i in range(present.bit_length())]
+    alone: dict[tuple, float] = {}
+    for part in arguments.part:
+        if part == "links":
+            links(arguments, counts, table.write)
+        else:
+            measure(part, arguments, counts, table.write, alone)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What eight H200s would say to each other for one training gradient on every kind of mesh.
+
+The numbers of the table in docs/parallelism.md, read from programs compiled for described GPUs.
+"""
+
+import math
+
+import gpu_compiler
+import hlo
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.models import parameters
+from normfuse.models.config import TransformerConfig
+from normfuse.models.functional import build
+from normfuse.models.sharding import BATCH, Sharding
+from normfuse.train.gradients import loss_and_gradient
+from normfuse.train.mesh import AXES
+
+ROWS, SEQ, LAYERS, DIM = 8, 1024, 2, 2048
+CONFIG = TransformerConfig(
+    vocab_size=16384,
+    dim=DIM,
+    num_layers=LAYERS,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=256,
+    mlp_dim=8192,
+    max_seq_len=SEQ,
+    tie_embeddings=True,
+    dtype="bfloat16",
+    attention="xla",
+)
+SHAPES = parameters.shapes(CONFIG)
+TABLE = math.prod(SHAPES["embed.embedding"])
+KERNELS = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("kernel"))
+SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("scale"))
+
+
+def gradient(framework, sizes, sharding):
+    """The loss and its gradient, compiled for eight GPUs."""
+    mesh = gpu_compiler.mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
+    model = build(framework, CONFIG, sharding)
+    places = model.shardings(model.abstract, mesh)
+    on = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    rows = NamedSharding(mesh, P(BATCH, None))
+    tokens = jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32, sharding=rows)
+    step = jax.jit(
+        lambda params, tokens: loss_and_gradient(model, params, tokens, microbatches=1, mesh=mesh),
+        out_shardings=(NamedSharding(mesh, P()), places),
+    )
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(on, model.abstract, places)
+        return hlo.text(gpu_compiler.compile(step, params, tokens))
+
+
+def losses(rows):
+    """The loss on a split vocabulary: of every token its maximum, sum and target's logit."""
+    return 3 * rows * SEQ
+
+
+def test_replicas_sum_every_gradient_once():
+    program = gradient("nnx", (8, 1, 1), Sharding())
+    summed = TABLE + KERNELS + SCALES
+    assert hlo.communicated(program) == {("all-reduce", "f32"): summed + 1}  # and the loss
+
+
+def test_fsdp_gathers_bfloat16_and_scatters_gradients():
+    program = gradient("eqx", (1, 8, 1), Sharding())
+    assert hlo.communicated(program) == {
+        # Every kernel once for both ways; the table for the look-up and both ways of the logits.
+        ("all-gather", "bf16"): KERNELS + 3 * TABLE,
+        ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,
+        ("all-reduce", "f32"): SCALES + 1,
+    }
+    gathers = [gemms for kind, gemms in hlo.overlapped(program) if kind == "all-gather"]
+    assert min(gathers[3:]) > 0  # but the first ones, each arrives while GEMMs run
+
+
+def test_tensor_parallelism_sums_four_activations_a_layer():
+    program = gradient("nnx", (1, 1, 8), Sharding())
+    activation = ROWS * SEQ * DIM
+    assert hlo.communicated(program) == {
+        # A layer: the outputs of attention and MLP, the gradients of their inputs. Beside them the
+        # embedding and the gradient of the last norm's output: no logits, no table.
+        ("all-reduce", "bf16"): (4 * LAYERS + 2) * activation,
+        ("all-reduce", "f32"): losses(ROWS),
+    }
+
+
+def test_sequence_parallelism_gathers_and_scatters_instead():
+    program = gradient("eqx", (1, 1, 8), Sharding.sequence_parallel())
+    activation, times = ROWS * SEQ * DIM, 4 * LAYERS + 2
+    assert hlo.communicated(program) == {
+        ("all-gather", "bf16"): times * activation,
+        ("reduce-scatter", "bf16"): times * activation // 8,
+        ("all-reduce", "f32"): losses(ROWS) + SCALES,
+    }
+    count = lambda kind: sum(c.kind == kind for c in hlo.collectives(program))
+    assert count("all-gather") == count("reduce-scatter") == times  # each waits for the one before
+
+
+def test_all_three_axes_together():
+    program = gradient("nnx", (2, 2, 2), Sharding.sequence_parallel())
+    activation, times = ROWS // 4 * SEQ * DIM, 4 * LAYERS + 2
+    kernels, table = KERNELS // 2, TABLE // 2  # a device's part over "tensor"
+    # JAX 0.10's XLA sums the look-up's gradient over "fsdp" too, and then takes a part.
+    scattered, summed = (1, table) if jax.__version_info__ < (0, 11) else (2, 0)
+    found = hlo.communicated(program)
+    gathered = found.pop(("all-gather", "bf16")) - times * activation - 3 * table
+    assert kernels <= gathered <= 2 * kernels  # XLA gathers some again for the backward
+    assert found == {
+        ("reduce-scatter", "bf16"): times * activation // 2,
+        ("reduce-scatter", "f32"): (kernels + scattered * table) // 2,  # over "fsdp"
+        ("all-reduce", "f32"): (kernels + table) // 2 + summed + SCALES + losses(ROWS // 4) + 1,
+    }
