@@ -3,6 +3,7 @@
     python benchmarks/dense.py                   # layers, forward and backward
     python benchmarks/dense.py --accumulation    # gradients of eight microbatches
     python benchmarks/dense.py --cublas          # either of them without XLA's Triton GEMMs
+    python benchmarks/dense.py --pallas          # layers, one with its activation in Pallas's GEMM
     python benchmarks/dense.py --sweep           # layouts of the kernels after a product
 
 Times are of the device (CUPTI), the median of the calls; both versions are timed by turns in one
@@ -14,102 +15,50 @@ import argparse
 import collections
 import dataclasses
 import itertools
+import pathlib
 import re
 import statistics
+import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from normfuse import (
-    accumulate_gradients,
-    dense,
-    gated_product,
-    norm_dense,
-    norm_gated_dense,
-)
-from normfuse.layers.implementation import order_of
-from normfuse.layers.producers import Normalised
-from normfuse.layers.recomputed import products
+from normfuse import accumulate_gradients, dense, gated_product, rms_norm
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+from dense_layers import LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
 
 DIM, HIDDEN = 4096, 14336
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)
 COPY_RATE = 4.17e6  # bytes a microsecond, one H200's copy within the device
 f32, bf16 = jnp.float32, jnp.bfloat16
 
+PALLAS = {
+    "norm + gelu MLP": {
+        "normfuse, Pallas": lambda x, s, w, d: dense(
+            dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
+        )
+    }
+}
+
 
 # ---------------------------------------------------------------- layers
-
-
-def rms(x, scale):
-    wide = x.astype(f32)
-    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
-    return (wide * rstd * scale).astype(x.dtype)
-
-
-def project(x, scale, *kernels):
-    """The products of the normalised x, which is not kept."""
-    return products(Normalised(1e-6, 0.0, "bfloat16", order_of(True)), (x, scale), kernels)
-
-
-LAYERS: dict[str, dict[str, Callable]] = {
-    "norm + dense": {
-        "jnp": lambda x, s, w: rms(x, s) @ w,
-        "normfuse": norm_dense,
-        "normfuse, norm kept": lambda x, s, w: norm_dense(x, s, w, recompute=False),
-    },
-    "norm + gelu MLP": {
-        "jnp": lambda x, s, w, d: jax.nn.gelu(rms(x, s) @ w) @ d,
-        "normfuse": lambda x, s, w, d: gated_product(
-            norm_dense(x, s, w), None, d, activation="gelu_tanh"
-        ),
-        "normfuse, hidden kept": lambda x, s, w, d: dense(
-            norm_dense(x, s, w, activation="gelu_tanh"), d
-        ),
-    },
-    "norm + SwiGLU MLP": {
-        "jnp": lambda x, s, w, u, d: (jax.nn.silu((n := rms(x, s)) @ w) * (n @ u)) @ d,
-        "normfuse": lambda x, s, w, u, d: gated_product(*project(x, s, w, u), d),
-        "normfuse, hidden kept": lambda x, s, w, u, d: dense(norm_gated_dense(x, s, w, u), d),
-    },
-}
-# Arrays of x's size, and of the hidden layer's, that kernels other than GEMMs move at least.
-MOVED = {
-    "norm + dense": {"normfuse": (7, 0), "normfuse, norm kept": (5, 0)},
-    "norm + gelu MLP": {"normfuse": (7, 6), "normfuse, hidden kept": (7, 5)},
-    "norm + SwiGLU MLP": {"normfuse": (7, 9), "normfuse, hidden kept": (7, 8)},
-}
 
 
 def operands(layer: str, tokens: int):
     """x, scale and the kernels, and the gradient of the result."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     draw = lambda *shape: jax.random.normal(next(keys), shape, bf16)
-    ups = 1 + (layer == "norm + SwiGLU MLP")
-    kernels = [draw(DIM, HIDDEN) * 0.02 for _ in range(ups)]
-    x, out = draw(tokens, DIM), HIDDEN
-    if layer != "norm + dense":
-        kernels.append(draw(HIDDEN, DIM) * 0.02)
-        out = DIM
-    return (x, 1 + 0.1 * jax.random.normal(next(keys), (DIM,)), *kernels), draw(tokens, out)
+    kernels = [draw(*shape) * 0.02 for shape in kernel_shapes(layer, DIM, HIDDEN)]
+    x, scale = draw(tokens, DIM), 1 + 0.1 * jax.random.normal(next(keys), (DIM,))
+    return (x, scale, *kernels), draw(tokens, kernels[-1].shape[1])
 
 
-def both_ways(layer: Callable) -> Callable:
-    """The result, and then every gradient: as in training, dy is not known before y is."""
-
-    def run(args, dy):
-        y, pull = jax.vjp(layer, *args)
-        y, dy = jax.lax.optimization_barrier((y, dy))
-        return y, pull(dy)
-
-    return run
-
-
-def layers(names, tokens, iterations: int, gemms: bool, options: dict[str, bool]) -> None:
+def layers(versions_of, tokens, iterations: int, gemms: bool, options: dict[str, bool]) -> None:
     """Prints a table of the layers; with `gemms`, every GEMM by the kernel's name."""
-    for name, count in itertools.product(names, tokens):
-        versions = LAYERS[name]
+    for (name, versions), count in itertools.product(versions_of.items(), tokens):
         args = operands(name, count)
         compiled = {
             key: jax.jit(both_ways(fn)).lower(*args).compile(options)
@@ -121,7 +70,7 @@ def layers(names, tokens, iterations: int, gemms: bool, options: dict[str, bool]
             total = [sum(us for _, us in sample) for sample in samples]
             other = [sum(us for n, us in sample if not GEMM.search(n)) for sample in samples]
             temporary = compiled[key].memory_analysis().temp_size_in_bytes
-            wide, hidden = MOVED[name].get(key, (0, 0))
+            wide, hidden = MOVED.get((name, key), (0, 0))
             floor = 2 * count * (wide * DIM + hidden * HIDDEN) / COPY_RATE
             print(
                 f"  {key:24} not GEMM {statistics.median(other):7.1f} us (floor {floor:6.1f})  "
@@ -304,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", action="store_true")
     parser.add_argument("--cublas", action="store_true", help="let XLA choose no Triton GEMMs")
+    parser.add_argument("--pallas", action="store_true", help="the layer that Pallas has too")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--layers", nargs="+", choices=LAYERS)
     parser.add_argument("--gemms", action="store_true", help="name each GEMM's kernel")
@@ -318,8 +268,10 @@ def main() -> None:
         accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations, options)
     else:
         tokens = arguments.tokens or [16384, 2048]
-        names = arguments.layers or [*LAYERS]
-        layers(names, tokens, arguments.iterations, arguments.gemms, options)
+        chosen = {name: LAYERS[name] for name in arguments.layers or LAYERS}
+        if arguments.pallas:
+            chosen = {name: {**LAYERS[name], **more} for name, more in PALLAS.items()}
+        layers(chosen, tokens, arguments.iterations, arguments.gemms, options)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ def main() -> None:
             (native.apply, [x, *scale, rstd], {**out, **flag}),
             (native.row_dots, [dy, x, *scale], flag),
             (native.row_sums, [x], {}),
+            (native.pullback, [dy, x, *scale, rstd],
+             {"with_dscale": extra and scaled, "with_value": extra, **flag}),
         ]  # fmt: skip
         for kernel, operands, params in cases[: 3 if added else None]:
             worst, runs = max(worst, same(kernel, operands, **params)), runs + 1

@@ -7,8 +7,7 @@
 Compiles every candidate on all cores, then launches each through the CUDA driver, without XLA, and
 prints the fastest. A fraction is the time in which the driver's own copy would move the same bytes
 over the time taken; `*` marks the package's choice. Many launches are one CUDA graph, as XLA's
-command buffers are, so that the host is not what is timed: with few rows a time is that from one
-launch to the next, about 1 us more than the kernel's own.
+command buffers are, so that the host is not what is timed.
 """
 
 import argparse
@@ -80,15 +79,20 @@ class Gpu:
             run(i)
         graph = self("cuStreamEndCapture", self.stream)
         program = self("cuGraphInstantiate", graph, 0)
+        time = self.elapsed(lambda: self("cuGraphLaunch", program, self.stream))
+        self("cuGraphExecDestroy", program)
+        self("cuGraphDestroy", graph)
+        return time / count
+
+    def elapsed(self, run) -> float:
+        """Median microseconds of what run() puts on the stream."""
         times = []
         for _ in range(6):
             self("cuEventRecord", self.begin, self.stream)
-            self("cuGraphLaunch", program, self.stream)
+            run()
             self("cuEventRecord", self.end, self.stream)
             self("cuEventSynchronize", self.end)
-            times.append(1e3 * self("cuEventElapsedTime", self.begin, self.end) / count)
-        self("cuGraphExecDestroy", program)
-        self("cuGraphDestroy", graph)
+            times.append(1e3 * self("cuEventElapsedTime", self.begin, self.end))
         return statistics.median(times[1:])  # the first found nothing on the device
 
     def function(self, image: bytes, kernel: str, shared: int):
@@ -355,8 +359,13 @@ class Buffers:
 def copy_time(gpu: Gpu, size: int) -> float:
     """Microseconds that the driver's copy of so many bytes takes."""
     pairs = [(gpu.array(size), gpu.array(size)) for _ in range(COPIES)]
-    copy = lambda turn: gpu("cuMemcpyDtoDAsync", *pairs[turn % COPIES], size, gpu.stream)
-    time = gpu.microseconds(copy)
+    count = 10
+
+    def copy():
+        for i in range(count):
+            gpu("cuMemcpyDtoDAsync", *pairs[i % COPIES], size, gpu.stream)
+
+    time = gpu.elapsed(copy) / count
     for pointer in itertools.chain(*pairs):
         gpu("cuMemFree", pointer)
     return time

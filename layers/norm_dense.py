@@ -99,7 +99,10 @@ def apply(
 ) -> jax.Array:
     """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     op = "norm_dense"
-    project = functools.partial(_project, x, scale, (kernel,), dtype, **options)
+    # With an activation the backward has larger arrays to hide the normalised x behind.
+    project = functools.partial(
+        _project, x, scale, (kernel,), dtype, apart=activation is None, **options
+    )
 
     def native(strict):
         (z,) = project(strict=strict)
@@ -207,6 +210,7 @@ def _project(
     eps,
     scale_offset=0.0,
     recompute=True,
+    apart=False,
     strict=False,
     norm=None,
     contract=0,
@@ -219,7 +223,7 @@ def _project(
         options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
         n = rms_norm(x, scale, dtype=dtype, **options)
         return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
-    producer = Normalised(eps, scale_offset, dtype, order_of(strict))
+    producer = Normalised(eps, scale_offset, dtype, order_of(strict), apart)
     if scale is None:
         return products(producer, (x,), kernels, **shared)
     x = vary(x, jax.typeof(scale).manual_axis_type.varying)

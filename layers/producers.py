@@ -57,12 +57,18 @@ def placed(array: jax.Array, sharding: jax.P | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Normalised:
-    """`rms_norm(x[, scale])` over the last axis, in `dtype`."""
+    """`rms_norm(x[, scale])` over the last axis, in `dtype`.
+
+    The backward makes the value again in the pass that computes the gradients. With `apart` it is a
+    pass of its own, which reads x once more; but then x's gradient has the place of the value's,
+    and the backward needs nothing of x's size beside it.
+    """
 
     eps: float
     scale_offset: float
     dtype: str
     strict: Order
+    apart: bool = False
 
     def _params(self, args) -> dict[str, Any]:
         return {
@@ -87,11 +93,14 @@ class Normalised:
         return rms_norm_op.tangent(*args, *kept, *moving, out_dtype=self.dtype, **params)[0]
 
     def backward(self, dvalue, args, kept, wanted, with_value):
-        params = self._params(args) | {"has_residual": False, "with_dscale": wanted[1:] == (True,)}
-        found = rms_norm_op.backward(dvalue, *args, *kept, **params)
+        together = with_value and not self.apart
+        flags = {"with_dscale": wanted[1:] == (True,), "with_value": together}
+        found = rms_norm_op.pullback(dvalue, *args, *kept, **self._params(args), **flags)
+        value = found.pop() if together else None
+        if with_value and self.apart:
+            value = self.again(args, kept)
         gradients = [g.astype(a.dtype) if w else None for g, a, w in zip(found, args, wanted)]
-        gradients += [None] * (len(args) - len(gradients))
-        return gradients, self.again(args, kept) if with_value else None
+        return gradients + [None] * (len(args) - len(gradients)), value
 
     def value_type(self, args):
         return jax.typeof(args[0]).update(dtype=jnp.dtype(self.dtype), weak_type=False)

@@ -35,6 +35,11 @@ def _backward_dims(ndim, *, axes, has_residual, has_scale, with_dscale, **_):
     )
 
 
+def _pullback_dims(ndim, *, with_value, **params):
+    inputs, outputs = _backward_dims(ndim, has_residual=False, **params)
+    return inputs, (*outputs, *[inputs[0]] * with_value)
+
+
 def _apply_dims(ndim, *, axes, has_scale, **_):
     x, rows, scale = _arrays(ndim, axes)
     return (x, *[scale] * has_scale, rows), (x,)
@@ -132,6 +137,23 @@ def _backward_body(split, dy, x, *rest, axes, strict, has_scale, has_residual, *
     return [_restore(results[0], x.shape, axes), *dscale]
 
 
+def _pullback_body(split, dy, x, *rest, axes, with_value, with_dscale, **params):
+    if x.size and not split.over(axes):
+        scale, (rstd,) = [a.reshape(-1) for a in rest[:-1]], rest[-1:]
+        operands = [_canonical(dy, axes), _canonical(x, axes), *scale, _rows_of(rstd, axes)]
+        flags = {"with_dscale": with_dscale, "with_value": with_value}
+        dx, *more = native.pullback(*operands, **params, **flags)
+        value = [_restore(more.pop(), x.shape, axes)] if with_value else []
+        shape = tuple(x.shape[a] for a in axes)
+        dscale = [_sum_rows(split, d, axes).reshape(shape) for d in more]
+        return [_restore(dx, x.shape, axes), *dscale, *value]
+    flags = {"has_residual": False, "with_dscale": with_dscale}
+    results = _backward_body(split, dy, x, *rest, axes=axes, **params, **flags)
+    if with_value:
+        results += _apply_body(split, x, *rest, axes=axes, out_dtype=dy.dtype.name, **params)
+    return results
+
+
 def _apply_body(split, x, *rest, axes, **params):
     """Needs nothing of other devices: rstd is of the whole row."""
     del split
@@ -179,6 +201,14 @@ def _backward_unfused(dy, x, *rest, axes, has_scale, scale_offset, with_dscale, 
     return [dx, jnp.sum(dy * x.astype(dtype) * jnp.expand_dims(rstd, axes), rows)]
 
 
+def _pullback_unfused(dy, x, *rest, with_dscale, with_value, **params):
+    flags = {"has_residual": False, "with_dscale": with_dscale}
+    results = _backward_unfused(dy, x, *rest, **params, **flags)
+    if with_value:
+        results += apply.plain(x, *rest, out_dtype=dy.dtype.name, **params)
+    return results
+
+
 # ---------------------------------------------------------------- operations
 
 forward = Op("rms_norm", definition.forward, _forward_dims, _forward_body, _forward_unfused)
@@ -196,3 +226,19 @@ derivative.link(forward, tangent, backward)
 apply = Op("rms_norm_apply", definition.apply, _apply_dims, _apply_body)
 """`(x[, scale], rstd) -> (y,)`: the forward once more, where rstd is known."""
 derivative.differentiate_plainly(apply)
+
+pullback = Op(
+    "rms_norm_pullback",
+    definition.pullback,
+    _pullback_dims,
+    _pullback_body,
+    _pullback_unfused,
+    lead=1,
+)
+"""`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`: `backward` for a layer that takes y.
+
+Where with_value the pass also writes y, x normalised again, in dy's dtype. One of the results takes
+the place of dy in memory, which costs a copy if dy is needed afterwards: it is made for a dy that
+the layer itself has made.
+"""
+derivative.differentiate_plainly(pullback)

@@ -120,6 +120,41 @@ def vector_size(features: int, itemsize: int) -> int:
     return math.gcd(features, 16 // itemsize)
 
 
+class _Step(NamedTuple):
+    """A layout for rows of at most `vectors` vectors of 16 bytes."""
+
+    vectors: int
+    chunks: int
+    slices: int = 1
+    fill: int = 0  # as many rows to a block as make so many threads
+    blocks: int = 1  # to a multiprocessor
+    threads: int = 0  # to a multiprocessor, in place of `blocks`
+    hold: bool = False
+    rows: int = 1  # to a thread at once: the forward kernel's alone
+    stages: int = 2  # the backward kernel's alone
+
+    def layout(self, features: int, vector: int) -> RowLayout:
+        """For a row of so many features, `vector` of which move together."""
+        vectors = features // vector
+        row_threads = _row_threads(-(-vectors // self.slices), self.chunks)
+        layout = RowLayout(
+            features,
+            vector,
+            self.chunks,
+            row_threads,
+            block_rows=max(1, self.fill // row_threads),
+            slices=-(-vectors // (row_threads * self.chunks)),
+            min_blocks=self.blocks,
+            hold=self.hold,
+            max_stages=self.stages,
+            thread_rows=self.rows,
+        )
+        if self.threads:
+            blocks = max(1, self.threads // layout.threads)
+            layout = dataclasses.replace(layout, min_blocks=blocks)
+        return layout
+
+
 @dataclasses.dataclass(frozen=True)
 class Held:
     """What threads of the forward kernel have in registers."""
@@ -135,7 +170,27 @@ _PLAIN = Held(
 _RESIDUAL = Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
 _LONG_RESIDUAL = Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
-_FEW_ROWS = Held((48, 48, 64), ((128, 2), (1056, 3)), scale=1056)
+
+# Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
+# (docs/kernels.md): each is the best, or within 1 % of it, of 100 to 300 that were timed at some 20
+# lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor have
+# many registers each, so that the scale is there when a sum is, and two rows share it.
+_FORWARD = (
+    _Step(128, chunks=1, rows=2, hold=True, threads=MOST_THREADS),
+    _Step(320, chunks=3, rows=2, hold=True, fill=128, threads=512),
+    _Step(640, chunks=5, hold=True, threads=512),
+    _Step(896, chunks=4, hold=True, threads=896),
+    _Step(1536, chunks=4, rows=2, hold=True, blocks=2),
+    _Step(2048, chunks=4, hold=True, blocks=2),
+    _Step(2400, chunks=5, blocks=3),
+    _Step(3072, chunks=6, rows=2, hold=True),
+    _Step(4096, chunks=4, rows=2),
+    _Step(8192, chunks=4, rows=4, hold=True, slices=4),
+)
+
+# Where all rows are on their way at once only the way through one counts: three vectors a thread,
+# and the scale is read with them.
+_FORWARD_FEW_ROWS = _Step(1056, chunks=3, hold=True, fill=128, threads=1024)
 
 
 def forward_held(vectors: int, compute: np.dtype, residual: bool) -> Held:
@@ -174,11 +229,9 @@ def forward_layout(
     vector = vector_size(features, itemsize)
     vectors = features // vector
     held = forward_held(vectors, compute, residual)
-    if held is _PLAIN and 2 * WARP < vectors <= _FEW_ROWS.scale:
-        # Where all rows are on their way at once only the way through one counts: the scale is read
-        # with the row, not after it.
-        layout = _held_layout(features, vector, 1, _FEW_ROWS)
-        if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
+    if held is _PLAIN and vectors > 2 * WARP:
+        layout = _plain_layout(features, vector, target, rows, whole_rows)
+        if layout is not None:
             return layout
     if vectors <= 2 * WARP:  # a warp or less has the row, and needs no barrier
         row_threads = min(WARP, _power_of_two(-(-vectors // 2)))
@@ -190,6 +243,24 @@ def forward_layout(
         if -(-vectors // slices) <= held.steps[-1][0]:
             return _held_layout(features, vector, slices, held)
         slices *= 2
+    return None
+
+
+def _plain_layout(
+    features: int, vector: int, target: Target, rows: int, whole_rows: bool
+) -> RowLayout | None:
+    """A measured layout of the forward kernel, if there is one for so many rows."""
+    vectors = features // vector
+    if vectors <= _FORWARD_FEW_ROWS.vectors:
+        layout = _FORWARD_FEW_ROWS.layout(features, vector)
+        if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
+            return layout
+    for step in _FORWARD:
+        if vectors <= step.vectors:
+            layout = step.layout(features, vector)
+            possible = layout.slices == 1 or (target.clusters and whole_rows)
+            wave = target.multiprocessors * layout.min_blocks // layout.slices
+            return layout if possible and layout.blocks_for(rows) >= wave else None
     return None
 
 
@@ -209,18 +280,6 @@ def _held_layout(features: int, vector: int, slices: int, held: Held) -> RowLayo
         hold=vectors <= held.scale,
     )
     return _fill(layout, held.registers)
-
-
-class _Step(NamedTuple):
-    """A layout of the backward kernel for rows of at most `vectors` vectors of 16 bytes."""
-
-    vectors: int
-    chunks: int
-    slices: int = 1
-    fill: int = 0  # as many rows to a block as make so many threads
-    blocks: int = 1  # to a multiprocessor
-    hold: bool = False
-    stages: int = 2
 
 
 # Found with benchmarks/layouts.py on an H200 (docs/kernels.md): each is the best, or within 1 % of
@@ -254,8 +313,8 @@ _BACKWARD_RESIDUAL = (
     _Step(8192, chunks=2, slices=8, blocks=2),
 )
 
-# Where there are no more rows than multiprocessors all are read at once, the longer ones by clusters
-# of blocks of 128 threads: only the way through one row counts.
+# Where there are no more rows than multiprocessors all are read at once, the longer ones by
+# clusters of blocks of 128 threads: only the way through one row counts.
 _BACKWARD_FEW_ROWS = (
     _Step(256, chunks=1, hold=True, stages=1),
     _Step(512, chunks=1, slices=4, blocks=2),
@@ -296,18 +355,7 @@ def backward_layout(
         for step in steps:
             if vectors > step.vectors:
                 continue
-            row_threads = _row_threads(-(-vectors // step.slices), step.chunks)
-            layout = RowLayout(
-                features,
-                vector,
-                step.chunks,
-                row_threads,
-                block_rows=max(1, step.fill // row_threads),
-                slices=-(-vectors // (row_threads * step.chunks)),
-                min_blocks=step.blocks,
-                hold=step.hold,
-                max_stages=step.stages,
-            )
+            layout = step.layout(features, vector)
             if (layout.slices == 1 or target.clusters) and layout.fits(target, **options):
                 return layout
             break

@@ -1,4 +1,4 @@
-"""RMSNorm's six kernels on CUDA: choosing a layout and launching.
+"""RMSNorm's kernels on CUDA: choosing a layout and launching.
 
 Each function takes a `Target`, then the operands and params of the kernel of the same name in
 `normfuse.native.rms_norm`; arrays are viewed as (outer, n, inner). Contiguous rows (inner == 1)
@@ -78,6 +78,24 @@ def backward(target: Target, dy, x, *rest, scale_offset, has_residual, has_scale
     return backward_apply(target, dy, x, *rest, dots, count=x.shape[1], **flags)
 
 
+def pullback(target: Target, dy, x, *rest, scale_offset, has_scale, with_dscale, with_value):
+    """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them has the place of dy."""
+    operands = _named(rest, DY=dy, X=x, SCALE=has_scale, RSTD=True)
+    options: dict[str, Any] = {"with_dscale": with_dscale, "with_value": with_value}
+    options["in_place"] = {"DY": "VALUE" if with_value else "DX"}
+    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    done = _backward(call, scale_offset, **options)
+    if done is not None:
+        return done
+
+    flags = {"scale_offset": scale_offset, "has_scale": has_scale}
+    (dots,) = row_dots(target, dy, x, *rest[:has_scale], compute=call.compute, **flags)
+    call = _Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
+    call.result("DX", x.shape, x.dtype)
+    return _backward(call, scale_offset, x.shape[1], **options)
+
+
 def row_dots(target: Target, dy, x, *rest, scale_offset, has_scale, compute=None) -> Any:
     """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
     operands = _named(rest, DY=dy, X=x, SCALE=has_scale)
@@ -108,12 +126,20 @@ class _Call:
             for name, array in operands.items()
         }
         self.results: dict[str, jax.ShapeDtypeStruct] = {}
+        self.in_place: dict[str, str] = {}  # operand -> result that takes its place
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
 
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def more_gradients(self, blocks: tuple[int, int], with_dscale: bool, with_value: bool) -> None:
+        """The backward kernel's results after dx: dscale of each block, and x normalised again."""
+        if with_dscale:
+            self.result("PARTIAL", blocks, self.compute)
+        if with_value:
+            self.result("VALUE", self.operands["X"].shape, self.operands["DY"].dtype)
 
     def empty(self) -> list[jax.Array]:
         return [jnp.zeros(r.shape, r.dtype) for r in self.results.values()]
@@ -167,8 +193,17 @@ class _Call:
             list(results.values()),
             target=self.target,
             macros=types | {name: int(value) for name, value in macros.items()},
+            aliases=self._aliases(results),
             **sizes,
         )
+
+    def _aliases(self, results) -> dict[int, int]:
+        """`in_place` by position, where the two are as large."""
+        return {
+            list(self.operands).index(operand): list(results).index(result)
+            for operand, result in self.in_place.items()
+            if self.operands[operand].dtype == results[result].dtype
+        }
 
 
 def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
@@ -204,12 +239,14 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
 
 
 def _backward(
-    call: _Call, scale_offset, count=None, *, with_dscale=False
+    call: _Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
 ) -> list[jax.Array] | None:
     """Launches a kernel of rms_norm_backward.cu, and for dscale the sum over its blocks."""
     n = call.features
+    call.in_place = in_place or {}
     if 0 in call.row_shape:
-        return call.empty() + ([jnp.zeros(n, call.compute)] if with_dscale else [])
+        dscale = [jnp.zeros(n, call.compute)] if with_dscale else []
+        return call.empty() + dscale + ([call.operands["DY"]] if with_value else [])
     macros = {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": "DX" in call.results,
@@ -217,13 +254,13 @@ def _backward(
         "HAS_SCALE": "SCALE" in call.operands,
         "HAS_OFFSET": scale_offset != 0,
         "WITH_DSCALE": with_dscale,
+        "WITH_VALUE": with_value,
     }
     scalars = _scalars(call.compute, scale_offset, n if count is None else count)
     most = max(1, _MAX_PARTIAL_BYTES // (n * call.compute.itemsize)) if with_dscale else _MAX_GRID
     if call.inner != 1:
         grid = min(most, cuda_layout.strided_blocks(call.outer, n, call.inner, call.target))
-        if with_dscale:
-            call.result("PARTIAL", (grid, n), call.compute)
+        call.more_gradients((grid, n), with_dscale, with_value)
         done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
     else:
         read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
@@ -245,13 +282,12 @@ def _backward(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
         macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
-        if with_dscale:
-            call.result("PARTIAL", (grid, n), call.compute)
+        call.more_gradients((grid, n), with_dscale, with_value)
         done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)
-    if not with_dscale:
-        return done
-    *dx, partial = done
-    return [*dx, partial[0] if grid == 1 else column_sum(launch, call.target, partial)]
+    if with_dscale:
+        partial = done[1]
+        done[1] = partial[0] if grid == 1 else column_sum(launch, call.target, partial)
+    return done
 
 
 def _named(rest, **present) -> dict[str, Any]:

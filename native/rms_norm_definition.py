@@ -112,6 +112,13 @@ def backward(dy, x, *rest, scale_offset, has_residual, has_scale, with_dscale, a
     )
 
 
+def pullback(dy, x, *rest, scale_offset, has_scale, with_dscale, with_value, axes=_CANONICAL):
+    """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`: `backward`, and `apply` as dy is."""
+    flags = {"scale_offset": scale_offset, "has_scale": has_scale, "axes": axes}
+    results = backward(dy, x, *rest, has_residual=False, with_dscale=with_dscale, **flags)
+    return [*results, *(apply(x, *rest, out_dtype=dy.dtype, **flags) if with_value else [])]
+
+
 def tangent(x, *rest, scale_offset, has_residual, has_scale, out_dtype, moves, axes=_CANONICAL):
     """The tangents of y and h: `(h[, scale], rstd[, dh][, dscale]) -> (dy[, dh])`.
 

@@ -65,7 +65,8 @@ class Emulator:
         aliases=None,
     ) -> list[np.ndarray]:
         """As `normfuse.native.launch.launch`, at once."""
-        self.launches.append({"kernel": kernel, "macros": macros, "grid": _three(grid)})
+        done = {"kernel": kernel, "macros": macros, "grid": _three(grid)}
+        self.launches.append(done | {"aliases": dict(aliases or {})})
         run = self._build(source, kernel, macros or {})
         arrays = [_Guarded(np.asarray(a), self.shift) for a in operands]
         outputs = [_Guarded(_nan(r), self.shift) for r in results]

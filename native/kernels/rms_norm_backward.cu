@@ -1,7 +1,7 @@
 // The derivative of RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
 //
 //   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
-//   dscale = Σ_rows dy · x · rstd
+//   dscale = Σ_rows dy · x · rstd             value = x · rstd · (scale + offset), what dy is of
 //
 // and its two halves, for rows that lie on several devices or in no single block: the sums over rows
 // alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
@@ -11,6 +11,10 @@
 //   rstd           (rows,)               COMPUTE_TYPE
 //   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; (rows,) as an operand
 //   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block, if WITH_DSCALE
+//   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
+//
+// dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
+// its place.
 //
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
 // dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread reads
@@ -118,6 +122,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #if WITH_DSCALE
     Compute* partial,
 #endif
+#if WITH_VALUE
+    DY_TYPE* value,
+#endif
 #else
     Compute* dots,
 #endif
@@ -130,6 +137,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   aligned = aligned && aligned_16(dx);
 #if HAS_RESIDUAL
   aligned = aligned && aligned_16(dh);
+#endif
+#if WITH_VALUE
+  aligned = aligned && aligned_16(value);
 #endif
 #if WITH_DSCALE
   const bool partial_aligned = aligned_16(partial);
@@ -226,6 +236,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
       const auto wide_dh = widen_all<Compute>(dhs[i]);
 #endif
       Wide<Compute, VECTOR> out;
+#if WITH_VALUE
+      Wide<Compute, VECTOR> again;
+#endif
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
         const Compute normal = wide_x.at[k] * rstd_row;  // x normalised
@@ -237,12 +250,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #else
         const Compute g = wide_dy.at[k];
 #endif
+#if WITH_VALUE && HAS_SCALE
+        again.at[k] = normal * weight[i].at[k];
+#elif WITH_VALUE
+        again.at[k] = normal;
+#endif
         out.at[k] = rstd_row * g - normal * pull;
 #if HAS_RESIDUAL
         out.at[k] += wide_dh.at[k];
 #endif
       }
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
+#if WITH_VALUE
+      if (active) store_chunk(value + row * FEATURES, i, aligned, narrow_all<DY_TYPE>(again));
+#endif
     }
 #endif
     // All that was read has been used, so the slots are free again.

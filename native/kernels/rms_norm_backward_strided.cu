@@ -1,5 +1,6 @@
 // The derivative of RMSNorm along the middle of (outer, FEATURES, inner); the formulas, macros and
-// operands are those of rms_norm_backward.cu, with rstd and dots (outer, inner).
+// operands are those of rms_norm_backward.cu, with rstd and dots (outer, inner). Here an element is
+// read twice, and then its place written, by one thread.
 //
 // A block adds up dscale over its rows in its own row of `partial`, each element always by the same
 // thread, and column_sum.cu adds the blocks: the result does not depend on timing.
@@ -25,6 +26,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL(
     X_TYPE* dx,
 #if WITH_DSCALE
     Compute* partial,
+#endif
+#if WITH_VALUE
+    DY_TYPE* value,
 #endif
 #else
     Compute* dots,
@@ -73,15 +77,19 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL(
         const Compute wide_dy = widen<Compute>(dy[tile.at(k)]);
         const Compute normal = widen<Compute>(x[tile.at(k)]) * rstd_row;
         share = wide_dy * normal;
-        Compute g = wide_dy;
+        Compute weight = 1;
 #if HAS_SCALE
-        g *= widen<Compute>(scale[k]) + scale_offset;
+        weight = widen<Compute>(scale[k]) + scale_offset;
 #endif
+        const Compute g = wide_dy * weight;
         Compute out = rstd_row * g - normal * pull;
 #if HAS_RESIDUAL
         out += widen<Compute>(dh[tile.at(k)]);
 #endif
         dx[tile.at(k)] = X_TYPE(out);
+#if WITH_VALUE
+        value[tile.at(k)] = DY_TYPE(normal * weight);
+#endif
       }
 #if WITH_DSCALE
 #pragma unroll

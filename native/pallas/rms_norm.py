@@ -1,4 +1,4 @@
-"""RMSNorm in Pallas: the six kernels of `native.rms_norm` on (outer, n, inner) arrays.
+"""RMSNorm in Pallas: the kernels of `native.rms_norm` on (outer, n, inner) arrays.
 
 Rows are made contiguous first: where `inner` is not one that is a transpose before the kernel and
 one after it. Rows too long for a kernel to hold are read twice: a sum over each, then the rest.
@@ -154,6 +154,12 @@ def _backward_apply(rows, dy, x, *rest, count, scale_offset, has_residual, has_s
     return rows(body, [dy, x, *dh], scale, [rstd, dots], outs)
 
 
+def _pullback(rows, dy, x, *rest, with_dscale, with_value, **flags):
+    results = _backward(rows, dy, x, *rest, has_residual=False, with_dscale=with_dscale, **flags)
+    again = _apply(rows, x, *rest, out_dtype=dy.dtype, **flags) if with_value else []
+    return [*results, *again]
+
+
 def _gradients(dy, x, dh, columns, rstd, mean, scale_offset, with_dscale):
     """dx of a tile, and what it adds to dscale; in the definition's order of products."""
     normal = x * rstd
@@ -166,7 +172,12 @@ def _gradient_outs(rows, x, with_dscale):
     return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * with_dscale]
 
 
-_GRADIENTS = ("backward", "row_dots", "backward_apply")  # their operands begin with dy, then x
+_GRADIENTS = (
+    "backward",
+    "row_dots",
+    "backward_apply",
+    "pullback",
+)  # their operands begin with dy, then x
 _KERNELS = {
     "forward": _forward,
     "row_sums": _row_sums,
@@ -174,4 +185,5 @@ _KERNELS = {
     "backward": _backward,
     "row_dots": _row_dots,
     "backward_apply": _backward_apply,
+    "pullback": _pullback,
 }

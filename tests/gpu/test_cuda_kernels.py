@@ -11,7 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_cases import EPS, Case, check_backward, check_forward, check_halves, mixes
+from cuda_cases import (
+    EPS,
+    Case,
+    check_backward,
+    check_forward,
+    check_halves,
+    check_pullback,
+    mixes,
+)
 
 from normfuse.native import compiler, device, launch, rms_norm
 from normfuse.native.compiler import Source
@@ -42,6 +50,8 @@ def test_cuda_forward_and_backward_match_reference(n):
     case = Case((301, n, 1))  # more rows than the backward kernel has blocks
     check_forward(run, case)
     check_backward(run, case)
+    check_pullback(run, case)
+    check_pullback(run, case, with_value=False)
 
 
 @pytest.mark.parametrize("n", [65536, 65544, 1048573, 1048576])
@@ -49,6 +59,7 @@ def test_cuda_long_rows_match_reference(n):
     case = Case((3, n, 1), residual=n == 65544)
     check_forward(run, case)
     check_backward(run, case)
+    check_pullback(run, case)
 
 
 @pytest.mark.parametrize("n", [3, 1000, 4096, 131072])
@@ -58,8 +69,9 @@ def test_cuda_halves_match_reference(n):
 
 @pytest.mark.parametrize("shape", [(4, 64, 3), (3, 1000, 40), (1, 5, 1000), (2, 4096, 17)])
 def test_cuda_strided_rows_match_reference(shape):
-    for check in (check_forward, check_backward, check_halves):
-        check(run, Case(shape, out="float32", residual=check is not check_halves))
+    for check in (check_forward, check_backward, check_halves, check_pullback):
+        residual = check in (check_forward, check_backward)
+        check(run, Case(shape, out="float32", residual=residual))
 
 
 @pytest.mark.parametrize(("x", "scale", "out"), mixes())

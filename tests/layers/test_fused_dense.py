@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, gated_dense, gated_product, norm_dense, norm_gated_dense, rms_norm
+from normfuse.layers import rms_norm_op
 from normfuse.native.scalar import SCALARS
 
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -124,6 +125,30 @@ def test_parameters_in_float32_get_unrounded_gradients(rng, name):
     assert_close(got, want, COARSE)
     kernel = got[-2] if name == "norm_dense" else got[-1]
     assert np.any(f64(kernel) != f64(kernel.astype(bf16)))
+
+
+@pytest.mark.parametrize("with_value", [False, True])
+def test_the_place_of_what_is_needed_afterwards_is_not_taken(rng, with_value):
+    """A result has the place of dy, for which XLA makes a copy."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), f32)
+    dy, x, scale, rstd = draw(9, IN), draw(9, IN), draw(IN), jnp.abs(draw(9)) + 0.5
+    flags = {"axes": (1,), "scale_offset": 0.0, "has_scale": True, "strict": False}
+
+    def run(dy):
+        dy = 2 * dy
+        some = {"with_dscale": True, "with_value": with_value}
+        return [*rms_norm_op.pullback(dy, x, scale, rstd, **flags, **some), dy - 1, dy]
+
+    def apart(dy):
+        some = {"with_dscale": True, "has_residual": False}
+        value = rms_norm_op.apply(x, scale, rstd, out_dtype="float32", **flags) * with_value
+        return [*rms_norm_op.backward(2 * dy, x, scale, rstd, **flags, **some), *value]
+
+    *got, less, kept = jax.jit(run)(dy)
+    for a, b in zip(got, jax.jit(apart)(dy), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(kept, 2 * dy)
+    np.testing.assert_array_equal(less, 2 * dy - 1)
 
 
 def test_several_output_axes_and_no_scale(rng):

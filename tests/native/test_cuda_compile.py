@@ -46,7 +46,7 @@ def compile_all(monkeypatch):
     return run
 
 
-def six(shape, x="bfloat16", scale="float32", out="bfloat16", residual=False):
+def calls_of(shape, x="bfloat16", scale="float32", out="bfloat16", residual=False):
     """Operands and params of every kernel."""
     outer, n, inner = shape
     compute = "float64" if "float64" in (x, scale, out) else "float32"
@@ -60,6 +60,7 @@ def six(shape, x="bfloat16", scale="float32", out="bfloat16", residual=False):
         "row_sums": ([large], {}),
         "apply": ([large, w, row], FLAGS | out_dtype),
         "backward": ([dy, large, w, row, *more], flags | {"with_dscale": True}),
+        "pullback": ([dy, large, w, row], FLAGS | {"with_dscale": True, "with_value": True}),
         "row_dots": ([dy, large, w], FLAGS),
         "backward_apply": ([dy, large, w, row, *more, row], flags | given),
     }
@@ -73,17 +74,21 @@ def spilled(log: str) -> int:
 @pytest.mark.parametrize("shape", [(4096, 1024, 1), (4096, 32768, 1), (8, 300, 7)], ids=str)
 def test_cuda_kernels_compile(compile_all, arch, shape):
     for kernel in ("forward", "backward"):
-        for name, log in compile_all(arch, kernel, *six(shape)[kernel]):
+        for name, log in compile_all(arch, kernel, *calls_of(shape)[kernel]):
             assert "warning" not in log, (name, log)
 
 
 @pytest.mark.parametrize(
     ("rows", "n"),
-    [*((4096, n) for n in (512, 1024, 4096, 5120, 8192, 12288, 32768)), (64, 4096), (64, 8192)],
+    [
+        *((9000, n) for n in (512, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432)),
+        *((2048, n) for n in (24576, 32768, 65536)),
+        *((64, n) for n in (1024, 4096, 8192)),
+    ],
 )
 def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
-    for kernel in ("forward", "backward"):
-        for name, log in compile_all("sm_90", kernel, *six((rows, n, 1))[kernel]):
+    for kernel in ("forward", "backward", "pullback"):
+        for name, log in compile_all("sm_90", kernel, *calls_of((rows, n, 1))[kernel]):
             assert spilled(log) <= 8, (name, log)  # at 12288 newer compilers keep two words aside
 
 
@@ -98,20 +103,20 @@ def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
     ],
 )
 def test_cuda_dtype_mixes_compile(compile_all, x, scale, out):
-    calls = six((64, 1000, 1), x, scale, out, residual=True)
+    calls = calls_of((64, 1000, 1), x, scale, out, residual=True)
     for kernel in ("forward", "backward"):
         compile_all("sm_90", kernel, *calls[kernel])
 
 
 @pytest.mark.parametrize("shape", [(64, 1000, 1), (4, 257, 3)], ids=str)
 def test_cuda_halves_compile(compile_all, shape):
-    calls = six(shape, "float16", "float32", "bfloat16", residual=True)
+    calls = calls_of(shape, "float16", "float32", "bfloat16", residual=True)
     for kernel in ("row_sums", "apply", "row_dots", "backward_apply"):
         compile_all("sm_90", kernel, *calls[kernel])
 
 
 def test_cuda_portable_image_is_ptx(compile_all):
-    ((_, log),) = compile_all("compute_80", "forward", *six((64, 4096, 1))["forward"])
+    ((_, log),) = compile_all("compute_80", "forward", *calls_of((64, 4096, 1))["forward"])
     assert log == ""
     image = compiler.compile_image(
         Source("a.cu", 'extern "C" __global__ void a() {}'), {}, "compute_80"
@@ -120,11 +125,11 @@ def test_cuda_portable_image_is_ptx(compile_all):
 
 
 def test_cuda_first_compile_is_quick(compile_all, capsys):
-    compile_all("sm_90", "row_sums", *six((64, 96, 1))["row_sums"])  # opens NVRTC
+    compile_all("sm_90", "row_sums", *calls_of((64, 96, 1))["row_sums"])  # opens NVRTC
     began = time.perf_counter()
-    compile_all("sm_90", "forward", *six((64, 4096, 1))["forward"])
+    compile_all("sm_90", "forward", *calls_of((64, 4096, 1))["forward"])
     forward = time.perf_counter() - began
-    compile_all("sm_90", "backward", *six((64, 4096, 1))["backward"])
+    compile_all("sm_90", "backward", *calls_of((64, 4096, 1))["backward"])
     backward = time.perf_counter() - began - forward
     with capsys.disabled():
         print(f"\ncompiling for sm_90: forward {forward:.2f} s, backward {backward:.2f} s")

@@ -1,0 +1,78 @@
+"""Layers that are measured beside the same in plain jnp, on a GPU and in programs compiled for one.
+
+x is `(tokens, dim)`, the norm's scale float32, kernels `(dim, hidden)` and, for an MLP, back.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from normfuse import dense, gated_product, norm_dense, norm_gated_dense
+from normfuse.layers.implementation import order_of
+from normfuse.layers.producers import Normalised
+from normfuse.layers.recomputed import products
+
+
+def rms(x, scale):
+    wide = x.astype(jnp.float32)
+    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * rstd * scale).astype(x.dtype)
+
+
+def project(x, scale, *kernels):
+    """The products of the normalised x, which is not kept."""
+    return products(Normalised(1e-6, 0.0, "bfloat16", order_of(True)), (x, scale), kernels)
+
+
+LAYERS: dict[str, dict[str, Callable]] = {
+    "norm + dense": {
+        "jnp": lambda x, s, w: rms(x, s) @ w,
+        "normfuse": norm_dense,
+        "normfuse, norm kept": lambda x, s, w: norm_dense(x, s, w, recompute=False),
+    },
+    "norm + gelu MLP": {
+        "jnp": lambda x, s, w, d: jax.nn.gelu(rms(x, s) @ w) @ d,
+        "normfuse": lambda x, s, w, d: gated_product(
+            norm_dense(x, s, w), None, d, activation="gelu_tanh"
+        ),
+        "normfuse, hidden kept": lambda x, s, w, d: dense(
+            norm_dense(x, s, w, activation="gelu_tanh"), d
+        ),
+    },
+    "norm + SwiGLU MLP": {
+        "jnp": lambda x, s, w, u, d: (jax.nn.silu((n := rms(x, s)) @ w) * (n @ u)) @ d,
+        "normfuse": lambda x, s, w, u, d: gated_product(*project(x, s, w, u), d),
+        "normfuse, hidden kept": lambda x, s, w, u, d: dense(norm_gated_dense(x, s, w, u), d),
+    },
+}
+
+# Arrays of x's size, and of the hidden layer's, that kernels other than GEMMs move. The norm reads
+# x and writes it normalised; its backward reads x and dy and writes dx, and x normalised again,
+# which where it is a pass of its own reads x once more. After the product each array is read and
+# written once each way.
+MOVED = {
+    ("norm + dense", "normfuse"): (7, 0),
+    ("norm + dense", "normfuse, norm kept"): (5, 0),
+    ("norm + gelu MLP", "normfuse"): (7, 6),
+    ("norm + gelu MLP", "normfuse, hidden kept"): (6, 5),
+    ("norm + SwiGLU MLP", "normfuse"): (6, 9),
+    ("norm + SwiGLU MLP", "normfuse, hidden kept"): (6, 8),
+}
+
+
+def kernel_shapes(layer: str, dim: int, hidden: int) -> list[tuple[int, int]]:
+    """Of the kernels, in the order in which the layer takes them."""
+    ups = [(dim, hidden)] * (1 + ("SwiGLU" in layer))
+    return ups + [(hidden, dim)] * ("MLP" in layer)
+
+
+def both_ways(layer: Callable) -> Callable:
+    """The result, and then every gradient: as in training, dy is not known before y is."""
+
+    def run(args, dy):
+        y, pull = jax.vjp(layer, *args)
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, pull(dy)
+
+    return run
