@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse.models import parameters
 from normfuse.models.attention import Cache
 from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import Sharding, on_mesh, with_auto_axes
+from normfuse.models.sharding import Sharding, stored, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -83,7 +83,7 @@ class Functional:
 
         def place(path, leaf):
             spec = _spec(path, sharding) if leaf.ndim else P()
-            return NamedSharding(mesh, on_mesh(spec, mesh.axis_names))
+            return NamedSharding(mesh, stored(spec, mesh.shape))
 
         return jax.tree.map_with_path(place, params)
 

@@ -59,14 +59,21 @@ class Sharding:
     logits: P = P(BATCH, None, "tensor")
 
     @classmethod
-    def sequence_parallel(cls) -> "Sharding":
-        """Splits the activations between blocks along the sequence, over "tensor".
+    def sequence_parallel(cls, *, by_rows: bool = False) -> "Sharding":
+        """Splits the tokens between blocks over "tensor": a part of each sequence on each device.
 
         Each block then gathers its input and scatters the sum of its output, where it otherwise
         all-reduces: the same bytes on the wire, and norms and residuals take 1/tensor of the
         memory.
+
+        Args:
+          by_rows: split the batch instead, of which each of the "data" and "fsdp" devices then has
+            a multiple of "tensor" sequences. Parts of sequences lie scattered in what is gathered,
+            and GPUs transpose them; whole sequences they do not.
         """
-        return cls(residual=P(BATCH, "tensor", None))
+        return cls(
+            residual=P((*BATCH, "tensor"), None, None) if by_rows else P(BATCH, "tensor", None)
+        )
 
     def parameter(self, name: str) -> P:
         """Gives the spec of a parameter by its canonical name (`normfuse.models.parameters`)."""
@@ -130,6 +137,19 @@ def on_mesh(spec: P, axes) -> P:
     return P(*entries)
 
 
+def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:
+    """Where a parameter lies on a mesh: "fsdp" on its first dimension if "tensor" is on none.
+
+    Pieces of another dimension lie scattered in the whole: GPUs would transpose each when it is
+    gathered, and its gradient before that is reduced. With "tensor" on the mesh too, XLA gathers
+    a dimension that both split over both.
+    """
+    spec = on_mesh(spec, mesh_shape)
+    if "fsdp" not in spec or mesh_shape.get("tensor", 1) > 1:
+        return spec
+    return P("fsdp", *(None for _ in spec[1:]))
+
+
 def validate(
     config: TransformerConfig,
     mesh_shape: Mapping[str, int],
@@ -165,8 +185,14 @@ def validate(
         ("vocab_size", config.vocab_size, sharding.embedding[0]),
         ("dim", config.dim, sharding.column[0]),
         ("batch_size", batch_size, sharding.tokens[0]),
+        ("batch_size", batch_size, sharding.residual[0]),
         ("seq_len", seq_len, sharding.residual[1]),
     ]
+    if mesh_shape.get("tensor", 1) == 1:  # any dimension of a kernel may be a parameter's first
+        heads = {n: getattr(config, n) * config.head_dim for n in ("num_heads", "num_kv_heads")}
+        features = {"vocab_size": config.vocab_size, "mlp_dim": config.mlp_dim}
+        features |= {f"{name} * head_dim": size for name, size in heads.items()}
+        dimensions += [(name, size, sharding.column[0]) for name, size in features.items()]
     for name, size, axes in dimensions:
         axes = axes if isinstance(axes, tuple) else (axes,)
         parts = math.prod(mesh_shape.get(axis, 1) for axis in axes)
