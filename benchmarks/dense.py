@@ -19,6 +19,7 @@ import pathlib
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable
 
 import jax
@@ -94,12 +95,24 @@ def show_kernels(samples, gemms: bool) -> None:
     print(f"    {line}", flush=True)
 
 
-def by_turns(calls: dict[str, tuple], iterations: int, rounds: int = 3):
-    """[(kernel, microseconds)] of every call of (compiled function, arguments), taking turns."""
+def by_turns(calls: dict[str, tuple], iterations: int, warm: float = 1.5):
+    """[(kernel, microseconds)] of every call of (compiled function, arguments), taking turns.
+
+    The GPU is warm when it begins, and each turn is one call: products that heat it slow down what
+    comes after them by up to a tenth.
+    """
     samples: dict[str, list] = {name: [] for name in calls}
-    for _, (name, (fn, args)) in itertools.product(range(rounds), calls.items()):
-        _, runs = profiler.measure(fn, aggregate=False, iterations=iterations)(*args)
-        samples[name] += [[(kernel, 1e3 * ms) for kernel, ms in run] for run in runs]
+    began = time.perf_counter()
+    while time.perf_counter() - began < warm:
+        jax.block_until_ready([fn(*args) for fn, args in calls.values()])
+    measured = {
+        name: profiler.measure(fn, aggregate=False, iterations=1) for name, (fn, _) in calls.items()
+    }
+    for turn in range(iterations):
+        order = list(calls) if turn % 2 else list(calls)[::-1]
+        for name in order:
+            _, run = measured[name](*calls[name][1])
+            samples[name].append([(kernel, 1e3 * ms) for kernel, ms in run])
     return samples
 
 
@@ -258,7 +271,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS)
     parser.add_argument("--gemms", action="store_true", help="name each GEMM's kernel")
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens, or tokens of a microbatch")
-    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--iterations", type=int, default=9)
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
     options = {"xla_gpu_enable_triton_gemm": False} if arguments.cublas else {}

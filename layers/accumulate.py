@@ -93,15 +93,22 @@ def accumulate_gradients(
         gradient = jax.vmap(gradient, spmd_axis_name=split)
     placed = _placement(specs, structure, chosen, split)
 
-    first = jax.tree.map(lambda a: jax.typeof(a).update(shape=a.shape[1:]), batches)
-    _, _, sums = jax.eval_shape(gradient, jax.tree.map(_struct, first))
+    def microbatch(i):
+        take = lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False)
+        return gradient(jax.tree.map(take, batches))
 
-    def add(sums, batch):
-        loss, aux, new = gradient(batch)
+    def add(sums, i):
+        loss, aux, new = microbatch(i)
         return placed([s + g for s, g in zip(sums, new)]), (loss, aux)
 
-    zeros = placed([jnp.zeros(s.shape, s.dtype) for s in sums])
-    sums, (losses, aux) = jax.lax.scan(add, zeros, batches)
+    # The first gradients are the first sums: zeros to begin with would be written and read, and XLA
+    # would fill one array and copy it to all of its shape.
+    *outputs, sums = microbatch(0)
+    sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], outputs)
+    if count > 1:
+        sums, more = jax.lax.scan(add, sums, jnp.arange(1, count))
+        outputs = jax.tree.map(lambda *a: jnp.concatenate(a), tuple(outputs), more)
+    losses, aux = outputs
     if split is not None:
         sums = [s.sum(0) for s in sums]
     means: list[Any] = [None] * len(leaves)
@@ -211,7 +218,3 @@ def _replicas(axis, batches) -> int:
 
 def _is_floating(leaf) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _struct(aval):
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

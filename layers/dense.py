@@ -1,8 +1,9 @@
 """The dense layer: a product, a bias and an activation."""
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
+from normfuse.layers import specs
 from normfuse.layers.activations import Activation, finish, finish_natively, resolve, scalar_of
 from normfuse.layers.arguments import floating, floating_dtype
 from normfuse.layers.fused_dense import fused_dense
@@ -53,7 +54,8 @@ def dense(
 
     Raises:
       TypeError: for integer or complex operands.
-      ValueError: for shapes that do not fit, or an unknown activation.
+      ValueError: for shapes that do not fit, an unknown activation, or an `out_sharding` that
+        cannot place the result.
       NotImplementedError: for an implementation that does not exist or cannot serve; an
         ExceptionGroup of them where it names several.
 
@@ -68,7 +70,7 @@ def dense(
     x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)
     bias = None if bias is None else floating("dense", "bias", bias)
     dtype = floating_dtype("dense", dtype, x.dtype)
-    check_shapes("dense", x, kernel, bias)
+    check_shapes("dense", x, kernel, bias, out_sharding=out_sharding)
     resolve(activation)
 
     options = {"activation": activation, "implementation": implementation}
@@ -130,8 +132,12 @@ def check_shapes(
     bias: jax.Array | None,
     kernel_name: str = "kernel",
     x_name: str = "x",
+    out_sharding: NamedSharding | jax.P | None = None,
 ) -> None:
-    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,)."""
+    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,).
+
+    And unless `out_sharding` can place the result.
+    """
     if x.ndim < 1:
         raise ValueError(f"{op}: {x_name} must be (*rows, in), got a scalar; reshape it to (1,)")
     if kernel.ndim < 2:
@@ -149,3 +155,5 @@ def check_shapes(
             f"{op}: bias must have the shape of {kernel_name}'s output axes, {kernel.shape[1:]}; "
             f"got {bias.shape}"
         )
+    out = (*x.shape[:-1], *kernel.shape[1:])
+    specs.check(op, "out_sharding", out_sharding, out, AxisType.Explicit)

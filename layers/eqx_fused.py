@@ -31,7 +31,8 @@ class NormDense(eqx.Module):
       implementation: as for `normfuse.norm_dense`.
 
     Raises:
-      ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
+      ValueError: for an unknown activation or a bad eps; when called, for an x not of shape
+        `(in_features,)`.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import NormDense

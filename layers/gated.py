@@ -2,20 +2,20 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
+from normfuse.layers import specs
 from normfuse.layers.activations import (
     Activation,
     finish,
     finish_natively,
-    resolve,
     scalar_of,
 )
 from normfuse.layers.arguments import floating, floating_dtype
 from normfuse.layers.dense import check_shapes
 from normfuse.layers.implementation import Implementation, choose, order_of
 from normfuse.layers.matmul import matmul
-from normfuse.layers.norm_dense import check_gated
+from normfuse.layers.norm_dense import check_activated, check_gated
 from normfuse.layers.op import match
 from normfuse.layers.producers import Activated, placed
 from normfuse.layers.recomputed import products
@@ -50,7 +50,8 @@ def gated_dense(
 
     Raises:
       TypeError: for integer or complex operands.
-      ValueError: for shapes that do not fit, or an activation that is unknown or None.
+      ValueError: for shapes that do not fit, an activation that is unknown or None, or a sharding
+        that cannot place what it is of.
       NotImplementedError: if `implementation` asks for what cannot serve.
 
     References:
@@ -66,7 +67,7 @@ def gated_dense(
     x = floating(op, "x", x)
     kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
     dtype = floating_dtype(op, dtype, x.dtype)
-    check_shapes(op, x, kernels[0], None, "kernel_gate")
+    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
     check_gated(op, *kernels, activation)
     z, up = (matmul(x, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
     serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
@@ -121,11 +122,11 @@ def gated_product(
     up = None if up is None else floating(op, "up", up)
     dtype = floating_dtype(op, dtype, gate.dtype)
     bias = None if bias is None else floating(op, "bias", bias)
-    check_shapes(op, gate, kernel, bias, x_name="gate")
+    check_shapes(op, gate, kernel, bias, x_name="gate", out_sharding=out_sharding)
+    specs.check(op, "hidden_sharding", hidden_sharding, gate.shape, AxisType.Auto)
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
-    if resolve(activation) is None:
-        raise ValueError(f"{op}: activation must be a name or a function, got None")
+    check_activated(op, activation)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
     options["hidden_sharding"] = hidden_sharding
     return apply_product(gate, up, kernel, bias, activation, **options)
@@ -168,15 +169,20 @@ def apply_product(
 
 def mlp(
     x: jax.Array,
-    kernel_gate: jax.Array,
-    kernel_up: jax.Array,
-    kernel_down: jax.Array,
+    kernels: dict[str, jax.Array],
+    biases: dict[str, jax.Array],
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
 ) -> jax.Array:
-    """A gated MLP of operands known to fit, its gated activation not kept."""
-    gate, up = (matmul(x, kernel, dtype=dtype) for kernel in (kernel_gate, kernel_up))
+    """A gated MLP of operands known to fit, its gated activation not kept.
+
+    kernels: "gate", "up" and "down". biases: of the same names, or none.
+    """
+    gate, up = (
+        finish(matmul(x, kernels[name], dtype=dtype), biases.get(name), None, dtype)
+        for name in ("gate", "up")
+    )
     options = {"dtype": dtype, "implementation": implementation}
-    return apply_product(gate, up, kernel_down, None, activation, **options)
+    return apply_product(gate, up, kernels["down"], biases.get("down"), activation, **options)

@@ -82,14 +82,16 @@ class NormDense(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`, without biases.
+    """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    Its parameters are `gate`, `up` and `down`: kernels with the initial values of `nn.Dense`.
+    Its parameters are `gate`, `up` and `down`, kernels with the initial values of `nn.Dense`, and
+    with `use_bias` `gate_bias`, `up_bias` and `down_bias`.
 
     Attributes:
       hidden_features: the length of what is between; the output is as long as the input.
-      dtype, param_dtype, kernel_init: `nn.Dense`'s.
+      use_bias: whether the three products have biases.
+      dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
       activation: of the gate: a name or a pure function; keyword only.
       implementation: as for `normfuse.gated_product`; keyword only.
 
@@ -104,9 +106,11 @@ class GatedMLP(nn.Module):
     """
 
     hidden_features: int
+    use_bias: bool = False
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Any = _KERNEL
+    bias_init: Any = nn.initializers.zeros_init()
     activation: Activation = dataclasses.field(default="silu", kw_only=True)
     implementation: Implementation = dataclasses.field(default=None, kw_only=True)
 
@@ -126,12 +130,16 @@ class GatedMLP(nn.Module):
             name: self.param(name, self.kernel_init, shape, self.param_dtype)
             for name, shape in shapes.items()
         }
-        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.dtype)
+        biases = {
+            name: self.param(f"{name}_bias", self.bias_init, shape[1:], self.param_dtype)
+            for name, shape in shapes.items()
+            if self.use_bias
+        }
+        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
         return gated.mlp(
             x,
-            kernels["gate"],
-            kernels["up"],
-            kernels["down"],
+            kernels,
+            biases,
             activation=self.activation,
             dtype=dtype,
             implementation=self.implementation,

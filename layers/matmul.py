@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 
 from normfuse.layers.main_gradient import marked
 from normfuse.layers.rounding import wide
+from normfuse.layers.specs import axes_of, whole, without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +113,10 @@ def operand_of(product, x, kernel):
     if not sharding.mesh.explicit_axes:
         return kernel
     rows = zip(product.x, jax.typeof(x).sharding.spec)
-    taken = {axis for letter, entry in rows if letter in product.out for axis in _axes(entry)}
-    stored = _whole_spec(sharding.spec, kernel.ndim)
+    taken = {axis for letter, entry in rows if letter in product.out for axis in axes_of(entry)}
+    stored = whole(sharding.spec, kernel.ndim)
     spec = tuple(
-        entry if letter in product.x else _without(entry, taken)
+        entry if letter in product.x else without(entry, taken)
         for letter, entry in zip(product.kernel, stored)
     )
     return kernel if spec == stored else jax.sharding.reshard(kernel, jax.P(*spec))
@@ -180,7 +181,7 @@ def _batch(args, dims, *, product):
     sharding = product.out_sharding
     if sharding is not None:
         array, dim = next((a, d) for a, d in zip(args, dims) if d is not None)
-        split = _whole_spec(jax.typeof(array).sharding.spec, array.ndim)[dim]
+        split = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         sharding = jax.P(split, *spec)
     product = dataclasses.replace(
@@ -215,16 +216,3 @@ def equally_varying(*arrays):
 
 def _explicit(aval):
     return aval.sharding if aval.sharding.mesh.explicit_axes else None
-
-
-def _whole_spec(spec, ndim):
-    return (*spec, *[None] * (ndim - len(spec)))
-
-
-def _axes(entry):
-    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-
-
-def _without(entry, taken):
-    kept = tuple(axis for axis in _axes(entry) if axis not in taken)
-    return kept[0] if len(kept) == 1 else kept or None

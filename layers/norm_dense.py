@@ -62,7 +62,8 @@ def norm_dense(
 
     Raises:
       TypeError: for integer or complex operands.
-      ValueError: for shapes that do not fit, an unknown activation, or a bad eps.
+      ValueError: for shapes that do not fit, an unknown activation, a bad eps, or an
+        `out_sharding` that cannot place the result.
       NotImplementedError: if `implementation` asks for what cannot serve.
 
     References:
@@ -78,7 +79,7 @@ def norm_dense(
     op, kernels = "norm_dense", (floating("norm_dense", "kernel", kernel),)
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     bias = None if bias is None else floating(op, "bias", bias)
-    check_shapes(op, x, kernels[0], bias)
+    check_shapes(op, x, kernels[0], bias, out_sharding=out_sharding)
     resolve(activation)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
     return apply(
@@ -150,7 +151,7 @@ def norm_gated_dense(
     op = "norm_gated_dense"
     kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
-    check_shapes(op, x, kernels[0], None, "kernel_gate")
+    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
     check_gated(op, *kernels, activation)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
     project = functools.partial(_project, x, scale, kernels, dtype, **options)
@@ -175,6 +176,11 @@ def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation)
         raise ValueError(
             f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
         )
+    check_activated(op, activation)
+
+
+def check_activated(op: str, activation: Activation) -> None:
+    """Raises ValueError unless there is an activation."""
     if resolve(activation) is None:
         raise ValueError(
             f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from normfuse.layers import partition
 from normfuse.layers.partition import Loose, Split
+from normfuse.layers.specs import whole
 from normfuse.native import fallback
 from normfuse.native.fallback import Order
 from normfuse.native.jax_private import needs_devices_during_lowering
@@ -82,7 +83,7 @@ class Op:
             self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
         )
         lead = operands[self.lead]
-        spec = (*lead.sharding.spec, *[None] * (lead.ndim - len(lead.sharding.spec)))
+        spec = whole(lead.sharding.spec, lead.ndim)
         _, outputs = self.dims(lead.ndim, strict=strict, **params)
         return [
             lead.update(
@@ -174,9 +175,9 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
     typed, like = jax.typeof(operand), jax.typeof(lead)
     operand = vary(operand, like.manual_axis_type.varying)
     if like.sharding.mesh.explicit_axes:
-        spec = (*like.sharding.spec, *[None] * (like.ndim - len(like.sharding.spec)))
+        spec = whole(like.sharding.spec, like.ndim)
         wanted = jax.P(*[spec[d] for d in dims])
-        have = (*typed.sharding.spec, *[None] * (typed.ndim - len(typed.sharding.spec)))
+        have = whole(typed.sharding.spec, typed.ndim)
         if jax.P(*have) != wanted:
             operand = reshard_like(operand, lead, wanted)
     return operand

@@ -12,6 +12,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from normfuse.layers.specs import axes_of, whole
 from normfuse.layers.tiling import mesh_and_spec
 from normfuse.native import fingerprint
 from normfuse.native.jax_private import sharding_callbacks
@@ -55,8 +56,7 @@ class Split:
     def from_spec(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> "Split":
         """Reads `spec`. A dimension that its axes do not divide is kept whole: XLA would pad it,
         and the padding would be summed into the parameters' gradients."""
-        entries = (*spec, *[None] * (len(shape) - len(spec)))
-        axes = [() if e is None else e if isinstance(e, tuple) else (e,) for e in entries]
+        axes = [axes_of(entry) for entry in whole(spec, len(shape))]
         fits = [n % math.prod(sizes[a] for a in names) == 0 for names, n in zip(axes, shape)]
         return Split(tuple(a if ok else () for a, ok in zip(axes, fits)), tuple(shape))
 

@@ -176,9 +176,13 @@ _DOUBLE = Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 # lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor have
 # many registers each, so that the scale is there when a sum is, and two rows share it.
 _FORWARD = (
-    _Step(128, chunks=1, rows=2, hold=True, threads=MOST_THREADS),
-    _Step(320, chunks=3, rows=2, hold=True, fill=128, threads=512),
-    _Step(640, chunks=5, hold=True, threads=512),
+    _Step(32, chunks=2, rows=2, hold=True, fill=512, blocks=2),
+    _Step(128, chunks=1, rows=2, hold=True, fill=128, threads=MOST_THREADS),
+    _Step(256, chunks=2, hold=True, threads=MOST_THREADS),
+    _Step(320, chunks=3, rows=2, hold=True, threads=512),
+    _Step(448, chunks=2, rows=2, hold=True, threads=768),
+    _Step(512, chunks=4, hold=True, threads=768),
+    _Step(640, chunks=2, rows=2, hold=True, threads=768),
     _Step(896, chunks=4, hold=True, threads=896),
     _Step(1536, chunks=4, rows=2, hold=True, blocks=2),
     _Step(2048, chunks=4, hold=True, blocks=2),
@@ -186,8 +190,9 @@ _FORWARD = (
     _Step(3072, chunks=6, rows=2, hold=True),
     _Step(4096, chunks=4, rows=2),
     _Step(8192, chunks=4, rows=4, hold=True, slices=4),
+    _Step(16384, chunks=4, rows=4, hold=True, slices=8),
+    _Step(32768, chunks=6, slices=8, blocks=2),
 )
-
 # Where all rows are on their way at once only the way through one counts: three vectors a thread,
 # and the scale is read with them.
 _FORWARD_FEW_ROWS = _Step(1056, chunks=3, hold=True, fill=128, threads=1024)
@@ -229,7 +234,7 @@ def forward_layout(
     vector = vector_size(features, itemsize)
     vectors = features // vector
     held = forward_held(vectors, compute, residual)
-    if held is _PLAIN and vectors > 2 * WARP:
+    if held is _PLAIN:
         layout = _plain_layout(features, vector, target, rows, whole_rows)
         if layout is not None:
             return layout
@@ -251,7 +256,7 @@ def _plain_layout(
 ) -> RowLayout | None:
     """A measured layout of the forward kernel, if there is one for so many rows."""
     vectors = features // vector
-    if vectors <= _FORWARD_FEW_ROWS.vectors:
+    if 2 * WARP < vectors <= _FORWARD_FEW_ROWS.vectors:
         layout = _FORWARD_FEW_ROWS.layout(features, vector)
         if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
             return layout

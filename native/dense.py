@@ -1,9 +1,9 @@
 """The dense layer on one device as one kernel: a product with its epilogue."""
 
 import jax
-import jax.numpy as jnp
 
 from normfuse.native.kernel import Kernel
+from normfuse.native.rms_norm_definition import compute_dtype
 
 
 def definition(x, w, *bias, function, precision, keep):
@@ -12,7 +12,7 @@ def definition(x, w, *bias, function, precision, keep):
     x and w have one dtype, which y and z are rounded to; the rest is float32 (or float64). z is a
     result where `keep`; a function of None is the identity.
     """
-    compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    compute = compute_dtype(x.dtype)
     z = jax.lax.dot(x, w, precision=precision, preferred_element_type=compute)
     for b in bias:
         z = z + b.astype(compute)

@@ -25,10 +25,20 @@ try:
 except ImportError:  # JAX's persistent compilation cache then misses in every new process
     sharding_callbacks = None
 
+try:
+    from jax._src.distributed import global_state as _distributed
+except ImportError:  # a process then learns of another's end from JAX alone, after minutes
+    _distributed = None
+
 
 def needs_devices_during_lowering(primitive: Primitive) -> None:
     """Shows `primitive`'s lowering rule the device assignment: custom_partitioning requires it."""
     _needs_devices.add(primitive)
+
+
+def coordination_client() -> Any:
+    """Gives this process's client of JAX's coordination service, None where there is none."""
+    return getattr(_distributed, "client", None)
 
 
 def on_unused_results(primitive: Primitive, rule: Callable[[list[bool], Any], Any]) -> None:

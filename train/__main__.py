@@ -2,7 +2,7 @@
 
 import sys
 
-from normfuse.train.cli import main
+from normfuse.train.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    entry(["train", *sys.argv[1:]])

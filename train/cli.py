@@ -2,8 +2,12 @@
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
+
+from normfuse.train.signals import StopRequest
 
 _USAGE = """\
 usage: normfuse COMMAND [...]
@@ -37,6 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def entry(argv: list[str] | None = None) -> NoReturn:
+    """Runs a command as `main` does, and exits; a signal during the exit changes nothing."""
+    StopRequest.afterwards = signal.SIG_IGN
+    sys.exit(main(argv))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -113,4 +123,4 @@ def _fail(message: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

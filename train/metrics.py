@@ -5,6 +5,7 @@ so far, `tokens_per_s`, `step_time_s`, `grad_norm`, `lr` and `time` (Unix second
 `step`, `val_loss` and `val_bits_per_byte`; a resumed run adds `{"event": "resume", ...}`.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -12,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from normfuse.train.errors import RunError
 
 NATS_PER_BIT = math.log(2)
 
@@ -24,27 +27,41 @@ class MetricsLog:
       from_step: a resumed run's last step: what the file says of later steps is dropped, as is a
         line that was cut off. None starts a new file.
       final: the run's last step. When resuming there, its validation is made again, and dropped.
+
+    Raises:
+      RunError: the file cannot be written; so do the methods.
     """
 
     def __init__(self, path: Path, *, from_step: int | None = None, final: int | None = None):
         kept = [] if from_step is None else [x for x in read(path) if _keeps(x, from_step, final)]
-        whole = path.with_suffix(".tmp")
-        whole.write_text("".join(_line(entry) for entry in kept))
-        os.replace(whole, path)
-        self._file = path.open("a", buffering=1)
+        self._path, whole = path, path.with_suffix(".tmp")
+        with self._explained():
+            whole.write_text("".join(_line(entry) for entry in kept))
+            os.replace(whole, path)
+            self._file = path.open("a", buffering=1)
         if from_step is not None:
             self.write({"event": "resume", "from_step": from_step, "time": time.time()})
 
     def write(self, entry: dict[str, Any]):
-        self._file.write(_line(entry))
+        with self._explained():
+            self._file.write(_line(entry))
 
     def sync(self):
         """Returns when all lines are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._explained():
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self):
-        self._file.close()
+        with self._explained():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _explained(self):
+        try:
+            yield
+        except OSError as error:
+            raise RunError(f"{self._path} could not be written: {error.strerror}") from error
 
 
 class Sink(Protocol):

@@ -36,6 +36,7 @@ from normfuse.train.resume import check_record, make_record
 from normfuse.train.settings import dump
 from normfuse.train.signals import StopRequest
 from normfuse.train.step import Program, State
+from normfuse.train.together import Together
 from normfuse.train.tokenizer import Bpe
 from normfuse.train.watchdog import Watchdog
 
@@ -55,7 +56,9 @@ def train(config: TrainConfig, console: Console | None = None):
     text = read(config)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())  # after JAX has put its own handler of SIGTERM
+        together = stack.enter_context(Together())
+        # After JAX has put its own handler of SIGTERM.
+        stop = stack.enter_context(StopRequest(together.end))
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
         check_model(config.transformer(), mesh, config.batch_size, config.microbatches)
@@ -254,6 +257,7 @@ class Run:
             limit = jnp.minimum(bad.state.skipped, self.program.skip_limit)
             self._save(bad.state._replace(skipped=limit), good)
         self.checkpoints.close()
+        distributed.agree(good)  # all have saved: from here the first that fails may end the others
         saved = self.checkpoints.steps()
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
         return RunError(

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 
 _WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -12,9 +14,17 @@ class StopRequest:
 
     A thread is told of signals by the interpreter's wake-up pipe, so the second stops the process
     even while the main thread compiles or computes and runs no Python.
+
+    Args:
+      end: ends the process, with an exit code, at the second signal.
     """
 
-    def __init__(self):
+    # What signals do once it is left: None for what they did before. A command whose process exits
+    # then has them ignored, since its exit code is known.
+    afterwards: signal.Handlers | None = None
+
+    def __init__(self, end: Callable[[int], None] = os._exit):
+        self._end = end
         self._first: signal.Signals | None = None
         self._old = {}
 
@@ -44,7 +54,7 @@ class StopRequest:
             return
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self.afterwards is None else self.afterwards)
         os.close(self._write)  # ends the thread
         self._thread.join()
         os.close(self._read)
@@ -54,5 +64,12 @@ class StopRequest:
             if received[0] not in _WATCHED:
                 continue
             if self._first is not None:
-                os._exit(128 + received[0])
+                _show_cursor()
+                self._end(128 + received[0])
             self._first = signal.Signals(received[0])
+
+
+def _show_cursor():
+    """Undoes on a terminal what a progress bar does to it."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")

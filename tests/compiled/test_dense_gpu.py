@@ -145,8 +145,12 @@ def test_main_gradients_are_added_in_the_gemm_and_reduced_once(devices):
 
     program = accumulated(run, bf16, devices)
     found = main_gradients(program)
-    assert [(g.beta, g.in_place) for g in found] == [(1, True)] * 3, found
+    assert {g.result.split("[")[0] for g in found} == {"f32"}
+    # The first microbatch's, and those that the loop adds to them.
+    assert sorted((g.beta, g.in_place) for g in found) == [(0, False)] * 3 + [(1, True)] * 3, found
     text = program.as_text()
+    shapes = rf"f32\[(\d+,)?({DIM},{HIDDEN}|{HIDDEN},{DIM})\]"
+    assert not re.search(rf"= {shapes}\S* (copy|broadcast|add)\(", text)
     after = hlo.collectives(text[text.index("\nENTRY") :])
     assert hlo.collectives(program) == after  # none in the loop over microbatches
     assert {c.kind for c in after} == ({"all-reduce"} if devices > 1 else set())

@@ -53,6 +53,11 @@ def test_linen_modules_are_their_layers(x):
     params = mlp.init(jax.random.key(0), x)
     gate, up, down = (params["params"][k] for k in ("gate", "up", "down"))
     np.testing.assert_allclose(mlp.apply(params, x), (nn.gelu(x @ gate) * (x @ up)) @ down, **CLOSE)
+    biased = ours_linen.GatedMLP(HIDDEN, use_bias=True, bias_init=nn.initializers.normal())
+    params = biased.init(jax.random.key(0), x)
+    dense = lambda name, x: x @ params["params"][name] + params["params"][f"{name}_bias"]
+    want = dense("down", nn.silu(dense("gate", x)) * dense("up", x))
+    np.testing.assert_allclose(biased.apply(params, x), want, **CLOSE)
 
 
 def test_eqx_modules_are_their_layers(x):

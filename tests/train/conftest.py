@@ -103,13 +103,16 @@ def train(flags, capsys):
 
 @pytest.fixture
 def spawn(flags):
-    """Starts `python -m normfuse.train` in a process of its own, on one device unless told."""
+    """Starts `python -m normfuse.train` in a process of its own, on one device unless told.
+
+    Or another `program` of Python's, which takes the same flags.
+    """
     started = []
 
-    def run(devices: int = 1, **changes) -> subprocess.Popen:
+    def run(devices: int = 1, program=("-m", "normfuse.train"), **changes) -> subprocess.Popen:
         env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "normfuse.train", *flags(**changes)],
+            [sys.executable, *program, *flags(**changes)],
             env=env,
             cwd=Path(__file__).parent,
             stdout=subprocess.PIPE,
@@ -176,13 +179,15 @@ def interrupted(train, monkeypatch, options):
 
 @pytest.fixture
 def wait_for_steps():
-    """Returns when a run's metrics.jsonl holds so many steps."""
+    """Returns when a run's metrics.jsonl holds so many steps; its processes must be running."""
 
-    def wait(run: Path, count: int, seconds: float = 120):
+    def wait(run: Path, count: int, *processes: subprocess.Popen, seconds: float = 240):
         deadline = time.monotonic() + seconds
         metrics = run / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count('"loss"') < count:
             assert time.monotonic() < deadline, "the run takes no steps"
+            for process in processes:
+                assert process.poll() is None, process.communicate()
             time.sleep(0.01)
 
     return wait

@@ -1,18 +1,20 @@
 """Two processes of four devices each, over Gloo: one run, stopped by a signal to one of them."""
 
 import re
-import signal
 import socket
 import time
 
 import jax
 import numpy as np
 import pytest
+import signalled
 
 from normfuse.train import distributed
+from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.config import DistributedConfig
 from normfuse.train.errors import UsageError
 
+_TRAIN = ("-m", "normfuse.train")
 OPTIONS = {"steps": 40, "checkpoint.every": 10}
 
 
@@ -22,30 +24,28 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _two(spawn):
+def _signalled(phase: str, event: str) -> tuple[str, ...]:
+    return signalled.__file__, phase, event
+
+
+def _two(spawn, options=OPTIONS, programs=(_TRAIN, _TRAIN)):
     together = {
         "distributed.coordinator": f"localhost:{_free_port()}",
         "distributed.num-processes": 2,
     }
     return [
-        spawn(devices=4, **OPTIONS, **together, **{"distributed.process-id": index})
-        for index in (0, 1)
+        spawn(4, program, **options, **together, **{"distributed.process-id": index})
+        for index, program in enumerate(programs)
     ]
 
 
 @pytest.mark.parametrize("resumed_by", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_processes_stop_together_and_others_continue(spawn, train, tmp_path, losses, resumed_by):
-    first, second = _two(spawn)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
-        assert time.monotonic() < deadline and first.poll() is None and second.poll() is None
-        time.sleep(0.01)
-    second.send_signal(signal.SIGTERM)
+    """The second process is told, and the first learns of it: flags are read a step later."""
+    first, second = _two(spawn, OPTIONS, [_TRAIN, _signalled("stepping", "SIGTERM")])
     out, err = first.communicate(timeout=200)
-    assert (first.returncode, second.wait(timeout=60)) == (0, 0), err
-    stopped = re.search(r"stopped by another process after step (\d+) of 40", out)
-    assert stopped and 3 <= int(stopped[1]) < 40
+    assert (first.returncode, second.wait(timeout=200)) == (0, 0), err
+    assert "stopped by another process after step 4 of 40" in out
     assert "step" not in second.communicate()[0]  # one process speaks for all
 
     if resumed_by == 1:
@@ -59,6 +59,61 @@ def test_processes_stop_together_and_others_continue(spawn, train, tmp_path, los
     )
     assert len(found) == 40
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+# One process is told in the phase; its own validation or save goes on, and both stop at a step.
+@pytest.mark.parametrize(
+    ("phase", "told"),
+    [
+        ("compiling", 0),
+        pytest.param("compiling", 1, marks=pytest.mark.slow),
+        pytest.param("evaluating", 0, marks=pytest.mark.slow),
+        ("evaluating", 1),
+        pytest.param("saving", 0, marks=pytest.mark.slow),
+        pytest.param("saving", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_stop_together_whatever_one_of_them_does(spawn, options, tmp_path, phase, told):
+    name = "SIGTERM" if told else "SIGINT"
+    programs = [_signalled(phase, name) if i == told else _TRAIN for i in (0, 1)]
+    processes = _two(spawn, options | {"steps": 40}, programs)
+    said = [process.communicate(timeout=300) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [err for _, err in said] == ["", ""]
+    by = "another process" if told else name
+    out = said[0][0]
+    stopped = re.search(rf"stopped by {by} after step (\d+) of 40, saved to (.*)", out)
+    assert stopped, out
+    assert int(stopped[1]) == signalled.PHASES[phase][-1] + 1
+    assert stopped[2] == str(tmp_path / "run" / "checkpoints" / stopped[1])
+    newest = Checkpoints(tmp_path / "run" / "checkpoints", report=print).newest_record()
+    assert newest[0] == int(stopped[1])
+
+
+_AT_ONCE = "was told twice to stop, and has ended at once"
+_FAILED = "failed: a disk of this process is gone"
+
+
+# JAX alone lets the other wait for the missing one until a heartbeat is late, for minutes.
+@pytest.mark.parametrize(
+    ("event", "at", "code", "message"),
+    [
+        ("SIGTERM+SIGTERM", 1, 143, _AT_ONCE),
+        pytest.param("SIGTERM+SIGTERM", 0, 143, _AT_ONCE, marks=pytest.mark.slow),
+        ("failure", 0, 1, _FAILED),
+        pytest.param("failure", 1, 1, _FAILED, marks=pytest.mark.slow),
+    ],
+)
+def test_what_ends_one_process_ends_the_others(spawn, event, at, code, message):
+    programs = [_signalled("stepping", event) if i == at else _TRAIN for i in (0, 1)]
+    processes = _two(spawn, {"steps": 100_000}, programs)
+    first = processes[at].wait(timeout=200)
+    ended = time.monotonic()
+    assert (first, processes[1 - at].wait(timeout=200)) == (code, code)
+    assert time.monotonic() - ended < 30
+    own, others = (processes[i].communicate()[1].strip() for i in (at, 1 - at))
+    assert others == f"error: process {at} {message}"
+    assert own == ("error: a disk of this process is gone" if event == "failure" else "")
 
 
 @pytest.fixture

@@ -48,10 +48,10 @@ def _hang(program: str, tmp_path) -> subprocess.CompletedProcess:
 import ctypes
 from normfuse.train import watchdog
 watchdog._GRACE = 1
-with watchdog.Watchdog(1, __import__("pathlib").Path("stacks.txt")) as dog:
+with watchdog.Watchdog(2, __import__("pathlib").Path("stacks.txt")) as dog:
     for i in range(3):
         dog.beat(f"taking step {{i}}")
-        __import__("time").sleep(0.5)
+        __import__("time").sleep(0.8)  # 2.4 s in all: only the beats keep it alive
     def stuck():
         {program}
     stuck()
@@ -64,7 +64,7 @@ with watchdog.Watchdog(1, __import__("pathlib").Path("stacks.txt")) as dog:
 def test_hung_run_is_ended_with_its_stacks(tmp_path):
     done = _hang("import time; time.sleep(50)", tmp_path)
     assert done.returncode == 1
-    assert "error: no progress for --watchdog 1 s while taking step 2" in done.stderr
+    assert "error: no progress for --watchdog 2 s while taking step 2" in done.stderr
     for stacks in (done.stderr, (tmp_path / "stacks.txt").read_text()):
         assert "in stuck" in stacks
 

@@ -1,9 +1,13 @@
 """metrics.jsonl holds each step once, whatever interrupted the run."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from normfuse.train import metrics
 from normfuse.train.display import Pace, Shown, duration, short
+from normfuse.train.errors import RunError
 from normfuse.train.metrics import MetricsLog
 from normfuse.train.peak import peak_flops
 
@@ -54,6 +58,15 @@ def test_new_run_starts_a_new_file(tmp_path):
     path.write_text(json.dumps(_step(1)) + "\n")
     MetricsLog(path).close()
     assert path.read_text() == ""
+
+
+def test_full_disk_is_one_message():
+    """/dev/full takes no byte."""
+    log = MetricsLog.__new__(MetricsLog)
+    log._path, log._file = Path("run/metrics.jsonl"), Path("/dev/full").open("w", buffering=1)
+    for write in (lambda: log.write(_step(1)), log.sync, log.close):
+        with pytest.raises(RunError, match="run/metrics.jsonl could not be written: No space left"):
+            write()
 
 
 def test_lines_are_json_even_of_nan(tmp_path):

@@ -118,14 +118,14 @@ def _kill(process, run, rng):
 def test_killed_at_any_moment_it_resumes_bit_for_bit(
     spawn, wait_for_steps, tmp_path, losses, lines, kills, seed
 ):
-    options = {"steps": 16 * kills, "checkpoint.every": 3, "eval.every": 7, "eval.tokens": 64}
+    options = {"steps": 30 * kills, "checkpoint.every": 3, "eval.every": 7, "eval.tokens": 64}
     rng, run = random.Random(seed), tmp_path / "run"
     whole = spawn(out_dir=tmp_path / "unbroken", **options)
     assert whole.wait() == 0, whole.communicate()
     known = 0
     for _ in range(kills):
         process = spawn(**options)
-        wait_for_steps(run, known + rng.randrange(1, 12))
+        wait_for_steps(run, known + rng.randrange(1, 12), process)
         _kill(process, run, rng)
         known = len(losses(run))  # and no step stands twice at any time
     process = spawn(**options)

@@ -6,38 +6,22 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
+import signalled
+from signalled import PHASES, interrupted, send
 
-from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import main
 from normfuse.train.evaluate import Evaluator
 from normfuse.train.signals import StopRequest
 
-# The phase's function, and the steps taken when the signal comes there for the second time.
-_PHASES = {
-    "compiling": (jax.stages.Lowered, "compile", 0),
-    "evaluating": (Evaluator, "__call__", 4),
-    "saving": (Checkpoints, "save", 4),
-}
 
-
-@pytest.mark.parametrize("phase", _PHASES)
+@pytest.mark.parametrize("phase", PHASES)
 def test_signal_in_any_phase_ends_well(
     options, finished, train, flags, monkeypatch, tmp_path, losses, phase
 ):
-    owner, name, steps = _PHASES[phase]
-    whole, calls = getattr(owner, name), []
-
-    def interrupt(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == (2 if steps else 1):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.2)  # the thread that is told of signals has its turn
-        return whole(*args, **kwargs)
-
+    steps = PHASES[phase][-1]
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupt)
+        patch.setattr(*interrupted(phase, "SIGTERM"))
         code, out, err = train(**options)
     assert (code, err) == (0, "")
     assert f"stopped by SIGTERM after step {steps} of 6" in out
@@ -53,8 +37,7 @@ def test_signal_in_the_last_validation_leaves_it_to_the_next_time(
 
     def interrupt(evaluator, params, tokens, stopping):
         if tokens != options["eval.tokens"]:
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.2)
+            send(signal.SIGINT)
         return whole(evaluator, params, tokens, stopping)
 
     with monkeypatch.context() as patch:
@@ -69,8 +52,9 @@ def test_signal_in_the_last_validation_leaves_it_to_the_next_time(
 def test_signal_saves_and_exits_0_with_the_command_that_resumes(
     spawn, wait_for_steps, tmp_path, losses
 ):
-    process = spawn(steps=100_000)
-    wait_for_steps(tmp_path / "run", 3)
+    """Another signal, while Python exits, changes nothing."""
+    process = spawn(program=(signalled.__file__, "exiting", "SIGTERM"), steps=100_000)
+    wait_for_steps(tmp_path / "run", 3, process)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
@@ -89,7 +73,7 @@ def test_second_signal_stops_a_run_at_once(spawn):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)  # two that are too close arrive as one
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
 
 
 def test_second_signal_stops_even_c_code():
@@ -108,7 +92,7 @@ with StopRequest() as stop:
         process.send_signal(signal.SIGTERM)
         time.sleep(0.05)  # two that are too close arrive as one
     assert process.returncode == 128 + signal.SIGTERM
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     process.stdout.close()
 
 

@@ -1,0 +1,103 @@
+"""Processes of one run end together: what fails or ends one of them at once ends the others.
+
+Left to itself, the end of one is noticed by the others when JAX misses its heartbeats, two minutes
+later; and one that fails would wait as long, in JAX's shutdown, for the others to join it there.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+from normfuse.native.jax_private import coordination_client
+from normfuse.train.errors import UsageError
+
+_TOLD = "normfuse/ended"  # what is told: process, exit code, and why
+_HEARD = "normfuse/heard/"  # and who has heard of it
+_GRACE = 10  # seconds for a process to fail of itself, and for all to hear of an end
+_EVERY = 0.5  # seconds between two looks
+
+
+class Together:
+    """While entered, ends this process when another has failed, or was ended by a second signal.
+
+    Left with an exception, it tells the others, and the process will exit without waiting for them.
+    Alone it does nothing.
+    """
+
+    def __init__(self):
+        self._left = threading.Event()
+        self._client: Any = None
+
+    def __enter__(self) -> "Together":
+        if jax.process_count() > 1:
+            self._client = coordination_client()
+        if self._client is not None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="together")
+            self._thread.start()
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __):
+        self._left.set()
+        if self._client is None:
+            return
+        self._thread.join(_GRACE)
+        if error is not None:
+            code = 2 if isinstance(error, UsageError) else 1
+            _exit_later(code, 3 * _GRACE)
+            self._tell(code, f"failed: {error or type(error).__name__}")
+            atexit.register(self._exit, code)  # before JAX's own, which waits for the others
+
+    def end(self, code: int):
+        """Ends this process and the others at once, with an exit code."""
+        if self._client is not None:
+            _exit_later(code, _GRACE)
+            self._tell(code, "was told twice to stop, and has ended at once")
+            self._exit(code)
+        os._exit(code)
+
+    def _tell(self, code: int, why: str):
+        try:
+            self._client.key_value_set(_TOLD, f"{jax.process_index()} {code} {why}")
+        except jax.errors.JaxRuntimeError:
+            pass  # another was first, or JAX's service is gone, and with it every process
+
+    def _watch(self):
+        while not self._left.wait(_EVERY):
+            try:
+                told = self._client.key_value_try_get(_TOLD)
+            except jax.errors.JaxRuntimeError:
+                continue  # nothing was told
+            process, code, why = told.split(" ", 2)
+            if int(process) == jax.process_index():
+                return
+            if why.startswith("failed") and self._left.wait(_GRACE):
+                return  # it has failed too, and says so itself
+            print(f"error: process {process} {why}", file=sys.stderr)
+            self._exit(int(code))
+
+    def _exit(self, code: int):
+        """Ends this process; the one that JAX's service is in ends last."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            self._client.key_value_set(f"{_HEARD}{jax.process_index()}", "")
+            deadline = time.monotonic() + 2 * _GRACE
+            while jax.process_index() == 0 and time.monotonic() < deadline:
+                time.sleep(0.1)  # the last to have heard needs a moment, too
+                if len(self._client.key_value_dir_get(_HEARD)) == jax.process_count():
+                    break
+        except jax.errors.JaxRuntimeError:
+            pass  # the service is gone
+        os._exit(code)
+
+
+def _exit_later(code: int, seconds: float):
+    """Ends this process after a while, should what is to end it wait for a process that hangs."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
