@@ -55,6 +55,9 @@ f32 = jnp.float32
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "two at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    # With NCCL_CTA_POLICY=2, NCCL then gathers by copy engines, and GEMMs keep all multiprocessors.
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    "one-sided": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "windowed": {
         "xla_gpu_threshold_for_windowed_einsum_mib": 0,
         "xla_gpu_multi_streamed_windowed_einsum": False,  # fails in XLA's own verifier
@@ -143,13 +146,13 @@ def stack_step(version: str, sharding: Sharding, parts: int = 1):
     return step
 
 
-def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
+def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, given):
     sharding = SHARDINGS[version]
     kinds = {
         "scale": ((size.dim,), f32, sharding.scale),
-        "gate": ((size.dim, size.hidden), dtype, sharding.column),
-        "up": ((size.dim, size.hidden), dtype, sharding.column),
-        "down": ((size.hidden, size.dim), dtype, sharding.row),
+        "gate": ((size.dim, size.hidden), given.dtype, sharding.column),
+        "up": ((size.dim, size.hidden), given.dtype, sharding.column),
+        "down": ((size.hidden, size.dim), given.dtype, sharding.row),
     }
     place = on_mesh if version == "jnp" else stored
     abstract = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
@@ -167,10 +170,11 @@ def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtyp
 # ---------------------------------------------------------------- the trainer's step
 
 
-def preset_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
+def preset_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, given):
     config = recipe(size.preset)
     implementation = {"jnp": "xla", "normfuse": None}[version]
     model = dataclasses.replace(config.transformer(), implementation=implementation)
+    model = dataclasses.replace(model, remat=given.remat or model.remat)
     program = Program(
         build(config.framework, model, SHARDINGS[version]),
         make_optimizer(config.optim, config.steps),
@@ -270,19 +274,24 @@ def run(make, mesh: Mesh, batch: int, part: str, arguments) -> list[Case]:
         name, parts = version, 1
         if version.endswith(" parts"):
             name, parts = version.split(", ")[0], int(version.split()[1])
-        if mesh.size == 1 and (parts > 1 or options != "default"):
-            continue  # nothing is communicated: the one without is what is compared with
+        if mesh.size == 1 and (parts > 1 or options != arguments.options[0]):
+            continue  # nothing is communicated: what is compared with is the one without
         row, began = {"version": version, "options": options}, time.perf_counter()
         try:
-            lowered, arrays = make(SIZES[arguments.size], name, parts, mesh, batch, arguments.dtype)
-            step = lowered.compile(compiler_options=OPTIONS[options])
+            lowered, arrays = make(SIZES[arguments.size], name, parts, mesh, batch, arguments)
+            step = lowered.compile(compiler_options=OPTIONS[options] if mesh.size > 1 else {})
         except Exception as error:  # an option that this XLA cannot serve: said, not hidden
             print(f"  {row}: {str(error).splitlines()[0][:160]}", flush=True)
             continue
         row["compile_s"] = round(time.perf_counter() - began, 1)
         row["temporaries_mib"] = round(step.memory_analysis().temp_size_in_bytes / 2**20)
-        cases.append(Case(row, step, *arrays()))
-        cases[-1].take(arguments.warmup)
+        case = Case(row, step, *arrays())
+        try:
+            case.take(arguments.warmup)
+        except Exception as error:
+            print(f"  {row}: {str(error).splitlines()[0][:160]}", flush=True)
+            continue
+        cases.append(case)
     for _, case in itertools.product(range(arguments.groups), cases):
         case.seconds.append(case.take(arguments.steps))
     return cases
@@ -306,7 +315,7 @@ def mesh_of(axis: str, count: int) -> Mesh:
 def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
     """Bus rates of a plain all-gather and reduce-scatter, as nccl-tests count them."""
     size = SIZES[arguments.size].link_bytes // 2
-    for count in counts[1:]:
+    for count in [n for n in counts if n > 1]:
         mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count])
         split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
         share = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -497,6 +506,7 @@ def main() -> None:
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["default"])
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
     parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
+    parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
     parser.add_argument("--steps", type=int, default=4, help="of a group that is timed")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)

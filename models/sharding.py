@@ -67,9 +67,9 @@ class Sharding:
         memory.
 
         Args:
-          by_rows: split the batch instead, of which each of the "data" and "fsdp" devices then has
-            a multiple of "tensor" sequences. Parts of sequences lie scattered in what is gathered,
-            and GPUs transpose them; whole sequences they do not.
+          by_rows: split the batch instead, which then has a multiple of "tensor" sequences, on a
+            mesh of "tensor" alone. Parts of sequences lie scattered in what is gathered, and GPUs
+            transpose them; whole sequences they do not.
         """
         return cls(
             residual=P((*BATCH, "tensor"), None, None) if by_rows else P(BATCH, "tensor", None)

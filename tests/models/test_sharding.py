@@ -20,9 +20,10 @@ from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, valida
 AXES = ("data", "fsdp", "tensor")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
 CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
-    pytest.param(sizes, Sharding.sequence_parallel(), id=f"{sizes} sequence")
+    pytest.param(sizes, Sharding.sequence_parallel(by_rows=rows), id=f"{sizes} sequence{rows}")
     for sizes in MESHES
     if sizes[2] > 1
+    for rows in (False, True)[: 1 + (sizes == (1, 1, 2))]
 ]
 SEQ = 20  # so that no activation has a parameter's number of elements
 # Arrays that are gathered, and summed, on each mesh (the table of docs/parallelism.md): first those
