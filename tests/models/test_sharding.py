@@ -230,6 +230,15 @@ def test_constrain_places_on_the_mesh_in_context(eight_devices, jit):
     np.testing.assert_array_equal(y, x)
 
 
+def test_constrain_leaves_out_axes_that_do_not_divide(eight_devices, jit):
+    x = jnp.arange(24.0).reshape(2, 1, 12)  # two prompts, one token each
+    mesh = _mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        y = jit(lambda x: constrain(x, P(BATCH, "tensor", "fsdp")))(x)
+    assert y.sharding == NamedSharding(mesh, P("data", None, "fsdp"))
+    np.testing.assert_array_equal(y, x)
+
+
 def test_constrain_leaves_out_axes_that_shard_map_has_taken(eight_devices, jit):
     mesh = _mesh((2, 2, 2))
     x = jnp.arange(32.0).reshape(8, 4)
