@@ -152,6 +152,13 @@ def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | N
     return kept or None
 
 
+def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:
+    """Whether every entry of a spec divides its dimension."""
+    names = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    parts = (math.prod(mesh_shape[name] for name in names(entry)) for entry in spec)
+    return all(size % part == 0 for size, part in zip(shape, parts, strict=False))
+
+
 def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:
     """Where a parameter lies on a mesh: "fsdp" on its first dimension if "tensor" is on none.
 

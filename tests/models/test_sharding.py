@@ -306,6 +306,12 @@ def test_validate_names_the_dimension_and_the_axis(small, changes, mesh, options
     assert message in str(error.value)
 
 
+def test_shardings_name_a_parameter_that_the_mesh_does_not_divide(small, eight_devices):
+    model = build("nnx", dataclasses.replace(small, mlp_dim=42))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\w+\.kernel of shape \(.*'tensor': 8"):
+        model.shardings(model.abstract, _mesh((1, 1, 8)))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_fits_common_meshes(preset):
     for mesh in {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}:
