@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.accumulate import accumulate_gradients
@@ -83,6 +84,33 @@ def loss_and_gradient(
         replicas="data",
         specs=jax.tree.map(lambda s: s.spec, model.shardings(model.abstract, mesh)),
     )
+
+
+def laid_out_as(shardings: Params, gradient: Params) -> Params:
+    """Gives the gradient in the memory order of the parameters; on GPUs, where "fsdp" cuts it.
+
+    XLA scatters a sum along the first dimension in memory. A gradient that is cut along another
+    comes out transposed, and turned in the kernel of the update, which then cannot write over the
+    parameter and its moments: each was copied. Turned by itself, it is read and written once.
+
+    Args:
+      shardings: of the parameters.
+      gradient: in the same structure.
+    """
+
+    def lay_out(x: Array, sharding: NamedSharding) -> Array:
+        mesh, spec = sharding.mesh, sharding.spec
+        if "fsdp" not in spec[1:] or mesh.devices.flat[0].platform != "gpu":
+            return x
+        # In a shard_map: JAX 0.10's XLA would gather what has a layout constraint.
+        return jax.shard_map(_row_major, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return jax.tree.map(lay_out, gradient, shardings)
+
+
+def _row_major(x: Array) -> Array:
+    ordered = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return jax.lax.optimization_barrier(ordered)  # not in the update's kernel after all
 
 
 def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:

@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from normfuse.models.functional import Functional, Params
-from normfuse.train.gradients import loss_and_gradient
+from normfuse.train.gradients import laid_out_as, loss_and_gradient
 from normfuse.train.mesh import batch_sharding, replicated
 
 _USUAL_STEPS = 20  # over about so many the usual loss is the mean
@@ -130,6 +130,7 @@ class Program:
             mesh=self.mesh,
             parts=self.parts,
         )
+        gradient = laid_out_as(self.model.shardings(gradient, self.mesh), gradient)
         grad_norm = optax.tree.norm(gradient)
         taken = state.step - state.skipped
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
