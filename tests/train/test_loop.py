@@ -121,7 +121,7 @@ def test_compiled_step_updates_its_state_in_place(shape):
     leaves = jax.tree.leaves(state)
     size = sum(int(np.prod(local(x))) * x.dtype.itemsize for x in leaves)
     assert step.memory_analysis().alias_size_in_bytes == size
-    if jax.__version_info__ < (0, 11):
+    if jax.__version_info__ < (0, 11) and mesh.size > 1:
         return  # its XLA forgets the order of parameters and moments before it places copies
     entry = step.as_text().split("ENTRY ")[1]
     arrays = set(re.findall(r"%(\S+) = f32\[\d[\d,]*\]\S* parameter\(", entry))
