@@ -256,16 +256,20 @@ def _plain_layout(
 ) -> RowLayout | None:
     """A measured layout of the forward kernel, if there is one for so many rows."""
     vectors = features // vector
+    least = None  # blocks that fill the device once
     if 2 * WARP < vectors <= _FORWARD_FEW_ROWS.vectors:
         layout = _FORWARD_FEW_ROWS.layout(features, vector)
         if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
             return layout
+        least = 0
     for step in _FORWARD:
         if vectors <= step.vectors:
             layout = step.layout(features, vector)
-            possible = layout.slices == 1 or (target.clusters and whole_rows)
-            wave = target.multiprocessors * layout.min_blocks // layout.slices
-            return layout if possible and layout.blocks_for(rows) >= wave else None
+            if layout.slices > 1 and not (target.clusters and whole_rows):
+                return None
+            if least is None:
+                least = target.multiprocessors * layout.min_blocks // layout.slices
+            return layout if layout.blocks_for(rows) >= least else None
     return None
 
 
