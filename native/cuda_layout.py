@@ -322,6 +322,15 @@ _BACKWARD_RESIDUAL = (
     _Step(8192, chunks=2, slices=8, blocks=2),
 )
 
+# With x normalised again there are four arrays too, two of them written. At 4096 features 48
+# layouts were timed (benchmarks/dense.py --norm-sweep): those that read a row twice from shared
+# memory reach .94 to .97 of the copy rate, what is best for three arrays .79. No others were.
+_BACKWARD_VALUE = (
+    _BACKWARD[0],
+    _Step(512, chunks=1, fill=512, blocks=2),
+    *_BACKWARD_RESIDUAL[1:],
+)
+
 # Where there are no more rows than multiprocessors all are read at once, the longer ones by
 # clusters of blocks of 128 threads: only the way through one row counts.
 _BACKWARD_FEW_ROWS = (
@@ -341,6 +350,7 @@ def backward_layout(
     compute: np.dtype,
     residual: bool,
     whole_rows: bool,
+    value: bool = False,
 ) -> RowLayout | None:
     """A layout of a few blocks to a multiprocessor, for a persistent grid.
 
@@ -351,13 +361,14 @@ def backward_layout(
       read_bytes: what is read for one element.
       compute: the compute type.
       residual: whether there is a residual's gradient to be added.
+      value: whether x normalised again is written.
       The others are those of `forward_layout`.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
     options = {"read_bytes": read_bytes, "compute": compute, "cluster": whole_rows}
     if vector * itemsize == 16 and whole_rows:
-        steps = _BACKWARD_RESIDUAL if residual else _BACKWARD
+        steps = _BACKWARD_RESIDUAL if residual else _BACKWARD_VALUE if value else _BACKWARD
         few = rows <= target.multiprocessors and vectors <= _BACKWARD_FEW_ROWS[-1].vectors
         if few and vectors > 2 * WARP and target.clusters:
             steps = _BACKWARD_FEW_ROWS

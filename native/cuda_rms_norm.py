@@ -273,6 +273,7 @@ def _backward(
             compute=call.compute,
             residual="DH" in call.operands,
             whole_rows=call.whole_rows,
+            value=with_value,
         )
         if layout is None:
             return None

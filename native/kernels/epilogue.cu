@@ -36,7 +36,9 @@ template <typename T>
 __device__ inline void store(T* to, const Vector& values, bool aligned) {
   const auto packed = narrow_all<T>(values);
   if (VECTOR == 1 || aligned) {
-    store_packed<VECTOR>(to, packed);
+    // Not in the place of what was read, forward: GELU alone takes 243 µs so on an H200, and 370
+    // with ordinary stores (16384 x 14336 bfloat16).
+    store_packed<VECTOR, !GRADIENT>(to, packed);
   } else {
     store_elements<VECTOR>(to, packed);
   }

@@ -127,8 +127,8 @@ using WordOf =
                     ConditionalType<kBytes % 8 == 0, uint2,
                                     ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
 
-// A stream of elements, each read once; `from` is aligned as Packed is. kOverwritten: a result may be
-// written there.
+// A stream of elements, each read once; `from` is aligned as Packed is. kOverwritten: a result may
+// be written there.
 template <int kSize, bool kOverwritten = false, typename T>
 __device__ inline Packed<T, kSize> load_packed(const T* from) {
   using Word = WordOf<Packed<T, kSize>::kBytes>;
@@ -142,14 +142,17 @@ __device__ inline Packed<T, kSize> load_packed(const T* from) {
   return bit_cast<Packed<T, kSize>>(words);
 }
 
-template <int kSize, typename T>
+template <int kSize, bool kEvicted = false, typename T>
 __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   using Word = WordOf<Packed<T, kSize>::kBytes>;
   constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
   Word words[kWords];
   memcpy(words, &packed, sizeof(packed));
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) store_streaming(reinterpret_cast<Word*>(to) + i, words[i]);
+  for (int i = 0; i < kWords; ++i) {
+    Word* at = reinterpret_cast<Word*>(to) + i;
+    kEvicted ? store_evicted(at, words[i]) : store_streaming(at, words[i]);
+  }
 }
 
 // Begins copying from global to shared memory; both are aligned as Packed is, to 4 bytes or more.

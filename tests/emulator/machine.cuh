@@ -317,6 +317,11 @@ void store_streaming(T* pointer, T value) {
   *pointer = value;
 }
 
+template <typename T>
+void store_evicted(T* pointer, T value) {
+  store_streaming(pointer, value);
+}
+
 inline void cluster_arrive() {
   emulator::current->cluster_ticket = emulator::cluster->barrier.Arrive();
 }
