@@ -10,8 +10,8 @@ meshes are all "fsdp", or all "tensor" with the tokens between blocks split too:
 sequence, ours by rows. "2 parts" of a batch are computed side by side, so that one's products hide
 what the other communicates.
 
-`links` measures plain collectives; `apart` each GPU by itself, and all of them with nothing to say to
-each other: what GPUs that differ, and share a host's power, can reach.
+`links` measures plain collectives; `apart` each GPU by itself, and all of them with nothing to say
+to each other: what GPUs that differ, and share a host's power, can reach.
 
 Weakly scaled, each GPU has as many tokens as one alone (8192, for 1b its recipe's 16384); strongly,
 the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU over those of one GPU
