@@ -79,7 +79,8 @@ def compilations():
 
 
 def test_run_compiles_its_step_and_its_validation_once(options, train, compilations):
-    assert train(**options)[0] == 0
+    """Also where the last batch of a validation is not full: here of 12 windows, 8 at once."""
+    assert train(**options | {"eval.tokens": 12 * 16})[0] == 0
     names = {re.sub(r"^jit\(?|\)$", "", name): count for name, count in compilations.items()}
     assert names["_step"] == 1
     assert names["loss_sum"] == 1
@@ -121,7 +122,7 @@ def test_compiled_step_updates_its_state_in_place(shape):
     leaves = jax.tree.leaves(state)
     size = sum(int(np.prod(local(x))) * x.dtype.itemsize for x in leaves)
     assert step.memory_analysis().alias_size_in_bytes == size
-    if jax.__version_info__ < (0, 11):
+    if jax.__version_info__ < (0, 11) and mesh.size > 1:
         return  # its XLA forgets the order of parameters and moments before it places copies
     entry = step.as_text().split("ENTRY ")[1]
     arrays = set(re.findall(r"%(\S+) = f32\[\d[\d,]*\]\S* parameter\(", entry))
