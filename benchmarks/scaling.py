@@ -1,6 +1,6 @@
 """Tokens a second on 1, 2, 4, ... GPUs of one host, and how much of the communication is hidden.
 
-    python -m benchmarks.scaling --part links stack-fsdp stack-tensor
+    python -m benchmarks.scaling --part links apart stack-fsdp stack-tensor
     python -m benchmarks.scaling --part 1b-fsdp 1b-tensor
     python -m benchmarks.scaling --plot FILE.csv ...        # draws what was measured
 
@@ -9,6 +9,9 @@ gradient descent, beside the same in plain jnp; `1b` the trainer's own step of t
 meshes are all "fsdp", or all "tensor" with the tokens between blocks split too: jnp's along the
 sequence, ours by rows. "2 parts" of a batch are computed side by side, so that one's products hide
 what the other communicates.
+
+`links` measures plain collectives; `apart` each GPU by itself, and all of them with nothing to say
+to each other: what GPUs that differ, and share a host's power, can reach.
 
 Weakly scaled, each GPU has as many tokens as one alone (8192, for 1b its recipe's 16384); strongly,
 the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU over those of one GPU
@@ -19,6 +22,7 @@ of them matrix products, or any kernels, run beside. Rows are added to --out as 
 """
 
 import argparse
+import concurrent.futures
 import csv
 import dataclasses
 import datetime
@@ -30,6 +34,7 @@ import pathlib
 import re
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -248,6 +253,9 @@ PARTS = {
 }
 
 
+WHOLE = ["links", "apart", *PARTS]
+
+
 def measure(part: str, arguments, counts: list[int], write: Callable[[dict], None], alone) -> None:
     """Every version on every number of GPUs; one number after the other, versions by turns.
 
@@ -328,11 +336,44 @@ def versions_of(part: str, arguments) -> list[str]:
     return ["jnp"] * part.startswith("stack") + ["normfuse", *more]
 
 
-def mesh_of(axis: str, count: int) -> Mesh:
-    """The first devices along one axis."""
+def mesh_of(axis: str, count: int, first: int = 0) -> Mesh:
+    """Some devices along one axis."""
     sizes = tuple(count if name == axis else 1 for name in AXES)
     kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[:count])
+    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[first:][:count])
+
+
+def apart(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
+    """The stack on each GPU, one after the other and then all at once, with no communication.
+
+    GPUs differ, and those of one host share its power and its air: what they lose here no program
+    can gain back, and the slowest holds up the others wherever they communicate.
+    """
+    size, cases = SIZES[arguments.size], []
+    row = {"part": "apart", "tokens": size.rows * size.seq, "options": "default"}
+    for i in range(max(counts)):
+        mesh = mesh_of("fsdp", 1, i)
+        lowered, arrays = stack_case(size, VERSIONS["normfuse"], mesh, size.rows, arguments)
+        cases.append(Case({}, lowered.compile(), *arrays()))
+        cases[i].take(arguments.warmup)
+        seconds = [cases[i].take(arguments.steps) for _ in range(arguments.groups)]
+        ms = round(1e3 * statistics.median(seconds), 3)
+        write(row | {"gpus": 1, "version": f"GPU {i} alone", "ms": ms})
+    for i, seconds in enumerate(together(cases, arguments)):
+        ms = round(1e3 * statistics.median(seconds), 3)
+        write(row | {"gpus": len(cases), "version": f"GPU {i} of all", "ms": ms})
+
+
+def together(cases: list[Case], arguments) -> list[list[float]]:
+    """Seconds of a step of each case while all run, a thread each."""
+    start = threading.Barrier(len(cases))
+
+    def run(case: Case) -> list[float]:
+        start.wait()
+        return [case.take(arguments.steps) for _ in range(arguments.groups)]
+
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(run, cases))
 
 
 def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
@@ -365,7 +406,9 @@ def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
 
 # ---------------------------------------------------------------- what a trace says
 
-COMMUNICATION = re.compile(r"nccl|all-?reduce|all-?gather|reduce-?scatter|collective|permute", re.I)
+COMMUNICATION = re.compile(
+    r"nccl|memcpyp2p|all-?reduce|all-?gather|reduce-?scatter|collective|permute", re.I
+)
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|split_?k", re.I)
 
 
@@ -520,7 +563,7 @@ def label(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
-    parser.add_argument("--part", nargs="+", choices=["links", *PARTS], default=["links", *PARTS])
+    parser.add_argument("--part", nargs="+", choices=WHOLE, default=WHOLE)
     parser.add_argument("--scaling", nargs="+", choices=["weak", "strong"], default=["weak"])
     parser.add_argument(
         "--versions", nargs="+", choices=VERSIONS, help="`jnp` of 1b is xla's norms"
@@ -544,8 +587,8 @@ def main() -> None:
     counts = arguments.gpus or [2**i for i in range(present.bit_length())]
     alone: dict[tuple, float] = {}
     for part in arguments.part:
-        if part == "links":
-            links(arguments, counts, table.write)
+        if part in ("links", "apart"):
+            {"links": links, "apart": apart}[part](arguments, counts, table.write)
         else:
             measure(part, arguments, counts, table.write, alone)
 
