@@ -139,7 +139,7 @@ def draw(records: list[dict], title: str, path: pathlib.Path) -> None:
                 0.85 / len(libraries),
                 label=library,
                 align="edge",
-                color="C3" if library == "normfuse" else plt.get_cmap("Greys")(0.25 + 0.12 * i),
+                color="C3" if library == "normfuse" else plt.get_cmap("Greys")(0.15 + 0.8 * i / len(libraries)),
             )
         ax.axhline(1, color="black", linewidth=0.8)
         ax.set_xticks(range(len(shapes)), [f"{rows} × {n}" for rows, n in shapes])

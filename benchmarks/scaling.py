@@ -36,6 +36,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -55,6 +56,9 @@ f32 = jnp.float32
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "two at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    # With NCCL_CTA_POLICY=2, NCCL then gathers by copy engines, and GEMMs keep all multiprocessors.
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    "one-sided": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "windowed": {
         "xla_gpu_threshold_for_windowed_einsum_mib": 0,
         "xla_gpu_multi_streamed_windowed_einsum": False,  # fails in XLA's own verifier
@@ -112,25 +116,48 @@ def jnp_block(x, p, s: Sharding):
 
 
 def block(x, p, s: Sharding):
-    n = constrain(rms_norm(x, p["scale"], eps=1e-6), s.block_input)
+    n = checkpoint_name(constrain(rms_norm(x, p["scale"], eps=1e-6), s.block_input), "gathered")
     gate, up = dense(n, p["gate"]), dense(n, p["up"])
     y = gated_product(gate, up, p["down"], hidden_sharding=in_context(s.hidden))
     return x + constrain(y, s.residual)
 
 
-BLOCKS: dict[str, Callable] = {"jnp": jnp_block, "normfuse": block}
-# As one would write it, and as ours lies best; for the trainer's step only the tokens' matters.
-SHARDINGS = {
-    "jnp": Sharding.sequence_parallel(),
-    "normfuse": Sharding.sequence_parallel(by_rows=True),
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """What is compared: whose layers, in how many parts, and if the backward gathers none again.
+
+    jnp's sharding is as one would write it, ours as it lies best.
+    """
+
+    library: str = "normfuse"
+    parts: int = 1
+    kept: bool = False
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding.sequence_parallel(by_rows=self.library == "normfuse")
+
+
+VERSIONS = {
+    "jnp": Version("jnp"),
+    "jnp, 2 parts": Version("jnp", 2),
+    "normfuse": Version(),
+    "normfuse, 2 parts": Version(parts=2),
+    "normfuse, 4 parts": Version(parts=4),
+    "normfuse, kept": Version(kept=True),
+    "normfuse, 2 parts, kept": Version(parts=2, kept=True),
 }
 
 
-def stack_step(version: str, sharding: Sharding, parts: int = 1):
+def stack_step(version: Version, sharding: Sharding):
     """`(parameters, x) -> (new parameters, loss)`, of independent parts of x's rows."""
+    parts = version.parts
+    names = ("gathered",) if version.kept else ()
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def loss(params, x):
-        run = jax.checkpoint(functools.partial(BLOCKS[version], s=sharding))
+        apply = {"jnp": jnp_block, "normfuse": block}[version.library]
+        run = jax.checkpoint(functools.partial(apply, s=sharding), policy=policy)
         xs = interleaved(x, parts)
         for p in params:
             xs = [run(x, p) for x in xs]
@@ -143,22 +170,22 @@ def stack_step(version: str, sharding: Sharding, parts: int = 1):
     return step
 
 
-def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
-    sharding = SHARDINGS[version]
+def stack_case(size: Size, version: Version, mesh: Mesh, rows: int, given):
+    sharding = version.sharding
     kinds = {
         "scale": ((size.dim,), f32, sharding.scale),
-        "gate": ((size.dim, size.hidden), dtype, sharding.column),
-        "up": ((size.dim, size.hidden), dtype, sharding.column),
-        "down": ((size.hidden, size.dim), dtype, sharding.row),
+        "gate": ((size.dim, size.hidden), given.dtype, sharding.column),
+        "up": ((size.dim, size.hidden), given.dtype, sharding.column),
+        "down": ((size.hidden, size.dim), given.dtype, sharding.row),
     }
-    place = on_mesh if version == "jnp" else stored
+    place = on_mesh if version.library == "jnp" else stored
     abstract = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, place(spec, mesh.shape))
     )
     params = [{name: abstract(*kind) for name, kind in kinds.items()} for _ in range(size.layers)]
     x = abstract((rows, size.seq, size.dim), jnp.bfloat16, sharding.residual)
     out = jax.tree.map(lambda p: p.sharding, params), NamedSharding(mesh, P())
-    step = jax.jit(stack_step(version, sharding, parts), donate_argnums=0, out_shardings=out)
+    step = jax.jit(stack_step(version, sharding), donate_argnums=0, out_shardings=out)
     with jax.set_mesh(mesh):
         lowered = step.lower(params, x)
     return lowered, lambda: (filled(params), filled(x, 1.0))
@@ -167,19 +194,20 @@ def stack_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtyp
 # ---------------------------------------------------------------- the trainer's step
 
 
-def preset_case(size: Size, version: str, parts: int, mesh: Mesh, rows: int, dtype: str):
+def preset_case(size: Size, version: Version, mesh: Mesh, rows: int, given):
     config = recipe(size.preset)
-    implementation = {"jnp": "xla", "normfuse": None}[version]
+    implementation = {"jnp": "xla", "normfuse": None}[version.library]
     model = dataclasses.replace(config.transformer(), implementation=implementation)
+    model = dataclasses.replace(model, remat=given.remat or model.remat)
     program = Program(
-        build(config.framework, model, SHARDINGS[version]),
+        build(config.framework, model, version.sharding),
         make_optimizer(config.optim, config.steps),
         schedule(config.optim, config.steps),
         mesh,
         microbatches=1,
         skip_limit=0,
         spike=config.spike,
-        parts=parts,
+        parts=version.parts,
     )
     with jax.set_mesh(mesh):
         lowered = program.lower(rows, config.seq_len)
@@ -239,7 +267,7 @@ def measure(part: str, arguments, counts: list[int], write: Callable[[dict], Non
             modes = [mode for mode in arguments.scaling if wanted[mode] == batch]
             mesh = mesh_of(axis, count)
             for case in run(make, mesh, batch, part, arguments):
-                version = case.row["version"].split(",")[0]
+                version = VERSIONS[case.row["version"]].library
                 ms = 1e3 * statistics.median(case.seconds)
                 rate = batch * seq / ms * 1e3
                 shares = communication(case, mesh) if count > 1 and not arguments.no_trace else {}
@@ -267,22 +295,26 @@ def run(make, mesh: Mesh, batch: int, part: str, arguments) -> list[Case]:
     """Compiles, and then times by turns, every version and option on one mesh."""
     cases = []
     for version, options in itertools.product(versions_of(part, arguments), arguments.options):
-        name, parts = version, 1
-        if version.endswith(" parts"):
-            name, parts = version.split(", ")[0], int(version.split()[1])
-        if mesh.size == 1 and (parts > 1 or options != "default"):
-            continue  # nothing is communicated: the one without is what is compared with
+        plain = version == VERSIONS[version].library and options == arguments.options[0]
+        if mesh.size == 1 and not plain:
+            continue  # nothing is communicated: what is compared with is the one without
         row, began = {"version": version, "options": options}, time.perf_counter()
         try:
-            lowered, arrays = make(SIZES[arguments.size], name, parts, mesh, batch, arguments.dtype)
-            step = lowered.compile(compiler_options=OPTIONS[options])
+            size = SIZES[arguments.size]
+            lowered, arrays = make(size, VERSIONS[version], mesh, batch, arguments)
+            step = lowered.compile(compiler_options=OPTIONS[options] if mesh.size > 1 else {})
         except Exception as error:  # an option that this XLA cannot serve: said, not hidden
             print(f"  {row}: {str(error).splitlines()[0][:160]}", flush=True)
             continue
         row["compile_s"] = round(time.perf_counter() - began, 1)
         row["temporaries_mib"] = round(step.memory_analysis().temp_size_in_bytes / 2**20)
-        cases.append(Case(row, step, *arrays()))
-        cases[-1].take(arguments.warmup)
+        case = Case(row, step, *arrays())
+        try:
+            case.take(arguments.warmup)
+        except Exception as error:
+            print(f"  {row}: {str(error).splitlines()[0][:160]}", flush=True)
+            continue
+        cases.append(case)
     for _, case in itertools.product(range(arguments.groups), cases):
         case.seconds.append(case.take(arguments.steps))
     return cases
@@ -292,8 +324,8 @@ def versions_of(part: str, arguments) -> list[str]:
     """Those asked for; else plain jnp for the stack, ours, and parts where activations move."""
     if arguments.versions:
         return arguments.versions
-    parts = ["normfuse, 2 parts", "normfuse, 4 parts"] if part.endswith("tensor") else []
-    return ["jnp"] * part.startswith("stack") + ["normfuse", *parts]
+    more = ["normfuse, 2 parts"] if part.endswith("tensor") else []
+    return ["jnp"] * part.startswith("stack") + ["normfuse", *more]
 
 
 def mesh_of(axis: str, count: int) -> Mesh:
@@ -306,7 +338,7 @@ def mesh_of(axis: str, count: int) -> Mesh:
 def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
     """Bus rates of a plain all-gather and reduce-scatter, as nccl-tests count them."""
     size = SIZES[arguments.size].link_bytes // 2
-    for count in counts[1:]:
+    for count in [n for n in counts if n > 1]:
         mesh = jax.make_mesh((count,), ("x",), devices=jax.devices()[:count])
         split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
         share = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -490,13 +522,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     parser.add_argument("--part", nargs="+", choices=["links", *PARTS], default=["links", *PARTS])
     parser.add_argument("--scaling", nargs="+", choices=["weak", "strong"], default=["weak"])
-    versions = [f"{name}{parts}" for name in BLOCKS for parts in ("", ", 2 parts", ", 4 parts")]
     parser.add_argument(
-        "--versions", nargs="+", choices=versions, help="`jnp` of 1b is xla's norms"
+        "--versions", nargs="+", choices=VERSIONS, help="`jnp` of 1b is xla's norms"
     )
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["default"])
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
     parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
+    parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
     parser.add_argument("--steps", type=int, default=4, help="of a group that is timed")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)

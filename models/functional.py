@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse.models import parameters
 from normfuse.models.attention import Cache
 from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import Sharding, stored, with_auto_axes
+from normfuse.models.sharding import Sharding, divides, stored, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -78,12 +78,22 @@ class Functional:
             such trees. Scalars are replicated.
           mesh: its axes are among "data", "fsdp" and "tensor".
           sharding: other specs than the model's own.
+
+        Raises:
+          ValueError: naming a parameter that the mesh does not divide.
         """
         sharding = sharding or self.sharding
 
         def place(path, leaf):
-            spec = _spec(path, sharding) if leaf.ndim else P()
-            return NamedSharding(mesh, stored(spec, mesh.shape))
+            spec = stored(_spec(path, sharding) if leaf.ndim else P(), mesh.shape)
+            if not divides(spec, leaf.shape, mesh.shape):
+                name, shape = parameters.name_of(path)[0], leaf.shape
+                raise ValueError(
+                    f"{name} of shape {shape} cannot be split as {spec} over the mesh "
+                    f"{dict(mesh.shape)}: make each axis divide its dimension, or give a "
+                    "`Sharding` without it. `normfuse.models.sharding.validate` says what fits."
+                )
+            return NamedSharding(mesh, spec)
 
         return jax.tree.map_with_path(place, params)
 

@@ -67,9 +67,9 @@ class Sharding:
         memory.
 
         Args:
-          by_rows: split the batch instead, of which each of the "data" and "fsdp" devices then has
-            a multiple of "tensor" sequences. Parts of sequences lie scattered in what is gathered,
-            and GPUs transpose them; whole sequences they do not.
+          by_rows: split the batch instead, which then has a multiple of "tensor" sequences, on a
+            mesh of "tensor" alone. Parts of sequences lie scattered in what is gathered, and GPUs
+            transpose them; whole sequences they do not.
         """
         return cls(
             residual=P((*BATCH, "tensor"), None, None) if by_rows else P(BATCH, "tensor", None)
@@ -96,10 +96,15 @@ class Sharding:
 def constrain(x: Array, spec: P) -> Array:
     """Asks for `x` to lie as `spec` says on the mesh in context; without one, returns `x`.
 
-    Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec.
+    Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec, and those
+    that do not divide the array, as one prompt or the single token that is decoded.
     """
     here = in_context(spec)
-    return x if here is None else jax.lax.with_sharding_constraint(x, here)
+    if here is None:
+        return x
+    sizes = _axes_in_context(AxisType.Auto)
+    fits = [_dividing(*each, sizes) for each in zip(x.shape, here, strict=False)]
+    return jax.lax.with_sharding_constraint(x, P(*fits))
 
 
 def in_context(spec: P) -> P | None:
@@ -135,6 +140,23 @@ def on_mesh(spec: P, axes) -> P:
         kept = tuple(name for name in names if name in axes)
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
     return P(*entries)
+
+
+def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """The first axes of a spec's entry that together divide a dimension."""
+    kept: tuple[str, ...] = ()
+    for name in entry if isinstance(entry, tuple) else (entry,) if entry else ():
+        if size % math.prod(sizes[axis] for axis in (*kept, name)):
+            break
+        kept += (name,)
+    return kept or None
+
+
+def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:
+    """Whether every entry of a spec divides its dimension."""
+    names = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
+    parts = (math.prod(mesh_shape[name] for name in names(entry)) for entry in spec)
+    return all(size % part == 0 for size, part in zip(shape, parts, strict=False))
 
 
 def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:

@@ -40,6 +40,8 @@ class MeshConfig:
     """Devices over which the parameters and the optimizer state are stored in pieces."""
     tensor: int = 1
     """Devices over which every layer's heads and hidden features are split."""
+    sequence: bool = False
+    """Sequence parallelism: the tokens between blocks are split over the tensor devices, too."""
 
 
 @dataclasses.dataclass(frozen=True)

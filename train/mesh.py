@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import BATCH, validate
+from normfuse.models.sharding import BATCH, Sharding, validate
 from normfuse.train.checks import near
 from normfuse.train.config import MeshConfig
 from normfuse.train.errors import UsageError
@@ -32,14 +32,36 @@ def make_mesh(config: MeshConfig) -> Mesh:
     return jax.make_mesh(_shape(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_model(model: TransformerConfig, mesh: Mesh, batch_size: int, microbatches: int):
-    """Checks that the model's dimensions and the batch divide over the mesh.
+def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
+    """Gives where the model's arrays lie on the mesh.
+
+    Args:
+      config: whether tokens are split over "tensor".
+      mesh: the mesh.
+      rows: of a microbatch. On a mesh of "tensor" alone that divides them, whole sequences are
+        split; else each sequence.
+    """
+    if not config.sequence:
+        return Sharding()
+    alone = mesh.size == mesh.shape["tensor"]
+    return Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
+
+
+def check_model(
+    model: TransformerConfig,
+    mesh: Mesh,
+    batch_size: int,
+    microbatches: int,
+    sharding: Sharding | None = None,
+    seq_len: int | None = None,
+):
+    """Checks that the model's dimensions, the batch and its sequences divide over the mesh.
 
     Raises:
       UsageError: naming the dimension and the axis, with sizes that would fit.
     """
     try:
-        validate(model, mesh.shape)
+        validate(model, mesh.shape, sharding, seq_len=seq_len)
     except ValueError as error:
         raise UsageError(f"the model does not fit the mesh: {error}") from None
     parts = math.prod(mesh.shape[axis] for axis in BATCH)

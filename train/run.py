@@ -26,7 +26,7 @@ from normfuse.train.evaluate import Evaluator, Validation
 from normfuse.train.introduction import introduce, say_what_serves
 from normfuse.train.invocation import again
 from normfuse.train.loop import Loop
-from normfuse.train.mesh import batch_sharding, check_model, make_mesh
+from normfuse.train.mesh import batch_sharding, check_model, make_mesh, make_sharding
 from normfuse.train.metrics import MetricsLog, Sinks
 from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.outdir import OutDir
@@ -62,7 +62,10 @@ def train(config: TrainConfig, console: Console | None = None):
         stop = stack.enter_context(StopRequest(together.end))
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
-        check_model(config.transformer(), mesh, config.batch_size, config.microbatches)
+        rows = config.batch_size // config.microbatches
+        sharding = make_sharding(config.mesh, mesh, rows)
+        model = config.transformer()
+        check_model(model, mesh, config.batch_size, config.microbatches, sharding, config.seq_len)
         out = outdir.choose(config, distributed.agree(int(time.time())))
         config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
@@ -91,7 +94,9 @@ class Run:
         self.config, self.text, self.out, self.display = config, text, out, display
         self.stop, self.watchdog, self.mesh = stop, watchdog, mesh
         self.first = distributed.is_first()
-        self.model = build(config.framework, config.transformer())
+        rows = config.batch_size // config.microbatches
+        sharding = make_sharding(config.mesh, mesh, rows)
+        self.model = build(config.framework, config.transformer(), sharding)
         self.program = Program(
             self.model,
             make_optimizer(config.optim, config.steps),
@@ -102,7 +107,6 @@ class Run:
             config.spike,
         )
         self.record = make_record(config, text.identity())
-        rows = config.batch_size // config.microbatches
         self.evaluator = Evaluator(
             self.model,
             mesh,

@@ -34,9 +34,9 @@ class Together:
         self._client: Any = None
 
     def __enter__(self) -> "Together":
-        if jax.process_count() > 1:
-            self._client = coordination_client()
-        if self._client is not None:
+        client = coordination_client()  # without one, JAX is not asked for devices yet
+        if client is not None and jax.process_count() > 1:
+            self._client = client
             self._thread = threading.Thread(target=self._watch, daemon=True, name="together")
             self._thread.start()
         return self

@@ -29,7 +29,7 @@ constexpr int kColumns = BLOCK_X * VECTOR;
 
 template <typename T>
 __device__ inline Packed<T, VECTOR> load(const T* from, bool aligned) {
-  return VECTOR == 1 || aligned ? load_packed<VECTOR>(from) : load_elements<VECTOR>(from);
+  return VECTOR == 1 || aligned ? load_packed<VECTOR, true>(from) : load_elements<VECTOR>(from);
 }
 
 template <typename T>

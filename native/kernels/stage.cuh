@@ -26,7 +26,7 @@ struct Slots {
       if (!inside(i)) continue;
       const T* from = row + column(i);
       if constexpr (VECTOR == 1 && sizeof(T) < 4) {
-        slot(i) = load_elements<VECTOR>(from);  // not as what nobody writes: a result may be here
+        slot(i) = load_packed<VECTOR, true>(from);
       } else if (VECTOR == 1 || aligned) {
         copy_packed_async(&slot(i), from);
       } else {

@@ -127,15 +127,17 @@ using WordOf =
                     ConditionalType<kBytes % 8 == 0, uint2,
                                     ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
 
-// A stream of elements, each read once; `from` is aligned as Packed is.
-template <int kSize, typename T>
+// A stream of elements, each read once; `from` is aligned as Packed is. kOverwritten: a result may be
+// written there.
+template <int kSize, bool kOverwritten = false, typename T>
 __device__ inline Packed<T, kSize> load_packed(const T* from) {
   using Word = WordOf<Packed<T, kSize>::kBytes>;
   constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
   Word words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
-    words[i] = load_streaming(reinterpret_cast<const Word*>(from) + i);
+    const Word* at = reinterpret_cast<const Word*>(from) + i;
+    words[i] = kOverwritten ? load_overwritten(at) : load_streaming(at);
   }
   return bit_cast<Packed<T, kSize>>(words);
 }

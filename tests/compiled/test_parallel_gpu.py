@@ -4,11 +4,13 @@ The numbers of the table in docs/parallelism.md, read from programs compiled for
 """
 
 import math
+import re
 
 import gpu_compiler
 import hlo
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +21,7 @@ from normfuse.models.sharding import BATCH, Sharding
 from normfuse.train.gradients import loss_and_gradient
 from normfuse.train.mesh import AXES
 
-ROWS, SEQ, LAYERS, DIM = 8, 1024, 2, 2048
+ROWS, SEQ, LAYERS, DIM = 16, 1024, 2, 2048
 CONFIG = TransformerConfig(
     vocab_size=16384,
     dim=DIM,
@@ -39,7 +41,7 @@ KERNELS = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswit
 SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("scale"))
 
 
-def gradient(framework, sizes, sharding):
+def gradient(framework, sizes, sharding, parts=1):
     """The loss and its gradient, compiled for eight GPUs."""
     mesh = gpu_compiler.mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
     model = build(framework, CONFIG, sharding)
@@ -48,7 +50,9 @@ def gradient(framework, sizes, sharding):
     rows = NamedSharding(mesh, P(BATCH, None))
     tokens = jax.ShapeDtypeStruct((ROWS, SEQ + 1), jnp.int32, sharding=rows)
     step = jax.jit(
-        lambda params, tokens: loss_and_gradient(model, params, tokens, microbatches=1, mesh=mesh),
+        lambda params, tokens: loss_and_gradient(
+            model, params, tokens, microbatches=1, mesh=mesh, parts=parts
+        ),
         out_shardings=(NamedSharding(mesh, P()), places),
     )
     with jax.set_mesh(mesh):
@@ -61,14 +65,21 @@ def losses(rows):
     return 3 * rows * SEQ
 
 
+def transposed(program):
+    """Shapes of what kernels only transpose, attention's `(batch, seq, heads, width)` left out."""
+    found = re.findall(r"transpose(?:_fusion)?[.\d]* = \w+\[([\d,]+)\]\S* fusion\(", program)
+    return [shape for shape in found if shape.count(",") < 3]
+
+
 def test_replicas_sum_every_gradient_once():
     program = gradient("nnx", (8, 1, 1), Sharding())
     summed = TABLE + KERNELS + SCALES
     assert hlo.communicated(program) == {("all-reduce", "f32"): summed + 1}  # and the loss
 
 
-def test_fsdp_gathers_bfloat16_and_scatters_gradients():
-    program = gradient("eqx", (1, 8, 1), Sharding())
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
+    program = gradient(framework, (1, 8, 1), Sharding())
     assert hlo.communicated(program) == {
         # Every kernel once for both ways; the table for the look-up and both ways of the logits.
         ("all-gather", "bf16"): KERNELS + 3 * TABLE,
@@ -77,6 +88,7 @@ def test_fsdp_gathers_bfloat16_and_scatters_gradients():
     }
     gathers = [gemms for kind, gemms in hlo.overlapped(program) if kind == "all-gather"]
     assert min(gathers[3:]) > 0  # but the first ones, each arrives while GEMMs run
+    assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
 
 
 def test_tensor_parallelism_sums_four_activations_a_layer():
@@ -100,6 +112,19 @@ def test_sequence_parallelism_gathers_and_scatters_instead():
     }
     count = lambda kind: sum(c.kind == kind for c in hlo.collectives(program))
     assert count("all-gather") == count("reduce-scatter") == times  # each waits for the one before
+
+
+def test_parts_of_a_batch_hide_what_the_others_communicate():
+    """While whole sequences are gathered, which need no transposition."""
+    program = gradient("nnx", (1, 1, 8), Sharding.sequence_parallel(by_rows=True), parts=2)
+    activation, times = ROWS * SEQ * DIM, 4 * LAYERS + 2
+    found = hlo.communicated(program)
+    assert found["all-gather", "bf16"] == times * activation
+    assert found["reduce-scatter", "bf16"] == times * activation // 8
+    assert not transposed(program)
+    hidden = sum(gemms > 0 for kind, gemms in hlo.overlapped(program) if kind != "all-reduce")
+    moves = sum(c.kind != "all-reduce" for c in hlo.collectives(program))
+    assert hidden > moves / 3  # of one part, less
 
 
 def test_all_three_axes_together():

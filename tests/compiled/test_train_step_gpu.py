@@ -26,10 +26,10 @@ def step(monkeypatch):
     # JAX asks the installed cuDNN for its version; that of the described device is 9.10.
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
 
-    def compiled(preset: str, mesh: Mesh, attention: str = "cudnn"):
+    def compiled(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
         config = recipe(preset)
         # "auto" takes cuDNN on such GPUs, for bfloat16, but looks for them in this process.
-        model = dataclasses.replace(config.transformer(), attention=attention)
+        model = dataclasses.replace(config.transformer(), attention=attention, **changes)
         optimizer = make_optimizer(config.optim, config.steps)
         program = Program(
             build(config.framework, model),
@@ -104,5 +104,12 @@ def test_other_presets_fit_gpus_of_80_gb(step, preset, axes):
 @pytest.mark.parametrize("axes", [(2, 4, 1), (2, 2, 2)], ids=str)
 def test_sharded_state_is_updated_in_place(step, axes):
     program, state = step("tiny", mesh(*axes), attention="xla")
+    check_state_is_donated(program, state)
+    assert copied(program, state) == []
+
+
+def test_fsdp_updates_its_state_in_place(step):
+    """The gradients are reduced as the parameters lie: none is turned in the update's kernel."""
+    program, state = step("8b", mesh(fsdp=8), num_layers=1)
     check_state_is_donated(program, state)
     assert copied(program, state) == []

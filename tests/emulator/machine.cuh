@@ -308,6 +308,10 @@ T load_streaming(const T* pointer) {
   return *pointer;
 }
 template <typename T>
+T load_overwritten(const T* pointer) {
+  return load_streaming(pointer);
+}
+template <typename T>
 void store_streaming(T* pointer, T value) {
   if (reinterpret_cast<uintptr_t>(pointer) % sizeof(T)) emulator::Die("misaligned store");
   *pointer = value;

@@ -1,43 +1,14 @@
 """Several processes."""
 
-import json
-import os
+import functools
 import pathlib
 import socket
-import subprocess
-import sys
 
+import processes
 import pytest
+from processes import answers
 
-HERE = pathlib.Path(__file__).parent
-SECONDS = 120
-
-
-def start(devices, *arguments, **environment):
-    """A process of `rms_norm_worker.py` with so many CPU devices."""
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(HERE.parent),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        **environment,
-    }
-    command = [sys.executable, str(HERE / "rms_norm_worker.py"), *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=env, **pipes)
-
-
-def answers(*processes):
-    """What the processes print last; all are ended, whatever happens to one."""
-    try:
-        outputs = [process.communicate(timeout=SECONDS) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    for process, (_, errors) in zip(processes, outputs):
-        assert process.returncode == 0, errors[-4000:]
-    return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
+start = functools.partial(processes.start, pathlib.Path(__file__).with_name("rms_norm_worker.py"))
 
 
 def test_two_processes(serve):
@@ -58,11 +29,7 @@ def test_two_processes(serve):
 
 @pytest.fixture
 def cache(tmp_path):
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
+    return processes.compilation_cache(tmp_path)
 
 
 def test_persistent_compilation_cache(serve, cache, tmp_path):

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from normfuse.models.attention import Cache
 from normfuse.models.functional import build
 from normfuse.models.generate import _draw, generate
+from normfuse.models.sharding import BATCH, Sharding
 
 # Five tokens, padded to eight: what padding leaves in the cache must not be seen later.
 PROMPTS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -46,6 +48,15 @@ def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params, j
         assert (best - runner_up > 1e-4).all()  # no tie that rounding could decide
         padded[:, length] = np.argmax(logits, axis=-1)
     np.testing.assert_array_equal(got, padded[:, 5:])
+
+
+def test_sequence_parallelism_decodes_single_tokens(model, params, eight_devices):
+    mesh = jax.make_mesh((2, 2, 2), (*BATCH, "tensor"), axis_types=(AxisType.Auto,) * 3)
+    parallel = build(model.framework, model.config, Sharding.sequence_parallel())
+    with jax.set_mesh(mesh):  # two prompts on four devices for rows, then one token on two
+        placed = jax.device_put(params, parallel.shardings(params, mesh))
+        found = generate(parallel, placed, PROMPTS, 8, temperature=0)
+    np.testing.assert_array_equal(found, generate(model, params, PROMPTS, 8, temperature=0))
 
 
 def test_prompts_of_several_lengths_are_continued_as_each_alone(model, params):

@@ -20,9 +20,10 @@ from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, valida
 AXES = ("data", "fsdp", "tensor")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
 CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
-    pytest.param(sizes, Sharding.sequence_parallel(), id=f"{sizes} sequence")
+    pytest.param(sizes, Sharding.sequence_parallel(by_rows=rows), id=f"{sizes} sequence{rows}")
     for sizes in MESHES
     if sizes[2] > 1
+    for rows in (False, True)[: 1 + (sizes == (1, 1, 2))]
 ]
 SEQ = 20  # so that no activation has a parameter's number of elements
 # Arrays that are gathered, and summed, on each mesh (the table of docs/parallelism.md): first those
@@ -229,6 +230,15 @@ def test_constrain_places_on_the_mesh_in_context(eight_devices, jit):
     np.testing.assert_array_equal(y, x)
 
 
+def test_constrain_leaves_out_axes_that_do_not_divide(eight_devices, jit):
+    x = jnp.arange(24.0).reshape(2, 1, 12)  # two prompts, one token each
+    mesh = _mesh((2, 2, 2))
+    with jax.set_mesh(mesh):
+        y = jit(lambda x: constrain(x, P(BATCH, "tensor", "fsdp")))(x)
+    assert y.sharding == NamedSharding(mesh, P("data", None, "fsdp"))
+    np.testing.assert_array_equal(y, x)
+
+
 def test_constrain_leaves_out_axes_that_shard_map_has_taken(eight_devices, jit):
     mesh = _mesh((2, 2, 2))
     x = jnp.arange(32.0).reshape(8, 4)
@@ -294,6 +304,12 @@ def test_validate_names_the_dimension_and_the_axis(small, changes, mesh, options
     with pytest.raises(ValueError) as error:
         validate(dataclasses.replace(small, **changes), mesh, **options)
     assert message in str(error.value)
+
+
+def test_shardings_name_a_parameter_that_the_mesh_does_not_divide(small, eight_devices):
+    model = build("nnx", dataclasses.replace(small, mlp_dim=42))
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\w+\.kernel of shape \(.*'tensor': 8"):
+        model.shardings(model.abstract, _mesh((1, 1, 8)))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -79,7 +79,8 @@ def small_run():
     def make(text: Path, folder: Path, **changes) -> list[str]:
         base = {"data.path": text, "out-dir": folder} | _FLAGS
         changes = {name.replace("_", "-"): value for name, value in changes.items()}
-        return [f"--{k}={v}" for k, v in (base | changes).items() if v is not None]
+        given = {k: v for k, v in (base | changes).items() if v is not None}
+        return [f"--{k}" if v is True else f"--{k}={v}" for k, v in given.items()]
 
     return make
 

@@ -47,6 +47,8 @@ _USAGE = [
     ({"mesh.fsdp": 3}, ["fsdp 3", "8 devices", "does not divide"]),
     ({"mesh.tensor": 4}, ["num_heads=2", "'tensor'", "4"]),
     ({"mesh.fsdp": 8, "model.dim": 20}, ["dim=20", "'fsdp'", "8"]),
+    ({"mesh.fsdp": 8, "model.mlp-dim": 36}, ["mlp_dim=36", "'fsdp'", "8"]),
+    ({"mesh.tensor": 2, "mesh.sequence": True, "seq_len": 15}, ["seq_len=15", "'tensor'", "2"]),
     ({"model.vocab-size": 257, "mesh.tensor": 2}, ["vocab_size=257", "'tensor'"]),
     ({"model.num-heads": 3}, ["--model.num-heads=3", "num_kv_heads=2"]),
     ({"model.dim": 0}, ["--model.dim=0", "at least 1"]),

@@ -14,7 +14,7 @@ from normfuse.models.functional import build
 from normfuse.train.batches import on_devices
 from normfuse.train.checksum import checksum
 from normfuse.train.config import MeshConfig, OptimConfig
-from normfuse.train.mesh import batch_sharding, make_mesh
+from normfuse.train.mesh import batch_sharding, make_mesh, make_sharding
 from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.step import Program
 
@@ -32,31 +32,34 @@ def _mesh(*shape):
     return make_mesh(MeshConfig(*shape))
 
 
-def _program(mesh, framework, *, microbatches=1, implementation=None) -> Program:
+def _program(
+    mesh, framework, *, microbatches=1, implementation=None, sequence=False, parts=1, heads=2
+) -> Program:
     config = TransformerConfig(
         vocab_size=64,
         dim=16,
         num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=16 // heads,
         mlp_dim=32,
         max_seq_len=SEQ,
         tie_embeddings=True,
         implementation=implementation,
     )
-    model = build(framework, config)
+    sharding = make_sharding(MeshConfig(sequence=sequence), mesh, BATCH // microbatches)
+    model = build(framework, config, sharding)
     optimizer, rate = make_optimizer(OPTIM, STEPS), schedule(OPTIM, STEPS)
-    return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0)
+    return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0, parts=parts)
 
 
 @functools.cache
-def _run(shape, framework, microbatches=1) -> tuple[list[float], str]:
+def _run(shape, framework, microbatches=1, **options) -> tuple[list[float], str]:
     """Gives the losses of a few steps on a mesh, and the compiled step's text."""
     mesh = _mesh(*shape)
     rows = np.random.default_rng(0).integers(0, 64, (BATCH, SEQ + 1)).astype(np.int32)
     with jax.set_mesh(mesh):
-        program = _program(mesh, framework, microbatches=microbatches)
+        program = _program(mesh, framework, microbatches=microbatches, **options)
         step = program.lower(BATCH, SEQ).compile()
         state, losses = program.init(0), []
         for _ in range(STEPS):
@@ -81,6 +84,24 @@ def test_losses_are_those_of_one_device(eight_devices, shape, framework, microba
     one_device, _ = _run((1, 1, 1), "nnx")
     np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
     assert found[0] - found[-1] > 0.1  # updates were made that could have gone apart
+
+
+@pytest.mark.parametrize(
+    ("shape", "framework", "options"),
+    [
+        ((2, 2, 2), "eqx", {}),
+        ((2, 2, 2), "nnx", {"microbatches": 2}),
+        ((4, 1, 2), "nnx", {"parts": 2}),
+        ((1, 1, 8), "eqx", {"heads": 8}),
+    ],
+    ids=str,
+)
+def test_sequence_parallelism_changes_no_loss(eight_devices, shape, framework, options):
+    found, text = _run(shape, framework, sequence=True, **options)
+    one_device, _ = _run((1, 1, 1), "nnx", **{"heads": options.get("heads", 2)})
+    np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
+    # Tokens were split: a block's input is gathered.
+    assert re.search(rf"= f32\[[\d,]+,{SEQ},\d+\]\S* all-gather", text)
 
 
 def _collectives(text: str) -> collections.Counter:

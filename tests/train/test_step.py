@@ -72,7 +72,9 @@ def _tokens(rng, mesh, batch=4, seq=16):
     return on_devices(tokens, batch_sharding(mesh))
 
 
-_gradient = jax.jit(loss_and_gradient, static_argnums=0, static_argnames=("microbatches", "mesh"))
+_gradient = jax.jit(
+    loss_and_gradient, static_argnums=0, static_argnames=("microbatches", "mesh", "parts")
+)
 
 
 def _host(tree):
@@ -95,12 +97,13 @@ def test_token_losses_match_float64(rng):
     np.testing.assert_allclose(found, expected, rtol=0, atol=4 * 20 * 2**-24)
 
 
-def test_microbatches_sum_to_the_whole_gradient(mesh, rng):
+@pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 2, "parts": 2}], ids=str)
+def test_microbatches_sum_to_the_whole_gradient(mesh, rng, options):
     model = build("eqx", CONFIG)
     params = jax.jit(model.init)(jax.random.key(0))
     tokens = _tokens(rng, mesh, batch=8)
     whole = _gradient(model, params, tokens, microbatches=1, mesh=mesh)
-    split = _gradient(model, params, tokens, microbatches=4, mesh=mesh)
+    split = _gradient(model, params, tokens, mesh=mesh, **options)
     for a, b in zip(*map(jax.tree.leaves, (split, whole)), strict=True):
         # Only the order of a sum over 128 tokens differs.
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-22 * 128**0.5 * np.abs(b).max())

@@ -1,0 +1,158 @@
+"""Dense layers compiled ahead of time, exported, donated, cached, and in several processes."""
+
+import functools
+import pathlib
+import pickle
+import re
+import socket
+
+import hlo
+import jax
+import jax.numpy as jnp
+import mlp_case
+import processes
+import pytest
+from jax import export
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import answers
+
+start = functools.partial(processes.start, pathlib.Path(__file__).with_name("mlp_worker.py"))
+
+ALLOWED = [
+    export.DisabledSafetyCheck.custom_call(f"normfuse_{name}")
+    for name in ("rms_norm_forward", "rms_norm_apply", "rms_norm_backward", "launch")
+]
+
+
+@pytest.fixture(scope="module")
+def args():
+    return [jnp.asarray(a) for a in mlp_case.draw()]
+
+
+@pytest.fixture
+def explicit(eight_devices):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def placed(args, mesh):
+    """Column-parallel, then row-parallel kernels; rows over the other axis."""
+    x, scale, up, down = mlp_case.SPECS["tensor"]
+    specs = x, scale, up, up, down
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+
+
+def summed(*args):
+    """The gradients on Explicit axes, where the last product's sum must be placed."""
+    return mlp_case.gradients(*args, out_sharding=P("data", None, None))
+
+
+def structs(args, sharded=False):
+    keep = lambda a: {"sharding": a.sharding} if sharded else {}
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, **keep(a)) for a in args]
+
+
+def test_donated_parameters_and_input(args):
+    """What is donated is read by the gradients, and then is the place of its new value."""
+
+    def step(*args):
+        return [a - g for a, g in zip(args, mlp_case.gradients(*args))]
+
+    mine = [a.copy() for a in args]
+    donated = jax.jit(step, donate_argnums=tuple(range(len(args))))
+    text = donated.lower(*mine).compile().as_text()
+    assert len(re.findall(r"\{\d+\}: \(\d+, \{\}, \w+-alias\)", text.splitlines()[0])) == len(args)
+    new = donated(*mine)
+    assert all(a.is_deleted() for a in mine)
+    limit = 2 * mlp_case.TOLERANCE
+    for a, b, want in zip(args, new, mlp_case.expected(), strict=True):
+        size = jnp.abs(a).max() + abs(want).max()
+        assert jnp.abs((a - want) - b).max() <= limit * size
+
+
+def test_ahead_of_time_from_shapes(args):
+    compiled = jax.jit(mlp_case.gradients).lower(*structs(args)).compile()
+    mlp_case.check(compiled(*args))
+    payload = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
+    device = {"execution_devices": jax.devices()[:1]}
+    mlp_case.check(serialize_executable.deserialize_and_load(*payload, **device)(*args))
+
+
+def test_ahead_of_time_on_an_auto_mesh(args, eight_devices):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    args = placed(args, mesh)
+    compiled = jax.jit(mlp_case.gradients).lower(*structs(args, sharded=True)).compile()
+    mlp_case.check(compiled(*args))
+    assert hlo.calls(compiled).keys() == {"forward", "backward", "apply"}
+
+
+def test_ahead_of_time_on_an_explicit_mesh(args, explicit):
+    args = placed(args, explicit)
+    compiled = jax.jit(summed).lower(*structs(args, sharded=True)).compile()
+    mlp_case.check(compiled(*args))
+    payload = pickle.loads(pickle.dumps(serialize_executable.serialize(compiled)))
+    mlp_case.check(serialize_executable.deserialize_and_load(*payload)(*args))
+
+
+def through_bytes(exported):
+    return export.deserialize(exported.serialize())
+
+
+def test_export(args):
+    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(*args)
+    assert "@normfuse_rms_norm_backward" in exported.mlir_module()
+    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
+
+
+def test_export_of_symbolic_rows(args):
+    (rows,) = export.symbolic_shape("b")
+    x, *params = structs(args)
+    x = jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+    exported = export.export(jax.jit(mlp_case.gradients), disabled_checks=ALLOWED)(x, *params)
+    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
+
+
+def test_export_for_eight_devices(args, explicit):
+    args = placed(args, explicit)
+    exported = export.export(jax.jit(summed), disabled_checks=ALLOWED)(*args)
+    assert exported.nr_devices == 8
+    mlp_case.check(jax.jit(through_bytes(exported).call)(*args))
+
+
+def test_export_for_cuda_writes_in_place(args, monkeypatch):
+    """From a machine without a GPU: the norm's backward writes over the gradient it reads."""
+    pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "90")
+    exporter = export.export(
+        jax.jit(mlp_case.gradients), platforms=["cuda"], disabled_checks=ALLOWED
+    )
+    text = exporter(*args).mlir_module()
+    (call,) = [line for line in text.splitlines() if 'kernel = "rms_norm_backward"' in line]
+    assert "output_operand_alias" in call and "operand_index = 0" in call
+
+
+def test_two_processes():
+    """Gloo, Auto and Explicit axes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    first, second = answers(*[start(4, "distributed", address, i) for i in range(2)])
+    assert first == second
+    for kind in ("auto", "explicit"):
+        calls = {"apply": 1, "backward": 1, "forward": 1}
+        assert first[f"{kind} rows"] == {"calls": calls, "collectives": ["all-reduce"]}
+        assert first[f"{kind} tensor"] == {"calls": calls, "collectives": ["all-reduce"]}
+
+
+def test_persistent_compilation_cache(tmp_path):
+    """A new process compiles nothing, on Auto and Explicit axes too."""
+    cache = processes.compilation_cache(tmp_path)
+    (cold,) = answers(start(8, "cached", **cache))
+    (warm,) = answers(start(8, "cached", **cache))
+    assert list(cold) == list(warm) == ["one device", "auto", "explicit"]
+    for name in cold:
+        assert cold[name]["misses"] > 0 and cold[name]["hits"] == 0, (name, cold)
+        assert warm[name] == {"hits": cold[name]["misses"], "misses": 0}, (name, warm)
