@@ -13,6 +13,7 @@ from normfuse.train.config import TrainConfig
 from normfuse.train.data import Text
 from normfuse.train.display import Display
 from normfuse.train.evaluate import Validation
+from normfuse.train.invocation import again
 from normfuse.train.outdir import OutDir
 from normfuse.train.plot import plot_breakdown, plot_loss
 from normfuse.train.references import references
@@ -110,7 +111,7 @@ def summarise(
     )
     if drawn is not None:
         panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")
-        display.show(panel, drawn)
+        display.show(panel, f"sample:\n{drawn}")
     written = {
         "checkpoint": out.checkpoints / str(step),
         "metrics": out.metrics,
@@ -121,4 +122,4 @@ def summarise(
     for name, path in written.items():
         if path.exists():
             display.fact(name, str(path))
-    display.fact("more text", f"normfuse generate {out.path} --prompt 'class '")
+    display.fact("more text", f"{again('generate')} {out.path} --prompt 'class '")

@@ -86,7 +86,7 @@ def loss_and_gradient(
     )
 
 
-def laid_out_as(shardings: Params, gradient: Params) -> Params:
+def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
     """Gives the gradient in the memory order of the parameters; on GPUs, where "fsdp" cuts it.
 
     XLA scatters a sum along the first dimension in memory. A gradient that is cut along another
@@ -96,11 +96,14 @@ def laid_out_as(shardings: Params, gradient: Params) -> Params:
     Args:
       shardings: of the parameters.
       gradient: in the same structure.
+      mesh: theirs.
     """
+    if mesh.devices.flat[0].platform != "gpu":
+        return gradient
 
     def lay_out(x: Array, sharding: NamedSharding) -> Array:
-        mesh, spec = sharding.mesh, sharding.spec
-        if "fsdp" not in spec[1:] or mesh.devices.flat[0].platform != "gpu":
+        spec = sharding.spec
+        if "fsdp" not in spec[1:]:
             return x
         # In a shard_map: JAX 0.10's XLA would gather what has a layout constraint.
         return jax.shard_map(_row_major, mesh=mesh, in_specs=spec, out_specs=spec)(x)

@@ -23,9 +23,9 @@ File = Path | BinaryIO
 def plot_loss(file: File, runs: Sequence[History]):
     """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 4.5), **_SIZE)
-    for colour, run in _coloured(runs):
-        _draw_loss(axes, run, colour)
     end = _last_step(runs)
+    for colour, run in _coloured(runs):
+        _draw_loss(axes, run, colour, end)
     references = {name: bits for run in reversed(runs) for name, bits in run.references.items()}
     for name, bits in references.items():
         axes.axhline(bits, color="0.55", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
@@ -53,16 +53,16 @@ def plot_loss(file: File, runs: Sequence[History]):
 def plot_throughput(file: File, runs: Sequence[History]):
     """Draws tokens per second over the steps, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
-    tops = []
+    tops, end = [], _last_step(runs)
     for colour, run in _coloured(runs):
         steps = run.steps()
         y = np.array([line["tokens_per_s"] for line in steps])
-        smooth = _smooth(y, np.median)
+        smooth = _smooth(y, np.median, end)
         axes.plot([line["step"] for line in steps], y, color=colour, linewidth=0.5, alpha=0.3)
         label = f"{run.label}: median {np.median(y):,.0f}"
         axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
         tops.append(smooth.max())
-    axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, _last_step(runs)))
+    axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, end))
     axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may go off the picture
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _finish(figure, axes, file, loc="lower right")
@@ -103,12 +103,13 @@ def _finish(figure, axes, file: File, **legend):
     plt.close(figure)
 
 
-def _draw_loss(axes, run: History, colour: str):
+def _draw_loss(axes, run: History, colour: str, end: int):
     steps, checks = run.steps(), run.validations()
     x = np.array([line["step"] for line in steps])
     y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
     axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
-    axes.plot(x, _smooth(y, np.mean), color=colour, linewidth=1.4, label=f"{run.label}: training")
+    label = f"{run.label}: training"
+    axes.plot(x, _smooth(y, np.mean, end), color=colour, linewidth=1.4, label=label)
     if checks:
         at = [line["step"] for line in checks]
         bits = [line["val_bits_per_byte"] for line in checks]
@@ -117,9 +118,9 @@ def _draw_loss(axes, run: History, colour: str):
         axes.plot(at, bits, "o", label=last, **style)
 
 
-def _smooth(values: np.ndarray, average: Callable[..., Any]) -> np.ndarray:
-    """Averages each value with its neighbours, over a fiftieth of the run."""
-    half = len(values) // 100
+def _smooth(values: np.ndarray, average: Callable[..., Any], end: int) -> np.ndarray:
+    """Averages each value with its neighbours, over a fiftieth of the longest run's steps."""
+    half = end // 100
     if half == 0:
         return values
     padded = np.pad(values, half, constant_values=np.nan)

@@ -49,7 +49,11 @@ def main(argv: list[str]):
 
     runs = [history(run) for run in config.runs]
     rows = [_row(run) for run in runs]
-    Console().print(_table(rows))
+    console, table = Console(), _table(rows)
+    if not console.is_terminal:  # a file or a pipe has no width to keep to
+        console.width = 10_000
+        console.width = console.measure(table).maximum
+    console.print(table)
     pictures = page.draw(runs)
     try:
         if config.pictures is not None:
@@ -80,8 +84,12 @@ def _row(run) -> list[str]:
 
 def _table(rows: list[list[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "run" else "right")
+    for name, *cells in zip(_COLUMNS, *rows, strict=True):
+        if name == "run":
+            table.add_column(name, overflow="fold")  # what gives way on a narrow terminal
+        else:
+            width = max(map(len, [*name.split(), *cells]))
+            table.add_column(name, justify="right", min_width=width)
     for row in rows:
         table.add_row(*row)
     return table

@@ -24,6 +24,7 @@ from normfuse.train.display import Display
 from normfuse.train.errors import RunError, UsageError
 from normfuse.train.evaluate import Evaluator, Validation
 from normfuse.train.introduction import introduce, say_what_serves
+from normfuse.train.invocation import again
 from normfuse.train.loop import Loop
 from normfuse.train.mesh import batch_sharding, check_model, make_mesh, make_sharding
 from normfuse.train.metrics import MetricsLog, Sinks
@@ -69,6 +70,9 @@ def train(config: TrainConfig, console: Console | None = None):
         config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
         stack.callback(display.stop)
+        stop.tell = lambda name: display.note(
+            f"{name}: stops after this step and saves; another stops at once", "yellow"
+        )
         watchdog = stack.enter_context(Watchdog(config.watchdog, out.stacks))
         stack.enter_context(jax.set_mesh(mesh))
         Run(config, text, out, display, stop, watchdog, mesh).go(stack)
@@ -294,5 +298,5 @@ class Run:
         name = self.stop.signal.name if self.stop.signal else "another process"
         where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
         self.display.note(f"stopped by {name} after step {done} of {self.config.steps}, {where}")
-        command = f"python -m normfuse.train --config {shlex.quote(str(self.out.config))}"
+        command = f"{again('train')} --config {shlex.quote(str(self.out.config))}"
         self.display.note(f"continue with: {command}")

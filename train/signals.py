@@ -1,5 +1,6 @@
 """SIGTERM, SIGINT and SIGUSR1 ask a run to save and stop; a second one stops it at once."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ class StopRequest:
 
     Args:
       end: ends the process, with an exit code, at the second signal.
+
+    Attributes:
+      tell: called with the name of the first signal, from that thread.
     """
 
     # What signals do once it is left: None for what they did before. A command whose process exits
@@ -25,6 +29,7 @@ class StopRequest:
 
     def __init__(self, end: Callable[[int], None] = os._exit):
         self._end = end
+        self.tell: Callable[[str], None] = lambda name: None
         self._first: signal.Signals | None = None
         self._old = {}
 
@@ -67,6 +72,8 @@ class StopRequest:
                 _show_cursor()
                 self._end(128 + received[0])
             self._first = signal.Signals(received[0])
+            with contextlib.suppress(OSError):  # nobody may be there to be told
+                self.tell(self._first.name)
 
 
 def _show_cursor():

@@ -135,7 +135,7 @@ class Program:
             mesh=self.mesh,
             parts=self.parts,
         )
-        gradient = laid_out_as(self.model.shardings(gradient, self.mesh), gradient)
+        gradient = laid_out_as(self.model.shardings(gradient, self.mesh), gradient, self.mesh)
         grad_norm = optax.tree.norm(gradient)
         taken = state.step - state.skipped
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

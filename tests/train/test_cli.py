@@ -7,6 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from normfuse.train.cli import main
+from normfuse.train.invocation import again
 
 
 def test_help_names_every_command(capsys):
@@ -28,6 +29,20 @@ def test_commands_explain_themselves(capsys, command):
     assert f"usage: normfuse {command}" in capsys.readouterr().out
 
 
+def test_commands_to_copy_are_called_as_this_one(monkeypatch, tmp_path):
+    program = tmp_path / "bin" / "normfuse"
+    program.parent.mkdir()
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(program), "train"])
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert again("generate") == "normfuse generate"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert again("generate") == f"{program} generate"
+    monkeypatch.setattr(sys, "argv", ["normfuse/train/__main__.py"])
+    assert again("train") == f"{sys.executable} -m normfuse.train"
+    assert again("generate") == f"{sys.executable} -m normfuse.train.cli generate"
+
+
 def test_unknown_command_suggests_the_nearest(capsys):
     assert main(["trian"]) == 2
     assert "Did you mean 'train'?" in capsys.readouterr().err
@@ -42,6 +57,7 @@ def test_flags_are_read_without_jax(argv):
     program = f"""
 import sys
 from normfuse.train.cli import main
+from normfuse.train.invocation import again
 main({argv!r})
 heavy = {{"jax", "flax", "equinox", "orbax", "grain", "optax", "matplotlib"}} & set(sys.modules)
 sys.exit(f"imported: {{heavy}}" if heavy else 0)

@@ -44,11 +44,12 @@ class _Page(html.parser.HTMLParser):
 
 
 def test_page_holds_the_table_and_every_picture(finished, profiled, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "60")  # too narrow, but this is no terminal
     out = tmp_path / "page.html"
     arguments = ["--html", str(out), "--pictures", str(tmp_path / "pictures")]
     assert main(["report", str(finished[0]), str(profiled), *arguments]) == 0
-    assert "tokens/s" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "tokens/s" in table and str(profiled) in table and str(finished[0]) in table
     page = _Page(out.read_text())
     alt = ["Loss", "Throughput", "Where a step's time goes"]
     assert [image["alt"] for image in page.images] == alt
@@ -106,6 +107,16 @@ def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_pat
     plot.plot_breakdown(tmp_path / "kinds.png", [run])
     assert [t.get_text() for t in drawn().get_yticklabels()] == ["matrix products", "idle"]
     assert [t.get_text() for t in drawn().texts] == ["3 ms, 75%", "1 ms, 25%"]
+
+
+def test_runs_of_any_length_are_smoothed_alike(finished, tmp_path, drawn):
+    """Compared are means over as many steps: here, over 3 of a run whose longest has 100."""
+    run = read(OutDir(finished[0]), "short")
+    steps = [line | {"step": i, "loss": 1.0} for i, line in enumerate([run.lines[0]] * 100, 1)]
+    plot.plot_loss(tmp_path / "loss.png", [run, History("long", steps)])
+    curve = next(x for x in drawn().get_lines() if x.get_label() == "short: training")
+    bits = np.array([x["loss"] for x in run.steps()]) / np.log(2)
+    np.testing.assert_allclose(curve.get_ydata()[1], bits[:3].mean(), rtol=1e-6)
 
 
 def test_operations_are_sorted_into_kinds():

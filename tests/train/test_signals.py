@@ -25,7 +25,8 @@ def test_signal_in_any_phase_ends_well(
         code, out, err = train(**options)
     assert (code, err) == (0, "")
     assert f"stopped by SIGTERM after step {steps} of 6" in out
-    assert f"continue with: python -m normfuse.train --config {tmp_path / 'run'}" in out
+    assert "SIGTERM: stops after this step and saves; another stops at once\n" in out
+    assert f" -m normfuse.train --config {tmp_path / 'run'}" in out
     assert main(["train", "--config", str(tmp_path / "run" / "config.yaml")]) == 0
     assert losses(tmp_path / "run") == losses(finished[0])
 
