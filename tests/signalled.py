@@ -1,12 +1,13 @@
 """`signalled.py PHASE EVENT FLAGS…` is `normfuse train`, to which something happens in a phase.
 
 The event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
-(`SIGTERM+SIGTERM`), or an error of this process alone (`failure`). The phase is one of `PHASES`, or
-`exiting`.
+(`SIGTERM+SIGTERM`), or an error of this process alone (`failure`), or that its files may not grow
+any more (`full disk`). The phase is one of `PHASES`, or `exiting`.
 """
 
 import atexit
 import gc
+import resource
 import signal
 import sys
 import time
@@ -25,6 +26,7 @@ PHASES = {
     "stepping": (jax.stages.Compiled, "__call__", 3, 3),
     "evaluating": (Evaluator, "__call__", 2, 4),
     "saving": (Checkpoints, "save", 2, 4),
+    "restoring": (Checkpoints, "_item", 3, 0),  # the newest record, twice, then its arrays
 }
 
 
@@ -46,6 +48,8 @@ def happen(event: str):
     """Makes an event happen."""
     if event == "failure":
         raise RunError("a disk of this process is gone")
+    if event == "full disk":
+        return resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     for name in event.split("+"):
         send(signal.Signals[name])
 

@@ -10,6 +10,7 @@ import gc
 import json
 import shutil
 import sys
+import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -21,8 +22,9 @@ import orbax.checkpoint as ocp
 from jax import Array
 
 from normfuse.models.functional import Params
+from normfuse.train import distributed
 from normfuse.train.checksum import checksums
-from normfuse.train.debris import keep_quiet
+from normfuse.train.debris import failed_saves, keep_quiet
 from normfuse.train.errors import RunError, UsageError
 from normfuse.train.step import State
 
@@ -45,6 +47,7 @@ class Checkpoints:
         self.folder = folder.absolute()
         self._report = report
         self._saved = -1
+        self._failed_before = len(failed_saves)
         # Made in the background, a folder that cannot be made would be waited for by threads that
         # outlive the run by five minutes.
         at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -90,17 +93,17 @@ class Checkpoints:
             rest=ocp.args.StandardSave(_rest(state)),
             record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
         )
-        self._or_fail(self._manager.wait_until_finished, self._saved)  # the one before
+        self._or_fail(self._finish, self._saved)  # the one before
         self._or_fail(lambda: self._manager.save(step, args=items, force=True), step)
         self._saved = step
 
     def check(self):
         """Raises a RunError if a save in the background has failed."""
-        self._or_fail(self._manager.check_for_errors, self._saved)
+        self._or_fail(self._check, self._saved)
 
     def close(self):
         """Waits until everything is written; a RunError if it cannot be."""
-        self._or_fail(self._manager.wait_until_finished, self._saved)
+        self._or_fail(self._finish, self._saved)
         self._manager.close()
 
     def restore(self, abstract: State) -> tuple[State, dict]:
@@ -168,13 +171,26 @@ class Checkpoints:
         return state, record
 
     def _read(self, step: int, **items):
+        reason = None
         with _without_debris():
             try:
-                return self._manager.restore(step, args=ocp.args.Composite(**items))
+                found = {name: self._item(step, name, what) for name, what in items.items()}
             except Exception as error:  # orbax and TensorStore raise whatever the bytes led them to
                 reason = _first_line(error)
-            gc.collect()
-        raise Damaged(reason)
+            if reason is not None:
+                gc.collect()
+        if distributed.anywhere(reason is not None):
+            raise Damaged(reason or "another process could not read its part")
+        return found
+
+    def _item(self, step: int, name: str, what: Any) -> Any:
+        """Reads without orbax's barriers: a process that fails here would never come to them."""
+        if isinstance(what, ocp.args.JsonRestore):
+            handler: Any = ocp.JsonCheckpointHandler()
+        else:
+            handler = ocp.StandardCheckpointHandler()
+        with contextlib.closing(handler):
+            return handler.restore(self.folder / str(step) / name, args=what)
 
     def _move_aside(self, steps: list[int]):
         """Frees the steps' names: orbax does not save a step that exists."""
@@ -186,7 +202,20 @@ class Checkpoints:
                 shutil.move(self.folder / str(step), target)
                 self._report(f"moved it to {target}")
         if steps:
+            distributed.anywhere(False)  # nobody looks before the first process has moved them
             self._manager.reload()
+
+    def _finish(self):
+        """Waits for the save in the background; not for others that wait for one that failed."""
+        while jax.process_count() > 1 and self._manager.is_saving_in_progress():
+            self._check()
+            time.sleep(0.01)
+        self._manager.wait_until_finished()
+
+    def _check(self):
+        self._manager.check_for_errors()
+        if jax.process_count() > 1 and len(failed_saves) > self._failed_before:
+            raise failed_saves[-1]
 
     def _or_fail(self, action: Callable[[], Any], step: int):
         try:

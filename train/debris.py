@@ -23,8 +23,15 @@ def keep_quiet():
     )
 
 
+# What saves in the background have failed with, in this process. Orbax logs it at once; where there
+# are several processes it raises it only when the others have given up waiting, minutes later.
+failed_saves: list[BaseException] = []
+
+
 class _NotOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.threadName == "async_save" and record.exc_info and record.exc_info[1]:
+            failed_saves.append(record.exc_info[1])
         files = [record.pathname]
         if record.name == "asyncio" and record.exc_info:
             frames = traceback.extract_tb(record.exc_info[2])

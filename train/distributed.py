@@ -138,6 +138,15 @@ def agree(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 
+def anywhere(flag: bool) -> bool:
+    """Tells whether the flag is raised on any process. All must call it."""
+    if jax.process_count() == 1:
+        return flag
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
 class SharedFlag:
     """Lets every process learn at the same step that one of them has a flag raised.
 

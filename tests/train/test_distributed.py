@@ -90,6 +90,39 @@ def test_processes_stop_together_whatever_one_of_them_does(spawn, options, tmp_p
     assert newest[0] == int(stopped[1])
 
 
+@pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_save_that_fails_in_one_process_ends_all(spawn, at):
+    """In the background; orbax raises it only when the others have given up waiting, in minutes."""
+    programs = [_signalled("saving", "full disk") if i == at else _TRAIN for i in (0, 1)]
+    options = {"steps": 4000, "checkpoint.every": 2}
+    processes = _two(spawn, options, programs)
+    errors = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], errors
+    said = "the checkpoint of step 4 could not be written to"
+    assert errors[at].startswith(f"error: {said}") and "File too large" in errors[at]
+    assert f"error: process {at} failed: {said}" in errors[1 - at]
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_what_one_process_cannot_read_none_uses(spawn, train, tmp_path, losses, at):
+    options = {"steps": 6, "checkpoint.every": 2}
+    assert train(**options)[0] == 0
+    expected = losses(tmp_path / "run")
+    programs = [_signalled("restoring", "failure") if i == at else _TRAIN for i in (0, 1)]
+    processes = _two(spawn, options, programs)
+    said = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    reason = _FAILED.removeprefix("failed: ") if at == 0 else "another process could not read"
+    assert f"checkpoint of step 6 is damaged, not used: {'RunError: ' * (at == 0)}{reason}" in (
+        said[0][0] + said[0][1]
+    )
+    assert "step 4" in said[0][0]
+    found = losses(tmp_path / "run")
+    assert list(found) == list(expected)
+    as_float = lambda runs: [float.fromhex(loss) for loss in runs.values()]
+    np.testing.assert_allclose(as_float(found), as_float(expected), rtol=0, atol=1e-5)
+
+
 _AT_ONCE = "was told twice to stop, and has ended at once"
 _FAILED = "failed: a disk of this process is gone"
 
