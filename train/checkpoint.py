@@ -171,7 +171,7 @@ class Checkpoints:
         return state, record
 
     def _read(self, step: int, **items):
-        reason = None
+        reason, found = None, {}
         with _without_debris():
             try:
                 found = {name: self._item(step, name, what) for name, what in items.items()}
