@@ -48,8 +48,8 @@ class Together:
         self._thread.join(_GRACE)
         if error is not None:
             code = 2 if isinstance(error, UsageError) else 1
-            # Threads of orbax may wait for the others, and Python for those threads. The process that
-            # JAX's service is in ends last.
+            # Threads of orbax may wait for the others, and Python for those threads. The process
+            # that JAX's service is in ends last.
             _exit_later(code, _GRACE if jax.process_index() else 3 * _GRACE)
             self._tell(code, f"failed: {error or type(error).__name__}")
             atexit.register(self._exit, code)  # before JAX's own, which waits for the others
