@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from normfuse.native.jax_private import coordination_client
 from normfuse.train.errors import UsageError
 
 _TOLD = "normfuse/ended"  # what is told: process, exit code, and why
-_HEARD = "normfuse/heard/"  # and who has heard of it
-_GRACE = 10  # seconds for a process to fail of itself, and for all to hear of an end
+_HEARD = "normfuse/heard/"  # who has heard of it
+_GONE = "normfuse/gone/"  # and who has ended since
+_GRACE = 10  # seconds for a process to fail of itself, and then for all to hear of an end
 _EVERY = 0.5  # seconds between two looks
 
 
@@ -48,16 +50,16 @@ class Together:
         self._thread.join(_GRACE)
         if error is not None:
             code = 2 if isinstance(error, UsageError) else 1
-            # Threads of orbax may wait for the others, and Python for those threads. The process
-            # that JAX's service is in ends last.
-            _exit_later(code, _GRACE if jax.process_index() else 3 * _GRACE)
+            _later(4 * _GRACE, os._exit, code)  # should JAX's service not answer
             self._tell(code, f"failed: {error or type(error).__name__}")
             atexit.register(self._exit, code)  # before JAX's own, which waits for the others
+            # Python waits for orbax's threads before that, and those may wait for the others.
+            _later(1, self._exit, code)
 
     def end(self, code: int):
         """Ends this process and the others at once, with an exit code."""
         if self._client is not None:
-            _exit_later(code, _GRACE)
+            _later(_GRACE, os._exit, code)  # should JAX's service not answer
             self._tell(code, "was told twice to stop, and has ended at once")
             self._exit(code)
         os._exit(code)
@@ -80,26 +82,45 @@ class Together:
             if why.startswith("failed") and self._left.wait(_GRACE):
                 return  # it has failed too, and says so itself
             print(f"error: process {process} {why}", file=sys.stderr)
+            _later(3 * _GRACE, os._exit, int(code))
             self._exit(int(code))
 
     def _exit(self, code: int):
-        """Ends this process; the one that JAX's service is in ends last."""
+        """Ends this process when all have heard of the end; the one with JAX's service ends last.
+
+        Left alone in a collective operation, or without the service, a process may be aborted.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
-        try:
-            self._client.key_value_set(f"{_HEARD}{jax.process_index()}", "")
-            deadline = time.monotonic() + 2 * _GRACE
-            while jax.process_index() == 0 and time.monotonic() < deadline:
-                time.sleep(0.1)  # the last to have heard needs a moment, too
-                if len(self._client.key_value_dir_get(_HEARD)) == jax.process_count():
-                    break
-        except jax.errors.JaxRuntimeError:
-            pass  # the service is gone
+        self._sign(_HEARD)
+        self._await(_HEARD, jax.process_count())
+        if jax.process_index():
+            self._sign(_GONE)
+        else:
+            self._await(_GONE, jax.process_count() - 1)
         os._exit(code)
 
+    def _sign(self, where: str):
+        try:
+            self._client.key_value_set(f"{where}{jax.process_index()}", "")
+        except jax.errors.JaxRuntimeError:
+            pass  # signed already, or the service is gone
 
-def _exit_later(code: int, seconds: float):
-    """Ends this process after a while, should what is to end it wait for a process that hangs."""
-    timer = threading.Timer(seconds, os._exit, [code])
+    def _await(self, where: str, count: int):
+        """Returns when so many have signed, at the latest after twice the grace."""
+        deadline = time.monotonic() + 2 * _GRACE
+        while time.monotonic() < deadline:
+            try:
+                if len(self._client.key_value_dir_get(where)) >= count:
+                    return
+            except jax.errors.JaxRuntimeError:
+                if jax.process_index():
+                    return  # the service is gone; it is this process's own where nobody has signed
+            time.sleep(0.005)
+
+
+def _later(seconds: float, action: Callable[[int], Any], code: int):
+    """Ends this process after a while, by a thread that nobody waits for."""
+    timer = threading.Timer(seconds, action, [code])
     timer.daemon = True
     timer.start()
