@@ -164,9 +164,7 @@ class Held:
     scale: int = 0  # the longest row whose scale is held too, so that it is there when the sum is
 
 
-_PLAIN = Held(
-    (32, 32, 40, 48, 48, 48, 64, 64), ((128, 2), (1056, 3), (1536, 4), (3072, 6), (8192, 8))
-)
+_PLAIN = Held((32, 32, 40, 48, 48, 48, 64, 64), ((1056, 3), (1536, 4), (3072, 6), (8192, 8)))
 _RESIDUAL = Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
 _LONG_RESIDUAL = Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
@@ -199,12 +197,12 @@ _FORWARD_FEW_ROWS = _Step(1056, chunks=3, hold=True, fill=128, threads=1024)
 
 
 def forward_held(vectors: int, compute: np.dtype, residual: bool) -> Held:
-    """What threads hold of rows of so many vectors.
+    """What threads hold of rows of so many vectors that have no step of their own.
 
-    Three vectors a thread were best, or within 2 % of it, from 2048 to 8192 features of bfloat16
-    and with a residual up to 12288; longer rows need more of them to a thread, because two or three
-    blocks of 512 threads hide what one of 1024 cannot: it loads, adds up and stores by turns. With
-    a residual, fewer blocks that hold the scale are 1 to 2 % faster.
+    With a residual three vectors a thread were best, or within 2 % of it, up to 12288 features of
+    bfloat16, and fewer blocks that hold the scale 1 to 2 % faster. Longer rows need more vectors to
+    a thread, because two or three blocks of 512 threads hide what one of 1024 cannot: it loads,
+    adds up and stores by turns.
     """
     if compute.itemsize == 8:
         return _DOUBLE
@@ -278,17 +276,9 @@ def _held_layout(features: int, vector: int, slices: int, held: Held) -> RowLayo
     vectors = features // vector
     part = -(-vectors // slices)
     chunks = next(chunks for most, chunks in held.steps if part <= most)
-    row_threads = _round_up(-(-part // chunks), WARP)
-    layout = RowLayout(
-        features,
-        vector,
-        chunks,
-        row_threads,
-        block_rows=max(1, 128 // row_threads) if slices == 1 else 1,
-        slices=-(-vectors // (row_threads * chunks)),
-        hold=vectors <= held.scale,
-    )
-    return _fill(layout, held.registers)
+    fill, hold = (128 if slices == 1 else 0), vectors <= held.scale
+    step = _Step(vectors, chunks, slices, fill, hold=hold, stages=0)
+    return _fill(step.layout(features, vector), held.registers)
 
 
 # Found with benchmarks/layouts.py on an H200 (docs/kernels.md): each is the best, or within 1 % of
