@@ -21,6 +21,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from normfuse.layers.specs import axes_of
 from normfuse.models.config import TransformerConfig
 
 BATCH = ("data", "fsdp")
@@ -136,8 +137,7 @@ def on_mesh(spec: P, axes) -> P:
     """Drops from `spec` the axes that are not among `axes`."""
     entries = []
     for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        kept = tuple(name for name in names if name in axes)
+        kept = tuple(name for name in axes_of(entry) if name in axes)
         entries.append(kept if len(kept) > 1 else kept[0] if kept else None)
     return P(*entries)
 
@@ -145,7 +145,7 @@ def on_mesh(spec: P, axes) -> P:
 def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """The first axes of a spec's entry that together divide a dimension."""
     kept: tuple[str, ...] = ()
-    for name in entry if isinstance(entry, tuple) else (entry,) if entry else ():
+    for name in axes_of(entry):
         if size % math.prod(sizes[axis] for axis in (*kept, name)):
             break
         kept += (name,)
@@ -154,8 +154,7 @@ def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | N
 
 def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:
     """Whether every entry of a spec divides its dimension."""
-    names = lambda entry: entry if isinstance(entry, tuple) else (entry,) if entry else ()
-    parts = (math.prod(mesh_shape[name] for name in names(entry)) for entry in spec)
+    parts = (math.prod(mesh_shape[name] for name in axes_of(entry)) for entry in spec)
     return all(size % part == 0 for size, part in zip(shape, parts, strict=False))
 
 
@@ -215,8 +214,8 @@ def validate(
         features = {"vocab_size": config.vocab_size, "mlp_dim": config.mlp_dim}
         features |= {f"{name} * head_dim": size for name, size in heads.items()}
         dimensions += [(name, size, sharding.column[0]) for name, size in features.items()]
-    for name, size, axes in dimensions:
-        axes = axes if isinstance(axes, tuple) else (axes,)
+    for name, size, entry in dimensions:
+        axes = axes_of(entry)
         parts = math.prod(mesh_shape.get(axis, 1) for axis in axes)
         if size is not None and size % parts:
             where = " x ".join(f"{a!r} of size {mesh_shape[a]}" for a in axes if a in mesh_shape)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from normfuse.models.functional import Params, build
+from normfuse.models.sharding import Sharding
 from normfuse.train import distributed, ending, history, outdir
 from normfuse.train.batches import batches, on_devices
 from normfuse.train.checkpoint import Checkpoints
@@ -75,7 +76,7 @@ def train(config: TrainConfig, console: Console | None = None):
         )
         watchdog = stack.enter_context(Watchdog(config.watchdog, out.stacks))
         stack.enter_context(jax.set_mesh(mesh))
-        Run(config, text, out, display, stop, watchdog, mesh).go(stack)
+        Run(config, text, out, display, stop, watchdog, mesh, sharding).go(stack)
 
 
 class Run:
@@ -90,12 +91,11 @@ class Run:
         stop: StopRequest,
         watchdog: Watchdog,
         mesh: Mesh,
+        sharding: Sharding,
     ):
         self.config, self.text, self.out, self.display = config, text, out, display
         self.stop, self.watchdog, self.mesh = stop, watchdog, mesh
         self.first = distributed.is_first()
-        rows = config.batch_size // config.microbatches
-        sharding = make_sharding(config.mesh, mesh, rows)
         self.model = build(config.framework, config.transformer(), sharding)
         self.program = Program(
             self.model,
@@ -113,7 +113,7 @@ class Run:
             text.held_out,
             text.widths,
             seq_len=config.seq_len,
-            batch_size=rows,
+            batch_size=config.batch_size // config.microbatches,
         )
 
     def go(self, stack: ExitStack):

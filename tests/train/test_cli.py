@@ -57,7 +57,6 @@ def test_flags_are_read_without_jax(argv):
     program = f"""
 import sys
 from normfuse.train.cli import main
-from normfuse.train.invocation import again
 main({argv!r})
 heavy = {{"jax", "flax", "equinox", "orbax", "grain", "optax", "matplotlib"}} & set(sys.modules)
 sys.exit(f"imported: {{heavy}}" if heavy else 0)
