@@ -49,7 +49,8 @@ def layers(tokens, iterations: int) -> None:
             product = products[key.split()[-1]] if key in more else 0.0
             other = [total(k for k in run if not GEMM.search(k[0])) - product for run in runs[key]]
             whole = statistics.median(map(total, runs[key]))
-            temporary = fn.memory_analysis().temp_size_in_bytes / 2**20
+            memory = fn.memory_analysis()
+            temporary = memory.temp_size_in_bytes / 2**20 if memory else 0
             print(
                 f"  {key:24} whole {whole:8.1f} us  beyond the GEMMs "
                 f"{statistics.median(other):7.1f} us  temporaries {temporary:5.0f} MiB",
@@ -77,7 +78,7 @@ def sweep(tokens: int, iterations: int) -> None:
             # copies of what is overwritten are of the caller's arrays: not counted
             return product_gradient.backward(*arrays, strict=Order((kind,), strict=True), **flags)
 
-        calls = {"dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays)}
+        calls: dict[str, tuple] = {"dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays)}
         calls["native"] = (jax.jit(functools.partial(step, "native")), arrays)
         for (stages, staging), width in itertools.product(schedules, (8, 16)):
             gradient_hopper.Shape = functools.partial(original, stages, staging, width)
@@ -103,7 +104,7 @@ def sweep(tokens: int, iterations: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--iterations", type=int, default=9)

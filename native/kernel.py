@@ -103,7 +103,7 @@ class Kernel:
             if reasons:
                 fallback.report(self.name, reasons, by=name)
             return results
-        if order.strict or not self._is_one_loop(platform):
+        if order.strict or "pallas" in order.names or not self._is_one_loop(platform):
             fallback.report(self.name, reasons, strict=order.strict)
         return lower(functools.partial(self.definition, **params), ctx, *values)
 

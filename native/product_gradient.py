@@ -27,8 +27,8 @@ def definition(dy, w, z, *up, function: Scalar, with_value, precision):
 def _native(target, dy, w, *operands, function, with_value, precision):
     dh = _product(dy, w, precision)
     flags = {"has_up": len(operands) > 1, "has_bias": False, "with_dbias": False}
-    flags |= {"function": function, "with_value": with_value}
-    return cuda_epilogue.backward(target, dh, *operands, **flags)
+    flags["with_value"] = with_value
+    return cuda_epilogue.backward(target, dh, *operands, function=function, **flags)
 
 
 def _pallas(target, *operands, **params):

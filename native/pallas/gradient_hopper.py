@@ -92,14 +92,16 @@ def run(
         interpret=interpret,
         name="dense_gradient",
     )
-    room = lax.empty if interpret else functools.partial(_room, dy)
-    places = [*tiles, *[room((m, n), dy.dtype)] * with_value]
-    return list(pl.run_state(lambda refs: kernel(dy, w, *refs))(places))
+    places = [*tiles]
+    if with_value:
+        places.append(lax.empty((m, n), dy.dtype) if interpret else _room(dy, (m, n)))
+    run = pl.run_state(lambda refs: kernel(dy, w, *refs))  # pyright: ignore[reportCallIssue]
+    return list(run(places))
 
 
-def _room(after, shape, dtype):
+def _room(after, shape):
     """An array of any values, there from when `after` is: `lax.empty` takes its memory at once."""
-    result = jax.ShapeDtypeStruct(shape, dtype)
+    result = jax.ShapeDtypeStruct(shape, after.dtype)
     return jax.ffi.ffi_call("AllocateBuffer", result, custom_call_api_version=1)(after)
 
 

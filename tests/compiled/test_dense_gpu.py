@@ -49,6 +49,8 @@ def temporaries(program):
         ("norm + gelu MLP", "normfuse", 2 * LARGE),  # the product and its activation, or gradients
         ("norm + gelu MLP", "normfuse, hidden kept", 2 * LARGE),
         ("norm + gelu MLP", "normfuse, fused forward", 2 * LARGE),
+        ("norm + gelu MLP", "normfuse, fused backward", 2 * LARGE),
+        ("norm + SwiGLU MLP", "normfuse, fused backward", 3 * LARGE),
         ("norm + SwiGLU MLP", "normfuse", 3 * LARGE),  # gate, up, and what is made of them
         ("norm + SwiGLU MLP", "normfuse, hidden kept", 3 * LARGE),
     ],
@@ -71,6 +73,21 @@ def test_nothing_but_our_kernels_passes_over_memory(layer, version):
     wide, large = MOVED[layer, version]
     must = wide * WIDE + large * LARGE
     assert must <= sum(moved for _, moved in passes) <= must + 2 * SMALL
+
+
+@pytest.mark.parametrize("layer, products", [("norm + gelu MLP", 5), ("norm + SwiGLU MLP", 8)])
+def test_a_fused_gradient_is_one_kernel_in_place(layer, products):
+    """It reads dy and the kernel, and of gate (and up) writes gradients, and the hidden array."""
+    program = compiled(layer, "normfuse, fused backward")
+    (fused,) = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
+    gates = 1 + ("SwiGLU" in layer)
+    assert len(re.findall(r"\{\d\}: \(\d, \{\}", fused)) == gates + 1  # all results are operands
+    moved = [size for kernel, size in hlo.passes(program) if kernel == "custom-call"]
+    must = WIDE + 2 * DIM * HIDDEN + (2 * gates + 1) * LARGE
+    # As operand and result the hidden array counts twice; where it comes to be it takes no time.
+    assert sorted(moved) == [WIDE + LARGE, must + LARGE]
+    assert {"epilogue_backward"}.isdisjoint(kernel for kernel, _ in hlo.passes(program))
+    assert len(hlo.gemms(program)) == products  # one less
 
 
 def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
