@@ -12,7 +12,6 @@ from rms_norm_cases import Case
 from normfuse.layers.activations import ACTIVATIONS
 from normfuse.native import dense, device, product_gradient
 from normfuse.native.fallback import Order
-
 from normfuse.native.scalar import SCALARS
 
 pytestmark = pytest.mark.gpu
