@@ -56,10 +56,21 @@ FUSED: dict[str, dict[str, Callable]] = {
         "normfuse, fused backward": lambda x, s, w, d: gated_product(
             norm_dense(x, s, w), None, d, activation="gelu_tanh", implementation="pallas"
         ),
+        "hidden kept, fused backward": lambda x, s, w, d: gated_product(
+            norm_dense(x, s, w),
+            None,
+            d,
+            activation="gelu_tanh",
+            recompute=False,
+            implementation="pallas",
+        ),
     },
     "norm + SwiGLU MLP": {
         "normfuse, fused backward": lambda x, s, w, u, d: gated_product(
             *project(x, s, w, u), d, implementation="pallas"
+        ),
+        "hidden kept, fused backward": lambda x, s, w, u, d: gated_product(
+            *project(x, s, w, u), d, recompute=False, implementation="pallas"
         ),
     },
 }

@@ -48,9 +48,11 @@ def one_operation(fn, *args):
 
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("wanted", [(0,), (2,), (0, 2)])
-def test_gradients_are_those_of_plain_jax(rng, gated, wanted):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_gradients_are_those_of_plain_jax(rng, gated, wanted, recompute):
     args = operands(rng, gated=gated, kernel=f32)
-    grads = [jax.grad(loss(op), wanted) for op in (gated_product, plain)]
+    ours = functools.partial(gated_product, recompute=recompute)
+    grads = [jax.grad(loss(op), wanted) for op in (ours, plain)]
     assert one_operation(grads[0], *args) == (0 in wanted)
     assert_close(*(jax.jit(g)(*args) for g in grads))
 
