@@ -27,23 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from normfuse import accumulate_gradients, dense, gated_product, rms_norm
+from normfuse import accumulate_gradients, gated_product
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from dense_layers import LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
+from dense_layers import FUSED, LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
 
 DIM, HIDDEN = 4096, 14336
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)
 COPY_RATE = 4.17e6  # bytes a microsecond, one H200's copy within the device
 f32, bf16 = jnp.float32, jnp.bfloat16
-
-PALLAS = {
-    "norm + gelu MLP": {
-        "normfuse, Pallas": lambda x, s, w, d: dense(
-            dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
-        )
-    }
-}
 
 
 # ---------------------------------------------------------------- layers
@@ -339,7 +331,7 @@ def main() -> None:
         tokens = arguments.tokens or [16384, 2048]
         chosen = {name: LAYERS[name] for name in arguments.layers or LAYERS}
         if arguments.pallas:
-            chosen = {name: {**LAYERS[name], **more} for name, more in PALLAS.items()}
+            chosen = {name: {**LAYERS[name], **more} for name, more in FUSED.items()}
         layers(chosen, tokens, arguments.iterations, arguments.gemms, options)
 
 

@@ -83,6 +83,29 @@ def finish_natively(
     return epilogue_op.forward(*operands, out_dtype=out_dtype, strict=order_of(strict), **params)[0]
 
 
+def finish_tangent(
+    function: Scalar,
+    z: jax.Array,
+    dz: jax.Array,
+    *dbias: jax.Array,
+    dtype: jax.typing.DTypeLike,
+) -> jax.Array:
+    """The tangent of `function(z + bias)` where z has the bias already.
+
+    Its transpose is one pass for both gradients, on kernels where they serve. Where the bias moves
+    `dbias` is its tangent, of z's last dimensions.
+    """
+    params = {"function": function, "has_up": False, "has_bias": bool(dbias), "axes": ()}
+    moving = [dz]
+    for d in dbias:
+        params["axes"] = tuple(range(z.ndim - d.ndim, z.ndim))
+        moving.append(match(d.astype(wide(z.dtype)), z, params["axes"]))
+    flags = {"moves": (True, False, bool(dbias)), "strict": order_of(False)}
+    shift = [jnp.zeros_like(d) for d in moving[1:]]
+    out_dtype = jnp.dtype(dtype).name
+    return epilogue_op.tangent(z, *shift, *moving, out_dtype=out_dtype, **flags, **params)[0]
+
+
 def finish(
     y: jax.Array,
     bias: jax.Array | None,

@@ -105,7 +105,7 @@ def apply(
             x,
             kernel,
             bias,
-            function=resolve(activation),
+            activation=activation,
             dtype=dtype,
             contract=contract,
             order=Order(("pallas",), strict),

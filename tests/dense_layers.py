@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse import dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import dense, gated_product, norm_dense, norm_gated_dense, rms_norm
 from normfuse.layers.implementation import order_of
 from normfuse.layers.producers import Normalised
 from normfuse.layers.recomputed import products
@@ -44,6 +44,15 @@ LAYERS: dict[str, dict[str, Callable]] = {
         "jnp": lambda x, s, w, u, d: (jax.nn.silu((n := rms(x, s)) @ w) * (n @ u)) @ d,
         "normfuse": lambda x, s, w, u, d: gated_product(*project(x, s, w, u), d),
         "normfuse, hidden kept": lambda x, s, w, u, d: dense(norm_gated_dense(x, s, w, u), d),
+    },
+}
+
+# With what follows a product in its epilogue, for Hopper.
+FUSED: dict[str, dict[str, Callable]] = {
+    "norm + gelu MLP": {
+        "normfuse, fused": lambda x, s, w, d: dense(
+            dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
+        ),
     },
 }
 
