@@ -3,7 +3,6 @@
     python benchmarks/dense.py                   # layers, forward and backward
     python benchmarks/dense.py --accumulation    # gradients of eight microbatches
     python benchmarks/dense.py --cublas          # either of them without XLA's Triton GEMMs
-    python benchmarks/dense.py --pallas          # layers, one with its activation in Pallas's GEMM
     python benchmarks/dense.py --sweep           # layouts of the kernels after a product
     python benchmarks/dense.py --norm-sweep      # layouts of the norm's backward behind one
 
@@ -30,7 +29,7 @@ from jax.experimental.mosaic.gpu import profiler
 from normfuse import accumulate_gradients, gated_product
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-from dense_layers import FUSED, LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
+from dense_layers import LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
 
 DIM, HIDDEN = 4096, 14336
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)
@@ -311,7 +310,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", action="store_true")
     parser.add_argument("--cublas", action="store_true", help="let XLA choose no Triton GEMMs")
-    parser.add_argument("--pallas", action="store_true", help="the layer that Pallas has too")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--norm-sweep", action="store_true")
     parser.add_argument("--layers", nargs="+", choices=LAYERS)
@@ -330,8 +328,6 @@ def main() -> None:
     else:
         tokens = arguments.tokens or [16384, 2048]
         chosen = {name: LAYERS[name] for name in arguments.layers or LAYERS}
-        if arguments.pallas:
-            chosen = {name: {**LAYERS[name], **more} for name, more in FUSED.items()}
         layers(chosen, tokens, arguments.iterations, arguments.gemms, options)
 
 

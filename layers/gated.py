@@ -19,6 +19,7 @@ from normfuse.layers.norm_dense import check_activated, check_gated
 from normfuse.layers.op import match
 from normfuse.layers.producers import Activated, placed
 from normfuse.layers.recomputed import products
+from normfuse.native.fallback import Order
 
 
 def gated_dense(
@@ -104,6 +105,9 @@ def gated_product(
       bias: `(*out,)`.
       hidden_sharding: on a mesh of Auto axes, where `gate`, `up`, what is made of them and their
         gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's choice where None.
+      implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
+        and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
+        arrays of one device, under shard_map over every axis too.
       The others are those of `gated_dense`.
 
     Returns:
@@ -151,19 +155,28 @@ def apply_product(
     gate = placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def native(strict):
+    def kernels(order, gradient):
         assert function is not None
         flags = {"has_up": up is not None, "has_bias": False, "sharding": hidden_sharding}
-        producer = Activated(function, dtype=dtype, strict=order_of(strict), **flags)
+        producer = Activated(function, dtype=dtype, strict=order, **flags)
         args = (gate,) if up is None else (gate, up)
-        return finish(products(producer, args, (kernel,), **shared)[0], bias, None, dtype)
+        (y,) = products(producer, args, (kernel,), gradient=gradient, **shared)
+        return finish(y, bias, None, dtype)
+
+    def native(strict):
+        return kernels(order_of(strict), order_of(strict))
+
+    def pallas(strict):
+        return kernels(order_of(False), Order(("pallas",), strict))
 
     def xla(strict):
         del strict
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
         return finish(matmul(hidden, kernel, dtype=dtype, **shared), bias, None, dtype)
 
-    serve = {"native": native, "xla": xla} if function is not None else {"xla": xla}
+    serve = {"xla": xla}
+    if function is not None:
+        serve |= {"native": native, "pallas": pallas}
     return choose("gated_product", implementation, serve)
 
 

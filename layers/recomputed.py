@@ -21,18 +21,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from normfuse.layers import product_gradient
 from normfuse.layers.main_gradient import marked
 from normfuse.layers.matmul import (
     Product,
     dot,
     equally_varying,
-    input_gradient,
     kernel_gradient,
     operand_of,
     tangent_p,
 )
 from normfuse.layers.op import batch_at, match
 from normfuse.layers.producers import Producer
+from normfuse.native.fallback import Order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Products:
       producer: how the left operand is made.
       contract: the kernels' summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`.
       precision, out_sharding: of the products.
+      gradient: which kernels are to make the left operand's gradient and pull it back.
     """
 
     producer: Producer
     contract: int
     precision: str | None
     out_sharding: NamedSharding | jax.P | None
+    gradient: Order
 
     def of(self, value, kernel) -> Product:
         """The product with one kernel."""
@@ -62,13 +65,16 @@ def products(
     *,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
+    gradient: Order | None = None,
 ) -> tuple[jax.Array, ...]:
     """The products of what `producer` makes of `args` with each kernel, in the dtype it has.
 
     Gradients are those of `normfuse.layers.matmul.matmul`; of the left operand nothing is kept.
+    `gradient` says which kernels are to make it again and pull its gradient back, if not the best.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
-    spec = Products(producer, contract, precision, out_sharding)
+    gradient = gradient or Order((), strict=False)
+    spec = Products(producer, contract, precision, out_sharding, gradient)
     pairs = [marked(kernel) for kernel in kernels]
     count = len(kernels)
     arrays = equally_varying(*args, *(k for k, _ in pairs), *(main for _, main in pairs))
@@ -160,11 +166,10 @@ def _transpose(cts, *operands, spec, moves, sizes):
     if live:
         o.args, o.kept = _not_before([cts[i] for i in live], (o.args, o.kept))
     if live and any(wanted):
-        terms = [
-            input_gradient(spec.of(like, o.kernels[i]), cts[i], like, o.kernels[i]) for i in live
-        ]
-        dvalue = functools.reduce(jnp.add, terms)
-        dargs, value = producer.backward(dvalue, o.args, o.kept, wanted, of_kernels)
+        each = [(spec.of(like, o.kernels[i]), cts[i], o.kernels[i]) for i in live]
+        dargs, value = product_gradient.gradients(
+            producer, each, o.args, o.kept, wanted, of_kernels, spec.gradient
+        )
     elif of_kernels:
         value = producer.again(o.args, o.kept)
 

@@ -47,11 +47,19 @@ LAYERS: dict[str, dict[str, Callable]] = {
     },
 }
 
-# With what follows a product in its epilogue, for Hopper.
+# With what follows a product in its epilogue, for Hopper: the activation, or its gradient.
 FUSED: dict[str, dict[str, Callable]] = {
     "norm + gelu MLP": {
-        "normfuse, fused": lambda x, s, w, d: dense(
+        "normfuse, fused forward": lambda x, s, w, d: dense(
             dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
+        ),
+        "normfuse, fused backward": lambda x, s, w, d: gated_product(
+            norm_dense(x, s, w), None, d, activation="gelu_tanh", implementation="pallas"
+        ),
+    },
+    "norm + SwiGLU MLP": {
+        "normfuse, fused backward": lambda x, s, w, u, d: gated_product(
+            *project(x, s, w, u), d, implementation="pallas"
         ),
     },
 }

@@ -58,12 +58,20 @@ def portable(
 
     Where `short`, erf is right to five digits: for results that bfloat16 rounds to three.
     """
+    several = portable_several(lambda x: [function(x)], short=short)
+    return lambda x: several(x)[0]
+
+
+def portable_several(
+    function: Callable[..., list[jax.Array]], *, short: bool = False
+) -> Callable[..., list[jax.Array]]:
+    """`portable` for a function of several arrays with several results."""
     replaced = _REPLACED | (_SHORTER if short else {})
 
-    def call(x):
-        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    def call(*arrays):
+        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
         consts = [np.asarray(c).item() for c in closed.consts]
-        return _evaluate(replaced, closed.jaxpr, consts, [x])[0]
+        return _evaluate(replaced, closed.jaxpr, consts, arrays)
 
     return call
 
@@ -124,6 +132,7 @@ def _integer_pow(x, *, y, **_):
 
 
 _REPLACED = {
+    primitives.add_jaxvals_p: lambda x, y, **_: x + y,  # of derivatives
     primitives.copy_p: lambda x, **_: x,
     primitives.erf_p: _erf,
     primitives.erfc_p: lambda x, **_: 1.0 - _erf(x),

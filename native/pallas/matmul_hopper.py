@@ -22,8 +22,9 @@ from normfuse.native.pallas.tiles import cdiv, result_type
 
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
+# JAX 0.10 asks for an index, which later versions deprecate
 _PARAMETERS = inspect.signature(plgpu.load).parameters
-_EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.Parameter.empty)
+EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.Parameter.empty)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,5 +237,4 @@ def _finish(sums, bias, outs, staging, epilogue):
 
 def _bias(ref):
     """A piece of the bias, in the registers that hold the sums it is for."""
-    # JAX 0.10 asks for an index, which later versions deprecate
-    return plgpu.load(ref, *_EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+    return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

@@ -48,7 +48,7 @@ def temporaries(program):
         ("norm + dense", "normfuse, norm kept", WIDE),
         ("norm + gelu MLP", "normfuse", 2 * LARGE),  # the product and its activation, or gradients
         ("norm + gelu MLP", "normfuse, hidden kept", 2 * LARGE),
-        ("norm + gelu MLP", "normfuse, fused", 2 * LARGE),
+        ("norm + gelu MLP", "normfuse, fused forward", 2 * LARGE),
         ("norm + SwiGLU MLP", "normfuse", 3 * LARGE),  # gate, up, and what is made of them
         ("norm + SwiGLU MLP", "normfuse, hidden kept", 3 * LARGE),
     ],
@@ -75,7 +75,7 @@ def test_nothing_but_our_kernels_passes_over_memory(layer, version):
 
 def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
     """Its kernel reads x and the kernel, and writes the product and its activation."""
-    program = compiled("norm + gelu MLP", "normfuse, fused")
+    program = compiled("norm + gelu MLP", "normfuse, fused forward")
     passes = dict(hlo.passes(program))
     fused = 2 * DIM * HIDDEN + WIDE + 2 * LARGE
     assert passes.pop("custom-call") == fused

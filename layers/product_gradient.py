@@ -1,0 +1,141 @@
+"""The backward of a product whose left operand is an activation: as one kernel where that serves.
+
+    dvalue = dy · kernelᵀ        (dz[, dup][, value]) from dvalue, z and up
+
+Where the arrays are one device's (a single device, or shard_map over every axis) it is one
+operation of `native.product_gradient`; elsewhere it is the product and the activation's gradient,
+each of which is split over a mesh as it is anywhere.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from normfuse.layers.matmul import Product, input_gradient
+from normfuse.layers.op import where_lowered
+from normfuse.layers.producers import Activated, Producer
+from normfuse.native import fallback
+from normfuse.native import product_gradient as native
+from normfuse.native.fallback import Order
+from normfuse.native.jax_private import needs_devices_during_lowering
+from normfuse.native.kernel import lower
+
+
+def gradients(
+    producer: Producer,
+    products: Sequence[tuple[Product, jax.Array, jax.Array]],
+    args: Sequence[jax.Array],
+    kept: Sequence[jax.Array],
+    wanted: tuple[bool, ...],
+    with_value: bool,
+    order: Order,
+) -> tuple[list[Any], Any]:
+    """`producer.backward` of the gradient that its value has from `products`.
+
+    Args:
+      producer, args, kept, wanted, with_value: see `Producer.backward`.
+      products: for each the product, the gradient of its result, and the kernel as its GEMM reads
+        it.
+      order: which kernels are to serve.
+    """
+    if isinstance(producer, Activated) and len(products) == 1 and _fits(producer, products[0]):
+        (product, dy, kernel), flags = products[0], {"with_value": with_value, "order": order}
+        found = gradient_p.bind(dy, kernel, *args, producer=producer, product=product, **flags)
+        value = found.pop() if with_value else None
+        pairs = zip(found, args, wanted)
+        return [g.astype(a.dtype) if w else None for g, a, w in pairs], value
+    like = producer.value_type(args)
+    terms = [input_gradient(product, dy, like, kernel) for product, dy, kernel in products]
+    return producer.backward(functools.reduce(jnp.add, terms), args, kept, wanted, with_value)
+
+
+def _fits(producer, of):
+    """Whether a kernel could serve: without a bias, for a kernel stored `(in, *out)`."""
+    product, dy, kernel = of
+    return (
+        not producer.has_bias
+        and product.kernel.startswith(product.x[-1])
+        and dy.dtype.itemsize == kernel.dtype.itemsize == 2
+    )
+
+
+def _plain(dy, kernel, *args, producer, product, with_value, order):
+    """The product, and then the activation's gradient."""
+    del order
+    dvalue = input_gradient(product, dy, producer.value_type(args), kernel)
+    every = (True,) * len(args)
+    found, value = producer.backward(dvalue, args, (), every, with_value)
+    return [*found, *[value] * with_value]
+
+
+def _on_matrices(dy, kernel, *args, producer, product, with_value, order):
+    """One device's share."""
+    n, rows = kernel.shape[0], math.prod(args[0].shape[:-1])
+    flat = [dy.reshape(rows, -1), kernel.reshape(n, -1), *[a.reshape(rows, n) for a in args]]
+    params = {"function": producer.function, "with_value": with_value}
+    params |= {"precision": product.precision, "strict": order}
+    found = native.backward(*flat, **params)
+    return [r.reshape(args[0].shape) for r in found]
+
+
+gradient_p = Primitive("normfuse_product_gradient_layer")
+gradient_p.multiple_results = True
+
+
+def _lower(ctx, *values, **params):
+    z, order = ctx.avals_in[2], params["order"]
+    where = where_lowered(ctx, z)
+    same = len({a.dtype for a in ctx.avals_in}) == 1
+    if where.single and same and all(a.size for a in ctx.avals_in):
+        return lower(functools.partial(_on_matrices, **params), ctx, *values)
+    if order.names == ("pallas",):
+        reason = (
+            "its operands are of several dtypes, or none"
+            if where.single
+            else (
+                "its operands are split over a mesh; call the layer under shard_map over every axis"
+            )
+        )
+        fallback.report("product_gradient", reason, strict=order.strict, names=["pallas"])
+    plain = functools.partial(_plain, **params)
+    return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
+
+
+def _jvp(primals, tangents, **params):
+    tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
+    return jax.jvp(functools.partial(_plain, **params), tuple(primals), tangents)
+
+
+def _transpose(cts, dy, *rest, **params):
+    """The gradients are linear in dy; the value does not depend on it."""
+    out: list[Any] = [None] * (1 + len(rest))
+    cts = [ad.instantiate_zeros(ct) for ct in cts[: len(rest) - 1]]
+    if ad.is_undefined_primal(dy):
+        params |= {"with_value": False}
+        out[0] = jax.linear_transpose(lambda dy: _plain(dy, *rest, **params), dy.aval)(cts)[0]
+    return out
+
+
+def _batch(args, dims, **params):
+    fn = jax.vmap(functools.partial(_plain, **params), tuple(dims))
+    results = fn(*args)
+    return results, [0] * len(results)
+
+
+gradient_p.def_impl(
+    lambda *operands, **params: jax.jit(functools.partial(gradient_p.bind, **params))(*operands)
+)
+gradient_p.def_abstract_eval(
+    lambda *avals, **params: jax.make_jaxpr(functools.partial(_plain, **params))(*avals).out_avals
+)
+needs_devices_during_lowering(gradient_p)
+mlir.register_lowering(gradient_p, _lower)
+ad.primitive_jvps[gradient_p] = _jvp
+ad.primitive_transposes[gradient_p] = _transpose
+batching.primitive_batchers[gradient_p] = _batch

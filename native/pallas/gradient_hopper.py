@@ -1,0 +1,266 @@
+"""A product on Hopper whose result is a gradient, and what an activation's gradient makes of it.
+
+    dh = dy · wᵀ        (dz[, dup][, value]) = epilogue(dh, z[, up])
+
+dh stays in registers. One block a multiprocessor takes tiles of it in turn. Of its three
+warpgroups one fetches, into a ring of slots in shared memory, the pieces of dy and w that a tile
+sums over and after them, into the same slots, the tile's pieces of z and up; two multiply, each its
+half of the tile's columns, and then apply the epilogue piece by piece. So z and up are on their way
+while the last products run, and the next tile's dy and w while the epilogue does. Gradients are
+written where z and up were.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from normfuse.native.fallback import Unsupported
+from normfuse.native.pallas.lowering import Target
+from normfuse.native.pallas.matmul_hopper import EVERY
+from normfuse.native.pallas.tiles import cdiv
+
+_ROWS, _COLUMNS, _DEPTH = 128, 256, 64  # of a tile, and of the pieces of what it sums over
+_HALF = _COLUMNS // 2  # of a warpgroup
+_SIDE = 64  # of the pieces that the epilogue takes
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How the product is scheduled.
+
+    Attributes:
+      stages: slots of the ring, 48 KiB each.
+      staging: results of a warpgroup on their way to memory, 8 KiB each.
+      width: tiles one below the other before the next step across: they share w in the cache.
+    """
+
+    stages: int = 4
+    staging: int = 2
+    width: int = 16
+
+
+def run(
+    target: Target,
+    dy: jax.Array,
+    w: jax.Array,
+    tiles: Sequence[jax.Array],
+    *,
+    epilogue: Callable[..., Sequence[jax.Array]],
+    with_value: bool,
+    shape: Shape | None = None,
+    interpret=False,
+) -> list[jax.Array]:
+    """The gradients of `tiles`, in their places, and the value if `with_value`.
+
+    Args:
+      target: the GPU.
+      dy: `(m, k)`.
+      w: `(n, k)`.
+      tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
+      epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
+
+    Raises:
+      Unsupported: for sizes that are less than a tile or not whole pieces.
+    """
+    (m, k), n = dy.shape, w.shape[0]
+    if m < _ROWS or n < _COLUMNS or m % 8 or n % _SIDE or k % _DEPTH:
+        raise Unsupported(
+            f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
+            f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"
+        )
+    kernel = pl.kernel(
+        functools.partial(_kernel, inputs=len(tiles), shape=shape or Shape(), epilogue=epilogue),
+        out_type=[],
+        mesh=plgpu.Mesh(
+            grid=(target.cores,),
+            grid_names=("blocks",),
+            num_threads=3,
+            thread_name="warpgroup",
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=dy.dtype == jnp.bfloat16,  # tanh to 2^-11: a quarter of a rounding of 1
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=interpret,
+        name="dense_gradient",
+    )
+    room = lax.empty if interpret else functools.partial(_room, dy)
+    places = [*tiles, *[room((m, n), dy.dtype)] * with_value]
+    return list(pl.run_state(lambda refs: kernel(dy, w, *refs))(places))
+
+
+def _room(after, shape, dtype):
+    """An array of any values, there from when `after` is: `lax.empty` takes its memory at once."""
+    result = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ffi.ffi_call("AllocateBuffer", result, custom_call_api_version=1)(after)
+
+
+# The layout of 64 columns in shared memory that wgmma and bulk copies agree on.
+_LAYOUT = (plgpu.TilingTransform((8, _SIDE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+
+
+def _kernel(dy, w, *refs, inputs, shape, epilogue):
+    """`refs` are the operands of the epilogue, whose gradients take their places, and the value."""
+    (m, k), n = dy.shape, w.shape[0]
+    steps, count = k // _DEPTH, (cdiv(m, _ROWS), cdiv(n, _COLUMNS))
+    total = steps + len(_pairs(inputs))  # of a tile
+
+    def each_tile(body):
+        """`body(row, column, first)` for this block's tiles; `first` counts the steps before."""
+
+        @plgpu.nd_loop((count[0] * count[1],), collective_axes="blocks")
+        def _(loop):
+            i, j = plgpu.planar_snake(loop.index[0], count, 0, shape.width)
+            body(i * _ROWS, j * _COLUMNS, loop.local_index * total)
+
+    def scope(xs, ws, staging, filled, free):
+        ring = _Ring(xs, ws, filled, free, shape.stages)
+
+        def fetch():
+            plgpu.set_max_registers(40, action="decrease")
+            each_tile(functools.partial(_fetch, ring, dy, w, refs[:inputs], steps))
+
+        def multiply():
+            plgpu.set_max_registers(232, action="increase")
+            own = staging.at[lax.axis_index("warpgroup")]
+            finish = functools.partial(_finish, ring, own, refs, inputs, epilogue, shape.staging)
+            each_tile(functools.partial(_multiply, ring, steps, finish))
+
+        lax.cond(lax.axis_index("warpgroup") == 2, fetch, multiply)
+
+    slots = functools.partial(plgpu.SMEM, dtype=dy.dtype, transforms=_LAYOUT)
+    pl.run_scoped(
+        scope,
+        slots((shape.stages, _ROWS, _DEPTH)),
+        slots((shape.stages, _COLUMNS, _DEPTH)),
+        slots((2, shape.staging, _SIDE, _SIDE)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),  # two copies fill a slot
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),  # two warpgroups have read it
+        collective_axes="warpgroup",
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The slots that pieces pass through, in the order of steps; and their barriers."""
+
+    xs: Any
+    ws: Any
+    filled: Any
+    free: Any
+    stages: int
+
+    def at(self, step):
+        return lax.rem(step, self.stages)
+
+    def claimed(self, step):
+        """The slot of a step, once what was in it has been read."""
+        slot = self.at(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        return slot
+
+
+def _fetch(ring, dy, w, tiles, steps, row, column, first):
+    """Copies what a tile needs into the ring."""
+    rows = pl.ds(row, _ROWS)
+
+    def summed(step, _):
+        slot, piece = ring.claimed(first + step), pl.ds(step * _DEPTH, _DEPTH)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
+        copy(dy.at[rows, piece], ring.xs.at[slot])
+        copy(w.at[pl.ds(column, _COLUMNS), piece], ring.ws.at[slot])
+
+    lax.fori_loop(0, steps, summed, None)
+    for at, pair in enumerate(_pairs(len(tiles))):
+        slot = ring.claimed(first + steps + at)
+        for half, (which, offset) in enumerate(pair):
+            piece = tiles[which].at[rows, pl.ds(column + offset, _SIDE)]
+            to = ring.ws.at[slot, pl.ds(half * _ROWS, _ROWS)]
+            plgpu.copy_gmem_to_smem(piece, to, ring.filled.at[slot])
+
+
+def _multiply(ring, steps, finish, row, column, first):
+    """A warpgroup's half of a tile."""
+    mine = lax.axis_index("warpgroup")
+    own = pl.ds(mine * _HALF, _HALF)
+
+    def with_sums(sums):
+        def add(step, _):
+            slot = ring.at(first + step)
+            plgpu.barrier_wait(ring.filled.at[slot])
+            plgpu.wgmma(sums, ring.xs.at[slot], ring.ws.at[slot, own].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # the one before has read its slot
+            before = ring.at(first + step + ring.stages - 1)
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.free.at[before]))
+
+        lax.fori_loop(0, steps, add, None)
+        values = sums[...]
+        plgpu.barrier_arrive(ring.free.at[ring.at(first + steps - 1)])
+        finish(values, row, column + mine * _HALF, first + steps, mine)
+
+    pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((_ROWS, _HALF), jnp.float32))
+
+
+def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, first, mine):
+    """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
+    turns = itertools.cycle(range(room))
+    for at in range(_HALF // _SIDE):
+        slots = [ring.at(first + at * inputs + i) for i in range(inputs)]
+        for slot in slots:
+            plgpu.barrier_wait(ring.filled.at[slot])
+        for r in range(0, _ROWS, _SIDE):
+            operands = []
+            for which in range(inputs):  # as in `_pairs`: where two, each warpgroup has a slot
+                slot, half = (
+                    (ring.at(first + at * 2 + mine), which) if inputs == 2 else (slots[0], mine)
+                )
+                operands.append(_load(ring.ws.at[slot, pl.ds(half * _ROWS + r, _SIDE)]))
+            dh = sums[r : r + _SIDE, at * _SIDE : (at + 1) * _SIDE]
+            results = epilogue(dh, *[o.astype(jnp.float32) for o in operands])
+            where = pl.ds(row + r, _SIDE), pl.ds(column + at * _SIDE, _SIDE)
+            _store([ref.at[where] for ref in refs], results, staging, turns, room)
+        for slot in slots:
+            plgpu.barrier_arrive(ring.free.at[slot])
+
+
+def _store(to, values, staging, turns, room):
+    """Starts to write `values`, as many together as half of the staging has room for."""
+    some = max(1, room // 2)
+    for at in range(0, len(to), some):
+        group = list(zip(to[at : at + some], values[at : at + some], turns))
+        plgpu.wait_smem_to_gmem(room - len(group), wait_read_only=True)
+        for ref, value, slot in group:
+            staging[slot] = value.astype(ref.dtype)
+        plgpu.commit_smem()
+        for ref, _, slot in group:
+            plgpu.copy_smem_to_gmem(staging.at[slot], ref)
+
+
+def _pairs(inputs):
+    """What the slots after the products hold: two (operand, first column in the tile) in each.
+
+    In the order in which the warpgroups need them: z and up of the first 64 columns of either's
+    half, then of the next.
+    """
+    every = [
+        (operand, half * _HALF + at)
+        for at in range(0, _HALF, _SIDE)
+        for half in range(2)
+        for operand in range(inputs)
+    ]
+    return list(zip(every[::2], every[1::2], strict=True))
+
+
+def _load(ref):
+    """A piece, in the registers that hold the sums it goes with."""
+    return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)

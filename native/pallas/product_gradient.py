@@ -1,0 +1,42 @@
+"""A product and an activation's gradient in one kernel: where there is one, and its epilogue."""
+
+import jax
+import jax.numpy as jnp
+
+from normfuse.native.fallback import Unsupported
+from normfuse.native.pallas import activation
+from normfuse.native.pallas.lowering import Target
+from normfuse.native.scalar import Scalar
+
+
+def serve(
+    target: Target,
+    dy: jax.Array,
+    w: jax.Array,
+    *operands: jax.Array,
+    function: Scalar,
+    with_value: bool,
+    precision: str | None,
+) -> list[jax.Array]:
+    """`(dy (m, k), w (n, k), z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
+
+    Sums and what is made of them are in float32, and rounded once.
+
+    Raises:
+      Unsupported: but on Hopper, for 16-bit operands of one dtype and sizes that the kernel takes.
+    """
+    del precision  # 16-bit operands are multiplied exactly, and summed in float32
+    if target.capability != 90:
+        raise Unsupported("the fused kernel is for GPUs of compute capability 9.0")
+    if dy.dtype not in (jnp.bfloat16, jnp.float16) or {a.dtype for a in (w, *operands)} != {
+        dy.dtype
+    }:
+        raise Unsupported("the fused kernel takes operands of bfloat16 alone, or of float16")
+    from normfuse.native.pallas import gradient_hopper
+
+    def epilogue(dh, z, *up):
+        y, dz = jax.jvp(function, (z,), (dh * up[0] if up else dh,))
+        return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
+
+    epilogue = activation.portable_several(epilogue, short=dy.dtype == jnp.bfloat16)
+    return gradient_hopper.run(target, dy, w, operands, epilogue=epilogue, with_value=with_value)
