@@ -12,6 +12,7 @@ command buffers are, so that the host is not what is timed.
 
 import argparse
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -19,6 +20,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import unittest.mock
 from collections.abc import Iterator
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
@@ -27,7 +29,13 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from normfuse.native import compiler, cuda_layout, cuda_rms_norm  # noqa: E402
+from normfuse.native import (  # noqa: E402
+    compiler,
+    cuda_few_rows,
+    cuda_layout,
+    cuda_rms_norm,
+)
+from normfuse.native.cuda_few_rows import AtOnce  # noqa: E402
 from normfuse.native.cuda_layout import RowLayout  # noqa: E402
 from normfuse.native.device import Target  # noqa: E402
 
@@ -35,6 +43,14 @@ SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
 ELEMENTS = 2**27  # of other shapes
 COPIES = 2  # of every array: no launch finds in the cache what the one before has read
 FEW_ROWS = 1024  # with fewer, a block may have a multiprocessor for itself
+
+
+# What picks each kernel's layout.
+CHOOSERS = {
+    "forward": (cuda_layout, "forward_layout"),
+    "backward": (cuda_layout, "backward_layout"),
+    "at_once": (cuda_few_rows, "at_once"),
+}
 
 
 class Gpu:
@@ -130,9 +146,9 @@ class Work:
     @property
     def arrays(self) -> int:
         """How many of the size of x it moves."""
-        return 4 if self.residual else {"forward": 2, "backward": 3}[self.kernel]
+        return 4 if self.residual else {"forward": 2}.get(self.kernel, 3)
 
-    def launches(self, layout: RowLayout | None, target: Target) -> list[dict]:
+    def launches(self, layout: RowLayout | AtOnce | None, target: Target) -> list[dict]:
         """What it would launch with this layout, or with the package's."""
         found = []
 
@@ -152,21 +168,23 @@ class Work:
         else:
             flags |= {"with_dscale": True}
             operands = [large, large, scale, rstd, *more]
-        chooser = f"{self.kernel}_layout"
-        kept = cuda_rms_norm.launch, getattr(cuda_layout, chooser)
-        cuda_rms_norm.launch = launch
-        if layout is not None:
-            setattr(cuda_layout, chooser, lambda *_, **__: layout)
-        try:
-            call = getattr(cuda_rms_norm, self.kernel)
+        call = getattr(cuda_rms_norm, "forward" if self.kernel == "forward" else "backward")
+        with contextlib.ExitStack() as stack:
+            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
+            replace(cuda_rms_norm, "launch", launch)
+            for kernel, (module, name) in CHOOSERS.items():
+                if layout is not None and kernel == self.kernel:
+                    replace(module, name, lambda *_, **__: layout)
+                elif kernel == "at_once" != self.kernel:  # it is asked first
+                    replace(module, name, lambda *_, **__: None)
             jax.eval_shape(lambda *arrays: call(target, *arrays, **flags), *operands)
-        finally:
-            cuda_rms_norm.launch = kept[0]
-            setattr(cuda_layout, chooser, kept[1])
         return found
 
-    def layouts(self) -> Iterator[RowLayout]:
+    def layouts(self) -> Iterator[RowLayout | AtOnce]:
         """Candidates."""
+        if self.kernel == "at_once":
+            yield from self._at_once()
+            return
         for slices, chunks in itertools.product((1, 2, 4, 8), range(1, 9)):
             needed = -(-self.n // (8 * slices * chunks))
             threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
@@ -182,9 +200,19 @@ class Work:
                     layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices)
                     yield from self._variants(layout)
 
+    def _at_once(self) -> Iterator[AtOnce]:
+        for chunks, lanes, blocks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
+            needed = -(-self.n // (8 * chunks))
+            threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
+            for fill in (128, 256, 512, 1024):
+                rows = max(1, fill // threads)
+                if rows * threads * blocks <= 1024 and (rows > 1 or fill == 128):
+                    layout = RowLayout(self.n, 8, chunks, threads, rows, min_blocks=blocks)
+                    yield AtOnce(layout, lanes)
+
     def _variants(self, layout: RowLayout) -> Iterator[RowLayout]:
         if self.rows < FEW_ROWS:
-            stages = (1, 2, 3) if self.kernel == "backward" else (0,)
+            stages = (0,) if self.kernel == "forward" else (1, 2, 3)
             for blocks, hold, depth in itertools.product((1, 2), (False, True), stages):
                 yield dataclasses.replace(layout, min_blocks=blocks, hold=hold, max_stages=depth)
             return
@@ -196,8 +224,11 @@ class Work:
             if self.kernel == "forward":
                 for hold, together in itertools.product((False, True), (1, 2, 4)):
                     needed = together * held + 16 + hold * 8 * layout.chunks
-                    if 512 <= threads <= 1536 and needed <= registers:
-                        yield dataclasses.replace(changed, hold=hold, thread_rows=together)
+                    if not 512 <= threads <= 1536 or needed > registers:
+                        continue
+                    yield dataclasses.replace(changed, hold=hold, thread_rows=together)
+                    if not hold and blocks * layout.tile * 4 <= 220 << 10:
+                        yield dataclasses.replace(changed, share=True, thread_rows=together)
                 continue
             if not 256 <= threads <= 1024:
                 continue
@@ -221,12 +252,12 @@ def compile_one(source: str, macros: dict, arch: str, changes: tuple[tuple[str, 
         return str(error)
 
 
-def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None) -> None:
-    """Times every candidate and prints the ten best."""
+def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None, only=False) -> None:
+    """Times every candidate, or the package's choice only, and prints the ten best."""
     target = gpu.target()
     chosen = work.launches(None, target)
     candidates = [(None, chosen)]
-    for layout in dict.fromkeys(work.layouts()):
+    for layout in () if only else dict.fromkeys(work.layouts()):
         launches = work.launches(layout, target)
         if all(launch.get("shared", 0) <= target.shared_memory for launch in launches):
             candidates.append((layout, launches))
@@ -289,8 +320,10 @@ SHOWN = (
     "SLICES",
     "MIN_BLOCKS",
     "HOLD",
+    "SHARE",
     "STAGES",
     "THREAD_ROWS",
+    "LANES",
 )
 
 
@@ -386,13 +419,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--n", type=int, nargs="+", help="lengths of the rows")
     parser.add_argument("--rows", type=int, nargs="+", help="how many, of each length")
-    parser.add_argument("--kernel", nargs="+", default=["forward", "backward"])
+    parser.add_argument("--kernel", nargs="+", default=["forward", "backward"], choices=CHOOSERS)
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--scale", default="float32", help="its dtype")
     parser.add_argument(
         "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
         help="a replacement in the kernels' sources, to try another instruction",
     )  # fmt: skip
+    parser.add_argument("--chosen", action="store_true", help="time the package's choice alone")
     parser.add_argument(
         "--out", type=argparse.FileType("w"), help="a file for all of them, as JSON"
     )
@@ -414,6 +448,7 @@ def main() -> None:
                 pool,
                 changes,
                 arguments.out,
+                arguments.chosen,
             )
 
 

@@ -17,8 +17,8 @@ Weakly scaled, each GPU has as many tokens as one alone (8192, for 1b its recipe
 the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU over those of one GPU
 by the same library. Versions take turns; a time is the median of groups of steps.
 
-The last columns are of one traced step: milliseconds in which a device communicates, and how much
-of them matrix products, or any kernels, run beside. Rows are added to --out as they are measured.
+The last columns are of traced steps: milliseconds in which a device communicates, multiplies, does
+anything else, or nothing, and how much of the first products, or any kernels, run beside. Rows are added to --out as they are measured.
 """
 
 import argparse
@@ -278,7 +278,7 @@ def measure(part: str, arguments, counts: list[int], write: Callable[[dict], Non
                 version = VERSIONS[case.row["version"]].library
                 ms = 1e3 * statistics.median(case.seconds)
                 rate = batch * seq / ms * 1e3
-                shares = communication(case, mesh) if count > 1 and not arguments.no_trace else {}
+                times = {} if arguments.no_trace else traced(case)
                 for mode in modes:
                     if count == 1 and case.row["version"] == version:
                         alone[make, version, mode] = rate
@@ -293,7 +293,7 @@ def measure(part: str, arguments, counts: list[int], write: Callable[[dict], Non
                             "ms": round(ms, 3),
                             "tokens_per_s": round(rate),
                             "efficiency": round(rate / base / count, 4) if base else "",
-                            **shares,
+                            **times,
                         }
                     )
                 case.state = case.batch = None
@@ -412,24 +412,25 @@ COMMUNICATION = re.compile(
 GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|split_?k", re.I)
 
 
-def communication(case: Case, mesh: Mesh) -> dict[str, float]:
-    """Milliseconds a step in which a device communicates, and the part of them that is hidden."""
+def traced(case: Case) -> dict[str, float]:
+    """Milliseconds of a step by what a device does, the mean over devices."""
+    steps = 2
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
-        case.take(2)
+        case.take(steps)
         jax.profiler.stop_trace()
         newest = max(pathlib.Path(folder).rglob("*.xplane.pb"))
         planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
-    found = [shares(list(kernels(p))) for p in planes if p.name.startswith("/device:")]
-    found = [times for times in found if times[0]]
+    events = [list(kernels(p)) for p in planes if p.name.startswith("/device:")]
+    found = [times_of(some) for some in events if some]
     if not found:
         return {}
-    talk, gemm, any_ = (statistics.mean(column) / 2e6 for column in zip(*found, strict=True))
-    return {
-        "communication_ms": round(talk, 3),
-        "behind_gemms": round(gemm / talk, 3),
-        "behind_any": round(any_ / talk, 3),
-    }
+    mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
+    talk = mean["communication"]
+    times = {f"{name}_ms": round(mean[name] / steps / 1e6, 3) for name in WORK}
+    if talk:
+        times |= {name: round(mean[name] / talk, 3) for name in ("behind_gemms", "behind_any")}
+    return times
 
 
 def kernels(plane):
@@ -440,13 +441,27 @@ def kernels(plane):
                 yield event.name, event.start_ns, event.start_ns + event.duration_ns
 
 
-def shares(events) -> tuple[float, float, float]:
-    """Time of communication, the part of it beside matrix products, and beside any kernels."""
+WORK = ("communication", "gemms", "others", "idle")
+
+
+def times_of(events) -> dict[str, float]:
+    """Nanoseconds of communication, products and other kernels, and in which none of these ran;
+    and of the communication beside products, or beside any kernels."""
     talk = union((a, b) for name, a, b in events if COMMUNICATION.search(name))
     rest = [(name, a, b) for name, a, b in events if not COMMUNICATION.search(name)]
     gemms = union((a, b) for name, a, b in rest if GEMM.search(name))
+    others = union((a, b) for name, a, b in rest if not GEMM.search(name))
     any_ = union((a, b) for _, a, b in rest)
-    return sum(b - a for a, b in talk), common(talk, gemms), common(talk, any_)
+    whole = union((a, b) for _, a, b in events)
+    length = lambda intervals: sum(b - a for a, b in intervals)
+    return {
+        "communication": length(talk),
+        "gemms": length(gemms),
+        "others": length(others),
+        "idle": whole[-1][1] - whole[0][0] - length(whole),
+        "behind_gemms": common(talk, gemms),
+        "behind_any": common(talk, any_),
+    }
 
 
 def union(intervals) -> list[tuple[float, float]]:
@@ -477,7 +492,8 @@ def common(first, second) -> float:
 
 COLUMNS = (
     "date device jax normfuse settings part scaling gpus tokens version options ms tokens_per_s "
-    "efficiency compile_s temporaries_mib communication_ms behind_gemms behind_any gb_per_s"
+    "efficiency compile_s temporaries_mib communication_ms gemms_ms others_ms idle_ms behind_gemms "
+    "behind_any gb_per_s"
 ).split()
 
 

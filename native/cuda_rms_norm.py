@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native import cuda_layout
+from normfuse.native import cuda_few_rows, cuda_layout
 from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
 from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
@@ -68,6 +68,10 @@ def backward(target: Target, dy, x, *rest, scale_offset, has_residual, has_scale
     operands = _named(rest, DY=dy, X=x, SCALE=has_scale, RSTD=True, DH=has_residual)
     call = _Call(target, "backward", operands, _compute_dtype(operands))
     call.result("DX", x.shape, x.dtype)
+    if with_dscale:
+        done = _backward_at_once(call, scale_offset)
+        if done is not None:
+            return done
     done = _backward(call, scale_offset, with_dscale=with_dscale)
     if done is not None:
         return done
@@ -183,6 +187,10 @@ class _Call:
             **scalars,
         )
 
+    def whole(self, source: str, macros, scalars, **sizes):
+        """Launches a kernel whose blocks have whole rows, or whole columns."""
+        return self._launch(source, macros, self.results, ints=(self.outer,), **sizes, **scalars)
+
     def _launch(self, source: str, macros, results, **sizes):
         types = type_macros(self.operands) | type_macros(results)
         types |= {"KERNEL": f"rms_norm_{self.kernel}", "COMPUTE_TYPE": TYPES[self.compute.name]}
@@ -232,9 +240,12 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
     )
     if layout is None:
         return None
-    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
+    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "SHARE": layout.share}
     grid = min(layout.blocks_for(call.outer), _MAX_GRID)
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
+    if layout.share and macros["HAS_SCALE"]:
+        grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))
+        shared = -(-shared // 16) * 16 + layout.weight_bytes(call.compute)
     return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
 
 
@@ -289,6 +300,37 @@ def _backward(
         partial = done[1]
         done[1] = partial[0] if grid == 1 else column_sum(launch, call.target, partial)
     return done
+
+
+def _backward_at_once(call: _Call, scale_offset) -> list[jax.Array] | None:
+    """Launches the kernel of rms_norm_backward_at_once.cu, where rows are few and contiguous."""
+    if call.inner != 1 or 0 in call.row_shape:
+        return None
+    read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
+    layout = cuda_few_rows.at_once(
+        call.features,
+        max(call.moving_bytes()),
+        call.target,
+        rows=call.outer,
+        read_bytes=read,
+        residual="DH" in call.operands,
+    )
+    if layout is None:
+        return None
+    call.result("DSCALE", (call.features,), call.compute)
+    macros = layout.macros() | {
+        "HAS_RESIDUAL": "DH" in call.operands,
+        "HAS_SCALE": "SCALE" in call.operands,
+        "HAS_OFFSET": scale_offset != 0,
+    }
+    return call.whole(
+        "rms_norm_backward_at_once.cu",
+        macros,
+        _scalars(call.compute, scale_offset, call.features),
+        grid=layout.blocks_for(call.outer),
+        block=layout.rows.threads,
+        shared=layout.shared(call.compute),
+    )
 
 
 def _named(rest, **present) -> dict[str, Any]:

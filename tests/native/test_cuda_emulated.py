@@ -83,6 +83,8 @@ def test_cuda_few_rows_are_read_at_once(emulated, n, grid, stages, residual):
         RowLayout(72, 8, 1, 16, 8, thread_rows=2),  # no shared memory
         RowLayout(520, 8, 2, 64, 2, thread_rows=4),
         RowLayout(1032, 8, 1, 64, 1, slices=3, thread_rows=2, hold=True),
+        RowLayout(520, 8, 1, 96, thread_rows=2, share=True),
+        RowLayout(72, 8, 2, 8, 16, share=True),
     ],
     ids=str,
 )
