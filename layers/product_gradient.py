@@ -63,8 +63,8 @@ def _unfit(producer, product, dy, kernel) -> str:
     """Why no kernel could serve; empty if one could."""
     if producer.has_bias:
         return "the activation's bias would need a sum over tiles"
-    if not product.kernel.startswith(product.x[-1]):
-        return "the kernel is stored (out, in), and the fused kernel reads (in, out)"
+    if product.kernel.index(product.x[-1]) not in (0, len(product.kernel) - 1):
+        return "the kernel's summed axis is between others"
     if dy.dtype.itemsize != 2 or kernel.dtype != dy.dtype:
         return "the fused kernel takes operands of 16 bits"
     return ""
@@ -86,9 +86,11 @@ def _plain(dy, kernel, *args, producer, product, with_value, order):
 
 def _on_matrices(dy, kernel, *args, producer, product, with_value, order):
     """One device's share."""
-    n, rows = kernel.shape[0], math.prod(args[0].shape[:-1])
-    flat = [dy.reshape(rows, -1), kernel.reshape(n, -1), *[a.reshape(rows, n) for a in args]]
-    params = {"function": producer.function, "with_value": with_value}
+    rows, n = math.prod(args[0].shape[:-1]), args[0].shape[-1]
+    contract = 1 if product.kernel.startswith(product.x[-1]) else 0
+    kernel = kernel.reshape(n, -1) if contract else kernel.reshape(-1, n)
+    flat = [dy.reshape(rows, -1), kernel, *[a.reshape(rows, n) for a in args]]
+    params = {"function": producer.function, "with_value": with_value, "contract": contract}
     params |= {"precision": product.precision, "strict": order}
     found = native.backward(*flat, **params)
     return [r.reshape(args[0].shape) for r in found]
