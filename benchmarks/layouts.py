@@ -224,11 +224,8 @@ class Work:
             if self.kernel == "forward":
                 for hold, together in itertools.product((False, True), (1, 2, 4)):
                     needed = together * held + 16 + hold * 8 * layout.chunks
-                    if not 512 <= threads <= 1536 or needed > registers:
-                        continue
-                    yield dataclasses.replace(changed, hold=hold, thread_rows=together)
-                    if not hold and blocks * layout.tile * 4 <= 220 << 10:
-                        yield dataclasses.replace(changed, share=True, thread_rows=together)
+                    if 512 <= threads <= 2048 and needed <= registers:
+                        yield dataclasses.replace(changed, hold=hold, thread_rows=together)
                 continue
             if not 256 <= threads <= 1024:
                 continue
@@ -320,7 +317,6 @@ SHOWN = (
     "SLICES",
     "MIN_BLOCKS",
     "HOLD",
-    "SHARE",
     "STAGES",
     "THREAD_ROWS",
     "LANES",

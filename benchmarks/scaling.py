@@ -48,6 +48,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse import dense, gated_product, rms_norm
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
+from normfuse.train import distributed
 from normfuse.train.config import Preset
 from normfuse.train.gradients import interleaved
 from normfuse.train.mesh import AXES, batch_sharding
@@ -503,7 +504,7 @@ class Table:
     def __init__(self, path: pathlib.Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        names = ("NCCL_", "XLA_FLAGS")
+        names = ("NCCL_", "XLA_FLAGS", "CUDA_DEVICE_MAX")
         given = {k: v for k, v in sorted(os.environ.items()) if k.startswith(names)}
         self.common = {
             "date": datetime.date.today().isoformat(),
@@ -578,6 +579,7 @@ def label(row: dict) -> str:
 
 
 def main() -> None:
+    distributed.order_kernels()  # as the trainer does
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     parser.add_argument("--part", nargs="+", choices=WHOLE, default=WHOLE)
     parser.add_argument("--scaling", nargs="+", choices=["weak", "strong"], default=["weak"])

@@ -14,6 +14,7 @@ from jax import Array
 
 from normfuse.layers import dense, gated
 from normfuse.layers.eqx import Linear, RMSNorm
+from normfuse.layers.rms_norm import add_rms_norm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
@@ -99,8 +100,11 @@ class Block(eqx.Module):
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
         h = constrain(_normalise(self.attention_norm, x), self.sharding.block_input)
         h, cache = self.attention(h, rope, cache, start)
-        x = x + constrain(h, self.sharding.residual)  # (batch, seq, dim)
-        h = constrain(_normalise(self.mlp_norm, x), self.sharding.block_input)
+        norm = self.mlp_norm
+        options = {"eps": norm.eps, "implementation": norm.implementation}
+        h = constrain(h, self.sharding.residual)  # (batch, seq, dim)
+        h, x = add_rms_norm(h, x, norm.weight, **options)  # of the sum, in one pass each way
+        h = constrain(h, self.sharding.block_input)
         return x + constrain(self.mlp(h), self.sharding.residual), cache
 
 

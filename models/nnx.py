@@ -10,6 +10,8 @@ from flax import nnx
 from jax import Array
 
 from normfuse.layers.nnx import GatedMLP, Linear, RMSNorm
+from normfuse.layers.rms_norm import add_rms_norm
+from normfuse.layers.rounding import rounded
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
@@ -82,8 +84,8 @@ class Block(nnx.Module):
     def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
         h = constrain(self.attention_norm(x), self.sharding.block_input)  # (batch, seq, dim)
         h, cache = self.attention(h, rope, cache, start)
-        x = x + constrain(h, self.sharding.residual)
-        h = constrain(self.mlp_norm(x), self.sharding.block_input)
+        h, x = _add_and_normalise(self.mlp_norm, constrain(h, self.sharding.residual), x)
+        h = constrain(h, self.sharding.block_input)
         return x + constrain(self.mlp(h), self.sharding.residual), cache
 
 
@@ -158,6 +160,12 @@ def _linear(
         kernel_init=_BLANK,
         rngs=rngs,
     )
+
+
+def _add_and_normalise(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+    """`(norm(x + residual), x + residual)`, in one pass over them each way."""
+    options = {"eps": norm.epsilon, "implementation": norm.implementation}
+    return add_rms_norm(x, residual, rounded(norm.scale[...], x.dtype), **options)
 
 
 def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:

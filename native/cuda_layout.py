@@ -25,8 +25,8 @@ _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 class RowLayout:
     """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
 
-    `max_stages` is the backward kernel's alone, `thread_rows` and `share` are the forward's: rows a
-    thread has at once, and whether shared memory has the scale, in a persistent grid.
+    `max_stages` is the backward kernel's alone, `thread_rows` the forward's: rows a thread has at
+    once.
     """
 
     features: int
@@ -39,7 +39,6 @@ class RowLayout:
     hold: bool = False
     max_stages: int = 0
     thread_rows: int = 1
-    share: bool = False
 
     @property
     def threads(self) -> int:
@@ -72,10 +71,6 @@ class RowLayout:
         slots = cluster_size * -(-self.row_threads // WARP)
         inboxes = 16 if cluster_size > 1 else 0
         return inboxes + 2 * self.block_rows * self.thread_rows * slots * compute.itemsize
-
-    def weight_bytes(self, compute: np.dtype) -> int:
-        """Shared memory of the scale, where it is there."""
-        return self.threads * self.chunks * self.vector * compute.itemsize if self.share else 0
 
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
         """Whether shared memory has two rows of every block."""

@@ -240,12 +240,9 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
     )
     if layout is None:
         return None
-    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "SHARE": layout.share}
+    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
     grid = min(layout.blocks_for(call.outer), _MAX_GRID)
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
-    if layout.share and macros["HAS_SCALE"]:
-        grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))
-        shared = -(-shared // 16) * 16 + layout.weight_bytes(call.compute)
     return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
 
 

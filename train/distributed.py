@@ -38,6 +38,7 @@ def initialize(config: DistributedConfig):
       RunError: the other processes cannot be reached.
     """
     _order_programs(config)
+    order_kernels()
     if jax.distributed.is_initialized():
         return
     joined = _with_environment(config)
@@ -96,6 +97,16 @@ def _order_programs(config: DistributedConfig):
     several = config.coordinator is not None or any(int(count) > 1 for count in emulated)
     if several or "JAX_COORDINATOR_ADDRESS" in os.environ or _in_cluster():
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def order_kernels() -> None:
+    """Makes GPUs begin kernels in the order of their launches; too late once there are some.
+
+    A collective is launched before the product that it is to run beside. From a queue of its own it
+    often begins after the product, which then has all multiprocessors, and waits for its end
+    (docs/parallelism.md). What the user has set stays.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _with_environment(config: DistributedConfig) -> DistributedConfig:

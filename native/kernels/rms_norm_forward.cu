@@ -14,8 +14,7 @@
 // A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their statistics
 // and their results; the statistics are those of h as stored. One block per BLOCK_ROWS * THREAD_ROWS
 // rows and slice. If HOLD, registers have the scale too, so that it is there when the statistics are;
-// if SHARE, shared memory has, and a block goes through the rows with a stride; otherwise it is read
-// once for all rows of a thread.
+// otherwise it is read once for all rows of a thread.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -33,39 +32,6 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
   }
   return sum;
 }
-
-#if SHARE
-constexpr int kSharedWeights = STATISTICS ? (RowSums<Compute, THREAD_ROWS>::kBytes + 15) / 16 * 16 : 0;
-
-// Each thread's part of the scale, which no other thread reads: in words of 16 bytes, those of the
-// threads side by side.
-class SharedWeights {
- public:
-  using Weight = Wide<Compute, VECTOR>;
-
-  __device__ explicit SharedWeights(unsigned char* bytes) : words_(reinterpret_cast<Word*>(bytes)) {}
-
-  __device__ void put(int chunk, const Weight& weight) const {
-    Word words[kWords];
-    memcpy(words, &weight, sizeof(weight));
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) words_[(chunk * kWords + w) * kThreads + threadIdx.x] = words[w];
-  }
-
-  __device__ Weight get(int chunk) const {
-    Word words[kWords];
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) words[w] = words_[(chunk * kWords + w) * kThreads + threadIdx.x];
-    return bit_cast<Weight>(words);
-  }
-
- private:
-  using Word = WordOf<sizeof(Weight)>;
-  static constexpr int kWords = sizeof(Weight) / sizeof(Word);
-
-  Word* words_;
-};
-#endif
 
 #if HAS_RESIDUAL
 // h = x + residual, written at `to` if `active`.
@@ -125,12 +91,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   Wide<Compute, VECTOR> weights[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
-#elif NORMALIZE && HAS_SCALE && SHARE
-  const SharedWeights weights(shared_memory() + kSharedWeights);
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) {
-    weights.put(i, load_weight(scale, scale_offset, i, aligned));
-  }
 #endif
   const long long stride = static_cast<long long>(gridDim.x) * kRows;
   for (long long first = static_cast<long long>(blockIdx.x) * kRows; first < rows;
@@ -188,8 +148,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
     for (int i = 0; i < CHUNKS; ++i) {
 #if HAS_SCALE && HOLD
       const auto& weight = weights[i];
-#elif HAS_SCALE && SHARE
-      const auto weight = weights.get(i);
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif

@@ -21,7 +21,7 @@ from cuda_cases import (
     mixes,
 )
 
-from normfuse.native import compiler, device, launch, rms_norm
+from normfuse.native import compiler, cuda_few_rows, device, launch, rms_norm
 from normfuse.native.compiler import Source
 
 pytestmark = pytest.mark.gpu
@@ -43,12 +43,19 @@ def run(kernel, operands, params):
     return [np.asarray(r) for r in jax.jit(call)(*map(jnp.asarray, operands))]
 
 
+def many_rows(monkeypatch):
+    """From here on the backward is that of many rows."""
+    monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
+
+
 @pytest.mark.parametrize(
     "n", [1, 2, 7, 8, 64, 100, 1024, 4104, 5120, 7168, 8192, 12288, 16384, 32768]
 )
-def test_cuda_forward_and_backward_match_reference(n):
+def test_cuda_forward_and_backward_match_reference(n, monkeypatch):
     case = Case((301, n, 1))  # more rows than the backward kernel has blocks
     check_forward(run, case)
+    check_backward(run, case)
+    many_rows(monkeypatch)
     check_backward(run, case)
     check_pullback(run, case)
     check_pullback(run, case, with_value=False)
@@ -75,9 +82,11 @@ def test_cuda_strided_rows_match_reference(shape):
 
 
 @pytest.mark.parametrize(("x", "scale", "out"), mixes())
-def test_cuda_dtype_mixes_match_reference(x, scale, out):
+def test_cuda_dtype_mixes_match_reference(x, scale, out, monkeypatch):
     case = Case((33, 264, 1), x, scale, out, other=scale, residual=True, offset=0.5)
     check_forward(run, case)
+    check_backward(run, case)
+    many_rows(monkeypatch)
     check_backward(run, case)
 
 

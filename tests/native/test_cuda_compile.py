@@ -71,7 +71,9 @@ def spilled(log: str) -> int:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("shape", [(4096, 1024, 1), (4096, 32768, 1), (8, 300, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(9000, 1024, 1), (4096, 32768, 1), (8, 300, 7), (64, 4096, 1)], ids=str
+)
 def test_cuda_kernels_compile(compile_all, arch, shape):
     for kernel in ("forward", "backward"):
         for name, log in compile_all(arch, kernel, *calls_of(shape)[kernel]):
@@ -83,7 +85,8 @@ def test_cuda_kernels_compile(compile_all, arch, shape):
     [
         *((9000, n) for n in (512, 1024, 2560, 3072, 4096, 5120, 7168, 8192, 12288, 16384, 18432)),
         *((600, n) for n in (24576, 32768, 65536, 131072)),
-        *((64, n) for n in (1024, 4096, 8192)),
+        *((64, n) for n in (1000, 1024, 4096, 8192, 16384)),
+        *((512, n) for n in (1024, 4096, 8192)),
     ],
 )
 def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
@@ -102,8 +105,9 @@ def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
         ("bfloat16", "float64", "float64"),
     ],
 )
-def test_cuda_dtype_mixes_compile(compile_all, x, scale, out):
-    calls = calls_of((64, 1000, 1), x, scale, out, residual=True)
+@pytest.mark.parametrize("rows", [64, 9000])
+def test_cuda_dtype_mixes_compile(compile_all, rows, x, scale, out):
+    calls = calls_of((rows, 1000, 1), x, scale, out, residual=True)
     for kernel in ("forward", "backward"):
         compile_all("sm_90", kernel, *calls[kernel])
 

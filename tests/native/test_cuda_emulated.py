@@ -9,7 +9,7 @@ import pytest
 from cuda_cases import Case, check_backward, check_forward, check_halves, check_pullback
 from cuda_emulator import Emulator
 
-from normfuse.native import cuda_layout, cuda_rms_norm
+from normfuse.native import cuda_few_rows, cuda_layout, cuda_rms_norm
 from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
 
@@ -29,11 +29,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def emulated(folder, monkeypatch):
-    """`emulated(target, shift=0)`: a runner of the kernels, and the launches it has made."""
+    """`emulated(target, shift=0)`: a runner of the kernels, and the launches it has made.
 
-    def make(target, shift=0):
+    The backward is that of many rows unless `few`.
+    """
+
+    def make(target, shift=0, few=False):
         emulator = Emulator(folder, shift)
         monkeypatch.setattr(cuda_rms_norm, "launch", emulator.launch)
+        if not few:
+            monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
 
         def run(kernel, operands, params):
             operands = [jax.numpy.asarray(a) for a in operands]
@@ -76,6 +81,33 @@ def test_cuda_few_rows_are_read_at_once(emulated, n, grid, stages, residual):
     assert backward["grid"] == grid and backward["macros"]["STAGES"] == stages
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((37, 24, 1)),  # several rows to a warp, the last block not full
+        Case((20, 1000, 1), residual=True, offset=0.5),  # the last block of columns not full
+        Case((67, 4104, 1), "float16", "bfloat16", "float32"),
+        Case((9, 257, 1), "float32", "float64", "float16"),  # one element at a time
+        Case((3, 8200, 1), scale=None),
+    ],
+    ids=str,
+)
+def test_cuda_few_rows_have_both_gradients_from_one_launch(emulated, case):
+    for shift in (0, 1) if case.shape[1] == 1000 else (0,):
+        run, launches = emulated(dataclasses.replace(SM90, multiprocessors=64), shift, few=True)
+        check_backward(run, case)
+        (launch,) = launches
+        assert launch["macros"]["COLUMN_BLOCKS"] > 0
+
+
+def test_cuda_few_rows_are_those_that_stay_in_the_cache():
+    target = dataclasses.replace(SM90, multiprocessors=132)
+    sizes = {"read_bytes": 4, "residual": False}
+    assert cuda_few_rows.at_once(4096, 2, target, rows=1024, **sizes) is not None
+    assert cuda_few_rows.at_once(4096, 2, target, rows=1025, **sizes) is None
+    assert cuda_few_rows.at_once(16392, 2, target, rows=1, **sizes) is None  # 2049 vectors
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
     "layout",
@@ -83,8 +115,6 @@ def test_cuda_few_rows_are_read_at_once(emulated, n, grid, stages, residual):
         RowLayout(72, 8, 1, 16, 8, thread_rows=2),  # no shared memory
         RowLayout(520, 8, 2, 64, 2, thread_rows=4),
         RowLayout(1032, 8, 1, 64, 1, slices=3, thread_rows=2, hold=True),
-        RowLayout(520, 8, 1, 96, thread_rows=2, share=True),
-        RowLayout(72, 8, 2, 8, 16, share=True),
     ],
     ids=str,
 )

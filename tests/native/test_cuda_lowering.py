@@ -49,8 +49,8 @@ def fresh(monkeypatch):
     jax.clear_caches()
 
 
-def structs(dtype="bfloat16"):
-    x = jax.ShapeDtypeStruct(SHAPE, jnp.dtype(dtype))
+def structs(dtype="bfloat16", rows=SHAPE[0]):
+    x = jax.ShapeDtypeStruct((rows, *SHAPE[1:]), jnp.dtype(dtype))
     return x, jax.ShapeDtypeStruct(SHAPE[1:2], jnp.float32)
 
 
@@ -78,13 +78,16 @@ def test_cuda_lowering_names_target_kernel_digest_and_grid(monkeypatch):
     assert digest in {image.digest for image in cache._memory.values()}
 
 
-def test_cuda_lowering_of_backward_is_two_launches(monkeypatch):
+@pytest.mark.parametrize(
+    ("rows", "kernels"), [(300, ["rms_norm_backward"]), (9000, ["rms_norm_backward", "column_sum"])]
+)
+def test_cuda_lowering_of_backward_launches_twice_for_many_rows(monkeypatch, rows, kernels):
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
-    x, scale = structs()
-    rstd = jax.ShapeDtypeStruct((300, 1), jnp.float32)
+    x, scale = structs(rows=rows)
+    rstd = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     backward = jax.jit(functools.partial(rms_norm.backward, strict=True, **BACKWARD))
-    first, second = launches(lowered(backward, x, x, scale, rstd))
-    assert 'kernel = "rms_norm_backward"' in first and 'kernel = "column_sum"' in second
+    found = launches(lowered(backward, x, x, scale, rstd))
+    assert [re.search(r'kernel = "(\w+)"', call)[1] for call in found] == kernels
 
 
 def test_cuda_call_sites_share_one_image():
