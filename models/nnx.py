@@ -174,6 +174,7 @@ def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Arr
     """`(norm(x + more), x + more)`, in one pass over them each way."""
     if more is None:
         return norm(x), x
+    assert norm.scale is not None
     options = {"eps": norm.epsilon, "implementation": norm.implementation}
     return add_rms_norm(more, x, rounded(norm.scale[...], x.dtype), **options)
 
