@@ -18,10 +18,12 @@ the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU ov
 by the same library. Versions take turns; a time is the median of groups of steps.
 
 The last columns are of traced steps: milliseconds in which a device communicates, multiplies, does
-anything else, or nothing, and how much of the first products, or any kernels, run beside. Rows are added to --out as they are measured.
+anything else, or nothing, and how much of the first products, or any kernels, run beside. Rows are
+added to --out as they are measured.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import csv
 import dataclasses
@@ -31,7 +33,6 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
-import re
 import statistics
 import tempfile
 import threading
@@ -48,7 +49,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse import dense, gated_product, rms_norm
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
-from normfuse.train import distributed
+from normfuse.train import distributed, profiling
 from normfuse.train.config import Preset
 from normfuse.train.gradients import interleaved
 from normfuse.train.mesh import AXES, batch_sharding
@@ -407,11 +408,6 @@ def links(arguments, counts: list[int], write: Callable[[dict], None]) -> None:
 
 # ---------------------------------------------------------------- what a trace says
 
-COMMUNICATION = re.compile(
-    r"nccl|memcpyp2p|all-?reduce|all-?gather|reduce-?scatter|collective|permute", re.I
-)
-GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|split_?k", re.I)
-
 
 def traced(case: Case) -> dict[str, float]:
     """Milliseconds of a step by what a device does, the mean over devices."""
@@ -422,7 +418,7 @@ def traced(case: Case) -> dict[str, float]:
         jax.profiler.stop_trace()
         newest = max(pathlib.Path(folder).rglob("*.xplane.pb"))
         planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
-    events = [list(kernels(p)) for p in planes if p.name.startswith("/device:")]
+    events = [list(profiling.events(p)) for p in planes if p.name.startswith("/device:")]
     found = [times_of(some) for some in events if some]
     if not found:
         return {}
@@ -434,26 +430,19 @@ def traced(case: Case) -> dict[str, float]:
     return times
 
 
-def kernels(plane):
-    """(name, start, end) of what ran on a device's streams, in nanoseconds."""
-    for line in plane.lines:
-        if line.name.startswith("Stream"):
-            for event in line.events:
-                yield event.name, event.start_ns, event.start_ns + event.duration_ns
-
-
 WORK = ("communication", "gemms", "others", "idle")
 
 
 def times_of(events) -> dict[str, float]:
     """Nanoseconds of communication, products and other kernels, and in which none of these ran;
     and of the communication beside products, or beside any kernels."""
-    talk = union((a, b) for name, a, b in events if COMMUNICATION.search(name))
-    rest = [(name, a, b) for name, a, b in events if not COMMUNICATION.search(name)]
-    gemms = union((a, b) for name, a, b in rest if GEMM.search(name))
-    others = union((a, b) for name, a, b in rest if not GEMM.search(name))
-    any_ = union((a, b) for _, a, b in rest)
-    whole = union((a, b) for _, a, b in events)
+    kinds = collections.defaultdict(list)
+    for name, start, end in events:
+        kinds[profiling.kind_of(name)].append((start, end))
+    talk, gemms = (union(kinds.pop(k, [])) for k in (profiling.COMMUNICATION, profiling.PRODUCTS))
+    others = union(itertools.chain(*kinds.values()))
+    any_ = union([*gemms, *others])
+    whole = union([*talk, *any_])
     length = lambda intervals: sum(b - a for a, b in intervals)
     return {
         "communication": length(talk),

@@ -97,15 +97,18 @@ class Block(eqx.Module):
         self.mlp_norm = _norm(config, config.dim)
         self.mlp = MLP(config, sharding, key=key)
 
-    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        h = constrain(_normalise(self.attention_norm, x), self.sharding.block_input)
-        h, cache = self.attention(h, rope, cache, start)
-        norm = self.mlp_norm
-        options = {"eps": norm.eps, "implementation": norm.implementation}
-        h = constrain(h, self.sharding.residual)  # (batch, seq, dim)
-        h, x = add_rms_norm(h, x, norm.weight, **options)  # of the sum, in one pass each way
-        h = constrain(h, self.sharding.block_input)
-        return x + constrain(self.mlp(h), self.sharding.residual), cache
+    def __call__(
+        self, x: Array, more: Array | None, rope: Rope, cache: KeyValue | None, start: Array | int
+    ):
+        """Of the stream x + more; `more`, what the block before adds, goes into the norm's pass.
+
+        Returns the new x and more, both (batch, seq, dim), and the cache.
+        """
+        h, x = _add_and_normalise(self.attention_norm, x, more)
+        h, cache = self.attention(constrain(h, self.sharding.block_input), rope, cache, start)
+        h, x = _add_and_normalise(self.mlp_norm, x, constrain(h, self.sharding.residual))
+        h = self.mlp(constrain(h, self.sharding.block_input))
+        return x, constrain(h, self.sharding.residual), cache
 
 
 class Transformer(eqx.Module):
@@ -153,11 +156,13 @@ class Transformer(eqx.Module):
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)
         block = remat(lambda layer, *inputs: layer(*inputs), self.config.remat)
-        present = []
+        more, present = None, []
         for layer, layer_past in zip(self.layers, past, strict=True):
-            x, layer_present = block(layer, x, rope, layer_past, start)  # (batch, seq, dim)
+            x, more, layer_present = block(layer, x, more, rope, layer_past, start)
             present.append(layer_present)
-        x = constrain(_normalise(self.norm, x), self.sharding.block_input)
+            if self.config.remat != "none":  # of what a block reads one array is kept
+                x, more = x + more, None
+        x = constrain(_add_and_normalise(self.norm, x, more)[0], self.sharding.block_input)
         table = self.embed.weight if self.head is None else self.head.weight
         logits = constrain(unembed(x, table), self.sharding.logits)
         return logits, cache and Cache(tuple(present), start + tokens.shape[1])
@@ -174,6 +179,14 @@ def _normalise(norm: RMSNorm, x: Array) -> Array:
     for _ in x.shape[:-1]:
         norm = jax.vmap(norm)
     return norm(x)
+
+
+def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Array, Array]:
+    """`(norm(x + more), x + more)`, in one pass over them each way."""
+    if more is None:
+        return _normalise(norm, x), x
+    options = {"eps": norm.eps, "implementation": norm.implementation}
+    return add_rms_norm(more, x, norm.weight, **options)
 
 
 def _linear(

@@ -81,12 +81,18 @@ class Block(nnx.Module):
         self.mlp_norm = _norm(config, config.dim, rngs=rngs)
         self.mlp = MLP(config, sharding, rngs=rngs)
 
-    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        h = constrain(self.attention_norm(x), self.sharding.block_input)  # (batch, seq, dim)
-        h, cache = self.attention(h, rope, cache, start)
-        h, x = _add_and_normalise(self.mlp_norm, constrain(h, self.sharding.residual), x)
-        h = constrain(h, self.sharding.block_input)
-        return x + constrain(self.mlp(h), self.sharding.residual), cache
+    def __call__(
+        self, x: Array, more: Array | None, rope: Rope, cache: KeyValue | None, start: Array | int
+    ):
+        """Of the stream x + more; `more`, what the block before adds, goes into the norm's pass.
+
+        Returns the new x and more, both (batch, seq, dim), and the cache.
+        """
+        h, x = _add_and_normalise(self.attention_norm, x, more)
+        h, cache = self.attention(constrain(h, self.sharding.block_input), rope, cache, start)
+        h, x = _add_and_normalise(self.mlp_norm, x, constrain(h, self.sharding.residual))
+        h = self.mlp(constrain(h, self.sharding.block_input))
+        return x, constrain(h, self.sharding.residual), cache
 
 
 class Transformer(nnx.Module):
@@ -138,11 +144,13 @@ class Transformer(nnx.Module):
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.embedding[...], self.config.dtype, self.sharding)
         block = remat(Block.__call__, self.config.remat, nnx.remat)
-        present = []
+        more, present = None, []
         for layer, layer_past in zip(self.layers, past, strict=True):
-            x, layer_present = block(layer, x, rope, layer_past, start)  # (batch, seq, dim)
+            x, more, layer_present = block(layer, x, more, rope, layer_past, start)
             present.append(layer_present)
-        x = constrain(self.norm(x), self.sharding.block_input)
+            if self.config.remat != "none":  # of what a block reads one array is kept
+                x, more = x + more, None
+        x = constrain(_add_and_normalise(self.norm, x, more)[0], self.sharding.block_input)
         table = self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
         logits = constrain(unembed(x, table), self.sharding.logits)
         return logits, cache and Cache(tuple(present), start + tokens.shape[1])
@@ -162,10 +170,13 @@ def _linear(
     )
 
 
-def _add_and_normalise(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    """`(norm(x + residual), x + residual)`, in one pass over them each way."""
+def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Array, Array]:
+    """`(norm(x + more), x + more)`, in one pass over them each way."""
+    if more is None:
+        return norm(x), x
+    assert norm.scale is not None
     options = {"eps": norm.epsilon, "implementation": norm.implementation}
-    return add_rms_norm(x, residual, rounded(norm.scale[...], x.dtype), **options)
+    return add_rms_norm(more, x, rounded(norm.scale[...], x.dtype), **options)
 
 
 def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:

@@ -10,12 +10,13 @@ import jax
 
 _SKIPPED, _TRACED = 5, 5
 _SHOWN = 40  # the norms of a small model are near the end
+COMMUNICATION, PRODUCTS = "communication", "matrix products"
 # Kinds of operations by their names, on GPUs those of kernels; the first that is found counts.
 _KINDS = {
-    "communication": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective",
+    COMMUNICATION: r"nccl|memcpyp2p|all-?(reduce|gather|to-all)|reduce-?scatter|collective|permute",
     "attention": r"sdpa|flash|fmha",
     "RMSNorm": r"rms_norm|column_sum|^ffi.call",  # the last on CPUs, where ours are the only ones
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|matmul|dot|convolution|^ynn",
+    PRODUCTS: r"gemm|nvjet|cutlass|cublas|xmma|split_?k|matmul|dot|convolution|mosaic_gpu|^ynn",
     "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
 }
 _REST, _IDLE = "element-wise and sums", "idle"
@@ -68,15 +69,15 @@ def read_trace(folder: Path) -> tuple[dict[str, float], float]:
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:")]
-    devices = [plane for plane in devices if any(True for _ in _events(plane))]
+    devices = [plane for plane in devices if any(True for _ in events(plane))]
     times: dict[str, float] = collections.defaultdict(float)
     idle = 0.0
     for plane in devices or planes:
-        events = list(_events(plane))
-        for name, start, end in events:
+        found = list(events(plane))
+        for name, start, end in found:
             times[name] += (end - start) / 1e6
         if devices:
-            idle += _gaps([(start, end) for _, start, end in events]) / 1e6
+            idle += _gaps([(start, end) for _, start, end in found]) / 1e6
     share = 1 / max(len(devices), 1)
     return {name: spent * share for name, spent in times.items()}, idle * share
 
@@ -94,20 +95,25 @@ def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float
     """Gives the milliseconds of a step by kind of operation, the longest first, idle time last."""
     kinds: dict[str, float] = collections.defaultdict(float)
     for name, spent in times.items():
-        found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
-        kinds[next(found, _REST)] += spent / steps
+        kinds[kind_of(name)] += spent / steps
     longest = sorted(kinds, key=lambda kind: -kinds[kind])
     return {kind: kinds[kind] for kind in longest} | ({_IDLE: idle / steps} if idle else {})
 
 
-def _events(plane) -> Iterator[tuple[str, float, float]]:
+def kind_of(name: str) -> str:
+    """The kind of operation that has this name in a trace."""
+    found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
+    return next(found, _REST)
+
+
+def events(plane) -> Iterator[tuple[str, float, float]]:
     """Yields name, start and end (ns) of a plane's operations."""
     on_device = plane.name.startswith("/device:")
     lines = ("Stream", "XLA Ops") if on_device else ("tf_XLA",)
     for line in plane.lines:
         if line.name.startswith(lines):
             for event in line.events:
-                if _is_operation(event.name):
+                if on_device or _is_operation(event.name):
                     yield (
                         event.name.split(".")[0],
                         event.start_ns,
