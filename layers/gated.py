@@ -109,7 +109,8 @@ def gated_product(
       recompute: False keeps the gated activation instead: one array less to write in the backward.
       implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
         and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
-        arrays of one device, under shard_map over every axis too. None takes it where it is faster.
+        arrays of one device, under shard_map over every axis too. None takes it in programs for one
+        device where it is faster.
       The others are those of `gated_dense`.
 
     Returns:

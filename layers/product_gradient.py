@@ -111,10 +111,20 @@ def _lower(ctx, *values, **params):
     elif not all(a.size for a in ctx.avals_in):
         reason = "an operand is empty"
     else:
+        if not params["order"].names and not _alone(ctx):
+            params["order"] = Order(("native",), strict=False)
         return lower(functools.partial(_on_matrices, **params), ctx, *values)
     _report(reason, params["order"])
     plain = functools.partial(_plain, **params)
     return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
+
+
+def _alone(ctx):
+    """Whether the program is for one device. Elsewhere collectives run beside products, and the
+    kernel, which has a block on every multiprocessor to its end, would wait for theirs."""
+    context = ctx.module_context.axis_context
+    devices = context.mesh.size if hasattr(context, "mesh") else context.num_devices
+    return devices == 1
 
 
 def _jvp(primals, tangents, **params):

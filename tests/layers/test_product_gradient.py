@@ -186,3 +186,45 @@ def test_pallas_is_refused_for_other_dtypes_and_on_meshes(rng, eight_devices):
     sharded = [jax.device_put(a, s) for a, s in zip(args, places)]
     with pytest.raises(NotImplementedError, match="split over a mesh"):
         jax.jit(jax.grad(loss(fused)))(*sharded)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Programs for CUDA are for an H200, which is no part of JAX's keys."""
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def fused_kernels(rows, wrap=lambda op: op, **options):
+    """How many are in the program for CUDA, of a shape for which one is faster."""
+    gate = jax.ShapeDtypeStruct((rows, 14336), bf16)
+    grad = jax.grad(loss(wrap(functools.partial(gated_product, **options))), (0, 1, 2))
+    args = gate, gate, jax.ShapeDtypeStruct((14336, 4096), bf16)
+    text = jax.jit(grad).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu")
+
+
+def test_nothing_asked_for_is_fused_in_programs_for_one_device(hopper, eight_devices):
+    del hopper, eight_devices
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
+    mapped = lambda op: jax.shard_map(op, mesh=mesh, **specs)
+    assert fused_kernels(2048) == 1
+    assert fused_kernels(2048, implementation="native") == 0
+    assert fused_kernels(2048, implementation=("native", "xla")) == 0
+    assert fused_kernels(8 * 2048, mapped) == 0
+    assert fused_kernels(8 * 2048, mapped, implementation="pallas") == 1
+
+
+def test_exports_have_no_fused_kernel_unasked(hopper):
+    del hopper
+    from jax import export
+
+    gate = jax.ShapeDtypeStruct((2048, 14336), bf16)
+    grad = jax.jit(jax.grad(loss(gated_product), (0, 1, 2)))
+    args = gate, gate, jax.ShapeDtypeStruct((14336, 4096), bf16)
+    checks = [export.DisabledSafetyCheck.custom_call("normfuse_launch")]
+    made = export.export(grad, platforms=["cuda"], disabled_checks=checks)(*args)
+    assert "@mosaic_gpu" not in made.mlir_module()

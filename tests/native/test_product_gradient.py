@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from reference import Expected, assert_close, wide
 
-from normfuse.native import device, product_gradient
+from normfuse.native import device, fallback, product_gradient
 from normfuse.native.fallback import Order, Unsupported
 from normfuse.native.pallas import activation
 from normfuse.native.pallas import product_gradient as pallas
@@ -48,7 +48,8 @@ def interpreted(monkeypatch):
         pytest.skip("this JAX cannot interpret Mosaic GPU kernels")
     from normfuse.native.pallas import gradient_hopper
 
-    run = functools.partial(gradient_hopper.run, interpret=plgpu.InterpretGPUParams())
+    params = plgpu.InterpretGPUParams(detect_races=True)  # which are then raised
+    run = functools.partial(gradient_hopper.run, interpret=params)
     monkeypatch.setattr(gradient_hopper, "run", run)
     return gradient_hopper
 
@@ -189,6 +190,25 @@ def test_nothing_asked_for_is_one_kernel_where_that_is_faster(arch):
         jax.ShapeDtypeStruct((256, t.shape[1]), t.dtype) if t.shape[0] == 2048 else t for t in types
     ]
     assert "@mosaic_gpu" not in lowered(few, best)
+
+
+def test_where_pallas_fails_unasked_a_gemm_and_a_pass_serve(arch, monkeypatch, caplog):
+    from normfuse.native.pallas import gradient_hopper
+
+    def other(*args, **options):
+        raise TypeError("load() got an unexpected keyword argument")
+
+    arch("sm_90")
+    monkeypatch.setattr(gradient_hopper, "run", other)
+    monkeypatch.setattr(fallback, "_substituted", {})
+    types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2048, 4096), (14336, 4096))]
+    types.append(jax.ShapeDtypeStruct((2048, 14336), "bfloat16"))
+    with caplog.at_level("INFO", "normfuse"):
+        text = lowered(types, Order((), strict=False))
+    assert "@mosaic_gpu" not in text and text.count("stablehlo.dot_general") == 1
+    assert "product_gradient is served by native: on cuda, Pallas failed with TypeE" in caplog.text
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        lowered(types, PALLAS)
 
 
 def test_other_platforms_have_none():
