@@ -28,6 +28,14 @@ def total(sample) -> float:
     return sum(us for _, us in sample)
 
 
+def beyond(run, products: dict[str, float]) -> float:
+    """Microseconds of what is no GEMM, and of fused kernels what their bare product would not."""
+    others = [(name, us) for name, us in run if not GEMM.search(name)]
+    fused = [name for name, _ in others if "mosaic" in name]
+    bare = [products["backward" if "gradient" in name else "forward"] for name in fused]
+    return total(others) - sum(bare)
+
+
 def layers(tokens, iterations: int) -> None:
     """Prints a table of the MLPs."""
     for (name, more), count in itertools.product(FUSED.items(), tokens):
@@ -46,10 +54,10 @@ def layers(tokens, iterations: int) -> None:
         line = ", ".join(f"{key} {us:.1f}" for key, us in products.items())
         print(f"\n{name}, {count} tokens; bare products: {line} us")
         for key, (fn, _) in calls.items():
-            product = products[key.split()[-1]] if key in more else 0.0
-            other = [total(k for k in run if not GEMM.search(k[0])) - product for run in runs[key]]
+            other = [beyond(run, products) for run in runs[key]]
             whole = statistics.median(map(total, runs[key]))
-            temporary = fn.memory_analysis().temp_size_in_bytes / 2**20
+            memory = fn.memory_analysis()
+            temporary = memory.temp_size_in_bytes / 2**20 if memory else 0
             print(
                 f"  {key:24} whole {whole:8.1f} us  beyond the GEMMs "
                 f"{statistics.median(other):7.1f} us  temporaries {temporary:5.0f} MiB",
@@ -64,7 +72,6 @@ def sweep(tokens: int, iterations: int) -> None:
     shapes = (tokens, DIM), (HIDDEN, DIM), (tokens, HIDDEN), (tokens, HIDDEN)
     dy, w, z, up = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))
     original = gradient_hopper.Shape
-    schedules = [(4, 2), (3, 4), (3, 5)]
     for name, extra, value in (
         ("silu", (up,), True),
         ("silu", (up,), False),
@@ -72,14 +79,15 @@ def sweep(tokens: int, iterations: int) -> None:
     ):
         arrays = (dy, 0.02 * w, z, *extra)
         flags = {"function": SCALARS[name], "with_value": value, "precision": None}
+        flags["contract"] = 1
 
         def step(kind, *arrays, flags=flags):
             # copies of what is overwritten are of the caller's arrays: not counted
             return product_gradient.backward(*arrays, strict=Order((kind,), strict=True), **flags)
 
-        calls = {"dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays)}
+        calls: dict[str, tuple] = {"dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays)}
         calls["native"] = (jax.jit(functools.partial(step, "native")), arrays)
-        for (stages, staging), width in itertools.product(schedules, (8, 16)):
+        for (stages, staging), width in itertools.product(((4, 2), (3, 5)), (4, 8, 16)):
             gradient_hopper.Shape = functools.partial(original, stages, staging, width)
             jax.clear_caches()
             fn = jax.jit(functools.partial(step, "pallas")).lower(*arrays).compile()
@@ -103,7 +111,7 @@ def sweep(tokens: int, iterations: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--iterations", type=int, default=9)

@@ -118,6 +118,8 @@ def _rest(z, dproduct, bias, dbias, activation, *, dtype):
     moving = [d for d in dbias if not isinstance(d, SymbolicZero)]
     if (function := scalar_of(activation)) is not None:
         return finish_tangent(function, z, dproduct, *moving, dtype=dtype)
-    shift = [jnp.zeros_like(b) for b in bias] if moving else []  # z has the bias already
-    after = lambda z, *shift: finish(z, *(shift or [None]), activation, dtype)
-    return jax.jvp(after, (z, *shift), (dproduct, *moving))[1]
+    if not moving:
+        return jax.jvp(lambda z: finish(z, None, activation, dtype), (z,), (dproduct,))[1]
+    (shift,) = (jnp.zeros_like(b) for b in bias)  # z has the bias already
+    after = lambda z, shift: finish(z, shift, activation, dtype)
+    return jax.jvp(after, (z, shift), (dproduct, *moving))[1]

@@ -44,25 +44,35 @@ def gradients(
         it.
       order: which kernels are to serve.
     """
-    if isinstance(producer, Activated) and len(products) == 1 and _fits(producer, products[0]):
-        (product, dy, kernel), flags = products[0], {"with_value": with_value, "order": order}
-        found = gradient_p.bind(dy, kernel, *args, producer=producer, product=product, **flags)
-        value = found.pop() if with_value else None
-        pairs = zip(found, args, wanted)
-        return [g.astype(a.dtype) if w else None for g, a, w in pairs], value
+    (product, dy, kernel), *others = products
+    if isinstance(producer, Activated) and not others:
+        if reason := _unfit(producer, product, dy, kernel):
+            _report(reason, order)
+        else:
+            flags = {"product": product, "with_value": with_value, "order": order}
+            found = gradient_p.bind(dy, kernel, *args, producer=producer, **flags)
+            value = found.pop() if with_value else None
+            pairs = zip(found, args, wanted)
+            return [g.astype(a.dtype) if w else None for g, a, w in pairs], value
     like = producer.value_type(args)
     terms = [input_gradient(product, dy, like, kernel) for product, dy, kernel in products]
     return producer.backward(functools.reduce(jnp.add, terms), args, kept, wanted, with_value)
 
 
-def _fits(producer, of):
-    """Whether a kernel could serve: without a bias, for a kernel stored `(in, *out)`."""
-    product, dy, kernel = of
-    return (
-        not producer.has_bias
-        and product.kernel.startswith(product.x[-1])
-        and dy.dtype.itemsize == kernel.dtype.itemsize == 2
-    )
+def _unfit(producer, product, dy, kernel) -> str:
+    """Why no kernel could serve; empty if one could."""
+    if producer.has_bias:
+        return "the activation's bias would need a sum over tiles"
+    if product.kernel.index(product.x[-1]) not in (0, len(product.kernel) - 1):
+        return "the kernel's summed axis is between others"
+    if dy.dtype.itemsize != 2 or kernel.dtype != dy.dtype:
+        return "the fused kernel takes operands of 16 bits"
+    return ""
+
+
+def _report(reason, order):
+    if order.names == ("pallas",):
+        fallback.report("product_gradient", reason, strict=order.strict, names=order.names)
 
 
 def _plain(dy, kernel, *args, producer, product, with_value, order):
@@ -76,9 +86,11 @@ def _plain(dy, kernel, *args, producer, product, with_value, order):
 
 def _on_matrices(dy, kernel, *args, producer, product, with_value, order):
     """One device's share."""
-    n, rows = kernel.shape[0], math.prod(args[0].shape[:-1])
-    flat = [dy.reshape(rows, -1), kernel.reshape(n, -1), *[a.reshape(rows, n) for a in args]]
-    params = {"function": producer.function, "with_value": with_value}
+    rows, n = math.prod(args[0].shape[:-1]), args[0].shape[-1]
+    contract = 1 if product.kernel.startswith(product.x[-1]) else 0
+    kernel = kernel.reshape(n, -1) if contract else kernel.reshape(-1, n)
+    flat = [dy.reshape(rows, -1), kernel, *[a.reshape(rows, n) for a in args]]
+    params = {"function": producer.function, "with_value": with_value, "contract": contract}
     params |= {"precision": product.precision, "strict": order}
     found = native.backward(*flat, **params)
     return [r.reshape(args[0].shape) for r in found]
@@ -89,20 +101,18 @@ gradient_p.multiple_results = True
 
 
 def _lower(ctx, *values, **params):
-    z, order = ctx.avals_in[2], params["order"]
-    where = where_lowered(ctx, z)
-    same = len({a.dtype for a in ctx.avals_in}) == 1
-    if where.single and same and all(a.size for a in ctx.avals_in):
-        return lower(functools.partial(_on_matrices, **params), ctx, *values)
-    if order.names == ("pallas",):
+    where = where_lowered(ctx, ctx.avals_in[2])
+    if not where.single:
         reason = (
-            "its operands are of several dtypes, or none"
-            if where.single
-            else (
-                "its operands are split over a mesh; call the layer under shard_map over every axis"
-            )
+            "its operands are split over a mesh; call the layer under shard_map over every axis"
         )
-        fallback.report("product_gradient", reason, strict=order.strict, names=["pallas"])
+    elif len({a.dtype for a in ctx.avals_in}) > 1:
+        reason = "its operands are of several dtypes"
+    elif not all(a.size for a in ctx.avals_in):
+        reason = "an operand is empty"
+    else:
+        return lower(functools.partial(_on_matrices, **params), ctx, *values)
+    _report(reason, params["order"])
     plain = functools.partial(_plain, **params)
     return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
 

@@ -45,6 +45,7 @@ class Products:
       contract: the kernels' summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`.
       precision, out_sharding: of the products.
       gradient: which kernels are to make the left operand's gradient and pull it back.
+      keep: whether the left operand is kept after all.
     """
 
     producer: Producer
@@ -52,6 +53,7 @@ class Products:
     precision: str | None
     out_sharding: NamedSharding | jax.P | None
     gradient: Order
+    keep: bool
 
     def of(self, value, kernel) -> Product:
         """The product with one kernel."""
@@ -66,15 +68,17 @@ def products(
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
     gradient: Order | None = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The products of what `producer` makes of `args` with each kernel, in the dtype it has.
 
-    Gradients are those of `normfuse.layers.matmul.matmul`; of the left operand nothing is kept.
+    Gradients are those of `normfuse.layers.matmul.matmul`; of the left operand nothing is kept, or
+    itself if `keep`.
     `gradient` says which kernels are to make it again and pull its gradient back, if not the best.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     gradient = gradient or Order((), strict=False)
-    spec = Products(producer, contract, precision, out_sharding, gradient)
+    spec = Products(producer, contract, precision, out_sharding, gradient, keep)
     pairs = [marked(kernel) for kernel in kernels]
     count = len(kernels)
     arrays = equally_varying(*args, *(k for k, _ in pairs), *(main for _, main in pairs))
@@ -94,6 +98,7 @@ def _products(spec: Products, args, kernels, mains) -> tuple[jax.Array, ...]:
 def _(spec, primals, tangents):
     args, kernels, _ = primals
     value, *kept = spec.producer.forward(*args)
+    kept += [value] * spec.keep
     operands, results = [], []
     for kernel in kernels:
         product = spec.of(value, kernel)
@@ -124,27 +129,29 @@ class _Operands:
     args: list[Any]
     kept: list[Any]
     kernels: list[Any]
+    value: Any  # the left operand, if that is kept
     dargs: list[Any]
     dkernels: list[list[Any]]  # for each kernel: its tangent, and that of its main gradient
 
     @classmethod
-    def read(cls, operands, moves, sizes) -> "_Operands":
+    def read(cls, operands, spec, moves, sizes) -> "_Operands":
         args, kept, kernels = sizes
         given = list(operands)
         take = lambda count: [given.pop(0) for _ in range(count)]
         first = take(args), take(kept), take(kernels)
+        value = first[1].pop() if spec.keep else None
         linear = [given.pop(0) if moved else None for moved in moves]
         pairs = zip(linear[args : args + kernels], linear[args + kernels :])
-        return cls(*first, linear[:args], [list(pair) for pair in pairs])
+        return cls(*first, value, linear[:args], [list(pair) for pair in pairs])
 
 
 def _tangent(*operands, spec, moves, sizes):
-    o = _Operands.read(operands, moves, sizes)
+    o = _Operands.read(operands, spec, moves, sizes)
     dvalue = value = None
     if any(d is not None for d in o.dargs):
         dvalue = spec.producer.tangent(o.args, o.kept, o.dargs)
     if any(d is not None for pair in o.dkernels for d in pair):
-        value = spec.producer.again(o.args, o.kept)
+        value = spec.producer.again(o.args, o.kept) if o.value is None else o.value
     left: Any = value if dvalue is None else dvalue
     results = []
     for kernel, pair in zip(o.kernels, o.dkernels):
@@ -158,19 +165,21 @@ def _tangent(*operands, spec, moves, sizes):
 
 
 def _transpose(cts, *operands, spec, moves, sizes):
-    o = _Operands.read(operands, moves, sizes)
+    o = _Operands.read(operands, spec, moves, sizes)
     producer, live = spec.producer, [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    dargs, value, like = [None] * len(o.args), None, producer.value_type(o.args)
+    dargs, value, like = [None] * len(o.args), o.value, producer.value_type(o.args)
     wanted = tuple(map(_is_wanted, o.dargs))
     of_kernels = any(_is_wanted(d) for i in live for d in o.dkernels[i])
     if live:
         o.args, o.kept = _not_before([cts[i] for i in live], (o.args, o.kept))
     if live and any(wanted):
         each = [(spec.of(like, o.kernels[i]), cts[i], o.kernels[i]) for i in live]
-        dargs, value = product_gradient.gradients(
-            producer, each, o.args, o.kept, wanted, of_kernels, spec.gradient
+        again = of_kernels and value is None
+        dargs, made = product_gradient.gradients(
+            producer, each, o.args, o.kept, wanted, again, spec.gradient
         )
-    elif of_kernels:
+        value = made if again else value
+    elif of_kernels and value is None:
         value = producer.again(o.args, o.kept)
 
     def dkernel(i, which):

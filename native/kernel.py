@@ -34,6 +34,7 @@ class Kernel:
         platform, which may be any.
       plain_on_cuda: `(*operand types, **params) -> bool`: whether the definition was measured to be
         the best on a GPU, and serves where nothing was asked for; None for never.
+      pallas_on_cuda: `(target, *operand types, **params) -> bool`: the same of the Pallas kernel.
 
     Each raises `Unsupported` when it cannot serve. The `Order` that a call is given says which are
     tried; when none serves the definition does and the reason is logged once, or, if the order is
@@ -49,10 +50,11 @@ class Kernel:
         cuda: Callable[..., Sequence[jax.Array]] | None = None,
         pallas: Callable[..., Sequence[jax.Array]] | None = None,
         plain_on_cuda: Callable[..., bool] | None = None,
+        pallas_on_cuda: Callable[..., bool] | None = None,
     ):
         self.name = name
         self.definition = definition
-        self._plain_on_cuda = plain_on_cuda
+        self._plain_on_cuda, self._pallas_on_cuda = plain_on_cuda, pallas_on_cuda
         self._cpu, self._cuda, self._pallas = cpu, cuda, pallas
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
@@ -94,7 +96,7 @@ class Kernel:
         if not order.names and self._is_plain_best(platform, ctx, params):
             return lower(functools.partial(self.definition, **params), ctx, *values)
         where, reasons = "/".join(ctx.module_context.platforms), {}
-        for name in order.names or self._best(platform, ctx):
+        for name in order.names or self._best(platform, ctx, params):
             try:
                 results = getattr(self, f"_lower_{name}")(platform, ctx, *values, **params)
             except Unsupported as error:
@@ -103,7 +105,7 @@ class Kernel:
             if reasons:
                 fallback.report(self.name, reasons, by=name)
             return results
-        if order.strict or not self._is_one_loop(platform):
+        if order.strict or "pallas" in order.names or not self._is_one_loop(platform):
             fallback.report(self.name, reasons, strict=order.strict)
         return lower(functools.partial(self.definition, **params), ctx, *values)
 
@@ -119,12 +121,24 @@ class Kernel:
             and self._plain_on_cuda(*ctx.avals_in, **params)
         )
 
-    def _best(self, platform, ctx):
+    def _best(self, platform, ctx, params):
         """What is tried where nothing was asked for."""
         best = _BEST.get(platform, ("native",)) if self._pallas else ("native",)
         if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
             best = ("native",)  # JAX gives no guarantee for a Triton kernel in an export
+        elif platform == "cuda" and self._is_pallas_best(ctx, params):
+            best = ("pallas", "native")
         return best
+
+    def _is_pallas_best(self, ctx, params):
+        if self._pallas_on_cuda is None or not _has_static_shapes(ctx):
+            return False
+        from normfuse.native import device
+
+        try:
+            return self._pallas_on_cuda(device.target_for(ctx), *ctx.avals_in, **params)
+        except Unsupported:  # no GPU that kernels of ours are for
+            return False
 
     def _native(self, platform: str | None, ctx: Any) -> Callable[..., Sequence[jax.Array]]:
         """The native kernel for a lowering."""

@@ -52,6 +52,9 @@ def _register():
     jax.devices()
     if _FOLDER and _FOLDER not in sys.path:
         sys.path.append(_FOLDER)
+    # Where Pallas's compiler looks for its runtime, if it was imported before this.
+    runtime = Path(_FOLDER, "jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
+    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:

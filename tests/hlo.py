@@ -139,9 +139,9 @@ def passes(compiled) -> list[tuple[str, int]]:
         size = sum(_bytes(*array) for array in _ARRAY.findall(type_))
         sizes[name] = size
         free = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
-        if operation in free or "__cublas$" in line:
+        if operation in free or "__cublas$" in line or '"AllocateBuffer"' in line:
             continue
-        kernel = _LAUNCHED.search(line)
+        kernel = _LAUNCHED.search(line) or re.search(r'custom_call_target="(mosaic_gpu)', line)
         moved = size + sum(sizes[o] for o in re.findall(r"%[\w.-]+", operands))
         found.append((kernel[1] if kernel else operation, moved))
     return found

@@ -1,6 +1,6 @@
 """A product on Hopper whose result is a gradient, and what an activation's gradient makes of it.
 
-    dh = dy · wᵀ        (dz[, dup][, value]) = epilogue(dh, z[, up])
+    dh = dy · w        (dz[, dup][, value]) = epilogue(dh, z[, up])
 
 dh stays in registers. One block a multiprocessor takes tiles of it in turn. Of its three
 warpgroups one fetches, into a ring of slots in shared memory, the pieces of dy and w that a tile
@@ -37,14 +37,14 @@ class Shape:
     """How the product is scheduled.
 
     Attributes:
-      stages: slots of the ring, 48 KiB each.
+      stages: slots of the ring, 48 KiB each. With 3 the products wait for their operands.
       staging: results of a warpgroup on their way to memory, 8 KiB each.
       width: tiles one below the other before the next step across: they share w in the cache.
     """
 
     stages: int = 4
     staging: int = 2
-    width: int = 16
+    width: int = 8
 
 
 def run(
@@ -55,7 +55,7 @@ def run(
     *,
     epilogue: Callable[..., Sequence[jax.Array]],
     with_value: bool,
-    shape: Shape | None = None,
+    contract: int,
     interpret=False,
 ) -> list[jax.Array]:
     """The gradients of `tiles`, in their places, and the value if `with_value`.
@@ -63,21 +63,28 @@ def run(
     Args:
       target: the GPU.
       dy: `(m, k)`.
-      w: `(n, k)`.
+      w: `(n, k)`, or `(k, n)`.
       tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
       epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
+      contract: the axis of w that has k elements.
 
     Raises:
       Unsupported: for sizes that are less than a tile or not whole pieces.
     """
-    (m, k), n = dy.shape, w.shape[0]
+    (m, k), n = dy.shape, w.shape[1 - contract]
     if m < _ROWS or n < _COLUMNS or m % 8 or n % _SIDE or k % _DEPTH:
         raise Unsupported(
             f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
             f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"
         )
     kernel = pl.kernel(
-        functools.partial(_kernel, inputs=len(tiles), shape=shape or Shape(), epilogue=epilogue),
+        functools.partial(
+            _kernel,
+            inputs=len(tiles),
+            shape=Shape(),
+            epilogue=epilogue,
+            contract=contract,
+        ),
         out_type=[],
         mesh=plgpu.Mesh(
             grid=(target.cores,),
@@ -86,20 +93,22 @@ def run(
             thread_name="warpgroup",
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=dy.dtype == jnp.bfloat16,  # tanh to 2^-11: a quarter of a rounding of 1
+            approx_math=True,  # exponentials and reciprocals to 2^-22; there is no tanh
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         interpret=interpret,
         name="dense_gradient",
     )
-    room = lax.empty if interpret else functools.partial(_room, dy)
-    places = [*tiles, *[room((m, n), dy.dtype)] * with_value]
-    return list(pl.run_state(lambda refs: kernel(dy, w, *refs))(places))
+    places = [*tiles]
+    if with_value:
+        places.append(lax.empty((m, n), dy.dtype) if interpret else _room(dy, (m, n)))
+    run = pl.run_state(lambda refs: kernel(dy, w, *refs))  # pyright: ignore[reportCallIssue]
+    return list(run(places))
 
 
-def _room(after, shape, dtype):
+def _room(after, shape):
     """An array of any values, there from when `after` is: `lax.empty` takes its memory at once."""
-    result = jax.ShapeDtypeStruct(shape, dtype)
+    result = jax.ShapeDtypeStruct(shape, after.dtype)
     return jax.ffi.ffi_call("AllocateBuffer", result, custom_call_api_version=1)(after)
 
 
@@ -107,9 +116,9 @@ def _room(after, shape, dtype):
 _LAYOUT = (plgpu.TilingTransform((8, _SIDE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(dy, w, *refs, inputs, shape, epilogue):
+def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
     """`refs` are the operands of the epilogue, whose gradients take their places, and the value."""
-    (m, k), n = dy.shape, w.shape[0]
+    (m, k), n = dy.shape, w.shape[1 - contract]
     steps, count = k // _DEPTH, (cdiv(m, _ROWS), cdiv(n, _COLUMNS))
     total = steps + len(_pairs(inputs))  # of a tile
 
@@ -122,7 +131,7 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue):
             body(i * _ROWS, j * _COLUMNS, loop.local_index * total)
 
     def scope(xs, ws, staging, filled, free):
-        ring = _Ring(xs, ws, filled, free, shape.stages)
+        ring = _Ring(xs, ws, filled, free, shape.stages, contract)
 
         def fetch():
             plgpu.set_max_registers(40, action="decrease")
@@ -136,14 +145,16 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue):
 
         lax.cond(lax.axis_index("warpgroup") == 2, fetch, multiply)
 
+    piece = (_COLUMNS, _DEPTH) if contract else (2, _DEPTH, _HALF)
     slots = functools.partial(plgpu.SMEM, dtype=dy.dtype, transforms=_LAYOUT)
     pl.run_scoped(
         scope,
         slots((shape.stages, _ROWS, _DEPTH)),
-        slots((shape.stages, _COLUMNS, _DEPTH)),
+        slots((shape.stages, *piece)),
         slots((2, shape.staging, _SIDE, _SIDE)),
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),  # two copies fill a slot
-        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),  # two warpgroups have read it
+        # the copies that fill a slot, and the warpgroups that have read it
+        plgpu.Barrier(num_arrivals=2 if contract else 4, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         collective_axes="warpgroup",
     )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -151,15 +162,21 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The slots that pieces pass through, in the order of steps; and their barriers."""
+    """The slots that pieces pass through, in the order of steps; and their barriers.
+
+    A slot has a piece of dy, (128, 64), and one of w: (256, 64), or two of (64, 128) where w is
+    (k, n). z's and up's pieces lie where those of w do, two in a slot, each half as large.
+    """
 
     xs: Any
     ws: Any
     filled: Any
     free: Any
     stages: int
+    contract: int
 
     def at(self, step):
+        """The slot of a step."""
         return lax.rem(step, self.stages)
 
     def claimed(self, step):
@@ -168,36 +185,60 @@ class _Ring:
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         return slot
 
+    def factor(self, slot, half):
+        """Half of w's piece, as it is multiplied: (64, 128)."""
+        if not self.contract:
+            return self.ws.at[slot, half]
+        return self.ws.at[slot, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
+
+    def block(self, slot, half, at):
+        """One of the two (64, 64) of a piece of z or up."""
+        if not self.contract:
+            return self.ws.at[slot, half, :, pl.ds(at * _SIDE, _SIDE)]
+        return self.ws.at[slot, pl.ds(half * _HALF + at * _SIDE, _SIDE)]
+
 
 def _fetch(ring, dy, w, tiles, steps, row, column, first):
     """Copies what a tile needs into the ring."""
-    rows = pl.ds(row, _ROWS)
+    whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
 
     def summed(step, _):
         slot, piece = ring.claimed(first + step), pl.ds(step * _DEPTH, _DEPTH)
         copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
-        copy(dy.at[rows, piece], ring.xs.at[slot])
-        copy(w.at[pl.ds(column, _COLUMNS), piece], ring.ws.at[slot])
+        if ring.contract:
+            copy(dy.at[whole[0], piece], ring.xs.at[slot])
+            copy(w.at[whole[1], piece], ring.ws.at[slot])
+            return
+        for half in range(2):
+            rows = pl.ds(row + half * _SIDE, _SIDE)
+            copy(dy.at[rows, piece], ring.xs.at[slot, pl.ds(half * _SIDE, _SIDE)])
+            copy(w.at[piece, pl.ds(column + half * _HALF, _HALF)], ring.ws.at[slot, half])
 
     lax.fori_loop(0, steps, summed, None)
-    for at, pair in enumerate(_pairs(len(tiles))):
-        slot = ring.claimed(first + steps + at)
-        for half, (which, offset) in enumerate(pair):
-            piece = tiles[which].at[rows, pl.ds(column + offset, _SIDE)]
-            to = ring.ws.at[slot, pl.ds(half * _ROWS, _ROWS)]
-            plgpu.copy_gmem_to_smem(piece, to, ring.filled.at[slot])
+    for step, pair in enumerate(_pairs(len(tiles))):
+        slot = ring.claimed(first + steps + step)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
+        for half, (which, group, at) in enumerate(pair):
+            if ring.contract:  # all rows, 64 columns
+                columns = pl.ds(column + group * _HALF + at * _SIDE, _SIDE)
+                to = ring.ws.at[slot, pl.ds(half * _HALF, _HALF)]
+                copy(tiles[which].at[whole[0], columns], to)
+                continue
+            columns, few = pl.ds(column + group * _HALF, _HALF), _SIDE // 2
+            for r in range(0, _SIDE, few):  # 64 rows, all columns of the warpgroup
+                piece = tiles[which].at[pl.ds(row + at * _SIDE + r, few), columns]
+                copy(piece, ring.ws.at[slot, half, pl.ds(r, few)])
 
 
 def _multiply(ring, steps, finish, row, column, first):
     """A warpgroup's half of a tile."""
     mine = lax.axis_index("warpgroup")
-    own = pl.ds(mine * _HALF, _HALF)
 
     def with_sums(sums):
         def add(step, _):
             slot = ring.at(first + step)
             plgpu.barrier_wait(ring.filled.at[slot])
-            plgpu.wgmma(sums, ring.xs.at[slot], ring.ws.at[slot, own].transpose((1, 0)))
+            plgpu.wgmma(sums, ring.xs.at[slot], ring.factor(slot, mine))
             plgpu.wgmma_wait(1)  # the one before has read its slot
             before = ring.at(first + step + ring.stages - 1)
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.free.at[before]))
@@ -214,20 +255,20 @@ def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, firs
     """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
     turns = itertools.cycle(range(room))
-    for at in range(_HALF // _SIDE):
+    for at in range(2):
         slots = [ring.at(first + at * inputs + i) for i in range(inputs)]
         for slot in slots:
             plgpu.barrier_wait(ring.filled.at[slot])
-        for r in range(0, _ROWS, _SIDE):
-            operands = []
-            for which in range(inputs):  # as in `_pairs`: where two, each warpgroup has a slot
-                slot, half = (
-                    (ring.at(first + at * 2 + mine), which) if inputs == 2 else (slots[0], mine)
-                )
-                operands.append(_load(ring.ws.at[slot, pl.ds(half * _ROWS + r, _SIDE)]))
-            dh = sums[r : r + _SIDE, at * _SIDE : (at + 1) * _SIDE]
+        halves = (0, 1) if inputs == 2 else (mine,)
+        for other in range(2):
+            # As in `_pairs`: two operands have a slot for each warpgroup, one has one for both.
+            own = ring.at(first + at * inputs + (mine if inputs == 2 else 0))
+            r, c = (_SIDE * i for i in ((other, at) if ring.contract else (at, other)))
+            operands = [_load(ring.block(own, half, other)) for half in halves]
+            dh = sums[r : r + _SIDE, c : c + _SIDE]
             results = epilogue(dh, *[o.astype(jnp.float32) for o in operands])
-            where = pl.ds(row + r, _SIDE), pl.ds(column + at * _SIDE, _SIDE)
+            results = [v.astype(refs[0].dtype) for v in results]
+            where = pl.ds(row + r, _SIDE), pl.ds(column + c, _SIDE)
             _store([ref.at[where] for ref in refs], results, staging, turns, room)
         for slot in slots:
             plgpu.barrier_arrive(ring.free.at[slot])
@@ -239,24 +280,21 @@ def _store(to, values, staging, turns, room):
     for at in range(0, len(to), some):
         group = list(zip(to[at : at + some], values[at : at + some], turns))
         plgpu.wait_smem_to_gmem(room - len(group), wait_read_only=True)
-        for ref, value, slot in group:
-            staging[slot] = value.astype(ref.dtype)
+        for _, value, slot in group:
+            staging[slot] = value
         plgpu.commit_smem()
         for ref, _, slot in group:
             plgpu.copy_smem_to_gmem(staging.at[slot], ref)
 
 
 def _pairs(inputs):
-    """What the slots after the products hold: two (operand, first column in the tile) in each.
+    """What the slots after the products hold: two (operand, warpgroup, half of its half) in each.
 
-    In the order in which the warpgroups need them: z and up of the first 64 columns of either's
-    half, then of the next.
+    In the order in which they are needed. A warpgroup's half of a tile is taken in two: its columns
+    are, or where w is (k, n) its rows.
     """
     every = [
-        (operand, half * _HALF + at)
-        for at in range(0, _HALF, _SIDE)
-        for half in range(2)
-        for operand in range(inputs)
+        (operand, group, at) for at in range(2) for group in range(2) for operand in range(inputs)
     ]
     return list(zip(every[::2], every[1::2], strict=True))
 

@@ -17,10 +17,12 @@ def serve(
     function: Scalar,
     with_value: bool,
     precision: str | None,
+    contract: int,
 ) -> list[jax.Array]:
-    """`(dy (m, k), w (n, k), z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
+    """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
 
-    Sums and what is made of them are in float32, and rounded once.
+    w is (n, k) or (k, n), its axis `contract` being the one of k. Sums and what is made of them are
+    in float32, and rounded once.
 
     Raises:
       Unsupported: but on Hopper, for 16-bit operands of one dtype and sizes that the kernel takes.
@@ -38,5 +40,6 @@ def serve(
         y, dz = jax.jvp(function, (z,), (dh * up[0] if up else dh,))
         return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
 
-    epilogue = activation.portable_several(epilogue, short=dy.dtype == jnp.bfloat16)
-    return gradient_hopper.run(target, dy, w, operands, epilogue=epilogue, with_value=with_value)
+    epilogue = activation.portable_several(epilogue, short=dy.dtype == jnp.bfloat16, exact=True)
+    options = {"epilogue": epilogue, "with_value": with_value, "contract": contract}
+    return gradient_hopper.run(target, dy, w, operands, **options)

@@ -10,8 +10,9 @@ import reference
 from rms_norm_cases import Case
 
 from normfuse.layers.activations import ACTIVATIONS
-from normfuse.native import dense
+from normfuse.native import dense, device, product_gradient
 from normfuse.native.fallback import Order
+from normfuse.native.scalar import SCALARS
 
 pytestmark = pytest.mark.gpu
 PALLAS = Order(("pallas",), strict=True)
@@ -79,3 +80,40 @@ def test_activations_match_reference(name, dtype):
 
     # a squared relu changes by 2|z|, here up to 10; bfloat16's hardware tanh is off by 2^-11
     check_product((130, 96, 200), dtype, ACTIVATIONS[name], exact, bias=False, slack=12.0)
+
+
+GRADIENTS = [(128, 64, 256), (264, 192, 576), (3000, 640, 1984), (4096, 4096, 4096)]
+
+
+def check_gradient(size, dtype, gated, name, slack=1.0):
+    """One kernel for the product and the activation's gradient, against float64."""
+    if device.compute_capability(jax.devices()[0]) != 90:
+        pytest.skip("the fused kernel is for Hopper")
+    (m, k, n), rng = size, np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    arrays = [draw(m, k), draw(n, k), *[draw(m, n) for _ in range(1 + gated)]]
+    options = {"function": SCALARS[name], "with_value": True, "precision": None}
+    options |= {"contract": 1, "strict": PALLAS}
+    got = jax.jit(functools.partial(product_gradient.backward, **options))(*arrays)
+    dy, w, z, *up = map(reference.wide, arrays)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        one = jnp.ones(z.shape)
+        y, slope = map(np.asarray, jax.jvp(SCALARS[name], (jnp.asarray(z),), (one,)))
+    up = up[0] if up else np.ones_like(z)
+    dh, size = dy @ w.T, np.abs(dy) @ np.abs(w).T
+    want = [(dh * up * slope, size * np.abs(up)), (dh * y, size * np.abs(y)), (y * up, np.abs(y))]
+    for found, (value, terms) in zip(got, want if gated else want[::2], strict=True):
+        reference.assert_close(found, reference.Expected(value, terms, k), slack=slack)
+
+
+@pytest.mark.parametrize("size", GRADIENTS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_gradients_match_reference(size, dtype, gated):
+    check_gradient(size, dtype, gated, "relu")
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_fused_gradients_of_activations_match_reference(name):
+    # a derivative is up to 1.13, a squared relu's 10; bfloat16's hardware tanh is off by 2^-11
+    check_gradient((136, 128, 320), "bfloat16", True, name, slack=12.0)
