@@ -1,8 +1,8 @@
 """RMSNorm's backward of few rows on CUDA: dx and dscale by one launch.
 
 The kernel is rms_norm_backward_at_once.cu. Where dy and x stay in the cache they can be read twice,
-by blocks that make dx and by others that make dscale: a second launch, which adds up what each block
-has of dscale, costs more.
+by blocks that make dx and by others that make dscale: a second launch, which adds up what each
+block has of dscale, costs more.
 """
 
 import dataclasses
