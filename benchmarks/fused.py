@@ -79,19 +79,24 @@ def sweep(tokens: int, iterations: int) -> None:
     ):
         arrays = (dy, 0.02 * w, z, *extra)
         flags = {"function": SCALARS[name], "with_value": value, "precision": None}
-        flags["contract"] = 1
 
-        def step(kind, *arrays, flags=flags):
+        def step(kind, contract, dy, w, *operands, flags=flags):
             # copies of what is overwritten are of the caller's arrays: not counted
-            return product_gradient.backward(*arrays, strict=Order((kind,), strict=True), **flags)
+            how = {"strict": Order((kind,), strict=True), "contract": contract, **flags}
+            return product_gradient.backward(dy, w, *operands, **how)
 
-        calls: dict[str, tuple] = {"dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays)}
-        calls["native"] = (jax.jit(functools.partial(step, "native")), arrays)
-        for (stages, staging), width in itertools.product(((4, 2), (3, 5)), (4, 8, 16)):
-            gradient_hopper.Shape = functools.partial(original, stages, staging, width)
+        turned = (dy, arrays[1].T, z, *extra)
+        calls: dict[str, tuple] = {
+            "dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays),
+            "native": (jax.jit(functools.partial(step, "native", 1)), arrays),
+            "native, kernel (out, in)": (jax.jit(functools.partial(step, "native", 0)), turned),
+            "fused, kernel (out, in)": (jax.jit(functools.partial(step, "pallas", 0)), turned),
+        }
+        for width in (4, 8, 16):
+            gradient_hopper.Shape = functools.partial(original, width=width)
             jax.clear_caches()
-            fn = jax.jit(functools.partial(step, "pallas")).lower(*arrays).compile()
-            calls[f"{stages} stages, staging {staging}, width {width}"] = fn, arrays
+            fn = jax.jit(functools.partial(step, "pallas", 1)).lower(*arrays).compile()
+            calls[f"fused, tiles {width} wide"] = fn, arrays
         gradient_hopper.Shape = original
         runs = by_turns(calls, iterations)
         ours = lambda sample: sum(us for n, us in sample if "copy" not in n.lower())
@@ -100,8 +105,9 @@ def sweep(tokens: int, iterations: int) -> None:
         want = calls["native"][0](*arrays)
         for key, us in times.items():
             line = f"  {key:34} {us:8.1f} us, beyond the product {us - times['dot']:7.1f}"
-            if key not in ("dot", "native"):
-                got = calls[key][0](*arrays)
+            if key.startswith("fused"):
+                fn, operands = calls[key]
+                got = fn(*operands)
                 far = [
                     float(jnp.linalg.norm((a - b).astype(f32)) / jnp.linalg.norm(b.astype(f32)))
                     for a, b in zip(got, want)

@@ -85,7 +85,7 @@ def test_activations_match_reference(name, dtype):
 GRADIENTS = [(128, 64, 256), (264, 192, 576), (3000, 640, 1984), (4096, 4096, 4096)]
 
 
-def check_gradient(size, dtype, gated, name, slack=1.0):
+def check_gradient(size, dtype, gated, name, contract=1, slack=1.0):
     """One kernel for the product and the activation's gradient, against float64."""
     if device.compute_capability(jax.devices()[0]) != 90:
         pytest.skip("the fused kernel is for Hopper")
@@ -93,8 +93,10 @@ def check_gradient(size, dtype, gated, name, slack=1.0):
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     arrays = [draw(m, k), draw(n, k), *[draw(m, n) for _ in range(1 + gated)]]
     options = {"function": SCALARS[name], "with_value": True, "precision": None}
-    options |= {"contract": 1, "strict": PALLAS}
-    got = jax.jit(functools.partial(product_gradient.backward, **options))(*arrays)
+    options |= {"contract": contract, "strict": PALLAS}
+    dy, w, *rest = arrays
+    run = jax.jit(functools.partial(product_gradient.backward, **options))
+    got = run(dy, w if contract else w.T, *rest)
     dy, w, z, *up = map(reference.wide, arrays)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         one = jnp.ones(z.shape)
@@ -109,8 +111,9 @@ def check_gradient(size, dtype, gated, name, slack=1.0):
 @pytest.mark.parametrize("size", GRADIENTS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_fused_gradients_match_reference(size, dtype, gated):
-    check_gradient(size, dtype, gated, "relu")
+@pytest.mark.parametrize("contract", [0, 1])
+def test_fused_gradients_match_reference(size, dtype, gated, contract):
+    check_gradient(size, dtype, gated, "relu", contract)
 
 
 @pytest.mark.parametrize("name", SCALARS)
