@@ -103,7 +103,8 @@ def run(
     if with_value:
         places.append(lax.empty((m, n), dy.dtype) if interpret else _room(dy, (m, n)))
     run = pl.run_state(lambda refs: kernel(dy, w, *refs))  # pyright: ignore[reportCallIssue]
-    return list(run(places))
+    with jax.enable_x64(False):  # indices are of 32 bits
+        return list(run(places))
 
 
 def _room(after, shape):

@@ -36,8 +36,10 @@ def serve(
         raise Unsupported("the fused kernel takes operands of bfloat16 alone, or of float16")
     from normfuse.native.pallas import gradient_hopper
 
+    smooth = activation.differentiable(function)
+
     def epilogue(dh, z, *up):
-        y, dz = jax.jvp(function, (z,), (dh * up[0] if up else dh,))
+        y, dz = jax.jvp(smooth, (z,), (dh * up[0] if up else dh,))
         return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
 
     epilogue = activation.portable_several(epilogue, short=dy.dtype == jnp.bfloat16, exact=True)

@@ -88,20 +88,22 @@ def test_derivatives_on_what_every_backend_has(name):
     x = jnp.concatenate([jnp.linspace(-12, 12, 2001), jnp.array([0.0, 1e-4, -1e-4])])
 
     def both(x):
-        return list(jax.jvp(SCALARS[name], (x,), (jnp.full_like(x, 1.25),)))
+        return list(jax.jvp(function, (x,), (jnp.full_like(x, 1.25),)))
 
+    function = activation.differentiable(SCALARS[name])
     # a few roundings; where 1 − tanh² cancels one of 1, times x and its slope of up to 60 here
     made = activation.portable_several(both, exact=True)
     assert "tanh" not in str(jax.make_jaxpr(made)(x)) or name in ("elu", "mish")
-    for got, want in zip(made(x), both(x), strict=True):
+    exact = jax.jvp(SCALARS[name], (x,), (jnp.full_like(x, 1.25),))
+    for got, want in zip(made(x), exact, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-6, atol=120 * 2.0**-24)
 
 
 # ---------------------------------------------------------------- lowering
 
 
-def lowered(arrays, order, platform="cuda", contract=1):
-    flags = {"function": SCALARS["gelu_tanh"], "with_value": True, "precision": None}
+def lowered(arrays, order, platform="cuda", contract=1, name="gelu_tanh"):
+    flags = {"function": SCALARS[name], "with_value": True, "precision": None}
     flags["contract"] = contract
     fn = functools.partial(product_gradient.backward, strict=order, **flags)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
@@ -130,6 +132,15 @@ def test_it_lowers_to_one_kernel_in_place_of_its_operands(arch, dtype, contract)
     for operand, result in ((2, 0), (3, 1)):  # z and up are read where their gradients go
         place = f"output_tuple_indices = [{result}], operand_index = {operand},"
         assert place in call
+
+
+def test_it_lowers_for_every_activation(arch):
+    arch("sm_90")
+    types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128, 64), (256, 64), (128, 256))]
+    for name in SCALARS.keys() - {"swish"}:
+        assert "@mosaic_gpu" in lowered(types, PALLAS, name=name), name
+    with jax.enable_x64(True):
+        assert "@mosaic_gpu" in lowered(types, PALLAS, name="gelu")
 
 
 @pytest.mark.parametrize(
