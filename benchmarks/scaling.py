@@ -515,13 +515,17 @@ class Table:
 
 
 def plot(paths: list[pathlib.Path], out: pathlib.Path) -> None:
-    """Efficiency over the number of GPUs: a panel for each part and scaling, a line a version."""
+    """Efficiency over the number of GPUs: a panel for each part and scaling, a line a version.
+
+    Of XLA's own options only; where something was measured more than once, the last.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = [row for path in paths for row in csv.DictReader(path.open()) if row["efficiency"]]
+    rows = [row for row in rows if row["options"] == "default"]
     parts = [part for part in PARTS if any(row["part"] == part for row in rows)]
     modes = [mode for mode in ("weak", "strong") if any(row["scaling"] == mode for row in rows)]
     figure, axes = plt.subplots(
@@ -533,14 +537,14 @@ def plot(paths: list[pathlib.Path], out: pathlib.Path) -> None:
         layout="constrained",
     )
     lines: dict[str, Any] = {}
-    versions = list(dict.fromkeys(label(row) for row in rows))
+    versions = list(dict.fromkeys(row["version"] for row in rows))
     for (i, mode), (k, part) in itertools.product(enumerate(modes), enumerate(parts)):
         ax = axes[i, k]
         for n, version in enumerate(versions):
             here = {
                 int(row["gpus"]): float(row["efficiency"])
                 for row in rows
-                if (row["part"], row["scaling"], label(row)) == (part, mode, version)
+                if (row["part"], row["scaling"], row["version"]) == (part, mode, version)
             }
             if here:
                 at = sorted({1: 1.0} | here)
@@ -560,11 +564,6 @@ def plot(paths: list[pathlib.Path], out: pathlib.Path) -> None:
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"tokens a second and GPU, over those of one {rows[0]['device']}", fontsize=11)
     figure.savefig(out, dpi=150)
-
-
-def label(row: dict) -> str:
-    """How a line is called."""
-    return row["version"] + ("" if row["options"] == "default" else f", {row['options']}")
 
 
 def main() -> None:

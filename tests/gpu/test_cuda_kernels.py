@@ -116,7 +116,8 @@ def test_cuda_results_are_the_same_every_time():
             assert a.tobytes() == b.tobytes()
 
 
-def test_cuda_more_than_two_to_the_31_elements():
+def test_cuda_more_than_two_to_the_31_elements(monkeypatch):
+    many_rows(monkeypatch)  # the last part is of few, whose kernel rounds elsewhere
     rows, n, step = 2**21 + 3, 1024, 2**16
     x, dy, scale = arrays(rows, n)
     y, _, dx, dscale = jax.jit(norm)(x, dy, scale)

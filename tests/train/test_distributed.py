@@ -1,5 +1,6 @@
 """Two processes of four devices each, over Gloo: one run, stopped by a signal to one of them."""
 
+import os
 import re
 import socket
 import time
@@ -196,3 +197,13 @@ def test_clusters_are_left_to_jax(joined, monkeypatch):
     for found in (None, importlib.machinery.ModuleSpec("kubernetes", None)):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
         assert joined(**pod) == ([(None, None, None)] if found else [])
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1"), ("8", "8")])
+def test_gpus_begin_kernels_in_order_unless_told_otherwise(monkeypatch, given, found):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, given or "")  # so that it is put back
+    if given is None:
+        monkeypatch.delenv(name)
+    distributed.initialize(DistributedConfig())
+    assert os.environ[name] == found
