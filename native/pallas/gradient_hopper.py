@@ -93,7 +93,7 @@ def run(
             thread_name="warpgroup",
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,  # exponentials and reciprocals to 2^-22; there is no tanh
+            approx_math=True,  # exponentials and reciprocals to 2^-22; tanh, in bfloat16, to 2^-11
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         interpret=interpret,

@@ -42,6 +42,7 @@ def serve(
         y, dz = jax.jvp(smooth, (z,), (dh * up[0] if up else dh,))
         return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
 
-    epilogue = activation.portable_several(epilogue, short=dy.dtype == jnp.bfloat16, exact=True)
+    short = dy.dtype == jnp.bfloat16
+    epilogue = activation.portable_several(epilogue, short=short, exact=not short)
     options = {"epilogue": epilogue, "with_value": with_value, "contract": contract}
     return gradient_hopper.run(target, dy, w, operands, **options)
