@@ -14,7 +14,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.op import devices_of, reshard_like, where_lowered
+from normfuse.layers.op import compile_when_eager, devices_of, reshard_like, where_lowered
 from normfuse.layers.partition import name_callback
 from normfuse.layers.rounding import wide
 from normfuse.layers.specs import axes_of, whole
@@ -120,17 +120,7 @@ def _batch(args, dims, **params):
     return results, [0] * len(results)
 
 
-def _impl(*operands, **params):
-    with jax.disable_jit(False):
-        return _jitted(tuple(params.items()))(*operands)
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(params):
-    return jax.jit(functools.partial(dense_p.bind, **dict(params)))
-
-
-dense_p.def_impl(_impl)
+compile_when_eager(dense_p)
 dense_p.def_abstract_eval(_abstract_eval)
 needs_devices_during_lowering(dense_p)
 mlir.register_lowering(dense_p, _lower)

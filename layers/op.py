@@ -59,7 +59,7 @@ class Op:
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
-        self.primitive.def_impl(self._impl)
+        compile_when_eager(self.primitive)
         needs_devices_during_lowering(self.primitive)
         mlir.register_lowering(self.primitive, self._lower)
         batching.primitive_batchers[self.primitive] = self._batch
@@ -73,10 +73,6 @@ class Op:
         """The definition, with the parameters that `__call__` takes."""
         del strict
         return list(self.definition(*operands, **params))
-
-    def _impl(self, *operands, **params):
-        with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
-            return _jitted(self.primitive, tuple(params.items()))(*operands)
 
     def _abstract_eval(self, *operands, strict, **params):
         types = result_types(
@@ -145,6 +141,16 @@ class Op:
         ]
         results = self(*moved, **{**params, "axes": axes})
         return results, [place(d) for d in outputs]
+
+
+def compile_when_eager(primitive: Primitive) -> None:
+    """Makes a call outside `jit` run a compiled program, which is kept; params must be hashable."""
+
+    def run(*operands, **params):
+        with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
+            return _jitted(primitive, tuple(params.items()))(*operands)
+
+    primitive.def_impl(run)
 
 
 @functools.lru_cache(maxsize=1024)

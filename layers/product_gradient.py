@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from normfuse.layers.matmul import Product, input_gradient
-from normfuse.layers.op import where_lowered
+from normfuse.layers.op import compile_when_eager, where_lowered
 from normfuse.layers.producers import Activated, Producer
 from normfuse.native import fallback
 from normfuse.native import product_gradient as native
@@ -148,9 +148,7 @@ def _batch(args, dims, **params):
     return results, [0] * len(results)
 
 
-gradient_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(gradient_p.bind, **params))(*operands)
-)
+compile_when_eager(gradient_p)
 gradient_p.def_abstract_eval(
     lambda *avals, **params: jax.make_jaxpr(functools.partial(_plain, **params))(*avals).out_avals
 )

@@ -31,7 +31,7 @@ from normfuse.layers.matmul import (
     operand_of,
     tangent_p,
 )
-from normfuse.layers.op import batch_at, match
+from normfuse.layers.op import batch_at, compile_when_eager, match
 from normfuse.layers.producers import Producer
 from normfuse.native.fallback import Order
 
@@ -230,9 +230,7 @@ def _jvp(primals, tangents, **params):
     return jax.jvp(functools.partial(_tangent, **params), tuple(primals), tangents)
 
 
-products_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(_tangent, **params))(*operands)
-)
+compile_when_eager(products_p)
 products_p.def_abstract_eval(
     lambda *avals, **params: jax.make_jaxpr(functools.partial(_tangent, **params))(*avals).out_avals
 )

@@ -1,5 +1,6 @@
 """Eight emulated CPU devices, a random generator per test, and switches for slow and GPU tests."""
 
+import collections
 import os
 
 # Before JAX is imported: the emulated devices stand in for a mesh on machines without accelerators.
@@ -48,3 +49,29 @@ def eight_devices():
     if len(jax.devices()) < 8:
         pytest.skip("needs eight devices")
     return jax.devices()[:8]
+
+
+@pytest.fixture
+def arch(monkeypatch):
+    """Sets the architecture that CUDA programs are for, which is no part of JAX's keys."""
+
+    def set_arch(name):
+        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", name)
+        jax.clear_caches()
+
+    yield set_arch
+    jax.clear_caches()
+
+
+@pytest.fixture
+def compilations():
+    """Counts what XLA compiles, or finds in its cache, by the function's name."""
+    counts = collections.Counter()
+
+    def listen(event, duration, **details):
+        if event == "/jax/core/compile/backend_compile_duration":
+            counts[details["fun_name"]] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)

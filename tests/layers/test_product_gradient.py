@@ -78,6 +78,23 @@ def test_derivatives_of_the_gradient(rng, mode):
     assert_close(*(jax.jit(lambda op=op: of(op))() for op in (gated_product, plain)), 2 * COARSE)
 
 
+def test_outside_jit_its_program_is_kept(rng, compilations):
+    args = operands(rng, rows=(5,))  # a shape of its own
+    grad = jax.grad(loss(gated_product), (0, 1, 2))
+    want = grad(*args)
+    assert compilations
+    compilations.clear()
+    assert_close(grad(*args), want, 0)
+    assert not compilations
+
+
+def test_disable_jit(rng):
+    args = operands(rng)
+    with jax.disable_jit():
+        got = jax.grad(loss(gated_product), (0, 1, 2))(*args)
+    assert_close(got, jax.grad(loss(plain), (0, 1, 2))(*args))
+
+
 def test_it_is_linear_in_the_gradient_of_the_result(rng):
     gate, up, kernel = operands(rng, rows=(3,))
     dy = jnp.asarray(rng.standard_normal((3, OUT)), bf16)
@@ -188,15 +205,6 @@ def test_pallas_is_refused_for_other_dtypes_and_on_meshes(rng, eight_devices):
         jax.jit(jax.grad(loss(fused)))(*sharded)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """Programs for CUDA are for an H200, which is no part of JAX's keys."""
-    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def fused_kernels(rows, wrap=lambda op: op, **options):
     """How many are in the program for CUDA, of a shape for which one is faster."""
     gate = jax.ShapeDtypeStruct((rows, 14336), bf16)
@@ -206,8 +214,9 @@ def fused_kernels(rows, wrap=lambda op: op, **options):
     return text.count("@mosaic_gpu")
 
 
-def test_nothing_asked_for_is_fused_in_programs_for_one_device(hopper, eight_devices):
-    del hopper, eight_devices
+def test_nothing_asked_for_is_fused_in_programs_for_one_device(arch, eight_devices):
+    del eight_devices
+    arch("sm_90")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
     mapped = lambda op: jax.shard_map(op, mesh=mesh, **specs)
@@ -218,8 +227,8 @@ def test_nothing_asked_for_is_fused_in_programs_for_one_device(hopper, eight_dev
     assert fused_kernels(8 * 2048, mapped, implementation="pallas") == 1
 
 
-def test_exports_have_no_fused_kernel_unasked(hopper):
-    del hopper
+def test_exports_have_no_fused_kernel_unasked(arch):
+    arch("sm_90")
     from jax import export
 
     gate = jax.ShapeDtypeStruct((2048, 14336), bf16)

@@ -132,18 +132,6 @@ def count(text, target):
     return text.count(f"custom_call @{target}(")
 
 
-@pytest.fixture
-def arch(monkeypatch):
-    """Sets the architecture that CUDA programs are for, which is no part of JAX's keys."""
-
-    def set_arch(name):
-        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", name)
-        jax.clear_caches()
-
-    yield set_arch
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("platform, name", TARGETS)
 @pytest.mark.parametrize("x64", [False, True])
 def test_norms_lower_to_kernels(arch, platform, name, x64):

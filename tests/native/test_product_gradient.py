@@ -110,18 +110,6 @@ def lowered(arrays, order, platform="cuda", contract=1, name="gelu_tanh"):
     return jax.jit(fn).trace(*types).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.fixture
-def arch(monkeypatch):
-    """Sets the architecture that CUDA programs are for, which is no part of JAX's keys."""
-
-    def set_arch(name):
-        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", name)
-        jax.clear_caches()
-
-    yield set_arch
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("dtype, contract", [("bfloat16", 1), ("float16", 1), ("bfloat16", 0)])
 def test_it_lowers_to_one_kernel_in_place_of_its_operands(arch, dtype, contract):
     arch("sm_90")

@@ -1,6 +1,5 @@
 """The loop's speed: one compilation, nothing copied, and a host that does not wait."""
 
-import collections
 import re
 
 import jax
@@ -62,20 +61,6 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         assert first["started", k + 1] < first["waited for", k]
     for k in range(1, 5):  # nor does it run ahead: at most two steps are under way
         assert first["waited for", k] < first["started", k + 2]
-
-
-@pytest.fixture
-def compilations():
-    """Counts what XLA compiles, or finds in its cache, by the function's name."""
-    counts = collections.Counter()
-
-    def listen(event, duration, **details):
-        if event == "/jax/core/compile/backend_compile_duration":
-            counts[details["fun_name"]] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield counts
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_run_compiles_its_step_and_its_validation_once(options, train, compilations):
