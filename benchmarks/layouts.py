@@ -186,8 +186,7 @@ class Work:
             yield from self._at_once()
             return
         for slices, chunks in itertools.product((1, 2, 4, 8), range(1, 9)):
-            needed = -(-self.n // (8 * slices * chunks))
-            threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
+            threads = cuda_layout.threads_for(-(-self.n // (8 * slices)), chunks)
             if threads > 1024 or (slices > 1 and threads < 128):
                 continue
             if -(-self.n // (threads * chunks * 8)) != slices:
@@ -202,8 +201,7 @@ class Work:
 
     def _at_once(self) -> Iterator[AtOnce]:
         for chunks, lanes, blocks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
-            needed = -(-self.n // (8 * chunks))
-            threads = 1 << (needed - 1).bit_length() if needed <= 32 else -(-needed // 32) * 32
+            threads = cuda_layout.threads_for(-(-self.n // 8), chunks)
             for fill in (128, 256, 512, 1024):
                 rows = max(1, fill // threads)
                 if rows * threads * blocks <= 1024 and (rows > 1 or fill == 128):

@@ -416,10 +416,8 @@ def traced(case: Case) -> dict[str, float]:
         jax.profiler.start_trace(folder)
         case.take(steps)
         jax.profiler.stop_trace()
-        newest = max(pathlib.Path(folder).rglob("*.xplane.pb"))
-        planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
-    events = [list(profiling.events(p)) for p in planes if p.name.startswith("/device:")]
-    found = [times_of(some) for some in events if some]
+        devices, _ = profiling.operations(pathlib.Path(folder))
+    found = [times_of(events) for events in devices]
     if not found:
         return {}
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from normfuse.native.cuda_layout import MAX_THREADS, WARP, RowLayout, vector_size
+from normfuse.native.cuda_layout import MAX_THREADS, WARP, RowLayout, threads_for, vector_size
 from normfuse.native.device import Target
 
 
@@ -67,8 +67,7 @@ def at_once(
         return None
     few = rows <= target.multiprocessors  # only the way through one row counts
     chunks = 4 if vectors >= 1024 or (few and vectors >= 512) else 2
-    needed = -(-vectors // chunks)
-    threads = 1 << (needed - 1).bit_length() if needed <= WARP else -(-needed // WARP) * WARP
+    threads = threads_for(vectors, chunks)
     fill = 128 if few else 512 if vectors <= 256 and rows > 2 * target.multiprocessors else 256
     block_rows = max(1, fill // threads)
     layout = RowLayout(features, vector, chunks, threads, block_rows)

@@ -136,7 +136,7 @@ class _Step(NamedTuple):
     def layout(self, features: int, vector: int) -> RowLayout:
         """For a row of so many features, `vector` of which move together."""
         vectors = features // vector
-        row_threads = _row_threads(-(-vectors // self.slices), self.chunks)
+        row_threads = threads_for(-(-vectors // self.slices), self.chunks)
         layout = RowLayout(
             features,
             vector,
@@ -376,7 +376,7 @@ def backward_layout(
     while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
         part = -(-vectors // slices)
         chunks = min(most, -(-part // 512))
-        row_threads = _row_threads(part, chunks)
+        row_threads = threads_for(part, chunks)
         if row_threads <= MAX_THREADS:
             block_rows = max(1, 512 // row_threads) if slices == 1 else 1
             layout = RowLayout(
@@ -410,7 +410,8 @@ def strided_blocks(outer: int, features: int, inner: int, target: Target) -> int
     return min(outer * -(-inner // width), 8 * target.multiprocessors)
 
 
-def _row_threads(vectors: int, chunks: int) -> int:
+def threads_for(vectors: int, chunks: int) -> int:
+    """Threads of a row, each with so many of its vectors: a power of two, or whole warps."""
     needed = -(-vectors // chunks)
     return _power_of_two(needed) if needed <= WARP else _round_up(needed, WARP)
 

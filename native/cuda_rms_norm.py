@@ -154,6 +154,15 @@ class _Call:
         arrays = [*self.operands.values(), *self.results.values()]
         return [a.dtype.itemsize for a in arrays if a.shape == large]
 
+    def flags(self, scale_offset: float) -> dict[str, bool]:
+        """The macros that say which operands there are."""
+        given = self.operands
+        return {
+            "HAS_RESIDUAL": "RESIDUAL" in given or "DH" in given,
+            "HAS_SCALE": "SCALE" in given,
+            "HAS_OFFSET": scale_offset != 0,
+        }
+
     def rows(self, source: str, macros, scalars, layout: RowLayout, grid: int, shared: int):
         """Launches a kernel for contiguous rows."""
         results = dict(self.results)
@@ -221,10 +230,8 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
     macros = {
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
-        "HAS_RESIDUAL": "RESIDUAL" in call.operands,
-        "HAS_SCALE": "SCALE" in call.operands,
-        "HAS_OFFSET": scale_offset != 0,
         "WITH_RSTD": "RSTD" in call.results,
+        **call.flags(scale_offset),
     }
     scalars = _scalars(call.compute, eps, scale_offset)
     if call.inner != 1:
@@ -258,11 +265,9 @@ def _backward(
     macros = {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": "DX" in call.results,
-        "HAS_RESIDUAL": "DH" in call.operands,
-        "HAS_SCALE": "SCALE" in call.operands,
-        "HAS_OFFSET": scale_offset != 0,
         "WITH_DSCALE": with_dscale,
         "WITH_VALUE": with_value,
+        **call.flags(scale_offset),
     }
     scalars = _scalars(call.compute, scale_offset, n if count is None else count)
     most = max(1, _MAX_PARTIAL_BYTES // (n * call.compute.itemsize)) if with_dscale else _MAX_GRID
@@ -315,14 +320,9 @@ def _backward_at_once(call: _Call, scale_offset) -> list[jax.Array] | None:
     if layout is None:
         return None
     call.result("DSCALE", (call.features,), call.compute)
-    macros = layout.macros() | {
-        "HAS_RESIDUAL": "DH" in call.operands,
-        "HAS_SCALE": "SCALE" in call.operands,
-        "HAS_OFFSET": scale_offset != 0,
-    }
     return call.whole(
         "rms_norm_backward_at_once.cu",
-        macros,
+        layout.macros() | call.flags(scale_offset),
         _scalars(call.compute, scale_offset, call.features),
         grid=layout.blocks_for(call.outer),
         block=layout.rows.threads,

@@ -6,6 +6,7 @@
 never in memory; elsewhere they are a GEMM and a pass.
 """
 
+import functools
 import math
 
 import jax
@@ -16,31 +17,28 @@ from normfuse.native.kernel import Kernel
 from normfuse.native.scalar import Scalar
 
 
-def _product(dy, w, contract, precision):
-    return jax.lax.dot_general(dy, w, (((1,), (contract,)), ((), ())), precision=precision)
+def _in_two(pull_back, dy, w, *operands, function, with_value, contract, precision):
+    """A GEMM, and then `pull_back`: one of the backwards of `native.epilogue`."""
+    dh = jax.lax.dot_general(dy, w, (((1,), (contract,)), ((), ())), precision=precision)
+    flags = {"has_up": len(operands) > 1, "has_bias": False, "with_dbias": False}
+    return pull_back(dh, *operands, function=function, with_value=with_value, **flags)
 
 
-def definition(dy, w, z, *up, function: Scalar, with_value, contract, precision):
+def definition(dy, w, z, *up, function: Scalar, **params):
     """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`, of one dtype.
 
     w is (n, k) or (k, n): its axis `contract` is the one of k.
     """
-    dh = _product(dy, w, contract, precision)
-    flags = {"has_up": bool(up), "has_bias": False, "with_dbias": False, "with_value": with_value}
-    return epilogue.define_backward(dh, z, *up, function=function, **flags)
+    return _in_two(epilogue.define_backward, dy, w, z, *up, function=function, **params)
 
 
-def _native(target, dy, w, *operands, function, with_value, contract, precision):
-    dh = _product(dy, w, contract, precision)
-    flags = {"has_up": len(operands) > 1, "has_bias": False, "with_dbias": False}
-    flags["with_value"] = with_value
-    return cuda_epilogue.backward(target, dh, *operands, function=function, **flags)
+def _native(target, *operands, **params):
+    return _in_two(functools.partial(cuda_epilogue.backward, target), *operands, **params)
 
 
 # What was measured on an H200 (docs/pallas.md): the fused kernel takes 3.5 % more for the products
 # than cuBLAS, and for an element of the result 1.4 µs less in a million than the pass would.
 _FLOPS, _SLOWER, _SAVED = 820e6, 0.035, 1.4e-6  # in a microsecond; of the product; microseconds
-_TILE = 128, 256
 
 
 def fused_is_faster(target, dy, w, z, *up, function, with_value, contract, precision) -> bool:
@@ -50,14 +48,16 @@ def fused_is_faster(target, dy, w, z, *up, function, with_value, contract, preci
     Its tiles are of one size: where multiprocessors have nothing to do in the last round, that is
     time lost, in which cuBLAS would have smaller ones.
     """
+    from normfuse.native.pallas.product_gradient import TILE, fits  # as below
+
     del w, up, with_value, precision
     (m, k), n = dy.shape, z.shape[1]
     hopper = target.capability == 90 and not target.portable
     if not (hopper and dy.dtype == jnp.bfloat16 and contract and function.derivative):
         return False
-    if m < _TILE[0] or n < _TILE[1] or m % 8 or n % 64 or k % 64:
+    if not fits(m, n, k):
         return False
-    rounds = -(-m // _TILE[0]) * -(-n // _TILE[1]) / target.multiprocessors
+    rounds = -(-m // TILE[0]) * -(-n // TILE[1]) / target.multiprocessors
     idle = math.ceil(rounds) / rounds - 1
     return _SAVED * m * n > 2 * m * n * k / _FLOPS * (_SLOWER + idle)
 

@@ -13,6 +13,8 @@ import numpy as np
 import reference
 from reference import Expected, assert_close, wide
 
+from normfuse.native import cuda_few_rows
+
 EPS = 1e-6
 DTYPES = ("bfloat16", "float32", "float16", "float64")
 
@@ -162,6 +164,11 @@ def _assert_sum(h, expected, case: Case) -> None:
     """h is the rounded sum; where the compute type is narrower than exact, twice rounded."""
     exact, size = wide(expected), np.abs(wide(expected))
     assert_close(h, Expected(exact, size), case.compute)
+
+
+def many_rows(monkeypatch) -> None:
+    """From here on the backward is that of many rows."""
+    monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
 
 
 def mixes() -> list[tuple[str, str | None, str]]:

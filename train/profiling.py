@@ -1,6 +1,7 @@
 """Where a step's time goes: a trace by JAX's profiler, a table of it, and a picture."""
 
 import collections
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +21,9 @@ _KINDS = {
     "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
 }
 _REST, _IDLE = "element-wise and sums", "idle"
+_DEVICE = "/device:"  # planes of a trace that are a device's
+
+Operation = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 class Profiler:
@@ -66,20 +70,23 @@ def read_trace(folder: Path) -> tuple[dict[str, float], float]:
     Returns: each operation's milliseconds; and those between the first and the last operation in
       which a device did nothing, 0 for a CPU.
     """
-    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
-    planes = list(jax.profiler.ProfileData.from_file(str(newest)).planes)
-    devices = [plane for plane in planes if plane.name.startswith("/device:")]
-    devices = [plane for plane in devices if any(True for _ in events(plane))]
+    devices, host = operations(folder)
     times: dict[str, float] = collections.defaultdict(float)
-    idle = 0.0
-    for plane in devices or planes:
-        found = list(events(plane))
-        for name, start, end in found:
-            times[name] += (end - start) / 1e6
-        if devices:
-            idle += _gaps([(start, end) for _, start, end in found]) / 1e6
+    for name, start, end in itertools.chain(*(devices or host)):
+        times[name] += (end - start) / 1e6
+    idle = sum(_gaps([(start, end) for _, start, end in found]) / 1e6 for found in devices)
     share = 1 / max(len(devices), 1)
     return {name: spent * share for name, spent in times.items()}, idle * share
+
+
+def operations(folder: Path) -> tuple[list[list[Operation]], list[list[Operation]]]:
+    """Lists the newest trace's operations: of each device that has any, and of the host."""
+    newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    devices, host = [], []
+    for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
+        if found := list(_events(plane)):
+            (devices if plane.name.startswith(_DEVICE) else host).append(found)
+    return devices, host
 
 
 def table(times: dict[str, float], steps: int) -> str:
@@ -106,9 +113,8 @@ def kind_of(name: str) -> str:
     return next(found, _REST)
 
 
-def events(plane) -> Iterator[tuple[str, float, float]]:
-    """Yields name, start and end (ns) of a plane's operations."""
-    on_device = plane.name.startswith("/device:")
+def _events(plane) -> Iterator[Operation]:
+    on_device = plane.name.startswith(_DEVICE)
     lines = ("Stream", "XLA Ops") if on_device else ("tf_XLA",)
     for line in plane.lines:
         if line.name.startswith(lines):

@@ -73,9 +73,7 @@ def portable_several(
     replaced = _REPLACED | (_SHORTER if short else {}) | (_EXACT if exact else {})
 
     def call(*arrays):
-        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
-        consts = [np.asarray(c).item() for c in closed.consts]
-        return _evaluate(replaced, closed.jaxpr, consts, arrays)
+        return _evaluate(replaced, *_traced(function, *arrays), arrays)
 
     return call
 
@@ -87,13 +85,18 @@ def differentiable(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.
     """
 
     def call(x):
-        closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
-        if not any(eqn.primitive in _SMOOTH for eqn in _every(closed.jaxpr)):
+        jaxpr, consts = _traced(function, x)
+        if not any(eqn.primitive in _SMOOTH for eqn in _every(jaxpr)):
             return function(x)
-        consts = [np.asarray(c).item() for c in closed.consts]
-        return _evaluate(_SMOOTH, closed.jaxpr, consts, [x])[0]
+        return _evaluate(_SMOOTH, jaxpr, consts, [x])[0]
 
     return call
+
+
+def _traced(function, *arrays):
+    """The jaxpr of a function of such arrays, and its constants, which are numbers."""
+    closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
+    return closed.jaxpr, [np.asarray(c).item() for c in closed.consts]
 
 
 def _every(jaxpr):

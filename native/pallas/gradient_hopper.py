@@ -25,11 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from normfuse.native.fallback import Unsupported
 from normfuse.native.pallas.lowering import Target
 from normfuse.native.pallas.matmul_hopper import EVERY
+from normfuse.native.pallas.product_gradient import PIECE, TILE, fits
 from normfuse.native.pallas.tiles import cdiv
 
-_ROWS, _COLUMNS, _DEPTH = 128, 256, 64  # of a tile, and of the pieces of what it sums over
+_ROWS, _COLUMNS = TILE
+_DEPTH = _SIDE = PIECE  # of what a tile sums over, and of what the epilogue takes
 _HALF = _COLUMNS // 2  # of a warpgroup
-_SIDE = 64  # of the pieces that the epilogue takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def run(
       Unsupported: for sizes that are less than a tile or not whole pieces.
     """
     (m, k), n = dy.shape, w.shape[1 - contract]
-    if m < _ROWS or n < _COLUMNS or m % 8 or n % _SIDE or k % _DEPTH:
+    if not fits(m, n, k):
         raise Unsupported(
             f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
             f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"

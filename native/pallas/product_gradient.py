@@ -8,6 +8,15 @@ from normfuse.native.pallas import activation
 from normfuse.native.pallas.lowering import Target
 from normfuse.native.scalar import Scalar
 
+TILE = 128, 256  # of the result, one a block at a time
+PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
+
+
+def fits(m: int, n: int, k: int) -> bool:
+    """Whether the kernel takes a result of (m, n) that is a sum over k: a tile or more, in pieces
+    that bulk copies move."""
+    return m >= TILE[0] and n >= TILE[1] and not (m % 8 or n % PIECE or k % PIECE)
+
 
 def serve(
     target: Target,

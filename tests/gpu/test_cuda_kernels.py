@@ -18,10 +18,11 @@ from cuda_cases import (
     check_forward,
     check_halves,
     check_pullback,
+    many_rows,
     mixes,
 )
 
-from normfuse.native import compiler, cuda_few_rows, device, launch, rms_norm
+from normfuse.native import compiler, device, launch, rms_norm
 from normfuse.native.compiler import Source
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +42,6 @@ def run(kernel, operands, params):
     """The kernel of that name, through XLA; no other implementation may serve."""
     call = functools.partial(getattr(rms_norm, kernel), strict=True, **params)
     return [np.asarray(r) for r in jax.jit(call)(*map(jnp.asarray, operands))]
-
-
-def many_rows(monkeypatch):
-    """From here on the backward is that of many rows."""
-    monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
 
 
 @pytest.mark.parametrize(

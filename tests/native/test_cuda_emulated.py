@@ -6,7 +6,14 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from cuda_cases import Case, check_backward, check_forward, check_halves, check_pullback
+from cuda_cases import (
+    Case,
+    check_backward,
+    check_forward,
+    check_halves,
+    check_pullback,
+    many_rows,
+)
 from cuda_emulator import Emulator
 
 from normfuse.native import cuda_few_rows, cuda_layout, cuda_rms_norm
@@ -38,7 +45,7 @@ def emulated(folder, monkeypatch):
         emulator = Emulator(folder, shift)
         monkeypatch.setattr(cuda_rms_norm, "launch", emulator.launch)
         if not few:
-            monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
+            many_rows(monkeypatch)
 
         def run(kernel, operands, params):
             operands = [jax.numpy.asarray(a) for a in operands]
