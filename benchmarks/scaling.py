@@ -65,6 +65,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two at once": {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
     # With NCCL_CTA_POLICY=2, NCCL then gathers by copy engines, and GEMMs keep all multiprocessors.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    "combined": {  # a layer's kernels and gradients move together
+        "xla_gpu_all_gather_combine_threshold_bytes": 200_000_000,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 400_000_000,
+    },
     "one-sided": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "windowed": {
         "xla_gpu_threshold_for_windowed_einsum_mib": 0,
@@ -131,18 +135,24 @@ def block(x, p, s: Sharding):
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """What is compared: whose layers, in how many parts, and if the backward gathers none again.
+    """What is compared: whose layers, in how many parts, and what the backward gathers again.
 
     jnp's sharding is as one would write it, ours as it lies best.
+
+    Attributes:
+      kept: the gathered and normalised input of a block is kept for the backward.
+      gathered: so are the kernels that "fsdp" devices gather, which is ZeRO's second stage.
     """
 
     library: str = "normfuse"
     parts: int = 1
     kept: bool = False
+    gathered: bool = False
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding.sequence_parallel(by_rows=self.library == "normfuse")
+        sharding = Sharding.sequence_parallel(by_rows=self.library == "normfuse")
+        return dataclasses.replace(sharding, keep_gathered=self.gathered)
 
 
 VERSIONS = {
@@ -153,6 +163,8 @@ VERSIONS = {
     "normfuse, 4 parts": Version(parts=4),
     "normfuse, kept": Version(kept=True),
     "normfuse, 2 parts, kept": Version(parts=2, kept=True),
+    "normfuse, gathered once": Version(gathered=True),
+    "normfuse, kept, gathered once": Version(kept=True, gathered=True),
 }
 
 
@@ -160,6 +172,9 @@ def stack_step(version: Version, sharding: Sharding):
     """`(parameters, x) -> (new parameters, loss)`, of independent parts of x's rows."""
     parts = version.parts
     names = ("gathered",) if version.kept else ()
+    over_tensor = lambda spec: on_mesh(spec, ("tensor",))
+    column, row = over_tensor(sharding.column), over_tensor(sharding.row)
+    whole = {"scale": sharding.scale, "gate": column, "up": column, "down": row}
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def loss(params, x):
@@ -167,6 +182,8 @@ def stack_step(version: Version, sharding: Sharding):
         run = jax.checkpoint(functools.partial(apply, s=sharding), policy=policy)
         xs = interleaved(x, parts)
         for p in params:
+            if version.gathered:
+                p = {name: constrain(value, whole[name]) for name, value in p.items()}
             xs = [run(x, p) for x in xs]
         return sum(jnp.mean(jnp.square(x.astype(f32))) for x in xs) / parts
 
@@ -488,11 +505,12 @@ COLUMNS = (
 class Table:
     """Prints rows and adds them to a CSV file, each at once: a run may be cut off."""
 
-    def __init__(self, path: pathlib.Path):
+    def __init__(self, path: pathlib.Path, arguments):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         names = ("NCCL_", "XLA_FLAGS", "CUDA_DEVICE_MAX")
         given = {k: v for k, v in sorted(os.environ.items()) if k.startswith(names)}
+        given |= {k: getattr(arguments, k) for k in ("steps", "remat") if getattr(arguments, k)}
         self.common = {
             "date": datetime.date.today().isoformat(),
             "device": jax.devices()[0].device_kind,
@@ -576,8 +594,8 @@ def main() -> None:
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
     parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
     parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
-    parser.add_argument("--steps", type=int, default=4, help="of a group that is timed")
-    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=12, help="of a group that is timed")
+    parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--size", choices=SIZES, default="full")
@@ -586,7 +604,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.plot:
         return plot(arguments.plot, arguments.out / "scaling.png")
-    table = Table(arguments.out / "scaling.csv")
+    table = Table(arguments.out / "scaling.csv", arguments)
     present = jax.device_count()
     counts = arguments.gpus or [2**i for i in range(present.bit_length())]
     alone: dict[tuple, float] = {}

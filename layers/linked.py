@@ -70,6 +70,8 @@ def _step(eqn, given, zeros):
         return [lax.stop_gradient(given[0]), zeros[0]], [None, None]
     if name in _FOLLOWED and zeros[0] is not None:
         return _plain(eqn, given), _plain(eqn, [zeros[0], *given[1:]])
+    if name == "name":  # of what remat keeps: not the zeros
+        return _plain(eqn, given), zeros
     if name in ("jit", "pjit"):
         return run_linked(eqn.params["jaxpr"], given, zeros)
     if name in ("remat2", "checkpoint"):

@@ -18,6 +18,7 @@ from normfuse.layers.rms_norm import add_rms_norm
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
+from normfuse.models.gathered import NAME, gathered
 from normfuse.models.remat import remat
 from normfuse.models.sharding import Sharding, constrain, in_context
 from normfuse.models.vocabulary import embed, unembed
@@ -155,7 +156,8 @@ class Transformer(eqx.Module):
         past = [None] * len(self.layers) if cache is None else cache.layers
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)
-        block = remat(lambda layer, *inputs: layer(*inputs), self.config.remat)
+        run = _gather_and_run if self.sharding.keep_gathered else Block.__call__
+        block = remat(run, self.config.remat, names=[NAME])
         more, present = None, []
         for layer, layer_past in zip(self.layers, past, strict=True):
             x, more, layer_present = block(layer, x, more, rope, layer_past, start)
@@ -166,6 +168,11 @@ class Transformer(eqx.Module):
         table = self.embed.weight if self.head is None else self.head.weight
         logits = constrain(unembed(x, table), self.sharding.logits)
         return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+
+
+def _gather_and_run(layer: Block, *inputs):
+    """A block whose kernels are gathered once, for both ways."""
+    return gathered(layer, layer.attention.config.dtype, layer.sharding)(*inputs)
 
 
 def _project(linear: Linear, x: Array) -> Array:

@@ -85,7 +85,7 @@ class Functional:
         sharding = sharding or self.sharding
 
         def place(path, leaf):
-            spec = stored(_spec(path, sharding) if leaf.ndim else P(), mesh.shape)
+            spec = stored(sharding.of_leaf(path) if leaf.ndim else P(), mesh.shape)
             if not divides(spec, leaf.shape, mesh.shape):
                 name, shape = parameters.name_of(path)[0], leaf.shape
                 raise ValueError(
@@ -109,12 +109,6 @@ class Functional:
         limit = self.config.max_seq_len
         if seq > limit:
             raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
-
-
-def _spec(path: tuple, sharding: Sharding) -> P:
-    name, transposed = parameters.name_of(path)
-    spec = sharding.parameter(name)
-    return P(*reversed(spec)) if transposed else spec
 
 
 def build(

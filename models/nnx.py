@@ -15,6 +15,7 @@ from normfuse.layers.rounding import rounded
 from normfuse.models import parameters
 from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from normfuse.models.config import TransformerConfig
+from normfuse.models.gathered import NAME, gathered
 from normfuse.models.remat import remat
 from normfuse.models.sharding import Sharding, constrain, in_context
 from normfuse.models.vocabulary import embed, unembed
@@ -143,7 +144,8 @@ class Transformer(nnx.Module):
         past = [None] * len(self.layers) if cache is None else cache.layers
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.embedding[...], self.config.dtype, self.sharding)
-        block = remat(Block.__call__, self.config.remat, nnx.remat)
+        run = _gather_and_run if self.sharding.keep_gathered else Block.__call__
+        block = remat(run, self.config.remat, nnx.remat, [NAME])
         more, present = None, []
         for layer, layer_past in zip(self.layers, past, strict=True):
             x, more, layer_present = block(layer, x, more, rope, layer_past, start)
@@ -154,6 +156,13 @@ class Transformer(nnx.Module):
         table = self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
         logits = constrain(unembed(x, table), self.sharding.logits)
         return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+
+
+def _gather_and_run(layer: Block, *inputs):
+    """A block whose kernels are gathered once, for both ways."""
+    graphdef, state = nnx.split(layer)
+    dtype = layer.attention.config.dtype
+    return nnx.merge(graphdef, gathered(nnx.to_pure_dict(state), dtype, layer.sharding))(*inputs)
 
 
 def _linear(

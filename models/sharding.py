@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.specs import axes_of
 from normfuse.models.config import TransformerConfig
+from normfuse.models.parameters import name_of
 
-BATCH = ("data", "fsdp")
+AXES = ("data", "fsdp", "tensor")
+BATCH = AXES[:2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Sharding:
       heads: `(batch, seq, heads, head_dim)`.
       hidden: `(batch, seq, mlp_dim)`.
       logits: `(batch, seq, vocab)`.
+      keep_gathered: where blocks are computed again in the backward (`remat`), kernels that "fsdp"
+        devices gathered for the forward are kept for it (`normfuse.models.gathered`).
     """
 
     embedding: P = P("tensor", "fsdp")
@@ -58,6 +62,7 @@ class Sharding:
     heads: P = P(BATCH, None, "tensor", None)
     hidden: P = P(BATCH, None, "tensor")
     logits: P = P(BATCH, None, "tensor")
+    keep_gathered: bool = False
 
     @classmethod
     def sequence_parallel(cls, *, by_rows: bool = False) -> "Sharding":
@@ -92,6 +97,19 @@ class Sharding:
             case [*_, "o" | "down", "kernel"]:
                 return self.row
         raise KeyError(f"no sharding is known for the parameter {name!r}")
+
+    def of_leaf(self, path: tuple) -> P:
+        """Gives the spec of a leaf by its path in either framework's tree of parameters."""
+        name, transposed = name_of(path)
+        spec = self.parameter(name)
+        return P(*reversed(spec)) if transposed else spec
+
+    def without(self, axis: str) -> "Sharding":
+        """The same where `axis` is no axis of the mesh."""
+        drop = lambda spec: on_mesh(spec, [name for name in AXES if name != axis])
+        specs = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        dropped = {name: drop(spec) for name, spec in specs.items() if isinstance(spec, P)}
+        return dataclasses.replace(self, **dropped)
 
 
 def constrain(x: Array, spec: P) -> Array:
@@ -193,7 +211,7 @@ def validate(
         an axis of the mesh that the specs do not know.
     """
     sharding = sharding or Sharding()
-    unknown = [name for name in mesh_shape if name not in (*BATCH, "tensor")]
+    unknown = [name for name in mesh_shape if name not in AXES]
     if unknown:
         raise ValueError(
             f"mesh axis {unknown[0]!r} is unknown to the transformer; "

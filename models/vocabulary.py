@@ -74,13 +74,14 @@ def unembed(x: Array, table: Array) -> Array:
 
 
 def _unembed_forward(x, table):
-    return unembed(x, table), (x, table)
+    operand = table.astype(x.dtype)  # once: an FSDP table is gathered once for both ways
+    return _product("bsd,vd->bsv", x, operand), (x, table, operand)
 
 
 def _unembed_backward(residuals, dlogits):
-    x, table = residuals
+    x, table, operand = residuals
     dlogits = dlogits.astype(x.dtype)
-    dx = jnp.einsum("bsv,vd->bsd", dlogits, table.astype(x.dtype))
+    dx = jnp.einsum("bsv,vd->bsd", dlogits, operand)
     return dx, _product("bsv,bsd->vd", dlogits, x).astype(table.dtype)
 
 

@@ -42,6 +42,9 @@ class MeshConfig:
     """Devices over which every layer's heads and hidden features are split."""
     sequence: bool = False
     """Sequence parallelism: the tokens between blocks are split over the tensor devices, too."""
+    keep_gathered: bool = False
+    """Where blocks are computed again (--model.remat), keep the kernels that fsdp devices gathered
+    for the forward: a third less is communicated, and each device holds all kernels."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The loss, and its gradient over microbatches with one reduction between replicas per step."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -11,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.accumulate import accumulate_gradients
 from normfuse.models.functional import Functional, Params, build
-from normfuse.models.sharding import Sharding, on_mesh
 
 
 def token_losses(logits: Array, targets: Array) -> Array:
@@ -76,7 +73,8 @@ def loss_and_gradient(
     loss = lambda model: lambda params, rows: mean_loss(model, params, rows, parts)
     if microbatches == 1:
         return jax.value_and_grad(loss(model))(params, tokens)
-    inner = build(model.framework, model.config, _without_data(model.sharding))
+    # Under the `vmap` over replicas "data" is the mapped axis.
+    inner = build(model.framework, model.config, model.sharding.without("data"))
     return accumulate_gradients(
         loss(inner),
         params,
@@ -121,11 +119,3 @@ def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:
     rows = tokens.reshape(replicas, fsdp, microbatches, -1, tokens.shape[-1])
     rows = rows.transpose(2, 0, 1, 3, 4).reshape(microbatches, -1, tokens.shape[-1])
     return jax.lax.with_sharding_constraint(rows, P(None, ("data", "fsdp"), None))
-
-
-def _without_data(sharding: Sharding) -> Sharding:
-    """Drops "data" from every spec: under the `vmap` it is the mapped axis."""
-    fields = dataclasses.fields(sharding)
-    return Sharding(
-        **{f.name: on_mesh(getattr(sharding, f.name), ("fsdp", "tensor")) for f in fields}
-    )

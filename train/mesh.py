@@ -1,5 +1,6 @@
 """The mesh: the one place of the package that makes one."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,12 +8,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import BATCH, Sharding, validate
+from normfuse.models.sharding import AXES, BATCH, Sharding, validate
 from normfuse.train.checks import near
 from normfuse.train.config import MeshConfig
 from normfuse.train.errors import UsageError
-
-AXES = ("data", "fsdp", "tensor")
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -36,15 +35,16 @@ def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     """Gives where the model's arrays lie on the mesh.
 
     Args:
-      config: whether tokens are split over "tensor".
+      config: whether tokens are split over "tensor", and gathered kernels kept.
       mesh: the mesh.
       rows: of a microbatch. On a mesh of "tensor" alone that divides them, whole sequences are
         split; else each sequence.
     """
-    if not config.sequence:
-        return Sharding()
-    alone = mesh.size == mesh.shape["tensor"]
-    return Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
+    sharding = Sharding()
+    if config.sequence:
+        alone = mesh.size == mesh.shape["tensor"]
+        sharding = Sharding.sequence_parallel(by_rows=alone and rows % mesh.size == 0)
+    return dataclasses.replace(sharding, keep_gathered=config.keep_gathered)
 
 
 def check_model(

@@ -3,6 +3,7 @@
 The numbers of the table in docs/parallelism.md, read from programs compiled for described GPUs.
 """
 
+import dataclasses
 import math
 import re
 
@@ -41,10 +42,10 @@ KERNELS = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswit
 SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("scale"))
 
 
-def gradient(framework, sizes, sharding, parts=1):
+def gradient(framework, sizes, sharding, parts=1, remat="none"):
     """The loss and its gradient, compiled for eight GPUs."""
     mesh = gpu_compiler.mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
-    model = build(framework, CONFIG, sharding)
+    model = build(framework, dataclasses.replace(CONFIG, remat=remat), sharding)
     places = model.shardings(model.abstract, mesh)
     on = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     rows = NamedSharding(mesh, P(BATCH, None))
@@ -81,14 +82,30 @@ def test_replicas_sum_every_gradient_once():
 def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     program = gradient(framework, (1, 8, 1), Sharding())
     assert hlo.communicated(program) == {
-        # Every kernel once for both ways; the table for the look-up and both ways of the logits.
-        ("all-gather", "bf16"): KERNELS + 3 * TABLE,
+        # Every kernel once for both ways; the table for the look-up and for the logits.
+        ("all-gather", "bf16"): KERNELS + 2 * TABLE,
         ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,
         ("all-reduce", "f32"): SCALES + 1,
     }
     gathers = [gemms for kind, gemms in hlo.overlapped(program) if kind == "all-gather"]
     assert min(gathers[3:]) > 0  # but the first ones, each arrives while GEMMs run
     assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+@pytest.mark.parametrize("remat", ["block", "dots"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep):
+    program = gradient(framework, (1, 8, 1), Sharding(keep_gathered=keep), remat=remat)
+    assert hlo.communicated(program) == {
+        ("all-gather", "bf16"): (1 if keep else 2) * KERNELS + 2 * TABLE,
+        ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,  # gradients are not rounded
+        ("all-reduce", "f32"): SCALES + 1,
+    }
+    whole = {shape for name, shape in SHAPES.items() if name.endswith("kernel")}
+    whole |= {shape[::-1] for shape in whole}
+    widened = re.findall(r"= f32\[(\d+),(\d+)\]\S* (?:convert|fusion)\(%?all-gather", program)
+    assert not {tuple(map(int, shape)) for shape in widened} & whole
 
 
 def test_tensor_parallelism_sums_four_activations_a_layer():

@@ -141,6 +141,26 @@ def _check_communication(config, hlo, sizes, sharding):
         assert reduced <= {(batch, SEQ)}  # the loss's maximum and sum over the vocabulary
 
 
+@pytest.mark.parametrize("remat", ["none", "dots", "block"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_kernels_are_gathered_again_unless_kept(
+    small, jit, eight_devices, unsharded, framework, remat, keep
+):
+    values, rows, loss, gradient = unsharded
+    config = dataclasses.replace(small, remat=remat)
+    model = build(framework, config, Sharding(keep_gathered=keep))
+    hlo, run = _compiled(model, _mesh((1, 8, 1)), jit)
+    outside, each = GATHERED[(1, 8, 1), False]
+    times = 1 if keep or remat == "none" else 2
+    assert len(_collectives(hlo, "all-gather")) == outside + times * each * config.num_layers
+    outside, each = SUMMED[(1, 8, 1), False]
+    assert len(_collectives(hlo, "all-reduce")) == outside + each * config.num_layers
+    sharded_loss, sharded_gradient = run(values, rows)
+    assert abs(sharded_loss - loss) < 1e-5
+    for name, value in parameters.to_dict(sharded_gradient).items():
+        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
+
+
 def test_explicit_mesh_gives_the_same_gradient(small, jit, eight_devices, unsharded, framework):
     values, rows, loss, gradient = unsharded
     model = build(framework, small)

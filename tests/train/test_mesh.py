@@ -14,6 +14,7 @@ from normfuse.models.functional import build
 from normfuse.train.batches import on_devices
 from normfuse.train.checksum import checksum
 from normfuse.train.config import MeshConfig, OptimConfig
+from normfuse.train.gradients import loss_and_gradient
 from normfuse.train.mesh import batch_sharding, make_mesh, make_sharding
 from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.step import Program
@@ -102,6 +103,46 @@ def test_sequence_parallelism_changes_no_loss(eight_devices, shape, framework, o
     np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
     # Tokens were split: a block's input is gathered.
     assert re.search(rf"= f32\[[\d,]+,{SEQ},\d+\]\S* all-gather", text)
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_kept_kernels_have_the_same_gradient(eight_devices, param_dtype, framework):
+    """Over microbatches too, where bfloat16 kernels have float32 main gradients."""
+    config = TransformerConfig(
+        vocab_size=64,
+        dim=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        mlp_dim=64,
+        max_seq_len=SEQ,
+        dtype="bfloat16",
+        param_dtype=param_dtype,
+        remat="block",
+    )
+    mesh = _mesh(1, 8, 1)
+    rows = np.random.default_rng(0).integers(0, 64, (2 * BATCH, SEQ + 1)).astype(np.int32)
+    found = []
+    for keep in (False, True):
+        model = build(framework, config, make_sharding(MeshConfig(keep_gathered=keep), mesh, BATCH))
+        run = functools.partial(loss_and_gradient, model, microbatches=2, mesh=mesh)
+        with jax.set_mesh(mesh):
+            places = model.shardings(model.abstract, mesh)
+            params = jax.jit(model.init, out_shardings=places)(jax.random.key(0))
+            step = jax.jit(run).lower(params, on_devices(rows, batch_sharding(mesh))).compile()
+            found.append(step(params, on_devices(rows, batch_sharding(mesh))))
+            kernels = len(re.findall(r"all-gather(?:-start)?\(", step.as_text()))
+        found[-1] = *found[-1], kernels
+    (loss, gradient, twice), (kept_loss, kept, once) = found
+    # In the first microbatch and in the loop, out of which XLA may take what is kept.
+    assert once <= twice - 2 * 7 * config.num_layers
+    assert kept_loss == loss
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(gradient), strict=True):
+        assert a.dtype == b.dtype == "float32"
+        # Rounded to bfloat16 on their way, they would be off by 2^-9 of their size.
+        assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
 def _collectives(text: str) -> collections.Counter:
