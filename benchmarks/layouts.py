@@ -31,7 +31,9 @@ import numpy as np  # noqa: E402
 
 from normfuse.native import (  # noqa: E402
     compiler,
+    cuda_backward_layout,
     cuda_few_rows,
+    cuda_forward_layout,
     cuda_layout,
     cuda_rms_norm,
 )
@@ -47,8 +49,8 @@ FEW_ROWS = 1024  # with fewer, a block may have a multiprocessor for itself
 
 # What picks each kernel's layout.
 CHOOSERS = {
-    "forward": (cuda_layout, "forward_layout"),
-    "backward": (cuda_layout, "backward_layout"),
+    "forward": (cuda_forward_layout, "layout_for"),
+    "backward": (cuda_backward_layout, "layout_for"),
     "at_once": (cuda_few_rows, "at_once"),
 }
 
