@@ -256,7 +256,7 @@ def sweep(iterations: int) -> None:
 
 def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
-    from normfuse.native import cuda_rms_norm
+    from normfuse.native import cuda_backward_layout
     from normfuse.native import rms_norm as native
     from normfuse.native.cuda_layout import RowLayout
 
@@ -266,7 +266,7 @@ def norm_sweep(rows: int, iterations: int) -> None:
         for key, shape in zip(keys, ((rows, DIM, 1), (DIM, HIDDEN), (rows, HIDDEN)))
     )
     scale, rstd = jnp.ones((DIM,), f32), jnp.ones((rows, 1), f32)
-    original, vectors = cuda_rms_norm.cuda_layout.backward_layout, DIM // 8
+    original, vectors = cuda_backward_layout.layout_for, DIM // 8
     flags = {"scale_offset": 0.0, "has_scale": True, "with_dscale": True, "strict": True}
 
     def layouts():
@@ -294,14 +294,14 @@ def norm_sweep(rows: int, iterations: int) -> None:
             dy = (ct @ w.T)[..., None]
             return native.pullback(dy, x, scale, rstd, with_value=True, **flags)
 
-        cuda_rms_norm.cuda_layout.backward_layout = chosen
+        cuda_backward_layout.layout_for = chosen
         jax.clear_caches()
         timed = profiler.measure(jax.jit(run), aggregate=False, iterations=iterations)
         _, runs = timed(ct, w, x, scale, rstd)
         ours = lambda run: sum(ms for kernel, ms in run if kernel == "rms_norm_backward")
         us = 1e3 * statistics.median(map(ours, runs))
         found.append((us, f"{us:.1f} us, {4 * x.nbytes / COPY_RATE / us:.3f}: {layout}"))
-    cuda_rms_norm.cuda_layout.backward_layout = original
+    cuda_backward_layout.layout_for = original
     print(f"the package's: {found[0][0]:.1f} us", flush=True)
     print("\n".join(text for _, text in sorted(found)[:10]), flush=True)
 

@@ -20,8 +20,12 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 """By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
 
 
-def resolve(activation: Activation) -> Callable[[jax.Array], jax.Array] | None:
+def resolve(activation: Activation, op: str = "") -> Callable[[jax.Array], jax.Array] | None:
     """The function that `activation` names or is; None for none.
+
+    Args:
+      activation: as the user gave it.
+      op: what it was given to, for errors.
 
     Raises:
       ValueError: for an unknown name.
@@ -29,14 +33,16 @@ def resolve(activation: Activation) -> Callable[[jax.Array], jax.Array] | None:
     """
     if activation is None or callable(activation):
         return activation
+    prefix = op and f"{op}: "
     if not isinstance(activation, str):
         raise TypeError(
-            f"activation must be None, a name or a function, got {type(activation).__name__}"
+            f"{prefix}activation must be None, a name or a function, got "
+            f"{type(activation).__name__}"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, or a function, got "
-            f"{activation!r}"
+            f"{prefix}activation must be one of {', '.join(map(repr, ACTIVATIONS))}, or a "
+            f"function, got {activation!r}"
         )
     return ACTIVATIONS[activation]
 

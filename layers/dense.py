@@ -71,7 +71,7 @@ def dense(
     bias = None if bias is None else floating("dense", "bias", bias)
     dtype = floating_dtype("dense", dtype, x.dtype)
     check_shapes("dense", x, kernel, bias, out_sharding=out_sharding)
-    resolve(activation)
+    resolve(activation, "dense")
 
     options = {"activation": activation, "implementation": implementation}
     return apply(x, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)

@@ -80,7 +80,7 @@ def norm_dense(
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     bias = None if bias is None else floating(op, "bias", bias)
     check_shapes(op, x, kernels[0], bias, out_sharding=out_sharding)
-    resolve(activation)
+    resolve(activation, op)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
     return apply(
         x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
@@ -181,7 +181,7 @@ def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation)
 
 def check_activated(op: str, activation: Activation) -> None:
     """Raises ValueError unless there is an activation."""
-    if resolve(activation) is None:
+    if resolve(activation, op) is None:
         raise ValueError(
             f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "
             "lambda z: z"

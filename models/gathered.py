@@ -17,13 +17,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.rounding import holds
-from normfuse.models.sharding import Sharding, constrain, on_mesh
+from normfuse.models.sharding import Sharding, constrain, is_split, on_mesh
 
 NAME = "normfuse_gathered"  # what `jax.checkpoint` keeps
 
 
 def gathered(layer: Any, dtype: str, sharding: Sharding) -> Any:
     """A block's parameters with its kernels whole over "fsdp", to be multiplied in `dtype`.
+
+    As they are where no mesh in context splits them.
 
     Args:
       layer: a pytree of parameters in either framework's structure.
@@ -38,7 +40,7 @@ def gathered(layer: Any, dtype: str, sharding: Sharding) -> Any:
         # A kernel that the products take as it is stays linked to its main gradient.
         return (_whole if holds(dtype, kernel.dtype) else _rounded_whole)(kernel, dtype, spec)
 
-    return jax.tree.map_with_path(gather, layer)
+    return jax.tree.map_with_path(gather, layer) if is_split("fsdp") else layer
 
 
 def _whole(kernel: Array, dtype: str, spec: P) -> Array:

@@ -132,6 +132,11 @@ def in_context(spec: P) -> P | None:
     return None if math.prod(auto.values()) == 1 else on_mesh(spec, auto)
 
 
+def is_split(axis: str) -> bool:
+    """Whether arrays may be placed over several devices along `axis` of the mesh in context."""
+    return _axes_in_context(AxisType.Auto).get(axis, 1) > 1
+
+
 def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Array]:
     """Lets `function` leave placement to XLA where the mesh in context has Explicit axes.
 

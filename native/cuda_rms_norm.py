@@ -11,7 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native import cuda_few_rows, cuda_layout
+from normfuse.native import (
+    cuda_backward_layout,
+    cuda_few_rows,
+    cuda_forward_layout,
+    cuda_layout,
+)
 from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
 from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
@@ -236,7 +241,7 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
     scalars = _scalars(call.compute, eps, scale_offset)
     if call.inner != 1:
         return call.strided("rms_norm_forward_strided.cu", macros, scalars, _MAX_GRID)
-    layout = cuda_layout.forward_layout(
+    layout = cuda_forward_layout.layout_for(
         call.features,
         max(call.moving_bytes()),
         call.target,
@@ -277,7 +282,7 @@ def _backward(
         done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
     else:
         read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
-        layout = cuda_layout.backward_layout(
+        layout = cuda_backward_layout.layout_for(
             n,
             max(call.moving_bytes()),
             call.target,

@@ -3,26 +3,27 @@
 //   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
 //   dscale = Σ_rows dy · x · rstd             value = x · rstd · (scale + offset), what dy is of
 //
-// and its two halves, for rows that lie on several devices or in no single block: the sums over rows
-// alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
+// and its two halves, for rows that lie on several devices or in no single block: the sums over
+// rows alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
 //   scale          (FEATURES,)           SCALE_TYPE, if HAS_SCALE
 //   rstd           (rows,)               COMPUTE_TYPE
-//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; (rows,) as an operand
-//   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block, if WITH_DSCALE
-//   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
+//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; (rows,) as an
+//   operand partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block,
+//   if WITH_DSCALE value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
 //
 // dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
 // its place.
 //
-// A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums for
-// dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread reads
-// only what it copied itself, so that copies need no barrier. If HOLD it keeps the row in registers
-// between the sum and dx, and the next row is fetched meanwhile. Otherwise, where registers are short,
-// it reads the row from shared memory again; and the sum of the next row is on its way (through the
-// block, or the cluster) while dx of this one is computed. Every block adds its rows in order, and
-// column_sum.cu adds the blocks in order: the result does not depend on timing.
+// A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums
+// for dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread
+// reads only what it copied itself, so that copies need no barrier. If HOLD it keeps the row in
+// registers between the sum and dx, and the next row is fetched meanwhile. Otherwise, where
+// registers are short, it reads the row from shared memory again; and the sum of the next row is on
+// its way (through the block, or the cluster) while dx of this one is computed. Every block adds
+// its rows in order, and column_sum.cu adds the blocks in order: the result does not depend on
+// timing.
 #include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -100,35 +101,36 @@ static_assert(!AHEAD || STAGES > 1, "the next row is there");
 // Whether a row's slots are free once its sum is known: what was in them is in registers, and used.
 constexpr bool kEarly = DOTS && HOLD;
 
-static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
+static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * kStageBytes <= SHARED_BYTES,
+              "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
-    const DY_TYPE* dy, const X_TYPE* x,
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
 #if HAS_SCALE
-    const SCALE_TYPE* scale,
+           const SCALE_TYPE* scale,
 #endif
 #if GRADIENT
-    const Compute* rstd,
+           const Compute* rstd,
 #if HAS_RESIDUAL
-    const DH_TYPE* dh,
+           const DH_TYPE* dh,
 #endif
 #endif
 #if !DOTS
-    const Compute* dots,
+           const Compute* dots,
 #endif
 #if GRADIENT
-    X_TYPE* dx,
+           X_TYPE* dx,
 #if WITH_DSCALE
-    Compute* partial,
+           Compute* partial,
 #endif
 #if WITH_VALUE
-    DY_TYPE* value,
+           DY_TYPE* value,
 #endif
 #else
-    Compute* dots,
+           Compute* dots,
 #endif
-    long long rows, Compute scale_offset, Compute count) {
+           long long rows, Compute scale_offset, Compute count) {
   bool aligned = aligned_16(dy, x);
 #if HAS_SCALE
   aligned = aligned && aligned_16(scale);

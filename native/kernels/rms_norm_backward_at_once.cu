@@ -1,5 +1,5 @@
-// The derivative of RMSNorm of few rows of FEATURES contiguous elements, whose rstd is known, in one
-// launch:
+// The derivative of RMSNorm of few rows of FEATURES contiguous elements, whose rstd is known, in
+// one launch:
 //
 //   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
 //   dscale = Σ_rows dy · x · rstd
@@ -9,10 +9,10 @@
 //   rstd           (rows,)           COMPUTE_TYPE
 //   dscale         (FEATURES,)       COMPUTE_TYPE
 //
-// The sums along rows and those over rows do not need each other, so the first COLUMN_BLOCKS blocks make
-// dscale, each that of LANES vectors' columns, and the others dx, each that of BLOCK_ROWS rows. What is
-// read twice comes from the cache the second time, and nothing waits for a second launch. Unlike
-// rms_norm_backward.cu, dx may not be the memory of dy.
+// The sums along rows and those over rows do not need each other, so the first COLUMN_BLOCKS blocks
+// make dscale, each that of LANES vectors' columns, and the others dx, each that of BLOCK_ROWS
+// rows. What is read twice comes from the cache the second time, and nothing waits for a second
+// launch. Unlike rms_norm_backward.cu, dx may not be the memory of dy.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -24,8 +24,8 @@ constexpr int kWarps = kThreads / 32;
 static_assert(SLICES == 1, "a block has whole rows");
 static_assert(kThreads % 32 == 0 && 32 % LANES == 0, "warps have whole rows of lanes");
 
-// dscale of the block's columns: each group of LANES threads adds up every kGroups-th row, and then the
-// groups are added in their order.
+// dscale of the block's columns: each group of LANES threads adds up every kGroups-th row, and then
+// the groups are added in their order.
 __device__ inline void add_columns(const DY_TYPE* dy, const X_TYPE* x, const Compute* rstd,
                                    long long rows, bool aligned, Compute* dscale) {
   const int lane = threadIdx.x % LANES, warp = threadIdx.x / 32;
@@ -69,16 +69,16 @@ __device__ inline void add_columns(const DY_TYPE* dy, const X_TYPE* x, const Com
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
-    const DY_TYPE* dy, const X_TYPE* x,
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
 #if HAS_SCALE
-    const SCALE_TYPE* scale,
+           const SCALE_TYPE* scale,
 #endif
-    const Compute* rstd,
+           const Compute* rstd,
 #if HAS_RESIDUAL
-    const DH_TYPE* dh,
+           const DH_TYPE* dh,
 #endif
-    X_TYPE* dx, Compute* dscale, long long rows, Compute scale_offset, Compute count) {
+           X_TYPE* dx, Compute* dscale, long long rows, Compute scale_offset, Compute count) {
   bool aligned = aligned_16(dy, x, dx);
 #if HAS_SCALE
   aligned = aligned && aligned_16(scale);

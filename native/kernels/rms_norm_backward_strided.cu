@@ -8,32 +8,32 @@
 
 using Compute = COMPUTE_TYPE;
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL(
-    const DY_TYPE* dy, const X_TYPE* x,
+extern "C" __global__ void __launch_bounds__(kThreads)
+    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
 #if HAS_SCALE
-    const SCALE_TYPE* scale,
+           const SCALE_TYPE* scale,
 #endif
 #if GRADIENT
-    const Compute* rstd,
+           const Compute* rstd,
 #if HAS_RESIDUAL
-    const DH_TYPE* dh,
+           const DH_TYPE* dh,
 #endif
 #endif
 #if !DOTS
-    const Compute* dots,
+           const Compute* dots,
 #endif
 #if GRADIENT
-    X_TYPE* dx,
+           X_TYPE* dx,
 #if WITH_DSCALE
-    Compute* partial,
+           Compute* partial,
 #endif
 #if WITH_VALUE
-    DY_TYPE* value,
+           DY_TYPE* value,
 #endif
 #else
-    Compute* dots,
+           Compute* dots,
 #endif
-    long long outer, long long inner, Compute scale_offset, Compute count) {
+           long long outer, long long inner, Compute scale_offset, Compute count) {
 #if GRADIENT
   const Compute per_count = Compute(1) / count;
 #if WITH_DSCALE

@@ -11,10 +11,10 @@
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
-// A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their statistics
-// and their results; the statistics are those of h as stored. One block per BLOCK_ROWS * THREAD_ROWS
-// rows and slice. If HOLD, registers have the scale too, so that it is there when the statistics are;
-// otherwise it is read once for all rows of a thread.
+// A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their
+// statistics and their results; the statistics are those of h as stored. One block per BLOCK_ROWS *
+// THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
+// statistics are; otherwise it is read once for all rows of a thread.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -35,8 +35,9 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
 
 #if HAS_RESIDUAL
 // h = x + residual, written at `to` if `active`.
-__device__ inline void add_residual(const Chunks<X_TYPE>& xs, const Chunks<RESIDUAL_TYPE>& residuals,
-                                    H_TYPE* to, bool active, bool aligned, Chunks<H_TYPE>& hs) {
+__device__ inline void add_residual(const Chunks<X_TYPE>& xs,
+                                    const Chunks<RESIDUAL_TYPE>& residuals, H_TYPE* to, bool active,
+                                    bool aligned, Chunks<H_TYPE>& hs) {
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     auto sum = widen_all<Compute>(xs[i]);
@@ -49,30 +50,30 @@ __device__ inline void add_residual(const Chunks<X_TYPE>& xs, const Chunks<RESID
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
-    const X_TYPE* x,
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const X_TYPE* x,
 #if HAS_RESIDUAL
-    const RESIDUAL_TYPE* residual,
+           const RESIDUAL_TYPE* residual,
 #endif
 #if HAS_SCALE
-    const SCALE_TYPE* scale,
+           const SCALE_TYPE* scale,
 #endif
 #if !STATISTICS
-    const Compute* rstd,
+           const Compute* rstd,
 #endif
 #if NORMALIZE
-    Y_TYPE* y,
+           Y_TYPE* y,
 #endif
 #if HAS_RESIDUAL
-    H_TYPE* h,
+           H_TYPE* h,
 #endif
 #if STATISTICS && WITH_RSTD
-    Compute* rstd,
+           Compute* rstd,
 #endif
 #if !NORMALIZE
-    Compute* sums,
+           Compute* sums,
 #endif
-    long long rows, Compute eps, Compute scale_offset) {
+           long long rows, Compute eps, Compute scale_offset) {
   bool aligned = aligned_16(x);
 #if HAS_RESIDUAL
   aligned = aligned && aligned_16(residual, h);
@@ -141,7 +142,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #else
     Wide<Compute, THREAD_ROWS> inverse;
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);
+    for (int r = 0; r < THREAD_ROWS; ++r)
+      inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);
 #endif
     if (mine >= rows) continue;
 #pragma unroll

@@ -1,33 +1,33 @@
-// RMSNorm along the middle of (outer, FEATURES, inner); the formulas, macros and operands are those of
-// rms_norm_forward.cu, with rstd and sums (outer, inner). Each row is read twice.
+// RMSNorm along the middle of (outer, FEATURES, inner); the formulas, macros and operands are those
+// of rms_norm_forward.cu, with rstd and sums (outer, inner). Each row is read twice.
 #include "strided.cuh"
 
 using Compute = COMPUTE_TYPE;
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL(
-    const X_TYPE* x,
+extern "C" __global__ void __launch_bounds__(kThreads)
+    KERNEL(const X_TYPE* x,
 #if HAS_RESIDUAL
-    const RESIDUAL_TYPE* residual,
+           const RESIDUAL_TYPE* residual,
 #endif
 #if HAS_SCALE
-    const SCALE_TYPE* scale,
+           const SCALE_TYPE* scale,
 #endif
 #if !STATISTICS
-    const Compute* rstd,
+           const Compute* rstd,
 #endif
 #if NORMALIZE
-    Y_TYPE* y,
+           Y_TYPE* y,
 #endif
 #if HAS_RESIDUAL
-    H_TYPE* h,
+           H_TYPE* h,
 #endif
 #if STATISTICS && WITH_RSTD
-    Compute* rstd,
+           Compute* rstd,
 #endif
 #if !NORMALIZE
-    Compute* sums,
+           Compute* sums,
 #endif
-    long long outer, long long inner, Compute eps, Compute scale_offset) {
+           long long outer, long long inner, Compute eps, Compute scale_offset) {
   const long long tiles = Tile::count(outer, inner);
   for (long long number = blockIdx.x; number < tiles; number += gridDim.x) {
     const Tile tile(number, inner);

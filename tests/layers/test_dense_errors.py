@@ -87,7 +87,10 @@ B = jnp.ones(4)
         (lambda: gated_product(X, HIDDEN, K), r"up must have gate's shape \(8, 3\), got \(8, 10\)"),
         (lambda: gated_product(X, X, K, activation=None), "for a bilinear layer pass lambda z: z"),
         *[
-            (lambda op=op: OPS[op](activation="gleu"), "activation must be one of .* got 'gleu'")
+            (
+                lambda op=op: OPS[op](activation="gleu"),
+                f"{op}: activation must be one of .* got 'gleu'",
+            )
             for op in OPS
         ],
     ],

@@ -16,7 +16,7 @@ from cuda_cases import (
 )
 from cuda_emulator import Emulator
 
-from normfuse.native import cuda_few_rows, cuda_layout, cuda_rms_norm
+from normfuse.native import cuda_few_rows, cuda_forward_layout, cuda_rms_norm
 from normfuse.native.cuda_layout import RowLayout
 from normfuse.native.device import Target
 
@@ -126,7 +126,7 @@ def test_cuda_few_rows_are_those_that_stay_in_the_cache():
     ids=str,
 )
 def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout, residual):
-    monkeypatch.setattr(cuda_layout, "forward_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(cuda_forward_layout, "layout_for", lambda *_, **__: layout)
     run, launches = emulated(SM90)
     check_forward(run, Case((21, layout.features, 1), residual=residual))
     assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows

@@ -34,7 +34,16 @@ def _mesh(*shape):
 
 
 def _program(
-    mesh, framework, *, microbatches=1, implementation=None, sequence=False, parts=1, heads=2
+    mesh,
+    framework,
+    *,
+    microbatches=1,
+    implementation=None,
+    sequence=False,
+    parts=1,
+    heads=2,
+    remat="none",
+    keep=False,
 ) -> Program:
     config = TransformerConfig(
         vocab_size=64,
@@ -47,8 +56,10 @@ def _program(
         max_seq_len=SEQ,
         tie_embeddings=True,
         implementation=implementation,
+        remat=remat,
     )
-    sharding = make_sharding(MeshConfig(sequence=sequence), mesh, BATCH // microbatches)
+    layout = MeshConfig(sequence=sequence, keep_gathered=keep)
+    sharding = make_sharding(layout, mesh, BATCH // microbatches)
     model = build(framework, config, sharding)
     optimizer, rate = make_optimizer(OPTIM, STEPS), schedule(OPTIM, STEPS)
     return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0, parts=parts)
@@ -103,6 +114,13 @@ def test_sequence_parallelism_changes_no_loss(eight_devices, shape, framework, o
     np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
     # Tokens were split: a block's input is gathered.
     assert re.search(rf"= f32\[[\d,]+,{SEQ},\d+\]\S* all-gather", text)
+
+
+def test_kept_kernels_change_no_loss(eight_devices):
+    options = {"remat": "block", "keep": True, "sequence": True, "microbatches": 2}
+    found, _ = _run((2, 2, 2), "nnx", **options)
+    one_device, _ = _run((1, 1, 1), "nnx")
+    np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
