@@ -1,0 +1,178 @@
+"""The benchmark of scaling runs as it is told to, at a small size, and its sums are right."""
+
+import csv
+import importlib.util
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    not (REPOSITORY / "benchmarks" / "scaling.py").is_file(),
+    reason="benchmarks are not beside these tests",
+)
+
+PARTS = ["stack-fsdp", "stack-tensor", "1b-fsdp"]
+VERSIONS = ["jnp", "normfuse", "normfuse, gathered once"]
+TOKENS = {"stack": 4 * 32, "1b": 8 * 128}  # of one device at the tiny size: sequences, lengths
+
+
+def scaling(*arguments) -> None:
+    """Runs the command as a user would, on four emulated devices."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",  # see conftest
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled quickly: how fast it runs is no matter
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.scaling", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    print(done.stdout)  # what could not be measured is said there
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_scaling_is_measured_as_asked_and_drawn(tmp_path):
+    # All in one test: workers that share a run would each measure for themselves.
+    few = ["--steps", 1, "--groups", 2, "--warmup", 1, "--no-trace", "--size", "tiny"]
+    scaling("--part", *PARTS, "--versions", *VERSIONS, "--gpus", 1, 2, *few, "--out", tmp_path)
+    table = tmp_path / "scaling.csv"
+    with open(table, newline="") as file:
+        rows = list(csv.DictReader(file))
+    # One device communicates nothing: each library is measured there once, for all meshes.
+    wanted = [(part, "1", v) for part in ("stack-fsdp", "1b-fsdp") for v in ("jnp", "normfuse")]
+    wanted += [(part, "2", version) for part, version in itertools.product(PARTS, VERSIONS)]
+    assert sorted((row["part"], row["gpus"], row["version"]) for row in rows) == sorted(wanted)
+    same = {(row["scaling"], row["options"], row["device"]) for row in rows}
+    assert same == {("weak", "default", "cpu")}
+    for row in rows:  # each device has as many tokens as one alone
+        assert int(row["tokens"]) == int(row["gpus"]) * TOKENS[row["part"].split("-")[0]], row
+    check_rates(rows)
+    scaling("--plot", table, "--out", tmp_path / "drawn")
+    check_picture(tmp_path / "drawn" / "scaling.png")
+
+
+def check_rates(rows):
+    """A rate is tokens over time; efficiency a device's rate over that of one alone.
+
+    Columns are rounded: a rate is half a token off at most, a time 0.0005 ms, and an efficiency
+    0.00005; products' and quotients' own rounding is far below.
+    """
+    rate = lambda row: float(row["tokens_per_s"])
+    name = lambda row: (row["part"].split("-")[0], row["version"].split(",")[0])
+    alone = {name(row): rate(row) for row in rows if row["gpus"] == "1"}
+    for row in rows:
+        ms, base = float(row["ms"]), alone[name(row)]
+        assert ms > 0
+        off = 0.5 * ms / 1e3 + 0.0005 * (rate(row) + 0.5) / 1e3
+        assert abs(rate(row) * ms / 1e3 - int(row["tokens"])) <= off * 1.001, row
+        efficiency = rate(row) / (int(row["gpus"]) * base)
+        off = 0.00005 + efficiency * (0.5 / rate(row) + 0.5 / (base - 0.5))
+        assert abs(efficiency - float(row["efficiency"])) <= off * 1.001, row
+
+
+def check_picture(path):
+    """A panel for each of three parts, with a line for each version."""
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.stat().st_size > 20_000
+    pixels = np.round(255 * imread(path)[..., :3])
+    height, width, _ = pixels.shape
+    assert width > 2.5 * height
+    for colour in ("0.5", "C1", "C2"):  # jnp's, ours in the order of VERSIONS
+        same = np.all(pixels == np.round(255 * np.array(to_rgb(colour))), axis=-1)
+        assert same.sum() > 500, colour
+
+
+# ---------------------------------------------------------------- what a trace says
+
+
+@pytest.fixture(scope="module")
+def overlap():
+    path = REPOSITORY / "benchmarks" / "overlap.py"
+    spec = importlib.util.spec_from_file_location("overlap", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_union_and_common_of_intervals(overlap):
+    merged = overlap.union([(5, 6), (1, 3), (0, 2), (3, 4), (0.5, 1)])
+    assert merged == [(0, 4), (5, 6)]
+    other = [(1, 2), (3, 5.5), (7, 8)]
+    assert overlap.common(merged, other) == overlap.common(other, merged) == 2.5
+    assert overlap.union([]) == []
+    assert overlap.common(merged, []) == 0
+
+
+def test_intervals_of_whole_numbers_are_those_counted_one_by_one(overlap, rng):
+    for _ in range(50):
+        starts, lengths = rng.integers(0, 40, (2, 8)), rng.integers(1, 8, (2, 8))
+        given = [list(zip(s.tolist(), (s + n).tolist())) for s, n in zip(starts, lengths)]
+        counted = [{t for a, b in some for t in range(a, b)} for some in given]
+        first, second = map(overlap.union, given)
+        assert {t for a, b in first for t in range(a, b)} == counted[0]
+        assert all(b < c for (_, b), (c, _) in itertools.pairwise(first))
+        assert overlap.common(first, second) == len(counted[0] & counted[1])
+
+
+# Communication in 0 to 10 and 22 to 30, products in 2 to 8, others in 7 to 9 and 20 to 25, and
+# nothing in 10 to 20; streams overlap, and the list is in no order.
+EVENTS = [
+    ("loop_add_fusion", 20.0, 25.0),
+    ("ncclDevKernel_AllGather_RING_LL", 0.0, 10.0),
+    ("nvjet_tst_128x256_64x4", 4.0, 8.0),
+    ("cutlass_gemm", 2.0, 6.0),
+    ("flash_fwd", 7.0, 9.0),
+    ("ncclDevKernel_ReduceScatter_Sum_bf16", 22.0, 30.0),
+]
+TIMES = {
+    "communication": 18.0,
+    "gemms": 6.0,
+    "others": 7.0,
+    "idle": 10.0,
+    "behind_gemms": 6.0,
+    "behind_any": 10.0,
+}
+
+
+def test_times_of_a_trace_whose_answer_is_known(overlap):
+    assert overlap.times_of(EVENTS) == TIMES
+    silent = overlap.times_of([event for event in EVENTS if "nccl" not in event[0]])
+    # Then from 2 to 25, with nothing in 9 to 20.
+    assert silent == TIMES | {"communication": 0, "idle": 11, "behind_gemms": 0, "behind_any": 0}
+
+
+def test_traced_steps_are_means_over_steps_and_devices(overlap, monkeypatch):
+    monkeypatch.setattr(overlap.jax.profiler, "start_trace", lambda folder: None)
+    monkeypatch.setattr(overlap.jax.profiler, "stop_trace", lambda: None)
+    taken = []
+
+    def says(*devices):
+        found = [[(name, 1e6 * a, 1e6 * b) for name, a, b in events] for events in devices]
+        monkeypatch.setattr(overlap.profiling, "operations", lambda folder: (found, []))
+        return overlap.traced(taken.append, steps=2)
+
+    talks = ("all-gather", 30.0, 36.0)  # by one device alone: it computes nothing beside
+    assert says(EVENTS, [*EVENTS, talks]) == {
+        "communication_ms": (18 + 24) / 4,
+        "gemms_ms": 3.0,
+        "others_ms": 3.5,
+        "idle_ms": 5.0,
+        "behind_gemms": round(6 / 21, 3),
+        "behind_any": round(10 / 21, 3),
+    }
+    assert taken == [2]
+    assert says() == {}  # a CPU's trace has no device
+    assert "behind_any" not in says([("gemm", 0.0, 1.0)])
