@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.linked import run_linked
+from normfuse.layers.linked import run_linked, uses
 from normfuse.layers.main_gradient import NARROW
 from normfuse.layers.rounding import holds
 
@@ -80,9 +80,12 @@ def accumulate_gradients(
     leaves, structure = jax.tree.flatten(params)
     chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
     of_all = count * parts
-    # Halving is exact, so the loss may be divided instead of what is as large as the parameters.
-    early = of_all if of_all & (of_all - 1) == 0 else 1
-    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux, 1 / early)
+    # Halving is exact, so the loss may be divided instead of what is as large as the parameters;
+    # but not in float16, where gradients are small enough to lose bits.
+    halves = of_all & (of_all - 1) == 0
+    divided: set[int] = set()  # what the loss was divided by, once it has been traced
+    share = lambda program: of_all if halves and not uses(program, jnp.float16) else 1
+    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share, divided)
     split: Any = None if parts == 1 else replicas
     if split is not None:
         shape = lambda a: (count, parts, a.shape[1] // parts, *a.shape[2:])
@@ -112,14 +115,18 @@ def accumulate_gradients(
     if split is not None:
         sums = [s.sum(0) for s in sums]
     means: list[Any] = [None] * len(leaves)
+    (early,) = divided
     for i, total in zip(chosen, sums):
         means[i] = total if early == of_all else total / of_all
     loss = jnp.mean(losses)
     return ((loss, aux) if has_aux else loss), jax.tree.unflatten(structure, means)
 
 
-def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share):
-    """`batch -> (loss, aux, main gradients)` of one microbatch, the gradients times `share`."""
+def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share, divided):
+    """`batch -> (loss, aux, main gradients)` of one microbatch, the gradients over `share`.
+
+    `share` is a function of the traced loss; what it says is added to `divided`.
+    """
     narrow = {
         i: jnp.zeros(leaves[i].shape, jnp.float32)
         for i in chosen
@@ -131,7 +138,13 @@ def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share):
         for i, leaf in zip(chosen, floating):
             whole[i] = leaf
         result = loss_fn(jax.tree.unflatten(structure, whole), batch)
-        return result if has_aux else (result, ())
+        loss, aux = _parted(result) if has_aux else (result, ())
+        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
+            raise ValueError(
+                f"{_OP}: loss_fn must return a scalar loss, got {_described(loss)}; with auxiliary "
+                "outputs (loss, aux), and has_aux=True"
+            )
+        return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
 
     def linked_loss(floating, zeros, batch):
         flat, of_batch = jax.tree.flatten(batch)
@@ -141,10 +154,12 @@ def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share):
         )(floating, *flat)
         links = [zeros.get(i) for i in chosen] + [None] * len(flat)
         results, _ = run_linked(program, [*floating, *flat], links)
-        loss, aux = jax.tree.unflatten(jax.tree.structure(shape), results)
-        if loss.ndim:
-            raise ValueError(f"{_OP}: loss_fn must return a scalar loss, got shape {loss.shape}")
-        return loss * jnp.asarray(share, loss.dtype), (loss, aux)
+        loss, aux = jax.tree.unflatten(
+            jax.tree.structure(shape), [jnp.asarray(result) for result in results]
+        )
+        parts = share(program.jaxpr)
+        divided.add(parts)
+        return loss * jnp.asarray(1 / parts, loss.dtype), (loss, aux)
 
     def gradient(batch):
         floating = [leaves[i] for i in chosen]
@@ -155,6 +170,22 @@ def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share):
         return loss, aux, own
 
     return gradient
+
+
+def _parted(result):
+    """A loss and its auxiliary outputs."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"{_OP}: with has_aux loss_fn must return (loss, aux), got {_described(result)}"
+        )
+    return result
+
+
+def _described(result) -> str:
+    """What a loss is, for errors."""
+    if hasattr(result, "shape"):
+        return f"shape {result.shape}"
+    return f"a {type(result).__name__}"
 
 
 def _narrowed(gradient, main):

@@ -41,9 +41,10 @@ def dense(
       x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
       kernel: `(in, out)`, or `(in, *out)` for several output axes.
       bias: `(*out,)`.
-      activation: None; a name: "gelu" (exact), "gelu_tanh", "relu", "silu", "squared_relu",
-        "tanh" and the rest of `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which
-        is given float32.
+      activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
+        "relu", "silu", "squared_relu", "tanh" and the rest of
+        `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which is given float32. For
+        "pallas" one that is element-wise.
       dtype: of the product and the result; x's where None.
       implementation: None or "xla"; "pallas"; or several to try in order.
       out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are

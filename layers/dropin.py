@@ -1,5 +1,6 @@
 """What the drop-in modules share: checks of options, and the way back to the framework's code."""
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -32,7 +33,10 @@ def check_options(implementation: Implementation, activation: Activation = None)
       TypeError: for an activation with parameters of its own.
     """
     requested(implementation)
-    if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(resolve(activation))):
+    function: Any = resolve(activation)
+    if isinstance(function, functools.partial):
+        function = function.func, function.args, function.keywords
+    if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(function)):
         raise TypeError(
             f"activation must hold no arrays, got {type(activation).__name__}; call it on the "
             "layer's output instead"
@@ -44,6 +48,15 @@ def unserved_dtype(*dtypes: jax.typing.DTypeLike | None) -> str:
     """Why the ops cannot take these dtypes, or ""."""
     others = {jnp.dtype(d).name for d in dtypes if d is not None} - set(DTYPES)
     return f"the dtype {', '.join(sorted(others))}" if others else ""
+
+
+def another(layer: Any, expected: type) -> str:
+    """How a part of a fused module is not as the module made it, or ""."""
+    if type(layer) is not expected:
+        return f"a {type(layer).__name__} in the place of its {expected.__name__}"
+    if getattr(layer, "activation", None) is not None:
+        return f"an activation of its {expected.__name__}'s own"
+    return ""
 
 
 def by_framework(

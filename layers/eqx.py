@@ -210,8 +210,8 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
 
     Args:
       model: a module, or any pytree with modules in it.
-      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`. The matrix products of
-        Linear are XLA's always.
+      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
+        normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
 
     >>> import equinox as eqx, jax
     >>> from normfuse.layers.eqx import swap, unswap
@@ -224,7 +224,8 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     implementation = check_options(implementation)
 
     def ours(layer):
-        if type(layer) is eqx.nn.RMSNorm:
+        again = type(layer) is RMSNorm and implementation is not None
+        if type(layer) is eqx.nn.RMSNorm or again:
             return _convert(layer, RMSNorm, implementation=implementation)
         if type(layer) is eqx.nn.Linear:
             return _convert(layer, Linear, activation=None, implementation=None)

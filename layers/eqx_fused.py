@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.layers import gated, norm_dense
-from normfuse.layers.activations import Activation
-from normfuse.layers.dropin import check_options
+from normfuse.layers.activations import Activation, finish
+from normfuse.layers.dropin import another, by_framework, check_options
 from normfuse.layers.eqx import Linear, RMSNorm
 from normfuse.layers.implementation import Implementation
 
@@ -17,7 +17,8 @@ class NormDense(eqx.Module):
     """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
 
     `norm` and `linear` are modules of their own: leaves and initial values are those of the two in
-    a row. For one example, of shape `(in_features,)`; batch it with `jax.vmap`.
+    a row, which serve where either has become something else. For one example, of shape
+    `(in_features,)`; batch it with `jax.vmap`.
 
     Args:
       in_features: the input's length.
@@ -66,15 +67,22 @@ class NormDense(eqx.Module):
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """Normalises x and multiplies it by the weight; `key` is ignored."""
-        x, weight = jnp.asarray(x), self.linear.weight
+        x = jnp.asarray(x)
+        if reason := another(self.norm, RMSNorm) or another(self.linear, Linear):
+            return self._in_a_row(x, reason)
+        weight = self.linear.weight
         if x.shape != weight.shape[1:]:
             raise ValueError(
                 f"NormDense: x must have shape {weight.shape[1:]}, got {x.shape}; for a batch call "
                 "jax.vmap(layer)(x)"
             )
+        if self.norm.use_bias and self.norm.bias is not None:
+            return self._in_a_row(x, "a norm with a bias")
+        if reason := self.norm._unserved(x) or self.linear._unserved(x):
+            return self._in_a_row(x, reason)
         return norm_dense.apply(
             x,
-            self.norm.weight,
+            self.norm.weight if self.norm.use_weight else None,
             weight,
             self.linear.bias,
             self.activation,
@@ -85,12 +93,20 @@ class NormDense(eqx.Module):
             implementation=self.implementation,
         )
 
+    def _in_a_row(self, x, reason):
+        def call():
+            y = self.linear(self.norm(x))
+            return finish(y, None, self.activation, y.dtype)
+
+        return by_framework("NormDense", reason, self.implementation, call)
+
 
 class GatedMLP(eqx.Module):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    For one example, of shape `(in_features,)`; batch it with `jax.vmap`.
+    What has taken the place of one of its three layers is called as it is. For one example, of
+    shape `(in_features,)`; batch it with `jax.vmap`.
 
     Args:
       in_features: the input's length, and the output's.
@@ -137,6 +153,9 @@ class GatedMLP(eqx.Module):
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """Applies the MLP to x; `key` is ignored."""
         gate, up = self.gate(x), self.up(x)
+        if reason := another(self.down, Linear) or self.down._unserved(gate):
+            call = lambda: self.down(finish(gate, None, self.activation, gate.dtype, up))
+            return by_framework("GatedMLP", reason, self.implementation, call)
         return gated.apply_product(
             gate,
             up,

@@ -70,7 +70,10 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
       NotImplementedError: if the only implementation asked for cannot serve.
       ExceptionGroup: of the causes, if none of several can.
     """
-    names = requested(implementation) or [name for name in ("native", "xla") if name in serve]
+    every = [name for name in ("native", "xla") if name in serve]
+    names = requested(implementation) or every
+    if implementation is None:  # what NORMFUSE_IMPLEMENTATION prefers, of what there is
+        names = [name for name in names if name in serve] or every
     errors = []
     for i, name in enumerate(names):
         if name not in serve:

@@ -10,6 +10,7 @@ from flax.linen import dtypes
 
 from normfuse.layers import gated, norm_dense
 from normfuse.layers.activations import Activation
+from normfuse.layers.arguments import floating
 from normfuse.layers.dropin import check_eps, check_options
 from normfuse.layers.implementation import Implementation
 
@@ -19,8 +20,8 @@ _KERNEL = nn.linear.default_kernel_init
 class NormDense(nn.Module):
     """RMSNorm into a dense layer, the normalised input computed again in the backward.
 
-    Its parameters are `scale`, `kernel` and `bias`, with the initial values of `nn.RMSNorm` and
-    `nn.Dense`.
+    Its parameters are its own, `scale`, `kernel` and `bias`: made by the initialisers of
+    `nn.RMSNorm` and `nn.Dense`, not with their keys, and not named as in the two in a row.
 
     Attributes:
       features: the length of the output's last axis.
@@ -68,8 +69,11 @@ class NormDense(nn.Module):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), dtype)
         compute = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:  # as Flax's layers take them
+            x = x.astype(compute)
+        floating("NormDense", "kernel", kernel)
         return norm_dense.apply(
-            x,
+            floating("NormDense", "inputs", x),
             scale,
             kernel,
             bias,
@@ -85,8 +89,8 @@ class GatedMLP(nn.Module):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    Its parameters are `gate`, `up` and `down`, kernels with the initial values of `nn.Dense`, and
-    with `use_bias` `gate_bias`, `up_bias` and `down_bias`.
+    Its parameters are its own: the kernels `gate`, `up` and `down`, made by the initialiser of
+    `nn.Dense`, and with `use_bias` `gate_bias`, `up_bias` and `down_bias`.
 
     Attributes:
       hidden_features: the length of what is between; the output is as long as the input.

@@ -28,6 +28,24 @@ _FOLLOWED = (  # of the first operand's elements, whatever their dtype
 Link = jax.Array | None
 
 
+def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
+    """Whether anything that a program computes, or a part of it does, has this dtype."""
+    has = lambda var: getattr(var.aval, "dtype", None) == dtype
+    return any(
+        any(map(has, eqn.outvars)) or any(uses(inner, dtype) for inner in _inner(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _inner(eqn):
+    """The programs within an operation."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            one = getattr(one, "jaxpr", one)
+            if hasattr(one, "eqns"):
+                yield one
+
+
 def run_linked(
     jaxpr: Any, operands: Sequence[jax.Array], links: Sequence[Link]
 ) -> tuple[list[jax.Array], list[Link]]:

@@ -215,8 +215,8 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
 
     Args:
       model: a module, or any container of modules that NNX knows.
-      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`. The matrix products of
-        Linear are XLA's always.
+      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
+        normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
 
     Returns:
       `model` itself.
@@ -236,6 +236,9 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
         module.implementation = implementation if isinstance(module, RMSNorm) else None
         if isinstance(module, Linear):
             module.activation = None
+    if implementation is not None:
+        for module in _layers(model, {RMSNorm}):
+            module.implementation = implementation
     return model
 
 

@@ -8,10 +8,11 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 
 from normfuse.layers import gated, norm_dense
-from normfuse.layers.activations import Activation
-from normfuse.layers.dropin import check_eps, check_options
+from normfuse.layers.activations import Activation, finish
+from normfuse.layers.dropin import another, by_framework, check_eps, check_options, dimensions_of
 from normfuse.layers.implementation import Implementation
 from normfuse.layers.nnx import Linear, RMSNorm
+from normfuse.layers.producers import placed
 from normfuse.layers.rounding import narrowed, rounded
 
 
@@ -19,7 +20,8 @@ class NormDense(nnx.Module):
     """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
 
     `norm` and `linear` are modules of their own, so parameters, initial values and checkpoints are
-    those of the two in a row. Options that only Flax serves are not among the arguments.
+    those of the two in a row. The two in a row serve where either is of another type, as after
+    model surgery, or has an option that only Flax serves (`precision`, a `dot_general`, ...).
 
     Args:
       in_features: the length of the input's last axis.
@@ -66,15 +68,23 @@ class NormDense(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises the last axis of x and multiplies it by the kernel."""
-        x, scale = jnp.asarray(x), self.norm.scale
-        kernel, bias = self.linear.kernel[...], self.linear.bias
+        x = jnp.asarray(x)
+        if reason := another(self.norm, RMSNorm) or another(self.linear, Linear):
+            return self._in_a_row(x, reason)
+        scale = None if self.norm.scale is None else self.norm.scale[...]
+        kernel, bias = _parameters(self.linear)
         if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
             raise ValueError(
                 f"NormDense: x must have in_features={kernel.shape[0]} as the last axis, got shape "
                 f"{x.shape}"
             )
-        scale = None if scale is None else scale[...]
-        bias = None if bias is None else bias[...]
+        last = (x.ndim - 1,)
+        if dimensions_of("NormDense", x, self.norm.reduction_axes) != last:
+            return self._in_a_row(x, "other axes that are normalised")
+        if reason := self.norm._unserved(x, scale, last, None):
+            return self._in_a_row(x, reason)
+        if reason := self.linear._unserved(x, kernel, bias):
+            return self._in_a_row(x, reason)
         dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
         return norm_dense.apply(
             narrowed(x, dtype),
@@ -88,12 +98,20 @@ class NormDense(nnx.Module):
             implementation=self.implementation,
         )
 
+    def _in_a_row(self, x, reason):
+        def call():
+            y = self.linear(self.norm(x))
+            return finish(y, None, self.activation, y.dtype)
+
+        return by_framework("NormDense", reason, self.implementation, call)
+
 
 class GatedMLP(nnx.Module):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    `gate`, `up` and `down` are `Linear`s with parameters, initial values and checkpoints as ever.
+    `gate`, `up` and `down` are `Linear`s with parameters, initial values and checkpoints as ever;
+    what has taken the place of one, or has an option that only Flax serves, is called as it is.
 
     Args:
       in_features: the length of the input's last axis, and of the output's.
@@ -141,8 +159,16 @@ class GatedMLP(nnx.Module):
         self, gate: jax.Array, up: jax.Array, hidden_sharding: jax.P | None = None
     ) -> jax.Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
-        kernel, bias = self.down.kernel[...], self.down.bias
-        bias = None if bias is None else bias[...]
+        if reason := another(self.down, Linear) or self.down._unserved(
+            gate, *_parameters(self.down)
+        ):
+
+            def call():
+                hidden = finish(gate, None, self.activation, gate.dtype, up)
+                return self.down(placed(hidden, hidden_sharding))
+
+            return by_framework("GatedMLP", reason, self.implementation, call)
+        kernel, bias = _parameters(self.down)
         return gated.apply_product(
             gate,
             up,
@@ -153,3 +179,7 @@ class GatedMLP(nnx.Module):
             implementation=self.implementation,
             hidden_sharding=hidden_sharding,
         )
+
+
+def _parameters(linear: Linear) -> tuple[jax.Array, jax.Array | None]:
+    return linear.kernel[...], None if linear.bias is None else linear.bias[...]

@@ -156,7 +156,8 @@ class Transformer(eqx.Module):
         past = [None] * len(self.layers) if cache is None else cache.layers
         rope = rope_table(self.config, start, tokens.shape[1])
         x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)
-        run = _gather_and_run if self.sharding.keep_gathered else Block.__call__
+        keep = self.sharding.keep_gathered and self.config.remat != "none"
+        run = _gather_and_run if keep else Block.__call__
         block = remat(run, self.config.remat, names=[NAME])
         more, present = None, []
         for layer, layer_past in zip(self.layers, past, strict=True):

@@ -1,8 +1,8 @@
 """Kernels gathered once a step over "fsdp", where blocks are computed again in the backward pass.
 
 A block that is computed again gathers its kernels again. Kept from the forward pass they take the
-memory of all kernels on every device, in the dtype of the products, and a third of what "fsdp"
-devices say to each other goes: ZeRO's second stage in place of its third. Parameters, gradients and
+memory of all blocks' kernels (of each "tensor" device's part) in the dtype of the products, and
+half of what is gathered goes: ZeRO's second stage in place of its third. Parameters, gradients and
 the optimizer's state stay in pieces.
 
 References: Rajbhandari et al., ZeRO, arXiv:1910.02054; Zhao et al., PyTorch FSDP, arXiv:2304.11277.

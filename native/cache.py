@@ -193,7 +193,7 @@ def _read(path: pathlib.Path) -> Image | None:
     except (OSError, ValueError):
         return None
     image = Image(data)
-    if image.digest != head["sha256"]:
+    if image.digest != head.get("sha256"):
         return None
     try:
         os.utime(path)  # what is evicted first is what was used longest ago

@@ -86,8 +86,18 @@ def _check_sizes(config: TrainConfig):
     require(math.isfinite(heat) and heat >= 0, "sample.temperature", heat, rule)
     prompt = config.sample.prompt
     require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
+    require(_is_text(prompt), "sample.prompt", repr(prompt), "must be UTF-8 text.")
     rule = f"must be shorter than --model.max-seq-len {longest}."
     require(len(prompt.encode()) < longest, "sample.prompt", repr(prompt), rule)
+
+
+def _is_text(argument: str) -> bool:
+    """Whether an argument had UTF-8 on the command line; Python keeps other bytes as surrogates."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_optimizer(config: TrainConfig):
@@ -122,6 +132,12 @@ def _check_mesh_sizes(config: TrainConfig):
             f"{' and '.join(filled)} are both -1; only one axis can take the devices that are "
             "left. --mesh.data is -1 unless it is given."
         )
+    if config.mesh.keep_gathered and (config.mesh.fsdp == 1 or config.model.remat == "none"):
+        raise UsageError(
+            f"--mesh.keep-gathered with --mesh.fsdp {config.mesh.fsdp} and --model.remat "
+            f"{config.model.remat} has nothing to keep: kernels are gathered again only over more "
+            "than one fsdp device, where blocks are computed again (--model.remat dots or block)."
+        )
 
 
 def _check_distributed(config: TrainConfig):
@@ -135,8 +151,9 @@ def _check_distributed(config: TrainConfig):
         )
     if given.coordinator is None:
         return
-    rule = "must be HOST:PORT."
-    valid = re.fullmatch(r".+:[0-9]+", given.coordinator) is not None
+    rule = "must be HOST:PORT, with a port from 1 to 65535."
+    found = re.fullmatch(r".+:([0-9]{1,5})", given.coordinator)
+    valid = found is not None and 1 <= int(found[1]) <= 65535
     require(valid, "distributed.coordinator", repr(given.coordinator), rule)
     count, index = given.num_processes, given.process_id
     if count is None or index is None:
@@ -152,6 +169,7 @@ def _check_distributed(config: TrainConfig):
 def _check_out_dir(path: Path | None):
     """Checks that the folder exists or can be made, without making it."""
     path = path or Path("runs")
+    require(_is_text(str(path)), "out-dir", repr(str(path)), "must be UTF-8 text.")
     parent = path.absolute()
     while not parent.exists():
         parent = parent.parent

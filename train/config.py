@@ -44,7 +44,7 @@ class MeshConfig:
     """Sequence parallelism: the tokens between blocks are split over the tensor devices, too."""
     keep_gathered: bool = False
     """Where blocks are computed again (--model.remat), keep the kernels that fsdp devices gathered
-    for the forward: a third less is communicated, and each device holds all kernels."""
+    for the forward: half of the gathers less, for the memory of all blocks' kernels."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,6 +53,7 @@ assert losses[-1] < 0.7 * losses[0]
 # 4. Say what must serve. "native" never falls back: where no kernel can serve, it raises and says
 #    why. `normfuse info` prints what None would choose on this machine.
 swap(model, implementation="native")
+assert model.norm.implementation == "native"
 model(x)
 
 # 5. New models: the same constructors, and an activation that belongs to the Linear.

@@ -25,6 +25,17 @@ _SHORT = (-5.8029973e-3, 1.4789448e-2, -1.7704743e-2, 2.7749924e-2, -5.3089137e-
 _SHORT += (-1.1403461e-1, 1.5416110e-1, -2.1728352e-1, 4.4133758e-1)
 _SHORT_ONE = 3.2
 
+# Operations of which each element of a result depends on one element of each operand.
+_ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp convert_element_type copy cos cosh digamma div eq erf
+    erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic
+    lt max min mul ne neg nextafter not or pow reduce_precision rem round rsqrt select_n sign
+    sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()
+)
+
 
 def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike) -> None:
     """Unsupported where a kernel cannot compute `function` tile by tile.
@@ -49,6 +60,17 @@ def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLik
             f"activation must keep the shape of its input; {function!r} makes {shapes} of "
             f"{tile.shape}"
         )
+    for eqn in _every(closed.jaxpr):
+        if eqn.primitive.name not in _ELEMENTWISE and not _of_scalars(eqn):
+            raise Unsupported(
+                "the activation is not element-wise, and a kernel gives it one tile at a time: it "
+                f"has the operation {eqn.primitive.name!r}"
+            )
+
+
+def _of_scalars(eqn) -> bool:
+    """Whether an operation has nothing to mix."""
+    return bool(eqn.invars) and all(getattr(v.aval, "shape", ()) == () for v in eqn.invars)
 
 
 def portable(

@@ -42,10 +42,10 @@ KERNELS = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswit
 SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith("scale"))
 
 
-def gradient(framework, sizes, sharding, parts=1, remat="none"):
+def gradient(framework, sizes, sharding, parts=1, **changes):
     """The loss and its gradient, compiled for eight GPUs."""
     mesh = gpu_compiler.mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
-    model = build(framework, dataclasses.replace(CONFIG, remat=remat), sharding)
+    model = build(framework, dataclasses.replace(CONFIG, **changes), sharding)
     places = model.shardings(model.abstract, mesh)
     on = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
     rows = NamedSharding(mesh, P(BATCH, None))
@@ -92,16 +92,31 @@ def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
 
 
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-@pytest.mark.parametrize("remat", ["block", "dots"])
-@pytest.mark.parametrize("keep", [False, True])
-def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep):
-    program = gradient(framework, (1, 8, 1), Sharding(keep_gathered=keep), remat=remat)
-    assert hlo.communicated(program) == {
-        ("all-gather", "bf16"): (1 if keep else 2) * KERNELS + 2 * TABLE,
+@pytest.mark.parametrize(
+    ("framework", "remat", "keep", "param_dtype"),
+    [
+        ("nnx", "block", False, "float32"),
+        ("nnx", "block", True, "float32"),
+        ("eqx", "dots", False, "float32"),
+        ("eqx", "dots", True, "float32"),
+        ("nnx", "none", True, "float32"),
+        ("eqx", "block", True, "bfloat16"),
+    ],
+)
+def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep, param_dtype):
+    options = {"remat": remat, "param_dtype": param_dtype}
+    program = gradient(framework, (1, 8, 1), Sharding(keep_gathered=keep), **options)
+    times = 1 if keep or remat == "none" else 2
+    expected = {
+        ("all-gather", "bf16"): times * KERNELS + 2 * TABLE,
         ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,  # gradients are not rounded
         ("all-reduce", "f32"): SCALES + 1,
     }
+    if param_dtype == "bfloat16":  # one table serves both, and has a gradient from each
+        expected["all-gather", "bf16"] -= TABLE
+        expected["reduce-scatter", "bf16"] = (KERNELS + TABLE) // 8
+        expected["reduce-scatter", "f32"] = TABLE // 8
+    assert hlo.communicated(program) == expected
     whole = {shape for name, shape in SHAPES.items() if name.endswith("kernel")}
     whole |= {shape[::-1] for shape in whole}
     widened = re.findall(r"= f32\[(\d+),(\d+)\]\S* (?:convert|fusion)\(%?all-gather", program)

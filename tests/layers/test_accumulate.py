@@ -186,6 +186,29 @@ def test_frameworks(rng, name):
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
 
 
+def test_small_gradients_in_float16_keep_their_bits():
+    """Divided by eight before they are float32, they would be below float16's smallest number."""
+    kernel, xs = jnp.ones((4, 3), jnp.float16), jnp.ones((8, 2, 4), jnp.float16)
+    loss = lambda k, x: jnp.sum(dense(x, k).astype(f32)) * 2.0**-24
+    for count in (7, 8):
+        _, gradient = jax.jit(lambda k, n=count: accumulate_gradients(loss, k, xs[:n]))(kernel)
+        np.testing.assert_allclose(gradient, 2 * 2.0**-24, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_auxiliary_outputs_may_be_constants(count):
+    aux = {"rows": 3, "rate": 0.5, "of": np.arange(2.0, dtype=np.float32)}
+    loss = lambda p, x: (jnp.sum(x @ p), aux)
+    run = lambda p: accumulate_gradients(loss, p, jnp.ones((count, 3, 2)), has_aux=True)
+    for call in (run, jax.jit(run)):
+        (_, found), _ = call(jnp.ones((2, 1)))
+        assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(found))
+        np.testing.assert_array_equal(found["rows"], [3] * count)
+        np.testing.assert_array_equal(found["of"], [[0, 1]] * count)
+    value, gradient = accumulate_gradients(lambda p, x: 2.0, jnp.ones(2), jnp.ones((count, 3)))
+    assert (value, gradient.tolist()) == (2, [0, 0])
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -196,6 +219,8 @@ def test_frameworks(rng, name):
         ({"batches": (jnp.ones((2, 3)), jnp.ones((3, 3)))}, ValueError, r"\(2, 3\), \(3, 3\)"),
         ({"main_grad_dtype": "int8"}, TypeError, "main_grad_dtype must be one of .* got int8"),
         ({"loss_fn": lambda p, x: x @ p}, ValueError, r"scalar loss, got shape \(3, 1\)"),
+        ({"loss_fn": lambda p, x: (jnp.sum(x), x)}, ValueError, "got a tuple; .*has_aux=True"),
+        ({"loss_fn": lambda p, x: jnp.sum(x), "has_aux": True}, ValueError, r"\(loss, aux\), got"),
         ({"replicas": "data"}, ValueError, "must be an Auto axis .* got 'data' and"),
     ],
 )

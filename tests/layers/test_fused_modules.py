@@ -1,5 +1,7 @@
 """NormDense and GatedMLP in each framework, against the layers they stand for."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -69,6 +71,80 @@ def test_eqx_modules_are_their_layers(x):
     mlp = ours_eqx.GatedMLP(DIM, HIDDEN, key=jax.random.key(0))
     want = batched(lambda x: mlp.down(jax.nn.silu(mlp.gate(x)) * mlp.up(x)))(x)
     np.testing.assert_allclose(batched(mlp)(x), want, **CLOSE)
+
+
+class Doubled(nnx.Linear):
+    def __call__(self, inputs, out_sharding=None):
+        return 2 * super().__call__(inputs, out_sharding)
+
+
+def test_nnx_modules_call_what_has_taken_a_place(x):
+    ours = ours_nnx.NormDense(DIM, HIDDEN, activation="silu", rngs=nnx.Rngs(0))
+    mlp = ours_nnx.GatedMLP(DIM, HIDDEN, rngs=nnx.Rngs(0))
+    ours.linear, mlp.down = (
+        Doubled(DIM, HIDDEN, rngs=nnx.Rngs(1)),
+        Doubled(HIDDEN, DIM, rngs=nnx.Rngs(1)),
+    )
+    np.testing.assert_allclose(ours(x), nnx.silu(ours.linear(ours.norm(x))), **CLOSE)
+    want = mlp.down(nnx.silu(mlp.gate(x)) * mlp.up(x))
+    np.testing.assert_allclose(mlp(x), want, **CLOSE)
+    ours.norm = nnx.LayerNorm(DIM, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(ours(x), nnx.silu(ours.linear(ours.norm(x))), **CLOSE)
+    ours.implementation = "native"
+    with pytest.raises(NotImplementedError, match="LayerNorm in the place of its RMSNorm"):
+        ours(x)
+
+
+def test_nnx_modules_heed_options_that_flax_serves(x):
+    calls = []
+
+    def product(*args, **kwargs):
+        calls.append(1)
+        return jax.lax.dot_general(*args, **kwargs)
+
+    options = {"rngs": nnx.Rngs(0), "dot_general": product}
+    ours_nnx.NormDense(DIM, HIDDEN, **options)(x)
+    assert len(calls) == 1
+    ours_nnx.GatedMLP(DIM, HIDDEN, **options)(x)
+    assert len(calls) == 4
+    ours = ours_nnx.NormDense(DIM, HIDDEN, precision="highest", rngs=nnx.Rngs(0))
+    assert "HIGHEST" in str(jax.make_jaxpr(ours)(x))
+    assert ours(jnp.ones((2, DIM), jnp.int32)).shape == (2, HIDDEN)
+
+
+def test_eqx_modules_call_what_has_taken_a_place(x):
+    class Doubled(eqx.nn.Linear):
+        def __call__(self, x, *, key=None):
+            return 2 * super().__call__(x, key=key)
+
+    x, key = x[0, 0], jax.random.key(0)
+    ours = ours_eqx.NormDense(DIM, HIDDEN, key=key)
+    mlp = ours_eqx.GatedMLP(DIM, HIDDEN, key=key)
+    changed = eqx.tree_at(lambda m: m.linear, ours, Doubled(DIM, HIDDEN, key=key))
+    np.testing.assert_allclose(changed(x), changed.linear(ours.norm(x)), **CLOSE)
+    changed = eqx.tree_at(lambda m: m.norm, ours, ours_eqx.RMSNorm(DIM))
+    changed = eqx.tree_at(lambda m: m.norm.bias, changed, jnp.arange(1.0 * DIM))
+    np.testing.assert_allclose(changed(x), ours.linear(changed.norm(x)), **CLOSE)
+    changed = eqx.tree_at(lambda m: m.down, mlp, Doubled(HIDDEN, DIM, key=key))
+    want = changed.down(jax.nn.silu(mlp.gate(x)) * mlp.up(x))
+    np.testing.assert_allclose(changed(x), want, **CLOSE)
+
+
+def test_linen_norm_dense_takes_integers(x):
+    layer, rows = ours_linen.NormDense(HIDDEN), jnp.ones((2, DIM), jnp.int32)
+    params = layer.init(jax.random.key(0), x)
+    np.testing.assert_allclose(layer.apply(params, rows), layer.apply(params, 1.0 * rows), **CLOSE)
+    with pytest.raises(TypeError, match="NormDense: inputs must be .*complex64"):
+        layer.apply(params, rows * 1j)
+
+
+def test_an_activation_that_binds_an_array_is_refused():
+    bound = functools.partial(jnp.maximum, jnp.zeros(()))
+    with pytest.raises(TypeError, match="activation must hold no arrays"):
+        ours_nnx.Linear(DIM, HIDDEN, activation=bound, rngs=nnx.Rngs(0))
+    ours_nnx.Linear(
+        DIM, HIDDEN, activation=functools.partial(jax.nn.elu, alpha=2.0), rngs=nnx.Rngs(0)
+    )
 
 
 def test_bad_input_is_one_clear_error(x):

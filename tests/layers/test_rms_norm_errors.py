@@ -169,6 +169,15 @@ def test_environment_names_the_implementation(monkeypatch):
     assert kernels(lambda x: rms_norm(x), X) == {"forward": 1}
 
 
+def test_environment_is_a_preference_where_an_op_has_no_such_kernels(monkeypatch):
+    kernel = np.ones((X.shape[-1], 2), np.float32)
+    for value in ("native", "pallas"):
+        monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", value)
+        np.testing.assert_allclose(dense(X, kernel), X @ kernel, rtol=1e-5)
+    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "native")
+    assert kernels(lambda x: rms_norm(x), X) == {"forward": 1}
+
+
 def test_argument_goes_before_the_environment(monkeypatch):
     monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "xla")
     assert kernels(lambda x: rms_norm(x, implementation="native"), X) == {"forward": 1}

@@ -181,6 +181,10 @@ def test_nnx_swap_of_containers_and_implementation():
     layers = [nnx.RMSNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))]
     assert ours_nnx.swap(layers, implementation="xla") is layers
     assert [layer.implementation for layer in layers] == ["xla", None]
+    ours_nnx.swap(layers)  # says nothing of those that are ours
+    assert layers[0].implementation == "xla"
+    ours_nnx.swap(layers, implementation="native")
+    assert [layer.implementation for layer in layers] == ["native", None]
     with pytest.raises(ValueError, match="implementation must name one of"):
         ours_nnx.swap(layers, implementation="cuda")
 
@@ -260,6 +264,15 @@ def test_equinox_swap_keeps_leaves_and_inverts():
     assert jax.tree.structure(ours_eqx.unswap(swapped)) == jax.tree.structure(model)
     assert ours_eqx.swap(swapped) is swapped and ours_eqx.unswap(model) is model
     assert swapped.layers[1] is model.layers[1]  # nothing in it to swap
+
+
+def test_equinox_swap_again_says_what_serves():
+    layers = [eqx.nn.RMSNorm(4), eqx.nn.Linear(4, 4, key=jax.random.key(0))]
+    layers = ours_eqx.swap(layers, implementation="xla")
+    assert ours_eqx.swap(layers)[0].implementation == "xla"
+    again = ours_eqx.swap(layers, implementation="native")
+    assert [layer.implementation for layer in again] == ["native", None]
+    assert again[0].weight is layers[0].weight
 
 
 def test_equinox_swap_makes_what_ours_would_be():

@@ -62,7 +62,7 @@ def test_cache_key_has_everything_that_matters(monkeypatch):
     assert one.data != get(factor=3)[0].data
 
 
-@pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip", "head"])
+@pytest.mark.parametrize("damage", [b"", b"garbage", "cut", "flip", "head", "key"])
 def test_cache_damaged_entry_is_compiled_again(folder, damage):
     image = get()[0]
     (path,) = folder.iterdir()
@@ -71,6 +71,7 @@ def test_cache_damaged_entry_is_compiled_again(folder, damage):
         "cut": raw[:-1],
         "flip": raw[:-1] + bytes([raw[-1] ^ 1]),
         "head": raw.replace(b'"format": 1', b'"format": 0'),
+        "key": raw.replace(b'"sha256"', b'"sha257"'),
     }
     path.write_bytes(changed.get(damage, damage) if isinstance(damage, str) else damage)
     forget()

@@ -256,6 +256,33 @@ def test_an_activation_that_captures_an_array_is_refused(traced):
     np.testing.assert_array_equal(either, x @ w + shift)
 
 
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("reduce_max", jax.nn.softmax),
+        ("iota", lambda z: z + jax.lax.broadcasted_iota(z.dtype, z.shape, 1)),
+        ("rev", jax.jit(lambda z: z[:, ::-1])),
+    ],
+)
+def test_an_activation_that_mixes_elements_is_refused(name, activation):
+    """A kernel has one tile of a row, and another size of it on another device."""
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    with pytest.raises(NotImplementedError, match=f"not element-wise.*{name!r}"):
+        dense(x, w, activation=activation, **PALLAS)
+    either = dense(x, w, activation=activation, implementation=("pallas", "xla"))
+    np.testing.assert_allclose(either, activation(x @ w), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [jax.nn.leaky_relu, jax.nn.elu, jax.nn.mish, jax.nn.hard_swish, jax.nn.softplus, jax.nn.selu],
+)
+def test_activations_of_jax_are_element_wise(activation):
+    x = jnp.linspace(-3, 3, 32).reshape(4, 8)
+    found = dense(x, jnp.eye(8), activation=activation, **PALLAS)
+    np.testing.assert_allclose(found, activation(x), rtol=1e-5, atol=1e-6)
+
+
 def test_an_activation_that_changes_the_shape_is_refused():
     with pytest.raises(ValueError, match="activation must keep the shape"):
         dense(jnp.ones((4, 8)), jnp.ones((8, 8)), activation=jnp.sum, **PALLAS)

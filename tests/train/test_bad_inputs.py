@@ -35,6 +35,7 @@ _USAGE = [
     ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
     ({"sample.temperature": -1}, ["--sample.temperature -1.0"]),
     ({"sample.prompt": ""}, ["--sample.prompt ''", "at least one"]),
+    ({"sample.prompt": "\udcff"}, ["--sample.prompt '\\udcff'", "UTF-8"]),
     ({"sample.prompt": "x" * 40}, ["--sample.prompt", "--model.max-seq-len 32"]),
     ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
     ({"guard": "ignore"}, ["--guard 'ignore'", "stop"]),
@@ -58,6 +59,9 @@ _USAGE = [
     ({"implementation": "pallas"}, ["--implementation", "pallas"]),
     ({"distributed.num-processes": 2}, ["--distributed.coordinator"]),
     ({"distributed.coordinator": "host"}, ["--distributed.coordinator 'host'", "HOST:PORT"]),
+    ({"distributed.coordinator": "host:99999"}, ["'host:99999'", "65535"]),
+    ({"mesh.fsdp": 8, "mesh.keep-gathered": True}, ["--mesh.keep-gathered", "--model.remat none"]),
+    ({"mesh.keep-gathered": True, "model.remat": "block"}, ["--mesh.fsdp 1", "nothing to keep"]),
     ({"distributed.coordinator": "host:1"}, ["--distributed.num-processes"]),
     (
         {
