@@ -97,7 +97,6 @@ def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     [
         ("nnx", "block", False, "float32"),
         ("nnx", "block", True, "float32"),
-        ("eqx", "dots", False, "float32"),
         ("eqx", "dots", True, "float32"),
         ("nnx", "none", True, "float32"),
         ("eqx", "block", True, "bfloat16"),

@@ -141,8 +141,7 @@ def _check_communication(config, hlo, sizes, sharding):
         assert reduced <= {(batch, SEQ)}  # the loss's maximum and sum over the vocabulary
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "block"])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("remat", "keep"), [("block", False), ("block", True), ("dots", True)])
 def test_kernels_are_gathered_again_unless_kept(
     small, jit, eight_devices, unsharded, framework, remat, keep
 ):
@@ -151,7 +150,7 @@ def test_kernels_are_gathered_again_unless_kept(
     model = build(framework, config, Sharding(keep_gathered=keep))
     hlo, run = _compiled(model, _mesh((1, 8, 1)), jit)
     outside, each = GATHERED[(1, 8, 1), False]
-    times = 1 if keep or remat == "none" else 2
+    times = 1 if keep else 2
     assert len(_collectives(hlo, "all-gather")) == outside + times * each * config.num_layers
     outside, each = SUMMED[(1, 8, 1), False]
     assert len(_collectives(hlo, "all-reduce")) == outside + each * config.num_layers

@@ -123,8 +123,7 @@ def test_kept_kernels_change_no_loss(eight_devices):
     np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+@pytest.mark.parametrize(("param_dtype", "framework"), [("float32", "nnx"), ("bfloat16", "eqx")])
 def test_kept_kernels_have_the_same_gradient(eight_devices, param_dtype, framework):
     """Over microbatches too, where bfloat16 kernels have float32 main gradients."""
     config = TransformerConfig(
