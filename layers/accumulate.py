@@ -144,7 +144,7 @@ def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share, divided)
                 f"{_OP}: loss_fn must return a scalar loss, got {_described(loss)}; with auxiliary "
                 "outputs (loss, aux), and has_aux=True"
             )
-        return jnp.asarray(loss), jax.tree.map(jnp.asarray, aux)
+        return loss, aux
 
     def linked_loss(floating, zeros, batch):
         flat, of_batch = jax.tree.flatten(batch)

@@ -29,9 +29,9 @@ Link = jax.Array | None
 
 
 def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether anything that a program computes, or a part of it does, has this dtype."""
+    """Whether anything that a program takes or computes, or a part of it does, has this dtype."""
     has = lambda var: getattr(var.aval, "dtype", None) == dtype
-    return any(
+    return any(map(has, jaxpr.invars)) or any(
         any(map(has, eqn.outvars)) or any(uses(inner, dtype) for inner in _inner(eqn))
         for eqn in jaxpr.eqns
     )

@@ -1,5 +1,7 @@
 """Gradients summed over microbatches: exact in float32, reduced once, in every framework."""
 
+import itertools
+
 import equinox as eqx
 import flax.linen as nn
 import hlo
@@ -189,21 +191,25 @@ def test_frameworks(rng, name):
 def test_small_gradients_in_float16_keep_their_bits():
     """Divided by eight before they are float32, they would be below float16's smallest number."""
     kernel, xs = jnp.ones((4, 3), jnp.float16), jnp.ones((8, 2, 4), jnp.float16)
-    loss = lambda k, x: jnp.sum(dense(x, k).astype(f32)) * 2.0**-24
-    for count in (7, 8):
-        _, gradient = jax.jit(lambda k, n=count: accumulate_gradients(loss, k, xs[:n]))(kernel)
+    narrow = lambda k, x: jnp.sum(dense(x, k).astype(f32)) * 2.0**-24
+    wide = lambda k, x: jnp.sum(x.astype(f32) @ k.astype(f32)) * 2.0**-24  # but for the gradient
+    for loss, count in itertools.product((narrow, wide), (7, 8)):
+        run = lambda k, n=count, loss=loss: accumulate_gradients(loss, k, xs[:n])
+        _, gradient = jax.jit(run)(kernel)
         np.testing.assert_allclose(gradient, 2 * 2.0**-24, rtol=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_auxiliary_outputs_may_be_constants(count):
-    aux = {"rows": 3, "rate": 0.5, "of": np.arange(2.0, dtype=np.float32)}
+    half = jnp.bfloat16(0.5)
+    aux = {"rows": 3, "rate": 0.5, "half": half, "of": np.arange(2.0, dtype=np.float32)}
     loss = lambda p, x: (jnp.sum(x @ p), aux)
     run = lambda p: accumulate_gradients(loss, p, jnp.ones((count, 3, 2)), has_aux=True)
     for call in (run, jax.jit(run)):
         (_, found), _ = call(jnp.ones((2, 1)))
         assert all(isinstance(a, jax.Array) for a in jax.tree.leaves(found))
         np.testing.assert_array_equal(found["rows"], [3] * count)
+        assert found["half"].dtype == "bfloat16"
         np.testing.assert_array_equal(found["of"], [[0, 1]] * count)
     value, gradient = accumulate_gradients(lambda p, x: 2.0, jnp.ones(2), jnp.ones((count, 3)))
     assert (value, gradient.tolist()) == (2, [0, 0])
