@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers.activations import Activation, resolve
+from normfuse.layers.activations import Activation, finish, resolve
 from normfuse.layers.arguments import DTYPES, dimensions
 from normfuse.layers.implementation import Implementation, choose, requested
 from normfuse.native import fallback
@@ -57,6 +57,19 @@ def another(layer: Any, expected: type) -> str:
     if getattr(layer, "activation", None) is not None:
         return f"an activation of its {expected.__name__}'s own"
     return ""
+
+
+def in_a_row(layer: Any, x: jax.Array, reason: str) -> jax.Array:
+    """A NormDense as its norm, its linear layer and its activation one after the other.
+
+    Raises: what `by_framework` does.
+    """
+
+    def call():
+        y = layer.linear(layer.norm(x))
+        return finish(y, None, layer.activation, y.dtype)
+
+    return by_framework("NormDense", reason, layer.implementation, call)
 
 
 def by_framework(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from normfuse.layers import gated, norm_dense
 from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import another, by_framework, check_options
+from normfuse.layers.dropin import another, by_framework, check_options, in_a_row
 from normfuse.layers.eqx import Linear, RMSNorm
 from normfuse.layers.implementation import Implementation
 
@@ -69,7 +69,7 @@ class NormDense(eqx.Module):
         """Normalises x and multiplies it by the weight; `key` is ignored."""
         x = jnp.asarray(x)
         if reason := another(self.norm, RMSNorm) or another(self.linear, Linear):
-            return self._in_a_row(x, reason)
+            return in_a_row(self, x, reason)
         weight = self.linear.weight
         if x.shape != weight.shape[1:]:
             raise ValueError(
@@ -77,9 +77,9 @@ class NormDense(eqx.Module):
                 "jax.vmap(layer)(x)"
             )
         if self.norm.use_bias and self.norm.bias is not None:
-            return self._in_a_row(x, "a norm with a bias")
+            return in_a_row(self, x, "a norm with a bias")
         if reason := self.norm._unserved(x) or self.linear._unserved(x):
-            return self._in_a_row(x, reason)
+            return in_a_row(self, x, reason)
         return norm_dense.apply(
             x,
             self.norm.weight if self.norm.use_weight else None,
@@ -92,13 +92,6 @@ class NormDense(eqx.Module):
             recompute=self.recompute,
             implementation=self.implementation,
         )
-
-    def _in_a_row(self, x, reason):
-        def call():
-            y = self.linear(self.norm(x))
-            return finish(y, None, self.activation, y.dtype)
-
-        return by_framework("NormDense", reason, self.implementation, call)
 
 
 class GatedMLP(eqx.Module):

@@ -9,7 +9,14 @@ from flax.nnx.nn import dtypes
 
 from normfuse.layers import gated, norm_dense
 from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import another, by_framework, check_eps, check_options, dimensions_of
+from normfuse.layers.dropin import (
+    another,
+    by_framework,
+    check_eps,
+    check_options,
+    dimensions_of,
+    in_a_row,
+)
 from normfuse.layers.implementation import Implementation
 from normfuse.layers.nnx import Linear, RMSNorm
 from normfuse.layers.producers import placed
@@ -70,7 +77,7 @@ class NormDense(nnx.Module):
         """Normalises the last axis of x and multiplies it by the kernel."""
         x = jnp.asarray(x)
         if reason := another(self.norm, RMSNorm) or another(self.linear, Linear):
-            return self._in_a_row(x, reason)
+            return in_a_row(self, x, reason)
         scale = None if self.norm.scale is None else self.norm.scale[...]
         kernel, bias = _parameters(self.linear)
         if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
@@ -80,11 +87,10 @@ class NormDense(nnx.Module):
             )
         last = (x.ndim - 1,)
         if dimensions_of("NormDense", x, self.norm.reduction_axes) != last:
-            return self._in_a_row(x, "other axes that are normalised")
-        if reason := self.norm._unserved(x, scale, last, None):
-            return self._in_a_row(x, reason)
-        if reason := self.linear._unserved(x, kernel, bias):
-            return self._in_a_row(x, reason)
+            return in_a_row(self, x, "other axes that are normalised")
+        unserved = self.norm._unserved(x, scale, last, None)
+        if reason := unserved or self.linear._unserved(x, kernel, bias):
+            return in_a_row(self, x, reason)
         dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
         return norm_dense.apply(
             narrowed(x, dtype),
@@ -97,13 +103,6 @@ class NormDense(nnx.Module):
             recompute=self.recompute,
             implementation=self.implementation,
         )
-
-    def _in_a_row(self, x, reason):
-        def call():
-            y = self.linear(self.norm(x))
-            return finish(y, None, self.activation, y.dtype)
-
-        return by_framework("NormDense", reason, self.implementation, call)
 
 
 class GatedMLP(nnx.Module):
@@ -159,16 +158,16 @@ class GatedMLP(nnx.Module):
         self, gate: jax.Array, up: jax.Array, hidden_sharding: jax.P | None = None
     ) -> jax.Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
-        if reason := another(self.down, Linear) or self.down._unserved(
-            gate, *_parameters(self.down)
-        ):
 
-            def call():
-                hidden = finish(gate, None, self.activation, gate.dtype, up)
-                return self.down(placed(hidden, hidden_sharding))
+        def call():
+            hidden = finish(gate, None, self.activation, gate.dtype, up)
+            return self.down(placed(hidden, hidden_sharding))
 
+        if reason := another(self.down, Linear):
             return by_framework("GatedMLP", reason, self.implementation, call)
         kernel, bias = _parameters(self.down)
+        if reason := self.down._unserved(gate, kernel, bias):
+            return by_framework("GatedMLP", reason, self.implementation, call)
         return gated.apply_product(
             gate,
             up,
