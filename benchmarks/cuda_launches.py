@@ -2,12 +2,17 @@
 
 import ctypes
 import itertools
+import pathlib
 import statistics
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 
 from normfuse.native.device import Target
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+from cuda_driver import launch_config  # noqa: E402
 
 COPIES = 2  # of every array: no launch finds in the cache what the one before has read
 
@@ -78,19 +83,6 @@ class Gpu:
             self("cuFuncSetAttribute", function, limit, shared)
         return library, function
 
-    def config(self, grid, block, cluster, shared):
-        config = self.cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes, config.hStream = shared, self.stream
-        if cluster != (1, 1, 1):
-            attribute = self.cu.CUlaunchAttribute()
-            attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            sizes = attribute.value.clusterDim
-            sizes.x, sizes.y, sizes.z = cluster
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
-
 
 class Buffers:
     """Device memory for one piece of work, used by all its candidates."""
@@ -121,12 +113,9 @@ class Buffers:
         for i, (launch, image) in enumerate(zip(launches, images, strict=True)):
             library, function = self.gpu.function(image, launch["kernel"], launch.get("shared", 0))
             libraries.append(library)
-            config = self.gpu.config(
-                _three(launch["grid"]),
-                _three(launch["block"]),
-                _three(launch.get("cluster", 1)),
-                launch.get("shared", 0),
-            )
+            sizes = launch["grid"], launch["block"], launch.get("cluster", 1)
+            shared, stream = launch.get("shared", 0), self.gpu.stream
+            config = launch_config(self.gpu.cu, *sizes, shared, stream)
             calls.append(
                 (config, function, [self._parameters(i, launch, one) for one in self.sets])
             )
@@ -173,8 +162,3 @@ def copy_rate(gpu: Gpu) -> float:
     """Bytes read and written in a microsecond by the driver's copy."""
     size = 512 << 20
     return 2 * size / copy_time(gpu, size)
-
-
-def _three(sizes) -> tuple[int, ...]:
-    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
-    return sizes + (1,) * (3 - len(sizes))

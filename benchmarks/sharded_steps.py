@@ -129,13 +129,17 @@ def block(x, p, s: Sharding):
     return x + constrain(y, s.residual)
 
 
+def specs_of(sharding: Sharding) -> dict[str, P]:
+    """Of a block's parameters."""
+    column = {"gate": sharding.column, "up": sharding.column}
+    return {"scale": sharding.scale, **column, "down": sharding.row}
+
+
 def stack_step(version: Version, sharding: Sharding):
     """`(parameters, x) -> (new parameters, loss)`, of independent parts of x's rows."""
     parts = version.parts
     names = ("gathered",) if version.kept else ()
-    over_tensor = lambda spec: on_mesh(spec, ("tensor",))
-    column, row = over_tensor(sharding.column), over_tensor(sharding.row)
-    whole = {"scale": sharding.scale, "gate": column, "up": column, "down": row}
+    whole = {name: on_mesh(spec, ("tensor",)) for name, spec in specs_of(sharding).items()}
     policy = jax.checkpoint_policies.save_only_these_names(*names)
 
     def loss(params, x):
@@ -158,17 +162,16 @@ def stack_step(version: Version, sharding: Sharding):
 def stack(work: Workload, version: Version, mesh: Mesh, rows: int):
     """The lowered step of the stack for so many sequences, and what draws its arguments."""
     sharding = version.sharding
-    kinds = {
-        "scale": ((work.dim,), f32, sharding.scale),
-        "gate": ((work.dim, work.hidden), work.dtype, sharding.column),
-        "up": ((work.dim, work.hidden), work.dtype, sharding.column),
-        "down": ((work.hidden, work.dim), work.dtype, sharding.row),
-    }
+    column = (work.dim, work.hidden), work.dtype
+    kinds = {"scale": ((work.dim,), f32), "gate": column, "up": column}
+    kinds["down"] = (work.hidden, work.dim), work.dtype
     place = on_mesh if version.library == "jnp" else stored
     abstract = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, place(spec, mesh.shape))
     )
-    params = [{name: abstract(*kind) for name, kind in kinds.items()} for _ in range(work.layers)]
+    specs = specs_of(sharding)
+    one = {name: abstract(*kind, specs[name]) for name, kind in kinds.items()}
+    params = [dict(one) for _ in range(work.layers)]
     x = abstract((rows, work.seq, work.dim), jnp.bfloat16, sharding.residual)
     out = jax.tree.map(lambda p: p.sharding, params), NamedSharding(mesh, P())
     step = jax.jit(stack_step(version, sharding), donate_argnums=0, out_shardings=out)

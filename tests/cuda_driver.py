@@ -57,7 +57,7 @@ class Driver:
         values = (*pointers, *ints, *floats, *doubles)
         types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
         types += [ctypes.c_float] * len(floats) + [ctypes.c_double] * len(doubles)
-        config = self._config(_three(grid), _three(block), _three(cluster), int(shared))
+        config = launch_config(self.cu, grid, block, cluster, int(shared))
         self._call("cuLaunchKernelEx", config, function, (values, tuple(types)), 0)
         self._call("cuCtxSynchronize")
         done = [
@@ -84,19 +84,6 @@ class Driver:
             self._call("cuFuncSetAttribute", function, attribute, shared)
         return function
 
-    def _config(self, grid, block, cluster, shared):
-        config = self.cu.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = block
-        config.sharedMemBytes, config.hStream = shared, 0
-        if cluster != (1, 1, 1):
-            attribute = self.cu.CUlaunchAttribute()
-            attribute.id = self.cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            sizes = attribute.value.clusterDim
-            sizes.x, sizes.y, sizes.z = cluster
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
-
     def _upload(self, array: np.ndarray) -> int:
         array = np.ascontiguousarray(array)
         size = max(1, array.nbytes + self.shift * array.itemsize)
@@ -110,6 +97,25 @@ class Driver:
         array = np.empty_like(like)
         self._call("cuMemcpyDtoH", array.ctypes.data, pointer, array.nbytes)
         return array
+
+
+def launch_config(cu, grid, block, cluster, shared, stream=0):
+    """The driver's structure for a launch; sizes are numbers, or up to three of them.
+
+    Args:
+      cu: `cuda.bindings.driver`.
+    """
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _three(grid)
+    config.blockDimX, config.blockDimY, config.blockDimZ = _three(block)
+    config.sharedMemBytes, config.hStream = shared, stream
+    if _three(cluster) != (1, 1, 1):
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        sizes = attribute.value.clusterDim
+        sizes.x, sizes.y, sizes.z = _three(cluster)
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def capability() -> int | None:

@@ -106,11 +106,15 @@ def test_sharded_gradient_is_the_unsharded_one(
     values, rows, loss, gradient = unsharded
     model = build(framework, small, sharding)
     hlo, run = _compiled(model, _mesh(sizes), jit)
-    sharded_loss, sharded_gradient = run(values, rows)
-    assert abs(sharded_loss - loss) < 1e-5
-    for name, value in parameters.to_dict(sharded_gradient).items():
-        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
+    _check_gradient(*run(values, rows), loss, gradient)
     _check_communication(small, hlo, sizes, sharding)
+
+
+def _check_gradient(got_loss, got, loss, gradient):
+    """Those of one device."""
+    assert abs(got_loss - loss) < 1e-5
+    for name, value in parameters.to_dict(got).items():
+        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
 
 
 def _check_communication(config, hlo, sizes, sharding):
@@ -154,10 +158,7 @@ def test_kernels_are_gathered_again_unless_kept(
     assert len(_collectives(hlo, "all-gather")) == outside + times * each * config.num_layers
     outside, each = SUMMED[(1, 8, 1), False]
     assert len(_collectives(hlo, "all-reduce")) == outside + each * config.num_layers
-    sharded_loss, sharded_gradient = run(values, rows)
-    assert abs(sharded_loss - loss) < 1e-5
-    for name, value in parameters.to_dict(sharded_gradient).items():
-        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
+    _check_gradient(*run(values, rows), loss, gradient)
 
 
 def test_explicit_mesh_gives_the_same_gradient(small, jit, eight_devices, unsharded, framework):
@@ -172,10 +173,8 @@ def test_explicit_mesh_gives_the_same_gradient(small, jit, eight_devices, unshar
         assert typed.sharding.spec == P(BATCH, None, "tensor")
         step = jit(jax.value_and_grad(lambda params, tokens: _loss(model, params, tokens)))
         got_loss, got = step(params, tokens)
-    assert abs(got_loss - loss) < 1e-5
+    _check_gradient(got_loss, got, loss, gradient)
     assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, got, places))
-    for name, value in parameters.to_dict(got).items():
-        assert np.abs(np.asarray(value) - gradient[name]).max() < 1e-5, name
 
 
 def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):

@@ -1,6 +1,7 @@
 """Meshes: the losses of one device, and no collective that plain JAX would not need."""
 
 import collections
+import dataclasses
 import functools
 import re
 
@@ -20,6 +21,17 @@ from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.step import Program
 
 BATCH, SEQ, STEPS = 8, 16, 4
+CONFIG = TransformerConfig(
+    vocab_size=64,
+    dim=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_seq_len=SEQ,
+    tie_embeddings=True,
+)
 OPTIM = OptimConfig(lr=1e-2, warmup=1)
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -45,19 +57,8 @@ def _program(
     remat="none",
     keep=False,
 ) -> Program:
-    config = TransformerConfig(
-        vocab_size=64,
-        dim=16,
-        num_layers=1,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=16 // heads,
-        mlp_dim=32,
-        max_seq_len=SEQ,
-        tie_embeddings=True,
-        implementation=implementation,
-        remat=remat,
-    )
+    sizes = {"num_heads": heads, "num_kv_heads": heads, "head_dim": CONFIG.dim // heads}
+    config = dataclasses.replace(CONFIG, **sizes, implementation=implementation, remat=remat)
     layout = MeshConfig(sequence=sequence, keep_gathered=keep)
     sharding = make_sharding(layout, mesh, BATCH // microbatches)
     model = build(framework, config, sharding)
@@ -126,19 +127,8 @@ def test_kept_kernels_change_no_loss(eight_devices):
 @pytest.mark.parametrize(("param_dtype", "framework"), [("float32", "nnx"), ("bfloat16", "eqx")])
 def test_kept_kernels_have_the_same_gradient(eight_devices, param_dtype, framework):
     """Over microbatches too, where bfloat16 kernels have float32 main gradients."""
-    config = TransformerConfig(
-        vocab_size=64,
-        dim=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_dim=64,
-        max_seq_len=SEQ,
-        dtype="bfloat16",
-        param_dtype=param_dtype,
-        remat="block",
-    )
+    dtypes = {"dtype": "bfloat16", "param_dtype": param_dtype}
+    config = dataclasses.replace(CONFIG, num_layers=2, remat="block", **dtypes)
     mesh = _mesh(1, 8, 1)
     rows = np.random.default_rng(0).integers(0, 64, (2 * BATCH, SEQ + 1)).astype(np.int32)
     found = []
