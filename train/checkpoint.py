@@ -8,6 +8,7 @@ written, which orbax alone does not notice, costs only the steps since the check
 import contextlib
 import gc
 import json
+import re
 import shutil
 import sys
 import time
@@ -273,7 +274,8 @@ def _crc32(record: dict) -> int:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    line = lines[0].split(". See full TensorStore")[0]
+    # TensorStore appends what it knows: [os_error_code='27'], or a whole [tensorstore_spec='…'].
+    line = re.split(r"\. See full TensorStore| \[\w+='", lines[0])[0]
     line = line if len(line) <= 200 else f"{line[:80]} … {line[-120:]}"  # the cause stands last
     return f"{type(error).__name__}: {line}"
 

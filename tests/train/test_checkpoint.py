@@ -45,6 +45,22 @@ def test_failed_save_fails_the_run(tmp_path):
         checkpoints.close()
 
 
+@pytest.mark.parametrize(
+    "known", [" [os_error_code='27']", f" [spec='{{{'x' * 300}}}'] [os_error_code='27']"]
+)
+def test_failed_save_says_its_cause(tmp_path, monkeypatch, known):
+    """TensorStore's errors begin with long paths and end with a specification, longer still."""
+    cause = f'OUT_OF_RANGE: Error writing "{"w" * 200}": Failed to write 9 bytes: File too large'
+    checkpoints = Checkpoints(tmp_path / "checkpoints", report=print)
+
+    def save(*_, **__):
+        raise ValueError(cause + known)
+
+    monkeypatch.setattr(checkpoints._manager, "save", save)
+    with pytest.raises(RunError, match="ValueError: OUT_OF_RANGE: .*: File too large$"):
+        checkpoints.save(make_state(1), 1, RECORD)
+
+
 def test_saved_state_may_be_overwritten_at_once(tmp_path):
     """A save returns before it has written; donating the state then must not reach the file."""
     scramble = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 + 5, tree), donate_argnums=0)
