@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import signalled
 import train_state
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -158,19 +159,19 @@ def interrupted(train, monkeypatch, options):
     def run(**changes) -> str:
         take = Loop.run
 
-        def signalled(loop, state, done):
+        def told(loop, state, done):
             before = loop.on_step
 
             def on_step(step, settle):
                 before(step, settle)
                 if step == 3:
-                    signal.raise_signal(signal.SIGTERM)
+                    signalled.send(signal.SIGTERM)
 
             loop.on_step = on_step
             return take(loop, state, done)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "run", signalled)
+            patch.setattr(Loop, "run", told)
             code, out, err = train(**options | changes)
         assert (code, err) == (0, "")
         return out
