@@ -198,7 +198,7 @@ common = functools.partial(
 )
 
 
-@common(max_examples=250, derandomize=True)
+@common(max_examples=150, derandomize=True)
 @given(example=examples())
 def test_random_cases(example):
     check(example)
