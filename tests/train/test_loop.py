@@ -1,12 +1,13 @@
 """The loop's speed: one compilation, nothing copied, and a host that does not wait."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
+from tiny_model import CONFIG, first_devices
 
-from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.train import compilation
 from normfuse.train.config import OptimConfig
@@ -72,16 +73,7 @@ def test_run_compiles_its_step_and_its_validation_once(options, train, compilati
 
 
 def _program(mesh) -> Program:
-    config = TransformerConfig(
-        vocab_size=96,
-        dim=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=40,
-        max_seq_len=32,
-    )
+    config = dataclasses.replace(CONFIG, vocab_size=96, mlp_dim=40, tie_embeddings=False)
     optim = OptimConfig(lr=1e-2)
     model = build("nnx", config)
     return Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0, 3.0)
@@ -90,15 +82,9 @@ def _program(mesh) -> Program:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_compiled_step_updates_its_state_in_place(shape):
     """Every array of the state is donated, and no parameter or moment is copied."""
-    devices = jax.devices()[: int(np.prod(shape))]
-    if len(devices) < np.prod(shape):
+    if len(jax.devices()) < np.prod(shape):
         pytest.skip("needs more devices")
-    mesh = jax.make_mesh(
-        shape,
-        ("data", "fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
-        devices=devices,
-    )
+    mesh = first_devices(*shape)
     with jax.set_mesh(mesh):
         program = _program(mesh)
         step = program.lower(8, 16).compile()

@@ -8,9 +8,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from tiny_model import CONFIG, first_devices
 
-from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.train.batches import on_devices
 from normfuse.train.checksum import checksum
@@ -21,17 +20,6 @@ from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.step import Program
 
 BATCH, SEQ, STEPS = 8, 16, 4
-CONFIG = TransformerConfig(
-    vocab_size=64,
-    dim=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    max_seq_len=SEQ,
-    tie_embeddings=True,
-)
 OPTIM = OptimConfig(lr=1e-2, warmup=1)
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -40,8 +28,7 @@ _COLLECTIVE = re.compile(
 
 def _mesh(*shape):
     if shape == (1, 1, 1):
-        kinds = (AxisType.Auto,) * 3
-        return jax.make_mesh(shape, ("data", "fsdp", "tensor"), kinds, devices=jax.devices()[:1])
+        return first_devices(*shape)
     return make_mesh(MeshConfig(*shape))
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny_model import CONFIG, first_devices
 
-from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.train.batches import on_devices
 from normfuse.train.config import OptimConfig
@@ -17,28 +17,12 @@ from normfuse.train.mesh import batch_sharding
 from normfuse.train.optimizer import make_optimizer, schedule
 from normfuse.train.step import Program
 
-CONFIG = TransformerConfig(
-    vocab_size=64,
-    dim=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=32,
-    max_seq_len=32,
-    tie_embeddings=True,
-)
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    return jax.make_mesh(
-        (1, 1, 1),
-        ("data", "fsdp", "tensor"),
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
-        devices=jax.devices()[:1],
-    )
+    return first_devices(1, 1, 1)
 
 
 @pytest.fixture
