@@ -61,6 +61,7 @@ def _check_sizes(config: TrainConfig):
         (1, "batch-size", config.batch_size),
         (1, "seq-len", config.seq_len),
         (1, "microbatches", config.microbatches),
+        (1, "mesh.parts", config.mesh.parts),
         (0, "seed", config.seed),
         (0, "eval.every", config.eval.every),
         (1, "eval.tokens", config.eval.tokens),
@@ -76,9 +77,12 @@ def _check_sizes(config: TrainConfig):
     longest = config.model.max_seq_len
     rule = f"is longer than --model.max-seq-len {longest}: lower the one or raise the other."
     require(config.seq_len <= longest, "seq-len", config.seq_len, rule)
-    batch, parts = config.batch_size, config.microbatches
-    rule = f"cannot be split into --microbatches {parts}: take {near(batch, parts)}."
-    require(batch % parts == 0, "batch-size", batch, rule)
+    batch, unit = config.batch_size, config.microbatches * config.mesh.parts
+    into = f"--microbatches {config.microbatches}"
+    if config.mesh.parts > 1:
+        into += f" of --mesh.parts {config.mesh.parts}"
+    rule = f"cannot be split into {into}: take {near(batch, unit)}."
+    require(batch % unit == 0, "batch-size", batch, rule)
     spike, rule = config.spike, "must be finite and above 1, or 0 for no limit."
     require(spike == 0 or (math.isfinite(spike) and spike > 1), "spike", spike, rule)
     heat = config.sample.temperature

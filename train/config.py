@@ -45,6 +45,9 @@ class MeshConfig:
     keep_gathered: bool = False
     """Where blocks are computed again (--model.remat), keep the kernels that fsdp devices gathered
     for the forward: half of the gathers less, for the memory of all blocks' kernels."""
+    parts: int = 1
+    """Parts of each microbatch that are computed side by side: GPUs multiply for one while they
+    communicate for another. For tensor meshes, and enough tokens that a part fills the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,9 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.models.config import TransformerConfig
 from normfuse.models.sharding import AXES, BATCH, Sharding, validate
 from normfuse.train.checks import near
-from normfuse.train.config import MeshConfig
+from normfuse.train.config import MeshConfig, TrainConfig
 from normfuse.train.errors import UsageError
 
 
@@ -37,8 +36,8 @@ def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     Args:
       config: whether tokens are split over "tensor", and gathered kernels kept.
       mesh: the mesh.
-      rows: of a microbatch. On a mesh of "tensor" alone that divides them, whole sequences are
-        split; else each sequence.
+      rows: of what is computed at once, a microbatch or a part of it. On a mesh of "tensor" alone
+        that divides them, whole sequences are split; else each sequence.
     """
     sharding = Sharding()
     if config.sequence:
@@ -47,29 +46,26 @@ def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     return dataclasses.replace(sharding, keep_gathered=config.keep_gathered)
 
 
-def check_model(
-    model: TransformerConfig,
-    mesh: Mesh,
-    batch_size: int,
-    microbatches: int,
-    sharding: Sharding | None = None,
-    seq_len: int | None = None,
-):
+def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding):
     """Checks that the model's dimensions, the batch and its sequences divide over the mesh.
 
     Raises:
       UsageError: naming the dimension and the axis, with sizes that would fit.
     """
     try:
-        validate(model, mesh.shape, sharding, seq_len=seq_len)
+        validate(config.transformer(), mesh.shape, sharding, seq_len=config.seq_len)
     except ValueError as error:
         raise UsageError(f"the model does not fit the mesh: {error}") from None
-    parts = math.prod(mesh.shape[axis] for axis in BATCH)
-    unit = parts * microbatches
-    if batch_size % unit:
+    replicas = math.prod(mesh.shape[axis] for axis in BATCH)
+    parts = config.mesh.parts
+    unit = replicas * config.microbatches * parts
+    if config.batch_size % unit:
+        times = f"times --microbatches {config.microbatches}"
+        if parts > 1:
+            times += f", times --mesh.parts {parts}"
         raise UsageError(
-            f"--batch-size {batch_size} must be a multiple of {unit}: mesh data x fsdp = {parts}, "
-            f"times --microbatches {microbatches}. Take {near(batch_size, unit)}."
+            f"--batch-size {config.batch_size} must be a multiple of {unit}: mesh data x fsdp = "
+            f"{replicas}, {times}. Take {near(config.batch_size, unit)}."
         )
 
 

@@ -63,10 +63,9 @@ def train(config: TrainConfig, console: Console | None = None):
         stop = stack.enter_context(StopRequest(together.end))
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
-        rows = config.batch_size // config.microbatches
+        rows = config.batch_size // (config.microbatches * config.mesh.parts)
         sharding = make_sharding(config.mesh, mesh, rows)
-        model = config.transformer()
-        check_model(model, mesh, config.batch_size, config.microbatches, sharding, config.seq_len)
+        check_model(config, mesh, sharding)
         out = outdir.choose(config, distributed.agree(int(time.time())))
         config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
@@ -105,6 +104,7 @@ class Run:
             config.microbatches,
             guard_limit(config.guard),
             config.spike,
+            config.mesh.parts,
         )
         self.record = make_record(config, text.identity())
         self.evaluator = Evaluator(

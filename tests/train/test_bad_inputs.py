@@ -57,6 +57,12 @@ _USAGE = [
     ({"model.norm-eps": "nan"}, ["--model.norm-eps=nan", "finite"]),
     ({"model.vocab-size": 100}, ["token", "--model.vocab-size 100", "256"]),
     ({"implementation": "pallas"}, ["--implementation", "pallas"]),
+    ({"mesh.parts": 0}, ["--mesh.parts 0", "at least 1"]),
+    (
+        {"batch_size": 6, "microbatches": 2, "mesh.parts": 2},
+        ["--batch-size 6", "--microbatches 2 of --mesh.parts 2", "4 or 8"],
+    ),
+    ({"batch_size": 8, "mesh.parts": 2}, ["--batch-size 8", "times --mesh.parts 2", "Take 16"]),
     ({"distributed.num-processes": 2}, ["--distributed.coordinator"]),
     ({"distributed.coordinator": "host"}, ["--distributed.coordinator 'host'", "HOST:PORT"]),
     ({"distributed.coordinator": "host:99999"}, ["'host:99999'", "65535"]),

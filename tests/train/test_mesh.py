@@ -13,10 +13,12 @@ from tiny_model import CONFIG, first_devices
 from normfuse.models.functional import build
 from normfuse.train.batches import on_devices
 from normfuse.train.checksum import checksum
+from normfuse.train.cli import main
 from normfuse.train.config import MeshConfig, OptimConfig
 from normfuse.train.gradients import loss_and_gradient
 from normfuse.train.mesh import batch_sharding, make_mesh, make_sharding
 from normfuse.train.optimizer import make_optimizer, schedule
+from normfuse.train.run import Run
 from normfuse.train.step import Program
 
 BATCH, SEQ, STEPS = 8, 16, 4
@@ -47,7 +49,7 @@ def _program(
     sizes = {"num_heads": heads, "num_kv_heads": heads, "head_dim": CONFIG.dim // heads}
     config = dataclasses.replace(CONFIG, **sizes, implementation=implementation, remat=remat)
     layout = MeshConfig(sequence=sequence, keep_gathered=keep)
-    sharding = make_sharding(layout, mesh, BATCH // microbatches)
+    sharding = make_sharding(layout, mesh, BATCH // (microbatches * parts))
     model = build(framework, config, sharding)
     optimizer, rate = make_optimizer(OPTIM, STEPS), schedule(OPTIM, STEPS)
     return Program(model, optimizer, rate, mesh, microbatches, skip_limit=0, parts=parts)
@@ -102,6 +104,13 @@ def test_sequence_parallelism_changes_no_loss(eight_devices, shape, framework, o
     np.testing.assert_allclose(found, one_device, rtol=0, atol=1e-5)
     # Tokens were split: a block's input is gathered.
     assert re.search(rf"= f32\[[\d,]+,{SEQ},\d+\]\S* all-gather", text)
+
+
+def test_parts_that_are_asked_for_are_those_of_the_step(eight_devices, flags, monkeypatch):
+    started = []
+    monkeypatch.setattr(Run, "go", lambda run, stack: started.append(run))
+    assert main(["train", *flags(**{"mesh.tensor": 2, "mesh.data": 4, "mesh.parts": 2})]) == 0
+    assert started[0].program.parts == 2
 
 
 def test_kept_kernels_change_no_loss(eight_devices):
