@@ -28,10 +28,12 @@ class Target:
       arch: what NVRTC is asked for: `sm_90` and the like give machine code for that architecture
         alone, `compute_80` gives PTX that runs on it and on every later one.
       multiprocessors: how many there are, or are assumed.
+      name: what its driver calls it; empty if no device is attached.
     """
 
     arch: str
     multiprocessors: int
+    name: str = ""
 
     @property
     def capability(self) -> int:
@@ -114,6 +116,7 @@ def attached_target(device: Any, capability: int) -> Target:
         arch=f"sm_{capability}",
         multiprocessors=int(getattr(device, "core_count", 0))
         or _MULTIPROCESSORS.get(capability, _SOME_MULTIPROCESSORS),
+        name=device.device_kind,
     )
 
 

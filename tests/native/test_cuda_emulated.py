@@ -75,6 +75,25 @@ def test_cuda_rows_match_reference(emulated, case):
     check_backward(run, case)
 
 
+@pytest.mark.parametrize(
+    ("n", "rows", "chunks", "hold", "stages"),
+    [
+        (256, 41, 1, True, 2),
+        (1000, 23, 3, False, 3),
+        (2048, 9, 3, True, 3),
+        (4096, 9, 3, False, 3),
+        (5112, 4, 1, False, 3),
+        (8184, 5, 1, False, 2),
+        (32768, 3, 5, False, 2),
+    ],
+)
+def test_cuda_rows_on_an_h100_match_reference(emulated, n, rows, chunks, hold, stages):
+    run, launches = emulated(dataclasses.replace(SM90, name="NVIDIA H100 80GB HBM3"))
+    check_backward(run, Case((rows, n, 1)))
+    macros = launches[0]["macros"]
+    assert (macros["CHUNKS"], macros["HOLD"], macros["STAGES"]) == (chunks, hold, stages)
+
+
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(("n", "grid", "stages"), [(520, (3, 1, 1), 1), (2056, (3, 3, 1), 2)])
 def test_cuda_few_rows_are_read_at_once(emulated, n, grid, stages, residual):

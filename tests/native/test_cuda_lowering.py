@@ -145,8 +145,9 @@ def context(*devices, for_export=False):
 
 def test_target_is_the_attached_device(monkeypatch):
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_80")
-    assert target_for(context(gpu())) == Target("sm_90", 132)
-    assert target_for(context(gpu("12.0", 170), gpu("9.0"))) == Target("sm_120", 170)
+    assert target_for(context(gpu())) == Target("sm_90", 132, "NVIDIA X")
+    several = context(gpu("12.0", 170), gpu("9.0"))
+    assert target_for(several) == Target("sm_120", 170, "NVIDIA X")
 
 
 def test_target_is_the_named_one_without_a_device(monkeypatch):
