@@ -36,7 +36,8 @@ _BACKWARD = (
 )
 # With an H100's memory, of 3.0 TB/s in place of 4.2, those reach .91 to .94 of the copy rate, and
 # others .95 to 1.01 that are slow on an H200: it wants fewer copies on their way at once. Of some
-# 170 timed at each of 256, 1024, 2048, 4096, 5120, 8192 and 32768 features of bfloat16.
+# 170 timed at each of 256, 1024, 2048, 4096, 5120, 8192 and 32768 features of bfloat16; the other
+# lengths have the steps above.
 _H100 = "NVIDIA H100 80GB HBM3"
 _BACKWARD_H100 = (
     Step(64, chunks=1, fill=128, blocks=4, hold=True),
@@ -44,11 +45,14 @@ _BACKWARD_H100 = (
     Step(384, chunks=3, blocks=3, hold=True, stages=3),
     Step(512, chunks=3, fill=384, stages=3),
     Step(640, chunks=1, stages=3),
-    _BACKWARD[3],
+    Step(896, chunks=2, slices=2, blocks=2, stages=3),
     Step(1024, chunks=1),
-    *_BACKWARD[5:9],
+    Step(1536, chunks=2),
+    Step(2112, chunks=3, slices=2, stages=3),
+    Step(2816, chunks=4, slices=2, stages=3),
+    Step(3520, chunks=5, slices=2, stages=3),
     Step(4224, chunks=5, slices=2),
-    _BACKWARD[10],
+    Step(8192, chunks=2, slices=8, blocks=2, stages=3),
 )
 _BACKWARD_RESIDUAL = (
     Step(512, chunks=2, fill=512, stages=3),
