@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from normfuse.models.config import RopeScaling, TransformerConfig
+from normfuse.models.side_by_side import pause
 
 
 class Rope(NamedTuple):
@@ -105,6 +106,7 @@ def attend(
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
         return _attend_xla(q, cache.keys, cache.values, start), cache
+    q, k, v = pause((q, k, v))
     if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
         out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
         return out, None

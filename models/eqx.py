@@ -21,6 +21,7 @@ from normfuse.models.config import TransformerConfig
 from normfuse.models.gathered import NAME, gathered
 from normfuse.models.remat import remat
 from normfuse.models.sharding import Sharding, constrain, in_context
+from normfuse.models.side_by_side import pause
 from normfuse.models.vocabulary import embed, unembed
 
 
@@ -77,6 +78,7 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Array) -> Array:
         gate, up = (_project(linear, x) for linear in (self.gate, self.up))  # (batch, seq, mlp_dim)
+        gate, up = pause((gate, up))
         options = {"dtype": x.dtype, "implementation": None, "contract": 1}
         options["hidden_sharding"] = in_context(self.sharding.hidden)
         return gated.apply_product(gate, up, self.down.weight, None, "silu", **options)
@@ -192,9 +194,10 @@ def _normalise(norm: RMSNorm, x: Array) -> Array:
 def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Array, Array]:
     """`(norm(x + more), x + more)`, in one pass over them each way."""
     if more is None:
-        return _normalise(norm, x), x
+        return pause(_normalise(norm, x)), x
     options = {"eps": norm.eps, "implementation": norm.implementation}
-    return add_rms_norm(more, x, norm.weight, **options)
+    h, x = add_rms_norm(more, x, norm.weight, **options)
+    return pause(h), x
 
 
 def _linear(

@@ -18,6 +18,7 @@ from normfuse.models.config import TransformerConfig
 from normfuse.models.gathered import NAME, gathered
 from normfuse.models.remat import remat
 from normfuse.models.sharding import Sharding, constrain, in_context
+from normfuse.models.side_by_side import pause
 from normfuse.models.vocabulary import embed, unembed
 
 _BLANK = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` are filled in
@@ -69,7 +70,8 @@ class MLP(GatedMLP):
         )
 
     def __call__(self, x: Array) -> Array:
-        return self.combine(self.gate(x), self.up(x), in_context(self.sharding.hidden))
+        gate, up = pause((self.gate(x), self.up(x)))
+        return self.combine(gate, up, in_context(self.sharding.hidden))
 
 
 class Block(nnx.Module):
@@ -183,10 +185,11 @@ def _linear(
 def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Array, Array]:
     """`(norm(x + more), x + more)`, in one pass over them each way."""
     if more is None:
-        return norm(x), x
+        return pause(norm(x)), x
     assert norm.scale is not None
     options = {"eps": norm.epsilon, "implementation": norm.implementation}
-    return add_rms_norm(more, x, rounded(norm.scale[...], x.dtype), **options)
+    h, x = add_rms_norm(more, x, rounded(norm.scale[...], x.dtype), **options)
+    return pause(h), x
 
 
 def _norm(config: TransformerConfig, width: int, *, rngs: nnx.Rngs) -> RMSNorm:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.accumulate import accumulate_gradients
 from normfuse.models.functional import Functional, Params, build
+from normfuse.models.side_by_side import side_by_side
 
 
 def token_losses(logits: Array, targets: Array) -> Array:
@@ -30,13 +31,10 @@ def token_losses(logits: Array, targets: Array) -> Array:
 def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) -> Array:
     """Gives the mean loss of `(batch, seq + 1)` tokens: the first are inputs, the last targets.
 
-    With `parts`, each is computed by itself in the same program, so that XLA schedules one part's
-    matrix products beside what another communicates (Wang et al., Domino, arXiv:2409.15241).
+    With `parts`, each is computed by itself in the same program, `side_by_side`.
     """
-    losses = [
-        token_losses(model.apply(params, rows[:, :-1]), rows[:, 1:]).mean()
-        for rows in interleaved(tokens, parts)
-    ]
+    loss = lambda rows: token_losses(model.apply(params, rows[:, :-1]), rows[:, 1:]).mean()
+    losses = side_by_side(loss, interleaved(tokens, parts))
     return sum(losses[1:], losses[0]) / parts
 
 

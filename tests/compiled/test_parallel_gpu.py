@@ -155,7 +155,7 @@ def test_parts_of_a_batch_hide_what_the_others_communicate():
     assert not transposed(program)
     hidden = sum(gemms > 0 for kind, gemms in hlo.overlapped(program) if kind != "all-reduce")
     moves = sum(c.kind != "all-reduce" for c in hlo.collectives(program))
-    assert hidden > moves / 3  # of one part, less
+    assert hidden > 0.8 * moves  # not tied to each other a half, in one part less
 
 
 def test_all_three_axes_together():
