@@ -3,9 +3,9 @@
 A tensor-parallel layer gathers its input and scatters its output, and has nothing to do meanwhile.
 Parts of a batch do not depend on each other, so XLA can schedule the products of one beside what
 another communicates (Wang et al., Domino, arXiv:2409.15241). By itself it brings all parts to the
-end of a layer at once, where each waits. Here they are tied to each other at the places that a model
-marks with `pause`, each part one place behind the part before: when the first has normalised what
-it is to gather, the second has made the first products of its layer, and has the others to go.
+end of a layer at once, where each waits. Here they are tied to each other at the places that a
+model marks with `pause`, each part one place behind the part before: when the first has normalised
+what it is to gather, the second has made the first products of its layer, and has others to go.
 """
 
 import functools

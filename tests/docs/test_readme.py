@@ -88,7 +88,13 @@ def test_the_elementwise_op_runs(tmp_path, monkeypatch):
     assert names["y"].tolist() == [0, 50]
 
 
-@pytest.mark.parametrize("block", blocks("docs/parallelism.md"))
-def test_the_sharded_model_runs(block, eight_devices):
-    y = run("docs/parallelism.md", block)["y"]
+def test_the_sharded_model_runs(eight_devices):
+    sharded, _ = blocks("docs/parallelism.md")
+    y = run("docs/parallelism.md", sharded)["y"]
     assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
+
+
+def test_the_layer_in_two_parts_runs():
+    _, parts = blocks("docs/parallelism.md")
+    names = run("docs/parallelism.md", parts)
+    np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)

@@ -19,8 +19,8 @@ def layers(w, x):
     for _ in range(2):
         h = pause(rms_norm(x, w["scale"], eps=1e-6))
         gate, up = pause((h @ w["gate"], h @ w["up"]))
-        again = jax.checkpoint(lambda h: pause(jnp.tanh(h)) @ w["down"])
-        x = x + jax.jit(lambda h: pause(again(h)))(jax.nn.silu(gate) * up)
+        down = jax.checkpoint(lambda h: pause(jnp.tanh(h)) @ w["down"])
+        x = x + jax.jit(down)(jax.nn.silu(gate) * up)
     return {"mean": jnp.mean(jnp.square(x)), "first": x[:, 0]}
 
 
