@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import normfuse.layers.eqx as ours_eqx
 import normfuse.layers.nnx as ours_nnx
