@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from normfuse.layers.main_gradient import mark_p
+from normfuse.native.equation import results_of, value_of
 
 _FOLLOWED = (  # of the first operand's elements, whatever their dtype
     "copy",
@@ -64,44 +65,35 @@ def _run(jaxpr, consts, operands, links):
     linked: dict[Any, Link] = {}
     for var, value, link in zip(jaxpr.invars, operands, links, strict=True):
         values[var], linked[var] = value, link
-    is_literal = lambda atom: hasattr(atom, "val")
+    link_of = lambda atom: None if hasattr(atom, "val") else linked.get(atom)
     for eqn in jaxpr.eqns:
-        given = [v.val if is_literal(v) else values[v] for v in eqn.invars]
-        zeros = [None if is_literal(v) else linked.get(v) for v in eqn.invars]
+        given = [value_of(v, values) for v in eqn.invars]
+        zeros = [link_of(v) for v in eqn.invars]
         with eqn.ctx.manager:
             results, more = _step(eqn, given, zeros)
         for var, result, link in zip(eqn.outvars, results, more, strict=True):
             values[var], linked[var] = result, link
-    read = lambda table, v, literal: literal if is_literal(v) else table.get(v)
-    return (
-        [read(values, v, getattr(v, "val", None)) for v in jaxpr.outvars],
-        [read(linked, v, None) for v in jaxpr.outvars],
-    )
+    return [value_of(v, values) for v in jaxpr.outvars], [link_of(v) for v in jaxpr.outvars]
 
 
 def _step(eqn, given, zeros):
     """The results of one operation, and their links."""
     name = eqn.primitive.name
     if all(z is None for z in zeros):
-        return _plain(eqn, given), [None] * len(eqn.outvars)
+        return results_of(eqn, given), [None] * len(eqn.outvars)
     if eqn.primitive is mark_p:
         return [lax.stop_gradient(given[0]), zeros[0]], [None, None]
     if name in _FOLLOWED and zeros[0] is not None:
-        return _plain(eqn, given), _plain(eqn, [zeros[0], *given[1:]])
+        return results_of(eqn, given), results_of(eqn, [zeros[0], *given[1:]])
     if name == "name":  # of what remat keeps: not the zeros
-        return _plain(eqn, given), zeros
+        return results_of(eqn, given), zeros
     if name in ("jit", "pjit"):
         return run_linked(eqn.params["jaxpr"], given, zeros)
     if name in ("remat2", "checkpoint"):
         return _checkpoint(eqn, given, zeros), [None] * len(eqn.outvars)
     if name == "scan":
         return _scan(eqn, given, zeros), [None] * len(eqn.outvars)
-    return _plain(eqn, given), [None] * len(eqn.outvars)
-
-
-def _plain(eqn, given) -> list[jax.Array]:
-    results = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
+    return results_of(eqn, given), [None] * len(eqn.outvars)
 
 
 def _checkpoint(eqn, given, zeros):

@@ -77,8 +77,8 @@ class MLP(eqx.Module):
         self.down = _linear(config, config.mlp_dim, config.dim, key=key)
 
     def __call__(self, x: Array) -> Array:
-        gate, up = (_project(linear, x) for linear in (self.gate, self.up))  # (batch, seq, mlp_dim)
-        gate, up = pause((gate, up))
+        # (batch, seq, mlp_dim)
+        gate, up = pause([_project(linear, x) for linear in (self.gate, self.up)])
         options = {"dtype": x.dtype, "implementation": None, "contract": 1}
         options["hidden_sharding"] = in_context(self.sharding.hidden)
         return gated.apply_product(gate, up, self.down.weight, None, "silu", **options)

@@ -8,13 +8,14 @@ model marks with `pause`, each part one place behind the part before: when the f
 what it is to gather, the second has made the first products of its layer, and has others to go.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+
+from normfuse.native.equation import results_of, value_of
 
 T = TypeVar("T")
 _PAUSE = "normfuse_pause"
@@ -65,8 +66,8 @@ def side_by_side(function: Callable[[Any], T], parts: Sequence[Any]) -> list[T]:
                 results[at] = end.value
         if len(waiting) > 1:
             waiting = jax.lax.optimization_barrier(waiting)
-    build = functools.partial(jax.tree.unflatten, jax.tree.structure(shapes))
-    return [build(results[at]) for at in range(len(parts))]
+    tree = jax.tree.structure(shapes)
+    return [jax.tree.unflatten(tree, results[at]) for at in range(len(parts))]
 
 
 def _course(traced: Any, operands: Sequence[jax.Array]) -> Generator[list, list, list]:
@@ -76,18 +77,15 @@ def _course(traced: Any, operands: Sequence[jax.Array]) -> Generator[list, list,
     """
     jaxpr = traced.jaxpr
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*traced.consts, *operands], strict=True))
-    read = lambda atom: atom.val if hasattr(atom, "val") else values[atom]
     marks = lambda eqn: eqn.params.get("name") == _PAUSE
     for marked, eqns in itertools.groupby(jaxpr.eqns, marks):
         if marked:
             names = [(eqn.invars[0], eqn.outvars[0]) for eqn in eqns]
-            sent = yield [read(made) for made, _ in names]
+            sent = yield [value_of(made, values) for made, _ in names]
             values |= zip((after for _, after in names), sent, strict=True)
             continue
         for eqn in eqns:
-            given = [read(atom) for atom in eqn.invars]
+            given = [value_of(atom, values) for atom in eqn.invars]
             with eqn.ctx.manager:
-                results = eqn.primitive.bind(*given, **eqn.primitive.get_bind_params(eqn.params))
-            results = results if eqn.primitive.multiple_results else [results]
-            values |= zip(eqn.outvars, results, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
+                values |= zip(eqn.outvars, results_of(eqn, given), strict=True)
+    return [value_of(atom, values) for atom in jaxpr.outvars]

@@ -77,7 +77,7 @@ def _check_sizes(config: TrainConfig):
     longest = config.model.max_seq_len
     rule = f"is longer than --model.max-seq-len {longest}: lower the one or raise the other."
     require(config.seq_len <= longest, "seq-len", config.seq_len, rule)
-    batch, unit = config.batch_size, config.microbatches * config.mesh.parts
+    batch, unit = config.batch_size, config.pieces
     into = f"--microbatches {config.microbatches}"
     if config.mesh.parts > 1:
         into += f" of --mesh.parts {config.mesh.parts}"

@@ -211,6 +211,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
 
+    @property
+    def pieces(self) -> int:
+        """Those that a batch is computed in: the parts of all microbatches."""
+        return self.microbatches * self.mesh.parts
+
     def transformer(self) -> TransformerConfig:
         """Gives the model's configuration, precision and implementation included."""
         return TransformerConfig(

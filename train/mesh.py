@@ -57,12 +57,11 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding):
     except ValueError as error:
         raise UsageError(f"the model does not fit the mesh: {error}") from None
     replicas = math.prod(mesh.shape[axis] for axis in BATCH)
-    parts = config.mesh.parts
-    unit = replicas * config.microbatches * parts
+    unit = replicas * config.pieces
     if config.batch_size % unit:
         times = f"times --microbatches {config.microbatches}"
-        if parts > 1:
-            times += f", times --mesh.parts {parts}"
+        if config.mesh.parts > 1:
+            times += f", times --mesh.parts {config.mesh.parts}"
         raise UsageError(
             f"--batch-size {config.batch_size} must be a multiple of {unit}: mesh data x fsdp = "
             f"{replicas}, {times}. Take {near(config.batch_size, unit)}."

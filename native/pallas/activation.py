@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend import core
 from jax.extend.core import primitives
 
+from normfuse.native.equation import results_of, value_of
 from normfuse.native.fallback import Unsupported
 
 # erf(x) = x P(x²) / Q(x²) for |x| < 3.75, highest power first; it is 1 in float32 beyond.
@@ -130,9 +130,8 @@ def _every(jaxpr):
 
 def _evaluate(replaced, jaxpr, consts, args):
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]
     for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+        operands = [value_of(atom, values) for atom in eqn.invars]
         inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         if eqn.primitive in replaced:
             results = [replaced[eqn.primitive](*operands, **eqn.params)]
@@ -140,10 +139,9 @@ def _evaluate(replaced, jaxpr, consts, args):
             consts = [np.asarray(c).item() for c in inner.consts]
             results = _evaluate(replaced, inner.jaxpr, consts, operands)
         else:
-            results = eqn.primitive.bind(*operands, **eqn.params)
-            results = results if eqn.primitive.multiple_results else [results]
+            results = results_of(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [value_of(atom, values) for atom in jaxpr.outvars]
 
 
 def _polynomial(x, coefficients):
