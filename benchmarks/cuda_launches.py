@@ -41,7 +41,7 @@ class Gpu:
 
     def target(self) -> Target:
         major, minor = (self.attribute(f"COMPUTE_CAPABILITY_{n}") for n in ("MAJOR", "MINOR"))
-        name = self("cuDeviceGetName", 100, 0).rstrip(b"\0").decode()
+        name = self("cuDeviceGetName", 100, 0).partition(b"\0")[0].decode()  # blanks come after
         return Target(f"sm_{10 * major + minor}", self.attribute("MULTIPROCESSOR_COUNT"), name)
 
     def array(self, size: int, fill: np.ndarray | None = None) -> int:
