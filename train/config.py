@@ -47,7 +47,8 @@ class MeshConfig:
     for the forward: half of the gathers less, for the memory of all blocks' kernels."""
     parts: int = 1
     """Parts of each microbatch that are computed side by side: GPUs multiply for one while they
-    communicate for another. For tensor meshes, and enough tokens that a part fills the GPU."""
+    communicate for another. For tensor meshes, and enough tokens that a part fills the GPU; with
+    --model.remat none they are half a layer apart, else XLA has both wait at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
