@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.linked import run_linked, uses
-from normfuse.layers.main_gradient import NARROW
-from normfuse.layers.rounding import holds
+from .linked import run_linked, uses
+from .main_gradient import NARROW
+from .rounding import holds
 
 _OP = "accumulate_gradients"
 _MAIN = ("float32", "bfloat16", "float16")

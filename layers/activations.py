@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers import epilogue_op
-from normfuse.layers.implementation import order_of
-from normfuse.layers.op import match, vary
-from normfuse.layers.rounding import rounded, wide
-from normfuse.native.scalar import SCALARS, Scalar
+from ..native.scalar import SCALARS, Scalar
+from . import epilogue_op
+from .implementation import order_of
+from .op import match, vary
+from .rounding import rounded, wide
 
 Activation = str | Callable[[jax.Array], jax.Array] | None
 

@@ -3,13 +3,13 @@
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from normfuse.layers import specs
-from normfuse.layers.activations import Activation, finish, finish_natively, resolve, scalar_of
-from normfuse.layers.arguments import floating, floating_dtype
-from normfuse.layers.fused_dense import fused_dense
-from normfuse.layers.implementation import Implementation, choose
-from normfuse.layers.matmul import matmul
-from normfuse.native.fallback import Order
+from ..native.fallback import Order
+from . import specs
+from .activations import Activation, finish, finish_natively, resolve, scalar_of
+from .arguments import floating, floating_dtype
+from .fused_dense import fused_dense
+from .implementation import Implementation, choose
+from .matmul import matmul
 
 
 def dense(

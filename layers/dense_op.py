@@ -14,15 +14,15 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.op import compile_when_eager, devices_of, reshard_like, where_lowered
-from normfuse.layers.partition import name_callback
-from normfuse.layers.rounding import wide
-from normfuse.layers.specs import axes_of, whole
-from normfuse.layers.tiling import mesh_and_spec
-from normfuse.native import dense as native
-from normfuse.native import fallback
-from normfuse.native.jax_private import needs_devices_during_lowering
-from normfuse.native.kernel import lower, without_mesh
+from ..native import dense as native
+from ..native import fallback
+from ..native.jax_private import needs_devices_during_lowering
+from ..native.kernel import lower, without_mesh
+from .op import compile_when_eager, devices_of, reshard_like, where_lowered
+from .partition import name_callback
+from .rounding import wide
+from .specs import axes_of, whole
+from .tiling import mesh_and_spec
 
 dense_p = Primitive("normfuse_dense_layer")
 dense_p.multiple_results = True

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from normfuse.layers.op import Op
-from normfuse.native.jax_private import on_unused_results
+from ..native.jax_private import on_unused_results
+from .op import Op
 
 
 def link(forward: Op, tangent: Op, backward: Op) -> None:

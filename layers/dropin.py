@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers.activations import Activation, finish, resolve
-from normfuse.layers.arguments import DTYPES, dimensions
-from normfuse.layers.implementation import Implementation, choose, requested
-from normfuse.native import fallback
+from ..native import fallback
+from .activations import Activation, finish, resolve
+from .arguments import DTYPES, dimensions
+from .implementation import Implementation, choose, requested
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers import elementwise_derivative
-from normfuse.layers.elementwise_build import build, scalar_of
-from normfuse.layers.elementwise_op import call, op
-from normfuse.layers.implementation import Implementation, choose, requested
-from normfuse.native.elementwise import compute_dtype
-from normfuse.native.elementwise_code import DTYPES
-from normfuse.native.elementwise_signature import resolve
-from normfuse.native.scalar import Scalar
+from ..native.elementwise import compute_dtype
+from ..native.elementwise_code import DTYPES
+from ..native.elementwise_signature import resolve
+from ..native.scalar import Scalar
+from . import elementwise_derivative
+from .elementwise_build import build, scalar_of
+from .elementwise_op import call, op
+from .implementation import Implementation, choose, requested
 
 elementwise_derivative.register()
 MOST = 8  # inputs, and outputs

@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from normfuse.layers.elementwise_function import Primal, called, key_of
-from normfuse.native import elementwise_signature
-from normfuse.native.elementwise_signature import Signature
-from normfuse.native.scalar import Scalar
+from ..native import elementwise_signature
+from ..native.elementwise_signature import Signature
+from ..native.scalar import Scalar
+from .elementwise_function import Primal, called, key_of
 
 
 def build(

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from normfuse.layers.elementwise_function import Linear, Primal
-from normfuse.layers.elementwise_op import call, op, restored
-from normfuse.native.elementwise import compute_dtype, result_shape, spread
+from ..native.elementwise import compute_dtype, result_shape, spread
+from .elementwise_function import Linear, Primal
+from .elementwise_op import call, op, restored
 
 
 def _jvp(primals, tangents, *, function, placed, order, bound, out, strict, axes):

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.elementwise_code import Function
+from ..native.elementwise_code import Function
 
 Plain = Callable[..., Any]
 

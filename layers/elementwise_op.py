@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from normfuse.layers.op import Op, match, vary
-from normfuse.layers.partition import Loose, Split
-from normfuse.native import elementwise as native
-from normfuse.native.elementwise import Dims, Types, result_shape
-from normfuse.native.elementwise_code import Function
+from ..native import elementwise as native
+from ..native.elementwise import Dims, Types, result_shape
+from ..native.elementwise_code import Function
+from .op import Op, match, vary
+from .partition import Loose, Split
 
 
 def call(

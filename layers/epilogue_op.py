@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from normfuse.layers.derivative import differentiate_plainly
-from normfuse.layers.op import Op
-from normfuse.layers.partition import Loose
-from normfuse.native import epilogue as native
+from ..native import epilogue as native
+from .derivative import differentiate_plainly
+from .op import Op
+from .partition import Loose
 
 # ---------------------------------------------------------------- sharding
 

@@ -7,16 +7,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers import dense as dense_op
-from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import by_framework, check_eps, check_options, unserved_dtype
-from normfuse.layers.implementation import Implementation, choose
-from normfuse.layers.rms_norm import rms_norm
-from normfuse.layers.rounding import wide
+from . import dense as dense_op
+from .activations import Activation, finish
+from .dropin import by_framework, check_eps, check_options, unserved_dtype
+from .implementation import Implementation, choose
+from .rms_norm import rms_norm
+from .rounding import wide
 
 if TYPE_CHECKING:
-    from normfuse.layers.eqx_fused import GatedMLP as GatedMLP
-    from normfuse.layers.eqx_fused import NormDense as NormDense
+    from .eqx_fused import GatedMLP as GatedMLP
+    from .eqx_fused import NormDense as NormDense
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()
@@ -286,7 +286,7 @@ def _replace(node: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any
 
 def __getattr__(name: str) -> Any:
     if name in ("GatedMLP", "NormDense"):  # which import this module
-        from normfuse.layers import eqx_fused
+        from . import eqx_fused
 
         return getattr(eqx_fused, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

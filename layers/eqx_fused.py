@@ -6,11 +6,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers import gated, norm_dense
-from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import another, by_framework, check_options, in_a_row
-from normfuse.layers.eqx import Linear, RMSNorm
-from normfuse.layers.implementation import Implementation
+from . import gated, norm_dense
+from .activations import Activation, finish
+from .dropin import another, by_framework, check_options, in_a_row
+from .eqx import Linear, RMSNorm
+from .implementation import Implementation
 
 
 class NormDense(eqx.Module):

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from normfuse.layers import dense_op, matmul
-from normfuse.layers.activations import (
+from ..native import fallback
+from ..native.fallback import Order, Unsupported
+from ..native.pallas import activation as portable
+from . import dense_op, matmul
+from .activations import (
     Activation,
     finish,
     finish_tangent,
     resolve,
     scalar_of,
 )
-from normfuse.layers.op import vary
-from normfuse.layers.rounding import wide
-from normfuse.native import fallback
-from normfuse.native.fallback import Order, Unsupported
-from normfuse.native.pallas import activation as portable
+from .op import vary
+from .rounding import wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,22 +4,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from normfuse.layers import specs
-from normfuse.layers.activations import (
+from ..native.fallback import Order
+from . import specs
+from .activations import (
     Activation,
     finish,
     finish_natively,
     scalar_of,
 )
-from normfuse.layers.arguments import floating, floating_dtype
-from normfuse.layers.dense import check_shapes
-from normfuse.layers.implementation import Implementation, choose, order_of, requested
-from normfuse.layers.matmul import matmul
-from normfuse.layers.norm_dense import check_activated, check_gated
-from normfuse.layers.op import match
-from normfuse.layers.producers import Activated, placed
-from normfuse.layers.recomputed import products
-from normfuse.native.fallback import Order
+from .arguments import floating, floating_dtype
+from .dense import check_shapes
+from .implementation import Implementation, choose, order_of, requested
+from .matmul import matmul
+from .norm_dense import check_activated, check_gated
+from .op import match
+from .producers import Activated, placed
+from .recomputed import products
 
 
 def gated_dense(

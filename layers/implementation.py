@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from normfuse.native.fallback import Order
+from ..native.fallback import Order
 
 NAMES = ("native", "pallas", "xla")
 Implementation = str | Sequence[str] | None

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 
-from normfuse.layers import dense as dense_op
-from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import (
+from . import dense as dense_op
+from .activations import Activation, finish
+from .dropin import (
     by_framework,
     check_eps,
     check_options,
     dimensions_of,
     unserved_dtype,
 )
-from normfuse.layers.implementation import Implementation, choose
-from normfuse.layers.rms_norm import rms_norm
+from .implementation import Implementation, choose
+from .rms_norm import rms_norm
 
 if TYPE_CHECKING:
-    from normfuse.layers.linen_fused import GatedMLP as GatedMLP
-    from normfuse.layers.linen_fused import NormDense as NormDense
+    from .linen_fused import GatedMLP as GatedMLP
+    from .linen_fused import NormDense as NormDense
 
 
 class RMSNorm(nn.RMSNorm):
@@ -176,7 +176,7 @@ class Dense(nn.Dense):
 
 def __getattr__(name: str) -> Any:
     if name in ("GatedMLP", "NormDense"):  # which import this module
-        from normfuse.layers import linen_fused
+        from . import linen_fused
 
         return getattr(linen_fused, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 
-from normfuse.layers import gated, norm_dense
-from normfuse.layers.activations import Activation
-from normfuse.layers.arguments import floating
-from normfuse.layers.dropin import check_eps, check_options
-from normfuse.layers.implementation import Implementation
+from . import gated, norm_dense
+from .activations import Activation
+from .arguments import floating
+from .dropin import check_eps, check_options
+from .implementation import Implementation
 
 _KERNEL = nn.linear.default_kernel_init
 

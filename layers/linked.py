@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from normfuse.layers.main_gradient import mark_p
-from normfuse.native.equation import results_of, value_of
+from ..native.equation import results_of, value_of
+from .main_gradient import mark_p
 
 _FOLLOWED = (  # of the first operand's elements, whatever their dtype
     "copy",

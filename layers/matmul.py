@@ -21,9 +21,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from normfuse.layers.main_gradient import marked
-from normfuse.layers.rounding import wide
-from normfuse.layers.specs import axes_of, whole, without
+from .main_gradient import marked
+from .rounding import wide
+from .specs import axes_of, whole, without
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,22 +9,22 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from normfuse.layers import dense as dense_op
-from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import (
+from . import dense as dense_op
+from .activations import Activation, finish
+from .dropin import (
     by_framework,
     check_eps,
     check_options,
     dimensions_of,
     unserved_dtype,
 )
-from normfuse.layers.implementation import Implementation, choose
-from normfuse.layers.rms_norm import rms_norm
-from normfuse.layers.rounding import narrowed, rounded
+from .implementation import Implementation, choose
+from .rms_norm import rms_norm
+from .rounding import narrowed, rounded
 
 if TYPE_CHECKING:
-    from normfuse.layers.nnx_fused import GatedMLP as GatedMLP
-    from normfuse.layers.nnx_fused import NormDense as NormDense
+    from .nnx_fused import GatedMLP as GatedMLP
+    from .nnx_fused import NormDense as NormDense
 
 M = TypeVar("M")
 
@@ -284,7 +284,7 @@ def _layers(model, classes) -> Iterator[Any]:
 
 def __getattr__(name: str) -> Any:
     if name in ("GatedMLP", "NormDense"):  # which import this module
-        from normfuse.layers import nnx_fused
+        from . import nnx_fused
 
         return getattr(nnx_fused, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from normfuse.layers import gated, norm_dense
-from normfuse.layers.activations import Activation, finish
-from normfuse.layers.dropin import (
+from . import gated, norm_dense
+from .activations import Activation, finish
+from .dropin import (
     another,
     by_framework,
     check_eps,
@@ -17,10 +17,10 @@ from normfuse.layers.dropin import (
     dimensions_of,
     in_a_row,
 )
-from normfuse.layers.implementation import Implementation
-from normfuse.layers.nnx import Linear, RMSNorm
-from normfuse.layers.producers import placed
-from normfuse.layers.rounding import narrowed, rounded
+from .implementation import Implementation
+from .nnx import Linear, RMSNorm
+from .producers import placed
+from .rounding import narrowed, rounded
 
 
 class NormDense(nnx.Module):

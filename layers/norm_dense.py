@@ -6,21 +6,21 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from normfuse.layers.activations import (
+from .activations import (
     Activation,
     finish,
     finish_natively,
     resolve,
     scalar_of,
 )
-from normfuse.layers.arguments import finite, floating, floating_dtype
-from normfuse.layers.dense import check_shapes
-from normfuse.layers.implementation import Implementation, choose, order_of
-from normfuse.layers.matmul import matmul
-from normfuse.layers.op import match, vary
-from normfuse.layers.producers import Normalised
-from normfuse.layers.recomputed import products
-from normfuse.layers.rms_norm import rms_norm
+from .arguments import finite, floating, floating_dtype
+from .dense import check_shapes
+from .implementation import Implementation, choose, order_of
+from .matmul import matmul
+from .op import match, vary
+from .producers import Normalised
+from .recomputed import products
+from .rms_norm import rms_norm
 
 
 def norm_dense(

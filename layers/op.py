@@ -15,13 +15,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding
 
-from normfuse.layers import partition
-from normfuse.layers.partition import Loose, Split
-from normfuse.layers.specs import whole
-from normfuse.native import fallback
-from normfuse.native.fallback import Order
-from normfuse.native.jax_private import needs_devices_during_lowering
-from normfuse.native.kernel import lower, result_types
+from ..native import fallback
+from ..native.fallback import Order
+from ..native.jax_private import needs_devices_during_lowering
+from ..native.kernel import lower, result_types
+from . import partition
+from .partition import Loose, Split
+from .specs import whole
 
 Dims = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
 

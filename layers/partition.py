@@ -12,11 +12,11 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.specs import axes_of, whole
-from normfuse.layers.tiling import mesh_and_spec
-from normfuse.native import fingerprint
-from normfuse.native.jax_private import sharding_callbacks
-from normfuse.native.kernel import without_mesh
+from ..native import fingerprint
+from ..native.jax_private import sharding_callbacks
+from ..native.kernel import without_mesh
+from .specs import axes_of, whole
+from .tiling import mesh_and_spec
 
 
 class Loose(tuple):

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers import epilogue_op, rms_norm_op
-from normfuse.native.fallback import Order
-from normfuse.native.scalar import Scalar
+from ..native.fallback import Order
+from ..native.scalar import Scalar
+from . import epilogue_op, rms_norm_op
 
 
 class Producer(Protocol):

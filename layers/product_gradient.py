@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from normfuse.layers.matmul import Product, input_gradient
-from normfuse.layers.op import compile_when_eager, where_lowered
-from normfuse.layers.producers import Activated, Producer
-from normfuse.native import fallback
-from normfuse.native import product_gradient as native
-from normfuse.native.fallback import Order
-from normfuse.native.jax_private import needs_devices_during_lowering
-from normfuse.native.kernel import lower
+from ..native import fallback
+from ..native import product_gradient as native
+from ..native.fallback import Order
+from ..native.jax_private import needs_devices_during_lowering
+from ..native.kernel import lower
+from .matmul import Product, input_gradient
+from .op import compile_when_eager, where_lowered
+from .producers import Activated, Producer
 
 
 def gradients(

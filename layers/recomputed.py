@@ -21,9 +21,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from normfuse.layers import product_gradient
-from normfuse.layers.main_gradient import marked
-from normfuse.layers.matmul import (
+from ..native.fallback import Order
+from . import product_gradient
+from .main_gradient import marked
+from .matmul import (
     Product,
     dot,
     equally_varying,
@@ -31,9 +32,8 @@ from normfuse.layers.matmul import (
     operand_of,
     tangent_p,
 )
-from normfuse.layers.op import batch_at, compile_when_eager, match
-from normfuse.layers.producers import Producer
-from normfuse.native.fallback import Order
+from .op import batch_at, compile_when_eager, match
+from .producers import Producer
 
 
 @dataclasses.dataclass(frozen=True)

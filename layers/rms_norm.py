@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import jax
 
-from normfuse.layers.arguments import dimensions, finite, floating, floating_dtype
-from normfuse.layers.implementation import Implementation, kernels
-from normfuse.layers.op import match, vary
-from normfuse.layers.rms_norm_op import forward
+from .arguments import dimensions, finite, floating, floating_dtype
+from .implementation import Implementation, kernels
+from .op import match, vary
+from .rms_norm_op import forward
 
 
 def rms_norm(

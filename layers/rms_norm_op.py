@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from normfuse.layers import derivative
-from normfuse.layers.op import Op
-from normfuse.layers.partition import Loose
-from normfuse.native import rms_norm as native
-from normfuse.native import rms_norm_definition as definition
+from ..native import rms_norm as native
+from ..native import rms_norm_definition as definition
+from . import derivative
+from .op import Op
+from .partition import Loose
 
 # ---------------------------------------------------------------- sharding
 # Operands and results by the dimensions of x they have: all of them, the rows, or the axes.

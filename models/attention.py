@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from normfuse.models.config import RopeScaling, TransformerConfig
-from normfuse.models.side_by_side import pause
+from .config import RopeScaling, TransformerConfig
+from .side_by_side import pause
 
 
 class Rope(NamedTuple):

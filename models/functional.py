@@ -9,10 +9,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.models import parameters
-from normfuse.models.attention import Cache
-from normfuse.models.config import TransformerConfig
-from normfuse.models.sharding import Sharding, divides, stored, with_auto_axes
+from . import parameters
+from .attention import Cache
+from .config import TransformerConfig
+from .sharding import Sharding, divides, stored, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -136,7 +136,7 @@ def build(
 def _build_nnx(config: TransformerConfig, sharding: Sharding):
     from flax import nnx
 
-    from normfuse.models.nnx import Transformer
+    from .nnx import Transformer
 
     abstract = nnx.eval_shape(lambda: Transformer(config, sharding, rngs=nnx.Rngs(0)))
     graphdef, state = nnx.split(abstract)
@@ -144,7 +144,7 @@ def _build_nnx(config: TransformerConfig, sharding: Sharding):
 
 
 def _build_eqx(config: TransformerConfig, sharding: Sharding):
-    from normfuse.models.eqx import Transformer
+    from .eqx import Transformer
 
     make = lambda key: Transformer(config, sharding, key=key)
     return jax.eval_shape(make, jax.random.key(0)), lambda params: params

@@ -16,8 +16,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.rounding import holds
-from normfuse.models.sharding import Sharding, constrain, is_split, on_mesh
+from ..layers.rounding import holds
+from .sharding import Sharding, constrain, is_split, on_mesh
 
 NAME = "normfuse_gathered"  # what `jax.checkpoint` keeps
 

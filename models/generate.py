@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from normfuse.models.attention import Cache
-from normfuse.models.functional import Functional, Params
+from .attention import Cache
+from .functional import Functional, Params
 
 
 def generate(

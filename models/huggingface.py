@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from normfuse.models import parameters, tensor_file
-from normfuse.models.functional import Framework, Functional, Params, build
-from normfuse.models.huggingface_config import from_huggingface, to_huggingface
-from normfuse.models.sharding import Sharding
+from . import parameters, tensor_file
+from .functional import Framework, Functional, Params, build
+from .huggingface_config import from_huggingface, to_huggingface
+from .sharding import Sharding
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from normfuse.models.config import RopeScaling, TransformerConfig
+from .config import RopeScaling, TransformerConfig
 
 _BIASED = {"llama": False, "qwen2": True, "qwen3": False}  # biases on q, k and v only
 _ROPE_SCALING = {

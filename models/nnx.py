@@ -9,17 +9,17 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from normfuse.layers.nnx import GatedMLP, Linear, RMSNorm
-from normfuse.layers.rms_norm import add_rms_norm
-from normfuse.layers.rounding import rounded
-from normfuse.models import parameters
-from normfuse.models.attention import Cache, KeyValue, Rope, attend, rope_table, rotate
-from normfuse.models.config import TransformerConfig
-from normfuse.models.gathered import NAME, gathered
-from normfuse.models.remat import remat
-from normfuse.models.sharding import Sharding, constrain, in_context
-from normfuse.models.side_by_side import pause
-from normfuse.models.vocabulary import embed, unembed
+from ..layers.nnx import GatedMLP, Linear, RMSNorm
+from ..layers.rms_norm import add_rms_norm
+from ..layers.rounding import rounded
+from . import parameters
+from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from .config import TransformerConfig
+from .gathered import NAME, gathered
+from .remat import remat
+from .sharding import Sharding, constrain, in_context
+from .side_by_side import pause
+from .vocabulary import embed, unembed
 
 _BLANK = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` are filled in
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from normfuse.models.config import TransformerConfig
+from .config import TransformerConfig
 
 _STD = 0.02
 

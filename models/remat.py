@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from normfuse.models.config import Remat
+from .config import Remat
 
 
 def remat(

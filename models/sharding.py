@@ -21,9 +21,9 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.specs import axes_of
-from normfuse.models.config import TransformerConfig
-from normfuse.models.parameters import name_of
+from ..layers.specs import axes_of
+from .config import TransformerConfig
+from .parameters import name_of
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = AXES[:2]

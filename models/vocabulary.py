@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from normfuse.models.sharding import Sharding, constrain
+from .sharding import Sharding, constrain
 
 
 def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:

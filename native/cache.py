@@ -18,8 +18,8 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 
-from normfuse.native import compiler
-from normfuse.native.compiler import Image, Source
+from . import compiler
+from .compiler import Image, Source
 
 FORMAT = 1  # of the entries; a change makes old ones unreachable
 MAX_BYTES = 256 << 20

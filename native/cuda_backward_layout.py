@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from normfuse.native.cuda_layout import (
+from .cuda_layout import (
     MAX_CLUSTER,
     MAX_THREADS,
     WARP,
@@ -14,7 +14,7 @@ from normfuse.native.cuda_layout import (
     threads_for,
     vector_size,
 )
-from normfuse.native.device import Target
+from .device import Target
 
 # Found with benchmarks/layouts.py on an H200 (docs/kernels.md): each is the best, or within 1 % of
 # it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.device import Target
-from normfuse.native.fallback import Unsupported
+from .device import Target
+from .fallback import Unsupported
 
 TYPES = {
     "float64": "double",

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.compiler import Source, kernel_source
-from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
-from normfuse.native.device import Target
-from normfuse.native.fallback import Unsupported
-from normfuse.native.launch import launch
-from normfuse.native.scalar import Scalar
+from .compiler import Source, kernel_source
+from .cuda_common import TYPES, column_sum, compute_dtype, type_macros
+from .device import Target
+from .fallback import Unsupported
+from .launch import launch
+from .scalar import Scalar
 
 _MAX_GRID_Y = 65535
 

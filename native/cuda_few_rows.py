@@ -9,8 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from normfuse.native.cuda_layout import MAX_THREADS, WARP, RowLayout, threads_for, vector_size
-from normfuse.native.device import Target
+from .cuda_layout import MAX_THREADS, WARP, RowLayout, threads_for, vector_size
+from .device import Target
 
 
 @dataclasses.dataclass(frozen=True)

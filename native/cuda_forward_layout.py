@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from normfuse.native.cuda_layout import (
+from .cuda_layout import (
     MAX_CLUSTER,
     MAX_THREADS,
     MOST_THREADS,
@@ -15,7 +15,7 @@ from normfuse.native.cuda_layout import (
     round_up,
     vector_size,
 )
-from normfuse.native.device import Target
+from .device import Target
 
 _REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from normfuse.native.device import Target
+from .device import Target
 
 WARP = 32
 MAX_THREADS = 1024  # of a block

@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from normfuse.native import (
+from . import (
     cuda_backward_layout,
     cuda_few_rows,
     cuda_forward_layout,
     cuda_layout,
 )
-from normfuse.native.cuda_common import TYPES, column_sum, compute_dtype, type_macros
-from normfuse.native.cuda_layout import RowLayout
-from normfuse.native.device import Target
-from normfuse.native.launch import launch
+from .cuda_common import TYPES, column_sum, compute_dtype, type_macros
+from .cuda_layout import RowLayout
+from .device import Target
+from .launch import launch
 
 _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20

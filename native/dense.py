@@ -2,8 +2,8 @@
 
 import jax
 
-from normfuse.native.kernel import Kernel
-from normfuse.native.rms_norm_definition import compute_dtype
+from .kernel import Kernel
+from .rms_norm_definition import compute_dtype
 
 
 def definition(x, w, *bias, function, precision, keep):
@@ -21,7 +21,7 @@ def definition(x, w, *bias, function, precision, keep):
 
 
 def _pallas(target, *operands, **params):
-    from normfuse.native.pallas import matmul  # imported when it is first used
+    from .pallas import matmul  # imported when it is first used
 
     return matmul.serve(target, *operands, **params)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from normfuse.native.fallback import Unsupported
+from .fallback import Unsupported
 
 OLDEST = 80  # compute capability 8.0: bfloat16 arithmetic and asynchronous copies
 PORTABLE = f"compute_{OLDEST}"

@@ -12,13 +12,13 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from normfuse.native import cache, compiler, device, elementwise_code, host_compiler, registry
-from normfuse.native.compiler import CompileError
-from normfuse.native.elementwise_code import THREADS, Function, Layout
-from normfuse.native.elementwise_signature import resolve
-from normfuse.native.fallback import Unsupported
-from normfuse.native.kernel import Kernel
-from normfuse.native.launch import launch
+from . import cache, compiler, device, elementwise_code, host_compiler, registry
+from .compiler import CompileError
+from .elementwise_code import THREADS, Function, Layout
+from .elementwise_signature import resolve
+from .fallback import Unsupported
+from .kernel import Kernel
+from .launch import launch
 
 Dims = tuple[tuple[int, ...], ...]
 Types = tuple[tuple[str, str], ...]

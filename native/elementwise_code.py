@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from normfuse.native.compiler import Source, kernel_source, kernel_text
-from normfuse.native.elementwise_signature import resolve
+from .compiler import Source, kernel_source, kernel_text
+from .elementwise_signature import resolve
 
 _VALUES = {  # what is computed with
     "bool": "bool",

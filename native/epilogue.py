@@ -10,11 +10,11 @@ JAX, which XLA fuses into one loop itself.
 import jax
 import jax.numpy as jnp
 
-from normfuse.native import cuda_epilogue as cuda
-from normfuse.native import registry
-from normfuse.native.kernel import Kernel
-from normfuse.native.rms_norm_definition import compute_dtype
-from normfuse.native.scalar import Scalar
+from . import cuda_epilogue as cuda
+from . import registry
+from .kernel import Kernel
+from .rms_norm_definition import compute_dtype
+from .scalar import Scalar
 
 _COLUMNS = (1,)
 

@@ -13,8 +13,8 @@ import shutil
 import subprocess
 import tempfile
 
-from normfuse.native import cache, compiler
-from normfuse.native.compiler import CompileError, CompilerMissing, Image
+from . import cache, compiler
+from .compiler import CompileError, CompilerMissing, Image
 
 PORTABLE = "generic"
 _FLAGS = (

@@ -9,9 +9,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from normfuse.native import fallback
-from normfuse.native.fallback import Order, Unsupported
-from normfuse.native.jax_private import needs_devices_during_lowering
+from . import fallback
+from .fallback import Order, Unsupported
+from .jax_private import needs_devices_during_lowering
 
 _NO_MESH = AbstractMesh((), ())
 _ONE_LOOP = "XLA itself makes one loop of it"
@@ -138,7 +138,7 @@ class Kernel:
     def _is_pallas_best(self, ctx, params):
         if self._pallas_on_cuda is None or not _has_static_shapes(ctx):
             return False
-        from normfuse.native import device
+        from . import device
 
         try:
             return self._pallas_on_cuda(device.target_for(ctx), *ctx.avals_in, **params)
@@ -148,7 +148,7 @@ class Kernel:
     def _native(self, platform: str | None, ctx: Any) -> Callable[..., Sequence[jax.Array]]:
         """The native kernel for a lowering."""
         if platform == "cuda" and self._cuda is not None:
-            from normfuse.native import device  # only a CUDA lowering needs the CUDA engine
+            from . import device  # only a CUDA lowering needs the CUDA engine
 
             _require_static_shapes(ctx)
             return functools.partial(self._cuda, device.target_for(ctx))
@@ -166,7 +166,7 @@ class Kernel:
     def _lower_pallas(self, platform, ctx, *values, **params):
         if self._pallas is None:
             raise Unsupported("there is no Pallas kernel for this")
-        from normfuse.native.pallas import lowering  # Pallas is imported when it is first used
+        from .pallas import lowering  # Pallas is imported when it is first used
 
         _require_static_shapes(ctx)
         target = lowering.target_for(platform, ctx)

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from normfuse.native import cache
-from normfuse.native.compiler import Source, kernel_source
-from normfuse.native.device import Target
+from . import cache
+from .compiler import Source, kernel_source
+from .device import Target
 
 Dims = int | Sequence[int]
 

@@ -12,9 +12,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from normfuse.native import cuda_epilogue, epilogue
-from normfuse.native.kernel import Kernel
-from normfuse.native.scalar import Scalar
+from . import cuda_epilogue, epilogue
+from .kernel import Kernel
+from .scalar import Scalar
 
 
 def _in_two(pull_back, dy, w, *operands, function, with_value, contract, precision):
@@ -48,7 +48,7 @@ def fused_is_faster(target, dy, w, z, *up, function, with_value, contract, preci
     Its tiles are of one size: where multiprocessors have nothing to do in the last round, that is
     time lost, in which cuBLAS would have smaller ones.
     """
-    from normfuse.native.pallas.product_gradient import TILE, fits  # as below
+    from .pallas.product_gradient import TILE, fits  # as below
 
     del w, up, with_value, precision
     (m, k), n = dy.shape, z.shape[1]
@@ -63,7 +63,7 @@ def fused_is_faster(target, dy, w, z, *up, function, with_value, contract, preci
 
 
 def _pallas(target, *operands, **params):
-    from normfuse.native.pallas import product_gradient  # imported when it is first used
+    from .pallas import product_gradient  # imported when it is first used
 
     return product_gradient.serve(target, *operands, **params)
 

@@ -7,7 +7,7 @@ import re
 
 import jax
 
-from normfuse.native import _ext
+from . import _ext
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from normfuse.native import cache, compiler, device, fallback, host_compiler, registry
-from normfuse.native.device import Target
-from normfuse.native.fallback import Order, Unsupported
+from . import cache, compiler, device, fallback, host_compiler, registry
+from .device import Target
+from .fallback import Order, Unsupported
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 KERNELS = ("forward", "row_sums", "apply", "backward", "row_dots", "backward_apply")
@@ -38,8 +38,8 @@ def support(
     """
     import jax
 
-    from normfuse.native import dense, epilogue, rms_norm
-    from normfuse.native.scalar import SCALARS
+    from . import dense, epilogue, rms_norm
+    from .scalar import SCALARS
 
     order = Order((implementation,), strict=True)
     kernels = {
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _warm(target: Target, kernels) -> None:
     import jax
 
-    from normfuse.native import cuda_rms_norm
+    from . import cuda_rms_norm
 
     wide = any(dtype == "float64" for operands, _ in kernels.values() for _, dtype in operands)
     with jax.enable_x64(wide):

@@ -10,10 +10,10 @@ import functools
 import jax
 import numpy as np
 
-from normfuse.native import cuda_rms_norm as cuda
-from normfuse.native import registry
-from normfuse.native import rms_norm_definition as definition
-from normfuse.native.kernel import Kernel, result_types
+from . import cuda_rms_norm as cuda
+from . import registry
+from . import rms_norm_definition as definition
+from .kernel import Kernel, result_types
 
 _ATTRIBUTES = {  # params passed on to the C++ handlers, by the type they are declared with
     "eps": np.float64,
@@ -59,7 +59,7 @@ def _pullback_on_cpu(dy, x, *rest, with_dscale, with_value, **flags):
 
 def _kernel(name: str, cpu=None, **more) -> Kernel:
     def pallas(target, *operands, **params):
-        from normfuse.native.pallas import rms_norm as kernels  # imported when it is first used
+        from .pallas import rms_norm as kernels  # imported when it is first used
 
         return kernels.serve(name, target, *operands, **params)
 

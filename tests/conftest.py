@@ -12,7 +12,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-pytest_plugins = ["support_table"]
+pytest_plugins = ["checkout_root", "support_table"]
 
 # Programs that communicate, several in flight at once, can take every thread of XLA's CPU pool and
 # wait for each other until XLA aborts the process.

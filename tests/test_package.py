@@ -3,6 +3,8 @@
 import ast
 import importlib.metadata
 import pathlib
+import re
+import shutil
 import statistics
 import struct
 import subprocess
@@ -19,14 +21,19 @@ def sources(package: str) -> list[pathlib.Path]:
     return sorted(pathlib.Path(getattr(normfuse, package).__file__).parent.rglob("*.py"))
 
 
+ROOT = pathlib.Path(normfuse.__file__).parent
+
+
 def imported(path: pathlib.Path):
-    """Every module that a file imports, at any depth of the file."""
+    """Every module that a file of the package imports, at any depth of the file."""
+    package = ("normfuse", *path.parent.relative_to(ROOT).parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += [node.module] * (node.module is not None)
+            yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
 @pytest.mark.parametrize("package", LAYERS)
@@ -35,9 +42,13 @@ def test_imports_point_one_way(package):
     files = sources(package)
     assert files
     for path in files:
+        assert not re.search(r"^\s*(from|import) normfuse", path.read_text(), re.MULTILINE), (
+            f"{package}/{path.name}: imports within the package are relative, so that tools follow "
+            "them in a checkout"
+        )
         for name in imported(path):
             first, _, rest = name.partition(".")
-            assert first not in LAYERS, f"{path.name} imports {name}: write normfuse.{name}"
+            assert first not in LAYERS, f"{path.name} imports {name}"
             if first == "normfuse":
                 inner = rest.partition(".")[0]
                 assert inner in allowed, f"{package}/{path.name} imports {name}"
@@ -78,6 +89,36 @@ def run(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_importing_a_bare_checkout_says_how_to_install(tmp_path):
+    # The root of the repository is the package: what its parent folder on the path would import.
+    checkout = tmp_path / "normfuse"
+    ignore = shutil.ignore_patterns("*.so", "__pycache__")
+    for package in ("native", "layers"):
+        shutil.copytree(ROOT / package, checkout / package, ignore=ignore)
+    shutil.copy(ROOT / "__init__.py", checkout)
+    program = "import normfuse"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: {checkout}") and "pip install" in last
+
+
+def test_pytest_collects_the_tests_of_a_checkout(tmp_path):
+    # Its root has an __init__.py, which pytest must not import as a package of tests.
+    tests = pathlib.Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        + [str(tests / "docs"), str(tests / "test_package.py")],
+        capture_output=True,
+        text=True,
+        cwd=tests.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_pytest_collects" in done.stdout
 
 
 def test_import_takes_at_most_50_ms_beyond_jax():
@@ -122,7 +163,7 @@ def test_wheel_holds_kernels_and_no_build_inputs():
     assert "normfuse/__init__.py" in inside and "normfuse/py.typed" in inside
     assert sum(f.endswith(".cu") for f in inside) >= 4
     assert any(f.startswith("normfuse/native/_ext.") and f.endswith(".so") for f in inside)
-    wrong = (".cc", ".h", ".map", "_root.py", "CMakeLists.txt", ".o")
+    wrong = (".cc", ".h", ".map", "CMakeLists.txt", ".o")
     assert not [f for f in inside if f.endswith(wrong)]
     roots = {f.split("/")[0] for f in files if not f.startswith("..")}
     assert all(r == "normfuse" or r.startswith("normfuse-") for r in roots), roots

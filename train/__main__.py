@@ -2,7 +2,7 @@
 
 import sys
 
-from normfuse.train.cli import entry
+from .cli import entry
 
 if __name__ == "__main__":
     entry(["train", *sys.argv[1:]])

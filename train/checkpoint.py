@@ -22,12 +22,12 @@ import jax
 import orbax.checkpoint as ocp
 from jax import Array
 
-from normfuse.models.functional import Params
-from normfuse.train import distributed
-from normfuse.train.checksum import checksums
-from normfuse.train.debris import failed_saves, keep_quiet
-from normfuse.train.errors import RunError, UsageError
-from normfuse.train.step import State
+from ..models.functional import Params
+from . import distributed
+from .checksum import checksums
+from .debris import failed_saves, keep_quiet
+from .errors import RunError, UsageError
+from .step import State
 
 
 class Damaged(Exception):

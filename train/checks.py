@@ -5,8 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from normfuse.train.config import TrainConfig
-from normfuse.train.errors import UsageError
+from .config import TrainConfig
+from .errors import UsageError
 
 
 def check(config: TrainConfig):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from normfuse.train.signals import StopRequest
+from .signals import StopRequest
 
 _USAGE = """\
 usage: normfuse COMMAND [...]
@@ -63,7 +63,7 @@ def _dispatch(argv: list[str]) -> int:
         close = difflib.get_close_matches(command, _COMMANDS, 1)
         hint = f"Did you mean {close[0]!r}?" if close else "`normfuse --help` lists them."
         return _fail(f"{command!r} is no command of normfuse. {hint}", 2)
-    from normfuse.train.errors import RunError, UsageError
+    from .errors import RunError, UsageError
 
     try:
         _COMMANDS[command](rest)
@@ -75,34 +75,34 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _train(argv: list[str]):
-    from normfuse.train.settings import parse
+    from .settings import parse
 
     config = parse(argv)
-    from normfuse.train.run import train  # JAX, after flags have been read
+    from .run import train  # JAX, after flags have been read
 
     train(config)
 
 
 def _generate(argv: list[str]):
-    from normfuse.train.generation import main
+    from .generation import main
 
     main(argv)
 
 
 def _report(argv: list[str]):
-    from normfuse.train.report import main
+    from .report import main
 
     main(argv)
 
 
 def _info(argv: list[str]):
-    from normfuse.native.report import main
+    from ..native.report import main
 
     main(["info", *argv])
 
 
 def _cache(argv: list[str]):
-    from normfuse.native.report import main
+    from ..native.report import main
 
     main(["cache", *argv])
 

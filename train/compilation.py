@@ -7,8 +7,8 @@ from pathlib import Path
 import jax
 import platformdirs
 
-from normfuse.train.errors import RunError, UsageError
-from normfuse.train.step import Program
+from .errors import RunError, UsageError
+from .step import Program
 
 
 def keep_compiled_programs():

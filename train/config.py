@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from normfuse.models.config import AttentionImplementation, Remat, TransformerConfig
+from ..models.config import AttentionImplementation, Remat, TransformerConfig
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from normfuse.train.config import TrainConfig
-from normfuse.train.errors import UsageError
-from normfuse.train.outdir import OutDir
-from normfuse.train.tokenizer import Bytes, Tokenizer, make_tokenizer
+from .config import TrainConfig
+from .errors import UsageError
+from .outdir import OutDir
+from .tokenizer import Bytes, Tokenizer, make_tokenizer
 
 HELD_OUT = 0.05
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}

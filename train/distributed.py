@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.train.config import DistributedConfig
-from normfuse.train.errors import RunError, UsageError
+from .config import DistributedConfig
+from .errors import RunError, UsageError
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",

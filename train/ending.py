@@ -6,18 +6,18 @@ import numpy as np
 from rich.panel import Panel
 from rich.text import Text as RichText
 
-from normfuse.models.functional import Functional, Params
-from normfuse.models.generate import generate
-from normfuse.train import history
-from normfuse.train.config import TrainConfig
-from normfuse.train.data import Text
-from normfuse.train.display import Display
-from normfuse.train.evaluate import Validation
-from normfuse.train.invocation import again
-from normfuse.train.outdir import OutDir
-from normfuse.train.plot import plot_breakdown, plot_loss
-from normfuse.train.references import references
-from normfuse.train.tokenizer import Tokenizer
+from ..models.functional import Functional, Params
+from ..models.generate import generate
+from . import history
+from .config import TrainConfig
+from .data import Text
+from .display import Display
+from .evaluate import Validation
+from .invocation import again
+from .outdir import OutDir
+from .plot import plot_breakdown, plot_loss
+from .references import references
+from .tokenizer import Tokenizer
 
 
 def write_sample(

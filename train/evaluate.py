@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.models.functional import Functional, Params
-from normfuse.models.sharding import BATCH
-from normfuse.train.batches import Windows, on_devices
-from normfuse.train.gradients import token_losses
-from normfuse.train.mesh import batch_sharding
-from normfuse.train.metrics import NATS_PER_BIT
+from ..models.functional import Functional, Params
+from ..models.sharding import BATCH
+from .batches import Windows, on_devices
+from .gradients import token_losses
+from .mesh import batch_sharding
+from .metrics import NATS_PER_BIT
 
 
 class Validation(NamedTuple):

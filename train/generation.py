@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from normfuse.train.errors import RunError, UsageError
-from normfuse.train.outdir import OutDir
+from .errors import RunError, UsageError
+from .outdir import OutDir
 
 _TOKENS = 240
 
@@ -68,7 +68,7 @@ def main(argv: list[str]):
             "training run or of a Hugging Face model."
         )
 
-    from normfuse.train.ending import room_after, sample
+    from .ending import room_after, sample
 
     # Of a prompt that leaves no room, `sample` says so.
     fitting = max(min(_TOKENS, room_after(model, tokenizer, prompts)), 1)
@@ -86,11 +86,11 @@ def _load_run(out: OutDir):
     """Restores a run's model, parameters and tokenizer, on the first device."""
     import jax
 
-    from normfuse.models.config import TransformerConfig
-    from normfuse.models.functional import build
-    from normfuse.train.checkpoint import Checkpoints
-    from normfuse.train.compilation import keep_compiled_programs
-    from normfuse.train.tokenizer import Bytes, read_tokenizer
+    from ..models.config import TransformerConfig
+    from ..models.functional import build
+    from .checkpoint import Checkpoints
+    from .compilation import keep_compiled_programs
+    from .tokenizer import Bytes, read_tokenizer
 
     keep_compiled_programs()
     warn = lambda text: print(text, file=sys.stderr)
@@ -108,9 +108,9 @@ def _load_run(out: OutDir):
 
 
 def _load_huggingface(folder: Path):
-    from normfuse.models.huggingface import load
-    from normfuse.train.compilation import keep_compiled_programs
-    from normfuse.train.tokenizer import read_tokenizer
+    from ..models.huggingface import load
+    from .compilation import keep_compiled_programs
+    from .tokenizer import read_tokenizer
 
     keep_compiled_programs()
     tokenizer = read_tokenizer(folder)

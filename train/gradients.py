@@ -7,9 +7,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.accumulate import accumulate_gradients
-from normfuse.models.functional import Functional, Params, build
-from normfuse.models.side_by_side import side_by_side
+from ..layers.accumulate import accumulate_gradients
+from ..models.functional import Functional, Params, build
+from ..models.side_by_side import side_by_side
 
 
 def token_losses(logits: Array, targets: Array) -> Array:

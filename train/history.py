@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from normfuse.train import metrics
-from normfuse.train.data import Text
-from normfuse.train.metrics import NATS_PER_BIT
-from normfuse.train.outdir import OutDir
+from . import metrics
+from .data import Text
+from .metrics import NATS_PER_BIT
+from .outdir import OutDir
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,12 @@ import importlib.metadata
 import jax
 from jax.sharding import Mesh
 
-from normfuse.models.config import num_parameters
-from normfuse.native.fallback import fallbacks
-from normfuse.train.config import TrainConfig
-from normfuse.train.data import Text, looks_binary
-from normfuse.train.display import Display, short
-from normfuse.train.peak import peak_flops
+from ..models.config import num_parameters
+from ..native.fallback import fallbacks
+from .config import TrainConfig
+from .data import Text, looks_binary
+from .display import Display, short
+from .peak import peak_flops
 
 # Begins the name of every FFI target of ours in a compiled program.
 TARGET_PREFIX = "normfuse_"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from normfuse.models.functional import Params
-from normfuse.train.config import TrainConfig
-from normfuse.train.evaluate import Validation
-from normfuse.train.reporter import BadStep, Reporter
-from normfuse.train.step import Metrics, State
+from ..models.functional import Params
+from .config import TrainConfig
+from .evaluate import Validation
+from .reporter import BadStep, Reporter
+from .step import Metrics, State
 
 
 @dataclass

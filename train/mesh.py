@@ -7,10 +7,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.models.sharding import AXES, BATCH, Sharding, validate
-from normfuse.train.checks import near
-from normfuse.train.config import MeshConfig, TrainConfig
-from normfuse.train.errors import UsageError
+from ..models.sharding import AXES, BATCH, Sharding, validate
+from .checks import near
+from .config import MeshConfig, TrainConfig
+from .errors import UsageError
 
 
 def make_mesh(config: MeshConfig) -> Mesh:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from normfuse.train.errors import RunError
+from .errors import RunError
 
 NATS_PER_BIT = math.log(2)
 

@@ -3,7 +3,7 @@
 import jax
 import optax
 
-from normfuse.train.config import OptimConfig
+from .config import OptimConfig
 
 
 def schedule(config: OptimConfig, steps: int) -> optax.Schedule:

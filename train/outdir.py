@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from normfuse.train.config import TrainConfig
-from normfuse.train.errors import UsageError
+from .config import TrainConfig
+from .errors import UsageError
 
 
 @dataclass(frozen=True)

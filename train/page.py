@@ -5,8 +5,8 @@ import html
 import io
 from collections.abc import Mapping, Sequence
 
-from normfuse.train import plot
-from normfuse.train.history import History
+from . import plot
+from .history import History
 
 _TITLES = {
     "loss": "Loss",

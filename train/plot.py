@@ -12,8 +12,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.ticker import EngFormatter  # noqa: E402
 
-from normfuse.train.history import History  # noqa: E402
-from normfuse.train.metrics import NATS_PER_BIT  # noqa: E402
+from .history import History  # noqa: E402
+from .metrics import NATS_PER_BIT  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 _SIZE = {"dpi": 160, "layout": "constrained"}

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from normfuse.models.config import PRESETS
-from normfuse.train.config import (
+from ..models.config import PRESETS
+from .config import (
     CheckpointConfig,
     EvalConfig,
     ModelConfig,

@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from normfuse.train.data import Text
+from .data import Text
 
 _CHUNK = 1 << 22
 

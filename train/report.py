@@ -10,9 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from normfuse.train.display import duration, short
-from normfuse.train.errors import UsageError
-from normfuse.train.outdir import OutDir
+from .display import duration, short
+from .errors import UsageError
+from .outdir import OutDir
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
 
@@ -38,8 +38,8 @@ def main(argv: list[str]):
     config = tyro.cli(ReportConfig, prog="normfuse report", args=argv)
     if not config.runs:
         raise UsageError("RUN is missing: give the folders of one or more training runs.")
-    from normfuse.train import page
-    from normfuse.train.history import History, read
+    from . import page
+    from .history import History, read
 
     def history(run: Path) -> History:
         found = read(OutDir(run), str(run))

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from normfuse.models.config import flops_per_token
-from normfuse.train.config import TrainConfig
-from normfuse.train.display import Display, Pace, Shown
-from normfuse.train.errors import RunError
-from normfuse.train.evaluate import Validation
-from normfuse.train.metrics import NATS_PER_BIT
-from normfuse.train.step import Metrics, State
+from ..models.config import flops_per_token
+from .config import TrainConfig
+from .display import Display, Pace, Shown
+from .errors import RunError
+from .evaluate import Validation
+from .metrics import NATS_PER_BIT
+from .step import Metrics, State
 
 
 @dataclass

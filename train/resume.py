@@ -1,8 +1,8 @@
 """Whether a checkpoint continues under a configuration and a text."""
 
-from normfuse.train.config import TrainConfig
-from normfuse.train.errors import UsageError
-from normfuse.train.settings import as_dict
+from .config import TrainConfig
+from .errors import UsageError
+from .settings import as_dict
 
 # A run that goes on with another value of these would be another run.
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")

@@ -12,35 +12,35 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from normfuse.models.functional import Params, build
-from normfuse.models.sharding import Sharding
-from normfuse.train import distributed, ending, history, outdir
-from normfuse.train.batches import batches, on_devices
-from normfuse.train.checkpoint import Checkpoints
-from normfuse.train.checks import check, guard_limit
-from normfuse.train.compilation import explained, keep_compiled_programs, lower
-from normfuse.train.config import TrainConfig
-from normfuse.train.data import Text, read
-from normfuse.train.display import Display
-from normfuse.train.errors import RunError, UsageError
-from normfuse.train.evaluate import Evaluator, Validation
-from normfuse.train.introduction import introduce, say_what_serves
-from normfuse.train.invocation import again
-from normfuse.train.loop import Loop
-from normfuse.train.mesh import batch_sharding, check_model, make_mesh, make_sharding
-from normfuse.train.metrics import MetricsLog, Sinks
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.outdir import OutDir
-from normfuse.train.peak import peak_flops
-from normfuse.train.profiling import Profiler
-from normfuse.train.reporter import BadStep, Reporter, validation_line
-from normfuse.train.resume import check_record, make_record
-from normfuse.train.settings import dump
-from normfuse.train.signals import StopRequest
-from normfuse.train.step import Program, State
-from normfuse.train.together import Together
-from normfuse.train.tokenizer import Bpe
-from normfuse.train.watchdog import Watchdog
+from ..models.functional import Params, build
+from ..models.sharding import Sharding
+from . import distributed, ending, history, outdir
+from .batches import batches, on_devices
+from .checkpoint import Checkpoints
+from .checks import check, guard_limit
+from .compilation import explained, keep_compiled_programs, lower
+from .config import TrainConfig
+from .data import Text, read
+from .display import Display
+from .errors import RunError, UsageError
+from .evaluate import Evaluator, Validation
+from .introduction import introduce, say_what_serves
+from .invocation import again
+from .loop import Loop
+from .mesh import batch_sharding, check_model, make_mesh, make_sharding
+from .metrics import MetricsLog, Sinks
+from .optimizer import make_optimizer, schedule
+from .outdir import OutDir
+from .peak import peak_flops
+from .profiling import Profiler
+from .reporter import BadStep, Reporter, validation_line
+from .resume import check_record, make_record
+from .settings import dump
+from .signals import StopRequest
+from .step import Program, State
+from .together import Together
+from .tokenizer import Bpe
+from .watchdog import Watchdog
 
 
 def train(config: TrainConfig, console: Console | None = None):
@@ -186,7 +186,7 @@ class Run:
         log = MetricsLog(self.out.metrics, from_step=from_step, final=self.config.steps)
         if not self.config.tensorboard:
             return Sinks([log])
-        from normfuse.train.tensorboard import TensorBoard
+        from .tensorboard import TensorBoard
 
         return Sinks([log, TensorBoard(self.out.tensorboard, from_step)])
 

@@ -11,9 +11,9 @@ from typing import Any
 import tyro
 import yaml
 
-from normfuse.train.config import Preset, TrainConfig
-from normfuse.train.errors import UsageError
-from normfuse.train.recipes import recipe
+from .config import Preset, TrainConfig
+from .errors import UsageError
+from .recipes import recipe
 
 
 def parse(argv: list[str]) -> TrainConfig:

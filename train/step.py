@@ -9,9 +9,9 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 
-from normfuse.models.functional import Functional, Params
-from normfuse.train.gradients import laid_out_as, loss_and_gradient
-from normfuse.train.mesh import batch_sharding, replicated
+from ..models.functional import Functional, Params
+from .gradients import laid_out_as, loss_and_gradient
+from .mesh import batch_sharding, replicated
 
 _USUAL_STEPS = 20  # over about so many the usual loss is the mean
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from normfuse.native.jax_private import coordination_client
-from normfuse.train.errors import UsageError
+from ..native.jax_private import coordination_client
+from .errors import UsageError
 
 _TOLD = "normfuse/ended"  # what is told: process, exit code, and why
 _HEARD = "normfuse/heard/"  # who has heard of it

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from normfuse.train.errors import UsageError
+from .errors import UsageError
 
 _PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes of each
 _BATCH = 8  # pieces encoded in parallel

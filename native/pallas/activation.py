@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import primitives
 
-from normfuse.native.equation import results_of, value_of
-from normfuse.native.fallback import Unsupported
+from ..equation import results_of, value_of
+from ..fallback import Unsupported
 
 # erf(x) = x P(x²) / Q(x²) for |x| < 3.75, highest power first; it is 1 in float32 beyond.
 _ERF_P = (2.2905065e-4, 3.4082910e-3, 5.0955695e-2, 1.8520832e-1, 1.1283791)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.tiles import Call, cdiv, result_type
+from .lowering import Target
+from .tiles import Call, cdiv, result_type
 
 # Elements of a tile. A TPU core has 16 MiB for every operand's tile twice (one is fetched while the
 # other is used) and the values in between; a backward has five operands, 0.5 MiB each in float32.

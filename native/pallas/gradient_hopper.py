@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.matmul_hopper import EVERY
-from normfuse.native.pallas.product_gradient import PIECE, TILE, fits
-from normfuse.native.pallas.tiles import cdiv
+from ..fallback import Unsupported
+from .lowering import Target
+from .matmul_hopper import EVERY
+from .product_gradient import PIECE, TILE, fits
+from .tiles import cdiv
 
 _ROWS, _COLUMNS = TILE
 _DEPTH = _SIDE = PIECE  # of what a tile sums over, and of what the epilogue takes

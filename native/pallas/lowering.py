@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from normfuse.native import device
-from normfuse.native.fallback import Unsupported
-from normfuse.native.jax_private import AbstractDevice
+from .. import device
+from ..fallback import Unsupported
+from ..jax_private import AbstractDevice
 
 # What JAX calls a GPU of a compute capability: it is asked which when a kernel is lowered, and
 # may be lowered where there is none.

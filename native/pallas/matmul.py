@@ -5,9 +5,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas import activation, lowering
-from normfuse.native.pallas.lowering import Target
+from ..fallback import Unsupported
+from . import activation, lowering
+from .lowering import Target
 
 
 def serve(
@@ -43,9 +43,9 @@ def serve(
     options = {"epilogue": epilogue, "precision": precision, "compute": compute, "keep": keep}
     wide = [b.astype(compute) for b in bias]
     if not target.gpu:
-        from normfuse.native.pallas import matmul_blocks as backend
+        from . import matmul_blocks as backend
     elif hopper:
-        from normfuse.native.pallas import matmul_hopper as backend
+        from . import matmul_hopper as backend
     else:
-        from normfuse.native.pallas import matmul_triton as backend
+        from . import matmul_triton as backend
     return backend.run(target, x, w, wide, **options)

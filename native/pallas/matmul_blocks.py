@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from normfuse.native.pallas.tiles import cdiv, result_type
+from .tiles import cdiv, result_type
 
 _M, _N, _K = 512, 512, 512  # float32: 1 MiB each of x, w, the sums and y, most of them twice
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from normfuse.native.pallas.tiles import cdiv, result_type
+from .tiles import cdiv, result_type
 
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2

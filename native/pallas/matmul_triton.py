@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas.tiles import cdiv, power_of_two, result_type
+from ..fallback import Unsupported
+from .tiles import cdiv, power_of_two, result_type
 
 _GROUP = 8  # tiles down before the next across: neighbours in time share w in the cache
 

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas import activation
-from normfuse.native.pallas.lowering import Target
-from normfuse.native.scalar import Scalar
+from ..fallback import Unsupported
+from ..scalar import Scalar
+from . import activation
+from .lowering import Target
 
 TILE = 128, 256  # of the result, one a block at a time
 PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
@@ -43,7 +43,7 @@ def serve(
         dy.dtype
     }:
         raise Unsupported("the fused kernel takes operands of bfloat16 alone, or of float16")
-    from normfuse.native.pallas import gradient_hopper
+    from . import gradient_hopper
 
     smooth = activation.differentiable(function)
 

@@ -9,10 +9,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from normfuse.native.pallas import lowering
-from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.tiles import Call, Out
-from normfuse.native.rms_norm_definition import compute_dtype
+from ..rms_norm_definition import compute_dtype
+from . import lowering
+from .lowering import Target
+from .tiles import Call, Out
 
 
 def serve(name: str, target: Target, *operands: jax.Array, **params) -> list[jax.Array]:
@@ -38,9 +38,9 @@ class _Rows:
     @functools.cached_property
     def _backend(self):
         if self.target.gpu:
-            from normfuse.native.pallas import triton as backend
+            from . import triton as backend
         else:
-            from normfuse.native.pallas import blocks as backend
+            from . import blocks as backend
         return backend
 
     @property

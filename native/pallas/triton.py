@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from normfuse.native.fallback import Unsupported
-from normfuse.native.pallas.lowering import Target
-from normfuse.native.pallas.tiles import Call, cdiv, power_of_two, result_type
+from ..fallback import Unsupported
+from .lowering import Target
+from .tiles import Call, cdiv, power_of_two, result_type
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""Native RMSNorm and fused Dense layers for JAX, in Flax and Equinox.
+
+The names below are imported when they are first used: importing normfuse loads no framework,
+touches no GPU and starts no JAX backend.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .layers.accumulate import accumulate_gradients as accumulate_gradients
+    from .layers.dense import dense as dense
+    from .layers.elementwise import elementwise as elementwise
+    from .layers.gated import gated_dense as gated_dense
+    from .layers.gated import gated_product as gated_product
+    from .layers.norm_dense import norm_dense as norm_dense
+    from .layers.norm_dense import norm_gated_dense as norm_gated_dense
+    from .layers.rms_norm import add_rms_norm as add_rms_norm
+    from .layers.rms_norm import rms_norm as rms_norm
+    from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
+    from .native.compiler import CompileError as CompileError
+    from .native.fallback import fallbacks as fallbacks
+
+    __version__: str
+
+if importlib.util.find_spec(f"{__name__}.native._ext") is None:
+    raise ImportError(
+        f"{__path__[0]} is normfuse's source, and its C++ extension has not been built: run "
+        "`pip install .` there, then import normfuse from another folder."
+    )
+
+_HOME = {  # public name -> the module that defines it
+    "CompileError": ".native.compiler",
+    "accumulate_gradients": ".layers.accumulate",
+    "add_rms_norm": ".layers.rms_norm",
+    "dense": ".layers.dense",
+    "elementwise": ".layers.elementwise",
+    "fallbacks": ".native.fallback",
+    "gated_dense": ".layers.gated",
+    "gated_product": ".layers.gated",
+    "norm_dense": ".layers.norm_dense",
+    "norm_gated_dense": ".layers.norm_dense",
+    "rms_norm": ".layers.rms_norm",
+    "rms_norm_with_rstd": ".layers.rms_norm",
+}
+
+__all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name], __name__), name)
+    if name in ("native", "layers", "models", "train"):
+        return importlib.import_module(f".{name}", __name__)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("normfuse")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])
