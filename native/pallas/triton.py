@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..fallback import Unsupported
+from ..implementation import Unsupported
 from .lowering import Target
 from .tiles import Call, cdiv, power_of_two, result_type
 
