@@ -252,7 +252,7 @@ def _is_floating(leaf) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-# ---------------------------------------------------------------- kernels, followed to their products
+# ---------------------------------------------------------------- following kernels
 # `kernel_p` stands in a program wherever a dense layer multiplies with a narrow kernel. Such a
 # kernel is followed from a parameter to its products: through transposes, reshapes and slices, and
 # into functions that are jitted, rematerialised or scanned. Where it cannot be followed (loops that

@@ -1,4 +1,4 @@
-"""Equinox modules on normfuse's operations: drop-ins for eqx.nn's layers, fused ones, and `swap`."""
+"""Equinox modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar

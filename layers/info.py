@@ -32,7 +32,7 @@ def info() -> str:
 
 
 def kernels() -> dict[str, dict[str, Example]]:
-    """Returns an example of every kernel of the library by operation and kernel, small and bfloat16."""
+    """Returns a small example of every kernel, by operation and kernel."""
     import jax
     import jax.numpy as jnp
 
@@ -82,6 +82,7 @@ def warm(
     scales: Sequence[str] = ("float32",),
     outs: Sequence[str] | None = None,
     scale_offset: float = 0.0,
+    activations: Sequence[str] | None = None,
 ) -> int:
     """Compiles every kernel for these widths and types into the cache; returns how many.
 
@@ -93,6 +94,7 @@ def warm(
       archs: as `NORMFUSE_CUDA_ARCH` names them.
       dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
       scale_offset: whether it is zero matters, its value does not.
+      activations: of dense layers, by name; None for all.
 
     Raises:
       CompilerMissing: if NVRTC or CUDA's headers are not installed.
@@ -107,13 +109,20 @@ def warm(
         target = named_target(arch)
         for out in outs or (x,):
             with jax.enable_x64("float64" in (x, scale, out)):
-                for kernel, spec, structs in _examples(target, n, x, scale, out, scale_offset):
+                examples = _examples(target, n, x, scale, out, scale_offset, activations)
+                for kernel, spec, structs in examples:
                     jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     return compiler.compilations() - before
 
 
 def _examples(
-    target: Target, n: int, x: str, scale: str, out: str, scale_offset: float
+    target: Target,
+    n: int,
+    x: str,
+    scale: str,
+    out: str,
+    scale_offset: float,
+    activations: Sequence[str] | None,
 ) -> Iterator[Example]:
     """Yields every CUDA kernel for rows of n, in each of the layouts it has."""
     from .dense import epilogue
@@ -123,7 +132,7 @@ def _examples(
     for rows in cuda.row_counts(n, target, x, scale, out):
         yield from rms_norm.examples(n, x, scale, out, rows=rows, scale_offset=scale_offset)
     for rows in epilogue.ROW_COUNTS:
-        yield from epilogue.examples(n, x, rows=rows)
+        yield from epilogue.examples(n, x, rows=rows, activations=activations)
 
 
 def _support_table() -> list[str]:
@@ -170,6 +179,7 @@ def cache_command(arguments: argparse.Namespace) -> str:
             scales=arguments.scale,
             outs=arguments.out,
             scale_offset=float(arguments.offset),
+            activations=arguments.activation,
         )
         seconds = time.perf_counter() - began
         return f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n{show()}"
@@ -215,6 +225,9 @@ def parser() -> argparse.ArgumentParser:
         into.add_argument(
             f"--{name}", nargs="+", choices=FLOATING, default=default, help=f"of {what}"
         )
+    into.add_argument(
+        "--activation", nargs="+", help="of dense layers: silu gelu …; all if left out"
+    )
     into.add_argument("--offset", action="store_true", help="kernels with a scale_offset")
     return top
 

@@ -1,4 +1,4 @@
-"""Parts that the modules of all three frameworks share: checks of options, and the framework's own code."""
+"""Parts that the modules of all three frameworks share."""
 
 import functools
 import math

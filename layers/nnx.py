@@ -1,4 +1,4 @@
-"""Flax NNX modules on normfuse's operations: drop-ins for nnx's layers, fused ones, and `swap`."""
+"""Flax NNX modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
 import math
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """Which implementation serves an operation: what `implementation=` means, and what serves instead.
 
-The names are "native" (compiled kernels), "pallas" and "xla" (plain JAX). Which of them can serve is
-known where a program is lowered; a substitution is logged once there, and kept for `normfuse info`.
+The names are "native" (compiled kernels), "pallas" and "xla" (plain JAX). Which of them can serve
+is known where a program is lowered; a substitution is logged once there, and kept for
+`normfuse info`.
 """
 
 import dataclasses

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers.op import Op
+from normfuse.layers.core.op import Op
 from normfuse.native.compiler import Source
-from normfuse.native.fallback import Unsupported
+from normfuse.native.implementation import Unsupported
 from normfuse.native.kernel import Kernel
 from normfuse.native.launch import launch
 

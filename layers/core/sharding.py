@@ -86,7 +86,7 @@ _REMEDIES = {
 
 
 def mesh_and_spec(sharding: Any, ndim: int, devices: Sequence[jax.Device]) -> tuple[Mesh, P]:
-    """Returns a mesh over `devices`, made so that `sharding` is a PartitionSpec on it, and the spec.
+    """Returns a mesh over `devices` on which `sharding` is a PartitionSpec, and that spec.
 
     The user's own mesh would not do: JAX hands it over only where the program's arguments are on
     it, and a reshape that splits one of its axes in two leaves no spec on it. A sharding that
@@ -138,7 +138,7 @@ def factor(tiles: np.ndarray) -> tuple[list[int], list[list[int]]]:
 
 
 def _axes_of(line: np.ndarray) -> list[_Axis]:
-    """Returns the mesh axes along a line of tiles, major first: runs of equal steps, and runs of those."""
+    """Returns the mesh axes along a line of tiles, major first: runs of runs of steps."""
     axes = []
     while len(line) > 1:
         steps = np.diff(line)

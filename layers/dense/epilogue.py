@@ -3,14 +3,14 @@
     y = activation(z + bias) · up
 
 `up` is the second product of a gated layer; it has all dimensions of z, the bias its last ones. On
-CUDA the forward is one pass, and so are all gradients together; on CPUs and elsewhere both are plain
-JAX, which XLA fuses into one loop itself. Forward mode and higher orders are plain HLO.
+CUDA the forward is one pass, and so are all gradients together; on CPUs and elsewhere both are
+plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders are plain HLO.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class Scalar:
         return self.function(x)
 
     def code(self, alias: str = "activation") -> str:
-        """Returns C++ text that defines `alias(x)` and, with a derivative, `alias_derivative(x)`."""
+        """Returns C++ text of `alias(x)` and, with a derivative, of `alias_derivative(x)`."""
         values = "".join(f", T({value!r})" for _, value in self.parameters)
         parts = [self.source, _alias(alias, self.name, values)]
         if self.derivative:
@@ -493,12 +493,13 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def examples(
-    n: int, dtype: str, *, rows: int
+    n: int, dtype: str, *, rows: int, activations: Sequence[str] | None = None
 ) -> Iterator[tuple[Kernel, Epilogue, list[jax.ShapeDtypeStruct]]]:
     """Yields every kernel on rows of `n` as dense layers call it: (kernel, spec, operand types)."""
     z = jax.ShapeDtypeStruct((rows, n), jnp.dtype(dtype))
     b = jax.ShapeDtypeStruct((n,), compute_dtype(dtype))
-    for function in {scalar.name: scalar for scalar in SCALARS.values()}.values():
+    chosen = SCALARS.values() if activations is None else [SCALARS[name] for name in activations]
+    for function in {scalar.name: scalar for scalar in chosen}.values():
         for up, bias in (([], []), ([z], []), ([], [b])):
             flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
             spec = Epilogue(function=function, out_dtype=dtype, **flags)
@@ -756,9 +757,8 @@ def finish(
     """
     function = resolve(activation)
     if up is not None:
-        gate = lambda y, up: (
-            finish(y, bias, activation, compute_dtype(dtype)) * up.astype(compute_dtype(dtype))
-        )
+        wide = compute_dtype(dtype)
+        gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
         gated = lambda y, up: gate(y, up).astype(dtype)
         return jax.checkpoint(gated, prevent_cse=False)(y, up)
     if bias is None and function is None:

@@ -10,10 +10,10 @@ the tangent in the direction of the kernel, so that its transpose can choose the
 
 A bfloat16 kernel has a bfloat16 gradient in JAX: the output of its GEMM rounded, then widened again
 by whoever sums gradients in float32. So the product takes, with such a kernel, a float32 array of
-zeros of its shape. The product does not depend on it, but has a derivative in its direction: the one
-that it has in the kernel's. The gradient of these zeros is therefore the kernel's *main gradient*,
-as the GEMM writes it. `normfuse.accumulate_gradients` asks for that one; for everyone else they are
-zeros that nothing uses.
+zeros of its shape. The product does not depend on it, but has a derivative in its direction: the
+one that it has in the kernel's. The gradient of these zeros is therefore the kernel's *main
+gradient*, as the GEMM writes it. `normfuse.accumulate_gradients` asks for that one; for everyone
+else they are zeros that nothing uses.
 """
 
 import dataclasses
@@ -55,7 +55,10 @@ class Product:
         precision: str | None = None,
         out_sharding: NamedSharding | jax.P | None = None,
     ) -> "Product":
-        """The product of x's last axis with the kernel's axis `contract`; its others follow x's in the result."""
+        """The product of x's last axis with the kernel's axis `contract`.
+
+        The kernel's other axes follow x's in the result.
+        """
         letters = string.ascii_letters
         rows, inside = letters[: x_ndim - 1], letters[x_ndim - 1]
         outside = letters[x_ndim : x_ndim + kernel_ndim - 1]
@@ -125,7 +128,7 @@ def dot(product: Product, x: jax.Array, operand: jax.Array) -> jax.Array:
 
 
 def operand_of(product: Product, x: Any, kernel: jax.Array) -> jax.Array:
-    """Returns the kernel as the GEMM reads it: rounded, and gathered over mesh axes that split the rows."""
+    """Returns the kernel as the GEMM reads it: rounded, and gathered over axes that split rows."""
     kernel = kernel.astype(x.dtype)
     sharding = jax.typeof(kernel).sharding
     if not sharding.mesh.explicit_axes:
@@ -168,7 +171,7 @@ def input_gradient(product: Product, dy: jax.Array, x: Any, operand: jax.Array) 
 
 
 def kernel_gradient(product: Product, dy: jax.Array, x: jax.Array, kernel: Any) -> jax.Array:
-    """Returns the gradient of the kernel, given by its type: the GEMM's own output, if in float32."""
+    """Returns the gradient of the kernel, given by its type: the GEMM's output, if in float32."""
     sums = compute_dtype(x.dtype)
     written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
     dkernel = jnp.einsum(

@@ -71,7 +71,7 @@ def report_unfused(spec: Gradient, reason: str, order: Order) -> None:
 
 
 def define(spec: Gradient, dy: jax.Array, kernel: jax.Array, *args: jax.Array) -> list[jax.Array]:
-    """`(dy, kernel, z[, up]) -> (dz[, dup][, value])`: the product, then the activation's gradient."""
+    """`(dy, kernel, z[, up]) -> (dz[, dup][, value])`: a product, then a gradient."""
     like = jax.typeof(args[0]).update(dtype=jnp.dtype(spec.epilogue.out_dtype), weak_type=False)
     dvalue = placed(input_gradient(spec.product, dy, like, kernel), spec.sharding)
     return epilogue.backward(spec.epilogue, dvalue, *args)

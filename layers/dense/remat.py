@@ -236,7 +236,7 @@ def products(
     gradient: Order | None = None,
     keep: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Returns the products of what `producer` makes of `args` with each kernel, in the dtype it has.
+    """Returns the products of the value of `producer` with each kernel, in its dtype.
 
     Gradients are those of `matmul.matmul`; of the left operand nothing is kept, or
     itself if `keep`.

@@ -212,8 +212,8 @@ _LONG_RESIDUAL = _Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 
 # Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
-# (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some 20
-# lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor have
+# (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
+# 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor have
 # many registers each, so that the scale is there when a sum is, and two rows share it.
 _FORWARD = (
     Step(32, chunks=2, rows=2, hold=True, fill=512, blocks=2),
@@ -338,8 +338,8 @@ def _registers(threads: int, blocks: int) -> int:
 
 # ---------------------------------------------------------------- layouts of the backward
 
-# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 % of
-# it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
+# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
+# of it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
 # and 32768 features of bfloat16. What they have in common: a multiprocessor has few threads (256 to
 # 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
 # more take two blocks, of 288 to 352 threads each.
@@ -521,8 +521,8 @@ def one_launch_layout(
 ) -> OneLaunch | None:
     """A layout for so many rows; None where another kernel is faster, or rows are too long.
 
-    Found with `benchmarks/layouts.py --kernel at_once` on an H200 (benchmarks/results): within 4 % of
-    the best of some 50, but for 17 % at 1024 features and as many rows or more.
+    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the
+    best of some 50, but for 17 % at 1024 features and as many rows or more.
 
     Args:
       itemsize: bytes of the widest element that moves.
@@ -568,9 +568,7 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
                     backward_layout(n, widest, target, whole_rows=True, value=value, **shared)
                 )
             layouts.append(
-                one_launch_layout(
-                    n, widest, target, rows=rows, read_bytes=read, residual=residual
-                )
+                one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
             )
         found.setdefault(tuple(layouts), rows)
     return list(found.values())
@@ -876,7 +874,7 @@ def _backward(
 
 
 def _backward_in_one_launch(call: _Call, scale_offset) -> list[jax.Array] | None:
-    """Launches the kernel of rms_norm_backward_in_one_launch.cu, where rows are few and contiguous."""
+    """Launches rms_norm_backward_in_one_launch.cu, where rows are few and contiguous."""
     if call.inner != 1 or 0 in call.row_shape:
         return None
     read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
