@@ -1,10 +1,10 @@
 """Builds the documentation as HTML: `bash .ci/docs`.
 
-The source folder is the repository's root, so the links between Markdown files are those that work on
-a code host, and a broken one is a warning. The reference imports the installed package and depends on
-public names, not on the files that define them. Two other generators were tried: mkdocstrings reads
-source files and does not find an editable install; pdoc does not resolve the names that `normfuse`
-imports lazily, and has no pages beside the reference.
+The source folder is the repository's root, so the links between Markdown files are those that work
+on a code host, and a broken one is a warning. The reference imports the installed package and
+depends on public names, not on the files that define them. Two other generators were tried:
+mkdocstrings reads source files and does not find an editable install; pdoc does not resolve the
+names that `normfuse` imports lazily, and has no pages beside the reference.
 """
 
 import ast
