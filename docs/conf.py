@@ -10,6 +10,8 @@ names that `normfuse` imports lazily, and has no pages beside the reference.
 import ast
 import re
 
+from sphinx.util import inspect
+
 import normfuse
 
 project = "normfuse"
@@ -24,7 +26,7 @@ include_patterns = [
     "docs/reference/*.md",
     "benchmarks/results/*.md",
 ]
-exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__", "README.md"]
+exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
@@ -32,6 +34,8 @@ default_role = "code"  # docstrings write `name` as Markdown does
 suppress_warnings = ["myst.header"]  # a page may begin below its first heading
 
 html_theme = "furo"
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
 html_title = f"normfuse {release}"
 html_extra_path = ["index.html"]  # leads from the folder to docs/index.html
 html_copy_source = False
@@ -44,22 +48,75 @@ napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 
 
-def _guide(app, docname, content):
-    """Turns a runnable guide into a page: docstring and numbered comments as prose, then code."""
-    if not str(app.env.doc2path(docname)).endswith(".py"):
-        return
-    module = ast.parse(content[0])
-    title, _, text = ast.get_docstring(module).partition("\n")
+NAVIGATION = {  # the sidebar; here, because code hosts show such blocks as they are
+    "docs/index": """
+```{toctree}
+:hidden:
+
+Overview <../README>
+performance
+support
+reference/index
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
+Swap layers: Flax nnx <guides/swap_nnx>
+Swap layers: Equinox <guides/swap_equinox>
+guides/dense
+Element-wise operations <guides/elementwise>
+An operation, step by step <guides/elementwise_op>
+guides/implementations
+guides/training
+Several hosts <guides/distributed>
+Parallelism <guides/parallelism>
+A sharded step <guides/train_sharded>
+A norm without all-gather <guides/shard_norm>
+Add a kernel <guides/add_kernel>
+```
+
+```{toctree}
+:hidden:
+:caption: Project
+
+../CONTRIBUTING
+../CHANGELOG
+../benchmarks/results/README
+```
+""",
+    "benchmarks/results/README": """
+```{toctree}
+:hidden:
+:glob:
+
+20*
+```
+""",
+}
+
+
+def _read(app, docname, content):
+    content[0] += NAVIGATION.get(docname, "")
+    if str(app.env.doc2path(docname)).endswith(".py"):
+        content[0] = _page_of_guide(content[0])
+
+
+def _page_of_guide(script: str) -> str:
+    """A runnable guide as a page: docstring and numbered comments as prose, the rest as code."""
+    module = ast.parse(script)
+    title, _, text = (ast.get_docstring(module) or "").partition("\n")
     page = [f"# {title.rstrip('.')}", text]
     code = []
-    for line in content[0].splitlines()[module.body[0].end_lineno :]:
+    for line in script.splitlines()[module.body[0].end_lineno :]:
         if re.match(r"# \d+\. ", line) or not code and line.startswith("#"):
             page += _fenced(code)
             code = []
             page.append(line.removeprefix("# "))
         else:
             code.append(line)
-    content[0] = "\n".join([*page, *_fenced(code)])
+    return "\n".join([*page, *_fenced(code)])
 
 
 def _fenced(code: list[str]) -> list[str]:
@@ -68,13 +125,28 @@ def _fenced(code: list[str]) -> list[str]:
     return ["", "```python", text, "```", ""] if text else []
 
 
-def _literal_formulas(app, what, name, obj, options, lines):
-    """Turns Markdown's code block, four spaces deep in a docstring, into reStructuredText's."""
+def _restructured(app, what, name, obj, options, lines):
+    """Turns what docstrings have of Markdown into reStructuredText."""
     text = "\n".join(lines)
-    formula = r"(?m)^(\S.*)\n\n(?=    \S)"
-    lines[:] = re.sub(formula, r"\1\n\n.. code-block:: text\n\n", text).splitlines()
+    formula = r"(?m)^(\S.*)\n\n(?=    \S)"  # a block of code is four spaces deep
+    text = re.sub(formula, r"\1\n\n.. code-block:: text\n\n", text)
+    plural = lambda code: code[0] + "\\ " * code.string[code.end() :][:1].isalnum()  # `Linear`s
+    lines[:] = re.sub(r"`[^`]+`", plural, text).splitlines()
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    """Shows a class as its constructor, and `jax.typing.DTypeLike` by its name."""
+    if what == "class" and "__init__" in vars(obj):
+        found = inspect.signature(obj.__init__, bound_method=True)
+        signature = inspect.stringify_signature(
+            found.replace(return_annotation=found.empty), unqualified_typehints=True
+        )
+    if signature:
+        signature = signature.replace("str | type[Any] | dtype | SupportsDType", "DTypeLike")
+    return signature, returns
 
 
 def setup(app):
-    app.connect("source-read", _guide)
-    app.connect("autodoc-process-docstring", _literal_formulas, priority=400)
+    app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _restructured, priority=400)
+    app.connect("autodoc-process-signature", _signature)
