@@ -44,6 +44,7 @@ html_show_copyright = False
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 80
+napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 
@@ -135,14 +136,17 @@ def _restructured(app, what, name, obj, options, lines):
 
 
 def _signature(app, what, name, obj, options, signature, returns):
-    """Shows a class as its constructor, and `jax.typing.DTypeLike` by its name."""
+    """Shows a class as its constructor, default objects as Python, `jax.typing.DTypeLike` by name."""
     if what == "class" and "__init__" in vars(obj):
         found = inspect.signature(obj.__init__, bound_method=True)
-        signature = inspect.stringify_signature(
-            found.replace(return_annotation=found.empty), unqualified_typehints=True
-        )
+        kept = [p for p in found.parameters.values() if p.name not in ("parent", "name")]  # Linen's
+        found = found.replace(parameters=kept, return_annotation=found.empty)
+        signature = inspect.stringify_signature(found, unqualified_typehints=True)
     if signature:
-        signature = signature.replace("str | type[Any] | dtype | SupportsDType", "DTypeLike")
+        dtype = r"str \| type\[[\w.~]*Any\] \| [\w.~]*dtype \| [\w.~]*SupportsDType"
+        signature = re.sub(dtype, "DTypeLike", signature)
+        signature = re.sub(r"<(?:class|function) '?(\w[\w.]*)'?>", r"\1", signature)
+        signature = re.sub(r"<[\w. ]+(<locals>[\w. ]+)?>", "...", signature)
     return signature, returns
 
 
