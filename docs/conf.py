@@ -136,7 +136,7 @@ def _restructured(app, what, name, obj, options, lines):
 
 
 def _signature(app, what, name, obj, options, signature, returns):
-    """Shows a class as its constructor, default objects as Python, `jax.typing.DTypeLike` by name."""
+    """Shows a class as its constructor, defaults as Python, and `jax.typing.DTypeLike` by name."""
     if what == "class" and "__init__" in vars(obj):
         found = inspect.signature(obj.__init__, bound_method=True)
         kept = [p for p in found.parameters.values() if p.name not in ("parent", "name")]  # Linen's

@@ -59,8 +59,8 @@ def cuda(target, x, *, cap):
     )
 
 
-# 2. The definition in plain JAX: the reference for types and tests, and the fallback where no kernel
-#    serves.
+# 2. The definition in plain JAX: the reference for types and tests, and the fallback where no
+#    kernel serves.
 def definition(x, *, cap):
     return [cap * jnp.tanh(x / cap)]
 

@@ -1,10 +1,10 @@
 """Write an element-wise operation in C++.
 
-Run it: `python docs/guides/elementwise_op.py`. The function is compiled on first use: by the system's
-C++ compiler here, by NVRTC on an NVIDIA GPU. CI checks every statement below.
+Run it: `python docs/guides/elementwise_op.py`. The function is compiled on first use: by the
+system's C++ compiler here, by NVRTC on an NVIDIA GPU. CI checks every statement below.
 
-The operation is GPT-OSS's gated activation, y = x · σ(αx) · (g + 1) with x and g clamped at a limit. It is
-one kernel forward and one backward, with or without `jit`.
+The operation is GPT-OSS's gated activation, y = x · σ(αx) · (g + 1) with x and g clamped at a
+limit. It is one kernel forward and one backward, with or without `jit`.
 """
 
 import os
@@ -18,9 +18,9 @@ import numpy as np
 
 import normfuse
 
-# 1. The function, once for all types: for bfloat16 and float16, T is float and the result is rounded
-#    once. `limit` and `alpha` have defaults, so they are run-time scalars; the others are arrays. The
-#    derivatives are C++ with the same names: one kernel computes both.
+# 1. The function, once for all types: for bfloat16 and float16, T is float and the result is
+#    rounded once. `limit` and `alpha` have defaults, so they are run-time scalars; the others are
+#    arrays. The derivatives are C++ with the same names: one kernel computes both.
 gated = normfuse.elementwise(
     """
     template <class T> T sigmoid(T x) { return 1 / (1 + exp(-x)); }

@@ -54,9 +54,9 @@ with tempfile.TemporaryDirectory() as folder:
         --eval.tokens 64 --eval.final-tokens 64 --sample.tokens 0""".split()
     assert main(["train", *flags]) == 0
 
-    # 3. Stop it whenever you like (a signal saves a checkpoint); the same command continues, also on
-    #    another mesh, or with another number of devices or processes, because the text that a step
-    #    reads depends on seed and step alone. Here: four more steps, without tensor parallelism.
+    # 3. Stop it whenever you like (a signal saves a checkpoint). The same command continues, also
+    #    on another mesh or with another number of devices or processes, because the text that a
+    #    step reads depends on seed and step alone. Here: four more steps, no tensor parallelism.
     flags = " ".join(flags).replace("--steps 4", "--steps 8").replace("tensor 2", "tensor 1")
     flags = flags.replace("--mesh.data 2", "--mesh.data 4").split()
     assert main(["train", *flags]) == 0
