@@ -1,4 +1,4 @@
-"""What the documents state about the repository is true: commands, files, names, recorded numbers."""
+"""Commands, files, public names and recorded numbers in the documents are the repository's."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/parallelism.md runs as it is written there."""
+"""The Python in README.md and docs/guides/parallelism.md runs as it is written there."""
 
 import pathlib
 import re
@@ -88,12 +88,12 @@ def test_the_elementwise_op_runs(tmp_path, monkeypatch):
 
 
 def test_the_sharded_model_runs(eight_devices):
-    sharded, _ = blocks("docs/parallelism.md")
-    y = run("docs/parallelism.md", sharded)["y"]
+    sharded, _ = blocks("docs/guides/parallelism.md")
+    y = run("docs/guides/parallelism.md", sharded)["y"]
     assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
 
 
 def test_the_layer_in_two_parts_runs():
-    _, parts = blocks("docs/parallelism.md")
-    names = run("docs/parallelism.md", parts)
+    _, parts = blocks("docs/guides/parallelism.md")
+    names = run("docs/guides/parallelism.md", parts)
     np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)
