@@ -16,8 +16,8 @@ from .cuda_layout import (
 )
 from .device import Target
 
-# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
-# of it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
+# Found with benchmarks/layouts.py on an H200 (docs/kernels.md): each is the best, or within 1 % of
+# it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
 # and 32768 features of bfloat16. What they have in common: a multiprocessor has few threads (256 to
 # 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
 # more take two blocks, of 288 to 352 threads each.

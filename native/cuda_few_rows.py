@@ -53,8 +53,8 @@ def at_once(
 ) -> AtOnce | None:
     """A layout for so many rows; None where another kernel is faster, or rows are too long.
 
-    Found with `benchmarks/layouts.py --kernel at_once` on an H200 (benchmarks/results): within 4 %
-    of the best of some 50, but for 17 % at 1024 features and as many rows or more.
+    Found with `benchmarks/layouts.py --kernel at_once` on an H200 (docs/kernels.md): within 4 % of
+    the best of some 50, but for 17 % at 1024 features and as many rows or more.
 
     Args:
       itemsize: bytes of the widest element that moves.

@@ -70,7 +70,7 @@ _NARROW = Shape(rows=64, columns=64, split="rows", stages=8)  # no copy is wider
 
 
 def shape_for(m: int, n: int, cores: int) -> Shape:
-    """The shape that should take the least time: see benchmarks/results for the measurements.
+    """The shape that should take the least time: see docs/pallas.md for the measurements.
 
     The multiprocessors that take most tiles decide. A tile's time is that of its products and of
     fetching what it multiplies.
