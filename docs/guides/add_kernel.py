@@ -1,7 +1,9 @@
-"""Add a kernel: your own CUDA code as a JAX operation, with a definition that runs everywhere.
+"""Add a CUDA kernel.
 
-Run it: `python docs/guides/add_kernel.py`. It needs no GPU: the CUDA code is compiled all the same,
-and the definition computes. Every statement below is checked by CI.
+Your own CUDA code becomes a JAX operation, with a definition in plain JAX that runs everywhere.
+
+Run it: `python docs/guides/add_kernel.py`. It needs no GPU: the CUDA code is compiled, and the
+definition computes the results. CI checks every statement below.
 
 The operation is a soft cap, y = cap · tanh(x / cap), which some models put on their logits.
 """
@@ -21,8 +23,8 @@ from normfuse.native.implementation import Unsupported
 from normfuse.native.kernel import Kernel
 from normfuse.native.launch import launch
 
-# 1. The CUDA code. Constants that are known when the shape is (types, sizes) are macros, of names
-#    longer than one letter; operands come first, then results, then scalars as `long long`, `float`
+# 1. The CUDA code. Constants that are known with the shape (types, sizes) are macros with names
+#    longer than one letter. Operands come first, then results, then scalars as `long long`, `float`
 #    and `double`. In normfuse itself it would be a file in native/kernels, and `launch` would take
 #    its name.
 SOFT_CAP = Source(
@@ -57,7 +59,8 @@ def cuda(target, x, *, cap):
     )
 
 
-# 2. The definition: plain JAX, the truth for types and tests, and what serves where no kernel does.
+# 2. The definition in plain JAX: the reference for types and tests, and the fallback where no
+#    kernel serves.
 def definition(x, *, cap):
     return [cap * jnp.tanh(x / cap)]
 
@@ -65,7 +68,7 @@ def definition(x, *, cap):
 kernel = Kernel("soft_cap", definition, cuda=cuda)
 
 # 3. The operation on global arrays. It owns batching and partitioning: `dims` says which dimensions
-#    of x each operand and result has; `axes`, those that must not be split, are none here.
+#    of x each operand and result has; `axes` lists those that must not be split: none here.
 op = Op(
     "soft_cap_op",
     lambda x, *, axes, cap: definition(x, cap=cap),
@@ -86,14 +89,14 @@ def _(primals, tangents):
     return y, (1 - (y / 30.0) ** 2) * tangents[0]
 
 
-# 5. It is an operation like JAX's own.
+# 5. It behaves like JAX's own operations.
 x = 50 * jax.random.normal(jax.random.key(0), (4, 8, 16))
 np.testing.assert_allclose(soft_cap(x), 30 * np.tanh(x / 30), rtol=1e-5, atol=1e-5)
 np.testing.assert_allclose(jax.vmap(jax.jit(soft_cap))(x), soft_cap(x), rtol=1e-6)
 slope = jax.grad(lambda x: soft_cap(x).sum())(x)
 np.testing.assert_allclose(slope, 1 - np.tanh(x / 30) ** 2, rtol=1e-3, atol=1e-5)
 
-# 6. And for a GPU it is a launch, with the compiled kernel in the program.
+# 6. Lowered for a GPU it is a launch, with the compiled kernel in the program.
 traced = jax.jit(soft_cap).trace(jax.ShapeDtypeStruct(x.shape, x.dtype))
 program = traced.lower(lowering_platforms=("cuda",)).as_text()
 assert 'kernel = "soft_cap"' in program and "normfuse_launch" in program
