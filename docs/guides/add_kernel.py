@@ -8,6 +8,7 @@ definition computes the results. CI checks every statement below.
 The operation is a soft cap, y = cap · tanh(x / cap), which some models put on their logits.
 """
 
+import dataclasses
 import os
 import tempfile
 
@@ -39,8 +40,16 @@ extern "C" __global__ void soft_cap(const TYPE* x, TYPE* y, long long count, flo
 )
 
 
-def cuda(target, x, *, cap):
-    """One device's share, on an NVIDIA GPU: `target` says which, and how large it is."""
+# 2. The static parameters: everything about a call that is known when it is traced. `op` names the
+#    function the user called, for errors.
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    cap: float
+    op: str = "soft_cap"
+
+
+# 3. One device's share, on an NVIDIA GPU: `target` says which, and how large it is.
+def on_cuda(target, spec, x):
     blocks = min(-(-x.size // 256), 8 * target.multiprocessors)
     types = {"float32": "float"}
     if x.dtype.name not in types:
@@ -55,48 +64,40 @@ def cuda(target, x, *, cap):
         block=256,
         macros={"TYPE": types[x.dtype.name]},
         ints=[x.size],
-        floats=[cap],
+        floats=[spec.cap],
     )
 
 
-# 2. The definition in plain JAX: the reference for types and tests, and the fallback where no
+# 4. The definition in plain JAX: the reference for types and tests, and the fallback where no
 #    kernel serves.
-def definition(x, *, cap):
-    return [cap * jnp.tanh(x / cap)]
+def definition(spec, x):
+    return [spec.cap * jnp.tanh(x / spec.cap)]
 
 
-kernel = Kernel("soft_cap", definition, cuda=cuda)
+kernel = Kernel("soft_cap", definition, {"cuda": on_cuda})
 
-# 3. The operation on global arrays. It owns batching and partitioning: `dims` says which dimensions
-#    of x each operand and result has; `axes` lists those that must not be split: none here.
+# 5. The operation on global arrays, which owns batching, partitioning and the derivative: `dims`
+#    says which dimensions of x each operand and result has.
 op = Op(
     "soft_cap_op",
-    lambda x, *, axes, cap: definition(x, cap=cap),
-    dims=lambda ndim, **_: ([tuple(range(ndim))], [tuple(range(ndim))]),
-    body=lambda split, x, *, axes, strict, cap: kernel(x, strict=strict, cap=cap),
+    definition,
+    dims=lambda spec, ndim: ([tuple(range(ndim))], [tuple(range(ndim))]),
+    body=lambda spec, split, x, order: kernel(spec, x, order=order),
 )
 
 
-# 4. Its derivative, and the function that people call.
-@jax.custom_jvp
 def soft_cap(x):
-    return op(x, axes=(), strict=False, cap=30.0)[0]
+    return op(SoftCap(cap=30.0), x)[0]
 
 
-@soft_cap.defjvp
-def _(primals, tangents):
-    y = soft_cap(*primals)
-    return y, (1 - (y / 30.0) ** 2) * tangents[0]
-
-
-# 5. It behaves like JAX's own operations.
+# 6. It behaves like JAX's own operations.
 x = 50 * jax.random.normal(jax.random.key(0), (4, 8, 16))
 np.testing.assert_allclose(soft_cap(x), 30 * np.tanh(x / 30), rtol=1e-5, atol=1e-5)
 np.testing.assert_allclose(jax.vmap(jax.jit(soft_cap))(x), soft_cap(x), rtol=1e-6)
 slope = jax.grad(lambda x: soft_cap(x).sum())(x)
 np.testing.assert_allclose(slope, 1 - np.tanh(x / 30) ** 2, rtol=1e-3, atol=1e-5)
 
-# 6. Lowered for a GPU it is a launch, with the compiled kernel in the program.
+# 7. Lowered for a GPU it is a launch, with the compiled kernel in the program.
 traced = jax.jit(soft_cap).trace(jax.ShapeDtypeStruct(x.shape, x.dtype))
 program = traced.lower(lowering_platforms=("cuda",)).as_text()
 assert 'kernel = "soft_cap"' in program and "normfuse_launch" in program
