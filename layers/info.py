@@ -99,10 +99,14 @@ def warm(
     Raises:
       CompilerMissing: if NVRTC or CUDA's headers are not installed.
       Refused: if the cache folder cannot be used.
-      ValueError: for an unknown architecture.
+      ValueError: for an unknown architecture or activation.
     """
     import jax
 
+    from .dense.epilogue import resolve
+
+    for name in activations or ():
+        resolve(name, "cache warm")
     cache.check(cache.directory())
     before = compiler.compilations()
     for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
