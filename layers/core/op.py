@@ -339,8 +339,9 @@ def _on(body: Callable[..., Arrays], split: Split, *operands: jax.Array) -> list
     return list(body(split, *operands))
 
 
-def _drop_last(without_last: Callable[[Any], Any], used: list[bool], eqn: Any) -> Any:
+def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
     """Dead code: the last result is not computed when nobody uses it."""
+    eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
     spec = None if used[-1] else without_last(eqn.params["spec"])
