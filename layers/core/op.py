@@ -24,13 +24,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native import fingerprint
+from ...native import fingerprint, jax_private
 from ...native.implementation import BEST, Order, report
-from ...native.jax_private import (
-    needs_devices_during_lowering,
-    on_unused_results,
-    sharding_callbacks,
-)
 from ...native.kernel import Body, lower, result_types, without_mesh
 from .sharding import axes_of, mesh_and_spec, whole
 
@@ -69,11 +64,6 @@ class Split:
     def spec(self, dims: Sequence[int]) -> P:
         """Returns the PartitionSpec of an array with the operation's dimensions `dims`."""
         return P(*[(self.axes[d] or None) for d in dims])
-
-    @staticmethod
-    def none(shape: Sequence[int]) -> "Split":
-        """Returns the split over one device."""
-        return Split(((),) * len(shape), tuple(shape))
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,7 +116,7 @@ class Op:
         p.multiple_results = True
         p.def_abstract_eval(self._abstract_eval)
         _compile_when_eager(p)
-        needs_devices_during_lowering(p)
+        jax_private.needs_devices_during_lowering(p)
         mlir.register_lowering(p, self._lower)
         batch = functools.partial(self.batch, self) if self.batch else self._batch
         batching.primitive_batchers[p] = batch
@@ -134,7 +124,7 @@ class Op:
         if self.transpose:
             ad.primitive_transposes[p] = self.transpose
         if self.without_last:
-            on_unused_results(p, functools.partial(_drop_last, self.without_last))
+            jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
     def __call__(self, spec: Any, *operands: Array, order: Order = BEST) -> Results:
         return self.primitive.bind(*operands, spec=spec, order=order)
@@ -147,7 +137,8 @@ class Op:
         return self.leads(spec) if callable(self.leads) else self.leads
 
     def _dims(self, spec: Any, operands: Sequence[Any]) -> Dims:
-        assert self.dims is not None
+        if self.dims is None:
+            return [tuple(range(a.ndim)) for a in operands], []
         return self.dims(spec, *[operands[lead].ndim for lead in self._leads(spec)])
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
@@ -180,14 +171,14 @@ class Op:
             report(spec.op, where.plain, strict=order.strict, names=order.names)
             return lower_as(plain)
         body = functools.partial(self.body, spec, order=order)
+        dims = self._dims(spec, avals)
         if where.single:
-            return lower(_on(body, self._undivided(spec, avals)), ctx, *values)
+            return lower(_on(body, _split(dims[0], leads, avals)), ctx, *values)
         if self.dims is None:
             if order.names == ("pallas",):
                 reason = "its operands are split over a mesh; call it in shard_map over every axis"
                 report(spec.op, reason, strict=order.strict, names=order.names)
             return lower_as(plain)
-        dims = self._dims(spec, avals)
         if where.explicit:
             return lower_as(_split_by_types(body, dims, leads, avals, where.explicit))
         devices = devices_of(ctx)
@@ -197,12 +188,6 @@ class Op:
         shapes = [a.str_short() for a in avals]
         _name_callback(results, f"{self.name}{spec}{order}{dims}{shapes}{about}")
         return results
-
-    def _undivided(self, spec: Any, operands: Sequence[Any]) -> Split:
-        leads = self._leads(spec)
-        if self.dims is None:
-            return Split.none(operands[leads[0]].shape)
-        return _split(self._dims(spec, operands)[0], leads, operands, [P()] * len(leads), {})
 
     def _batch(
         self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
@@ -255,16 +240,15 @@ def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_e
 def _compile_when_eager(primitive: Primitive) -> None:
     """Makes a call outside `jit` run a compiled program, which is kept; params must be hashable."""
 
+    @functools.lru_cache(maxsize=1024)
+    def jitted(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
     def run(*operands, **params):
         with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
-            return _jitted(primitive, tuple(params.items()))(*operands)
+            return jitted(**params)(*operands)
 
     primitive.def_impl(run)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(primitive, params):
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
 
 # ---------------------------------------------------------------- a body on several devices
@@ -278,10 +262,10 @@ def _split(
     inputs: Sequence[Dimensions],
     leads: Leads,
     operands: Sequence[Any],
-    specs: Sequence[P],
-    sizes: Mapping[str, int],
+    specs: Sequence[P] = (),
+    sizes: Mapping[str, int] | None = None,
 ) -> Split:
-    """Returns how leading operands that lie as `specs` say split an operation.
+    """Returns how leading operands that lie as `specs` say, or whole, split an operation.
 
     A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding would
     be summed into the parameters' gradients. So is one of the second operand's own whose axes the
@@ -289,12 +273,12 @@ def _split(
     """
     axes: dict[int, tuple[str, ...]] = {}
     shape: dict[int, int] = {}
-    for lead, spec in zip(leads, specs):
+    for lead, spec in zip(leads, specs or [P()] * len(leads)):
         taken = {name for names in axes.values() for name in names}
         entries = whole(spec, len(operands[lead].shape))
         for d, entry, n in zip(inputs[lead], entries, operands[lead].shape):
             names = axes_of(entry)
-            fits = n % math.prod(sizes[a] for a in names) == 0 and not taken & set(names)
+            fits = n % math.prod((sizes or {})[a] for a in names) == 0 and not taken & set(names)
             if d not in axes:
                 axes[d], shape[d] = names if fits else (), n
     order = range(len(axes))
@@ -330,7 +314,7 @@ def _partitioned(
 
     @custom_partitioning
     def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
-        split = _split(inputs, leads, operands, [P()] * len(leads), {})
+        split = _split(inputs, leads, operands)
         return tuple(without_mesh(_on(body, split), x64)(*operands))
 
     def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
@@ -491,9 +475,10 @@ def _name_callback(results: Sequence[Any], name: str) -> None:
     try:
         op = results[0].owner
         op = getattr(op, "operation", op)
-        info = sharding_callbacks[op.attributes["backend_config"].value.encode()]
+        callbacks = jax_private.sharding_callbacks
+        info = callbacks[op.attributes["backend_config"].value.encode()]
         key = f"normfuse:{fingerprint()}:{name}"
-        _callbacks[key] = sharding_callbacks[key.encode()] = info
+        _callbacks[key] = callbacks[key.encode()] = info
         with op.context:
             op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
     except (AttributeError, IndexError, KeyError, TypeError):
