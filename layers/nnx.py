@@ -110,8 +110,7 @@ class Linear(nnx.Linear):
 
     Args:
       in_features, out_features: the lengths of the input's last axis and of the output's.
-      activation: as for `normfuse.dense`: None, a name or a pure function.
-      implementation: as for `normfuse.dense`.
+      activation, implementation: as for `normfuse.dense`.
       **kwargs: `nnx.Linear`'s.
 
     Raises:
