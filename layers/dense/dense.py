@@ -1,6 +1,7 @@
 """The dense layer: a product, a bias and an activation."""
 
 import jax
+from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
 from ...native.implementation import Implementation, Order, choose
@@ -11,15 +12,15 @@ from .matmul import matmul
 
 
 def dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     activation: Activation = None,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """Multiplies the last axis of x by `kernel`, adds `bias` and applies `activation`.
 
         y = activation(x · kernel + bias)
@@ -78,31 +79,31 @@ def dense(
 
 
 def apply(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
-) -> jax.Array:
+) -> Array:
     """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
 
-    def product() -> jax.Array:
+    def product() -> Array:
         return matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
 
-    def native(strict: bool) -> jax.Array:
+    def native(strict: bool) -> Array:
         if activation is None:  # nothing follows the product but a bias, which XLA adds in it
             return finish(product(), bias, None, dtype)
         return finish_natively("dense", product(), None, bias, activation, dtype, strict=strict)
 
-    def xla(strict: bool) -> jax.Array:
+    def xla(strict: bool) -> Array:
         del strict
         return finish(product(), bias, activation, dtype)
 
-    def pallas(strict: bool) -> jax.Array:
+    def pallas(strict: bool) -> Array:
         if out_sharding is not None:
             raise NotImplementedError(
                 "dense: implementation='pallas' takes no out_sharding; leave it out, or use 'xla'"
@@ -118,9 +119,9 @@ def apply(
 
 def check_shapes(
     op: str,
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
     kernel_name: str = "kernel",
     x_name: str = "x",
     out_sharding: NamedSharding | jax.P | None = None,

@@ -2,16 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import (
-    BEST,
-    Implementation,
-    Order,
-    choose,
-    native_or_best,
-    requested,
-)
+from ...native.implementation import BEST, Implementation, Order, choose, native_or_best, requested
 from ..core import sharding
 from ..core.arguments import floating, floating_dtype
 from ..core.op import match, placed
@@ -22,15 +16,15 @@ from .remat import Activated, products
 
 
 def gated_dense(
-    x: jax.Array,
-    kernel_gate: jax.Array,
-    kernel_up: jax.Array,
+    x: Array,
+    kernel_gate: Array,
+    kernel_up: Array,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """A gated linear unit: SwiGLU with "silu", GeGLU with "gelu".
 
         y = activation(x · kernel_gate) · (x · kernel_up)
@@ -79,10 +73,10 @@ def gated_dense(
 
 
 def gated_product(
-    gate: jax.Array,
-    up: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
@@ -90,7 +84,7 @@ def gated_product(
     implementation: Implementation = None,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """The second half of an MLP: `dense` of a gated activation, which need not be kept.
 
         y = (activation(gate) · up) · kernel + bias
@@ -139,10 +133,10 @@ def gated_product(
 
 
 def apply_product(
-    gate: jax.Array,
-    up: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None,
     activation: Activation,
     *,
     dtype: jax.typing.DTypeLike,
@@ -151,7 +145,7 @@ def apply_product(
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
-) -> jax.Array:
+) -> Array:
     """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
@@ -188,14 +182,14 @@ def apply_product(
 
 
 def mlp(
-    x: jax.Array,
-    kernels: dict[str, jax.Array],
-    biases: dict[str, jax.Array],
+    x: Array,
+    kernels: dict[str, Array],
+    biases: dict[str, Array],
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
-) -> jax.Array:
+) -> Array:
     """A gated MLP of operands known to fit, its gated activation not kept.
 
     kernels: "gate", "up" and "down". biases: of the same names, or none.
@@ -208,7 +202,7 @@ def mlp(
     return apply_product(gate, up, kernels["down"], biases.get("down"), activation, **options)
 
 
-def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation) -> None:
+def check_gated(op: str, gate: Array, up: Array, activation: Activation) -> None:
     """Raises ValueError unless both kernels have one shape and there is an activation."""
     if gate.shape != up.shape:
         raise ValueError(

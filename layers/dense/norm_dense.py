@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import NamedSharding
 
 from ...native.implementation import Implementation, choose, native_or_best
@@ -18,10 +19,10 @@ from .remat import Normalised, products
 
 
 def norm_dense(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
@@ -30,7 +31,7 @@ def norm_dense(
     recompute: bool = True,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """`dense` of `rms_norm(x, scale)`, which need not be kept for the backward.
 
         y = activation(rms_norm(x, scale) · kernel + bias)
@@ -82,16 +83,16 @@ def norm_dense(
 
 
 def apply(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None,
     activation: Activation,
     dtype: str,
     *,
     implementation: Implementation,
     **options: Any,
-) -> jax.Array:
+) -> Array:
     """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     op = "norm_dense"
     # With an activation the backward has larger arrays to hide the normalised x behind.
@@ -114,10 +115,10 @@ def apply(
 
 
 def norm_gated_dense(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel_gate: jax.Array,
-    kernel_up: jax.Array,
+    x: Array,
+    scale: Array | None,
+    kernel_gate: Array,
+    kernel_up: Array,
     *,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
@@ -126,7 +127,7 @@ def norm_gated_dense(
     recompute: bool = True,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """`gated_dense` of `rms_norm(x, scale)`, which is not kept for the backward.
 
         n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
@@ -185,9 +186,9 @@ def _check(op, x, scale, eps, scale_offset, dtype):
 
 def _project(
     op: str,
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernels: tuple[jax.Array, ...],
+    x: Array,
+    scale: Array | None,
+    kernels: tuple[Array, ...],
     dtype: str,
     *,
     eps: float,
@@ -198,7 +199,7 @@ def _project(
     norm: str | None = None,
     contract: int = 0,
     out_sharding: Any = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
     shared = {"contract": contract, "out_sharding": out_sharding}
     if norm or not recompute:
