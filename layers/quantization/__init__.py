@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...native.fallback import Order
 from . import kernels
@@ -62,7 +63,7 @@ def amax(x: jax.Array, *, strict: bool | Order = False) -> jax.Array:
 
 def quantize(
     x: jax.Array,
-    dtype: jnp.dtype | type = jnp.float8_e4m3fn,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
     bound: jax.Array | None = None,
     plain: bool = True,
@@ -112,11 +113,11 @@ def product(
     a_scale: jax.Array,
     b: jax.Array,
     b_scale: jax.Array,
-    dtype: jnp.dtype | type,
+    dtype: DTypeLike,
     *,
     add_to: jax.Array | None = None,
 ) -> jax.Array:
-    """`a_scale · b_scale · a · bᵀ`, added to `add_to`, in one call of cuBLASLt on a GPU that has it.
+    """`a_scale · b_scale · a · bᵀ`, added to `add_to`: one call of cuBLASLt on GPUs with FP8.
 
     Args:
       a: (m, k), FP8; at least one of a and b is e4m3.

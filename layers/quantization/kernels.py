@@ -31,7 +31,7 @@ class CastLayout:
     width: int = 16
     height: int = 8
     batch: int = 8
-    min_blocks: int = 5
+    min_blocks: int = 6
     group: int = 8
     backwards: bool = False
 
@@ -80,7 +80,7 @@ def cast_layout(
     del rows, columns
     batch = 8 if itemsize == 2 else 4
     # Without an instruction that rounds to FP8 a thread needs more registers.
-    blocks = 5 if target.capability >= 90 and itemsize == 2 else 4
+    blocks = 6 if target.capability >= 90 and itemsize == 2 else 4
     return CastLayout(batch=batch, min_blocks=blocks, backwards=after_amax)
 
 
@@ -131,8 +131,6 @@ def cuda_cast(
         "BLOCK_Y": layout.height,
         "BATCH": layout.batch,
         "MIN_BLOCKS": layout.min_blocks,
-        "GROUP": layout.group,
-        "BACKWARDS": int(layout.backwards),
         "VECTORS": int(rows % 16 == 0 and columns % 16 == 0),
     }
     return launch(
@@ -145,7 +143,7 @@ def cuda_cast(
         grid=layout.blocks(rows, columns),
         block=layout.width * layout.height,
         shared=layout.shared if has_qt else 0,
-        ints=(rows, columns, maxima.size),
+        ints=(rows, columns, maxima.size, layout.group, layout.backwards),
     )
 
 
@@ -162,8 +160,9 @@ def _cpu_amax(x: jax.Array) -> list[jax.Array]:
 def _cpu_cast(
     x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
 ) -> list[jax.Array]:
-    types = _types(*x.shape, dtype, has_q, has_qt)
-    return jax.ffi.ffi_call("normfuse_quantize_cast", types)(x, maxima, has_q=has_q, has_qt=has_qt)
+    types = _types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
+    call = jax.ffi.ffi_call("normfuse_quantize_cast", types)
+    return list(call(x, maxima, has_q=has_q, has_qt=has_qt))
 
 
 def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:

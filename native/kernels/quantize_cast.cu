@@ -13,8 +13,8 @@
 // column of the thread's 16 rows goes through shared memory. There the place of such a chunk is
 // xor-ed with the thread's column, so that neither writing nor reading has bank conflicts.
 //
-// Tiles are taken in groups of GROUP rows of tiles, in which they go down before they go right:
-// what is on its way at once is a compact piece of both layouts. With BACKWARDS the last tile is
+// Tiles are taken in groups of `group` rows of tiles, in which they go down before they go right:
+// what is on its way at once is a compact piece of both layouts. With `backwards` the last tile is
 // first: what a pass for the maxima has read last is still in the cache.
 //
 // VECTORS says that rows and columns are multiples of 16; with other shapes, or with pointers that
@@ -31,13 +31,13 @@ struct Tile {
   long long row, column;  // of the first element
 };
 
-__device__ inline Tile tile_of(long long rows, long long columns) {
-  const long long down = (rows + kRows * BLOCK_Y - 1) / (kRows * BLOCK_Y);
-  const long long across = (columns + kColumns * BLOCK_X - 1) / (kColumns * BLOCK_X);
-  const long long index = BACKWARDS ? down * across - 1 - blockIdx.x : blockIdx.x;
-  const long long group = index / (GROUP * across), within = index % (GROUP * across);
-  const long long left = down - group * GROUP, height = left < GROUP ? left : GROUP;
-  const long long y = group * GROUP + within % height, x = within / height;
+__device__ inline Tile tile_of(long long rows, long long columns, int group, bool backwards) {
+  const int down = static_cast<int>((rows + kRows * BLOCK_Y - 1) / (kRows * BLOCK_Y));
+  const int across = static_cast<int>((columns + kColumns * BLOCK_X - 1) / (kColumns * BLOCK_X));
+  const int index = backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int begin = index / (group * across) * group, within = index % (group * across);
+  const int height = down - begin < group ? down - begin : group;
+  const long long y = begin + within % height, x = within / height;
   return {y * kRows * BLOCK_Y, x * kColumns * BLOCK_X};
 }
 
@@ -155,9 +155,10 @@ __device__ inline void store_transposed(const Codes& codes, uint4* tile, Fp8* qt
 
 template <bool kVectors>
 __device__ inline void run(const Element* x, const float* maxima, Fp8* q, Fp8* qt, float* scale,
-                           long long rows, long long columns, long long count) {
+                           long long rows, long long columns, long long count, int group,
+                           bool backwards) {
   __shared__ int warps[kThreads / 32];
-  const Tile first = tile_of(rows, columns);
+  const Tile first = tile_of(rows, columns, group, backwards);
   const long long row = first.row + threadIdx.x / BLOCK_X * kRows;
   const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
   Part part = {row * columns + column, clamp(rows - row, kRows), clamp(columns - column, kColumns)};
@@ -203,7 +204,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HAS_QT
                   Fp8* qt,
 #endif
-                  float* scale, long long rows, long long columns, long long count) {
+                  float* scale, long long rows, long long columns, long long count, long long group,
+                  long long backwards) {
 #if !HAS_Q
   Fp8* q = nullptr;
 #endif
@@ -212,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if VECTORS
   if (aligned_16(x) && (q == nullptr || aligned_16(q)) && (qt == nullptr || aligned_16(qt))) {
-    return run<true>(x, maxima, q, qt, scale, rows, columns, count);
+    return run<true>(x, maxima, q, qt, scale, rows, columns, count, group, backwards);
   }
 #endif
-  run<false>(x, maxima, q, qt, scale, rows, columns, count);
+  run<false>(x, maxima, q, qt, scale, rows, columns, count, group, backwards);
 }

@@ -19,7 +19,7 @@ from normfuse.native.device import Target, named_target
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-SMALL = CastLayout(width=8, height=8, batch=4)  # tiles of 128 x 64
+SMALL = CastLayout(width=8, height=8, batch=4, group=2)  # tiles of 128 x 64
 FLAGS = {"has_q": True, "has_qt": True}
 
 
@@ -192,8 +192,8 @@ def test_cuda_quantizer_spills_no_registers_on_hopper(compiled, x, dtype):
 
 def test_cuda_hopper_rounds_by_its_own_instruction():
     """And other GPUs by integers, which is what the emulator runs."""
-    macros = {"X_TYPE": "float", "E5M2": 0, "HAS_Q": 1, "HAS_QT": 1, "VECTORS": 1, "GROUP": 8}
-    macros |= {"BLOCK_X": 8, "BLOCK_Y": 8, "BATCH": 4, "MIN_BLOCKS": 1, "BACKWARDS": 0}
+    macros = {"X_TYPE": "float", "E5M2": 0, "HAS_Q": 1, "HAS_QT": 1, "VECTORS": 1}
+    macros |= {"BLOCK_X": 8, "BLOCK_Y": 8, "BATCH": 4, "MIN_BLOCKS": 1}
     source = compiler.kernel_source("quantize_cast.cu")
     for arch, has in (("compute_90", True), ("compute_80", False)):
         text = compiler.compile_image(source, macros, arch).data
