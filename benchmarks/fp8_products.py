@@ -6,8 +6,8 @@
 
 Times are CUPTI's, of all kernels of a call. `product` is each way in which JAX can write an FP8
 product with its scales; it must be one FP8 kernel. `mlp` is a norm and a SwiGLU MLP, forward and
-backward, of bfloat16 x and float32 kernels whose quantizing is counted: in FP8 as three Linears that
-know nothing of each other, and with one quantized x, whose scale comes from the norm's bound.
+backward, of bfloat16 x and float32 kernels whose quantizing is counted: in FP8 as three Linears
+that know nothing of each other, and with one quantized x, whose scale comes from the norm's bound.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def mlps(seconds: float, every: bool) -> None:
     """Norm and SwiGLU MLP, forward and backward."""
     import jax
     import jax.numpy as jnp
-    from fp8_layers import both_ways, mlp, plain_mlp, wide_product
+    from fp8_layers import both_ways, fused_mlp, mlp, plain_mlp, wide_product
 
     from normfuse import rms_norm
 
@@ -142,9 +142,12 @@ def mlps(seconds: float, every: bool) -> None:
         "bf16, jnp": both_ways(plain_mlp),
         "bf16, native norm": both_ways(plain_mlp, norm=rms_norm),
         "FP8 Linears": both_ways(mlp, together=False),
-        "FP8, x quantized once with the norm's bound": both_ways(mlp, norm=rms_norm),
-        "the same, gradients e5m2": both_ways(mlp, norm=rms_norm, gradients=jnp.float8_e5m2),
-        "the same, scales before": both_ways(mlp, norm=rms_norm, product=wide_product),
+        "FP8, x quantized once with its bound": both_ways(mlp, norm=rms_norm),
+        "x quantized once, gradients e5m2": both_ways(
+            mlp, norm=rms_norm, gradients=jnp.float8_e5m2
+        ),
+        "FP8, activation and gradients as FP8": both_ways(fused_mlp, norm=rms_norm),
+        "x quantized once, scales before": both_ways(mlp, norm=rms_norm, product=wide_product),
     }
     for tokens, dim, hidden in SHAPES:
         keys = jax.random.split(jax.random.key(0), 5)

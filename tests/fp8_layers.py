@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from normfuse.layers import quantization
 from normfuse.layers.quantization import product, quantize
+from normfuse.native.scalar import SCALARS, Scalar
 
 f32 = jnp.float32
 Product = Callable[..., jax.Array]
@@ -40,10 +41,10 @@ def linears(
     """
 
     @jax.custom_vjp
-    def run(x, kernels):
-        return forward(x, kernels)[0]
+    def run(x, kernels, bound):
+        return forward(x, kernels, bound)[0]
 
-    def forward(x, kernels):
+    def forward(x, kernels, bound):
         xq = quantize(x, bound=bound)
         # K-major forward: (n, k). For the gradient of x: (k, n), as it lies.
         kept = [quantize(kernel) for kernel in kernels]
@@ -58,10 +59,10 @@ def linears(
             g = quantize(dy, gradients)
             dx = product(g.q, g.scale, w, w_scale, dy.dtype, add_to=dx)
             dws.append(product(xt, x_scale, g.qt, g.scale, f32).astype(zero.dtype))
-        return dx, dws
+        return dx, dws, None
 
     run.defvjp(forward, backward)
-    return run(x, list(kernels))
+    return run(x, list(kernels), bound)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -118,3 +119,57 @@ def both_ways(layer: Callable, **options) -> Callable:
         return y, pull(dy)
 
     return run
+
+
+def fused_mlp(
+    x: jax.Array,
+    scale: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    norm: Callable = rms_norm,
+    gradients: jnp.dtype = jnp.float8_e4m3fn,
+    activation: Scalar = SCALARS["silu"],
+) -> jax.Array:
+    """As `mlp`, with the activation and its gradients quantized as they are made.
+
+    The hidden array and its gradients are in memory as FP8 only, and products leave their scales to
+    the kernel that reads them. The gradients' bounds are made of maxima.
+    """
+
+    @jax.custom_vjp
+    def run(y, kernels, bound):
+        return forward(y, kernels, bound)[0]
+
+    def forward(y, kernels, bound):
+        yq = quantize(y, bound=bound)
+        g, u, d = (quantize(kernel) for kernel in kernels)
+        a, b = (product(yq.q, None, w.qt, None, y.dtype) for w in (g, u))
+        scales = yq.scale * g.scale, yq.scale * u.scale
+        given = a, scales[0], b, scales[1]
+        maxima = quantization.gated.amax(activation, *given)
+        h, ht, h_scale = quantization.gated.quantize(activation, *given, bound=maxima.h)
+        z = product(h, h_scale, d.qt, d.scale, y.dtype)
+        ours = [(w.q, w.scale) for w in (g, u, d)]
+        return z, (yq.qt, yq.scale, given, maxima, ht, h_scale, ours)
+
+    def backward(kept, dz):
+        yt, y_scale, given, maxima, ht, h_scale, ((g, g_scale), (u, u_scale), (d, d_scale)) = kept
+        dzq = quantize(dz, gradients)
+        raw = product(dzq.q, None, d, None, dz.dtype)
+        dh_scale = dzq.scale * d_scale
+        slope = quantization.gated.SLOPES[activation.name]
+        largest = quantization.amax(raw) * dh_scale
+        bounds = quantization.gated.gradient_bounds(largest, maxima, slope)
+        da, db = quantization.gated.quantize_gradients(
+            activation, raw, dh_scale, *given, bounds=bounds, dtype=gradients
+        )
+        dy = product(da[0], da[2], g, g_scale, dz.dtype)
+        dy = product(db[0], db[2], u, u_scale, dz.dtype, add_to=dy)
+        dg, du = (product(yt, y_scale, t, s, f32) for _, t, s in (da, db))
+        return dy, [dg, du, product(ht, h_scale, dzq.qt, dzq.scale, f32)], None
+
+    run.defvjp(forward, backward)
+    bound = quantization.rms_norm_bound(x.shape[-1], jax.lax.stop_gradient(scale))
+    return run(norm(x, scale), [gate, up, down], bound)

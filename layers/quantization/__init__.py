@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...native.fallback import Order
-from . import kernels
+from . import gated, kernels
 from .definition import E4M3, E5M2, FORMATS, Format, exponent_of, scale_of
 
 __all__ = [
@@ -22,13 +22,13 @@ __all__ = [
     "amax",
     "exponent_of",
     "fits",
+    "gated",
     "product",
     "quantize",
     "rms_norm_bound",
     "scale_of",
 ]
 
-_INPUTS = ("float32", "bfloat16", "float16")
 _MULTIPLE = 16  # of every dimension of an FP8 product in cuBLASLt
 
 
@@ -56,7 +56,7 @@ def amax(x: jax.Array, *, strict: bool | Order = False) -> jax.Array:
     Raises:
       TypeError: for another dtype.
     """
-    _check_input(x)
+    kernels.check_input(x)
     (maximum,) = kernels.amax(x, strict=strict)
     return maximum.reshape(())
 
@@ -90,9 +90,7 @@ def quantize(
       TypeError: for a dtype that cannot be quantized, or that is no FP8 format.
       ValueError: if x is not a matrix, or if neither q nor qt is wanted.
     """
-    _check_input(x)
-    if x.ndim != 2:
-        raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
+    kernels.check_matrix(x)
     if not (plain or transpose):
         raise ValueError("plain=False and transpose=False leave nothing to compute: set one")
     name = jnp.dtype(dtype).name
@@ -110,9 +108,9 @@ def quantize(
 
 def product(
     a: jax.Array,
-    a_scale: jax.Array,
+    a_scale: jax.Array | None,
     b: jax.Array,
-    b_scale: jax.Array,
+    b_scale: jax.Array | None,
     dtype: DTypeLike,
     *,
     add_to: jax.Array | None = None,
@@ -122,14 +120,18 @@ def product(
     Args:
       a: (m, k), FP8; at least one of a and b is e4m3.
       b: (n, k), FP8: both contract over their last axis, as the hardware wants.
-      a_scale, b_scale: () float32, powers of two.
+      a_scale, b_scale: () float32, powers of two; both None for the raw product, whose scale
+        whatever reads it applies (`gated`): a number of bfloat16 has float32's range.
       dtype: of the result: the compute dtype, or float32 for a kernel's gradient.
       add_to: (m, n), of that dtype: the sum is made in the product (beta = 1), in place where
         `add_to` is not needed any more.
     """
     dims = (((1,), (1,)), ((), ()))
     raw = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(dtype))
-    result = raw * (a_scale * b_scale).astype(dtype)
+    if a_scale is None or b_scale is None:
+        result = raw
+    else:
+        result = raw * (a_scale * b_scale).astype(dtype)
     return result if add_to is None else add_to + result
 
 
@@ -149,10 +151,3 @@ def rms_norm_bound(features: int, weight: jax.Array | None = None) -> jax.Array:
     if weight is None:
         return root
     return root * jnp.max(jnp.abs(weight.astype(jnp.float32)))
-
-
-def _check_input(x: jax.Array) -> None:
-    if jnp.dtype(x.dtype).name not in _INPUTS:
-        raise TypeError(
-            f"x must be one of {', '.join(_INPUTS)} to be quantized, got {jnp.dtype(x.dtype).name}"
-        )

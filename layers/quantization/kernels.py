@@ -84,6 +84,22 @@ def cast_layout(
     return CastLayout(batch=batch, min_blocks=blocks, backwards=after_amax)
 
 
+def tile_macros(
+    layout: CastLayout, rows: int, columns: int, *, dtype: str, has_q: bool, has_qt: bool
+) -> dict[str, int]:
+    """What fp8_tile.cuh is compiled for."""
+    return {
+        "E5M2": int(dtype == "float8_e5m2"),
+        "HAS_Q": int(has_q),
+        "HAS_QT": int(has_qt),
+        "BLOCK_X": layout.width,
+        "BLOCK_Y": layout.height,
+        "BATCH": layout.batch,
+        "MIN_BLOCKS": layout.min_blocks,
+        "VECTORS": int(rows % 16 == 0 and columns % 16 == 0),
+    }
+
+
 def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
     """The largest magnitude that each block finds; the largest of them is that of x."""
     layout = amax_layout(x.size, x.dtype.itemsize, target)
@@ -121,25 +137,15 @@ def cuda_cast(
         return define_cast(x, maxima, dtype=dtype, has_q=has_q, has_qt=has_qt)
     rows, columns = x.shape
     layout = cast_layout(rows, columns, x.dtype.itemsize, target, after_amax=after_amax)
-    types = _types(rows, columns, dtype, has_q, has_qt)
-    macros = {
-        "X_TYPE": TYPES[x.dtype.name],
-        "E5M2": int(dtype == "float8_e5m2"),
-        "HAS_Q": int(has_q),
-        "HAS_QT": int(has_qt),
-        "BLOCK_X": layout.width,
-        "BLOCK_Y": layout.height,
-        "BATCH": layout.batch,
-        "MIN_BLOCKS": layout.min_blocks,
-        "VECTORS": int(rows % 16 == 0 and columns % 16 == 0),
-    }
+    types = code_types(rows, columns, dtype, has_q, has_qt)
+    macros = tile_macros(layout, rows, columns, dtype=dtype, has_q=has_q, has_qt=has_qt)
     return launch(
         "quantize_cast.cu",
         "quantize_cast",
         [x, maxima],
         types,
         target=target,
-        macros=macros,
+        macros={"X_TYPE": TYPES[x.dtype.name]} | macros,
         grid=layout.blocks(rows, columns),
         block=layout.width * layout.height,
         shared=layout.shared if has_qt else 0,
@@ -152,33 +158,51 @@ def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
     return cuda_cast(target, x, cuda_maxima(target, x), after_amax=True, **flags)
 
 
-def _cpu_amax(x: jax.Array) -> list[jax.Array]:
+def cpu_amax(x: jax.Array) -> list[jax.Array]:
     result = jax.ShapeDtypeStruct((1,), jnp.float32)
     return [jax.ffi.ffi_call("normfuse_quantize_amax", result)(x)]
 
 
-def _cpu_cast(
+def cpu_cast(
     x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
 ) -> list[jax.Array]:
-    types = _types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
+    types = code_types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
     call = jax.ffi.ffi_call("normfuse_quantize_cast", types)
     return list(call(x, maxima, has_q=has_q, has_qt=has_qt))
 
 
 def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:
-    return _cpu_cast(x, *_cpu_amax(x), **flags)
+    return cpu_cast(x, *cpu_amax(x), **flags)
 
 
-def _types(
+def code_types(
     rows: int, columns: int, dtype: str, has_q: bool, has_qt: bool
 ) -> list[jax.ShapeDtypeStruct]:
+    """The results of a cast: [q,] [qt,] scale."""
     of = jnp.dtype(dtype)
     codes = [jax.ShapeDtypeStruct((rows, columns), of)] * has_q
     codes += [jax.ShapeDtypeStruct((columns, rows), of)] * has_qt
     return [*codes, jax.ShapeDtypeStruct((1,), jnp.float32)]
 
 
+INPUTS = ("float32", "bfloat16", "float16")
+
+
+def check_input(x: jax.Array) -> None:
+    """Raises TypeError for a dtype that is not quantized."""
+    name = jnp.dtype(x.dtype).name
+    if name not in INPUTS:
+        raise TypeError(f"x must be one of {', '.join(INPUTS)} to be quantized, got {name}")
+
+
+def check_matrix(x: jax.Array) -> None:
+    """Raises TypeError or ValueError for what is no matrix of such a dtype."""
+    check_input(x)
+    if x.ndim != 2:
+        raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
+
+
 registry.register()
-amax = Kernel("quantize_amax", define_amax, cpu=_cpu_amax, cuda=cuda_amax)
-cast = Kernel("quantize_cast", define_cast, cpu=_cpu_cast, cuda=cuda_cast)
+amax = Kernel("quantize_amax", define_amax, cpu=cpu_amax, cuda=cuda_amax)
+cast = Kernel("quantize_cast", define_cast, cpu=cpu_cast, cuda=cuda_cast)
 quantize = Kernel("quantize", define_quantize, cpu=_cpu_quantize, cuda=cuda_quantize)

@@ -78,13 +78,14 @@ TOKENS, DIM, HIDDEN = 16384, 4096, 14336
 
 
 @functools.cache
-def mlp(together):
+def mlp(together, layer=fp8_layers.mlp):
     operands = (
         struct(TOKENS, DIM, dtype=bf16),
         struct(DIM, dtype=f32),
         *(struct(*shape, dtype=f32) for shape in [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]),
     )
-    run = both_ways(fp8_layers.mlp, together=together)
+    options = {"together": together} if layer is fp8_layers.mlp else {}
+    run = both_ways(layer, **options)
     return compiled(run, operands, struct(TOKENS, DIM, dtype=bf16))
 
 
@@ -112,3 +113,17 @@ def test_an_mlp_quantizes_each_array_once():
     """
     assert hlo.calls(mlp(True), "quantize_") == {"amax": 7, "cast": 8}
     assert hlo.calls(mlp(False), "quantize_") == {"amax": 8, "cast": 8}
+
+
+def test_a_fused_mlp_has_no_pass_of_xla_over_the_hidden_array():
+    """Its activation and both gradients are written as FP8, and nothing else of that size."""
+    program = mlp(True, fp8_layers.fused_mlp)
+    assert len(calls(program)) == 9
+    large = 2 * TOKENS * HIDDEN  # bytes in bfloat16
+    small = 1 << 20
+    kernel = hlo.calls(program, "quantize_")
+    assert kernel == {"amax": 5, "cast": 5, "gated": 2, "gated_amax": 1}
+    moved = sorted(moved for name, moved in hlo.passes(program) if "gated" in name)
+    assert [round(m / large, 2) for m in moved] == [2, 3, 5] and moved[0] < 2 * large + small
+    fusions = [moved for name, moved in hlo.passes(program) if name == "fusion"]
+    assert max(fusions) < large  # the norm's

@@ -1,5 +1,6 @@
 """FP8 codes and scales against the NumPy reference, bit for bit, and products of them."""
 
+import fp8_layers
 import fp8_reference
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
 from normfuse.native.fallback import Order
+from normfuse.native.scalar import SCALARS
 
 INPUTS = [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")]
 FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
@@ -211,3 +214,87 @@ def test_shapes_that_fp8_takes():
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call(quantization.quantize)
+
+
+# ---------------------------------------------------------------- activations
+
+
+def raw_products(rng, count, shape=(48, 80), dtype="float32"):
+    """`(raw, scale)` of each, flat."""
+    found = []
+    for scale in (0.25, 0.125, 0.5)[:count]:
+        found += [jnp.asarray(8 * rng.standard_normal(shape), dtype), jnp.float32(scale)]
+    return found
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+def test_activations_are_quantized_from_float32(name, has_up, rng):
+    """To the codes of the reference, of the float32 that plain JAX computes."""
+    function = SCALARS[name]
+    given = raw_products(rng, 1 + has_up, dtype="bfloat16")
+    a, *up = (x.astype(jnp.float32) * s for x, s in zip(given[::2], given[1::2]))
+    h = function(a) * up[0] if up else function(a)
+    maxima = gated.amax(function, *given)
+    np.testing.assert_allclose(maxima.h, jnp.max(jnp.abs(h)), rtol=1e-6)
+    np.testing.assert_allclose(maxima.activation, jnp.max(jnp.abs(function(a))), rtol=1e-6)
+    np.testing.assert_allclose(maxima.up, jnp.max(jnp.abs(up[0])) if up else 1, rtol=1e-6)
+    found = gated.quantize(function, *given, bound=maxima.h, strict=NATIVE)
+    q, scale = fp8_reference.quantize(np.asarray(h), bound=maxima.h)
+    assert found[2] == scale
+    wide = lambda codes: np.asarray(codes, np.float32)
+    np.testing.assert_allclose(wide(found[0]), wide(q), rtol=0.125, atol=2**-9)  # one step apart
+    assert np.mean(bits(found[0]) != bits(q)) < 1e-3
+    np.testing.assert_array_equal(bits(found[0]), bits(found[1]).T)
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
+    for name, slope in gated.SLOPES.items():
+        function = SCALARS.get(name, SCALARS["tanh"])
+        assert function.name == name
+        dh, dh_scale, *given = raw_products(rng, 2 + has_up)
+        maxima = gated.amax(function, *given)
+        bounds = gated.gradient_bounds(jnp.max(jnp.abs(dh)) * dh_scale, maxima, slope)
+        bounds = bounds[: 1 + has_up]
+        found = gated.quantize_gradients(function, dh, dh_scale, *given, bounds=bounds)
+        scales = jnp.asarray([dh_scale, *given[1::2]])
+        exact = gated.define_gradients(dh, *given[::2], scales, function=function)
+        for (q, qt, scale), d, bound in zip(found, exact, bounds, strict=True):
+            assert jnp.max(jnp.abs(d)) <= bound
+            assert scale == fp8_reference.scale(bound, fp8_reference.E4M3)
+            gap = np.asarray(q, "f8") * float(scale) - np.asarray(d, "f8")
+            assert np.linalg.norm(gap) < 0.03 * np.linalg.norm(d)
+            np.testing.assert_array_equal(bits(q), bits(qt).T)
+
+
+@pytest.mark.parametrize("name", gated.SLOPES)
+def test_no_slope_is_steeper(name):
+    function = SCALARS.get(name, SCALARS["tanh"])
+    x = jnp.linspace(-20, 20, 40_001)
+    steepest = jnp.max(jnp.abs(jax.vmap(jax.grad(function))(x)))
+    assert gated.SLOPES[name] / 1.01 <= steepest <= gated.SLOPES[name]
+
+
+def test_an_mlp_in_fp8_has_the_gradients_of_the_plain_one(rng):
+    """Within what the quantization of two or three operands in a row costs."""
+    shapes = [(64, 128), (128,), (128, 256), (128, 256), (256, 128)]
+    x, scale, *kernels = (
+        jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0] if i > 1 else 1), jnp.float32)
+        for i, s in enumerate(shapes)
+    )
+    operands, dy = (x, 1 + 0.1 * scale, *kernels), jnp.asarray(rng.standard_normal((64, 128)), "f4")
+    expected = jax.tree.leaves(jax.jit(fp8_layers.both_ways(fp8_layers.plain_mlp))(operands, dy))
+    for layer in (fp8_layers.mlp, fp8_layers.fused_mlp):
+        found = jax.tree.leaves(jax.jit(fp8_layers.both_ways(layer))(operands, dy))
+        for got, want in zip(found, expected, strict=True):
+            assert jnp.linalg.norm(got - want) < 0.09 * jnp.linalg.norm(want)
+
+
+def test_gated_products_are_of_one_kind():
+    one = jnp.float32(1)
+    with pytest.raises(ValueError, match="one shape and dtype, got float32.*bfloat16"):
+        gated.amax(SCALARS["silu"], jnp.ones((2, 2)), one, jnp.ones((2, 2), jnp.bfloat16), one)
+    with pytest.raises(ValueError, match="bounds must be of 2 gradients, got 1"):
+        x = jnp.ones((2, 2))
+        gated.quantize_gradients(SCALARS["silu"], x, one, x, one, x, one, bounds=[one])

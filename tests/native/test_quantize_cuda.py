@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from cuda_emulator import Emulator
 
-from normfuse.layers.quantization import kernels
+from normfuse.layers.quantization import gated, kernels
 from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout
 from normfuse.native import compiler
 from normfuse.native.device import Target, named_target
+from normfuse.native.scalar import SCALARS
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
 
@@ -151,6 +152,79 @@ def test_cuda_empty_matrices_have_a_scale(emulated):
         )
 
 
+# ---------------------------------------------------------------- activations
+
+SILU = SCALARS["silu"]
+
+
+def products(rng, shape, dtype, count):
+    """Raw products, and the scales that they lack."""
+    raw = [(8 * rng.standard_normal(shape)).astype(dtype) for _ in range(count)]
+    return raw, np.array([0.25, 0.125, 0.5][:count], np.float32)
+
+
+def near(found, exact, bound, dtype) -> None:
+    """Codes are those of a number within 1e-5 of the exact one, in both layouts."""
+    q, qt, scale = (np.asarray(r) for r in found)
+    assert scale == fp8_reference.scale(bound, dtype)
+    np.testing.assert_array_equal(q.view(np.uint8), qt.view(np.uint8).T)
+    ends = [exact * (1 + e) for e in (-1e-5, 1e-5)]
+    low, high = (fp8_reference.quantize(end, dtype, bound)[0].astype(np.float32) for end in ends)
+    wide = q.astype(np.float32)
+    assert np.all((np.minimum(low, high) <= wide) & (wide <= np.maximum(low, high)))
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+@pytest.mark.parametrize("given", [BF16, np.dtype("float32")], ids=str)
+@pytest.mark.parametrize("shape", [(144, 80), (33, 50)], ids=str)
+def test_cuda_activation_is_quantized_as_it_is_made(
+    emulated, monkeypatch, rng, has_up, given, shape
+):
+    target, launches = emulated()
+    monkeypatch.setattr(gated, "launch", kernels.launch)
+    raw, scales = products(rng, shape, given, 1 + has_up)
+    h, *parts = (np.asarray(r) for r in gated.define_h(*raw, scales, function=SILU))
+    maxima = [np.asarray(m) for m in gated.cuda_amax(target, *raw, scales, function=SILU)]
+    wanted = [h, *parts] if has_up else [h]
+    np.testing.assert_allclose(np.ravel(maxima), [np.abs(p).max() for p in wanted], rtol=1e-5)
+    bounds = np.asarray(maxima[0]).reshape(1, 1)
+    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
+    found = gated.cuda_forward(target, *raw, scales, bounds, **flags)
+    near(found, h.astype("f8"), bounds.item(), fp8_reference.E4M3)
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+@pytest.mark.parametrize("shape", [(272, 144), (33, 50)], ids=str)
+def test_cuda_gradients_are_quantized_as_they_are_made(emulated, monkeypatch, rng, has_up, shape):
+    target, _ = emulated()
+    monkeypatch.setattr(gated, "launch", kernels.launch)
+    raw, scales = products(rng, shape, BF16, 2 + has_up)
+    exact = [np.asarray(d) for d in gated.define_gradients(*raw, scales, function=SILU)]
+    bounds = np.array([[100.0], [77.0]], np.float32)[: 1 + has_up]
+    flags = FLAGS | {"dtype": "float8_e5m2", "function": SILU}
+    found = gated.cuda_gradient(target, *raw, scales, bounds, **flags)
+    assert len(found) == 3 * len(exact)
+    for i, (d, bound) in enumerate(zip(exact, bounds)):
+        near(found[3 * i : 3 * i + 3], d.astype("f8"), bound.item(), fp8_reference.E5M2)
+
+
+def test_cuda_activation_of_what_is_not_finite_is_not(emulated, monkeypatch, rng):
+    target, _ = emulated()
+    monkeypatch.setattr(gated, "launch", kernels.launch)
+    (a, up), scales = products(rng, (32, 32), BF16, 2)
+    a[3, 4], up[5, 6], up[7, 8] = np.nan, np.inf, -np.inf
+    maxima = gated.cuda_amax(target, a, up, scales, function=SILU)
+    assert np.isfinite(np.asarray(maxima)).all()
+    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
+    bounds = np.asarray(maxima[0]).reshape(1, 1)
+    q, qt, _ = gated.cuda_forward(target, a, up, scales, bounds, **flags)
+    lost = np.zeros((32, 32), bool)
+    lost[[3, 5, 7], [4, 6, 8]] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(q, np.float32)), lost)
+    np.testing.assert_array_equal(np.isnan(np.asarray(qt, np.float32)), lost.T)
+
+
 # ---------------------------------------------------------------- compiling
 
 
@@ -188,6 +262,32 @@ def test_cuda_quantizer_spills_no_registers_on_hopper(compiled, x, dtype):
     for kernel, log in compiled("sm_90", x, dtype).items():
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
         assert spilled == 0, (kernel, log)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
+    logs = {}
+
+    def launch(source, kernel, operands, results, *, target, macros, shared=0, **_):
+        assert shared <= target.shared_memory
+        log = compiler.compile_with_log(source, macros, target.arch, "--ptxas-options=-v")[1]
+        logs[kernel, macros.get("GRADIENT", 0), macros["HAS_UP"]] = log
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(gated, "launch", launch)
+    x, target = jnp.zeros((64, 64), BF16), named_target(arch)
+    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
+    for up in ([x], []):
+        scales, bounds = jnp.ones(1 + len(up)), jnp.ones((1, 1))
+        gated.cuda_amax(target, x, *up, scales, function=SILU)
+        gated.cuda_forward(target, x, *up, scales, bounds, **flags)
+        scales, bounds = jnp.ones(2 + len(up)), jnp.ones((1 + len(up), 1))
+        gated.cuda_gradient(target, x, x, *up, scales, bounds, **flags)
+    assert len(logs) == 6
+    for kernel, log in logs.items():
+        assert "warning" not in log, (kernel, log)
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+        assert arch != "sm_90" or spilled <= 8, (kernel, log)
 
 
 def test_cuda_hopper_rounds_by_its_own_instruction():
