@@ -12,6 +12,7 @@ other programs to read (`--json FILE`).
 
 import argparse
 import concurrent.futures
+import contextlib
 import ctypes
 import dataclasses
 import itertools
@@ -27,25 +28,38 @@ import unittest.mock
 
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
+MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
 REGISTERS = 65536  # of a multiprocessor
 
 
-def layouts():
-    """Candidates for quantize_cast.cu; registers for each thread say how many blocks fit."""
+def layouts() -> list:
+    """Candidates for fp8_tile.cuh; registers for each thread say how many blocks fit."""
     from normfuse.layers.quantization.kernels import CastLayout
 
+    found = []
     shapes = [(16, 8), (8, 16), (8, 8), (32, 8), (16, 16), (8, 32)]
     for (width, height), batch, registers in itertools.product(shapes, (4, 8, 16), (64, 80, 128)):
-        if (batch == 16) != (registers == 128) and batch != 8:
-            continue
-        threads = width * height
-        blocks = REGISTERS // (threads * registers)
-        yield CastLayout(width, height, batch, max(1, blocks))
+        if (batch == 16) == (registers == 128) or batch == 8:
+            blocks = REGISTERS // (width * height * registers)
+            found.append(CastLayout(width, height, batch, max(1, blocks)))
+    return found
+
+
+def gated_layouts(gradient: bool) -> list:
+    """Candidates for the kernels that read two or three arrays."""
+    from normfuse.layers.quantization.kernels import CastLayout
+
+    found = []
+    for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4)):
+        for registers in (128, 168) if gradient else (80, 96, 128):
+            blocks = REGISTERS // (width * height * registers)
+            found.append(CastLayout(width, height, batch, max(1, blocks)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One matrix to be cast."""
+    """One matrix to be cast, or the two of a gated activation."""
 
     rows: int
     columns: int
@@ -60,49 +74,61 @@ class Work:
         return self.rows * self.columns
 
     def launches(self, target, call: str, **chosen) -> list[dict]:
-        """What `kernels.<call>` launches for this matrix, with the layouts given."""
+        """What a function of `quantization.kernels`, or `gated`, launches, with layouts given."""
         import jax
         import jax.numpy as jnp
 
-        from normfuse.layers.quantization import kernels
+        from normfuse.layers.quantization import gated, kernels
+        from normfuse.native.scalar import SCALARS
 
         found = []
 
         def launch(source, kernel, operands, results, **sizes):
-            found.append(
-                sizes
-                | {"source": source, "kernel": kernel, "operands": operands, "results": results}
-            )
+            sizes |= {"source": source, "kernel": kernel}
+            found.append(sizes | {"operands": list(operands), "results": list(results)})
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
+        small = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
         x = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
         flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
-        flags, operands = ({}, [x]) if call == "cuda_maxima" else (flags, [x])
-        if call == "cuda_cast":
-            operands.append(jax.ShapeDtypeStruct((1,), jnp.float32))
-        with unittest.mock.patch.object(kernels, "launch", launch):
-            patches = [
-                unittest.mock.patch.object(kernels, name, lambda *_, _l=layout, **__: _l)
-                for name, layout in chosen.items()
-            ]
-            for patch in patches:
-                patch.start()
-            try:
-                run = getattr(kernels, call)
-                jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
-            finally:
-                for patch in patches:
-                    patch.stop()
+        silu = {"function": SCALARS["silu"]}
+        run, operands, flags = {
+            "amax": (kernels.cuda_maxima, [x], {}),
+            "cast": (kernels.cuda_cast, [x, small(1)], flags),
+            "quantize": (kernels.cuda_quantize, [x], flags),
+            "gated amax": (gated.cuda_amax, [x, x, small(2)], silu),
+            "gated": (gated.cuda_forward, [x, x, small(2), small(1, 1)], flags | silu),
+            "gated gradient": (
+                gated.cuda_gradient,
+                [x, x, x, small(3), small(2, 1)],
+                flags | silu,
+            ),
+        }[call]
+        with contextlib.ExitStack() as stack:
+            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
+            replace(kernels, "launch", launch)
+            replace(gated, "launch", launch)
+            for name, layout in chosen.items():
+                module = gated if name == "layout" else kernels
+                replace(module, name, lambda *_, _layout=layout, **__: _layout)
+            jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
         return found
+
+    def bytes(self, call: str) -> int:
+        """That a kernel must move."""
+        of = {"amax": (1, 0), "cast": (1, 1), "quantize": (2, 1), "gated amax": (2, 0)}
+        read, written = (of | {"gated": (2, 1), "gated gradient": (3, 2)})[call]
+        return self.elements * (read * self.itemsize + 2 * written)
 
 
 def compile_one(job: tuple) -> tuple[tuple, bytes | str]:
-    """(key, image), or what the compiler says."""
+    """(job, image), or what the compiler says."""
     from normfuse.native import compiler
 
     source, macros, arch = job
+    source = compiler.kernel_source(source) if isinstance(source, str) else source
     try:
-        return job, compiler.compile_image(compiler.kernel_source(source), dict(macros), arch).data
+        return job, compiler.compile_image(source, dict(macros), arch).data
     except Exception as error:
         return job, str(error)[-300:]
 
@@ -118,65 +144,74 @@ class Device:
         import numpy as np
         from device_time import sets_for
 
-        self.gpu, self.functions = gpu, {}
+        self.gpu = gpu
+        self.count = min(12, sets_for(work.elements * (work.itemsize + 2)))
         bits = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
         if work.itemsize == 2:
             bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
-        self.sets = []
-        for _ in range(min(16, sets_for(work.elements * (work.itemsize + 2)))):
-            x = gpu.array(work.elements * work.itemsize)
-            size = min(bits.nbytes, work.elements * work.itemsize)
-            for offset in range(0, work.elements * work.itemsize, size):
-                count = min(size, work.elements * work.itemsize - offset)
-                gpu("cuMemcpyHtoD", x + offset, bits.ctypes.data, count)
-            self.sets.append([x, gpu.array(work.elements), gpu.array(work.elements)])
-        one = np.array([4.0], np.float32)
-        self.maxima = gpu.array(1 << 20, one)
-        self.scale = gpu.array(256)
+        self.fill, self.large = bits, {}
+        self.small = gpu.array(1 << 16, np.full(1 << 14, 4, np.float32))  # maxima, scales, bounds
+        self.sink = gpu.array(1 << 16)  # small results
 
     def free(self) -> None:
-        for pointer in [*itertools.chain(*self.sets), self.maxima, self.scale]:
+        for pointer in [*self.large.values(), self.small, self.sink]:
             self.gpu("cuMemFree", pointer)
+
+    def pointer(self, turn: int, index: int, array, is_result: bool) -> int:
+        size = array.size * array.dtype.itemsize
+        if size <= 1 << 16:
+            return self.sink if is_result else self.small
+        key = turn, index, is_result
+        if key not in self.large:
+            self.large[key] = to = self.gpu.array(size)
+            for offset in range(0, 0 if is_result else size, self.fill.nbytes):
+                count = min(self.fill.nbytes, size - offset)
+                self.gpu("cuMemcpyHtoD", to + offset, self.fill.ctypes.data, count)
+        return self.large[key]
 
     def microseconds(self, launches: list[dict], images: list[bytes]) -> float:
         from cuda_launches import launch_config
 
         calls, libraries = [], []
         for launch, image in zip(launches, images, strict=True):
-            library, function = self.gpu.function(image, launch["kernel"], launch.get("shared", 0))
+            shared = launch.get("shared", 0)
+            library, function = self.gpu.function(image, launch["kernel"], shared)
             libraries.append(library)
-            config = launch_config(
-                self.gpu.cu,
-                launch["grid"],
-                launch["block"],
-                1,
-                launch.get("shared", 0),
-                self.gpu.stream,
-            )
-            calls.append((config, function, launch))
+            grid, block, stream = launch["grid"], launch["block"], self.gpu.stream
+            config = launch_config(self.gpu.cu, grid, block, 1, shared, stream)
+            turns = [self._parameters(launch, turn) for turn in range(self.count)]
+            calls.append((config, function, turns))
 
         def run(turn: int) -> None:
-            x, q, qt = self.sets[turn % len(self.sets)]
-            for config, function, launch in calls:
-                amax = launch["kernel"] == "quantize_amax"
-                pointers = (x, self.maxima) if amax else (x, self.maxima, q, qt, self.scale)
-                ints = launch["ints"]
-                types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
-                parameters = (*pointers, *ints), tuple(types)
-                self.gpu("cuLaunchKernelEx", config, function, parameters, 0)
+            for config, function, turns in calls:
+                self.gpu("cuLaunchKernelEx", config, function, turns[turn % self.count], 0)
 
-        us = self.gpu.microseconds(run, max(10, len(self.sets)))
+        us = self.gpu.microseconds(run, max(10, self.count))
         for library in libraries:
             self.gpu("cuLibraryUnload", library)
         return us
 
+    def _parameters(self, launch: dict, turn: int) -> tuple[tuple, tuple]:
+        pointers = [self.pointer(turn, i, a, False) for i, a in enumerate(launch["operands"])]
+        pointers += [self.pointer(turn, i, r, True) for i, r in enumerate(launch["results"])]
+        ints = [int(n) for n in launch["ints"]]
+        types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
+        return (*pointers, *ints), tuple(types)
+
+
+def short(layout) -> str:
+    if hasattr(layout, "unroll"):
+        return f"{layout.blocks_each} blocks each, unroll {layout.unroll}"
+    text = f"{layout.width}x{layout.height} batch {layout.batch} blocks {layout.min_blocks}"
+    return f"{text} group {layout.group}{' backwards' if layout.backwards else ''}"
+
 
 def sweep(seconds: float) -> None:
-    """Times the layouts of both kernels, for as long as there is time."""
+    """Times the layouts of all kernels, for as long as there is time."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
     from cuda_launches import Gpu, copy_rate
 
-    from normfuse.layers.quantization.kernels import AmaxLayout, cast_layout
+    from normfuse.layers.quantization.kernels import AmaxLayout
 
     began = time.perf_counter()
     gpu = Gpu()
@@ -184,104 +219,86 @@ def sweep(seconds: float) -> None:
     emit(part="layouts", device=target.name, copy_tb_s=round(rate / 1e6, 3))
     works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
     works += [Work(r, w, "float32") for r, w in KERNELS]
-    casts, maxima = list(layouts()), [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]
-    jobs = set()
-    for work in (works[0], works[-1]):  # what is compiled does not depend on the shape
-        for layout in casts:
-            jobs |= {
-                job_of(n, target) for n in work.launches(target, "cuda_cast", cast_layout=layout)
-            }
-        for layout in maxima:
-            for one in work.launches(target, "cuda_maxima", amax_layout=layout):
-                jobs.add(job_of(one, target))
+    works.sort(key=lambda work: work.rows * work.columns not in MAIN)  # the main ones first
+    casts = {"cast_layout": layouts()}
+    maxima = {"amax_layout": [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]}
+    searched = {
+        "cast": casts,
+        "amax": maxima,
+        "gated": {"layout": gated_layouts(False)},
+        "gated gradient": {"layout": gated_layouts(True)},
+    }
     images: dict = {}
-
-    def make(jobs) -> None:
-        jobs = [job for job in jobs if job not in images]
-        with concurrent.futures.ProcessPoolExecutor(
-            os.cpu_count(), multiprocessing.get_context("spawn")
-        ) as pool:
-            images.update(pool.map(compile_one, jobs))
-
-    make(jobs)
+    jobs = set()
+    for work, (call, options) in itertools.product((works[0], works[-1]), searched.items()):
+        if work.itemsize == 4 and call.startswith("gated"):
+            continue
+        for name, candidates in options.items():  # what is compiled does not depend on the shape
+            for layout in candidates:
+                jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
+    with concurrent.futures.ProcessPoolExecutor(
+        os.cpu_count(), multiprocessing.get_context("spawn")
+    ) as pool:
+        images.update(pool.map(compile_one, jobs))
     emit(part="layouts", compiled=len(images), seconds=round(time.perf_counter() - began, 1))
+
+    def timed(device, work, call, **chosen) -> float | None:
+        try:
+            launches = work.launches(target, call, **chosen)
+            jobs = [job_of(launch, target) for launch in launches]
+            images.update(compile_one(job) for job in jobs if job not in images)
+            found = [images[job] for job in jobs]
+            failed = [image for image in found if isinstance(image, str)]
+            if failed:
+                raise RuntimeError(failed[0])
+            return device.microseconds(launches, found)
+        except Exception as error:
+            emit(part="layouts", call=call, error=repr(error)[:300])
+            return None
+
     for work in works:
-        if time.perf_counter() - began > seconds:
-            emit(part="layouts", out_of_time=True)
-            break
+        line = {"part": "layouts", "rows": work.rows, "columns": work.columns, "x": work.dtype}
         try:
             device = Device(gpu, work)
         except Exception as error:
-            emit(part="layouts", work=dataclasses.asdict(work), error=repr(error))
+            emit(**line, error=repr(error)[:300])
             continue
-        floor = work.elements * (work.itemsize + 2) / rate
 
-        def timed(launches, device=device) -> float | None:
-            missing = [job_of(n, target) for n in launches if job_of(n, target) not in images]
-            if missing:
-                images.update(map(compile_one, missing))
-            found = [images[job_of(n, target)] for n in launches]
-            if any(isinstance(image, str) for image in found):
-                return None
-            try:
-                return device.microseconds(launches, found)
-            except Exception as error:
-                emit(part="layouts", error=repr(error)[:200])
-                return None
+        def say(call, layout, us, work=work, line=line) -> None:
+            of_copy = round(work.bytes(call) / rate / us, 3)
+            emit(**line, kernel=call, layout=layout, us=round(us, 1), of_copy=of_copy)
 
-        results = []
-        ours = cast_layout(work.rows, work.columns, work.itemsize, target, after_amax=False)
-        us = timed(work.launches(target, "cuda_cast"))
-        line = {"part": "layouts", "rows": work.rows, "columns": work.columns, "x": work.dtype}
-        if us:
-            emit(
-                **line,
-                kernel="cast",
-                layout="package",
-                us=round(us, 1),
-                of_copy=round(floor / us, 3),
-            )
-        for layout in casts:
-            us = timed(work.launches(target, "cuda_cast", cast_layout=layout))
-            if us:
-                results.append((us, layout))
-        results.sort(key=lambda one: one[0])
-        if results:
-            best = results[0][1]
-            for group in (1, 2, 4, 16, 32):
-                layout = dataclasses.replace(best, group=group)
-                us = timed(work.launches(target, "cuda_cast", cast_layout=layout))
-                if us:
-                    results.append((us, layout))
-            results.sort(key=lambda one: one[0])
-        for us, layout in results[:5]:
-            short = f"{layout.width}x{layout.height} batch {layout.batch}"
-            short += f" blocks {layout.min_blocks} group {layout.group}"
-            emit(**line, kernel="cast", layout=short, us=round(us, 1), of_copy=round(floor / us, 3))
-        read = work.elements * work.itemsize / rate
-        best = []
-        for layout in maxima:
-            us = timed(work.launches(target, "cuda_maxima", amax_layout=layout))
-            if us:
-                best.append((us, layout))
-        for us, layout in sorted(best, key=lambda one: one[0])[:2]:
-            short = f"{layout.blocks_each} blocks each, unroll {layout.unroll}"
-            emit(**line, kernel="amax", layout=short, us=round(us, 1), of_copy=round(read / us, 3))
-        layouts_ = {"package": ours}
-        if results:
-            layouts_["best"] = results[0][1]
-        for name, layout in layouts_.items():
-            for backwards in (True, False):
-                chosen = dataclasses.replace(layout, backwards=backwards)
-                us = timed(work.launches(target, "cuda_quantize", cast_layout=chosen))
-                if us:
-                    emit(
-                        **line,
-                        kernel="quantize",
-                        layout=f"{name}, {'back' if backwards else 'for'}wards",
-                        us=round(us, 1),
-                        of_copy=round((floor + read) / us, 3),
-                    )
+        calls = ["cast", "amax", "quantize", "gated amax", "gated", "gated gradient"]
+        best_cast = None
+        for call in calls:
+            if time.perf_counter() - began > seconds:
+                emit(part="layouts", out_of_time=True)
+                return
+            if call.startswith("gated") and (work.itemsize == 4 or work.columns < 8192):
+                continue
+            if us := timed(device, work, call):
+                say(call, "package's choice", us)
+            if call == "quantize" and best_cast is not None:
+                for backwards in (False, True):
+                    layout = dataclasses.replace(best_cast, backwards=backwards)
+                    if us := timed(device, work, call, cast_layout=layout):
+                        say(call, short(layout), us)
+            results = []
+            for name, candidates in searched.get(call, {}).items():
+                for layout in candidates:
+                    if us := timed(device, work, call, **{name: layout}):
+                        results.append((us, layout))
+                results.sort(key=lambda one: one[0])
+                if results and hasattr(results[0][1], "group"):
+                    for group in (1, 2, 4, 16, 32):
+                        layout = dataclasses.replace(results[0][1], group=group)
+                        if us := timed(device, work, call, **{name: layout}):
+                            results.append((us, layout))
+                    results.sort(key=lambda one: one[0])
+            for us, layout in results[:4]:
+                say(call, short(layout), us)
+            if call == "cast" and results:
+                best_cast = results[0][1]
         device.free()
 
 
@@ -315,7 +332,8 @@ def beside_xla(seconds: float) -> None:
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
 
-    from normfuse.layers.quantization import quantize
+    from normfuse.layers.quantization import gated, quantize
+    from normfuse.native.scalar import SCALARS
 
     began, rate = time.perf_counter(), Copies().rate
     e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
@@ -347,21 +365,50 @@ def beside_xla(seconds: float) -> None:
             "XLA, codes transposed": lambda x: with_amax(x, True),
         },
     }
+    silu = SCALARS["silu"]
+    one = jnp.float32(0.5)
+
+    def activation(a, b):
+        h = jax.nn.silu(a.astype(f32) * one) * (b.astype(f32) * one)
+        return plain(h, jnp.float32(8), True)
+
+    def gradients(dh, a, b):
+        a, b = a.astype(f32) * one, b.astype(f32) * one
+        da, db = jax.vjp(lambda a, b: jax.nn.silu(a) * b, a, b)[1](dh.astype(f32) * one)
+        return plain(da, jnp.float32(8), True), plain(db, jnp.float32(8), True)
+
+    gated_versions = {
+        "gated amax": {"normfuse": lambda a, b: gated.amax(silu, a, one, b, one, strict=True)},
+        "gated": {
+            "normfuse": lambda a, b: gated.quantize(silu, a, one, b, one, bound=bound, strict=True),
+            "XLA": activation,
+        },
+        "gated gradient": {
+            "normfuse": lambda dh, a, b: gated.quantize_gradients(
+                silu, dh, one, a, one, b, one, bounds=[bound, bound], strict=True
+            ),
+            "XLA": gradients,
+        },
+    }
     works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
     works += [Work(r, w, "float32") for r, w in KERNELS]
+    works.sort(key=lambda work: work.rows * work.columns not in MAIN)
     for work in works:
-        keys = jax.random.split(jax.random.key(0), min(4, sets_for(4 * work.elements)))
+        keys = jax.random.split(jax.random.key(0), max(3, min(4, sets_for(4 * work.elements))))
         shape = work.rows, work.columns
-        xs = [(jax.random.normal(key, shape, jnp.dtype(work.dtype)),) for key in keys]
-        for kernel, ways in versions.items():
-            passes = work.itemsize + 2 + work.itemsize * (kernel == "quantize")
-            floor = work.elements * passes / rate
+        make = lambda key, shape=shape, work=work: jax.random.normal(key, shape, work.dtype)
+        xs = [make(key) for key in keys]
+        with_gated = work.itemsize == 2 and work.columns >= 8192
+        for kernel, ways in (versions | (gated_versions if with_gated else {})).items():
+            floor = work.bytes(kernel) / rate
+            needs = {"gated amax": 2, "gated": 2, "gated gradient": 3}.get(kernel, 1)
+            sets = [tuple(xs[(i + n) % len(xs)] for n in range(needs)) for i in range(len(xs))]
             for name, run in ways.items():
                 if time.perf_counter() - began > seconds:
                     emit(part="xla", out_of_time=True)
                     return
                 try:
-                    runs = kernels(run, xs, 7)[2:]
+                    runs = kernels(run, sets, 7)[2:]
                     us = statistics.median(sum(t for _, t in run) for run in runs)
                 except Exception as error:
                     emit(part="xla", kernel=kernel, version=name, error=repr(error)[:300])
