@@ -127,3 +127,24 @@ def test_a_fused_mlp_has_no_pass_of_xla_over_the_hidden_array():
     assert [round(m / large, 2) for m in moved] == [2, 3, 5] and moved[0] < 2 * large + small
     fusions = [moved for name, moved in hlo.passes(program) if name == "fusion"]
     assert max(fusions) < large  # the norm's
+
+
+@pytest.mark.parametrize("layer", [fp8_layers.mlp, fp8_layers.fused_mlp])
+def test_main_gradients_of_a_scan_are_added_in_the_products(layer):
+    dim, hidden = 2048, 8192
+
+    def loss(params, x):
+        return jnp.sum(layer(x, *params).astype(f32) ** 2)
+
+    def run(params, xs):
+        def add(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    shapes = (dim,), (dim, hidden), (dim, hidden), (hidden, dim)
+    params = tuple(struct(*shape, dtype=f32) for shape in shapes)
+    program = compiled(run, params, struct(4, TOKENS, dim, dtype=bf16))
+    kernels = [call for call in calls(program) if call[0].startswith("f32")]
+    up, down = f"f32[{dim},{hidden}]", f"f32[{hidden},{dim}]"
+    assert sorted(kernels) == [(up, 1, True), (up, 1, True), (down, 1, True)]
