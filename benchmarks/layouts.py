@@ -27,6 +27,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from cuda_launches import Buffers, Gpu, copy_rate, copy_time  # noqa: E402
 
+from normfuse.layers.rms_norm.cuda import (
+    OneLaunch,  # noqa: E402
+    RowLayout,  # noqa: E402
+)
 from normfuse.native import (  # noqa: E402
     compiler,
     cuda_backward_layout,
@@ -35,8 +39,6 @@ from normfuse.native import (  # noqa: E402
     cuda_layout,
     cuda_rms_norm,
 )
-from normfuse.layers.rms_norm.cuda import OneLaunch  # noqa: E402
-from normfuse.layers.rms_norm.cuda import RowLayout  # noqa: E402
 from normfuse.native.launch import Target  # noqa: E402
 
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]

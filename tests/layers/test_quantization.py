@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
-from normfuse.native.fallback import Order
-from normfuse.native.scalar import SCALARS
+from normfuse.native.implementation import Order
 
 INPUTS = [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")]
 FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
@@ -77,7 +77,7 @@ def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
 def test_codes_are_those_of_the_reference(given, dtype, rng):
     for shape in SHAPES:
         x = rng.standard_normal(shape).astype(given)
-        check(x, dtype, quantization.quantize(jnp.asarray(x), dtype, strict=NATIVE))
+        check(x, dtype, quantization.quantize(jnp.asarray(x), dtype, order=NATIVE))
         check(x, dtype, by_definition(x, dtype))
 
 
@@ -87,7 +87,7 @@ def test_unusual_arrays_have_the_codes_of_the_reference(name, rng):
         with np.errstate(all="ignore"):
             x = arrays(rng)[name].astype(given)
         for dtype in FORMATS:
-            found = quantization.quantize(jnp.asarray(x), dtype, strict=NATIVE)
+            found = quantization.quantize(jnp.asarray(x), dtype, order=NATIVE)
             check(x, dtype, found)
             check(x, dtype, by_definition(x, dtype))
             assert np.all(np.isnan(np.asarray(found.q, np.float32)) == ~np.isfinite(x.astype("f8")))
@@ -134,7 +134,7 @@ def test_a_bound_that_is_not_finite_gives_nan_everywhere(bound):
 def test_amax_is_that_of_the_finite_elements(given, rng):
     for x in [every_number(given), rng.standard_normal((3, 5, 7)), np.zeros((0,)), np.ones(())]:
         x = x.astype(given)
-        for found in (quantization.amax(jnp.asarray(x), strict=NATIVE), define_amax(x)[0]):
+        for found in (quantization.amax(jnp.asarray(x), order=NATIVE), define_amax(x)[0]):
             np.testing.assert_array_equal(bits(found).ravel(), bits(fp8_reference.amax(x)))
 
 
@@ -239,7 +239,7 @@ def test_activations_are_quantized_from_float32(name, has_up, rng):
     np.testing.assert_allclose(maxima.h, jnp.max(jnp.abs(h)), rtol=1e-6)
     np.testing.assert_allclose(maxima.activation, jnp.max(jnp.abs(function(a))), rtol=1e-6)
     np.testing.assert_allclose(maxima.up, jnp.max(jnp.abs(up[0])) if up else 1, rtol=1e-6)
-    found = gated.quantize(function, *given, bound=maxima.h, strict=NATIVE)
+    found = gated.quantize(function, *given, bound=maxima.h, order=NATIVE)
     q, scale = fp8_reference.quantize(np.asarray(h), bound=maxima.h)
     assert found[2] == scale
     wide = lambda codes: np.asarray(codes, np.float32)
