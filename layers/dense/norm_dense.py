@@ -8,13 +8,19 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from ...native.implementation import Implementation, choose, native_or_best
-from ..core.arguments import finite, floating, floating_dtype
+from ..core.arguments import (
+    Quantization,
+    check_quantization,
+    finite,
+    floating,
+    floating_dtype,
+)
 from ..core.op import match, vary, varying_axes
 from ..rms_norm.op import rms_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .fp8 import multiply
 from .gated import check_gated
-from .matmul import matmul
 from .remat import Normalised, products
 
 
@@ -29,6 +35,7 @@ def norm_dense(
     activation: Activation = None,
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> Array:
@@ -49,6 +56,7 @@ def norm_dense(
       activation, out_sharding: as for `dense`.
       dtype: of the normalised x, the product and the result; x's where None.
       recompute: False keeps the normalised x instead: one pass over x less in the backward.
+      quantization: as for `dense`; with "fp8" the codes of the normalised x are kept.
       implementation: None, "native" (the norm and what follows the product on kernels of ours,
         never plain HLO) or "xla".
 
@@ -76,7 +84,9 @@ def norm_dense(
     bias = None if bias is None else floating(op, "bias", bias)
     check_shapes(op, x, kernels[0], bias, out_sharding=out_sharding)
     resolve(activation, op)
+    check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
+    options["quantization"] = quantization
     return apply(
         x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
     )
@@ -125,6 +135,7 @@ def norm_gated_dense(
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
 ) -> Array:
@@ -148,7 +159,9 @@ def norm_gated_dense(
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
     check_gated(op, *kernels, activation)
+    check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
+    options["quantization"] = quantization
     project = functools.partial(_project, op, x, scale, kernels, dtype, **options)
 
     def native(strict):
@@ -195,18 +208,20 @@ def _project(
     scale_offset: float = 0.0,
     recompute: bool = True,
     apart: bool = False,
+    quantization: Quantization = None,
     strict: bool = False,
     norm: str | None = None,
     contract: int = 0,
     out_sharding: Any = None,
 ) -> tuple[Array, ...]:
     """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
-    shared = {"contract": contract, "out_sharding": out_sharding}
-    if norm or not recompute:
+    shared: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
+    if norm or not recompute or quantization:
         norm = "native" if strict else norm
         options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
         n = rms_norm(x, scale, dtype=dtype, **options)
-        return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
+        shared |= {"quantization": quantization, "order": native_or_best(strict)}
+        return tuple(multiply(op, n, kernel, dtype=dtype, **shared) for kernel in kernels)
     producer = Normalised(op, eps, scale_offset, dtype, native_or_best(strict), apart)
     if scale is None:
         return products(producer, (x,), kernels, **shared)
