@@ -4,7 +4,7 @@
 
 with x ≈ s_x q_x, W ≈ s_w q_w and dy ≈ s_g q_g (docs/quantization.md). Tensor cores take FP8
 operands that are both contracted over their last dimension, so each is quantized in two layouts at
-once. The backward keeps codes. Tangents are those of the dequantized operands, in the compute dtype;
+once. The backward keeps codes. Tangents are those of dequantized operands, in the compute dtype;
 there is no second derivative.
 """
 
