@@ -46,7 +46,8 @@ def dense(
         `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which is given float32. For
         "pallas" one that is element-wise.
       dtype: of the product and the result; x's where None.
-      implementation: None or "xla"; "pallas"; or several to try in order.
+      implementation: None, "native" or "xla": of what follows the product, which is XLA's (without
+        an activation nothing of ours does); "pallas"; or several to try in order.
       out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
         both split over `in` on an Explicit mesh.
 
@@ -95,6 +96,8 @@ def apply(
         return matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
 
     def native(strict):
+        if activation is None:  # XLA's product: no kernel of ours follows it
+            return finish(product(), bias, None, dtype)
         return finish_natively("dense", product(), None, bias, activation, dtype, strict=strict)
 
     def xla(strict):
@@ -115,7 +118,7 @@ def apply(
     if out_sharding is not None:
         pallas = _refuse_out_sharding
     serve = {"xla": xla, "pallas": pallas}
-    if scalar_of(activation) is not None:  # kernels of ours for what follows the product
+    if activation is None or scalar_of(activation) is not None:
         serve["native"] = native
     return choose("dense", implementation, serve)
 

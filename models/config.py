@@ -60,8 +60,11 @@ class TransformerConfig:
       remat: what the backward pass recomputes: "none"; "block", everything inside a block;
         "dots", everything but the GEMMs' results.
       attention: "auto" takes cuDNN's fused attention on NVIDIA GPUs where it serves, else XLA.
-      implementation: of RMSNorm, as in `normfuse.rms_norm`: None takes the best here. The matrix
-        products are XLA's.
+      implementation: of every operation of normfuse in the model: the norms (alone and with the
+        residual added), the linear layers and the MLP's gated product, as in `normfuse.rms_norm`,
+        `dense` and `gated_product`. None takes the best here. A single name is strict: "native"
+        raises NotImplementedError on CPUs, which have no kernel for the gated product, where
+        `("native", "xla")` runs. Attention, embedding and logits are JAX's.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.

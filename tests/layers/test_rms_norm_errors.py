@@ -192,7 +192,8 @@ def test_wrong_environment_names_the_variable(monkeypatch, value):
 
 def test_missing_implementation_says_which_there_are():
     with pytest.raises(NotImplementedError, match="dense has no 'native'.*'xla', 'pallas'"):
-        dense(X, np.ones((X.shape[-1], 2), np.float32), implementation="native")
+        kernel = np.ones((X.shape[-1], 2), np.float32)
+        dense(X, kernel, activation=np.sin, implementation="native")
 
 
 def refuse(name):
