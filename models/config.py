@@ -115,16 +115,7 @@ class TransformerConfig:
             _one_of("implementation", name, get_args(Implementation))
 
 
-_SIZES = (
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "mlp_dim",
-    "max_seq_len",
-)
+_SIZES = "vocab_size dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len".split()
 
 
 def _check(valid: bool, name: str, value: object, rule: str) -> None:
@@ -149,72 +140,19 @@ def _one_of(name: str, value: object, allowed: tuple) -> None:
     _check(same, name, value, f"must be one of {', '.join(map(repr, allowed))}")
 
 
-# GPT-2's vocabulary, rounded up to a multiple of 128 so that GEMMs and mesh axes divide it.
-_GPT2_VOCAB = 50_304
-_LLAMA3_VOCAB = 128_256
-
 PRESETS: dict[str, TransformerConfig] = {
-    # 0.7 M: reads bytes, trains in two minutes on two CPU cores.
-    "tiny": TransformerConfig(
-        vocab_size=256,
-        dim=128,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        mlp_dim=384,
-        max_seq_len=1024,
-        tie_embeddings=True,
-    ),
-    # 124 M: GPT-2 small's depth and width.
-    "small": TransformerConfig(
-        vocab_size=_GPT2_VOCAB,
-        dim=768,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-        mlp_dim=2048,
-        max_seq_len=2048,
-        tie_embeddings=True,
-    ),
-    # 360 M: GPT-2 medium's.
-    "medium": TransformerConfig(
-        vocab_size=_GPT2_VOCAB,
-        dim=1024,
-        num_layers=24,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=64,
-        mlp_dim=2816,
-        max_seq_len=2048,
-        tie_embeddings=True,
-    ),
-    # 1.2 B: Llama 3.2 1B's shape.
+    # vocab_size, dim, num_layers, num_heads, num_kv_heads, head_dim, mlp_dim, max_seq_len
+    # 0.7 M parameters: reads bytes, trains in two minutes on two CPU cores.
+    "tiny": TransformerConfig(256, 128, 3, 4, 4, 32, 384, 1024, tie_embeddings=True),
+    # 124 M and 360 M: the depth and width of GPT-2 small and medium. GPT-2's vocabulary is rounded
+    # up to a multiple of 128 so that GEMMs and mesh axes divide it.
+    "small": TransformerConfig(50_304, 768, 12, 12, 12, 64, 2048, 2048, tie_embeddings=True),
+    "medium": TransformerConfig(50_304, 1024, 24, 16, 16, 64, 2816, 2048, tie_embeddings=True),
+    # 1.2 B and 8.0 B: the shapes of Llama 3.2 1B and Llama 3 8B.
     "1b": TransformerConfig(
-        vocab_size=_LLAMA3_VOCAB,
-        dim=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        mlp_dim=8192,
-        max_seq_len=8192,
-        rope_theta=500_000.0,
-        tie_embeddings=True,
+        128_256, 2048, 16, 32, 8, 64, 8192, 8192, rope_theta=500_000.0, tie_embeddings=True
     ),
-    # 8.0 B: Llama 3 8B's shape.
-    "8b": TransformerConfig(
-        vocab_size=_LLAMA3_VOCAB,
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=14_336,
-        max_seq_len=8192,
-        rope_theta=500_000.0,
-    ),
+    "8b": TransformerConfig(128_256, 4096, 32, 32, 8, 128, 14_336, 8192, rope_theta=500_000.0),
 }
 
 

@@ -5,7 +5,6 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,43 +18,41 @@ from .attention import Cache, KeyValue, Rope
 from .config import TransformerConfig
 from .sharding import Sharding
 
-
-class _Ops:
-    """`transformer.Ops` of Equinox, whose layers take one example and know no compute dtype.
-
-    `jax.vmap(layer)(x)` would widen bfloat16 x to a float32 weight. The operations round the weight
-    to x's dtype, but not its gradient.
-    """
-
-    def linear(self, layer: Linear, x: Array) -> Array:
-        options = {"activation": layer.activation, "implementation": layer.implementation}
-        return dense.apply(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
-
-    def norm(self, layer: Callable[[Array], Array], x: Array) -> Array:
-        for _ in x.shape[:-1]:
-            layer = jax.vmap(layer)
-        return layer(x)
-
-    def add_norm(self, layer: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-        options = {"eps": layer.eps, "implementation": layer.implementation}
-        return add_rms_norm(x, residual, layer.weight, **options)
-
-    def gated_product(self, mlp: Any, gate: Array, up: Array, hidden: jax.P | None) -> Array:
-        options = {"dtype": gate.dtype, "implementation": mlp.down.implementation}
-        options |= {"contract": 1, "hidden_sharding": hidden}
-        return gated.apply_product(gate, up, mlp.down.weight, mlp.down.bias, "silu", **options)
-
-    def table(self, layer: eqx.nn.Embedding | Linear) -> Array:
-        return layer.weight
-
-    def map_parameters(self, function: Callable[[Any], Any], module: Any) -> Any:
-        return function(module)
-
-    def checkpoint(self, function: Callable, *, policy: Any) -> Callable:
-        return jax.checkpoint(function, policy=policy)
+# Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
+# bfloat16 x to a float32 weight. The operations round the weight to x's dtype, not its gradient.
 
 
-_OPS = _Ops()
+def _apply_linear(layer: Linear, x: Array) -> Array:
+    options = {"activation": layer.activation, "implementation": layer.implementation}
+    return dense.apply(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
+
+
+def _apply_norm(norm: Callable[[Array], Array], x: Array) -> Array:
+    for _ in x.shape[:-1]:
+        norm = jax.vmap(norm)
+    return norm(x)
+
+
+def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+    options = {"eps": norm.eps, "implementation": norm.implementation}
+    return add_rms_norm(x, residual, norm.weight, **options)
+
+
+def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Array:
+    down, options = mlp.down, {"dtype": gate.dtype, "contract": 1, "hidden_sharding": spec}
+    options["implementation"] = down.implementation
+    return gated.apply_product(gate, up, down.weight, down.bias, "silu", **options)
+
+
+_OPS = transformer.Ops(
+    linear=_apply_linear,
+    norm=_apply_norm,
+    add_norm=_add_norm,
+    gated_product=_gated_product,
+    table=lambda layer: layer.weight,
+    map_parameters=lambda function, module: function(module),
+    checkpoint=jax.checkpoint,
+)
 
 
 class Attention(eqx.Module):
@@ -74,18 +71,17 @@ class Attention(eqx.Module):
         c = config
         self.config, self.sharding = config, sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q = _linear(c, c.dim, heads, use_bias=c.attention_bias, key=key)
-        self.k = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
-        self.v = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
+        project = lambda width: _linear(c, c.dim, width, use_bias=c.attention_bias, key=key)
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = _linear(c, heads, c.dim, key=key)
         self.q_norm = _norm(c, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
 
     def __call__(
-        self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int
+        self, x: Array, rope: Rope, cache: KeyValue | None
     ) -> tuple[Array, KeyValue | None]:
         """See `transformer.attention`."""
-        return transformer.attention(_OPS, self, x, rope, cache, start)
+        return transformer.attention(_OPS, self, x, rope, cache)
 
 
 class MLP(eqx.Module):
@@ -124,15 +120,10 @@ class Block(eqx.Module):
         self.mlp = MLP(config, sharding, key=key)
 
     def __call__(
-        self,
-        x: Array,
-        branch: Array | None,
-        rope: Rope,
-        cache: KeyValue | None,
-        start: Array | int,
+        self, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
     ) -> tuple[Array, Array, KeyValue | None]:
         """See `transformer.block`."""
-        return transformer.block(_OPS, self, x, branch, rope, cache, start)
+        return transformer.block(_OPS, self, x, branch, rope, cache)
 
 
 class Transformer(eqx.Module):

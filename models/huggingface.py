@@ -61,12 +61,8 @@ _FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 _OPTIONAL = {"num_kv_heads": None, "head_dim": None, "rope_theta": None, "tie_embeddings": False}
-_ROPE_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_seq_len": "original_max_position_embeddings",
-}
+_ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
 _BIASED = {"llama": False, "qwen2": True, "qwen3": False}  # biases on q, k and v only
 
 
@@ -226,7 +222,7 @@ def _their_name(name: str) -> str:
     return ".".join([*prefix, *theirs, "bias" if kind == "bias" else "weight"])
 
 
-# ---------------------------------------------------------------- files that nobody vouches for
+# ---------------------------------------------------------------- reading untrusted files
 
 
 def _malformed(file: Path, trouble: str) -> ValueError:
@@ -353,12 +349,13 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
         fields["num_kv_heads"] = heads
     if fields["head_dim"] is None:  # sizes that do not divide are refused for themselves
         fields["head_dim"] = dim // heads if type(dim) is type(heads) is int and heads else dim
-    fields |= _rope(settings)
     try:
+        fields |= _rope(settings)
         config = TransformerConfig(**fields, qk_norm=kind == "qwen3", attention_bias=_BIASED[kind])
     except ValueError as error:
-        theirs = lambda match: _FIELDS[match[1]] + "="
-        raise ValueError(re.sub(rf"\b({'|'.join(_FIELDS)})=", theirs, str(error))) from None
+        names = _FIELDS | _ROPE_SCALING
+        theirs = lambda match: names[match[1]] + "="
+        raise ValueError(re.sub(rf"\b({'|'.join(names)})=", theirs, str(error))) from None
     return dataclasses.replace(config, **overrides)
 
 
@@ -424,9 +421,5 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
     if missing:
         raise ValueError(f"{name} lacks {missing[0]}.")
-    fields = {ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()}
-    try:
-        return {"rope_theta": theta, "rope_scaling": RopeScaling(**fields)}
-    except ValueError as error:
-        ours, theirs = "original_max_seq_len", _ROPE_SCALING["original_max_seq_len"]
-        raise ValueError(f"{name}: {str(error).replace(ours, theirs)}") from None
+    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()})
+    return {"rope_theta": theta, "rope_scaling": scaling}

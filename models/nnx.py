@@ -7,7 +7,6 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import Array
 
@@ -22,36 +21,31 @@ from .sharding import Sharding
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
 
-class _Ops:
-    """`transformer.Ops` of Flax nnx, whose layers take any leading axes."""
-
-    def linear(self, layer: nnx.Module, x: Array) -> Array:
-        return layer(x)
-
-    def norm(self, layer: nnx.Module, x: Array) -> Array:
-        return layer(x)
-
-    def add_norm(self, layer: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-        assert layer.scale is not None
-        scale = rounded(layer.scale[...], residual.dtype)
-        options = {"eps": layer.epsilon, "implementation": layer.implementation}
-        return add_rms_norm(x, residual, scale, **options)
-
-    def gated_product(self, mlp: GatedMLP, gate: Array, up: Array, hidden: jax.P | None) -> Array:
-        return mlp.combine(gate, up, hidden)
-
-    def table(self, layer: nnx.Embed | Linear) -> Array:
-        return layer.embedding[...] if isinstance(layer, nnx.Embed) else layer.kernel[...].T
-
-    def map_parameters(self, function: Callable[[Any], Any], module: nnx.Module) -> nnx.Module:
-        graphdef, state = nnx.split(module)
-        return nnx.merge(graphdef, function(nnx.to_pure_dict(state)))
-
-    def checkpoint(self, function: Callable, *, policy: Any) -> Callable:
-        return nnx.remat(function, policy=policy)
+def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+    assert norm.scale is not None
+    scale = rounded(norm.scale[...], residual.dtype)
+    options = {"eps": norm.epsilon, "implementation": norm.implementation}
+    return add_rms_norm(x, residual, scale, **options)
 
 
-_OPS = _Ops()
+def _table(layer: nnx.Embed | Linear) -> Array:
+    return layer.embedding[...] if isinstance(layer, nnx.Embed) else layer.kernel[...].T
+
+
+def _map_parameters(function: Callable[[Any], Any], module: nnx.Module) -> nnx.Module:
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, function(nnx.to_pure_dict(state)))
+
+
+_OPS = transformer.Ops(
+    linear=lambda layer, x: layer(x),
+    norm=lambda layer, x: layer(x),
+    add_norm=_add_norm,
+    gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
+    table=_table,
+    map_parameters=_map_parameters,
+    checkpoint=nnx.remat,
+)
 
 
 class Attention(nnx.Module):
@@ -61,18 +55,17 @@ class Attention(nnx.Module):
         c = config
         self.config, self.sharding = config, sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q = _linear(c, c.dim, heads, use_bias=c.attention_bias, rngs=rngs)
-        self.k = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, rngs=rngs)
-        self.v = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, rngs=rngs)
+        project = lambda width: _linear(c, c.dim, width, use_bias=c.attention_bias, rngs=rngs)
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = _linear(c, heads, c.dim, rngs=rngs)
         self.q_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
         self.k_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
 
     def __call__(
-        self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int
+        self, x: Array, rope: Rope, cache: KeyValue | None
     ) -> tuple[Array, KeyValue | None]:
         """See `transformer.attention`."""
-        return transformer.attention(_OPS, self, x, rope, cache, start)
+        return transformer.attention(_OPS, self, x, rope, cache)
 
 
 class MLP(GatedMLP):
@@ -101,15 +94,10 @@ class Block(nnx.Module):
         self.mlp = MLP(config, sharding, rngs=rngs)
 
     def __call__(
-        self,
-        x: Array,
-        branch: Array | None,
-        rope: Rope,
-        cache: KeyValue | None,
-        start: Array | int,
+        self, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
     ) -> tuple[Array, Array, KeyValue | None]:
         """See `transformer.block`."""
-        return transformer.block(_OPS, self, x, branch, rope, cache, start)
+        return transformer.block(_OPS, self, x, branch, rope, cache)
 
 
 class Transformer(nnx.Module):

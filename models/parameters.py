@@ -8,7 +8,7 @@ canonical names to arrays in Flax's layout.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,30 +22,23 @@ _STD = 0.02
 
 def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Lists every parameter's canonical name with its shape, in the order of computation."""
-    return dict(_shapes(config))
-
-
-def _shapes(c: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    c = config
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "embed.embedding", (c.vocab_size, c.dim)
+    block = {"attention_norm.scale": (c.dim,)}
+    for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+        block[f"attention.{name}.kernel"] = (c.dim, width)
+        if c.attention_bias:
+            block[f"attention.{name}.bias"] = (width,)
+    if c.qk_norm:
+        block |= dict.fromkeys(("attention.q_norm.scale", "attention.k_norm.scale"), (c.head_dim,))
+    block |= {"attention.o.kernel": (heads, c.dim), "mlp_norm.scale": (c.dim,)}
+    block |= dict.fromkeys(("mlp.gate.kernel", "mlp.up.kernel"), (c.dim, c.mlp_dim))
+    block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
+    result = {"embed.embedding": (c.vocab_size, c.dim)}
     for i in range(c.num_layers):
-        layer = f"layers.{i}"
-        yield f"{layer}.attention_norm.scale", (c.dim,)
-        for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
-            yield f"{layer}.attention.{name}.kernel", (c.dim, width)
-            if c.attention_bias:
-                yield f"{layer}.attention.{name}.bias", (width,)
-        if c.qk_norm:
-            yield f"{layer}.attention.q_norm.scale", (c.head_dim,)
-            yield f"{layer}.attention.k_norm.scale", (c.head_dim,)
-        yield f"{layer}.attention.o.kernel", (heads, c.dim)
-        yield f"{layer}.mlp_norm.scale", (c.dim,)
-        yield f"{layer}.mlp.gate.kernel", (c.dim, c.mlp_dim)
-        yield f"{layer}.mlp.up.kernel", (c.dim, c.mlp_dim)
-        yield f"{layer}.mlp.down.kernel", (c.mlp_dim, c.dim)
-    yield "norm.scale", (c.dim,)
-    if not c.tie_embeddings:
-        yield "head.kernel", (c.dim, c.vocab_size)
+        result |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    result["norm.scale"] = (c.dim,)
+    return result if c.tie_embeddings else result | {"head.kernel": (c.dim, c.vocab_size)}
 
 
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
@@ -66,7 +59,7 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
 
     References: Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), 2019.
     """
-    return {name: _initial(name, shape, config, key) for name, shape in _shapes(config)}
+    return {name: _initial(name, shape, config, key) for name, shape in shapes(config).items()}
 
 
 def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> Array:

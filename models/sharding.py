@@ -14,7 +14,7 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -196,8 +196,8 @@ def _axes_in_context(kind: AxisType) -> dict[str, int]:
     return {name: mesh.shape[name] for name, its_kind in kinds if its_kind == kind}
 
 
-def on_mesh(spec: P, axes) -> P:
-    """Drops from `spec` the axes that are not among `axes`."""
+def on_mesh(spec: P, axes: Container[str]) -> P:
+    """Returns `spec` with only those of its axes that are in `axes`."""
     entries = []
     for entry in spec:
         kept = tuple(name for name in axes_of(entry) if name in axes)
@@ -205,8 +205,8 @@ def on_mesh(spec: P, axes) -> P:
     return P(*entries)
 
 
-def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The first axes of a spec's entry that together divide a dimension."""
+def _dividing(size: int, entry: Any, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the first axes of a spec's entry that together divide a dimension."""
     kept: tuple[str, ...] = ()
     for name in axes_of(entry):
         if size % math.prod(sizes[axis] for axis in (*kept, name)):
@@ -216,17 +216,17 @@ def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | N
 
 
 def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:
-    """Whether every entry of a spec divides its dimension."""
+    """Returns whether every entry of a spec divides its dimension."""
     parts = (math.prod(mesh_shape[name] for name in axes_of(entry)) for entry in spec)
     return all(size % part == 0 for size, part in zip(shape, parts, strict=False))
 
 
 def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:
-    """Where a parameter lies on a mesh: "fsdp" on its first dimension if "tensor" is on none.
+    """Returns a parameter's spec on a mesh, with "fsdp" moved to its first dimension.
 
-    Pieces of another dimension lie scattered in the whole: GPUs would transpose each when it is
-    gathered, and its gradient before that is reduced. With "tensor" on the mesh too, XLA gathers
-    a dimension that both split over both.
+    Pieces along another dimension lie scattered in the whole array: GPUs would transpose each when
+    it is gathered, and its gradient before it is reduced. On a mesh with "tensor" the spec stays,
+    since XLA would gather a dimension that both split over both.
     """
     spec = on_mesh(spec, mesh_shape)
     if "fsdp" not in spec or mesh_shape.get("tensor", 1) > 1:
@@ -241,19 +241,19 @@ def validate(
     *,
     batch_size: int | None = None,
     seq_len: int | None = None,
-):
+) -> None:
     """Checks that every dimension divides over its mesh axes, before anything is compiled.
 
     Args:
       config: the model.
       mesh_shape: size of each mesh axis, as `mesh.shape`; a missing axis counts as 1.
-      sharding: the specs that will be used; `Sharding()` when None.
-      batch_size: sequences per step over all devices, if they are to be checked too.
-      seq_len: tokens per sequence, likewise.
+      sharding: the specs to check; `Sharding()` when None.
+      batch_size: sequences per step over all devices; not checked when None.
+      seq_len: tokens per sequence; not checked when None.
 
     Raises:
-      ValueError: naming the dimension, its size, the mesh axis, its size, and what would fit; or
-        an axis of the mesh that the specs do not know.
+      ValueError: naming the dimension, the mesh axis, their sizes and the sizes that would fit; or
+        an unknown axis of the mesh.
     """
     sharding = sharding or Sharding()
     unknown = [name for name in mesh_shape if name not in AXES]

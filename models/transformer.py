@@ -4,9 +4,10 @@ The frameworks' modules hold the parameters; `Ops` is what differs in applying t
 the function of its own name here, so that a replaced submodule is called in its place.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,36 +20,28 @@ from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
 from .side_by_side import pause
 
 
-class Ops(Protocol):
-    """How a framework applies its layers to arrays of any leading axes."""
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """How a framework applies its layers, to arrays of any leading axes.
 
-    def linear(self, layer: Any, x: Array) -> Array:
-        """Multiplies the last axis of x by the layer's kernel, and adds its bias."""
-        ...
+    Attributes:
+      linear: of (layer, x): x times the layer's kernel, plus its bias.
+      norm: of (layer, x): the last axis of x normalised.
+      add_norm: of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
+      gated_product: of (mlp, gate, up, spec): `down(silu(gate) * up)`, with the spec of the operand
+        of `down` on the mesh in context.
+      table: of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
+      map_parameters: of (function, module): the module with `function` applied to its parameters.
+      checkpoint: `jax.checkpoint`, or the framework's version of it.
+    """
 
-    def norm(self, layer: Any, x: Array) -> Array:
-        """Normalises the last axis of x."""
-        ...
-
-    def add_norm(self, layer: Any, x: Array, residual: Array) -> tuple[Array, Array]:
-        """Returns `(norm(x + residual), x + residual)`, computed in one pass."""
-        ...
-
-    def gated_product(self, mlp: Any, gate: Array, up: Array, hidden: P | None) -> Array:
-        """Returns `down(silu(gate) * up)`; `hidden` is the sharding of its operand."""
-        ...
-
-    def table(self, layer: Any) -> Array:
-        """Returns the `(vocab, dim)` array of an embedding or of the output projection."""
-        ...
-
-    def map_parameters(self, function: Callable[[Any], Any], module: Any) -> Any:
-        """Returns the module with `function` applied to its tree of parameters."""
-        ...
-
-    def checkpoint(self, function: Callable, *, policy: Any) -> Callable:
-        """Returns the framework's version of `jax.checkpoint(function, policy=policy)`."""
-        ...
+    linear: Callable[[Any, Array], Array]
+    norm: Callable[[Any, Array], Array]
+    add_norm: Callable[[Any, Array, Array], tuple[Array, Array]]
+    gated_product: Callable[[Any, Array, Array, P | None], Array]
+    table: Callable[[Any], Array]
+    map_parameters: Callable[[Callable[[Any], Any], Any], Any]
+    checkpoint: Callable[..., Callable]
 
 
 def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> tuple[Array, Any]:
@@ -77,7 +70,7 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
     run = _remat(run, config.remat, ops.checkpoint)
     branch, present = None, []
     for layer, layer_past in zip(model.layers, past, strict=True):
-        x, branch, layer_present = run(layer, x, branch, rope, layer_past, start)
+        x, branch, layer_present = run(layer, x, branch, rope, layer_past)
         present.append(layer_present)
         if config.remat != "none":  # so that one array is kept of a block's inputs, not two
             x, branch = x + branch, None
@@ -88,13 +81,7 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
 
 
 def block(
-    ops: Ops,
-    module: Any,
-    x: Array,
-    branch: Array | None,
-    rope: Rope,
-    cache: KeyValue | None,
-    start: Array | int,
+    ops: Ops, module: Any, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
 ) -> tuple[Array, Array, KeyValue | None]:
     """Applies attention, then the MLP: each reads the normalised residual stream and adds to it.
 
@@ -105,14 +92,14 @@ def block(
     """
     sharding = module.sharding
     h, x = _add_norm(ops, module.attention_norm, x, branch)
-    h, cache = module.attention(constrain(h, sharding.block_input), rope, cache, start)
+    h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
     h, x = _add_norm(ops, module.mlp_norm, x, constrain(h, sharding.residual))
     h = module.mlp(constrain(h, sharding.block_input))
     return x, constrain(h, sharding.residual), cache
 
 
 def attention(
-    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int
+    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
 ) -> tuple[Array, KeyValue | None]:
     """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
     config, sharding = module.config, module.sharding
@@ -126,7 +113,7 @@ def attention(
         q, k = ops.norm(module.q_norm, q), ops.norm(module.k_norm, k)
     q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = (constrain(x, sharding.heads) for x in (q, k, v))
-    out, cache = attend(q, k, v, cache, start, config.attention)
+    out, cache = attend(q, k, v, cache, rope.start, config.attention)
     out = constrain(out, sharding.heads)
     merged = out.reshape(*x.shape[:2], out.shape[2] * config.head_dim)
     return ops.linear(module.o, merged), cache

@@ -178,7 +178,7 @@ MALFORMED = {
     "rope of text": (
         config(rope_parameters=_SCALING | {"factor": "8"}),
         CONFIG,
-        "rope_parameters: factor='8' must be at least 1",
+        "factor='8' must be at least 1",
     ),
     "rope type is a list": (config(rope_scaling={"rope_type": ["x"]}), CONFIG, "rope_type=['x']"),
     "tied is text": (config(tie_word_embeddings="no"), CONFIG, "tie_word_embeddings='no' must be"),

@@ -25,6 +25,15 @@ def _tokens(config, rng, batch=2, seq=12):
     return rng.integers(0, config.vocab_size, (batch, seq), dtype=np.int32)
 
 
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def compiled(small, noisy, jit, request):
+    """The small model, its parameters, and its logits of `(2, 12)` tokens, compiled once."""
+    model = build(request.param, small)
+    params = model.from_dict(noisy(small, np.random.default_rng(0)))
+    apply = jit(model.apply)
+    return model, params, lambda tokens: apply(params, tokens)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_match_reference_and_each_other(small, scaling, reference, noisy, rng, variant, jit):
     config = dataclasses.replace(small, **VARIANTS[variant])
@@ -65,26 +74,21 @@ def test_a_key_gives_the_same_model_however_it_is_made(small, jit):
             np.testing.assert_array_equal(values[name], value, err_msg=f"{way}: {name}")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_functional_model_is_the_frameworks_own(small, noisy, rng, framework, jit):
-    model = build(framework, small)
-    params = model.from_dict(noisy(small, rng))
+def test_functional_model_is_the_frameworks_own(compiled, rng, jit):
+    model, params, apply = compiled
     own = model.model(params)
-    assert isinstance(own, nnx.Module if framework == "nnx" else eqx.Module)
-    tokens = jnp.arange(6)[None]
-    got, expected = jit(own.__call__)(tokens), jit(model.apply)(params, tokens)
+    assert isinstance(own, nnx.Module if model.framework == "nnx" else eqx.Module)
+    tokens = _tokens(model.config, rng)
+    got, expected = jit(own.__call__)(tokens), apply(tokens)
     # One has its parameters as constants, so rounds elsewhere; as in the test above.
     assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_token_changes_no_logits_before_it(small, noisy, rng, framework, jit):
-    model = build(framework, small)
-    params, apply = model.from_dict(noisy(small, rng)), jit(model.apply)
-    tokens = np.arange(16, dtype=np.int32)[None]
-    changed = tokens.copy()
-    changed[0, 9] = 40
-    before, after = apply(params, tokens)[0], apply(params, changed)[0]
+def test_a_token_changes_no_logits_before_it(compiled):
+    _, _, apply = compiled
+    tokens = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+    tokens[1, 9] = 40
+    before, after = apply(tokens)
     np.testing.assert_array_equal(before[:9], after[:9])
     assert (before[9:] != after[9:]).any(axis=-1).all()
 
@@ -223,11 +227,12 @@ def test_empty_batch(small, noisy, rng, framework, jit):
     assert value == 0 and all((leaf == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_tokens_outside_the_vocabulary_are_not_taken_for_others(small, noisy, rng, framework, jit):
-    model = build(framework, small)
-    tokens = jnp.array([[1, 2, small.vocab_size, 3], [1, 2, 3, 4]])
-    logits = jit(model.apply)(model.from_dict(noisy(small, rng)), tokens)
+@pytest.mark.parametrize("outside", [48, -1])
+def test_tokens_outside_the_vocabulary_are_not_taken_for_others(compiled, rng, outside):
+    model, _, apply = compiled
+    tokens = _tokens(model.config, rng)
+    tokens[0, 2] = outside
+    logits = apply(tokens)
     assert jnp.isnan(logits[0]).any(axis=-1)[2:].all() and jnp.isfinite(logits[1]).all()
 
 
