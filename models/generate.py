@@ -49,10 +49,33 @@ def generate(
       arXiv:1904.09751.
     """
     rows = _rows(prompt)
-    _check(model, rows, num_tokens, temperature, top_k, top_p, stop_tokens)
     lengths = np.array([len(row) for row in rows], np.int32)
+    vocab, limit = model.config.vocab_size, model.config.max_seq_len
+    lowest, highest = min(row.min() for row in rows), max(row.max() for row in rows)
+    for valid, message in (
+        (
+            0 <= lowest and highest < vocab,
+            f"prompt holds tokens from {lowest} to {highest}; "
+            f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?",
+        ),
+        (num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1."),
+        (
+            lengths.max() + num_tokens <= limit,
+            f"a prompt of {lengths.max()} tokens and num_tokens={num_tokens} exceed "
+            f"max_seq_len={limit}. Shorten either.",
+        ),
+        (0 <= temperature < np.inf, f"temperature={temperature} must be finite and not negative."),
+        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1, or None."),
+        (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1, or None."),
+        (
+            all(0 <= token < vocab for token in stop_tokens),
+            f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.",
+        ),
+    ):
+        if not valid:
+            raise ValueError(message)
     # Padded to a power of two, so that prompts of many lengths share few programs.
-    padded = min(1 << (int(lengths.max()) - 1).bit_length(), model.config.max_seq_len)
+    padded = min(1 << (int(lengths.max()) - 1).bit_length(), limit)
     tokens = np.stack([np.pad(row.astype(np.int32), (0, padded - len(row))) for row in rows])
     equal = (lengths == lengths[0]).all()  # then the cache is written at one position
     filled = lengths[0] if equal else lengths
@@ -121,37 +144,3 @@ def _rows(prompt: Any) -> list[np.ndarray]:
             f"{wrong or 'nothing'} for a row."
         )
     return rows
-
-
-def _check(
-    model: Functional,
-    rows: Sequence[np.ndarray],
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop_tokens: Sequence[int],
-) -> None:
-    vocab, limit = model.config.vocab_size, model.config.max_seq_len
-    lowest, highest = min(row.min() for row in rows), max(row.max() for row in rows)
-    if lowest < 0 or highest >= vocab:
-        raise ValueError(
-            f"prompt holds tokens from {lowest} to {highest}; "
-            f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?"
-        )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1.")
-    longest = max(len(row) for row in rows)
-    if longest + num_tokens > limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens and num_tokens={num_tokens} exceed "
-            f"max_seq_len={limit}. Shorten either."
-        )
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} must be finite and not negative.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1, or None.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None.")
-    if any(not 0 <= token < vocab for token in stop_tokens):
-        raise ValueError(f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.")

@@ -258,10 +258,8 @@ def validate(
     sharding = sharding or Sharding()
     unknown = [name for name in mesh_shape if name not in AXES]
     if unknown:
-        raise ValueError(
-            f"mesh axis {unknown[0]!r} is unknown to the transformer; "
-            f"its axes are 'data', 'fsdp' and 'tensor'."
-        )
+        known = ", ".join(map(repr, AXES))
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown to the transformer; it has {known}.")
     dimensions = [
         ("num_heads", config.num_heads, sharding.heads[2]),
         ("num_kv_heads", config.num_kv_heads, sharding.heads[2]),
@@ -282,11 +280,8 @@ def validate(
         parts = math.prod(mesh_shape.get(axis, 1) for axis in axes)
         if size is not None and size % parts:
             where = " x ".join(f"{a!r} of size {mesh_shape[a]}" for a in axes if a in mesh_shape)
+            fitting = " or ".join(str(n) for n in range(1, parts) if size % n == 0)
             raise ValueError(
                 f"{name}={size} cannot be split over mesh axis {where}: it must be a multiple of "
-                f"{parts}. Change {name}, or make the axis {_fitting(size, parts)}."
+                f"{parts}. Change {name}, or make the axis {fitting}."
             )
-
-
-def _fitting(size: int, parts: int) -> str:
-    return " or ".join(str(n) for n in range(1, parts) if size % n == 0)

@@ -251,3 +251,25 @@ def test_functionals_of_one_configuration_are_equal(small):
     assert build("nnx", small) == build("nnx", small)
     assert hash(build("eqx", small)) == hash(build("eqx", small))
     assert build("nnx", small) != build("eqx", small)
+
+
+class _NoMLP(nnx.Module):
+    def __call__(self, x):
+        return jnp.zeros_like(x)
+
+
+def test_a_replaced_submodule_is_called_in_its_place(compiled, rng, jit):
+    model, params, apply = compiled
+    own, tokens = model.model(params), _tokens(model.config, rng)
+    if model.framework == "nnx":
+        for layer in own.layers:
+            layer.mlp = _NoMLP()
+    else:
+        without = [eqx.nn.Lambda(jnp.zeros_like) for _ in own.layers]
+        own = eqx.tree_at(lambda own: [layer.mlp for layer in own.layers], own, without)
+    values = model.to_dict(params)
+    zero = {name: 0 * value for name, value in values.items() if "down" in name}
+    expected = jit(model.apply)(model.from_dict(values | zero), tokens)
+    got = jit(own.__call__)(tokens)
+    assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
+    assert np.abs(apply(tokens) - expected).max() > 0.1
