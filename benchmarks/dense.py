@@ -186,7 +186,7 @@ def check(ours, params, xs) -> None:
 def sweep(iterations: int) -> None:
     """Times layouts of the kernels after a product, the best first."""
     from normfuse.native import cuda_epilogue, epilogue
-    from normfuse.native.scalar import SCALARS
+    from normfuse.layers.dense.epilogue import SCALARS
 
     keys = jax.random.split(jax.random.key(0), 3)
     dy, z, up = (jax.random.normal(key, (16384, HIDDEN), bf16) for key in keys)
@@ -258,7 +258,7 @@ def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
     from normfuse.native import cuda_backward_layout
     from normfuse.native import rms_norm as native
-    from normfuse.native.cuda_layout import RowLayout
+    from normfuse.layers.rms_norm.cuda import RowLayout
 
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, ct = (

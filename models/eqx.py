@@ -10,7 +10,8 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from ..layers import dense, gated
+from ..layers.dense.dense import apply as apply_dense
+from ..layers.dense.gated import apply_product
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm
 from . import parameters, transformer
@@ -24,7 +25,7 @@ from .sharding import Sharding
 
 def _apply_linear(layer: Linear, x: Array) -> Array:
     options = {"activation": layer.activation, "implementation": layer.implementation}
-    return dense.apply(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
+    return apply_dense(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
 
 
 def _apply_norm(norm: Callable[[Array], Array], x: Array) -> Array:
@@ -41,7 +42,7 @@ def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
 def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Array:
     down, options = mlp.down, {"dtype": gate.dtype, "contract": 1, "hidden_sharding": spec}
     options["implementation"] = down.implementation
-    return gated.apply_product(gate, up, down.weight, down.bias, "silu", **options)
+    return apply_product(gate, up, down.weight, down.bias, "silu", **options)
 
 
 _OPS = transformer.Ops(

@@ -24,7 +24,7 @@ def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Lists every parameter's canonical name with its shape, in the order of computation."""
     c = config
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    block = {"attention_norm.scale": (c.dim,)}
+    block: dict[str, tuple[int, ...]] = {"attention_norm.scale": (c.dim,)}
     for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
         block[f"attention.{name}.kernel"] = (c.dim, width)
         if c.attention_bias:
@@ -34,7 +34,7 @@ def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     block |= {"attention.o.kernel": (heads, c.dim), "mlp_norm.scale": (c.dim,)}
     block |= dict.fromkeys(("mlp.gate.kernel", "mlp.up.kernel"), (c.dim, c.mlp_dim))
     block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
-    result = {"embed.embedding": (c.vocab_size, c.dim)}
+    result: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.dim)}
     for i in range(c.num_layers):
         result |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
     result["norm.scale"] = (c.dim,)

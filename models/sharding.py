@@ -23,8 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..layers.rounding import holds
-from ..layers.specs import axes_of
+from ..layers.core.sharding import axes_of
+from ..native.dtypes import holds
 from .config import TransformerConfig
 from .parameters import name_of
 

@@ -142,7 +142,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
     found = list(equations(jaxpr.jaxpr))
     dots = [eqn for eqn in found if eqn.primitive.name == "dot_general"]
     # A product whose result's only reader is the gradient of an activation may be one with it.
-    fused = [eqn for eqn in found if eqn.primitive.name == "normfuse_product_gradient_layer"]
+    fused = [eqn for eqn in found if eqn.primitive.name == "normfuse_activated_product_gradient"]
     assert len(dots) + len(fused) == 3 * (9 * small.num_layers + 1)
     for eqn in dots:  # attention's cotangents are float32, and rounded as the algorithm says
         named = eqn.params["precision"] == jax.lax.DotAlgorithmPreset.BF16_BF16_F32
