@@ -14,11 +14,11 @@ import time
 
 import jax
 
+from normfuse.train import RunError
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import entry
-from normfuse.train.errors import RunError
 from normfuse.train.evaluate import Evaluator
-from normfuse.train.signals import StopRequest
+from normfuse.train.shutdown import StopRequest
 
 # The phase's function, which of its calls is interrupted, and the steps that are taken after it.
 PHASES = {

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from normfuse.train.cli import main
-from normfuse.train.invocation import again
+from normfuse.train.display import shell_command
 
 
 def test_help_names_every_command(capsys):
@@ -15,7 +15,7 @@ def test_help_names_every_command(capsys):
         assert main(argv) == 0
         out = capsys.readouterr().out
         for command in ("train", "generate", "report", "info", "cache"):
-            assert f"\n  {command} " in out
+            assert f" {command} " in out
 
 
 def test_version(capsys):
@@ -35,12 +35,12 @@ def test_commands_to_copy_are_called_as_this_one(monkeypatch, tmp_path):
     program.touch(mode=0o755)
     monkeypatch.setattr(sys, "argv", [str(program), "train"])
     monkeypatch.setenv("PATH", str(program.parent))
-    assert again("generate") == "normfuse generate"
+    assert shell_command("generate") == "normfuse generate"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert again("generate") == f"{program} generate"
+    assert shell_command("generate") == f"{program} generate"
     monkeypatch.setattr(sys, "argv", ["normfuse/train/__main__.py"])
-    assert again("train") == f"{sys.executable} -m normfuse.train"
-    assert again("generate") == f"{sys.executable} -m normfuse.train.cli generate"
+    assert shell_command("train") == f"{sys.executable} -m normfuse.train"
+    assert shell_command("generate") == f"{sys.executable} -m normfuse.train.cli generate"
 
 
 def test_unknown_command_suggests_the_nearest(capsys):

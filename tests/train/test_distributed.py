@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import signalled
 
-from normfuse.train import distributed
+from normfuse.train import UsageError, distributed
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.config import DistributedConfig
-from normfuse.train.errors import UsageError
 
 _TRAIN = ("-m", "normfuse.train")
 OPTIONS = {"steps": 40, "checkpoint.every": 10}
@@ -114,7 +113,7 @@ def test_what_one_process_cannot_read_none_uses(spawn, train, tmp_path, losses, 
     said = [process.communicate(timeout=200) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
     reason = _FAILED.removeprefix("failed: ") if at == 0 else "another process could not read"
-    assert f"checkpoint of step 6 is damaged, not used: {'RunError: ' * (at == 0)}{reason}" in (
+    assert f"checkpoint of step 6 is damaged and not used: {'RunError: ' * (at == 0)}{reason}" in (
         said[0][0] + said[0][1]
     )
     assert "step 4" in said[0][0]
@@ -124,7 +123,7 @@ def test_what_one_process_cannot_read_none_uses(spawn, train, tmp_path, losses, 
     np.testing.assert_allclose(as_float(found), as_float(expected), rtol=0, atol=1e-5)
 
 
-_AT_ONCE = "was told twice to stop, and has ended at once"
+_AT_ONCE = "received a second signal and ended at once"
 _FAILED = "failed: a disk of this process is gone"
 
 

@@ -8,7 +8,7 @@ import sys
 import jax.numpy as jnp
 
 from normfuse.train.loop import Loop
-from normfuse.train.watchdog import Watchdog
+from normfuse.train.shutdown import Watchdog
 
 
 def test_out_of_memory_says_what_was_needed_and_what_helps(train, monkeypatch):
@@ -46,9 +46,9 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
 def _hang(program: str, tmp_path) -> subprocess.CompletedProcess:
     program = f"""
 import ctypes
-from normfuse.train import watchdog
-watchdog._GRACE = 1
-with watchdog.Watchdog(2, __import__("pathlib").Path("stacks.txt")) as dog:
+from normfuse.train import shutdown
+shutdown._GRACE = 1
+with shutdown.Watchdog(2, __import__("pathlib").Path("stacks.txt")) as dog:
     for i in range(3):
         dog.beat(f"taking step {{i}}")
         __import__("time").sleep(0.8)  # 2.4 s in all: only the beats keep it alive

@@ -10,14 +10,12 @@ from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
 from normfuse.train import compilation
-from normfuse.train.config import OptimConfig
+from normfuse.train.config import OptimConfig, preset_config
 from normfuse.train.loop import Loop
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.recipes import recipe
-from normfuse.train.step import Metrics, Program
+from normfuse.train.step import Metrics, Program, make_optimizer, schedule
 
 
-class _Reporter:
+class _Logger:
     """Reads metrics, as the real one does."""
 
     display = None
@@ -45,7 +43,7 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         happened.append(("started", batch))
         return state, Metrics(*[_Metric(batch, happened)] * 5)
 
-    config = recipe("tiny")
+    config = preset_config("tiny")
     config = type(config)(**{**vars(config), "steps": 6})
     loop = Loop(
         config=config,
@@ -53,7 +51,7 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         batches=iter(range(1, 7)),
         evaluate=lambda *_: None,
         save=lambda state, done: None,
-        reporter=_Reporter(),
+        logger=_Logger(),
         stopping=lambda: False,
     )
     assert loop.run("state", 0) == ("state", 6)

@@ -87,15 +87,15 @@ def test_damaged_newest_checkpoint_costs_only_the_steps_since(
         path.write_bytes(content)
     code, out, err = train(**options)
     assert (code, err) == (0, "")
-    assert re.search(r"^checkpoint of step 6 is damaged, not used: .+$", out, re.M)
+    assert re.search(r"^checkpoint of step 6 is damaged and not used: .+$", out, re.M)
     assert "continuing after step 4" in out
     assert losses(run) == losses(finished[0])
 
 
 def test_checkpoint_of_another_format_is_named(finished, train, tmp_path, options, monkeypatch):
-    from normfuse.train import resume
+    from normfuse.train import checks
 
-    monkeypatch.setattr(resume, "_FORMAT", 99)
+    monkeypatch.setattr(checks, "_FORMAT", 99)
     code, _, err = train(out_dir=finished[0], **options)
     assert code == 2 and "of format 2" in err and "99" in err
 

@@ -12,7 +12,7 @@ from signalled import PHASES, interrupted, send
 
 from normfuse.train.cli import main
 from normfuse.train.evaluate import Evaluator
-from normfuse.train.signals import StopRequest
+from normfuse.train.shutdown import StopRequest
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "restoring"])
@@ -25,7 +25,7 @@ def test_signal_in_any_phase_ends_well(
         code, out, err = train(**options)
     assert (code, err) == (0, "")
     assert f"stopped by SIGTERM after step {steps} of 6" in out
-    assert "SIGTERM: stops after this step and saves; another stops at once\n" in out
+    assert "SIGTERM: stopping after this step, then saving; a second signal stops at once\n" in out
     assert f" -m normfuse.train --config {tmp_path / 'run'}" in out
     assert main(["train", "--config", str(tmp_path / "run" / "config.yaml")]) == 0
     assert losses(tmp_path / "run") == losses(finished[0])
@@ -81,7 +81,7 @@ def test_second_signal_stops_even_c_code():
     """Even while the main thread runs no Python: here it sleeps in C."""
     program = """
 import ctypes
-from normfuse.train.signals import StopRequest
+from normfuse.train.shutdown import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     ctypes.CDLL(None).sleep(30), ctypes.CDLL(None).sleep(30)
