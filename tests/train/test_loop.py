@@ -9,7 +9,6 @@ import pytest
 from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
-from normfuse.train import compilation
 from normfuse.train.config import OptimConfig, preset_config
 from normfuse.train.loop import Loop
 from normfuse.train.step import Metrics, Program, make_optimizer, schedule
@@ -98,17 +97,3 @@ def test_compiled_step_updates_its_state_in_place(shape):
     assert len(arrays) == len([x for x in leaves if x.ndim])
     copied = set(re.findall(r" copy(?:-start)?\([^%)]*%([\w.]+)\)", entry))
     assert not arrays & copied
-
-
-def test_programs_are_kept_without_being_asked(tmp_path, monkeypatch):
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        compilation.keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
-        jax.config.update("jax_compilation_cache_dir", "elsewhere")
-        compilation.keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir == "elsewhere"  # the user's own choice stays
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
