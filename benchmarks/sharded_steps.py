@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse import dense, gated_product, rms_norm
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
-from normfuse.train.config import Preset, Remat, preset_config
+from normfuse.train.config import Preset, preset_config
 from normfuse.train.mesh import AXES, batch_sharding
 from normfuse.train.step import Program, interleaved, make_optimizer, schedule
 

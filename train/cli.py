@@ -154,9 +154,10 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
         case Generate():
             with _extra():
                 from .generation import continue_prompts
-            options = {**vars(command), "default_tokens": _TOKENS}
+            options = {**vars(command), "fit": command.tokens is None}
             folder, prompts = options.pop("run"), options.pop("prompt") or ("def ",)
-            print("\n\n".join(continue_prompts(folder, prompts, **options)))
+            tokens = _TOKENS if command.tokens is None else command.tokens
+            print("\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens})))
         case Report():
             with _extra():
                 from .report import report

@@ -8,16 +8,13 @@ once.
 import dataclasses
 import difflib
 import types
-import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import tyro
 
 from ..models.config import (
     PRESETS,
-    AttentionImplementation,
-    Remat,
     TransformerConfig,
     num_parameters,
 )
@@ -143,38 +140,18 @@ class DistributedConfig:
     """Seconds to wait for the others at the start."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The transformer's shape. The defaults shown are the preset's."""
-
-    vocab_size: int
-    """Number of tokens; at least the tokenizer's (256 for bytes)."""
-    dim: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Number of blocks."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key and value heads; divides the query heads."""
-    head_dim: int
-    """Width of one head."""
-    mlp_dim: int
-    """Hidden width of the SwiGLU."""
-    max_seq_len: int
-    """Longest sequence accepted."""
-    rope_theta: float
-    """Base of the rotary wavelengths."""
-    norm_eps: float
-    """Added to the mean square in every RMSNorm."""
-    qk_norm: bool
-    """Normalise each head of the queries and keys."""
-    tie_embeddings: bool
-    """Use the embedding as the output projection."""
-    remat: Remat
-    """What the backward pass recomputes: nothing, everything in a block, or all but the GEMMs."""
-    attention: AttentionImplementation
-    """`auto` uses cuDNN's fused attention where it is available."""
+# The transformer's configuration without what a run sets by itself and no flag sets. Its flags, and
+# their help, are that class's own.
+_NO_FLAGS = {"dtype", "implementation", "param_dtype", "rope_scaling", "attention_bias"}
+if TYPE_CHECKING:
+    ModelConfig = TransformerConfig
+else:
+    ModelConfig = dataclasses.make_dataclass(
+        "ModelConfig",
+        [x for x in get_type_hints(TransformerConfig).items() if x[0] not in _NO_FLAGS],
+        frozen=True,
+        namespace={"__doc__": TransformerConfig.__doc__},
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,6 +225,15 @@ class TrainConfig:
         )
 
 
+def _large(lr: float, **settings: Any) -> dict[str, Any]:
+    return settings | dict(
+        precision="bfloat16",
+        optim=OptimConfig(lr),
+        eval=EvalConfig(every=250, tokens=262_144, final_tokens=524_288),
+        checkpoint=CheckpointConfig(every=500),
+    )
+
+
 # How the presets are trained; their shapes are models.config.PRESETS.
 #
 # tiny: in the few hundred thousand tokens that two CPU cores read in a minute and a half, many
@@ -258,37 +244,13 @@ class TrainConfig:
 # Compiled for an H200, the step of 1b takes 38 GiB with remat "dots", which repeats no GEMM, with
 # cuDNN's attention or XLA's; with "none" 43 GiB, but about 90 with XLA's attention, which keeps its
 # scores.
-_LARGE: dict[str, Any] = dict(
-    precision="bfloat16",
-    eval=EvalConfig(every=250, tokens=262_144, final_tokens=524_288),
-    checkpoint=CheckpointConfig(every=500),
-)
 _TRAINING: dict[str, dict[str, Any]] = {
-    "tiny": dict(
-        batch_size=8,
-        seq_len=128,
-        steps=700,
-        optim=OptimConfig(lr=3e-3, final_lr=0.05),
-        remat="none",
-        precision="float32",
-    ),
-    "small": dict(
-        batch_size=32, seq_len=1024, steps=2_000, optim=OptimConfig(6e-4), remat="none", **_LARGE
-    ),
-    "medium": dict(
-        batch_size=32, seq_len=1024, steps=4_000, optim=OptimConfig(3e-4), remat="dots", **_LARGE
-    ),
-    "1b": dict(
-        batch_size=8, seq_len=2048, steps=10_000, optim=OptimConfig(2e-4), remat="dots", **_LARGE
-    ),
-    "8b": dict(
-        batch_size=16,
-        seq_len=2048,
-        steps=20_000,
-        optim=OptimConfig(1.2e-4),
-        remat="block",
-        **_LARGE,
-    ),
+    "tiny": dict(batch_size=8, seq_len=128, steps=700, remat="none", precision="float32")
+    | dict(optim=OptimConfig(lr=3e-3, final_lr=0.05)),
+    "small": _large(6e-4, batch_size=32, seq_len=1024, steps=2_000, remat="none"),
+    "medium": _large(3e-4, batch_size=32, seq_len=1024, steps=4_000, remat="dots"),
+    "1b": _large(2e-4, batch_size=8, seq_len=2048, steps=10_000, remat="dots"),
+    "8b": _large(1.2e-4, batch_size=16, seq_len=2048, steps=20_000, remat="block"),
 }
 
 
@@ -313,9 +275,11 @@ def defaults(argv: list[str]) -> TrainConfig:
     entries = {} if path is None else _read_yaml(Path(path))
     if preset not in get_args(Preset):  # tyro reports an unknown one
         preset = _convert(*entries.get("preset", ("tiny", "")), Preset, "preset")
-    config = preset_config(cast(Preset, preset))
+    config, known = preset_config(cast(Preset, preset)), _types(TrainConfig)
     for name, (value, where) in entries.items():
-        config = _replace(config, name.split("."), value, where)
+        if name not in known:
+            raise UsageError(_unknown(name, where))
+        config = _replace(config, name.split("."), _convert(value, where, known[name], name))
     return config
 
 
@@ -369,7 +333,7 @@ def _read_yaml(path: Path) -> dict[str, tuple[Any, str]]:
                 raise UsageError(f"{where}: {name!r} is set twice, first at {found[name][1]}.")
             if not isinstance(value, yaml.MappingNode):
                 found[name] = (loader.construct_object(value, deep=True), where)
-            elif any(known.startswith(f"{name}.") for known in _names(TrainConfig)):
+            elif any(known.startswith(f"{name}.") for known in _types(TrainConfig)):
                 collect(value, f"{name}.")
             else:
                 raise UsageError(_unknown(name, where))
@@ -381,16 +345,10 @@ def _read_yaml(path: Path) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _replace(config: Any, parts: list[str], value: Any, where: str, prefix: str = "") -> Any:
-    """Returns `config` with the field at the path `parts` replaced by `value`."""
-    name, *rest = parts
-    full, hint = prefix + name, typing.get_type_hints(type(config)).get(name)
-    if hint is None or dataclasses.is_dataclass(hint) != bool(rest) or full == "config":
-        raise UsageError(_unknown(".".join([full, *rest]), where))
-    if rest:
-        new = _replace(getattr(config, name), rest, value, where, f"{full}.")
-    else:
-        new = _convert(value, where, hint, full)
+def _replace(config: Any, path: list[str], value: Any) -> Any:
+    """Returns `config` with the field at the path replaced by `value`."""
+    name, *rest = path
+    new = _replace(getattr(config, name), rest, value) if rest else value
     return dataclasses.replace(config, **{name: new})
 
 
@@ -418,17 +376,17 @@ def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
     raise UsageError(f"{where}: {name} is {value!r}; it must be of type {hint.__name__}.")
 
 
-def _names(cls: Any, prefix: str = "") -> list[str]:
-    """Lists the dotted names of all settings."""
-    names = []
-    for name, hint in typing.get_type_hints(cls).items():
+def _types(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the type of each setting that a file may hold, under its dotted name."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
         nested = dataclasses.is_dataclass(hint)
-        names += _names(hint, f"{prefix}{name}.") if nested else [prefix + name]
-    return names
+        found |= _types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
+    return {name: hint for name, hint in found.items() if name != "config"}
 
 
 def _unknown(name: str, where: str) -> str:
-    names = [known for known in _names(TrainConfig) if known != "config"]
+    names = list(_types(TrainConfig))
     last = {known.rsplit(".")[-1]: known for known in reversed(names)}
     close = difflib.get_close_matches(name, names, 1) or [
         last[match] for match in difflib.get_close_matches(name.rsplit(".")[-1], last, 1)

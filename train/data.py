@@ -22,10 +22,11 @@ import numpy as np
 from . import UsageError
 from .config import TrainConfig
 from .run_dir import RunDir
-from .tokenizer import Bytes, Tokenizer, make_tokenizer
+from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
 
 HELD_OUT = 0.05
 _CHUNK = 1 << 22  # bytes whose pairs are counted at once
+_PART = 1 << 24  # bytes that a tokenizer is trained on at once: it copies them several times
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -124,7 +125,7 @@ def load(
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)
-    made = make_tokenizer(tokenizer, _parts(content, cut), saved)
+    made = make_tokenizer(tokenizer, pieces_at_lines(content[:cut], b"\n", _PART), saved)
     if made.vocab_size > 256:
         cut = _character_start(content, cut)
     train, _ = made.encode(content[:cut])
@@ -193,17 +194,6 @@ def reference_bits_per_byte(text: Text) -> dict[str, float]:
 
 def _pairs(tokens: np.ndarray) -> np.ndarray:
     return tokens[:-1].astype(np.int64) * 256 + tokens[1:]
-
-
-def _parts(content: bytes, end: int) -> Iterator[bytes]:
-    """Yields the text to train on in parts cut at line ends; in one piece it would be copied."""
-    start = 0
-    while start < end:
-        stop = min(start + (1 << 24), end)
-        if stop < end:
-            stop = content.rfind(b"\n", start, stop) + 1 or stop
-        yield content[start:stop]
-        start = stop
 
 
 def _character_start(content: bytes, at: int) -> int:

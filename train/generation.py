@@ -18,12 +18,6 @@ from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, read_tokenizer
 
 
-def room_after(model: Functional, tokenizer: Tokenizer, prompts: Sequence[str]) -> int:
-    """Returns how many tokens the model can add to the longest of the prompts."""
-    longest = max(len(tokenizer.encode(prompt.encode())[0]) for prompt in prompts)
-    return model.config.max_seq_len - longest
-
-
 def sample(
     model: Functional,
     params: Params,
@@ -31,6 +25,7 @@ def sample(
     prompts: Sequence[str],
     tokens: int,
     *,
+    fit: bool = False,
     samples: int = 1,
     stop: str | None = None,
     **options: Any,
@@ -43,6 +38,7 @@ def sample(
       tokenizer: the model's.
       prompts: each at least one token.
       tokens: the largest number of tokens to add.
+      fit: add fewer if the model's context has no room for more.
       samples: continuations of each prompt; they follow each other in the result.
       stop: one token; a continuation ends before it.
       **options: of `normfuse.models.generate.generate`.
@@ -55,6 +51,9 @@ def sample(
         raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
     encoded = [tokenizer.encode(prompt.encode())[0].astype(np.int32) for prompt in prompts]
     rows = [row for row in encoded for _ in range(samples)]
+    if fit:  # of a prompt that leaves no room, `generate` raises the error
+        room = model.config.max_seq_len - max(map(len, rows))
+        tokens = max(min(tokens, room), 1)
     texts = []
     continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
     for start, drawn in zip(rows, continued, strict=True):
@@ -64,23 +63,14 @@ def sample(
 
 
 def continue_prompts(
-    folder: Path,
-    prompts: Sequence[str],
-    tokens: int | None,
-    *,
-    default_tokens: int,
-    samples: int,
-    **options: Any,
+    folder: Path, prompts: Sequence[str], tokens: int, *, samples: int, **options: Any
 ) -> list[str]:
     """Continues prompts with a run's newest checkpoint or with a Hugging Face model.
 
     Args:
       folder: of the run or the model.
       prompts: texts of at least one character.
-      tokens: the largest number of tokens to add; None for `default_tokens`, or what fits.
-      default_tokens: see `tokens`.
-      samples: continuations of each prompt.
-      **options: of `sample`.
+      tokens, samples, **options: of `sample`.
 
     Raises:
       UsageError: the folder holds neither, or an argument is out of range.
@@ -100,8 +90,6 @@ def continue_prompts(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-    if tokens is None:  # for a prompt that leaves no room, `sample` raises the error
-        tokens = max(min(default_tokens, room_after(model, tokenizer, prompts)), 1)
     try:
         return sample(model, params, tokenizer, prompts, tokens, samples=samples, **options)
     except ValueError as error:

@@ -28,7 +28,7 @@ from .config import TrainConfig, dump
 from .data import Text, batches, looks_binary, read, reference_bits_per_byte
 from .display import Display, shell_command, short
 from .evaluate import Evaluator, Validation
-from .generation import room_after, sample
+from .generation import sample
 from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog, peak_flops
@@ -76,24 +76,23 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
         Run(config, text, out, display, stop, watchdog, mesh, sharding).go(stack)
 
 
+@dataclasses.dataclass
 class Run:
     """The parts of one run, and its course."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        text: Text,
-        out: RunDir,
-        display: Display,
-        stop: StopRequest,
-        watchdog: Watchdog,
-        mesh: Mesh,
-        sharding: Sharding,
-    ) -> None:
-        self.config, self.text, self.out, self.display = config, text, out, display
-        self.stop, self.watchdog, self.mesh = stop, watchdog, mesh
+    config: TrainConfig
+    text: Text
+    out: RunDir
+    display: Display
+    stop: StopRequest
+    watchdog: Watchdog
+    mesh: Mesh
+    sharding: Sharding
+
+    def __post_init__(self) -> None:
+        config, text, mesh = self.config, self.text, self.mesh
         self.first = distributed.is_first()
-        self.model = build(config.framework, config.transformer(), sharding)
+        self.model = build(config.framework, config.transformer(), self.sharding)
         self.program = Program(
             self.model,
             make_optimizer(config.optim, config.steps),
@@ -309,7 +308,17 @@ class Run:
         drawn = None
         if jax.process_count() == 1 and config.sample.tokens:
             self._phase("sampling")
-            drawn = self._sample(state.params)
+            (drawn,) = sample(
+                self.model,
+                state.params,
+                self.text.tokenizer,
+                [config.sample.prompt],
+                config.sample.tokens,
+                fit=True,
+                temperature=config.sample.temperature,
+                seed=config.seed,
+            )
+            out.sample.write_text(drawn)
         self._phase("plotting")
         references = self._plot() if self.first else {}
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
@@ -335,22 +344,6 @@ class Run:
                 self.display.fact(name, str(path))
         self.display.fact("more text", f"{shell_command('generate')} {out.path} --prompt 'class '")
         return True
-
-    def _sample(self, params: Params) -> str:
-        """Generates the run's sample and writes it, with its prompt, to sample.txt."""
-        given, tokenizer = self.config.sample, self.text.tokenizer
-        room = room_after(self.model, tokenizer, [given.prompt])
-        (drawn,) = sample(
-            self.model,
-            params,
-            tokenizer,
-            [given.prompt],
-            min(given.tokens, room),
-            temperature=given.temperature,
-            seed=self.config.seed,
-        )
-        self.out.sample.write_text(drawn)
-        return drawn
 
     def _plot(self) -> dict[str, float]:
         """Draws loss.png, and a profile's breakdown; returns the simple models' bits per byte."""

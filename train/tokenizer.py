@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, AnyStr, Protocol
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Bpe:
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         tokens, widths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
-        pieces = list(_pieces(content.decode(errors="replace")))
+        pieces = list(pieces_at_lines(content.decode(errors="replace"), "\n", _PIECE))
         for start in range(0, len(pieces), _BATCH):
             batch = pieces[start : start + _BATCH]
             encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
@@ -151,18 +151,19 @@ def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
         special_tokens=[_END],
         show_progress=False,
     )
-    pieces = (piece for part in content for piece in _pieces(part.decode(errors="replace")))
+    texts = (part.decode(errors="replace") for part in content)
+    pieces = (piece for text in texts for piece in pieces_at_lines(text, "\n", _PIECE))
     tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer.to_str()
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Splits a text after line ends, or anywhere if they are far apart."""
+def pieces_at_lines(text: AnyStr, newline: AnyStr, size: int) -> Iterator[AnyStr]:
+    """Splits a text into pieces of at most `size`, after line ends where these are close enough."""
     start = 0
     while start < len(text):
-        end = min(start + _PIECE, len(text))
+        end = min(start + size, len(text))
         if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
+            end = text.rfind(newline, start, end) + 1 or end
         yield text[start:end]
         start = end
 
