@@ -167,24 +167,22 @@ def _is_text(argument: str) -> bool:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    optim = config.optim
-    finite = math.isfinite
-    positive, not_negative = "must be finite and above 0.", "must be finite and not negative."
-    decay = "must be at least 0 and below 1."
-    rules = [
-        (finite(optim.lr) and optim.lr > 0, "lr", positive),
-        (0 <= optim.final_lr <= 1, "final_lr", "is a fraction of --optim.lr, from 0 to 1."),
-        (finite(optim.weight_decay) and optim.weight_decay >= 0, "weight_decay", not_negative),
-        (0 <= optim.b1 < 1, "b1", decay),
-        (0 <= optim.b2 < 1, "b2", decay),
-        (finite(optim.eps) and optim.eps > 0, "eps", positive),
-        (finite(optim.clip) and optim.clip >= 0, "clip", not_negative + " 0 disables clipping."),
-    ]
-    for valid, name, rule in rules:
-        _require(valid, f"optim.{name.replace('_', '-')}", getattr(optim, name), rule)
-    if optim.warmup is not None:
-        rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
-        _require(0 <= optim.warmup <= config.steps, "optim.warmup", optim.warmup, rule)
+    o, finite = config.optim, math.isfinite
+    rule = "must be finite and above 0."
+    _require(finite(o.lr) and o.lr > 0, "optim.lr", o.lr, rule)
+    _require(finite(o.eps) and o.eps > 0, "optim.eps", o.eps, rule)
+    rule = "must be finite and not negative."
+    decay = o.weight_decay
+    _require(finite(decay) and decay >= 0, "optim.weight-decay", decay, rule)
+    _require(finite(o.clip) and o.clip >= 0, "optim.clip", o.clip, rule + " 0 disables clipping.")
+    rule = "is a fraction of --optim.lr, from 0 to 1."
+    _require(0 <= o.final_lr <= 1, "optim.final-lr", o.final_lr, rule)
+    rule = "must be at least 0 and below 1."
+    _require(0 <= o.b1 < 1, "optim.b1", o.b1, rule)
+    _require(0 <= o.b2 < 1, "optim.b2", o.b2, rule)
+    rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
+    if o.warmup is not None:
+        _require(0 <= o.warmup <= config.steps, "optim.warmup", o.warmup, rule)
 
 
 def _check_mesh_sizes(config: TrainConfig) -> None:

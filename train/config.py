@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_t
 
 import tyro
 
-from ..models.config import (
-    PRESETS,
-    TransformerConfig,
-    num_parameters,
-)
+from ..models.config import PRESETS, TransformerConfig, num_parameters
 from . import UsageError
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]

@@ -16,11 +16,7 @@ from .display import duration, short
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
-_TITLES = {
-    "loss": "Loss",
-    "throughput": "Throughput",
-    "breakdown": "Where a step's time goes",
-}
+_TITLES = {"loss": "Loss", "throughput": "Throughput", "breakdown": "Where a step's time goes"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
   padding: 0 1em; }

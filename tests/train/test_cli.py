@@ -65,6 +65,38 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
+# What the extras install, but for what JAX itself needs.
+_EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tensorboardX tokenizers yaml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["info"], 0, "normfuse "),
+        (["cache"], 0, "kernel cache: "),
+        (["train", "--help"], 0, "--steps"),
+        (["generate", "--help"], 0, "--prompt"),
+        (["train"], 2, "pip install 'normfuse[train]'"),
+        (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
+        (["generate", "run"], 2, "pip install 'normfuse[train]'"),
+        (["report", "run"], 2, "pip install 'normfuse[train]'"),
+    ],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else None,
+)
+def test_commands_without_the_extras(argv, code, said):
+    """`info` and `cache` need none; the others name the one they need, in one line."""
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({_EXTRAS.split()!r}))
+from normfuse.train.cli import main
+sys.exit(main({argv!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in (done.stderr if code else done.stdout)
+    assert not code or done.stderr.count("\n") == 1
+
+
 def test_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m normfuse.train --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
