@@ -162,6 +162,8 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
             with _extra():
                 from .report import report
             report(command.runs, command.html, command.pictures)
+        case Cache(CacheWarm(features)) if min(features, default=0) < 1:
+            raise UsageError("cache warm needs lengths of rows, each at least 1: 4096 8192.")
         case Info() | Cache():
             _inspect(command)
 
@@ -183,15 +185,11 @@ def _inspect(command: Info | Cache) -> None:
     try:
         match command:
             case Info():
-                print(report.info())
-            case Cache(CacheShow()):
-                print(report.show())
+                text = report.info()
             case Cache(CacheClear()):
-                print(f"removed {cache.clear()} files from {cache.directory()}")
+                text = f"removed {cache.clear()} files from {cache.directory()}"
             case Cache(CacheWarm() as given):
-                if min(given.features, default=0) < 1:
-                    raise UsageError("cache warm needs lengths of rows of 1 or more: 4096 8192.")
-                archs, began = given.arch or (report.attached_arch(),), time.perf_counter()
+                began, archs = time.perf_counter(), given.arch or (report.attached_arch(),)
                 count = report.warm(
                     given.features,
                     archs,
@@ -201,12 +199,13 @@ def _inspect(command: Info | Cache) -> None:
                     scale_offset=float(given.offset),
                 )
                 seconds = time.perf_counter() - began
-                print(f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s")
-                print(report.show())
-    except UsageError:
-        raise
+                text = f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n"
+                text += report.show()
+            case _:
+                text = report.show()
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
-        raise RunError(f"normfuse {'info' if command == Info() else 'cache'}: {error}") from error
+        raise RunError(str(error)) from error
+    print(text)
 
 
 def main(argv: list[str] | None = None) -> int:

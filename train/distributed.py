@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,8 +156,6 @@ def agree(value: int) -> int:
     """Returns process 0's `value` on every process."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 
@@ -164,8 +163,6 @@ def anywhere(flag: bool) -> bool:
     """Returns whether the flag is raised on any process. All must call it."""
     if jax.process_count() == 1:
         return flag
-    from jax.experimental import multihost_utils
-
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
