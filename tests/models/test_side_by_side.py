@@ -11,7 +11,7 @@ from normfuse import rms_norm
 from normfuse.models.config import PRESETS
 from normfuse.models.functional import build
 from normfuse.models.side_by_side import pause, side_by_side
-from normfuse.train.gradients import mean_loss
+from normfuse.train.step import mean_loss
 
 
 def layers(w, x):
