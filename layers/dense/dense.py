@@ -9,6 +9,7 @@ from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from .epilogue import Activation, finish, finish_natively, resolve
 from .fp8 import multiply
+from .matmul import matmul
 
 
 def dense(
@@ -100,6 +101,8 @@ def apply(
 
     def product(strict: bool = False) -> Array:
         options = {"dtype": dtype, "contract": contract, "out_sharding": out_sharding}
+        if quantization is None:
+            return matmul(x, kernel, **options)
         options |= {"quantization": quantization, "order": native_or_best(strict)}
         return multiply(op, x, kernel, **options)
 
