@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
     from .layers.dense import dense as dense
+    from .layers.dense import gated_dense as gated_dense
+    from .layers.dense import gated_product as gated_product
+    from .layers.dense import norm_dense as norm_dense
+    from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
-    from .layers.gated import gated_dense as gated_dense
-    from .layers.gated import gated_product as gated_product
-    from .layers.norm_dense import norm_dense as norm_dense
-    from .layers.norm_dense import norm_gated_dense as norm_gated_dense
     from .layers.rms_norm import add_rms_norm as add_rms_norm
     from .layers.rms_norm import rms_norm as rms_norm
     from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
     from .native.compiler import CompileError as CompileError
-    from .native.fallback import fallbacks as fallbacks
+    from .native.implementation import fallbacks as fallbacks
 
     __version__: str
 
@@ -36,11 +36,11 @@ _HOME = {  # public name -> the module that defines it
     "add_rms_norm": ".layers.rms_norm",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
-    "fallbacks": ".native.fallback",
-    "gated_dense": ".layers.gated",
-    "gated_product": ".layers.gated",
-    "norm_dense": ".layers.norm_dense",
-    "norm_gated_dense": ".layers.norm_dense",
+    "fallbacks": ".native.implementation",
+    "gated_dense": ".layers.dense",
+    "gated_product": ".layers.dense",
+    "norm_dense": ".layers.dense",
+    "norm_gated_dense": ".layers.dense",
     "rms_norm": ".layers.rms_norm",
     "rms_norm_with_rstd": ".layers.rms_norm",
 }

@@ -9,7 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.native.device import Target
+from normfuse.native.launch import Target
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 from cuda_driver import launch_config  # noqa: E402

@@ -185,8 +185,8 @@ def check(ours, params, xs) -> None:
 
 def sweep(iterations: int) -> None:
     """Times layouts of the kernels after a product, the best first."""
+    from normfuse.layers.dense.epilogue import SCALARS
     from normfuse.native import cuda_epilogue, epilogue
-    from normfuse.native.scalar import SCALARS
 
     keys = jax.random.split(jax.random.key(0), 3)
     dy, z, up = (jax.random.normal(key, (16384, HIDDEN), bf16) for key in keys)
@@ -256,9 +256,9 @@ def sweep(iterations: int) -> None:
 
 def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
+    from normfuse.layers.rms_norm.cuda import RowLayout
     from normfuse.native import cuda_backward_layout
     from normfuse.native import rms_norm as native
-    from normfuse.native.cuda_layout import RowLayout
 
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, ct = (

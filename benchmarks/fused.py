@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from dense import DIM, GEMM, HIDDEN, LAYERS, bf16, by_turns, f32, operands, show_kernels
 from dense_layers import FUSED, both_ways
 
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.native import product_gradient
-from normfuse.native.fallback import Order
+from normfuse.native.implementation import Order
 from normfuse.native.pallas import gradient_hopper
-from normfuse.native.scalar import SCALARS
 
 
 def total(sample) -> float:

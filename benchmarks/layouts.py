@@ -27,6 +27,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from cuda_launches import Buffers, Gpu, copy_rate, copy_time  # noqa: E402
 
+from normfuse.layers.rms_norm.cuda import (
+    OneLaunch,  # noqa: E402
+    RowLayout,  # noqa: E402
+)
 from normfuse.native import (  # noqa: E402
     compiler,
     cuda_backward_layout,
@@ -35,9 +39,7 @@ from normfuse.native import (  # noqa: E402
     cuda_layout,
     cuda_rms_norm,
 )
-from normfuse.native.cuda_few_rows import AtOnce  # noqa: E402
-from normfuse.native.cuda_layout import RowLayout  # noqa: E402
-from normfuse.native.device import Target  # noqa: E402
+from normfuse.native.launch import Target  # noqa: E402
 
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
 ELEMENTS = 2**27  # of other shapes
@@ -67,7 +69,7 @@ class Work:
         """How many of the size of x it moves."""
         return 4 if self.residual else {"forward": 2}.get(self.kernel, 3)
 
-    def launches(self, layout: RowLayout | AtOnce | None, target: Target) -> list[dict]:
+    def launches(self, layout: RowLayout | OneLaunch | None, target: Target) -> list[dict]:
         """What it would launch with this layout, or with the package's."""
         found = []
 
@@ -99,7 +101,7 @@ class Work:
             jax.eval_shape(lambda *arrays: call(target, *arrays, **flags), *operands)
         return found
 
-    def layouts(self) -> Iterator[RowLayout | AtOnce]:
+    def layouts(self) -> Iterator[RowLayout | OneLaunch]:
         """Candidates."""
         if self.kernel == "at_once":
             yield from self._at_once()
@@ -118,14 +120,14 @@ class Work:
                     layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices)
                     yield from self._variants(layout)
 
-    def _at_once(self) -> Iterator[AtOnce]:
+    def _at_once(self) -> Iterator[OneLaunch]:
         for chunks, lanes, blocks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
             threads = cuda_layout.threads_for(-(-self.n // 8), chunks)
             for fill in (128, 256, 512, 1024):
                 rows = max(1, fill // threads)
                 if rows * threads * blocks <= 1024 and (rows > 1 or fill == 128):
                     layout = RowLayout(self.n, 8, chunks, threads, rows, min_blocks=blocks)
-                    yield AtOnce(layout, lanes)
+                    yield OneLaunch(layout, lanes)
 
     def _variants(self, layout: RowLayout) -> Iterator[RowLayout]:
         if self.rows < FEW_ROWS:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from normfuse import add_rms_norm, rms_norm
 from normfuse.native import rms_norm as kernels
-from normfuse.native.fallback import Order
+from normfuse.native.implementation import Order
 
 EPS = 1e-6
 MODES = ("forward", "backward", "dx", "both")

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from benchmarks import norms, rms_norm
 from benchmarks.device_time import Copies, kernels, microseconds
 from normfuse import dense
-from normfuse.layers.activations import resolve
+from normfuse.layers.dense.epilogue import resolve
 from normfuse.native import dense as native_dense
-from normfuse.native.fallback import Order
+from normfuse.native.implementation import Order
 from normfuse.native.pallas import matmul_hopper, triton
 
 PRODUCTS = [(16384, 4096, 14336), (16384, 14336, 4096), (2048, 4096, 14336), (512, 4096, 4096)]

@@ -78,8 +78,8 @@ class Work:
         import jax
         import jax.numpy as jnp
 
+        from normfuse.layers.dense.epilogue import SCALARS
         from normfuse.layers.quantization import gated, kernels
-        from normfuse.native.scalar import SCALARS
 
         found = []
 
@@ -309,6 +309,7 @@ def check() -> dict[str, int]:
 
     from normfuse.layers.quantization import quantize
     from normfuse.layers.quantization.definition import define_quantize
+    from normfuse.native.implementation import NATIVE
 
     found = {}
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
@@ -317,7 +318,7 @@ def check() -> dict[str, int]:
                 array = jax.random.normal(jax.random.key(0), shape, jnp.dtype(x))
                 array = array.at[3, 5].set(jnp.nan).at[7, 6].set(jnp.inf).at[:, 2].mul(1e3)
                 array = array.at[9, 9].set(-0.0).at[8].mul(1e-5)
-                ours = quantize(array, dtype, strict=True)
+                ours = quantize(array, dtype, order=NATIVE)
                 define = jax.jit(lambda a, d=dtype: define_quantize(a, dtype=d, has_q=1, has_qt=1))
                 bits = lambda a: jax.lax.bitcast_convert_type(a.reshape(-1), jnp.uint8)
                 pairs = zip(ours, define(array), strict=True)
@@ -332,8 +333,9 @@ def beside_xla(seconds: float) -> None:
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
 
+    from normfuse.layers.dense.epilogue import SCALARS
     from normfuse.layers.quantization import gated, quantize
-    from normfuse.native.scalar import SCALARS
+    from normfuse.native.implementation import NATIVE
 
     began, rate = time.perf_counter(), Copies().rate
     e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
@@ -355,12 +357,12 @@ def beside_xla(seconds: float) -> None:
     bound = jnp.float32(8)
     versions = {
         "cast": {
-            "normfuse": lambda x: quantize(x, bound=bound, strict=True),
+            "normfuse": lambda x: quantize(x, bound=bound, order=NATIVE),
             "XLA": lambda x: plain(x, jnp.float32(32), False),
             "XLA, codes transposed": lambda x: plain(x, jnp.float32(32), True),
         },
         "quantize": {
-            "normfuse": lambda x: quantize(x, strict=True),
+            "normfuse": lambda x: quantize(x, order=NATIVE),
             "XLA": lambda x: with_amax(x, False),
             "XLA, codes transposed": lambda x: with_amax(x, True),
         },
@@ -378,14 +380,16 @@ def beside_xla(seconds: float) -> None:
         return plain(da, jnp.float32(8), True), plain(db, jnp.float32(8), True)
 
     gated_versions = {
-        "gated amax": {"normfuse": lambda a, b: gated.amax(silu, a, one, b, one, strict=True)},
+        "gated amax": {"normfuse": lambda a, b: gated.amax(silu, a, one, b, one, order=NATIVE)},
         "gated": {
-            "normfuse": lambda a, b: gated.quantize(silu, a, one, b, one, bound=bound, strict=True),
+            "normfuse": lambda a, b: gated.quantize(
+                silu, a, one, b, one, bound=bound, order=NATIVE
+            ),
             "XLA": activation,
         },
         "gated gradient": {
             "normfuse": lambda dh, a, b: gated.quantize_gradients(
-                silu, dh, one, a, one, b, one, bounds=[bound, bound], strict=True
+                silu, dh, one, a, one, b, one, bounds=[bound, bound], order=NATIVE
             ),
             "XLA": gradients,
         },

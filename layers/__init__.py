@@ -1,1 +1,1 @@
-"""normfuse.layers"""
+"""Functional ops and the framework modules on them."""

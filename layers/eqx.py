@@ -1,22 +1,21 @@
-"""Equinox modules: `eqx.nn.RMSNorm` and `eqx.nn.Linear` on normfuse's operations, and `swap`."""
+"""Equinox modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from . import dense as dense_op
-from .activations import Activation, finish
-from .dropin import by_framework, check_eps, check_options, unserved_dtype
-from .implementation import Implementation, choose
+from ..native.dtypes import compute_dtype
+from ..native.implementation import Implementation, choose
+from .core.arguments import unserved_dtype
+from .dense.dense import apply as apply_dense
+from .dense.epilogue import Activation, finish
+from .dense.gated import apply_product as apply_gated_product
+from .dense.norm_dense import apply as apply_norm_dense
+from .modules import by_framework, check_eps, check_options, replaced, unfused_norm_dense
 from .rms_norm import rms_norm
-from .rounding import wide
-
-if TYPE_CHECKING:
-    from .eqx_fused import GatedMLP as GatedMLP
-    from .eqx_fused import NormDense as NormDense
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()
@@ -90,7 +89,7 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def _normalise(self, x):
         bias = self.bias if self.use_bias else None
-        compute = wide(x.dtype)
+        compute = compute_dtype(x.dtype)
         y = rms_norm(
             x,
             self.weight if self.use_weight else None,
@@ -171,7 +170,7 @@ class Linear(eqx.nn.Linear):
                 f"eqx.nn.Linear: x must have shape {self.weight.shape[1:]}, got {x.shape}; for a "
                 "batch call jax.vmap(linear)(x)"
             )
-        return dense_op.apply(
+        return apply_dense(
             x,
             self.weight,
             self.bias,
@@ -193,6 +192,157 @@ class Linear(eqx.nn.Linear):
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:
             return f"a bias in {self.bias.dtype}, wider than {dtype}"
         return ""
+
+
+# ---------------------------------------------------------------- layers of several operations
+
+
+class NormDense(eqx.Module):
+    """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
+
+    `norm` and `linear` are modules of their own: leaves and initial values are those of the two in
+    a row, which serve where either has become something else. For one example, of shape
+    `(in_features,)`; batch it with `jax.vmap`.
+
+    Args:
+      in_features: the input's length.
+      out_features: the output's.
+      eps: the norm's.
+      use_bias: whether to add a bias after the product.
+      dtype: of the parameters.
+      key: for the initial values.
+      activation: as for `normfuse.dense`: None, a name or a pure function.
+      recompute: as for `normfuse.norm_dense`.
+      implementation: as for `normfuse.norm_dense`.
+
+    Raises:
+      ValueError: for an unknown activation or a bad eps; when called, for an x not of shape
+        `(in_features,)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.eqx import NormDense
+    >>> jax.vmap(NormDense(3, 4, key=jax.random.key(0)))(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    norm: RMSNorm
+    linear: Linear
+    activation: Activation = eqx.field(static=True)
+    recompute: bool = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+        activation: Activation = None,
+        recompute: bool = True,
+        implementation: Implementation = None,
+    ):
+        self.implementation = check_options(implementation, activation)
+        self.norm = RMSNorm(in_features, eps, use_bias=False, dtype=dtype)
+        self.linear = Linear(in_features, out_features, use_bias, dtype, key=key)
+        self.activation, self.recompute = activation, recompute
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """Normalises x and multiplies it by the weight; `key` is ignored."""
+        x = jnp.asarray(x)
+        if reason := replaced(self.norm, RMSNorm) or replaced(self.linear, Linear):
+            return unfused_norm_dense(self, x, reason)
+        weight = self.linear.weight
+        if x.shape != weight.shape[1:]:
+            raise ValueError(
+                f"NormDense: x must have shape {weight.shape[1:]}, got {x.shape}; for a batch call "
+                "jax.vmap(layer)(x)"
+            )
+        if self.norm.use_bias and self.norm.bias is not None:
+            return unfused_norm_dense(self, x, "a norm with a bias")
+        if reason := self.norm._unserved(x) or self.linear._unserved(x):
+            return unfused_norm_dense(self, x, reason)
+        return apply_norm_dense(
+            x,
+            self.norm.weight if self.norm.use_weight else None,
+            weight,
+            self.linear.bias,
+            self.activation,
+            jnp.result_type(weight, x).name,
+            eps=self.norm.eps,
+            contract=1,
+            recompute=self.recompute,
+            implementation=self.implementation,
+        )
+
+
+class GatedMLP(eqx.Module):
+    """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
+
+    The gated activation is computed again in the backward by the pass that computes its gradients.
+    What has taken the place of one of its three layers is called as it is. For one example, of
+    shape `(in_features,)`; batch it with `jax.vmap`.
+
+    Args:
+      in_features: the input's length, and the output's.
+      hidden_features: the length of what is between.
+      use_bias: whether the three layers have biases.
+      dtype: of the parameters.
+      key: for the initial values.
+      activation: of the gate: a name or a pure function.
+      implementation: as for `normfuse.gated_product`.
+
+    Raises:
+      ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.eqx import GatedMLP
+    >>> jax.vmap(GatedMLP(4, 8, key=jax.random.key(0)))(jnp.ones((2, 4))).shape
+    (2, 4)
+    """
+
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: Activation = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        use_bias: bool = False,
+        dtype: Any = None,
+        *,
+        key: jax.Array,
+        activation: Activation = "silu",
+        implementation: Implementation = None,
+    ):
+        self.implementation = check_options(implementation, activation)
+        self.activation = activation
+        gate, up, down = jax.random.split(key, 3)
+        self.gate = Linear(in_features, hidden_features, use_bias, dtype, key=gate)
+        self.up = Linear(in_features, hidden_features, use_bias, dtype, key=up)
+        self.down = Linear(hidden_features, in_features, use_bias, dtype, key=down)
+
+    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+        """Applies the MLP to x; `key` is ignored."""
+        gate, up = self.gate(x), self.up(x)
+        if reason := replaced(self.down, Linear) or self.down._unserved(gate):
+            call = lambda: self.down(finish(gate, None, self.activation, gate.dtype, up))
+            return by_framework("GatedMLP", reason, self.implementation, call)
+        return apply_gated_product(
+            gate,
+            up,
+            self.down.weight,
+            self.down.bias,
+            self.activation,
+            dtype=jnp.result_type(self.down.weight, gate),
+            implementation=self.implementation,
+            contract=1,
+        )
 
 
 # ---------------------------------------------------------------- other people's models
@@ -282,11 +432,3 @@ def _replace(node: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any
                 new = jax.tree.unflatten(structure, replaced)
     done[id(node)] = (node, new)
     return new
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("GatedMLP", "NormDense"):  # which import this module
-        from . import eqx_fused
-
-        return getattr(eqx_fused, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,8 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from ..layers import dense, gated
+from ..layers.dense.dense import apply as apply_dense
+from ..layers.dense.gated import apply_product
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm
 from . import parameters
@@ -81,7 +82,7 @@ class MLP(eqx.Module):
         gate, up = pause([_project(linear, x) for linear in (self.gate, self.up)])
         options = {"dtype": x.dtype, "implementation": None, "contract": 1}
         options["hidden_sharding"] = in_context(self.sharding.hidden)
-        return gated.apply_product(gate, up, self.down.weight, None, "silu", **options)
+        return apply_product(gate, up, self.down.weight, None, "silu", **options)
 
 
 class Block(eqx.Module):
@@ -182,7 +183,7 @@ def _project(linear: Linear, x: Array) -> Array:
     # Not jax.vmap(linear)(x): Equinox knows no compute dtype and would turn bfloat16 x and a
     # float32 weight into float32. `dense` rounds the weight to x's dtype, but not its gradient.
     options = {"activation": linear.activation, "dtype": x.dtype, "implementation": None}
-    return dense.apply(x, linear.weight, linear.bias, contract=1, **options)
+    return apply_dense(x, linear.weight, linear.bias, contract=1, **options)
 
 
 def _normalise(norm: RMSNorm, x: Array) -> Array:

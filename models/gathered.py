@@ -16,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from ..layers.rounding import holds
+from ..native.dtypes import holds
 from .sharding import Sharding, constrain, is_split, on_mesh
 
 NAME = "normfuse_gathered"  # what `jax.checkpoint` keeps

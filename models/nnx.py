@@ -11,7 +11,7 @@ from jax import Array
 
 from ..layers.nnx import GatedMLP, Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm
-from ..layers.rounding import rounded
+from ..native.dtypes import rounded
 from . import parameters
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
 from .config import TransformerConfig

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..layers.specs import axes_of
+from ..layers.core.sharding import axes_of
 from .config import TransformerConfig
 from .parameters import name_of
 

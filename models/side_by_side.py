@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..native.equation import results_of, value_of
+from ..native.jaxpr import results_of, value_of
 
 T = TypeVar("T")
 _PAUSE = "normfuse_pause"

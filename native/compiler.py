@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from .fallback import Unsupported
+from .implementation import Unsupported
 
 _KERNELS = pathlib.Path(__file__).parent / "kernels"
 _TOOLKIT = "/usr/local/cuda"  # where CUDA's installers put it

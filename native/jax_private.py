@@ -41,7 +41,9 @@ def coordination_client() -> Any:
     return getattr(_distributed, "client", None)
 
 
-def on_unused_results(primitive: Primitive, rule: Callable[[list[bool], Any], Any]) -> None:
-    """Sets `rule(used results, equation) -> (used operands, equation or None)` for dead code."""
-    # JAX 0.12 passes which operands are live between the two
-    _dce_rules[primitive] = lambda used, *live_and_equation: rule(used, live_and_equation[-1])
+def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Sets `rule(used results, ..., equation) -> (used operands, equation or None)` for dead code.
+
+    JAX 0.12 passes which operands are live between the two.
+    """
+    _dce_rules[primitive] = rule

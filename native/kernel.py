@@ -1,23 +1,23 @@
-"""A kernel: one device's share of an operation, as a JAX primitive with a lowering per platform."""
+"""A kernel: one device's share of an operation, as a JAX primitive with a body per backend."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from . import fallback
-from .fallback import Order, Unsupported
+from .implementation import BEST, Order, Unsupported, report
 from .jax_private import needs_devices_during_lowering
 
+Backend = Literal["cpu", "cuda", "pallas"]
+Arrays = Sequence[jax.Array]
+Body = Callable[..., Arrays]
+
 _NO_MESH = AbstractMesh((), ())
-_ONE_LOOP = "XLA itself makes one loop of it"
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# What serves where nothing was asked for. Pallas would be interpreted on a CPU: never unasked.
-_BEST = {"cpu": ("native",), "cuda": ("native", "pallas"), "rocm": ("pallas",), "tpu": ("pallas",)}
 
 
 class Kernel:
@@ -25,37 +25,32 @@ class Kernel:
 
     Args:
       name: the primitive is `normfuse_<name>`.
-      definition: the operation in plain JAX, `(*operands, **params) -> list of arrays`. It gives
-        the result types, and is what runs on platforms without a kernel.
-      cpu: `(*operands, **params) -> list of arrays` through `jax.ffi`; None where the definition
-        is as fast, being one loop to XLA.
-      cuda: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the GPU.
-      pallas: `(target, *operands, **params) -> list of arrays`, or None; `target` describes the
-        platform, which may be any.
-      plain_on_cuda: `(*operand types, **params) -> bool`: whether the definition was measured to be
-        the best on a GPU, and serves where nothing was asked for; None for never.
-      pallas_on_cuda: `(target, *operand types, **params) -> bool`: the same of the Pallas kernel.
+      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`. It gives the
+        result types, and runs where no kernel serves. `spec` is the operation's frozen dataclass of
+        static parameters; its `op` is the operation the user called, for errors.
+      bodies: the kernels that exist: "cpu", `(spec, *operands)`, by C++ handlers; "cuda" and
+        "pallas", `(target, spec, *operands)`, where `target` describes the GPU or the platform. A
+        kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on a CPU.
+      plain_on_cuda: `(spec, *operand types) -> bool`: whether the definition was measured to be the
+        fastest on a GPU, and serves where nothing was asked for; None for never.
+      pallas_on_cuda: `(target, spec, *operand types) -> bool`: the same of the Pallas kernel.
 
-    Each raises `Unsupported` when it cannot serve. The `Order` that a call is given says which are
-    tried; when none serves the definition does and the reason is logged once, or, if the order is
-    strict, that is a NotImplementedError.
+    A body raises `Unsupported` when it cannot serve. The `Order` of a call says which are tried;
+    when none serves the definition does and the reason is logged once, or, if the order is strict,
+    that is a NotImplementedError.
     """
 
     def __init__(
         self,
         name: str,
-        definition: Callable[..., Sequence[jax.Array]],
+        definition: Body,
+        bodies: Mapping[Backend, Body],
         *,
-        cpu: Callable[..., Sequence[jax.Array]] | None = None,
-        cuda: Callable[..., Sequence[jax.Array]] | None = None,
-        pallas: Callable[..., Sequence[jax.Array]] | None = None,
         plain_on_cuda: Callable[..., bool] | None = None,
         pallas_on_cuda: Callable[..., bool] | None = None,
     ):
-        self.name = name
-        self.definition = definition
+        self.name, self.definition, self.bodies = name, definition, dict(bodies)
         self._plain_on_cuda, self._pallas_on_cuda = plain_on_cuda, pallas_on_cuda
-        self._cpu, self._cuda, self._pallas = cpu, cuda, pallas
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
@@ -66,20 +61,16 @@ class Kernel:
             rule = functools.partial(self._lower, platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
 
-    def __call__(
-        self, *operands: jax.Array, strict: bool | Order = False, **params: Any
-    ) -> list[jax.Array]:
-        """Calls what the order `strict` says; a flag stands for native kernels alone."""
-        return self.primitive.bind(*operands, strict=strict, **params)
+    def __call__(self, spec: Any, *operands: jax.Array, order: Order = BEST) -> list[jax.Array]:
+        """Runs the kernel that `order` says."""
+        return self.primitive.bind(*operands, spec=spec, order=order)
 
-    def _impl(self, *operands, **params):
+    def _impl(self, *operands: jax.Array, **params: Any) -> list[jax.Array]:
         return jax.jit(functools.partial(self.primitive.bind, **params))(*operands)
 
-    def _abstract_eval(self, *operands, strict, **params):
-        del strict
-        types = result_types(
-            self.definition, tuple((a.shape, a.dtype) for a in operands), tuple(params.items())
-        )
+    def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
+        del order
+        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
         like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
         return [
             like.update(
@@ -91,14 +82,14 @@ class Kernel:
             for t in types
         ]
 
-    def _lower(self, platform, ctx, *values, strict, **params):
-        order = Order.of(strict)
-        if not order.names and self._is_plain_best(platform, ctx, params):
-            return lower(functools.partial(self.definition, **params), ctx, *values)
+    def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
+        if not order.names and self._is_plain_fastest(platform, ctx, spec):
+            return lower(functools.partial(self.definition, spec), ctx, *values)
         where, reasons = "/".join(ctx.module_context.platforms), {}
-        for name in order.names or self._best(platform, ctx, params):
+        bodies = {"native": self._native_body, "pallas": self._pallas_body}
+        for name in order.names or self._fastest(platform, ctx, spec):
             try:
-                results = getattr(self, f"_lower_{name}")(platform, ctx, *values, **params)
+                results = bodies[name](platform, ctx, spec)(*values)
             except Unsupported as error:
                 reasons[name] = f"on {where}, {error}"
                 continue
@@ -108,91 +99,98 @@ class Kernel:
                 reasons[name] = f"on {where}, Pallas failed with {error!r}"
                 continue
             if reasons:
-                fallback.report(self.name, reasons, by=name)
+                report(spec.op, reasons, by=name)
             return results
-        if order.strict or "pallas" in order.names or not self._is_one_loop(platform):
-            fallback.report(self.name, reasons, strict=order.strict)
-        return lower(functools.partial(self.definition, **params), ctx, *values)
+        if order.strict or "pallas" in order.names or not self.fused_by_xla(platform):
+            report(spec.op, reasons, strict=order.strict)
+        return lower(functools.partial(self.definition, spec), ctx, *values)
 
-    def _is_one_loop(self, platform):
-        """Whether the definition is what is meant to serve, and not in a kernel's place."""
-        return platform == "cpu" and self._cpu is None and self._cuda is not None
+    def fused_by_xla(self, platform: str | None) -> bool:
+        """Returns whether the definition is meant to serve: XLA fuses it into one loop on CPUs."""
+        return platform == "cpu" and "cpu" not in self.bodies and "cuda" in self.bodies
 
-    def _is_plain_best(self, platform, ctx, params):
+    def _is_plain_fastest(self, platform: str | None, ctx: Any, spec: Any) -> bool:
         return (
             platform == "cuda"
             and self._plain_on_cuda is not None
             and _has_static_shapes(ctx)
-            and self._plain_on_cuda(*ctx.avals_in, **params)
+            and self._plain_on_cuda(spec, *ctx.avals_in)
         )
 
-    def _best(self, platform, ctx, params):
-        """What is tried where nothing was asked for."""
-        best = _BEST.get(platform, ("native",)) if self._pallas else ("native",)
+    def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
+        """Returns what is tried where nothing was asked for."""
+        if "pallas" not in self.bodies:
+            return ("native",)
         if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
-            best = ("native",)  # JAX gives no guarantee for a Triton kernel in an export
-        elif platform == "cuda" and self._is_pallas_best(ctx, params):
-            best = ("pallas", "native")
-        return best
+            return ("native",)  # JAX gives no guarantee for a Triton kernel in an export
+        if platform == "cuda":
+            first = self._is_pallas_fastest(ctx, spec)
+            return ("pallas", "native") if first else ("native", "pallas")
+        # Pallas would be interpreted on a CPU: never unasked.
+        return ("pallas",) if platform in ("rocm", "tpu") else ("native",)
 
-    def _is_pallas_best(self, ctx, params):
+    def _is_pallas_fastest(self, ctx: Any, spec: Any) -> bool:
         if self._pallas_on_cuda is None or not _has_static_shapes(ctx):
             return False
-        from . import device
+        from .launch import target_for  # only a CUDA lowering needs the CUDA engine
 
         try:
-            return self._pallas_on_cuda(device.target_for(ctx), *ctx.avals_in, **params)
-        except Unsupported:  # no GPU that kernels of ours are for
+            return self._pallas_on_cuda(target_for(ctx), spec, *ctx.avals_in)
+        except Unsupported:  # a GPU that is too old for CUDA kernels of ours
             return False
 
-    def _native(self, platform: str | None, ctx: Any) -> Callable[..., Sequence[jax.Array]]:
-        """The native kernel for a lowering."""
-        if platform == "cuda" and self._cuda is not None:
-            from . import device  # only a CUDA lowering needs the CUDA engine
+    def native(self, platform: str | None, ctx: Any) -> Body:
+        """Returns the native body for a lowering, as a function of `(spec, *operands)`."""
+        if platform == "cuda" and "cuda" in self.bodies:
+            from .launch import target_for
 
             _require_static_shapes(ctx)
-            return functools.partial(self._cuda, device.target_for(ctx))
-        if platform == "cpu" and self._cpu is not None:
-            return self._cpu
-        if self._is_one_loop(platform):
-            raise Unsupported(_ONE_LOOP)
-        nowhere = self._cpu is None and self._cuda is None
+            return functools.partial(self.bodies["cuda"], target_for(ctx))
+        if platform == "cpu" and "cpu" in self.bodies:
+            return self.bodies["cpu"]
+        if self.fused_by_xla(platform):
+            raise Unsupported("XLA already fuses this into one loop")
+        nowhere = not {"cpu", "cuda"} & set(self.bodies)
         raise Unsupported(f"{'no platform has a' if nowhere else 'this platform has no'} kernel")
 
-    def _lower_native(self, platform, ctx, *values, **params):
-        serve = self._native(platform, ctx)
-        return lower(functools.partial(serve, **params), ctx, *values)
+    def _native_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
+        body = self.native(platform, ctx)
+        return functools.partial(lower, functools.partial(body, spec), ctx)
 
-    def _lower_pallas(self, platform, ctx, *values, **params):
-        if self._pallas is None:
+    def _pallas_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
+        if "pallas" not in self.bodies:
             raise Unsupported("there is no Pallas kernel for this")
         from .pallas import lowering  # Pallas is imported when it is first used
 
         _require_static_shapes(ctx)
         target = lowering.target_for(platform, ctx)
-        with lowering.translated(target):
-            serve = functools.partial(self._pallas, target, **params)
-            return lower(serve, ctx, *values, mesh=lowering.mesh(target))
+
+        def run(*values: Any) -> Any:
+            with lowering.translated(target):
+                body = functools.partial(self.bodies["pallas"], target, spec)
+                return lower(body, ctx, *values, mesh=lowering.mesh(target))
+
+        return run
 
 
-def _has_static_shapes(ctx):
+def _has_static_shapes(ctx: Any) -> bool:
     return all(isinstance(n, int) for a in ctx.avals_in for n in a.shape)
 
 
-def _require_static_shapes(ctx):
+def _require_static_shapes(ctx: Any) -> None:
     if not _has_static_shapes(ctx):
         raise Unsupported("a kernel is compiled for one shape, and this is symbolic")
 
 
 @functools.lru_cache(maxsize=4096)
-def result_types(definition, operands, params) -> list[jax.ShapeDtypeStruct]:
-    """The result types of `definition` on operands given as (shape, dtype) pairs."""
+def result_types(definition: Body, spec: Any, operands: tuple) -> list[jax.ShapeDtypeStruct]:
+    """Returns the result types of `definition` on operands given as (shape, dtype) pairs."""
     with use_abstract_mesh(_NO_MESH):
         structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-        return list(jax.eval_shape(functools.partial(definition, **dict(params)), *structs))
+        return list(jax.eval_shape(functools.partial(definition, spec), *structs))
 
 
-def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[..., list]:
+def without_mesh(fn: Body, x64: bool) -> Callable[..., list]:
     """Traces and lowers `fn` with no mesh in sight, and with 64-bit types as `x64` says.
 
     The arrays of a shard live on one device. From JAX 0.11 on an ambient Explicit mesh would
@@ -200,7 +198,7 @@ def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[
     JAX 0.10 partitions in a thread of XLA's, which does not see `jax.enable_x64` of the caller's.
     """
 
-    def shielded(*operands):
+    def shielded(*operands: Any) -> list[Any]:
         with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
             jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands])
         return _shield.bind(*operands, jaxpr=jaxpr, x64=x64)
@@ -209,12 +207,9 @@ def without_mesh(fn: Callable[..., Sequence[jax.Array]], x64: bool) -> Callable[
 
 
 def lower(
-    fn: Callable[..., Sequence[jax.Array]],
-    ctx: mlir.LoweringRuleContext,
-    *values,
-    mesh: AbstractMesh = _NO_MESH,
-):
-    """Lowers `fn`, a function of one device's arrays, in the place of a primitive.
+    fn: Body, ctx: mlir.LoweringRuleContext, *values: Any, mesh: AbstractMesh = _NO_MESH
+) -> Any:
+    """Lowers `fn`, a function of one device's arrays, as the lowering of a primitive.
 
     `mesh` has no axes; it can say which device the program is for.
     """
@@ -226,7 +221,9 @@ def lower(
     return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64, mesh=mesh)
 
 
-def _lower_shielded(ctx, *values, jaxpr, x64, mesh=_NO_MESH):
+def _lower_shielded(
+    ctx: Any, *values: Any, jaxpr: Any, x64: bool, mesh: AbstractMesh = _NO_MESH
+) -> Any:
     with use_abstract_mesh(mesh), jax.enable_x64(x64):
         inner = ctx.replace(avals_in=list(jaxpr.in_avals), avals_out=list(jaxpr.out_avals))
         return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(inner, *values)

@@ -1,14 +1,23 @@
-"""Calls a CUDA kernel from a traced JAX function: compiled for the target, launched by XLA."""
+"""Launches CUDA kernels, and calls C++ ones, from a traced JAX function.
 
-from collections.abc import Mapping, Sequence
+A CUDA kernel is compiled for the `Target` of the lowering it is part of, and launched by XLA.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from . import cache
 from .compiler import Source, kernel_source
-from .device import Target
+from .dtypes import CUDA_TYPES, FLOATING, compute_dtype
+from .implementation import Unsupported
 
 Dims = int | Sequence[int]
 
@@ -19,7 +28,7 @@ def launch(
     operands: Sequence[jax.Array],
     results: Sequence[jax.ShapeDtypeStruct],
     *,
-    target: Target,
+    target: "Target",
     grid: Dims,
     block: Dims,
     macros: Mapping[str, str | int] | None = None,
@@ -76,3 +85,198 @@ def launch(
 def _three(sizes: Dims) -> np.ndarray:
     sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return np.array(sizes + (1,) * (3 - len(sizes)), np.int64)
+
+
+def call_host(
+    target: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    *,
+    aliases: Mapping[int, int] | None = None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Calls the C++ handler registered as `target` on one device's arrays, on the CPU.
+
+    Args:
+      target: `normfuse_...`, as `native/bindings.cc` registers it.
+      operands, results, aliases: as for `launch`.
+      **attributes: the handler's; numbers are NumPy scalars of the types it declares.
+    """
+    call = jax.ffi.ffi_call(target, list(results), input_output_aliases=dict(aliases or {}))
+    return list(call(*operands, **attributes))
+
+
+def uninitialized(after: jax.Array, result: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of any values that XLA allocates once `after` exists.
+
+    `jax.lax.empty` takes its memory when the program begins.
+    """
+    call: Any = jax.ffi.ffi_call("AllocateBuffer", result, custom_call_api_version=1)
+    return call(after)
+
+
+def cuda_compute_dtype(dtypes: Iterable[jnp.dtype]) -> jnp.dtype:
+    """Returns float64 if one operand or result is float64, else float32.
+
+    Raises:
+      Unsupported: for a dtype that no kernel takes.
+    """
+    dtypes = list(dtypes)
+    for dtype in dtypes:
+        if dtype.name not in FLOATING:
+            raise Unsupported(f"no CUDA kernel takes {dtype.name} (only {', '.join(FLOATING)})")
+    return compute_dtype(*dtypes)
+
+
+def type_macros(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the macro `<NAME>_TYPE` of each array."""
+    return {f"{name}_TYPE": CUDA_TYPES[array.dtype.name] for name, array in arrays.items()}
+
+
+def column_sum(launch: Callable[..., Any], target: "Target", partial: jax.Array) -> jax.Array:
+    """Returns the sums over the blocks' rows of `partial`, in order, by the caller's `launch`."""
+    count, columns = partial.shape
+    (sums,) = launch(
+        "column_sum.cu",
+        "column_sum",
+        [partial],
+        [jax.ShapeDtypeStruct((columns,), partial.dtype)],
+        target=target,
+        macros={"COMPUTE_TYPE": CUDA_TYPES[partial.dtype.name]},
+        grid=-(-columns // 32),
+        block=1024,
+        ints=(count, columns),
+    )
+    return sums
+
+
+# ---------------------------------------------------------------- what to compile for
+
+OLDEST = 80  # compute capability 8.0: bfloat16 arithmetic and asynchronous copies
+PORTABLE = f"compute_{OLDEST}"
+
+# Shared memory one block may use, in KiB (CUDA C++ Programming Guide, compute capabilities).
+_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}
+# Multiprocessors assumed when no device says: of A100, H100 and B200, or the middle of the range.
+_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+_SOME_MULTIPROCESSORS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU architecture, and what launches are shaped by.
+
+    Attributes:
+      arch: what NVRTC is asked for: `sm_90` and the like give machine code for that architecture
+        alone, `compute_80` gives PTX that runs on it and on every later one.
+      multiprocessors: how many there are, or are assumed.
+      name: what its driver calls it; empty if no device is attached.
+    """
+
+    arch: str
+    multiprocessors: int
+    name: str = ""
+
+    @property
+    def capability(self) -> int:
+        """Compute capability times ten: the least the image runs on."""
+        return int(re.sub(r"\D", "", self.arch))
+
+    @property
+    def portable(self) -> bool:
+        """Whether the image is PTX, which the driver finishes for the device it finds."""
+        return self.arch.startswith("compute_")
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block may use on every device the image runs on."""
+        known = _SHARED_KIB.get(self.capability)
+        return (min(_SHARED_KIB.values()) if self.portable or known is None else known) << 10
+
+    @property
+    def clusters(self) -> bool:
+        """Whether blocks can form clusters and read each other's shared memory."""
+        return self.capability >= 90
+
+
+def target_for(ctx: Any) -> Target:
+    """Returns the target of a lowering: `ctx` is JAX's LoweringRuleContext.
+
+    The attached device being lowered for; else `NORMFUSE_CUDA_ARCH`; else (export, text checks, no
+    GPU) PTX for compute capability 8.0.
+
+    Raises:
+      Unsupported: for a GPU of compute capability below 8.0.
+      ValueError: if `NORMFUSE_CUDA_ARCH` names no architecture.
+    """
+    module = ctx.module_context
+    if not module.lowering_parameters.for_export:
+        for device in _devices(module):
+            capability = compute_capability(device)
+            if capability is not None:
+                return attached_target(device, capability)
+    named = os.environ.get("NORMFUSE_CUDA_ARCH")
+    return named_target(named) if named else named_target(PORTABLE)
+
+
+def named_target(name: str) -> Target:
+    """Returns the target called `sm_90`, `90`, `9.0`, `sm_90a` or, for PTX, `compute_90`.
+
+    Raises:
+      ValueError: if `name` is none of these.
+      Unsupported: for compute capability below 8.0.
+    """
+    match = re.fullmatch(r"(sm_|compute_|)(\d+)(\.(?=\d))?(\d)([af]?)", name.strip())
+    if match is None:
+        raise ValueError(
+            f"NORMFUSE_CUDA_ARCH={name!r} names no architecture: use sm_90 (or 9.0) for machine "
+            "code, compute_90 for PTX"
+        )
+    kind, major, _, minor, variant = match.groups()
+    capability = int(major) * 10 + int(minor)
+    _require(capability, f"architecture {name}")
+    return Target(
+        arch=f"{kind or 'sm_'}{capability}{variant}",
+        multiprocessors=_MULTIPROCESSORS.get(capability, _SOME_MULTIPROCESSORS),
+    )
+
+
+def compute_capability(device: Any) -> int | None:
+    """Returns the compute capability times ten of a JAX device; None if it is no NVIDIA GPU."""
+    found = re.fullmatch(r"(\d+)\.(\d)", str(getattr(device, "compute_capability", "")))
+    return int(found[1]) * 10 + int(found[2]) if found and device.platform == "gpu" else None
+
+
+def attached_target(device: Any, capability: int) -> Target:
+    """Returns the target of a JAX device that has this compute capability, times ten.
+
+    Raises:
+      Unsupported: for compute capability below 8.0.
+    """
+    _require(capability, f"{device.device_kind} ({device})")
+    return Target(
+        arch=f"sm_{capability}",
+        multiprocessors=int(getattr(device, "core_count", 0))
+        or _MULTIPROCESSORS.get(capability, _SOME_MULTIPROCESSORS),
+        name=device.device_kind,
+    )
+
+
+def _require(capability: int, whose: str) -> None:
+    if capability < OLDEST:
+        raise Unsupported(
+            f"{whose} has compute capability {capability / 10}, and the CUDA kernels need "
+            f"{OLDEST / 10} or newer"
+        )
+
+
+def _devices(module: Any) -> Iterable[Any]:
+    """Yields the devices that `module`, JAX's ModuleContext, is lowered for, as far as it says."""
+    axes = module.axis_context
+    yield from getattr(axes, "device_assignment", None) or ()
+    mesh: Any = getattr(axes, "mesh", None)
+    if isinstance(mesh, Mesh):  # an AbstractMesh, as of an Explicit mesh, has no devices
+        yield from mesh.devices.flat
+    if module.backend is not None:
+        yield from module.backend.local_devices()
+        yield from module.backend.devices()  # of a topology that is only described, none is local

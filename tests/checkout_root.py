@@ -1,7 +1,7 @@
 """A pytest plugin: the checkout's root is a folder to pytest, though it has an `__init__.py`.
 
-The root is the package that is installed as normfuse. pytest would import it, as the package that the
-tests are in, and a bare checkout cannot be imported.
+The root is the package that is installed as normfuse. pytest would import it, as the package that
+the tests are in, and a bare checkout cannot be imported.
 """
 
 import pathlib

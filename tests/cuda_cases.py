@@ -13,7 +13,7 @@ import numpy as np
 import reference
 from reference import Expected, assert_close, wide
 
-from normfuse.native import cuda_few_rows
+from normfuse.layers.rms_norm import cuda
 
 EPS = 1e-6
 DTYPES = ("bfloat16", "float32", "float16", "float64")
@@ -168,7 +168,7 @@ def _assert_sum(h, expected, case: Case) -> None:
 
 def many_rows(monkeypatch) -> None:
     """From here on the backward is that of many rows."""
-    monkeypatch.setattr(cuda_few_rows, "at_once", lambda *_, **__: None)
+    monkeypatch.setattr(cuda, "one_launch_layout", lambda *_, **__: None)
 
 
 def mixes() -> list[tuple[str, str | None, str]]:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from normfuse import dense, gated_product, norm_dense, norm_gated_dense, rms_norm
-from normfuse.layers.implementation import order_of
-from normfuse.layers.producers import Normalised
-from normfuse.layers.recomputed import products
+from normfuse.layers.dense.remat import Normalised, products
+from normfuse.native.implementation import NATIVE
 
 
 def rms(x, scale):
@@ -22,7 +21,7 @@ def rms(x, scale):
 
 def project(x, scale, *kernels):
     """The products of the normalised x, which is not kept."""
-    return products(Normalised(1e-6, 0.0, "bfloat16", order_of(True)), (x, scale), kernels)
+    return products(Normalised("norm_dense", 1e-6, 0.0, "bfloat16", NATIVE), (x, scale), kernels)
 
 
 LAYERS: dict[str, dict[str, Callable]] = {

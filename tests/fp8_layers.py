@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.layers import quantization
+from normfuse.layers.dense.epilogue import SCALARS, Scalar
 from normfuse.layers.quantization import product, quantize
-from normfuse.native.scalar import SCALARS, Scalar
 
 f32 = jnp.float32
 Product = Callable[..., jax.Array]

@@ -16,20 +16,20 @@ _NOTES = "Notes"
 _HEAD = """\
 # Where normfuse runs natively
 
-What serves `rms_norm`, `rms_norm_with_rstd` and `add_rms_norm` in each context of JAX, as the test
-suite found it: every row is a test that compares values and gradients with a float64 reference and
-counts the kernels in the compiled program.
+What serves `rms_norm`, `rms_norm_with_rstd` and `add_rms_norm` in each context of JAX. Every row is
+a test that compares values and gradients with a float64 reference and counts the kernels in the
+compiled program; the first section has the other operations too.
 
-- **native**: each device's share is computed by normfuse's kernels, forward and backward.
-- **native + plain**: kernels, and plain HLO for what is plain by definition: tangents, higher
-  derivatives, and the parts of `vmap` that belong to a parameter of each example's own.
-- **pallas**: computed by Pallas kernels, on CPUs interpreted.
-- **native or pallas or xla**: by each of them, as `implementation=` asks; `dense` by the last two.
-- **plain HLO**: right, but computed by XLA alone; `implementation="native"` raises
-  `NotImplementedError` here and names the way out.
-- **refused**: raises an error, given below.
+- **native**: normfuse's kernels compute each device's share, forward and backward.
+- **native + plain**: kernels, and plain HLO for what is plain HLO by definition: tangents, higher
+  derivatives, and the parts of `vmap` that belong to each example's own parameters.
+- **pallas**: Pallas kernels, interpreted on CPUs.
+- **native or pallas or xla**: each of them, as `implementation=` asks; `dense` by the last two.
+- **plain HLO**: correct, but computed by XLA alone; `implementation="native"` raises
+  `NotImplementedError` here and names the alternative.
+- **refused**: raises an error; see the notes below.
 
-Written by `pytest tests/layers --support-table docs/support.md`; run once per JAX version.
+`pytest tests/layers --support-table docs/support.md` writes this page, once per JAX version.
 """
 
 

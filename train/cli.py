@@ -96,13 +96,13 @@ def _report(argv: list[str]):
 
 
 def _info(argv: list[str]):
-    from ..native.report import main
+    from ..layers.info import main
 
     main(["info", *argv])
 
 
 def _cache(argv: list[str]):
-    from ..native.report import main
+    from ..layers.info import main
 
     main(["cache", *argv])
 

@@ -109,7 +109,7 @@ class SampleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DistributedConfig:
-    """Several processes; docs/distributed.md has launch lines for Slurm and Kubernetes."""
+    """Several processes; docs/guides/distributed.md has launch lines for Slurm and Kubernetes."""
 
     coordinator: Annotated[str | None, _arg("HOST:PORT")] = None
     """Address of process 0, the same on every process."""

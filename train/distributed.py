@@ -104,7 +104,7 @@ def order_kernels() -> None:
 
     A collective is launched before the product that it is to run beside. From a queue of its own it
     often begins after the product, which then has all multiprocessors, and waits for its end
-    (docs/parallelism.md). What the user has set stays.
+    (docs/guides/parallelism.md). What the user has set stays.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..models.config import num_parameters
-from ..native.fallback import fallbacks
+from ..native.implementation import fallbacks
 from .config import TrainConfig
 from .data import Text, looks_binary
 from .display import Display, short

@@ -1,11 +1,14 @@
-"""Add a kernel: your own CUDA code as a JAX operation, with a definition that runs everywhere.
+"""Add a CUDA kernel.
 
-Run it: `python docs/guides/add_kernel.py`. It needs no GPU: the CUDA code is compiled all the same,
-and the definition computes. Every statement below is checked by CI.
+Your own CUDA code becomes a JAX operation, with a definition in plain JAX that runs everywhere.
+
+Run it: `python docs/guides/add_kernel.py`. It needs no GPU: the CUDA code is compiled, and the
+definition computes the results. CI checks every statement below.
 
 The operation is a soft cap, y = cap · tanh(x / cap), which some models put on their logits.
 """
 
+import dataclasses
 import os
 import tempfile
 
@@ -15,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers.op import Op
+from normfuse.layers.core.op import Op
 from normfuse.native.compiler import Source
-from normfuse.native.fallback import Unsupported
+from normfuse.native.implementation import Unsupported
 from normfuse.native.kernel import Kernel
 from normfuse.native.launch import launch
 
-# 1. The CUDA code. Constants that are known when the shape is (types, sizes) are macros, of names
-#    longer than one letter; operands come first, then results, then scalars as `long long`, `float`
+# 1. The CUDA code. Constants that are known with the shape (types, sizes) are macros with names
+#    longer than one letter. Operands come first, then results, then scalars as `long long`, `float`
 #    and `double`. In normfuse itself it would be a file in native/kernels, and `launch` would take
 #    its name.
 SOFT_CAP = Source(
@@ -37,8 +40,16 @@ extern "C" __global__ void soft_cap(const TYPE* x, TYPE* y, long long count, flo
 )
 
 
-def cuda(target, x, *, cap):
-    """One device's share, on an NVIDIA GPU: `target` says which, and how large it is."""
+# 2. The static parameters: everything about a call that is known when it is traced. `op` names the
+#    function the user called, for errors.
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    cap: float
+    op: str = "soft_cap"
+
+
+# 3. One device's share, on an NVIDIA GPU: `target` says which, and how large it is.
+def on_cuda(target, spec, x):
     blocks = min(-(-x.size // 256), 8 * target.multiprocessors)
     types = {"float32": "float"}
     if x.dtype.name not in types:
@@ -53,47 +64,40 @@ def cuda(target, x, *, cap):
         block=256,
         macros={"TYPE": types[x.dtype.name]},
         ints=[x.size],
-        floats=[cap],
+        floats=[spec.cap],
     )
 
 
-# 2. The definition: plain JAX, the truth for types and tests, and what serves where no kernel does.
-def definition(x, *, cap):
-    return [cap * jnp.tanh(x / cap)]
+# 4. The definition in plain JAX: the reference for types and tests, and the fallback where no
+#    kernel serves.
+def definition(spec, x):
+    return [spec.cap * jnp.tanh(x / spec.cap)]
 
 
-kernel = Kernel("soft_cap", definition, cuda=cuda)
+kernel = Kernel("soft_cap", definition, {"cuda": on_cuda})
 
-# 3. The operation on global arrays. It owns batching and partitioning: `dims` says which dimensions
-#    of x each operand and result has; `axes`, those that must not be split, are none here.
+# 5. The operation on global arrays, which owns batching, partitioning and the derivative: `dims`
+#    says which dimensions of x each operand and result has.
 op = Op(
     "soft_cap_op",
-    lambda x, *, axes, cap: definition(x, cap=cap),
-    dims=lambda ndim, **_: ([tuple(range(ndim))], [tuple(range(ndim))]),
-    body=lambda split, x, *, axes, strict, cap: kernel(x, strict=strict, cap=cap),
+    definition,
+    dims=lambda spec, ndim: ([tuple(range(ndim))], [tuple(range(ndim))]),
+    body=lambda spec, split, x, order: kernel(spec, x, order=order),
 )
 
 
-# 4. Its derivative, and the function that people call.
-@jax.custom_jvp
 def soft_cap(x):
-    return op(x, axes=(), strict=False, cap=30.0)[0]
+    return op(SoftCap(cap=30.0), x)[0]
 
 
-@soft_cap.defjvp
-def _(primals, tangents):
-    y = soft_cap(*primals)
-    return y, (1 - (y / 30.0) ** 2) * tangents[0]
-
-
-# 5. It is an operation like JAX's own.
+# 6. It behaves like JAX's own operations.
 x = 50 * jax.random.normal(jax.random.key(0), (4, 8, 16))
 np.testing.assert_allclose(soft_cap(x), 30 * np.tanh(x / 30), rtol=1e-5, atol=1e-5)
 np.testing.assert_allclose(jax.vmap(jax.jit(soft_cap))(x), soft_cap(x), rtol=1e-6)
 slope = jax.grad(lambda x: soft_cap(x).sum())(x)
 np.testing.assert_allclose(slope, 1 - np.tanh(x / 30) ** 2, rtol=1e-3, atol=1e-5)
 
-# 6. And for a GPU it is a launch, with the compiled kernel in the program.
+# 7. Lowered for a GPU it is a launch, with the compiled kernel in the program.
 traced = jax.jit(soft_cap).trace(jax.ShapeDtypeStruct(x.shape, x.dtype))
 program = traced.lower(lowering_platforms=("cuda",)).as_text()
 assert 'kernel = "soft_cap"' in program and "normfuse_launch" in program

@@ -1,10 +1,10 @@
-"""Write an element-wise op: a scalar function in C++ becomes a JAX operation.
+"""Write an element-wise operation in C++.
 
-Run it: `python docs/guides/elementwise_op.py`. The function is compiled when it is first used: by
-the system's C++ compiler here, by NVRTC on an NVIDIA GPU. Every statement below is checked by CI.
+Run it: `python docs/guides/elementwise_op.py`. The function is compiled on first use: by the
+system's C++ compiler here, by NVRTC on an NVIDIA GPU. CI checks every statement below.
 
-The op is GPT-OSS's gated activation, y = x · σ(αx) · (g + 1) with x and g clamped at a limit. It is
-one kernel forward and one backward, within `jit` and without.
+The operation is GPT-OSS's gated activation, y = x · σ(αx) · (g + 1) with x and g clamped at a
+limit. It is one kernel forward and one backward, with or without `jit`.
 """
 
 import os
@@ -18,9 +18,9 @@ import numpy as np
 
 import normfuse
 
-# 1. The function, once for all types: for bfloat16 and float16 T is float, and the result is
-#    rounded once. `limit` and `alpha` have defaults, so they are run-time scalars; the rest are
-#    arrays. The derivatives are C++ too, in the same names: one kernel computes both.
+# 1. The function, once for all types: for bfloat16 and float16, T is float and the result is
+#    rounded once. `limit` and `alpha` have defaults, so they are run-time scalars; the others are
+#    arrays. The derivatives are C++ with the same names: one kernel computes both.
 gated = normfuse.elementwise(
     """
     template <class T> T sigmoid(T x) { return 1 / (1 + exp(-x)); }
@@ -49,8 +49,8 @@ gated = normfuse.elementwise(
 )
 
 
-# 2. What it is to equal, in plain JAX. With `definition=reference` this would serve where nothing
-#    can be compiled (TPUs), and be differentiated where no derivative was given.
+# 2. The reference in plain JAX. With `definition=reference` it would serve where nothing can be
+#    compiled (TPUs), and be differentiated where no derivative is given.
 def reference(x, g, limit=7.0, alpha=1.702):
     x, g = jnp.minimum(x, limit), jnp.clip(g, -limit, limit)
     return x * jax.nn.sigmoid(alpha * x) * (g + 1)
@@ -67,7 +67,7 @@ assert gated(x.astype("bfloat16"), g).dtype == "float32"
 assert gated(x.astype("bfloat16"), g.astype("bfloat16")).dtype == "bfloat16"
 
 
-# 4. Its gradient, and everything else that JAX does with an operation.
+# 4. Its gradient, and JAX's other transformations.
 def gradients(op):
     return jax.jit(jax.grad(lambda x, g: jnp.sum(op(x, g) ** 2), (0, 1)))
 
@@ -80,11 +80,11 @@ np.testing.assert_allclose(jax.vmap(gated)(x, g), gated(x, g), rtol=1e-6)
 schedule = jax.jit(lambda limit: gated(x, g, limit=limit).max())
 assert schedule(1.0) < schedule(5.0)
 
-# 6. A mistake is one error with the compiler's words and the line of your text.
+# 6. A mistake raises one error with the compiler's message and the line of your text.
 try:
     normfuse.elementwise("template <class T> T wrong(T x) { return square(x); }")(x)
 except normfuse.CompileError as error:
     assert "square" in str(error)
 else:
-    raise AssertionError("square is no function of C++")
+    raise AssertionError("C++ has no function `square`")
 print("gated: right here, with its gradient")

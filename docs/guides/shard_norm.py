@@ -1,8 +1,9 @@
-"""RMSNorm of an array that lies on eight devices, with no all-gather.
+"""A norm on eight devices without all-gather.
 
 JAX's tutorial on foreign functions normalises x of shape (32, 512, 512) over its last two axes, and
-notes that with a bare `jax.ffi.ffi_call` XLA gathers all of x on every device: it knows nothing of
-the function. `rms_norm` tells it. Here is the same example with a scale, forward and backward.
+notes that with a bare `jax.ffi.ffi_call` XLA gathers all of x on every device, because it does not
+know how the function partitions. `rms_norm` tells it. This is the same example with a scale,
+forward and backward.
 
 Run it: `python docs/guides/shard_norm.py`. It emulates eight devices.
 """
@@ -10,7 +11,7 @@ Run it: `python docs/guides/shard_norm.py`. It emulates eight devices.
 import os
 import re
 
-# Before JAX is imported. On a machine with eight devices leave this out.
+# Set before JAX is imported. On a machine with eight devices leave this out.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -42,11 +43,12 @@ def collectives(fn, *args) -> list[str]:
     return re.findall(r" (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", text)
 
 
-# Forward: every device normalises its four arrays, and y stays where x is.
+# 1. Forward: every device normalises its four arrays, and y stays where x is.
 assert collectives(norm, x, scale) == []
 assert norm(x, scale).sharding.is_equivalent_to(by_batch, x.ndim)
 
-# Backward: the gradient of the scale is a sum over all arrays, so over devices: one all-reduce.
+# 2. Backward: the gradient of the scale is a sum over all arrays and so over devices: one
+#    all-reduce.
 assert collectives(gradients, x, scale) == ["all-reduce"]
 dx, dscale = gradients(x, scale)
 assert dx.sharding.is_equivalent_to(by_batch, x.ndim) and dscale.shape == scale.shape

@@ -1,6 +1,6 @@
-"""Put normfuse's layers into an Equinox model that you have.
+"""Swap the layers of an Equinox model.
 
-Run it: `python docs/guides/swap_equinox.py`. Every statement below is checked by CI.
+Run it: `python docs/guides/swap_equinox.py`. CI checks every statement below.
 """
 
 import equinox as eqx
@@ -32,8 +32,8 @@ x = jax.random.normal(jax.random.key(0), (8, 64))
 model = Block(64, key=jax.random.key(1))
 before = jax.vmap(model)(x)
 
-# 2. A new model, of the same leaves. (Equinox's modules do not change; the old one stays as it is.)
-#    An optimizer's state that you have holds the model's structure: swap it too.
+# 2. `swap` returns a new model with the same leaves. (Equinox's modules are immutable; the old one
+#    stays as it is.) An existing optimizer state holds the model's structure: swap it too.
 model = swap(model)
 assert type(model.norm).__module__ == "normfuse.layers.eqx"
 np.testing.assert_allclose(jax.vmap(model)(x), before, rtol=1e-5, atol=1e-6)
@@ -56,13 +56,13 @@ for _ in range(20):
     losses.append(float(loss))
 assert losses[-1] < 0.7 * losses[0]
 
-# 4. The gradient of every example on its own is as exact as their sum.
+# 4. Per-example gradients are as exact as their sum.
 loss_of = lambda m, x: jnp.sum(m(x) ** 2)
 each = jax.vmap(eqx.filter_grad(loss_of), in_axes=(None, 0))(model, x)
 whole = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x) ** 2))(model)
 np.testing.assert_allclose(each.norm.weight.sum(0), whole.norm.weight, rtol=1e-4, atol=1e-5)
 
-# 5. Say what must serve ("native" never falls back), and go back.
+# 5. Choose the implementation ("native" never falls back), and go back.
 jax.vmap(swap(unswap(model), implementation="native"))(x)
 assert type(unswap(model).norm) is eqx.nn.RMSNorm
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

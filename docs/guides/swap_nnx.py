@@ -1,6 +1,6 @@
-"""Put normfuse's layers into a Flax nnx model that you have.
+"""Swap the layers of a Flax nnx model.
 
-Run it: `python docs/guides/swap_nnx.py`. Every statement below is checked by CI.
+Run it: `python docs/guides/swap_nnx.py`. CI checks every statement below.
 """
 
 import jax
@@ -29,8 +29,8 @@ model = Block(64, rngs=nnx.Rngs(0))
 before = model(x)
 parameters = nnx.state(model)
 
-# 2. One call, in place. The parameters are the same objects: optimizers, checkpoints and tied
-#    layers do not notice.
+# 2. One call, in place. The parameters are the same objects, so optimizers, checkpoints and tied
+#    layers keep working.
 swap(model)
 assert type(model.norm).__module__ == "normfuse.layers.nnx"
 assert jax.tree.all(jax.tree.map(jnp.array_equal, nnx.state(model), parameters))
@@ -50,13 +50,13 @@ def step(model, optimizer, x, y):
 losses = [float(step(model, optimizer, x, jnp.sin(x))) for _ in range(20)]
 assert losses[-1] < 0.7 * losses[0]
 
-# 4. Say what must serve. "native" never falls back: where no kernel can serve, it raises and says
-#    why. `normfuse info` prints what None would choose on this machine.
+# 4. Choose the implementation. "native" never falls back: where no kernel can serve, it raises and
+#    says why. `normfuse info` prints what None would choose on this machine.
 swap(model, implementation="native")
 assert model.norm.implementation == "native"
 model(x)
 
-# 5. New models: the same constructors, and an activation that belongs to the Linear.
+# 5. In new models, use the same constructors; Linear also takes an activation.
 up = normfuse.layers.nnx.Linear(64, 256, activation="silu", rngs=nnx.Rngs(1))
 theirs = nnx.Linear(64, 256, rngs=nnx.Rngs(1))
 np.testing.assert_allclose(up(x), nnx.silu(theirs(x)), rtol=1e-5, atol=1e-6)

@@ -1,14 +1,16 @@
-"""Train on a mesh: your own step with normfuse's ops in it, and the trainer that comes with it.
+"""Train on a mesh.
+
+First a step of your own with normfuse's operations in it, then the trainer that comes with it.
 
 Run it: `python docs/guides/train_sharded.py`. It emulates eight devices; on eight GPUs the same
-code runs as it is. Every statement below is checked by CI.
+code runs unchanged. CI checks every statement below.
 """
 
 import os
 import tempfile
 from pathlib import Path
 
-# Before JAX is imported. On a machine with eight devices leave this out.
+# Set before JAX is imported. On a machine with eight devices leave this out.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
@@ -19,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from normfuse import dense, rms_norm
 from normfuse.train.cli import main
 
-# 1. Your own step. The ops partition themselves, as jnp's do: rows of x over "data", the kernel's
-#    columns over "tensor", and nothing of x moves.
+# 1. Your own step. The operations partition themselves, as jnp's do: rows of x over "data", the
+#    kernel's columns over "tensor", and x stays where it is.
 mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
 put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
 x = put(jax.random.normal(jax.random.key(0), (32, 64)), "data")
@@ -40,9 +42,9 @@ value, gradient = step(parameters, x)
 assert gradient["kernel"].sharding.spec == P(None, "tensor")
 assert "all-gather" not in step.as_text() and "all-reduce" in step.as_text()
 
-# 2. The trainer, `normfuse train …` in a shell: a flag for each axis of the mesh. "data" holds
+# 2. The trainer, `normfuse train …` in a shell, has a flag for each axis of the mesh. "data" holds
 #    copies, "fsdp" stores parameters and optimizer state in pieces, "tensor" splits heads and
-#    hidden features. The losses are those of one device within 1e-5, whatever the mesh.
+#    hidden features. On every mesh the losses are those of one device within 1e-5.
 with tempfile.TemporaryDirectory() as folder:
     text = Path(folder) / "text.txt"
     text.write_text("the scale of the norm and the norm of the row\n" * 500)
@@ -52,11 +54,11 @@ with tempfile.TemporaryDirectory() as folder:
         --eval.tokens 64 --eval.final-tokens 64 --sample.tokens 0""".split()
     assert main(["train", *flags]) == 0
 
-    # 3. Stop it whenever you like (a signal saves); the same command goes on, on another mesh too,
-    #    or on another number of devices or processes: which text a step reads depends on seed and
-    #    step alone. Here four more steps, without tensor parallelism.
+    # 3. Stop it whenever you like (a signal saves a checkpoint). The same command continues, also
+    #    on another mesh or with another number of devices or processes, because the text that a
+    #    step reads depends on seed and step alone. Here: four more steps, no tensor parallelism.
     flags = " ".join(flags).replace("--steps 4", "--steps 8").replace("tensor 2", "tensor 1")
     flags = flags.replace("--mesh.data 2", "--mesh.data 4").split()
     assert main(["train", *flags]) == 0
 
-# 4. Several hosts: docs/distributed.md.
+# 4. For several hosts, see docs/guides/distributed.md.

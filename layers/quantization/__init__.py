@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ...native.fallback import Order
+from ...native.implementation import BEST, Order
 from . import gated, kernels
 from .definition import E4M3, E5M2, FORMATS, Format, exponent_of, scale_of
 
@@ -46,18 +46,18 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-def amax(x: jax.Array, *, strict: bool | Order = False) -> jax.Array:
+def amax(x: jax.Array, *, order: Order = BEST) -> jax.Array:
     """The largest magnitude among the finite elements of `x`, as a () float32; 0 without any.
 
     Args:
       x: of any shape; float32, bfloat16 or float16.
-      strict: whether it is an error where no native kernel can serve.
+      order: which kernels are to serve.
 
     Raises:
       TypeError: for another dtype.
     """
     kernels.check_input(x)
-    (maximum,) = kernels.amax(x, strict=strict)
+    (maximum,) = kernels.amax(kernels.Codes(), x, order=order)
     return maximum.reshape(())
 
 
@@ -68,7 +68,7 @@ def quantize(
     bound: jax.Array | None = None,
     plain: bool = True,
     transpose: bool = True,
-    strict: bool | Order = False,
+    order: Order = BEST,
 ) -> Quantized:
     """FP8 codes of a matrix, as it lies and transposed, in one pass over memory.
 
@@ -84,7 +84,7 @@ def quantize(
       bound: float32 numbers of any shape, the largest of which no finite |x| exceeds; `amax(x)`
         where None, which reads x once more.
       plain, transpose: which of q and qt are wanted.
-      strict: whether it is an error where no native kernel can serve.
+      order: which kernels are to serve.
 
     Raises:
       TypeError: for a dtype that cannot be quantized, or that is no FP8 format.
@@ -96,11 +96,12 @@ def quantize(
     name = jnp.dtype(dtype).name
     if name not in FORMATS:
         raise TypeError(f"dtype must be {' or '.join(FORMATS)}, got {name}")
-    flags = {"dtype": name, "has_q": plain, "has_qt": transpose, "strict": strict}
+    spec = kernels.Codes(name, plain, transpose)
     if bound is None:
-        *codes, scale = kernels.quantize(x, **flags)
+        *codes, scale = kernels.quantize(spec, x, order=order)
     else:
-        *codes, scale = kernels.cast(x, jnp.ravel(bound).astype(jnp.float32), **flags)
+        maxima = jnp.ravel(bound).astype(jnp.float32)
+        *codes, scale = kernels.cast(spec, x, maxima, order=order)
     q = codes[0] if plain else None
     qt = codes[-1] if transpose else None
     return Quantized(q, qt, scale.reshape(()))

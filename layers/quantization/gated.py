@@ -10,24 +10,37 @@ there is no dup. What is computed is float32 until it is encoded.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...native.compiler import Source, kernel_source
-from ...native.cuda_common import TYPES
-from ...native.device import Target
-from ...native.fallback import Order, Unsupported
+from ...native.dtypes import CUDA_TYPES
+from ...native.implementation import BEST, Order, Unsupported
 from ...native.kernel import Kernel
-from ...native.launch import launch
-from ...native.scalar import Scalar
+from ...native.launch import Target, launch
+from ..dense.epilogue import Scalar
 from . import kernels
 from .definition import FORMATS, define_amax, define_cast
-from .kernels import CastLayout
+from .kernels import CastLayout, Codes
 
 _AMAX_THREADS, _AMAX_UNROLL = 512, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """All that is known of a quantized activation, or of its gradients, when it is traced."""
+
+    function: Scalar
+    codes: Codes = Codes()
+    op: str = "gated_product"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What the definitions and bodies are told."""
+        return {"function": self.function, **self.codes.flags}
 
 
 class Maxima(NamedTuple):
@@ -51,12 +64,11 @@ def amax(
     up: jax.Array | None = None,
     up_scale: jax.Array | None = None,
     *,
-    strict: bool | Order = False,
+    order: Order = BEST,
 ) -> Maxima:
     """The maxima that `quantize` and `quantize_gradients` need: one pass that writes nothing."""
     operands, scales = _operands((a, a_scale), (up, up_scale))
-    flags = {"function": activation, "strict": strict}
-    found = amax_kernel(*operands, scales, **flags)
+    found = amax_kernel(Gated(activation), *operands, scales, order=order)
     h, *rest = (maximum.reshape(()) for maximum in found)
     return Maxima(h, *rest) if rest else Maxima(h, h, jnp.ones((), jnp.float32))
 
@@ -72,13 +84,13 @@ def quantize(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     plain: bool = True,
     transpose: bool = True,
-    strict: bool | Order = False,
+    order: Order = BEST,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
     """`(q, qt, scale)` of h = activation(a) · up, whose |h| the largest of `bound` bounds."""
     operands, scales = _operands((a, a_scale), (up, up_scale))
-    flags = _flags(dtype, plain, transpose) | {"function": activation, "strict": strict}
+    spec = Gated(activation, _codes(dtype, plain, transpose))
     bounds = jnp.ravel(bound).astype(jnp.float32)[None]
-    *codes, scale = forward_kernel(*operands, scales, bounds, **flags)
+    *codes, scale = forward_kernel(spec, *operands, scales, bounds, order=order)
     return codes[0] if plain else None, codes[-1] if transpose else None, scale.reshape(())
 
 
@@ -93,7 +105,7 @@ def quantize_gradients(
     *,
     bounds: Sequence[jax.Array],
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    strict: bool | Order = False,
+    order: Order = BEST,
 ) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """`(q, qt, scale)` of da and, with `up`, of dup; `bounds` bound |da| and |dup|.
 
@@ -103,9 +115,9 @@ def quantize_gradients(
     operands, scales = _operands((dh, dh_scale), (a, a_scale), (up, up_scale))
     if len(bounds) != len(operands) - 1:
         raise ValueError(f"bounds must be of {len(operands) - 1} gradients, got {len(bounds)}")
-    flags = _flags(dtype, True, True) | {"function": activation, "strict": strict}
+    spec = Gated(activation, _codes(dtype, True, True))
     given = jnp.stack([jnp.asarray(b, jnp.float32).reshape(1) for b in bounds])
-    results = gradient_kernel(*operands, scales, given, **flags)
+    results = gradient_kernel(spec, *operands, scales, given, order=order)
     triples = [results[i : i + 3] for i in range(0, len(results), 3)]
     return [(q, qt, scale.reshape(())) for q, qt, scale in triples]
 
@@ -149,11 +161,11 @@ def _operands(*pairs) -> tuple[list[jax.Array], jax.Array]:
     return [array for array, _ in given], scales
 
 
-def _flags(dtype: DTypeLike, plain: bool, transpose: bool) -> dict:
+def _codes(dtype: DTypeLike, plain: bool, transpose: bool) -> Codes:
     name = jnp.dtype(dtype).name
     if name not in FORMATS:
         raise TypeError(f"dtype must be {' or '.join(FORMATS)}, got {name}")
-    return {"dtype": name, "has_q": plain, "has_qt": transpose}
+    return Codes(name, plain, transpose)
 
 
 # ---------------------------------------------------------------- definitions
@@ -222,7 +234,7 @@ def _source(name: str, function: Scalar) -> Source:
 
 def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     return {
-        "X_TYPE": TYPES[x.dtype.name],
+        "X_TYPE": CUDA_TYPES[x.dtype.name],
         "HAS_UP": int(has_up),
         "APPROXIMATE": int(x.dtype.itemsize == 2),
     }
@@ -287,13 +299,30 @@ def _cpu_amax(*operands, function):
     return [kernels.cpu_amax(array)[0] for array in ([h, value, *up] if up else [h])]
 
 
-amax_kernel = Kernel("quantize_gated_amax", _define_amax, cpu=_cpu_amax, cuda=cuda_amax)
+amax_kernel = Kernel(
+    "quantize_gated_amax",
+    lambda spec, *operands: _define_amax(*operands, function=spec.function),
+    {
+        "cpu": lambda spec, *operands: _cpu_amax(*operands, function=spec.function),
+        "cuda": lambda target, spec, *operands: cuda_amax(
+            target, *operands, function=spec.function
+        ),
+    },
+)
+cpu_forward, cpu_gradient = _forward_by(kernels.cpu_cast), _gradient_by(kernels.cpu_cast)
 forward_kernel = Kernel(
-    "quantize_gated", define_forward, cpu=_forward_by(kernels.cpu_cast), cuda=cuda_forward
+    "quantize_gated",
+    lambda spec, *operands: define_forward(*operands, **spec.flags),
+    {
+        "cpu": lambda spec, *operands: cpu_forward(*operands, **spec.flags),
+        "cuda": lambda target, spec, *operands: cuda_forward(target, *operands, **spec.flags),
+    },
 )
 gradient_kernel = Kernel(
     "quantize_gated_gradient",
-    define_gradient,
-    cpu=_gradient_by(kernels.cpu_cast),
-    cuda=cuda_gradient,
+    lambda spec, *operands: define_gradient(*operands, **spec.flags),
+    {
+        "cpu": lambda spec, *operands: cpu_gradient(*operands, **spec.flags),
+        "cuda": lambda target, spec, *operands: cuda_gradient(target, *operands, **spec.flags),
+    },
 )

@@ -1,19 +1,40 @@
 """The quantizer's kernels: C++ on CPUs, CUDA on NVIDIA GPUs, the definition elsewhere."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...native import registry
-from ...native.cuda_common import TYPES
-from ...native.device import Target
+from ...native.dtypes import CUDA_TYPES
 from ...native.kernel import Kernel
-from ...native.launch import launch
+from ...native.launch import Target, call_host, launch
 from .definition import define_amax, define_cast, define_quantize
 
 _ROWS, _COLUMNS = 16, 8  # of a thread's part of a tile
 _AMAX_THREADS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """All that is known of a quantized matrix when it is traced.
+
+    Attributes:
+      dtype: the format's name.
+      has_q, has_qt: whether the codes as they lie and their transpose are results.
+      op: the function the user called.
+    """
+
+    dtype: str = "float8_e4m3fn"
+    has_q: bool = True
+    has_qt: bool = True
+    op: str = "quantize"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What casts are told."""
+        return {"dtype": self.dtype, "has_q": self.has_q, "has_qt": self.has_qt}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +131,11 @@ def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
         [x],
         [jax.ShapeDtypeStruct((blocks,), jnp.float32)],
         target=target,
-        macros={"X_TYPE": TYPES[x.dtype.name], "THREADS": _AMAX_THREADS, "UNROLL": layout.unroll},
+        macros={
+            "X_TYPE": CUDA_TYPES[x.dtype.name],
+            "THREADS": _AMAX_THREADS,
+            "UNROLL": layout.unroll,
+        },
         grid=blocks,
         block=_AMAX_THREADS,
         ints=(x.size,),
@@ -145,7 +170,7 @@ def cuda_cast(
         [x, maxima],
         types,
         target=target,
-        macros={"X_TYPE": TYPES[x.dtype.name]} | macros,
+        macros={"X_TYPE": CUDA_TYPES[x.dtype.name]} | macros,
         grid=layout.blocks(rows, columns),
         block=layout.width * layout.height,
         shared=layout.shared if has_qt else 0,
@@ -159,16 +184,14 @@ def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
 
 
 def cpu_amax(x: jax.Array) -> list[jax.Array]:
-    result = jax.ShapeDtypeStruct((1,), jnp.float32)
-    return [jax.ffi.ffi_call("normfuse_quantize_amax", result)(x)]
+    return call_host("normfuse_quantize_amax", [x], [jax.ShapeDtypeStruct((1,), jnp.float32)])
 
 
 def cpu_cast(
     x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
 ) -> list[jax.Array]:
     types = code_types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
-    call = jax.ffi.ffi_call("normfuse_quantize_cast", types)
-    return list(call(x, maxima, has_q=has_q, has_qt=has_qt))
+    return call_host("normfuse_quantize_cast", [x, maxima], types, has_q=has_q, has_qt=has_qt)
 
 
 def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:
@@ -203,6 +226,28 @@ def check_matrix(x: jax.Array) -> None:
 
 
 registry.register()
-amax = Kernel("quantize_amax", define_amax, cpu=cpu_amax, cuda=cuda_amax)
-cast = Kernel("quantize_cast", define_cast, cpu=cpu_cast, cuda=cuda_cast)
-quantize = Kernel("quantize", define_quantize, cpu=_cpu_quantize, cuda=cuda_quantize)
+amax = Kernel(
+    "quantize_amax",
+    lambda spec, x: define_amax(x),
+    {
+        "cpu": lambda spec, x: cpu_amax(x),
+        "cuda": lambda target, spec, x: cuda_amax(target, x),
+    },
+)
+cast = Kernel(
+    "quantize_cast",
+    lambda spec, x, maxima: define_cast(x, maxima, **spec.flags),
+    {
+        "cpu": lambda spec, x, maxima: cpu_cast(x, maxima, **spec.flags),
+        "cuda": lambda target, spec, x, maxima: cuda_cast(target, x, maxima, **spec.flags),
+    },
+)
+quantize = Kernel(
+    "quantize",
+    lambda spec, x: define_quantize(x, **spec.flags),
+    {
+        "cpu": lambda spec, x: _cpu_quantize(x, **spec.flags),
+        "cuda": lambda target, spec, x: cuda_quantize(target, x, **spec.flags),
+    },
+)
+"""`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""

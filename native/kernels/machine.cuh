@@ -50,7 +50,7 @@ __device__ inline void wait_copies() {
 }
 
 // Read once, by the path for what nobody writes: 1 to 4 % faster than loads that mark their lines
-// as the first to be evicted, and those than loads past L1 with a hint for L2 (docs/kernels.md).
+// as the first to be evicted, and those than loads past L1 with a hint for L2 (benchmarks/results).
 template <typename T>
 __device__ inline T load_streaming(const T* pointer) {
   return __ldg(pointer);

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from .. import device
-from ..fallback import Unsupported
+from .. import launch
+from ..implementation import Unsupported
 from ..jax_private import AbstractDevice
 
 # What JAX calls a GPU of a compute capability: it is asked which when a kernel is lowered, and
@@ -50,7 +50,7 @@ def target_for(platform: str | None, ctx: Any) -> Target:
       Unsupported: for platforms without Pallas, and GPUs too old for it.
     """
     if platform == "cuda":
-        found = device.target_for(ctx)
+        found = launch.target_for(ctx)
         return Target(platform, found.multiprocessors, found.capability)
     if platform not in ("cpu", "rocm", "tpu"):
         raise Unsupported("Pallas has no backend for this platform")

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from ..fallback import Unsupported
+from ..implementation import Unsupported
 from .lowering import Target
 from .tiles import Call, cdiv, power_of_two, result_type
 
@@ -32,7 +32,7 @@ def fits(target: Target, n: int) -> bool:
 
 
 def shape_for(call: Call) -> Shape:
-    """The shape for a call: see docs/pallas.md for the measurements behind it."""
+    """The shape for a call: see benchmarks/results for the measurements behind it."""
     m, n = call.shape
     columns = power_of_two(n) if call.whole else min(power_of_two(n), 2048)
     most = power_of_two(m)

@@ -1,6 +1,7 @@
 """What eight H200s would say to each other for one training gradient on every kind of mesh.
 
-The numbers of the table in docs/parallelism.md, read from programs compiled for described GPUs.
+The numbers of a table in docs/guides/parallelism.md, read from programs compiled for described
+GPUs.
 """
 
 import dataclasses

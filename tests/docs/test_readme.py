@@ -1,4 +1,7 @@
-"""The Python in README.md and docs/parallelism.md runs as it is written there."""
+"""The Python in README.md and the prose guides runs as it is written there.
+
+docs/guides/elementwise.md has a test beside those of its operation.
+"""
 
 import pathlib
 import re
@@ -7,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import normfuse
 import normfuse.layers.eqx as ours_eqx
 import normfuse.layers.nnx as ours_nnx
 
@@ -87,13 +91,26 @@ def test_the_elementwise_op_runs(tmp_path, monkeypatch):
     assert names["y"].tolist() == [0, 50]
 
 
+def test_the_microbatches_run():
+    (block,) = blocks("docs/guides/dense.md")
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
+    params = {"kernel": jnp.ones((4, 3))}
+    given = {"jax": jax, "jnp": jnp, "x": x, "params": params, "dense": normfuse.dense}
+    given["accumulate_gradients"] = normfuse.accumulate_gradients
+    names = run("docs/guides/dense.md", block, **given)
+    loss, gradients = jax.value_and_grad(names["loss_fn"])(params, x)
+    # float32 means of 48 terms, in another order
+    np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(names["gradients"]["kernel"], gradients["kernel"], rtol=1e-5)
+
+
 def test_the_sharded_model_runs(eight_devices):
-    sharded, _ = blocks("docs/parallelism.md")
-    y = run("docs/parallelism.md", sharded)["y"]
+    sharded, _ = blocks("docs/guides/parallelism.md")
+    y = run("docs/guides/parallelism.md", sharded)["y"]
     assert y.shape == (8, 16, 256) and len(y.sharding.device_set) == 8
 
 
 def test_the_layer_in_two_parts_runs():
-    _, parts = blocks("docs/parallelism.md")
-    names = run("docs/parallelism.md", parts)
+    _, parts = blocks("docs/guides/parallelism.md")
+    names = run("docs/guides/parallelism.md", parts)
     np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 from cuda_cases import Case, check_backward, check_forward, check_halves, many_rows
 
 from normfuse.native import cuda_rms_norm
-from normfuse.native.device import Target
+from normfuse.native.launch import Target
 
 CAPABILITY = cuda_driver.capability()
 pytestmark = pytest.mark.skipif(CAPABILITY is None, reason="needs an NVIDIA GPU")

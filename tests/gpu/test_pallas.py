@@ -9,10 +9,9 @@ import pytest
 import reference
 from rms_norm_cases import Case
 
-from normfuse.layers.activations import ACTIVATIONS
+from normfuse.layers.dense.epilogue import ACTIVATIONS, SCALARS
 from normfuse.native import dense, device, product_gradient
-from normfuse.native.fallback import Order
-from normfuse.native.scalar import SCALARS
+from normfuse.native.implementation import Order
 
 pytestmark = pytest.mark.gpu
 PALLAS = Order(("pallas",), strict=True)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rms_norm_cases import SPECS, Case
 
-from normfuse.layers import partition
+from normfuse.layers.core import op
 
 
 def mesh_of(kind):
@@ -63,7 +63,7 @@ def distributed(address, process):
 def cached(version=None):
     """Compiles with a persistent cache; counts its hits and misses."""
     if version is not None:
-        partition.fingerprint = lambda: version
+        op.fingerprint = lambda: version
     events, found, case = [], {}, Case("rms_norm")
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
 

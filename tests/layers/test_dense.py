@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 
 from normfuse import dense
-from normfuse.layers.activations import ACTIVATIONS
+from normfuse.layers.dense.epilogue import ACTIVATIONS
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
@@ -218,10 +218,10 @@ def test_dense_rejects_dtypes(argument, dtype):
         dense(**args)
 
 
-def test_no_native_implementation(rng):
+def test_native_without_an_activation_is_the_product(rng):
     x, kernel, bias = operands(rng)
-    with pytest.raises(NotImplementedError, match="dense has no 'native' implementation"):
-        dense(x, kernel, implementation="native")
-    np.testing.assert_array_equal(
-        dense(x, kernel, bias, implementation=("native", "xla")), dense(x, kernel, bias)
-    )
+    for one in (None, bias):
+        native = dense(x, kernel, one, implementation="native")
+        np.testing.assert_array_equal(native, dense(x, kernel, one, implementation="xla"))
+    with pytest.raises(NotImplementedError, match="dense: .*no kernel for an activation that is"):
+        dense(x, kernel, activation=lambda z: z, implementation="native")

@@ -13,7 +13,7 @@ from elementwise_cases import gated, gcd, phase, reference, sine_and_cosine, squ
 
 import normfuse
 from normfuse import CompileError, elementwise
-from normfuse.native import compiler, fallback, host_compiler
+from normfuse.native import compiler, host_compiler, implementation
 
 IDENTITY = "template <class T> T same(T x) { return x; }"
 
@@ -207,12 +207,12 @@ def no_compiler(monkeypatch):
 def test_without_a_compiler_the_definition_serves(monkeypatch):
     no_compiler(monkeypatch)
     jax.clear_caches()  # another test may have lowered the same call
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     op = elementwise(cases.GATED, definition=twin, limit=1.0)
     x = jnp.arange(4.0)
     np.testing.assert_array_equal(op(x, x, limit=2.0), twin(x, x, 2.0))
-    ((name, reason),) = fallback.fallbacks()
-    assert name == "elementwise" and "no C++ compiler" in reason
+    ((name, reason),) = implementation.fallbacks()
+    assert name == "gated" and "no C++ compiler" in reason
     strict = elementwise(cases.GATED, definition=twin, implementation="native", limit=1.0)
     with pytest.raises(NotImplementedError, match=r"cannot serve here: on cpu, no C\+\+ compiler"):
         strict(x, x)

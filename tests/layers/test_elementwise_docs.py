@@ -1,9 +1,9 @@
-"""The code in docs/elementwise.md runs as it is written there."""
+"""The code in docs/guides/elementwise.md runs as it is written there."""
 
 import pathlib
 import re
 
-TEXT = pathlib.Path(__file__).parents[2] / "docs" / "elementwise.md"
+TEXT = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "elementwise.md"
 
 
 def test_every_code_block_runs():

@@ -91,7 +91,7 @@ def test_nnx_modules_call_what_has_taken_a_place(x):
     ours.norm = nnx.LayerNorm(DIM, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(ours(x), nnx.silu(ours.linear(ours.norm(x))), **CLOSE)
     ours.implementation = "native"
-    with pytest.raises(NotImplementedError, match="LayerNorm in the place of its RMSNorm"):
+    with pytest.raises(NotImplementedError, match="LayerNorm in place of its RMSNorm"):
         ours(x)
 
 

@@ -135,8 +135,8 @@ def test_strict_implementation_refuses_what_flax_serves():
     layer = RMSNorm(implementation="native")
     with pytest.raises(NotImplementedError, match="nn.RMSNorm: .* cannot serve here: a mask"):
         layer.init(jax.random.key(0), x, mask=jnp.ones((2, 8), bool))
-    with pytest.raises(NotImplementedError, match="dense has no 'native' implementation"):
-        Dense(4, implementation="native").init(jax.random.key(0), x)
+    with pytest.raises(NotImplementedError, match="nn.Dense with a precision has no 'native'"):
+        Dense(4, implementation="native", precision="high").init(jax.random.key(0), x)
 
 
 # ---------------------------------------------------------------- Dense

@@ -11,9 +11,9 @@ import reference
 from flax import nnx
 from parity import assert_nearer, assert_no_worse
 
-from normfuse.layers.activations import resolve
+from normfuse.layers.dense.epilogue import resolve
 from normfuse.layers.nnx import Linear, RMSNorm
-from normfuse.native import fallback
+from normfuse.native import implementation
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(x, p, d) for x in (f32, bf16, f16) for p in (f32, bf16, f16) for d in (None, bf16, f32)]
@@ -184,7 +184,7 @@ def test_rms_norm_mask_and_axis_name(rng):
 def test_what_flax_serves_is_logged_once(rng, caplog):
     ours, _ = norms(rng, 8, promote_dtype=lambda args, dtype: args)
     caplog.set_level("INFO", "normfuse")
-    fallback._seen.pop(("nnx.RMSNorm", "a promote_dtype of its own"), None)
+    implementation._plain.pop(("nnx.RMSNorm", "a promote_dtype of its own"), None)
     for _ in range(2):
         ours(jnp.ones((2, 8)))
     assert caplog.messages == ["nnx.RMSNorm is served by plain HLO: a promote_dtype of its own"]

@@ -1,6 +1,6 @@
 """The backward of gated_product as one operation: every context, and what it falls back to.
 
-It is one operation for operands of 16 bits, here on plain HLO: `native.product_gradient` has the
+It is one operation for operands of 16 bits, here on plain HLO: `product_gradient.kernel` has the
 kernel's values. The same in float32 are `test_fused_dense.py`'s.
 """
 
@@ -14,8 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import gated_product
-from normfuse.layers import gated, product_gradient
-from normfuse.native import fallback
+from normfuse.layers.dense import product_gradient
+from normfuse.layers.dense.gated import apply_product
+from normfuse.native import implementation
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, HIDDEN, OUT = (4, 6), 16, 24
@@ -43,7 +44,7 @@ def assert_close(got, want, tolerance=COARSE):
 
 
 def one_operation(fn, *args):
-    return str(jax.make_jaxpr(fn)(*args)).count("normfuse_product_gradient_layer")
+    return str(jax.make_jaxpr(fn)(*args)).count("normfuse_activated_product_gradient")
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -106,7 +107,7 @@ def test_it_is_linear_in_the_gradient_of_the_result(rng):
     (eqn,) = [
         e
         for e in jax.make_jaxpr(functools.partial(pull, gated_product))(dy).eqns
-        if e.primitive is product_gradient.gradient_p
+        if e.primitive is product_gradient.gradient.primitive
     ]
     apply = lambda dy: eqn.primitive.bind(dy, kernel, gate, up, **eqn.params)
     want = jax.linear_transpose(functools.partial(pull, plain), dy)((gate, up))
@@ -131,7 +132,7 @@ def test_several_output_axes_and_a_kernel_stored_the_other_way(rng):
     )
     options = {"activation": "silu", "dtype": bf16, "contract": 1}
     apply = lambda implementation: (
-        lambda g, u, k: gated.apply_product(g, u, k, None, implementation=implementation, **options)
+        lambda g, u, k: apply_product(g, u, k, None, implementation=implementation, **options)
     )
     grads = [jax.grad(loss(apply(i)), (0, 1, 2)) for i in (None, "xla")]
     assert one_operation(grads[0], gate, up, kernel.T) == 1
@@ -179,15 +180,15 @@ def test_shard_map(rng, eight_devices, check_vma):
 
 
 def test_pallas_is_refused_where_it_cannot_serve(rng, caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     args = operands(rng)
     fused = functools.partial(gated_product, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="product_gradient: .*'pallas' cannot serve here"):
+    with pytest.raises(NotImplementedError, match="gated_product: .*'pallas' cannot serve here"):
         jax.jit(jax.grad(loss(fused), (0, 1, 2)))(*args)
     either = functools.partial(gated_product, implementation=("pallas", "xla"))
     with caplog.at_level("INFO", "normfuse"):
         got = jax.jit(jax.grad(loss(either), (0, 1, 2)))(*args)
-    assert "product_gradient is served by plain HLO" in caplog.text
+    assert "gated_product is served by plain HLO" in caplog.text
     assert_close(got, jax.grad(loss(plain), (0, 1, 2))(*args))
 
 

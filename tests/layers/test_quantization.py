@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
-from normfuse.native.fallback import Order
-from normfuse.native.scalar import SCALARS
+from normfuse.native.implementation import Order
 
 INPUTS = [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")]
 FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
@@ -38,7 +38,7 @@ def check(x: np.ndarray, dtype: np.dtype, found: quantization.Quantized, bound=N
 
 @functools.partial(jax.jit, static_argnums=1)
 def native(x, dtype: np.dtype, bound=None) -> quantization.Quantized:
-    return quantization.quantize(x, dtype, bound=bound, strict=NATIVE)
+    return quantization.quantize(x, dtype, bound=bound, order=NATIVE)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -140,7 +140,7 @@ def test_a_bound_that_is_not_finite_gives_nan_everywhere(bound):
 def test_amax_is_that_of_the_finite_elements(given, rng):
     for x in [every_number(given), rng.standard_normal((3, 5, 7)), np.zeros((0,)), np.ones(())]:
         x = x.astype(given)
-        for found in (quantization.amax(jnp.asarray(x), strict=NATIVE), define_amax(x)[0]):
+        for found in (quantization.amax(jnp.asarray(x), order=NATIVE), define_amax(x)[0]):
             np.testing.assert_array_equal(bits(found).ravel(), bits(fp8_reference.amax(x)))
 
 
@@ -245,7 +245,7 @@ def test_activations_are_quantized_from_float32(name, has_up, rng):
     np.testing.assert_allclose(maxima.h, jnp.max(jnp.abs(h)), rtol=1e-6)
     np.testing.assert_allclose(maxima.activation, jnp.max(jnp.abs(function(a))), rtol=1e-6)
     np.testing.assert_allclose(maxima.up, jnp.max(jnp.abs(up[0])) if up else 1, rtol=1e-6)
-    found = gated.quantize(function, *given, bound=maxima.h, strict=NATIVE)
+    found = gated.quantize(function, *given, bound=maxima.h, order=NATIVE)
     q, scale = fp8_reference.quantize(np.asarray(h), bound=maxima.h)
     assert found[2] == scale
     wide = lambda codes: np.asarray(codes, np.float32)

@@ -14,9 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import normfuse
-from normfuse import add_rms_norm, dense, rms_norm, rms_norm_with_rstd
-from normfuse.layers import implementation as implementations
-from normfuse.native import fallback
+from normfuse import add_rms_norm, dense, gated_dense, rms_norm, rms_norm_with_rstd
+from normfuse.native import implementation
 
 X, SCALE = jnp.ones((4, 6, 8)), jnp.ones(8)
 OPS = {
@@ -191,8 +190,9 @@ def test_wrong_environment_names_the_variable(monkeypatch, value):
 
 
 def test_missing_implementation_says_which_there_are():
-    with pytest.raises(NotImplementedError, match="dense has no 'native'.*'xla', 'pallas'"):
-        dense(X, np.ones((X.shape[-1], 2), np.float32), implementation="native")
+    kernel = np.ones((X.shape[-1], 2), np.float32)
+    with pytest.raises(NotImplementedError, match="gated_dense has no 'pallas'.*'native'"):
+        gated_dense(X, kernel, kernel, implementation="pallas")
 
 
 def refuse(name):
@@ -205,7 +205,7 @@ def refuse(name):
 def test_sequence_that_cannot_serve_raises_every_cause():
     serve = {"native": refuse("native"), "xla": refuse("xla")}
     with pytest.raises(ExceptionGroup) as caught:
-        implementations.choose("rms_norm", ("native", "pallas", "xla"), serve)
+        implementation.choose("rms_norm", ("native", "pallas", "xla"), serve)
     assert "rms_norm" in str(caught.value) and "['native', 'pallas', 'xla']" in str(caught.value)
     causes = [str(e) for e in caught.value.exceptions]
     assert causes[0] == "native cannot, strict=False"  # plain HLO may stand in: xla follows
@@ -219,7 +219,7 @@ def test_other_errors_are_not_taken_for_a_refusal():
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        implementations.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
+        implementation.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
 
 
 # ---------------------------------------------------------------- where native cannot serve
@@ -272,10 +272,10 @@ def test_plain_hlo_serves_there_otherwise(mesh, context, implementation):
 
 
 def test_plain_hlo_is_logged_once_and_listed(mesh, caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     with caplog.at_level(logging.INFO, "normfuse"):
-        for implementation in (None, ("native", "xla"), None):
-            partly_manual(mesh, implementation)(X)
+        for asked in (None, ("native", "xla"), None):
+            partly_manual(mesh, asked)(X)
     (record,) = [r for r in caplog.records if r.name == "normfuse"]
     assert record.levelno == logging.INFO
     ((op, reason),) = normfuse.fallbacks()
@@ -284,13 +284,13 @@ def test_plain_hlo_is_logged_once_and_listed(mesh, caplog, monkeypatch):
 
 
 def test_native_is_not_logged(caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     with caplog.at_level(logging.DEBUG, "normfuse"):
         jax.jit(jax.grad(lambda x: rms_norm(x).sum()))(X)
     assert not [r for r in caplog.records if r.name == "normfuse"] and normfuse.fallbacks() == []
 
 
 def test_asking_for_plain_hlo_is_not_logged(mesh, monkeypatch):
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     partly_manual(mesh, "xla")(X)
     assert normfuse.fallbacks() == []

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse.layers.tiling import factor, mesh_and_spec
+from normfuse.layers.core.sharding import factor, mesh_and_spec
 
 MESHES = [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 8)]
 ORDERS = [range(8), [5, 2, 7, 0, 1, 6, 3, 4]]

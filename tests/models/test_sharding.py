@@ -26,8 +26,8 @@ CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
     for rows in (False, True)[: 1 + (sizes == (1, 1, 2))]
 ]
 SEQ = 20  # so that no activation has a parameter's number of elements
-# Arrays that are gathered, and summed, on each mesh (the table of docs/parallelism.md): first those
-# outside the layers (embedding, last norm, head, loss), then what every layer adds.
+# Arrays that are gathered, and summed, on each mesh (the table of docs/guides/parallelism.md):
+# first those outside the layers (embedding, last norm, head, loss), then what every layer adds.
 GATHERED = {
     ((8, 1, 1), False): (0, 0),
     ((1, 8, 1), False): (2, 7),

@@ -1,5 +1,6 @@
 """Compiling the CUDA kernels for every architecture without a GPU, and how that fails."""
 
+import functools
 import re
 import sys
 import time
@@ -7,10 +8,12 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from norm_kernels import CUDA, norm_of
 
-from normfuse.native import compiler, cuda_rms_norm, fallback
+from normfuse.layers.rms_norm import cuda
+from normfuse.native import compiler, implementation
 from normfuse.native.compiler import CompileError, CompilerMissing, Source
-from normfuse.native.device import Target, named_target
+from normfuse.native.launch import Target, named_target
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
@@ -35,15 +38,14 @@ def compile_all(monkeypatch):
             done[key] = kernel, compiler.compile_with_log(file, macros, target.arch, *verbose)[1]
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
-    monkeypatch.setattr(cuda_rms_norm, "launch", launch)
+    monkeypatch.setattr(cuda, "launch", launch)
 
     def run(target, kernel, operands, params):
         before = len(done)
         target = named_target(target) if isinstance(target, str) else target
         with jax.enable_x64(True):
             structs = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in operands]
-            call = getattr(cuda_rms_norm, kernel)
-            jax.eval_shape(lambda *arrays: call(target, *arrays, **params), *structs)
+            jax.eval_shape(functools.partial(CUDA[kernel], target, norm_of(params)), *structs)
         return list(done.values())[before:]
 
     return run
@@ -201,4 +203,6 @@ def test_cuda_missing_headers_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_PATH", raising=False)
     with pytest.raises(CompilerMissing, match=r"headers .*normfuse\[cuda13\]"):
         compiler.compile_image(Source("a.cu", ""), {}, "sm_90")
-    assert issubclass(CompilerMissing, fallback.Unsupported)  # implementation=None goes on without
+    assert issubclass(
+        CompilerMissing, implementation.Unsupported
+    )  # implementation=None goes on without

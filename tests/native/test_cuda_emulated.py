@@ -15,10 +15,11 @@ from cuda_cases import (
     many_rows,
 )
 from cuda_emulator import Emulator
+from norm_kernels import CUDA, norm_of
 
-from normfuse.native import cuda_few_rows, cuda_forward_layout, cuda_rms_norm
-from normfuse.native.cuda_layout import RowLayout
-from normfuse.native.device import Target
+from normfuse.layers.rms_norm import cuda
+from normfuse.layers.rms_norm.cuda import RowLayout
+from normfuse.native.launch import Target
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
 if shutil.which("g++") is None:
@@ -43,15 +44,13 @@ def emulated(folder, monkeypatch):
 
     def make(target, shift=0, few=False):
         emulator = Emulator(folder, shift)
-        monkeypatch.setattr(cuda_rms_norm, "launch", emulator.launch)
+        monkeypatch.setattr(cuda, "launch", emulator.launch)
         if not few:
             many_rows(monkeypatch)
 
         def run(kernel, operands, params):
             operands = [jax.numpy.asarray(a) for a in operands]
-            return [
-                np.asarray(r) for r in getattr(cuda_rms_norm, kernel)(target, *operands, **params)
-            ]
+            return [np.asarray(r) for r in CUDA[kernel](target, norm_of(params), *operands)]
 
         return run, emulator.launches
 
@@ -129,9 +128,9 @@ def test_cuda_few_rows_have_both_gradients_from_one_launch(emulated, case):
 def test_cuda_few_rows_are_those_that_stay_in_the_cache():
     target = dataclasses.replace(SM90, multiprocessors=132)
     sizes = {"read_bytes": 4, "residual": False}
-    assert cuda_few_rows.at_once(4096, 2, target, rows=1024, **sizes) is not None
-    assert cuda_few_rows.at_once(4096, 2, target, rows=1025, **sizes) is None
-    assert cuda_few_rows.at_once(16392, 2, target, rows=1, **sizes) is None  # 2049 vectors
+    assert cuda.one_launch_layout(4096, 2, target, rows=1024, **sizes) is not None
+    assert cuda.one_launch_layout(4096, 2, target, rows=1025, **sizes) is None
+    assert cuda.one_launch_layout(16392, 2, target, rows=1, **sizes) is None  # 2049 vectors
 
 
 @pytest.mark.parametrize("residual", [False, True])
@@ -145,7 +144,7 @@ def test_cuda_few_rows_are_those_that_stay_in_the_cache():
     ids=str,
 )
 def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout, residual):
-    monkeypatch.setattr(cuda_forward_layout, "layout_for", lambda *_, **__: layout)
+    monkeypatch.setattr(cuda, "forward_layout", lambda *_, **__: layout)
     run, launches = emulated(SM90)
     check_forward(run, Case((21, layout.features, 1), residual=residual))
     assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows

@@ -1,6 +1,7 @@
 """What follows a dense layer's product on CUDA: run by the emulator, and compiled for real."""
 
 import dataclasses
+import functools
 import math
 import re
 import shutil
@@ -12,10 +13,11 @@ import pytest
 from cuda_emulator import Emulator
 from reference import Expected, assert_close, wide
 
-from normfuse.native import compiler, cuda_epilogue
+from normfuse.layers.dense import epilogue
+from normfuse.layers.dense.epilogue import SCALARS, Epilogue, Scalar
+from normfuse.native import compiler
 from normfuse.native.compiler import Source
-from normfuse.native.device import named_target
-from normfuse.native.scalar import SCALARS, Scalar
+from normfuse.native.launch import named_target
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
 
@@ -51,7 +53,7 @@ def folder(tmp_path_factory):
 def emulated(folder, monkeypatch):
     def make(shift=0):
         emulator = Emulator(folder, shift)
-        monkeypatch.setattr(cuda_epilogue, "launch", emulator.launch)
+        monkeypatch.setattr(epilogue, "launch", emulator.launch)
         return emulator
 
     with jax.enable_x64(True):
@@ -88,14 +90,15 @@ def test_epilogue_matches_float64(emulated, rng, name, shape, dtype, has_up, bia
     # slope by at most 2; the approximate division and the exponential are a few roundings more.
     off = 4 * size + 4
 
-    (y,) = cuda_epilogue.forward(SM90, z, *up, *biases, out_dtype=z.dtype, **flags)
+    spec = Epilogue(out_dtype=z.dtype.name, axes=(1,) if bias else (), **flags)
+    (y,) = epilogue.forward_on_cuda(SM90, spec, z, *up, *biases)
     assert_close(y, Expected(value * times, np.abs(times) * (np.abs(value) + off)), compute)
 
-    flags |= {"with_dbias": bool(bias), "with_value": True}
+    spec = dataclasses.replace(spec, with_dbias=bool(bias), with_value=True)
     results = dict(
         zip(
             ["dz"] + ["dup"] * has_up + ["dbias"] * bool(bias) + ["value"],
-            cuda_epilogue.backward(SM90, dy, z, *up, *biases, **flags),
+            epilogue.backward_on_cuda(SM90, spec, dy, z, *up, *biases),
             strict=True,
         )
     )
@@ -161,20 +164,21 @@ def test_epilogue_compiles_without_spilling(monkeypatch, arch):
         logs.append((kernel, log))
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
-    monkeypatch.setattr(cuda_epilogue, "launch", launch)
+    monkeypatch.setattr(epilogue, "launch", launch)
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     large, bias = struct(2048, 14336), struct(14336)
-    options = {"has_up": False, "has_bias": True, "function": SCALARS["gelu"]}
-    gated = {"has_up": True, "has_bias": False, "function": SCALARS["silu"]}
-    target, more = named_target(arch), {"with_dbias": True, "with_value": False}
-    both = {"with_dbias": False, "with_value": True}
-    shape = lambda fn, operands, **params: jax.eval_shape(
-        lambda *arrays: fn(target, *arrays, **params), *operands
+    biased = Epilogue(function=SCALARS["gelu"], has_bias=True, out_dtype="bfloat16")
+    gated = Epilogue(function=SCALARS["silu"], has_up=True, axes=(), out_dtype="bfloat16")
+    target = named_target(arch)
+    shape = lambda fn, spec, *operands: jax.eval_shape(
+        functools.partial(fn, target, spec), *operands
     )
-    shape(cuda_epilogue.backward, (large, large, bias), **options, **more)
+    dbias = dataclasses.replace(biased, with_dbias=True)
+    shape(epilogue.backward_on_cuda, dbias, large, large, bias)
     if arch == "sm_90":
-        shape(cuda_epilogue.forward, (large, bias), **options, out_dtype=large.dtype)
-    shape(cuda_epilogue.backward, (large, large, large), **gated, **both)
+        shape(epilogue.forward_on_cuda, biased, large, bias)
+    value = dataclasses.replace(gated, with_value=True)
+    shape(epilogue.backward_on_cuda, value, large, large, large)
     for kernel, log in logs:
         assert "warning" not in log, (kernel, log)
         assert all(n == "0" for n in re.findall(r"(\d+) bytes spill stores", log)), (kernel, log)

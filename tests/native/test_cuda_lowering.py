@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import export
+from norm_kernels import KERNELS, norm_of
 
-from normfuse.native import cache, compiler, device, fallback, rms_norm
-from normfuse.native.device import Target, named_target, target_for
-from normfuse.native.fallback import Unsupported
+from normfuse.native import cache, compiler, implementation, launch
+from normfuse.native.implementation import NATIVE, Order, Unsupported
+from normfuse.native.launch import Target, named_target, target_for
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
@@ -55,7 +56,8 @@ def structs(dtype="bfloat16", rows=SHAPE[0]):
 
 
 def forward(strict=True):
-    return jax.jit(functools.partial(rms_norm.forward, strict=strict, **FORWARD))
+    order = NATIVE if strict else Order(("native",), strict=False)
+    return jax.jit(functools.partial(KERNELS["forward"], norm_of(FORWARD), order=order))
 
 
 def lowered(fn, *operands):
@@ -85,15 +87,15 @@ def test_cuda_lowering_of_backward_launches_twice_for_many_rows(monkeypatch, row
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
     x, scale = structs(rows=rows)
     rstd = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
-    backward = jax.jit(functools.partial(rms_norm.backward, strict=True, **BACKWARD))
-    found = launches(lowered(backward, x, x, scale, rstd))
+    run = functools.partial(KERNELS["backward"], norm_of(BACKWARD), order=NATIVE)
+    found = launches(lowered(jax.jit(run), x, x, scale, rstd))
     assert [re.search(r'kernel = "(\w+)"', call)[1] for call in found] == kernels
 
 
 def test_cuda_call_sites_share_one_image():
     def chain(x, scale):
         for _ in range(12):
-            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+            x = KERNELS["forward"](norm_of(FORWARD), x, scale, order=NATIVE)[0]
         return x
 
     before = compiler.compilations()
@@ -200,7 +202,7 @@ def test_cuda_missing_compiler_is_one_clear_error_or_plain_hlo(monkeypatch, capl
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(NotImplementedError, match=r"on cuda.*normfuse\[cuda13\]"):
         lowered(forward(), *structs())
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     with caplog.at_level(logging.INFO, "normfuse"):
         text = lowered(forward(strict=False), *structs())
     assert "custom_call" not in text and "stablehlo.rsqrt" in text
@@ -209,9 +211,9 @@ def test_cuda_missing_compiler_is_one_clear_error_or_plain_hlo(monkeypatch, capl
 
 def test_cuda_old_gpu_is_one_clear_error_or_plain_hlo(monkeypatch):
     def old(ctx):
-        return device.attached_target(gpu("7.5"), 75)
+        return launch.attached_target(gpu("7.5"), 75)
 
-    monkeypatch.setattr(device, "target_for", old)
+    monkeypatch.setattr(launch, "target_for", old)
     with pytest.raises(NotImplementedError, match="capability 7.5"):
         lowered(forward(), *structs())
     assert "stablehlo.rsqrt" in lowered(forward(strict=False), *structs())

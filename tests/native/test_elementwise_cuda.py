@@ -13,9 +13,12 @@ import pytest
 from cuda_emulator import Emulator
 
 from normfuse import elementwise as make
-from normfuse.native import cache, compiler, elementwise, elementwise_code
+from normfuse.layers.elementwise import code
+from normfuse.layers.elementwise import op as elementwise
+from normfuse.layers.elementwise.op import Loop
+from normfuse.native import cache, compiler
 from normfuse.native.compiler import CompileError, Source
-from normfuse.native.device import Target, named_target
+from normfuse.native.launch import Target, named_target
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
@@ -33,9 +36,9 @@ def source_of(op, dtype, shape=(64,), placed=None, function=None):
         jax.ShapeDtypeStruct(tuple(shape[d] for d in have), dtype if have else scalar)
         for have in placed
     ]
-    out = tuple(elementwise_code.resolve(t, dict(bound)) for t, _ in function.results)
-    layout, _ = elementwise.layout_of(operands, placed, bound, out)
-    return elementwise_code.cuda_source(function, layout)
+    out = tuple(code.resolve(t, dict(bound)) for t, _ in function.results)
+    layout, _ = elementwise.layout_of(Loop(function, placed, bound, out), operands)
+    return code.cuda_source(function, layout)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -143,14 +146,8 @@ def emulated(folder, monkeypatch):
         monkeypatch.setattr(elementwise, "launch", emulator.launch)
 
         def run(operands, placed, dtype, out):
-            results = elementwise._cuda(
-                named_target("sm_90"),
-                *operands,
-                function=op._function,
-                placed=placed,
-                bound=(("T", dtype),),
-                out=out,
-            )
+            loop = Loop(op._function, placed, (("T", dtype),), out)
+            results = elementwise._on_cuda(named_target("sm_90"), loop, *operands)
             return [np.asarray(r) for r in results]
 
         return run, emulator.launches
@@ -212,15 +209,10 @@ def test_more_than_2_to_the_31_elements_take_wide_indices():
     shape = (1 << 21, 1 << 11)
     narrow, wide = (
         elementwise.layout_of(
+            Loop(cases.squared._function, ((0, 1),), (("T", "int8"),), ("int8",)),
             [jax.ShapeDtypeStruct((rows, shape[1]), "int8")],
-            ((0, 1),),
-            (("T", "int8"),),
-            ("int8",),
         )[0]
         for rows in (shape[0] - 3, shape[0])
     )
     assert wide.wide and not narrow.wide
-    assert (
-        "using Index = long long"
-        in elementwise_code.cuda_source(cases.squared._function, wide).text
-    )
+    assert "using Index = long long" in code.cuda_source(cases.squared._function, wide).text

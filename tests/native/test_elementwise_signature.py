@@ -2,8 +2,8 @@
 
 import pytest
 
-from normfuse.native.elementwise_code import collapse
-from normfuse.native.elementwise_signature import find, resolve
+from normfuse.layers.elementwise.code import collapse
+from normfuse.layers.elementwise.signature import find, resolve
 
 
 def described(source, name=None):

@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from norm_kernels import KERNELS, norm_of
 from reference import Expected, assert_close, wide
 
 from normfuse import add_rms_norm, dense, rms_norm
-from normfuse.layers.activations import ACTIVATIONS
-from normfuse.native import device, fallback
-from normfuse.native import rms_norm as native
-from normfuse.native import rms_norm_definition as definition
-from normfuse.native.fallback import Order, Unsupported
-from normfuse.native.pallas import activation, blocks, lowering, matmul, triton
-from normfuse.native.pallas import rms_norm as kernels
+from normfuse.layers.dense import pallas as dense_pallas
+from normfuse.layers.dense.epilogue import ACTIVATIONS
+from normfuse.layers.rms_norm import pallas as norm_pallas
+from normfuse.native import implementation, launch
+from normfuse.native.implementation import Order, Unsupported
+from normfuse.native.pallas import blocks, lowering, portable, triton
 from normfuse.native.pallas.lowering import Target
 
 CPU = Target("cpu", cores=2)
@@ -58,14 +58,15 @@ def check(got, want, terms):
 @pytest.mark.parametrize("name", calls((1, 1, 1)))
 @pytest.mark.parametrize("shape", [(37, 100, 1), (3, 7, 4), (2, 9000, 1)], ids=str)
 def test_kernels_match_the_definition(monkeypatch, backend, name, shape):
-    monkeypatch.setattr(kernels._Rows, "_backend", backend)
+    monkeypatch.setattr(norm_pallas._Rows, "_backend", backend)
     if shape[1] == 9000:  # rows that no kernel holds: the sums first, in pieces
         monkeypatch.setattr(backend, "fits", lambda target, n: False)
     elif backend is blocks:  # several tiles of rows, the last one beyond the end
         monkeypatch.setattr(blocks, "_ELEMENTS", 16 * 128)
     operands, params = calls(shape)[name]
-    got = jax.jit(functools.partial(kernels.serve, name, CPU, **params))(*operands)
-    check(got, getattr(definition, name)(*operands, **params), terms=shape[1] + shape[0])
+    kernel, norm = KERNELS[name], norm_of(params)
+    got = jax.jit(functools.partial(kernel.bodies["pallas"], CPU, norm))(*operands)
+    check(got, kernel.definition(norm, *operands), terms=shape[1] + shape[0])
 
 
 @pytest.mark.parametrize("size", [(5, 7, 3), (33, 600, 130)], ids=str)
@@ -84,7 +85,7 @@ def test_products_match_float64(monkeypatch, backend, size):
     (m, k, n), rng = size, np.random.default_rng(0)
     x, w, b = (jnp.asarray(rng.standard_normal(s), "bfloat16") for s in ((m, k), (k, n), (n,)))
     options = {"function": jax.nn.relu, "precision": None, "keep": True}
-    y, z = jax.jit(functools.partial(matmul.serve, target, **options))(x, w, b)
+    y, z = jax.jit(functools.partial(dense_pallas.serve, target, **options))(x, w, b)
     sums = wide(x) @ wide(w) + wide(b)
     size = np.abs(wide(x)) @ np.abs(wide(w)) + np.abs(wide(b))
     assert_close(z, Expected(sums, size, k))
@@ -94,7 +95,7 @@ def test_products_match_float64(monkeypatch, backend, size):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_on_what_every_backend_has(name):
     x = jnp.concatenate([jnp.linspace(-12, 12, 2001), jnp.array([0.0, 1e-4, -1e-4, 1e-20])])
-    got, want = (fn(x) for fn in (activation.portable(ACTIVATIONS[name]), ACTIVATIONS[name]))
+    got, want = (fn(x) for fn in (portable.portable(ACTIVATIONS[name]), ACTIVATIONS[name]))
     # erf is within 1e-7 of its own value near 0 and of 1 elsewhere; others to a few roundings
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7 * 12)
 
@@ -102,14 +103,14 @@ def test_activations_on_what_every_backend_has(name):
 def test_the_short_erf_is_right_to_five_digits():
     x = jnp.linspace(-8, 8, 20001)
     for fn in (jax.lax.erf, jax.lax.erfc):
-        error = jnp.abs(activation.portable(fn, short=True)(x) - fn(x))
+        error = jnp.abs(portable.portable(fn, short=True)(x) - fn(x))
         assert 1e-6 < jnp.max(error) < 1.5e-5
 
 
 def test_a_function_of_all_that_is_replaced():
     fn = lambda x: x**-3 + jax.nn.sigmoid(jnp.log1p(x) + jnp.expm1(x)) * jax.lax.erf(x) + x**5
     x = jnp.linspace(0.5, 3, 64)
-    np.testing.assert_allclose(activation.portable(fn)(x), fn(x), rtol=2e-6)
+    np.testing.assert_allclose(portable.portable(fn)(x), fn(x), rtol=2e-6)
 
 
 # ---------------------------------------------------------------- lowering
@@ -170,11 +171,11 @@ def product(dtype, function, platform):
 
 
 def test_nothing_asked_for_is_pallas_where_it_lowers(caplog, monkeypatch):
-    monkeypatch.setattr(fallback, "_seen", {})
+    monkeypatch.setattr(implementation, "_plain", {})
     x = S((8, 64), "bfloat16")
     assert count(lowered(rms_norm, x, platform="tpu"), "tpu_custom_call") == 1
     assert count(lowered(rms_norm, x, platform="rocm"), "__gpu$xla.gpu.triton") == 1
-    assert not fallback.fallbacks()
+    assert not implementation.fallbacks()
     with caplog.at_level(logging.INFO, "normfuse"):
         text = lowered(rms_norm, S((8, 64), "float16"), platform="tpu")
     assert "custom_call" not in text
@@ -185,7 +186,7 @@ def test_cuda_without_the_compiler_is_pallas_and_logged(caplog, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    monkeypatch.setattr(fallback, "_substituted", {})
+    monkeypatch.setattr(implementation, "_substituted", {})
     with caplog.at_level(logging.INFO, "normfuse"):
         text = lowered(rms_norm, S((1024, 72), "bfloat16"), platform="cuda")
     assert count(text, "__gpu$xla.gpu.triton") == 1
@@ -208,7 +209,7 @@ def test_several_are_tried_in_order_where_the_program_is_lowered():
 
 
 def test_all_causes_are_raised_together():
-    with pytest.raises(ExceptionGroup, match="rms_norm_forward: none of") as caught:
+    with pytest.raises(ExceptionGroup, match="rms_norm: none of") as caught:
         sums("tpu", ("native", "pallas"), "float16")
     native_, pallas = caught.value.exceptions
     assert "'native' cannot serve here: on tpu, this platform has no kernel" in str(native_)
@@ -227,7 +228,7 @@ def test_an_old_gpu_is_refused(monkeypatch):
     def old(ctx):
         raise Unsupported("Tesla T4 has compute capability 7.5")
 
-    monkeypatch.setattr(device, "target_for", old)
+    monkeypatch.setattr(launch, "target_for", old)
     jax.clear_caches()
     with pytest.raises(NotImplementedError, match="'pallas' cannot serve.*capability 7.5"):
         sums("cuda", "pallas")
@@ -306,5 +307,5 @@ def test_a_deprecated_backend_warns_nobody():
 
 def test_kernels_of_the_local_tier_take_an_order():
     x = jnp.ones((3, 5, 1))
-    (got,) = native.row_sums(x, strict=Order(("pallas",), strict=True))
+    (got,) = KERNELS["row_sums"](norm_of({}), x, order=Order(("pallas",), strict=True))
     np.testing.assert_array_equal(got, np.full((3, 1), 5.0))

@@ -8,15 +8,30 @@ import numpy as np
 import pytest
 from reference import Expected, assert_close, wide
 
-from normfuse.native import device, fallback, product_gradient
-from normfuse.native.fallback import Order, Unsupported
-from normfuse.native.pallas import activation
-from normfuse.native.pallas import product_gradient as pallas
+from normfuse.layers.dense import product_gradient
+from normfuse.layers.dense.epilogue import SCALARS, Epilogue
+from normfuse.layers.dense.matmul import Product
+from normfuse.layers.dense.product_gradient import Gradient
+from normfuse.native import implementation, launch
+from normfuse.native.implementation import Order, Unsupported
+from normfuse.native.pallas import portable
 from normfuse.native.pallas.lowering import Target
-from normfuse.native.scalar import SCALARS
 
 HOPPER = Target("cuda", cores=3, capability=90)
 PALLAS = Order(("pallas",), strict=True)
+
+
+def gradient_of(name="silu", gated=True, with_value=True, contract=1):
+    """What is known of the gradient; `contract` is w's axis that is summed over."""
+    flags = {"has_up": gated, "with_value": with_value, "axes": (), "out_dtype": "bfloat16"}
+    product = Product.of(2, 2, contract=1 - contract)  # the axis that the forward sums over
+    return Gradient(Epilogue(function=SCALARS[name], **flags), product)
+
+
+def serve(target, spec, *arrays):
+    from normfuse.layers.dense import pallas_gradient
+
+    return pallas_gradient.run(target, spec, *arrays)
 
 
 def operands(m, k, n, gated, dtype="bfloat16"):
@@ -46,12 +61,12 @@ def interpreted(monkeypatch):
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
     if not hasattr(plgpu, "InterpretGPUParams"):
         pytest.skip("this JAX cannot interpret Mosaic GPU kernels")
-    from normfuse.native.pallas import gradient_hopper
+    from normfuse.layers.dense import pallas_gradient
 
     params = plgpu.InterpretGPUParams(detect_races=True)  # which are then raised
-    run = functools.partial(gradient_hopper.run, interpret=params)
-    monkeypatch.setattr(gradient_hopper, "run", run)
-    return gradient_hopper
+    run = functools.partial(pallas_gradient.multiply, interpret=params)
+    monkeypatch.setattr(pallas_gradient, "multiply", run)
+    return pallas_gradient
 
 
 # Rows and columns beyond the last tile, blocks with several tiles, and a slot's every use.
@@ -61,10 +76,8 @@ def test_values_match_float64(interpreted, monkeypatch, gated, stages, staging, 
     shape = functools.partial(interpreted.Shape, stages, staging)
     monkeypatch.setattr(interpreted, "Shape", shape)
     arrays = operands(264, 192, 576, gated, "float16" if gated else "bfloat16")
-    options = {"function": SCALARS["silu"], "with_value": True, "precision": None}
-    options["contract"] = contract
     dy, w, *rest = arrays
-    run = jax.jit(functools.partial(pallas.serve, HOPPER, **options))
+    run = jax.jit(functools.partial(serve, HOPPER, gradient_of(gated=gated, contract=contract)))
     got = run(dy, w if contract else w.T, *rest)
     dz, dup, value = expected(*arrays)
     for one, want in zip(got, [dz, *[dup] * gated, value], strict=True):
@@ -75,8 +88,8 @@ def test_values_match_float64(interpreted, monkeypatch, gated, stages, staging, 
 def test_without_the_value(interpreted):
     del interpreted
     arrays = operands(128, 64, 256, True)
-    options = {"function": SCALARS["relu"], "with_value": False, "precision": None, "contract": 1}
-    dz, dup = jax.jit(functools.partial(pallas.serve, HOPPER, **options))(*arrays)
+    spec = gradient_of("relu", with_value=False)
+    dz, dup = jax.jit(functools.partial(serve, HOPPER, spec))(*arrays)
     dy, w, z, up = map(wide, arrays)
     dh, size = dy @ w.T, np.abs(dy) @ np.abs(w).T
     assert_close(dz, Expected(dh * up * (z > 0), size * np.abs(up), 64))
@@ -90,9 +103,9 @@ def test_derivatives_on_what_every_backend_has(name):
     def both(x):
         return list(jax.jvp(function, (x,), (jnp.full_like(x, 1.25),)))
 
-    function = activation.differentiable(SCALARS[name])
+    function = portable.differentiable(SCALARS[name])
     # a few roundings; where 1 − tanh² cancels one of 1, times x and its slope of up to 60 here
-    made = activation.portable_several(both, exact=True)
+    made = portable.portable_several(both, exact=True)
     assert "tanh" not in str(jax.make_jaxpr(made)(x)) or name in ("elu", "mish")
     exact = jax.jvp(SCALARS[name], (x,), (jnp.full_like(x, 1.25),))
     for got, want in zip(made(x), exact, strict=True):
@@ -103,9 +116,8 @@ def test_derivatives_on_what_every_backend_has(name):
 
 
 def lowered(arrays, order, platform="cuda", contract=1, name="gelu_tanh"):
-    flags = {"function": SCALARS[name], "with_value": True, "precision": None}
-    flags["contract"] = contract
-    fn = functools.partial(product_gradient.backward, strict=order, **flags)
+    spec = gradient_of(name, gated=len(arrays) > 3, contract=contract)
+    fn = functools.partial(product_gradient.kernel, spec, order=order)
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
     return jax.jit(fn).trace(*types).lower(lowering_platforms=(platform,)).as_text()
 
@@ -152,7 +164,7 @@ def test_what_it_does_not_take(arch, name, size, dtype, reason):
 
 # ---------------------------------------------------------------- what nothing asked for gives
 
-H200 = device.Target("sm_90", 132)
+H200 = launch.Target("sm_90", 132)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +177,15 @@ H200 = device.Target("sm_90", 132)
         (H200, (1024, 4096, 14336), "bfloat16", False),  # 448 tiles: 3.4 rounds take 4
         (H200, (16384, 16384, 14336), "bfloat16", False),  # a slower product costs more
         (H200, (16380, 4096, 14336), "bfloat16", False),  # the kernel does not take it
-        (device.Target("sm_80", 108), (16384, 4096, 14336), "bfloat16", False),
-        (device.Target("compute_90", 132), (16384, 4096, 14336), "bfloat16", False),  # or later
+        (launch.Target("sm_80", 108), (16384, 4096, 14336), "bfloat16", False),
+        (launch.Target("compute_90", 132), (16384, 4096, 14336), "bfloat16", False),  # or later
     ],
 )
 def test_the_rule(target, size, dtype, faster):
     m, k, n = size
     types = [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (n, k), (m, n))]
-    options = {"with_value": True, "contract": 1, "precision": None}
-    found = product_gradient.fused_is_faster(target, *types, function=SCALARS["silu"], **options)
-    assert found == faster
+    spec = gradient_of(gated=False)
+    assert product_gradient.fused_is_faster(target, spec, *types) == faster
 
 
 def test_nothing_asked_for_is_one_kernel_where_that_is_faster(arch):
@@ -192,27 +203,26 @@ def test_nothing_asked_for_is_one_kernel_where_that_is_faster(arch):
 
 
 def test_where_pallas_fails_unasked_a_gemm_and_a_pass_serve(arch, monkeypatch, caplog):
-    from normfuse.native.pallas import gradient_hopper
+    from normfuse.layers.dense import pallas_gradient
 
     def other(*args, **options):
         raise TypeError("load() got an unexpected keyword argument")
 
     arch("sm_90")
-    monkeypatch.setattr(gradient_hopper, "run", other)
-    monkeypatch.setattr(fallback, "_substituted", {})
+    monkeypatch.setattr(pallas_gradient, "multiply", other)
+    monkeypatch.setattr(implementation, "_substituted", {})
     types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2048, 4096), (14336, 4096))]
     types.append(jax.ShapeDtypeStruct((2048, 14336), "bfloat16"))
     with caplog.at_level("INFO", "normfuse"):
         text = lowered(types, Order((), strict=False))
     assert "@mosaic_gpu" not in text and text.count("stablehlo.dot_general") == 1
-    assert "product_gradient is served by native: on cuda, Pallas failed with TypeE" in caplog.text
+    assert "dense is served by native: on cuda, Pallas failed with TypeE" in caplog.text
     with pytest.raises(TypeError, match="unexpected keyword"):
         lowered(types, PALLAS)
 
 
 def test_other_platforms_have_none():
     with pytest.raises(Unsupported, match="compute capability 9.0"):
-        pallas.serve(Target("tpu"), *operands(128, 64, 256, False), function=SCALARS["silu"],
-                     with_value=True, precision=None, contract=1)  # fmt: skip
+        serve(Target("tpu"), gradient_of(gated=False), *operands(128, 64, 256, False))
     arrays = operands(128, 64, 256, True)
     assert "custom_call" not in lowered(arrays, Order((), strict=False), "rocm")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from cuda_emulator import Emulator
 
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.quantization import gated, kernels
 from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout
 from normfuse.native import compiler
-from normfuse.native.device import Target, named_target
-from normfuse.native.scalar import SCALARS
+from normfuse.native.launch import Target, named_target
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
 

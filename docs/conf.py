@@ -1,0 +1,156 @@
+"""Builds the documentation as HTML: `bash .ci/docs`.
+
+The source folder is the repository's root, so the links between Markdown files are those that work
+on a code host, and a broken one is a warning. The reference imports the installed package and
+depends on public names, not on the files that define them. Two other generators were tried:
+mkdocstrings reads source files and does not find an editable install; pdoc does not resolve the
+names that `normfuse` imports lazily, and has no pages beside the reference.
+"""
+
+import ast
+import re
+
+from sphinx.util import inspect
+
+import normfuse
+
+project = "normfuse"
+author = "The normfuse authors"
+release = normfuse.__version__
+source_suffix = {".md": "markdown", ".py": "markdown"}
+root_doc = "docs/index"
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/guides/*",
+    "docs/reference/*.md",
+    "benchmarks/results/*.md",
+]
+exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+default_role = "code"  # docstrings write `name` as Markdown does
+suppress_warnings = ["myst.header"]  # a page may begin below its first heading
+
+html_theme = "furo"
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
+html_title = f"normfuse {release}"
+html_extra_path = ["index.html"]  # leads from the folder to docs/index.html
+html_copy_source = False
+html_show_copyright = False
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+
+
+NAVIGATION = {  # the sidebar; here, because code hosts show such blocks as they are
+    "docs/index": """
+```{toctree}
+:hidden:
+
+Overview <../README>
+performance
+support
+reference/index
+```
+
+```{toctree}
+:hidden:
+:caption: Guides
+
+Swap layers: Flax nnx <guides/swap_nnx>
+Swap layers: Equinox <guides/swap_equinox>
+guides/dense
+Element-wise operations <guides/elementwise>
+An operation, step by step <guides/elementwise_op>
+guides/implementations
+guides/training
+Several hosts <guides/distributed>
+Parallelism <guides/parallelism>
+A sharded step <guides/train_sharded>
+A norm without all-gather <guides/shard_norm>
+Add a kernel <guides/add_kernel>
+```
+
+```{toctree}
+:hidden:
+:caption: Project
+
+../CONTRIBUTING
+../CHANGELOG
+../benchmarks/results/README
+```
+""",
+    "benchmarks/results/README": """
+```{toctree}
+:hidden:
+:glob:
+
+20*
+```
+""",
+}
+
+
+def _read(app, docname, content):
+    content[0] += NAVIGATION.get(docname, "")
+    if str(app.env.doc2path(docname)).endswith(".py"):
+        content[0] = _page_of_guide(content[0])
+
+
+def _page_of_guide(script: str) -> str:
+    """A runnable guide as a page: docstring and numbered comments as prose, the rest as code."""
+    module = ast.parse(script)
+    title, _, text = (ast.get_docstring(module) or "").partition("\n")
+    page = [f"# {title.rstrip('.')}", text]
+    code = []
+    for line in script.splitlines()[module.body[0].end_lineno :]:
+        if re.match(r"# \d+\. ", line) or not code and line.startswith("#"):
+            page += _fenced(code)
+            code = []
+            page.append(line.removeprefix("# "))
+        else:
+            code.append(line)
+    return "\n".join([*page, *_fenced(code)])
+
+
+def _fenced(code: list[str]) -> list[str]:
+    """The lines as a block of Python; nothing for blank lines."""
+    text = "\n".join(code).strip("\n")
+    return ["", "```python", text, "```", ""] if text else []
+
+
+def _restructured(app, what, name, obj, options, lines):
+    """Turns what docstrings have of Markdown into reStructuredText."""
+    text = "\n".join(lines)
+    formula = r"(?m)^(\S.*)\n\n(?=    \S)"  # a block of code is four spaces deep
+    text = re.sub(formula, r"\1\n\n.. code-block:: text\n\n", text)
+    plural = lambda code: code[0] + "\\ " * code.string[code.end() :][:1].isalnum()  # `Linear`s
+    lines[:] = re.sub(r"`[^`]+`", plural, text).splitlines()
+
+
+def _signature(app, what, name, obj, options, signature, returns):
+    """Shows a class as its constructor, defaults as Python, and `jax.typing.DTypeLike` by name."""
+    if what == "class" and "__init__" in vars(obj):
+        found = inspect.signature(obj.__init__, bound_method=True)
+        kept = [p for p in found.parameters.values() if p.name not in ("parent", "name")]  # Linen's
+        found = found.replace(parameters=kept, return_annotation=found.empty)
+        signature = inspect.stringify_signature(found, unqualified_typehints=True)
+    if signature:
+        dtype = r"str \| type\[[\w.~]*Any\] \| [\w.~]*dtype \| [\w.~]*SupportsDType"
+        signature = re.sub(dtype, "DTypeLike", signature)
+        signature = re.sub(r"<(?:class|function) '?(\w[\w.]*)'?>", r"\1", signature)
+        signature = re.sub(r"<[\w. ]+(<locals>[\w. ]+)?>", "...", signature)
+    return signature, returns
+
+
+def setup(app):
+    app.connect("source-read", _read)
+    app.connect("autodoc-process-docstring", _restructured, priority=400)
+    app.connect("autodoc-process-signature", _signature)

@@ -1,0 +1,1 @@
+"""The machinery that every operation shares: `Op`, shardings, and checks of arguments."""

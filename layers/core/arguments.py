@@ -1,0 +1,90 @@
+"""Checks of arguments: each mistake is one error that names the argument, its value and the fix."""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...native.dtypes import FLOATING
+
+
+def floating(op: str, argument: str, value: Any) -> jax.Array:
+    """Returns `value` as an array of a floating dtype; TypeError otherwise."""
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: {argument} must be an array, got {value!r}") from None
+    if array.dtype.name not in FLOATING:
+        raise TypeError(
+            f"{op}: {argument} must be one of {', '.join(FLOATING)}, got {array.dtype.name}; "
+            f"cast it first, for example {argument}.astype(jnp.float32)"
+        )
+    return array
+
+
+def floating_dtype(op: str, dtype: Any, default: Any) -> str:
+    """Returns the name of `dtype`, or of `default` where it is None; TypeError if not floating.
+
+    float64 becomes float32 where JAX's 64-bit types are off, with JAX's own warning.
+    """
+    try:
+        name = jnp.dtype(default if dtype is None else dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in FLOATING:
+        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATING)}, got {name}")
+    if name == "float64":
+        name = jax.eval_shape(lambda: jnp.empty((), name)).dtype.name
+    return name
+
+
+def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
+    """Returns `value` as a finite number of at least `least`; TypeError or ValueError otherwise."""
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
+        raise TypeError(
+            f"{op}: {argument} must be a Python number known when the op is traced, got {value!r}"
+        ) from None
+    if not math.isfinite(number):
+        raise ValueError(f"{op}: {argument} must be finite, got {value}")
+    if number < least:
+        raise ValueError(f"{op}: {argument} must be at least {least:g}, got {value}")
+    return number
+
+
+def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns `axis` as increasing dimensions of x; TypeError or ValueError otherwise."""
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    try:
+        axes = [operator.index(a) for a in given]
+    except TypeError:
+        raise TypeError(f"{op}: axis must be an int or several, got {axis!r}") from None
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have an axis to normalise, got a scalar")
+    if not axes or any(not -x.ndim <= a < x.ndim for a in axes):
+        raise ValueError(
+            f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for x of shape {x.shape}, "
+            f"got {axis}"
+        )
+    axes = sorted(a % x.ndim for a in axes)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{op}: axis names a dimension twice: {axis} for x of shape {x.shape}")
+    return tuple(axes)
+
+
+def dimensions_of(layer: str, x: jax.Array, axes: int | Iterable[int]) -> tuple[int, ...]:
+    """Returns Flax's axes of x: increasing, each once; ValueError where x has no such axis."""
+    given = (axes,) if isinstance(axes, int) else axes
+    return tuple(sorted({dimensions(layer, x, axis)[0] for axis in given}))
+
+
+def unserved_dtype(*dtypes: jax.typing.DTypeLike | None) -> str:
+    """Returns why the ops cannot take these dtypes, or ""."""
+    others = {jnp.dtype(d).name for d in dtypes if d is not None} - set(FLOATING)
+    return f"the dtype {', '.join(sorted(others))}" if others else ""

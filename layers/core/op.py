@@ -1,0 +1,501 @@
+"""An operation on global arrays that behaves like JAX's own in every context.
+
+Two tiers. A `Kernel` of `normfuse.native` is one device's share. An `Op` is the whole: it owns the
+types, batching and differentiation, and chooses how the devices share it where it is lowered:
+
+- one device, or shard_map over every axis: the body, on the arrays as they are;
+- Explicit axes: shard_map, split as the types say;
+- Auto axes: custom_partitioning, split as XLA's partitioner decides;
+- a mesh that is partly manual, or an export for several devices: the definition.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...native import fingerprint
+from ...native.implementation import BEST, Order, report
+from ...native.jax_private import (
+    needs_devices_during_lowering,
+    on_unused_results,
+    sharding_callbacks,
+)
+from ...native.kernel import lower, result_types, without_mesh
+from .sharding import axes_of, mesh_and_spec, whole
+
+Arrays = Sequence[jax.Array]
+Dims = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+
+
+class Loose(tuple):
+    """Dimensions of a parameter, such as scale: its stored sharding neither follows the rows nor
+    drives them. It is gathered (FSDP) or sliced to what a device needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How an operation is split over a mesh: for each of its dimensions the mesh axes, and the
+    global size."""
+
+    axes: tuple[tuple[str, ...], ...]
+    shape: tuple[int, ...]
+
+    def over(self, dims: Sequence[int]) -> tuple[str, ...]:
+        """Returns the mesh axes that split `dims`."""
+        return tuple(name for d in dims for name in self.axes[d])
+
+    def psum(self, value: jax.Array, dims: Sequence[int]) -> jax.Array:
+        """Returns the sum over the devices that split `dims`; no collective if none do."""
+        names = self.over(dims)
+        return jax.lax.psum(value, names) if names else value
+
+    def count(self, dims: Sequence[int]) -> int:
+        """Returns how many elements `dims` have over all devices."""
+        return math.prod(self.shape[d] for d in dims)
+
+    def spec(self, dims: Sequence[int]) -> P:
+        """Returns the PartitionSpec of an array with the operation's dimensions `dims`."""
+        return P(*[(self.axes[d] or None) for d in dims])
+
+    @staticmethod
+    def none(shape: Sequence[int]) -> "Split":
+        """Returns the split over one device."""
+        return Split(((),) * len(shape), tuple(shape))
+
+
+class Op:
+    """An operation on global arrays.
+
+    Args:
+      name: the primitive is `normfuse_<name>`.
+      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`. `spec` is a
+        frozen dataclass of all that is known when the operation is traced; its `op` is the function
+        the user called, for errors.
+      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
+        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
+        operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
+        body serves on one device alone; elsewhere its definition is split, part by part.
+      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
+        operation that is plain HLO everywhere (a tangent, say).
+      leads: the leading operands, one or two; their shardings decide. The first has all rows.
+      unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
+        batch well, for vmap where a parameter or its gradient has a batch dimension.
+      batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
+      batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
+      before: `(ctx, spec, order) -> Order`, called before the operation is lowered.
+      jvp: `(primals, tangents, spec, order) -> (results, tangents)`; the definition's own
+        derivative, plain HLO, where None.
+      transpose: `(cotangents, *operands, spec, order) -> gradients`, for what is linear.
+      backward: the operation that is the first-order gradient, for readers and for listings.
+      without_last: `spec -> spec` of the same operation without its last result, for a program that
+        does not use it; None where that result is not computed anyway.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        definition: Callable[..., Arrays],
+        *,
+        dims: Callable[..., Dims] | None = None,
+        body: Callable[..., Arrays] | None = None,
+        leads: tuple[int, ...] = (0,),
+        unfused: Callable[..., Arrays] | None = None,
+        batched: Callable[[Any, int], Any] = lambda spec, at: spec,
+        batch: Callable[..., Any] | None = None,
+        before: Callable[[Any, Any, Order], Order] | None = None,
+        jvp: Callable[..., Any] | None = None,
+        transpose: Callable[..., Any] | None = None,
+        backward: "Op | None" = None,
+        without_last: Callable[[Any], Any] | None = None,
+    ):
+        self.name, self.definition, self.dims, self.body = name, definition, dims, body
+        self.leads, self.unfused, self.batched = leads, unfused, batched
+        self.before, self.backward = before, backward
+        self.primitive = p = Primitive(f"normfuse_{name}")
+        p.multiple_results = True
+        p.def_abstract_eval(self._abstract_eval)
+        _compile_when_eager(p)
+        needs_devices_during_lowering(p)
+        mlir.register_lowering(p, self._lower)
+        batching.primitive_batchers[p] = functools.partial(batch, self) if batch else self._batch
+        ad.primitive_jvps[p] = jvp or self._plain_jvp
+        if transpose:
+            ad.primitive_transposes[p] = transpose
+        if without_last:
+            on_unused_results(p, functools.partial(_drop_last, without_last))
+
+    def __call__(self, spec: Any, *operands: jax.Array, order: Order = BEST) -> list[jax.Array]:
+        return self.primitive.bind(*operands, spec=spec, order=order)
+
+    def plain(self, spec: Any, *operands: jax.Array) -> list[jax.Array]:
+        """Returns the definition's results."""
+        return list(self.definition(spec, *operands))
+
+    def _dims(self, spec: Any, operands: Sequence[Any]) -> Dims:
+        assert self.dims is not None
+        return self.dims(spec, *[operands[lead].ndim for lead in self.leads])
+
+    def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
+        del order
+        if self.dims is None:
+            return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
+        types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
+        inputs, outputs = self._dims(spec, operands)
+        entries: dict[int, Any] = {}
+        for lead in reversed(self.leads):  # the first decides
+            entries |= zip(inputs[lead], operands[lead].sharding.spec)
+        like = operands[self.leads[0]]
+        return [
+            like.update(
+                shape=t.shape,
+                dtype=t.dtype,
+                weak_type=False,
+                sharding=NamedSharding(like.sharding.mesh, P(*[entries[d] for d in dims])),
+            )
+            for t, dims in zip(types, outputs, strict=True)
+        ]
+
+    def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
+        if self.before is not None:
+            order = self.before(ctx, spec, order)
+        where = where_lowered(ctx, ctx.avals_in[self.leads[0]])
+        plain = functools.partial(self.plain, spec)
+        if self.body is None or where.plain:
+            if self.body is not None:
+                report(spec.op, where.plain, strict=order.strict, names=order.names)
+            return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
+        body = functools.partial(self.body, spec, order=order)
+        if where.single:
+            split = Split.none(self._shape(spec, ctx.avals_in))
+            return lower(functools.partial(_on, body, split), ctx, *values)
+        if self.dims is None:
+            if order.names == ("pallas",):
+                reason = "its operands are split over a mesh; call it in shard_map over every axis"
+                report(spec.op, reason, strict=order.strict, names=order.names)
+            return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
+        dims = self._dims(spec, ctx.avals_in)
+        if where.explicit:
+            fn = self._split_by_types(body, dims, ctx.avals_in, where.explicit)
+            return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+        devices = devices_of(ctx)
+        fn = self._partitioned(body, dims, devices)
+        results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+        # all that the callback depends on: calls of one name share one callback
+        about = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+        shapes = [a.str_short() for a in ctx.avals_in]
+        _name_callback(results, f"{self.name}{spec}{order}{dims}{shapes}{about}")
+        return results
+
+    # ---------------------------------------------------------------- sharding
+
+    def _shape(self, spec: Any, operands: Sequence[Any]) -> tuple[int, ...]:
+        """Returns the global sizes of the operation's dimensions."""
+        if self.dims is None:
+            return operands[self.leads[0]].shape
+        inputs, _ = self._dims(spec, operands)
+        sizes: dict[int, int] = {}
+        for lead in self.leads:
+            sizes |= zip(inputs[lead], operands[lead].shape)
+        return tuple(sizes[d] for d in range(len(sizes)))
+
+    def _split(
+        self,
+        inputs: Sequence[tuple[int, ...]],
+        operands: Sequence[Any],
+        specs: Sequence[P],
+        sizes: Mapping[str, int],
+    ) -> Split:
+        """Returns how leading operands that lie as `specs` say split the operation.
+
+        A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding
+        would be summed into the parameters' gradients. So is one of the second operand's own whose
+        axes the first uses.
+        """
+        axes: dict[int, tuple[str, ...]] = {}
+        shape: dict[int, int] = {}
+        for lead, spec in zip(self.leads, specs):
+            taken = {name for names in axes.values() for name in names}
+            entries = whole(spec, operands[lead].ndim)
+            for d, entry, n in zip(inputs[lead], entries, operands[lead].shape):
+                names = axes_of(entry)
+                fits = n % math.prod(sizes[a] for a in names) == 0 and not taken & set(names)
+                if d not in axes:
+                    axes[d], shape[d] = names if fits else (), n
+        order = range(len(axes))
+        return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
+
+    def _split_by_types(
+        self, body: Callable[..., Arrays], dims: Dims, avals: Sequence[Any], axes: Set[str]
+    ) -> Callable[..., Any]:
+        """Returns `body` under shard_map, split as the leading operands' types say."""
+        mesh, (inputs, outputs) = avals[self.leads[0]].sharding.mesh, dims
+        specs = [avals[lead].sharding.spec for lead in self.leads]
+        split = self._split(inputs, avals, specs, dict(mesh.shape))
+        return jax.shard_map(
+            functools.partial(_on, body, split),
+            mesh=mesh,
+            in_specs=tuple(split.spec(d) for d in inputs),
+            out_specs=[split.spec(d) for d in outputs],
+            axis_names=set(axes),
+            check_vma=False,
+        )
+
+    def _partitioned(
+        self, body: Callable[..., Arrays], dims: Dims, devices: Sequence[jax.Device]
+    ) -> Callable[..., list[jax.Array]]:
+        """Returns `body` as a function of global arrays on a mesh of Auto axes.
+
+        Args:
+          devices: what the program is compiled for, in order.
+        """
+        inputs, outputs = dims
+        x64 = jax.config.jax_enable_x64
+
+        @custom_partitioning
+        def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
+            split = self._split(inputs, operands, [P()] * len(self.leads), {})
+            return tuple(without_mesh(functools.partial(_on, body, split), x64)(*operands))
+
+        def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
+            leads = [operands[lead] for lead in self.leads]
+            found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in leads]
+            mesh = next((mesh for mesh, spec in found if any(spec)), found[0][0])
+            # no spec says how operands of two meshes lie: the second is gathered
+            specs = [spec if m.shape == mesh.shape else P() for m, spec in found]
+            return mesh, self._split(inputs, operands, specs, mesh.shape)
+
+        def shardings(mesh, split, all_dims):
+            return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
+
+        def partition(_, operands, results):
+            del results
+            mesh, split = split_of(operands)
+            local = without_mesh(functools.partial(_on, body, split), x64)
+            fn = lambda *values: tuple(local(*values))
+            return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
+
+        def infer(_, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
+            del results
+            return shardings(*split_of(operands), outputs)
+
+        call.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=shardy_rule(inputs, outputs),
+            decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
+        )
+        return lambda *operands: list(call(*operands))
+
+    # ---------------------------------------------------------------- batching, derivative
+
+    def _batch(
+        self, args: Arrays, batched: Sequence[int | None], *, spec: Any, order: Order
+    ) -> tuple[list[jax.Array], list[int]]:
+        """A batch dimension is one more dimension of rows, kept where it stands in the lead."""
+        size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
+        if self.dims is not None:
+            lead = self.leads[0]
+            ndims = [args[i].ndim - (batched[i] is not None) for i in self.leads]
+            inputs, outputs = self.dims(spec, *ndims)
+            is_rows = [not isinstance(d, Loose) and set(d) <= set(inputs[lead]) for d in inputs]
+            separate = any(b is not None and not rows for b, rows in zip(batched, is_rows))
+            if not separate and not any(isinstance(d, Loose) for d in outputs):
+                at = batched[lead] or 0
+                place = lambda dims: sum(d < at for d in dims)
+                moved = [
+                    batch_at(a, b, place(d), size) if rows else a
+                    for a, b, d, rows in zip(args, batched, inputs, is_rows)
+                ]
+                spec = self.batched(spec, at)
+                inputs, _ = self._dims(spec, moved)
+                moved = [
+                    match(a, moved[lead], d) if set(d) <= set(inputs[lead]) else a
+                    for a, d in zip(moved, inputs)
+                ]
+                return self(spec, *moved, order=order), [place(d) for d in outputs]
+        one = functools.partial(self.plain, spec)
+        if self.unfused is not None:
+            one = functools.partial(self.unfused, spec, order=order)
+        results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
+        return results, [0] * len(results)
+
+    def _plain_jvp(self, primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        plain = functools.partial(self.plain, spec)
+        return self(spec, *primals, order=order), jax.jvp(plain, primals, tuple(tangents))[1]
+
+
+def _on(body: Callable[..., Arrays], split: Split, *operands: jax.Array) -> list[jax.Array]:
+    return list(body(split, *operands))
+
+
+def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
+    """Dead code: the last result is not computed when nobody uses it."""
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    spec = None if used[-1] else without_last(eqn.params["spec"])
+    if spec is not None:
+        eqn = eqn.replace(outvars=eqn.outvars[:-1], params={**eqn.params, "spec": spec})
+    return [True] * len(eqn.invars), eqn
+
+
+def _compile_when_eager(primitive: Primitive) -> None:
+    """Makes a call outside `jit` run a compiled program, which is kept; params must be hashable."""
+
+    def run(*operands, **params):
+        with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
+            return _jitted(primitive, tuple(params.items()))(*operands)
+
+    primitive.def_impl(run)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive, params):
+    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+# ---------------------------------------------------------------- operands that go together
+
+
+def batch_at(operand: jax.Array, batched: int | None, at: int, size: int) -> jax.Array:
+    """Returns `operand` with its batch dimension, `batched` or none, at `at`."""
+    if batched is None:
+        shape = (*operand.shape[:at], size, *operand.shape[at:])
+        return jnp.broadcast_to(jnp.expand_dims(operand, at), shape)
+    return jnp.moveaxis(operand, batched, at)
+
+
+def varying_axes(*operands: jax.Array | None) -> frozenset[str]:
+    """Returns the manual axes over which any of `operands` varies."""
+    axes = [jax.typeof(a).manual_axis_type.varying for a in operands if a is not None]
+    return frozenset().union(*axes)
+
+
+def vary(operand: jax.Array, axes: Set[str]) -> jax.Array:
+    """Returns `operand` typed as varying over manual `axes`.
+
+    The transpose sums its gradient over the axes added.
+    """
+    missing = axes - varying_axes(operand)
+    return jax.lax.pcast(operand, tuple(sorted(missing)), to="varying") if missing else operand
+
+
+def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Returns `operand` with the lead's sharding in its dimensions `dims`, and its varying axes.
+
+    Where shardings are part of the type (Explicit meshes, shard_map with check_vma) operands must
+    agree; the transpose of what is added here sums or reshards their gradients.
+    """
+    typed, like = jax.typeof(operand), jax.typeof(lead)
+    operand = vary(operand, like.manual_axis_type.varying)
+    if like.sharding.mesh.explicit_axes:
+        wanted = P(*[like.sharding.spec[d] for d in dims])
+        if P(*typed.sharding.spec) != wanted:
+            operand = reshard_like(operand, lead, wanted)
+    return operand
+
+
+@functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
+def reshard_like(operand: jax.Array, lead: jax.Array, spec: P) -> jax.Array:
+    """`jax.sharding.reshard` on lead's devices, unknown to it outside jit and set_mesh."""
+    return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
+
+
+def placed(array: jax.Array, sharding: P | None) -> jax.Array:
+    """Returns the array where `sharding` says on the mesh in context; anywhere if None."""
+    return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
+
+
+# ---------------------------------------------------------------- where a program is lowered
+
+
+@dataclasses.dataclass(frozen=True)
+class _Where:
+    """The context an op is lowered in: exactly one of these, or none: custom_partitioning."""
+
+    single: bool = False  # the arrays are one device's already
+    explicit: frozenset[str] = frozenset()  # the types say how they are split over these axes
+    plain: str = ""  # why only plain HLO can serve
+
+
+def where_lowered(ctx: Any, lead: Any) -> _Where:
+    """Returns the context that an operation on arrays like `lead` is lowered in."""
+    context, mesh = ctx.module_context.axis_context, lead.sharding.mesh
+    sizes = dict(context.mesh.shape) if hasattr(context, "mesh") else dict(mesh.shape)
+    manual = set(getattr(context, "manual_axes", ())) | set(mesh.manual_axes)
+    explicit = set(mesh.explicit_axes) - manual
+    auto = {a for a, size in sizes.items() if size > 1} - manual - explicit
+    one_device = not manual and getattr(context, "num_devices", 1) == 1
+    if one_device or (sizes and not auto and not explicit):
+        return _Where(single=True)
+    if explicit and not auto:
+        return _Where(explicit=frozenset(explicit))
+    if manual:
+        return _Where(
+            plain=f"shard_map is manual over {sorted(manual)} but not over {sorted(auto)}; "
+            "make it manual over every axis, or call the op outside it"
+        )
+    if ctx.module_context.lowering_parameters.for_export:
+        return _Where(
+            plain="an export for several devices cannot carry the partitioning callback of Auto "
+            "axes; export with Explicit axes or under shard_map"
+        )
+    return _Where()
+
+
+def devices_of(ctx: Any) -> Sequence[jax.Device]:
+    """Returns what the program is compiled for, in order."""
+    context = ctx.module_context.axis_context
+    return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
+
+
+def is_for_one_device(ctx: Any) -> bool:
+    """Returns whether the whole program runs on one device."""
+    context = ctx.module_context.axis_context
+    return (context.mesh.size if hasattr(context, "mesh") else context.num_devices) == 1
+
+
+def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
+    """Returns the propagation rule of an operation, in custom_partitioning's notation.
+
+    A dimension has one factor wherever it occurs, but for parameters (`Loose`), which have their
+    own: an FSDP-sharded scale must not drag the activations onto its axes.
+    """
+
+    def mapping(dims):
+        kind = "s" if isinstance(dims, Loose) else "d"
+        return " ".join(f"{kind}{d}" for d in dims)
+
+    return f"{', '.join(map(mapping, inputs))} -> {', '.join(map(mapping, outputs))}"
+
+
+_callbacks: dict[str, Any] = {}  # the callbacks behind our keys, kept alive for JAX's weak table
+
+
+def _name_callback(results: Sequence[Any], name: str) -> None:
+    """Gives a custom_partitioning call the same key in every process: `name`, and our version.
+
+    JAX names the callback by its address, so that the persistent compilation cache misses in every
+    new process (jax-ml/jax#21159). Where JAX's table is not as expected its own key stays.
+    """
+    try:
+        op = results[0].owner
+        op = getattr(op, "operation", op)
+        info = sharding_callbacks[op.attributes["backend_config"].value.encode()]
+        key = f"normfuse:{fingerprint()}:{name}"
+        _callbacks[key] = sharding_callbacks[key.encode()] = info
+        with op.context:
+            op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return

@@ -1,0 +1,149 @@
+"""Shardings: PartitionSpecs, read and checked, and the mesh behind XLA's tiles."""
+
+import dataclasses
+import math
+from collections.abc import Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+def whole(spec: Any, ndim: int) -> tuple[Any, ...]:
+    """Returns an entry for each of `ndim` dimensions."""
+    return (*spec, *[None] * (ndim - len(spec)))
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry names."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def without(entry: Any, taken: Set[str]) -> Any:
+    """Returns the entry less the axes in `taken`."""
+    kept = tuple(axis for axis in axes_of(entry) if axis not in taken)
+    return kept[0] if len(kept) == 1 else kept or None
+
+
+def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: AxisType) -> None:
+    """Checks that `sharding`, an argument or None, can place an array of `shape` on axes of `kind`.
+
+    Raises:
+      TypeError: if it is no sharding.
+      ValueError: for a spec without a mesh, with more entries than the array has dimensions, with
+        axes that the mesh does not have or has as another kind, or that do not divide a dimension.
+    """
+    if sharding is None:
+        return
+    if not isinstance(sharding, P | NamedSharding):
+        raise TypeError(
+            f"{op}: {argument} must be a PartitionSpec or a NamedSharding, got {sharding!r}"
+        )
+    named = isinstance(sharding, NamedSharding)
+    spec = sharding.spec if named else sharding
+    mesh: Any = sharding.mesh if named else jax.sharding.get_abstract_mesh()
+    given = f"{op}: {argument}={spec}"
+    if not mesh.axis_names:
+        if kind == AxisType.Auto:
+            return  # there may be one that only JAX's constraint sees, and it says if not
+        raise ValueError(f"{given} needs a mesh in context; call it under jax.set_mesh(mesh)")
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{given} has more entries than {tuple(shape)} has dimensions; leave out "
+            f"{len(spec) - len(shape)}"
+        )
+    sizes, kinds = dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types))
+    for dim, entry in enumerate(spec):
+        axes = () if entry is P.UNCONSTRAINED else axes_of(entry)
+        for axis in axes:
+            if axis not in sizes:
+                raise ValueError(
+                    f"{given} names the axis {axis!r}; name one that the mesh has, of {sizes}"
+                )
+            if kinds[axis] != kind:
+                raise ValueError(
+                    f"{given} is for {kind.name} axes, and {axis!r} is {kinds[axis].name}; "
+                    f"{_REMEDIES[kind]}"
+                )
+        parts = math.prod(sizes[axis] for axis in axes)
+        if shape[dim] % parts:
+            raise ValueError(
+                f"{given} splits dimension {dim} of {tuple(shape)} over {parts} devices, which do "
+                f"not divide {shape[dim]}; leave {', '.join(map(repr, axes))} out of it, or pad to "
+                f"{-(-shape[dim] // parts) * parts}"
+            )
+
+
+_REMEDIES = {
+    AxisType.Explicit: "leave it out: XLA places the result (jax.lax.with_sharding_constraint)",
+    AxisType.Auto: "there place the operands (jax.sharding.reshard)",
+}
+
+
+# ---------------------------------------------------------------- the mesh behind XLA's tiles
+
+
+def mesh_and_spec(sharding: Any, ndim: int, devices: Sequence[jax.Device]) -> tuple[Mesh, P]:
+    """Returns a mesh over `devices` on which `sharding` is a PartitionSpec, and that spec.
+
+    The user's own mesh would not do: JAX hands it over only where the program's arguments are on
+    it, and a reshape that splits one of its axes in two leaves no spec on it. A sharding that
+    cannot be read becomes replication: correct, but it gathers.
+    """
+    try:
+        tiling = sharding._to_xla_hlo_sharding(ndim)
+        if not tiling.is_replicated() and not tiling.subgroup_types():
+            tiles = np.array(tiling.tile_assignment_devices(), int)
+            tiles = tiles.reshape(tiling.tile_assignment_dimensions())
+            sizes, entries = factor(tiles)
+            names = [f"normfuse{i}" for i in range(len(sizes))]  # no name of the user's
+            spec = P(*[tuple(names[i] for i in entry) or None for entry in entries[:ndim]])
+            return Mesh(np.array(devices).reshape(sizes), names), spec
+    except (AttributeError, ValueError):
+        pass
+    return Mesh(np.array(devices), ("normfuse0",)), P()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axis:
+    """A mesh axis: `size` devices, each `distance` after the last, along one dimension of tiles."""
+
+    distance: int
+    size: int
+
+
+def factor(tiles: np.ndarray) -> tuple[list[int], list[list[int]]]:
+    """Returns the mesh sizes, and for each dimension of `tiles` the mesh axes it is the product of.
+
+    `tiles` has at each place the position of the device that holds the tile; on the mesh, devices
+    are in order of position.
+
+    Raises:
+      ValueError: if no mesh has these tiles.
+    """
+    by_dimension = []
+    for d in range(tiles.ndim):
+        line = tiles[(*[0] * d, slice(None), *[0] * (tiles.ndim - d - 1))]
+        by_dimension.append(_axes_of(line))
+    axes = sorted((a for dim in by_dimension for a in dim), key=lambda a: -a.distance)
+    sizes = [axis.size for axis in axes]
+    entries = [[axes.index(a) for a in dim] for dim in by_dimension]
+    order = [i for entry in entries for i in entry]
+    again = np.arange(np.prod(sizes, dtype=int)).reshape(sizes).transpose(order)
+    if not np.array_equal(again.ravel(), tiles.ravel()):
+        raise ValueError(f"no mesh has the tiles {tiles.tolist()}")
+    return sizes, entries
+
+
+def _axes_of(line: np.ndarray) -> list[_Axis]:
+    """Returns the mesh axes along a line of tiles, major first: runs of runs of steps."""
+    axes = []
+    while len(line) > 1:
+        steps = np.diff(line)
+        other = np.flatnonzero(steps != steps[0])
+        size = int(other[0]) + 1 if other.size else len(line)
+        axes.append(_Axis(int(steps[0]), size))
+        line = line[::size]
+    return axes[::-1]

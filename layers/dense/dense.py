@@ -1,0 +1,151 @@
+"""The dense layer: a product, a bias and an activation."""
+
+import jax
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+
+from ...native.implementation import Implementation, Order, choose
+from ..core import sharding
+from ..core.arguments import floating, floating_dtype
+from .epilogue import Activation, finish, finish_natively, resolve
+from .matmul import matmul
+
+
+def dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """Multiplies the last axis of x by `kernel`, adds `bias` and applies `activation`.
+
+        y = activation(x · kernel + bias)
+
+    x, kernel and bias are cast to `dtype`; the product sums in float32 (float64 for float64), and
+    the bias and the activation are one pass in float32, rounded once. Gradients of kernel and bias
+    come in their own dtypes from float32 sums: a float32 kernel's is the output of the GEMM, which
+    XLA can then add to an accumulator in place. The activation's derivative is recomputed from the
+    product; nothing of its size is kept in float32.
+
+    The product is XLA's, and is partitioned as `jnp.matmul` is; with `implementation="pallas"` it
+    is one kernel with the bias and the activation, and only the gradients' products are XLA's. On
+    Explicit meshes a kernel split (as FSDP stores it) over axes that split x's rows is gathered, in
+    `dtype`.
+
+    Args:
+      x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
+      kernel: `(in, out)`, or `(in, *out)` for several output axes.
+      bias: `(*out,)`.
+      activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
+        "relu", "silu", "squared_relu", "tanh" and the rest of
+        `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which is given float32. For
+        "pallas" one that is element-wise.
+      dtype: of the product and the result; x's where None.
+      implementation: None, "native" (what follows the product on kernels of ours, never plain HLO),
+        "xla", "pallas", or several to try in order.
+      out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
+        both split over `in` on an Explicit mesh.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, an unknown activation, or an `out_sharding` that
+        cannot place the result.
+      NotImplementedError: for an implementation that does not exist or cannot serve; an
+        ExceptionGroup of them where it names several.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import dense
+    >>> x, kernel = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.float32)
+    >>> dense(x, kernel, activation="silu").dtype
+    dtype(bfloat16)
+    >>> jax.grad(lambda kernel: dense(x, kernel).sum())(kernel).dtype  # of one GEMM
+    dtype('float32')
+    """
+    x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)
+    bias = None if bias is None else floating("dense", "bias", bias)
+    dtype = floating_dtype("dense", dtype, x.dtype)
+    check_shapes("dense", x, kernel, bias, out_sharding=out_sharding)
+    resolve(activation, "dense")
+
+    options = {"activation": activation, "implementation": implementation}
+    return apply(x, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
+
+
+def apply(
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    out_sharding: NamedSharding | jax.P | None = None,
+    contract: int = 0,
+) -> Array:
+    """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+
+    def product() -> Array:
+        return matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+
+    def native(strict: bool) -> Array:
+        if activation is None:  # nothing follows the product but a bias, which XLA adds in it
+            return finish(product(), bias, None, dtype)
+        return finish_natively("dense", product(), None, bias, activation, dtype, strict=strict)
+
+    def xla(strict: bool) -> Array:
+        del strict
+        return finish(product(), bias, activation, dtype)
+
+    def pallas(strict: bool) -> Array:
+        if out_sharding is not None:
+            raise NotImplementedError(
+                "dense: implementation='pallas' takes no out_sharding; leave it out, or use 'xla'"
+            )
+        from .one_kernel import dense_in_one_kernel
+
+        order = Order(("pallas",), strict)
+        options = {"activation": activation, "dtype": dtype, "contract": contract}
+        return dense_in_one_kernel(x, kernel, bias, order=order, **options)
+
+    return choose("dense", implementation, {"native": native, "pallas": pallas, "xla": xla})
+
+
+def check_shapes(
+    op: str,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    kernel_name: str = "kernel",
+    x_name: str = "x",
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> None:
+    """Raises ValueError unless x is (*rows, in), kernel (in, *out) and bias (*out,).
+
+    And unless `out_sharding` can place the result.
+    """
+    if x.ndim < 1:
+        raise ValueError(f"{op}: {x_name} must be (*rows, in), got a scalar; reshape it to (1,)")
+    if kernel.ndim < 2:
+        raise ValueError(f"{op}: {kernel_name} must be (in, *out), got shape {kernel.shape}")
+    if x.shape[-1] != kernel.shape[0]:
+        hint = ""
+        if kernel.ndim == 2 and x.shape[-1] == kernel.shape[1]:
+            hint = f"; pass {kernel_name}.T if it is stored (out, in)"
+        raise ValueError(
+            f"{op}: {kernel_name}'s first axis must be as long as {x_name}'s last, {x.shape[-1]}; "
+            f"got {kernel_name} of shape {kernel.shape} and {x_name} of shape {x.shape}{hint}"
+        )
+    if bias is not None and bias.shape != kernel.shape[1:]:
+        raise ValueError(
+            f"{op}: bias must have the shape of {kernel_name}'s output axes, {kernel.shape[1:]}; "
+            f"got {bias.shape}"
+        )
+    out = (*x.shape[:-1], *kernel.shape[1:])
+    sharding.check(op, "out_sharding", out_sharding, out, AxisType.Explicit)

@@ -1,0 +1,220 @@
+"""Gated dense layers: two projections of one input, one gating the other."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+
+from ...native.implementation import BEST, Implementation, Order, choose, native_or_best, requested
+from ..core import sharding
+from ..core.arguments import floating, floating_dtype
+from ..core.op import match, placed
+from .dense import check_shapes
+from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .matmul import matmul
+from .remat import Activated, products
+
+
+def gated_dense(
+    x: Array,
+    kernel_gate: Array,
+    kernel_up: Array,
+    *,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """A gated linear unit: SwiGLU with "silu", GeGLU with "gelu".
+
+        y = activation(x · kernel_gate) · (x · kernel_up)
+
+    The activation and the product with it are one pass in float32, rounded once; so are both
+    gradients. Otherwise as `dense`.
+
+    Args:
+      x: `(*rows, in)`.
+      kernel_gate, kernel_up: `(in, *out)`, of one shape.
+      activation: a name or a function, as for `dense`.
+      dtype, out_sharding: as for `dense`.
+      implementation: None, "native" or "xla": of what follows the products, which are XLA's.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, an activation that is unknown or None, or a sharding
+        that cannot place what it is of.
+      NotImplementedError: if `implementation` asks for what cannot serve.
+
+    References:
+      Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import gated_dense
+    >>> x = jnp.array([[1.0, -2.0]])
+    >>> gated_dense(x, jnp.eye(2), 3 * jnp.eye(2), activation="relu")
+    Array([[ 3., -0.]], dtype=float32)
+    """
+    op = "gated_dense"
+    x = floating(op, "x", x)
+    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
+    dtype = floating_dtype(op, dtype, x.dtype)
+    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
+    check_gated(op, *kernels, activation)
+    z, up = (matmul(x, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
+    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
+    if scalar_of(activation) is not None:
+        serve["native"] = lambda strict: finish_natively(
+            op, z, up, None, activation, dtype, strict=strict
+        )
+    return choose(op, implementation, serve)
+
+
+def gated_product(
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    recompute: bool = True,
+    implementation: Implementation = None,
+    hidden_sharding: jax.P | None = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """The second half of an MLP: `dense` of a gated activation, which need not be kept.
+
+        y = (activation(gate) · up) · kernel + bias
+
+    The gated activation, as large as `gate`, is computed again by the pass of the backward that
+    computes the gradients of `gate` and `up`.
+
+    Args:
+      gate: `(*rows, in)`, before its activation.
+      up: `(*rows, in)`; None for an MLP without a gate.
+      kernel: `(in, *out)`.
+      bias: `(*out,)`.
+      hidden_sharding: on a mesh of Auto axes, where `gate`, `up`, what is made of them and their
+        gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's choice where None.
+      recompute: False keeps the gated activation instead: one array less to write in the backward.
+      implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
+        and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
+        arrays of one device, under shard_map over every axis too. None takes it in programs for one
+        device where it is faster.
+      The others are those of `gated_dense`.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises: what `gated_dense` does.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import gated_product
+    >>> gated_product(jnp.ones((2, 3)), 2 * jnp.ones((2, 3)), jnp.ones((3, 1)), activation="relu")
+    Array([[6.],
+           [6.]], dtype=float32)
+    """
+    op = "gated_product"
+    gate, kernel = floating(op, "gate", gate), floating(op, "kernel", kernel)
+    up = None if up is None else floating(op, "up", up)
+    dtype = floating_dtype(op, dtype, gate.dtype)
+    bias = None if bias is None else floating(op, "bias", bias)
+    check_shapes(op, gate, kernel, bias, x_name="gate", out_sharding=out_sharding)
+    sharding.check(op, "hidden_sharding", hidden_sharding, gate.shape, AxisType.Auto)
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
+    check_activated(op, activation)
+    options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
+    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
+    return apply_product(gate, up, kernel, bias, activation, **options)
+
+
+def apply_product(
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    activation: Activation,
+    *,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    recompute: bool = True,
+    hidden_sharding: jax.P | None = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+    contract: int = 0,
+) -> Array:
+    """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+    function, dtype = scalar_of(activation), jnp.dtype(dtype).name
+    shared = {"contract": contract, "out_sharding": out_sharding}
+    gate = placed(gate, hidden_sharding)
+    up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
+
+    def kernels(order, gradient):
+        assert function is not None
+        producer = Activated(
+            "gated_product", function, up is not None, dtype, order, hidden_sharding
+        )
+        args = (gate,) if up is None else (gate, up)
+        how = {"gradient": gradient, "keep": not recompute}
+        (y,) = products(producer, args, (kernel,), **how, **shared)
+        return finish(y, bias, None, dtype)
+
+    def native(strict):
+        asked = requested(implementation)
+        gradient = Order(("native",), strict) if asked else BEST
+        return kernels(native_or_best(strict), gradient)
+
+    def pallas(strict):
+        return kernels(BEST, Order(("pallas",), strict))
+
+    def xla(strict):
+        del strict
+        hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
+        return finish(matmul(hidden, kernel, dtype=dtype, **shared), bias, None, dtype)
+
+    serve = {"xla": xla}
+    if function is not None:
+        serve |= {"native": native, "pallas": pallas}
+    return choose("gated_product", implementation, serve)
+
+
+def mlp(
+    x: Array,
+    kernels: dict[str, Array],
+    biases: dict[str, Array],
+    *,
+    activation: Activation,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+) -> Array:
+    """A gated MLP of operands known to fit, its gated activation not kept.
+
+    kernels: "gate", "up" and "down". biases: of the same names, or none.
+    """
+    gate, up = (
+        finish(matmul(x, kernels[name], dtype=dtype), biases.get(name), None, dtype)
+        for name in ("gate", "up")
+    )
+    options = {"dtype": dtype, "implementation": implementation}
+    return apply_product(gate, up, kernels["down"], biases.get("down"), activation, **options)
+
+
+def check_gated(op: str, gate: Array, up: Array, activation: Activation) -> None:
+    """Raises ValueError unless both kernels have one shape and there is an activation."""
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
+        )
+    check_activated(op, activation)
+
+
+def check_activated(op: str, activation: Activation) -> None:
+    """Raises ValueError unless there is an activation."""
+    if resolve(activation, op) is None:
+        raise ValueError(
+            f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "
+            "lambda z: z"
+        )

@@ -1,0 +1,214 @@
+"""RMSNorm into a dense layer: the normalised input is computed again, not kept."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import NamedSharding
+
+from ...native.implementation import Implementation, choose, native_or_best
+from ..core.arguments import finite, floating, floating_dtype
+from ..core.op import match, vary, varying_axes
+from ..rms_norm.op import rms_norm
+from .dense import check_shapes
+from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .gated import check_gated
+from .matmul import matmul
+from .remat import Normalised, products
+
+
+def norm_dense(
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    activation: Activation = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    recompute: bool = True,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """`dense` of `rms_norm(x, scale)`, which need not be kept for the backward.
+
+        y = activation(rms_norm(x, scale) · kernel + bias)
+
+    The backward computes the normalised x again from x and the reciprocal root mean squares, one
+    float32 a row: an array of x's size less for every layer of a model. Values, gradients, dtypes
+    and shardings are those of the two ops.
+
+    Args:
+      x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
+      scale: `(in,)`, or None.
+      kernel: `(in, *out)`.
+      bias: `(*out,)`.
+      eps, scale_offset: as for `rms_norm`.
+      activation, out_sharding: as for `dense`.
+      dtype: of the normalised x, the product and the result; x's where None.
+      recompute: False keeps the normalised x instead: one pass over x less in the backward.
+      implementation: None, "native" (the norm and what follows the product on kernels of ours,
+        never plain HLO) or "xla".
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    Raises:
+      TypeError: for integer or complex operands.
+      ValueError: for shapes that do not fit, an unknown activation, a bad eps, or an
+        `out_sharding` that cannot place the result.
+      NotImplementedError: if `implementation` asks for what cannot serve.
+
+    References:
+      Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467; Chen et al.,
+      "Training Deep Nets with Sublinear Memory Cost" (recomputation), arXiv:1604.06174.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import norm_dense
+    >>> y = norm_dense(jnp.array([[3.0, 4.0]]), jnp.ones(2), jnp.eye(2), activation="relu")
+    >>> [round(value, 3) for value in y[0].tolist()]
+    [0.849, 1.131]
+    """
+    op, kernels = "norm_dense", (floating("norm_dense", "kernel", kernel),)
+    x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
+    bias = None if bias is None else floating(op, "bias", bias)
+    check_shapes(op, x, kernels[0], bias, out_sharding=out_sharding)
+    resolve(activation, op)
+    options |= {"out_sharding": out_sharding, "recompute": recompute}
+    return apply(
+        x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
+    )
+
+
+def apply(
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    activation: Activation,
+    dtype: str,
+    *,
+    implementation: Implementation,
+    **options: Any,
+) -> Array:
+    """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+    op = "norm_dense"
+    # With an activation the backward has larger arrays to hide the normalised x behind.
+    project = functools.partial(
+        _project, op, x, scale, (kernel,), dtype, apart=activation is None, **options
+    )
+
+    def native(strict):
+        (z,) = project(strict=strict)
+        if scalar_of(activation) is None and not (strict and activation is not None):
+            return finish(z, bias, activation, dtype)  # nothing to do, or plain JAX
+        return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
+
+    def xla(strict):
+        del strict
+        (z,) = project(norm="xla")
+        return finish(z, bias, activation, dtype)
+
+    return choose(op, implementation, {"native": native, "xla": xla})
+
+
+def norm_gated_dense(
+    x: Array,
+    scale: Array | None,
+    kernel_gate: Array,
+    kernel_up: Array,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    activation: Activation = "silu",
+    dtype: jax.typing.DTypeLike | None = None,
+    recompute: bool = True,
+    implementation: Implementation = None,
+    out_sharding: NamedSharding | jax.P | None = None,
+) -> Array:
+    """`gated_dense` of `rms_norm(x, scale)`, which is not kept for the backward.
+
+        n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
+
+    Takes and raises what `norm_dense` does, and both kernels `(in, *out)` of one shape.
+
+    Returns:
+      `(*rows, *out)` in `dtype`.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import norm_gated_dense
+    >>> x, kernel = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4))
+    >>> norm_gated_dense(x, jnp.ones(3), kernel, kernel, activation="silu").shape
+    (2, 4)
+    """
+    op = "norm_gated_dense"
+    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
+    x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
+    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
+    check_gated(op, *kernels, activation)
+    options |= {"out_sharding": out_sharding, "recompute": recompute}
+    project = functools.partial(_project, op, x, scale, kernels, dtype, **options)
+
+    def native(strict):
+        z, up = project(strict=strict)
+        if scalar_of(activation) is None and not strict:
+            return finish(z, None, activation, dtype, up)
+        return finish_natively(op, z, up, None, activation, dtype, strict=strict)
+
+    def xla(strict):
+        del strict
+        z, up = project(norm="xla")
+        return finish(z, None, activation, dtype, up)
+
+    return choose(op, implementation, {"native": native, "xla": xla})
+
+
+def _check(op, x, scale, eps, scale_offset, dtype):
+    """x, scale and the dtype, and what rms_norm is given."""
+    x = floating(op, "x", x)
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must be (*rows, in), got a scalar; reshape it to (1,)")
+    if scale is not None:
+        scale = floating(op, "scale", scale)
+        if scale.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{op}: scale must have the shape of x's last axis, {x.shape[-1:]}; got "
+                f"{scale.shape}"
+            )
+    options = {
+        "eps": finite(op, "eps", eps, least=0),
+        "scale_offset": finite(op, "scale_offset", scale_offset),
+    }
+    return x, scale, floating_dtype(op, dtype, x.dtype), options
+
+
+def _project(
+    op: str,
+    x: Array,
+    scale: Array | None,
+    kernels: tuple[Array, ...],
+    dtype: str,
+    *,
+    eps: float,
+    scale_offset: float = 0.0,
+    recompute: bool = True,
+    apart: bool = False,
+    strict: bool = False,
+    norm: str | None = None,
+    contract: int = 0,
+    out_sharding: Any = None,
+) -> tuple[Array, ...]:
+    """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
+    shared = {"contract": contract, "out_sharding": out_sharding}
+    if norm or not recompute:
+        norm = "native" if strict else norm
+        options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
+        n = rms_norm(x, scale, dtype=dtype, **options)
+        return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
+    producer = Normalised(op, eps, scale_offset, dtype, native_or_best(strict), apart)
+    if scale is None:
+        return products(producer, (x,), kernels, **shared)
+    x = vary(x, varying_axes(scale))
+    return products(producer, (x, match(scale, x, [x.ndim - 1])), kernels, **shared)

@@ -1,0 +1,338 @@
+"""A product and an activation's gradient in one kernel on Hopper, in Pallas's Mosaic GPU.
+
+    dh = dy · w        (dz[, dup][, value]) = epilogue(dh, z[, up])
+
+dh stays in registers. One block a multiprocessor takes tiles of it in turn. Of its three
+warpgroups one fetches, into a ring of slots in shared memory, the pieces of dy and w that a tile
+sums over and after them, into the same slots, the tile's pieces of z and up; two multiply, each its
+half of the tile's columns, and then apply the epilogue piece by piece. So z and up are on their way
+while the last products run, and the next tile's dy and w while the epilogue does. Gradients are
+written where z and up were.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...native.implementation import Unsupported
+from ...native.launch import uninitialized
+from ...native.pallas import portable
+from ...native.pallas.lowering import Target
+from ...native.pallas.tiles import cdiv
+from .pallas_hopper import EVERY
+
+TILE = 128, 256  # of the result, one a block at a time
+PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
+_ROWS, _COLUMNS = TILE
+_DEPTH = _SIDE = PIECE
+_HALF = _COLUMNS // 2  # of a warpgroup
+
+
+def fits(m: int, n: int, k: int) -> bool:
+    """Returns whether the kernel takes a result of (m, n) that is a sum over k: a tile or more, in
+    pieces that bulk copies move."""
+    return m >= TILE[0] and n >= TILE[1] and not (m % 8 or n % PIECE or k % PIECE)
+
+
+def run(
+    target: Target, spec: Any, dy: jax.Array, w: jax.Array, *operands: jax.Array
+) -> list[jax.Array]:
+    """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
+
+    w is (n, k) or (k, n), its axis `spec.contract` being the one of k; `spec` is a
+    `product_gradient.Gradient`. Sums and all that is made of them are in float32, rounded once.
+
+    Raises:
+      Unsupported: but on Hopper, for 16-bit operands of one dtype and sizes that the kernel takes.
+    """
+    if target.capability != 90:
+        raise Unsupported("the fused kernel is for GPUs of compute capability 9.0")
+    dtypes = {a.dtype for a in (dy, w, *operands)}
+    if dtypes not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float16")}):
+        raise Unsupported("the fused kernel takes operands of bfloat16 alone, or of float16")
+    smooth, with_value = portable.differentiable(spec.epilogue.function), spec.epilogue.with_value
+
+    def epilogue(dh, z, *up):
+        y, dz = jax.jvp(smooth, (z,), (dh * up[0] if up else dh,))
+        return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
+
+    short = dy.dtype == jnp.bfloat16
+    epilogue = portable.portable_several(epilogue, short=short, exact=not short)
+    options = {"epilogue": epilogue, "with_value": with_value, "contract": spec.contract}
+    return multiply(target, dy, w, operands, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How the product is scheduled.
+
+    Attributes:
+      stages: slots of the ring, 48 KiB each. With 3 the products wait for their operands.
+      staging: results of a warpgroup on their way to memory, 8 KiB each.
+      width: tiles one below the other before the next step across: they share w in the cache.
+    """
+
+    stages: int = 4
+    staging: int = 2
+    width: int = 8
+
+
+def multiply(
+    target: Target,
+    dy: jax.Array,
+    w: jax.Array,
+    tiles: Sequence[jax.Array],
+    *,
+    epilogue: Callable[..., Sequence[jax.Array]],
+    with_value: bool,
+    contract: int,
+    interpret=False,
+) -> list[jax.Array]:
+    """The gradients of `tiles`, in their places, and the value if `with_value`.
+
+    Args:
+      target: the GPU.
+      dy: `(m, k)`.
+      w: `(n, k)`, or `(k, n)`.
+      tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
+      epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
+      contract: the axis of w that has k elements.
+
+    Raises:
+      Unsupported: for sizes that are less than a tile or not whole pieces.
+    """
+    (m, k), n = dy.shape, w.shape[1 - contract]
+    if not fits(m, n, k):
+        raise Unsupported(
+            f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
+            f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"
+        )
+    kernel = pl.kernel(
+        functools.partial(
+            _kernel,
+            inputs=len(tiles),
+            shape=Shape(),
+            epilogue=epilogue,
+            contract=contract,
+        ),
+        out_type=[],
+        mesh=plgpu.Mesh(
+            grid=(target.cores,),
+            grid_names=("blocks",),
+            num_threads=3,
+            thread_name="warpgroup",
+        ),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,  # exponentials and reciprocals to 2^-22; tanh, in bfloat16, to 2^-11
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        interpret=interpret,
+        name="dense_gradient",
+    )
+    places = [*tiles]
+    if with_value:
+        like = jax.ShapeDtypeStruct((m, n), dy.dtype)
+        places.append(lax.empty((m, n), dy.dtype) if interpret else uninitialized(dy, like))
+    run = pl.run_state(lambda refs: kernel(dy, w, *refs))  # pyright: ignore[reportCallIssue]
+    with jax.enable_x64(False):  # indices are of 32 bits
+        return list(run(places))
+
+
+# The layout of 64 columns in shared memory that wgmma and bulk copies agree on.
+_LAYOUT = (plgpu.TilingTransform((8, _SIDE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
+
+
+def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
+    """`refs` are the operands of the epilogue, whose gradients take their places, and the value."""
+    (m, k), n = dy.shape, w.shape[1 - contract]
+    steps, count = k // _DEPTH, (cdiv(m, _ROWS), cdiv(n, _COLUMNS))
+    total = steps + len(_pairs(inputs))  # of a tile
+
+    def each_tile(body):
+        """`body(row, column, first)` for this block's tiles; `first` counts the steps before."""
+
+        @plgpu.nd_loop((count[0] * count[1],), collective_axes="blocks")
+        def _(loop):
+            i, j = plgpu.planar_snake(loop.index[0], count, 0, shape.width)
+            body(i * _ROWS, j * _COLUMNS, loop.local_index * total)
+
+    def scope(xs, ws, staging, filled, free):
+        ring = _Ring(xs, ws, filled, free, shape.stages, contract)
+
+        def fetch():
+            plgpu.set_max_registers(40, action="decrease")
+            each_tile(functools.partial(_fetch, ring, dy, w, refs[:inputs], steps))
+
+        def multiply():
+            plgpu.set_max_registers(232, action="increase")
+            own = staging.at[lax.axis_index("warpgroup")]
+            finish = functools.partial(_finish, ring, own, refs, inputs, epilogue, shape.staging)
+            each_tile(functools.partial(_multiply, ring, steps, finish))
+
+        lax.cond(lax.axis_index("warpgroup") == 2, fetch, multiply)
+
+    piece = (_COLUMNS, _DEPTH) if contract else (2, _DEPTH, _HALF)
+    slots = functools.partial(plgpu.SMEM, dtype=dy.dtype, transforms=_LAYOUT)
+    pl.run_scoped(
+        scope,
+        slots((shape.stages, _ROWS, _DEPTH)),
+        slots((shape.stages, *piece)),
+        slots((2, shape.staging, _SIDE, _SIDE)),
+        # the copies that fill a slot, and the warpgroups that have read it
+        plgpu.Barrier(num_arrivals=2 if contract else 4, num_barriers=shape.stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
+        collective_axes="warpgroup",
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The slots that pieces pass through, in the order of steps; and their barriers.
+
+    A slot has a piece of dy, (128, 64), and one of w: (256, 64), or two of (64, 128) where w is
+    (k, n). z's and up's pieces lie where those of w do, two in a slot, each half as large.
+    """
+
+    xs: Any
+    ws: Any
+    filled: Any
+    free: Any
+    stages: int
+    contract: int
+
+    def at(self, step):
+        """The slot of a step."""
+        return lax.rem(step, self.stages)
+
+    def claimed(self, step):
+        """The slot of a step, once what was in it has been read."""
+        slot = self.at(step)
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        return slot
+
+    def factor(self, slot, half):
+        """Half of w's piece, as it is multiplied: (64, 128)."""
+        if not self.contract:
+            return self.ws.at[slot, half]
+        return self.ws.at[slot, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
+
+    def block(self, slot, half, at):
+        """One of the two (64, 64) of a piece of z or up."""
+        if not self.contract:
+            return self.ws.at[slot, half, :, pl.ds(at * _SIDE, _SIDE)]
+        return self.ws.at[slot, pl.ds(half * _HALF + at * _SIDE, _SIDE)]
+
+
+def _fetch(ring, dy, w, tiles, steps, row, column, first):
+    """Copies what a tile needs into the ring."""
+    whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
+
+    def summed(step, _):
+        slot, piece = ring.claimed(first + step), pl.ds(step * _DEPTH, _DEPTH)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
+        if ring.contract:
+            copy(dy.at[whole[0], piece], ring.xs.at[slot])
+            copy(w.at[whole[1], piece], ring.ws.at[slot])
+            return
+        for half in range(2):
+            rows = pl.ds(row + half * _SIDE, _SIDE)
+            copy(dy.at[rows, piece], ring.xs.at[slot, pl.ds(half * _SIDE, _SIDE)])
+            copy(w.at[piece, pl.ds(column + half * _HALF, _HALF)], ring.ws.at[slot, half])
+
+    lax.fori_loop(0, steps, summed, None)
+    for step, pair in enumerate(_pairs(len(tiles))):
+        slot = ring.claimed(first + steps + step)
+        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
+        for half, (which, group, at) in enumerate(pair):
+            if ring.contract:  # all rows, 64 columns
+                columns = pl.ds(column + group * _HALF + at * _SIDE, _SIDE)
+                to = ring.ws.at[slot, pl.ds(half * _HALF, _HALF)]
+                copy(tiles[which].at[whole[0], columns], to)
+                continue
+            columns, few = pl.ds(column + group * _HALF, _HALF), _SIDE // 2
+            for r in range(0, _SIDE, few):  # 64 rows, all columns of the warpgroup
+                piece = tiles[which].at[pl.ds(row + at * _SIDE + r, few), columns]
+                copy(piece, ring.ws.at[slot, half, pl.ds(r, few)])
+
+
+def _multiply(ring, steps, finish, row, column, first):
+    """A warpgroup's half of a tile."""
+    mine = lax.axis_index("warpgroup")
+
+    def with_sums(sums):
+        def add(step, _):
+            slot = ring.at(first + step)
+            plgpu.barrier_wait(ring.filled.at[slot])
+            plgpu.wgmma(sums, ring.xs.at[slot], ring.factor(slot, mine))
+            plgpu.wgmma_wait(1)  # the one before has read its slot
+            before = ring.at(first + step + ring.stages - 1)
+            pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.free.at[before]))
+
+        lax.fori_loop(0, steps, add, None)
+        values = sums[...]
+        plgpu.barrier_arrive(ring.free.at[ring.at(first + steps - 1)])
+        finish(values, row, column + mine * _HALF, first + steps, mine)
+
+    pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((_ROWS, _HALF), jnp.float32))
+
+
+def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, first, mine):
+    """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
+    turns = itertools.cycle(range(room))
+    for at in range(2):
+        slots = [ring.at(first + at * inputs + i) for i in range(inputs)]
+        for slot in slots:
+            plgpu.barrier_wait(ring.filled.at[slot])
+        halves = (0, 1) if inputs == 2 else (mine,)
+        for other in range(2):
+            # As in `_pairs`: two operands have a slot for each warpgroup, one has one for both.
+            own = ring.at(first + at * inputs + (mine if inputs == 2 else 0))
+            r, c = (_SIDE * i for i in ((other, at) if ring.contract else (at, other)))
+            operands = [_load(ring.block(own, half, other)) for half in halves]
+            dh = sums[r : r + _SIDE, c : c + _SIDE]
+            results = epilogue(dh, *[o.astype(jnp.float32) for o in operands])
+            results = [v.astype(refs[0].dtype) for v in results]
+            where = pl.ds(row + r, _SIDE), pl.ds(column + c, _SIDE)
+            _store([ref.at[where] for ref in refs], results, staging, turns, room)
+        for slot in slots:
+            plgpu.barrier_arrive(ring.free.at[slot])
+
+
+def _store(to, values, staging, turns, room):
+    """Starts to write `values`, as many together as half of the staging has room for."""
+    some = max(1, room // 2)
+    for at in range(0, len(to), some):
+        group = list(zip(to[at : at + some], values[at : at + some], turns))
+        plgpu.wait_smem_to_gmem(room - len(group), wait_read_only=True)
+        for _, value, slot in group:
+            staging[slot] = value
+        plgpu.commit_smem()
+        for ref, _, slot in group:
+            plgpu.copy_smem_to_gmem(staging.at[slot], ref)
+
+
+def _pairs(inputs):
+    """What the slots after the products hold: two (operand, warpgroup, half of its half) in each.
+
+    In the order in which they are needed. A warpgroup's half of a tile is taken in two: its columns
+    are, or where w is (k, n) its rows.
+    """
+    every = [
+        (operand, group, at) for at in range(2) for group in range(2) for operand in range(inputs)
+    ]
+    return list(zip(every[::2], every[1::2], strict=True))
+
+
+def _load(ref):
+    """A piece, in the registers that hold the sums it goes with."""
+    return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)

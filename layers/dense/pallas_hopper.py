@@ -1,0 +1,240 @@
+"""The matrix product on Hopper: bulk copies into shared memory, wgmma, and the epilogue on sums
+that never left the registers.
+
+One block a multiprocessor takes tiles of the result in turn. Of its three warpgroups one fetches
+the next pieces of x and w while two multiply, each its half of the tile; when a tile's sums are
+complete those two apply bias and activation to them, piece by piece, and store through shared
+memory, while the third fetches for the next tile. Pallas's Mosaic GPU backend schedules the copies.
+Copies from beyond an operand's end read zeros, those to beyond it write nothing: tiles need not
+fit. But operands must be whole pieces as shared memory has them, of 8 x 64: others are padded.
+"""
+
+import dataclasses
+import functools
+import inspect
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ...native.pallas.tiles import cdiv, result_type
+
+_SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
+_WARPGROUPS = 2
+# JAX 0.10 asks for an index, which later versions deprecate
+_PARAMETERS = inspect.signature(plgpu.load).parameters
+EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.Parameter.empty)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """How the product is cut.
+
+    Attributes:
+      rows, columns: of the tile of one warpgroup.
+      split: which of them the two warpgroups of a block share out: "rows" or "columns".
+      depth: of the pieces of x and w that are fetched at once.
+      stages: how many of those are in flight or in use.
+      width: tiles one beside the other before the next step across: they share w in the cache.
+      minor: the dimension in which those are neighbours; with "columns" they share x.
+      cluster: "rows" or "columns" where two blocks, neighbours in that dimension, fetch what they
+        share once; "" for none.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    split: str = "columns"
+    depth: int = 64
+    stages: int = 4
+    width: int = 16
+    minor: str = "rows"
+    cluster: str = ""
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The tile of a block."""
+        two = {"rows": (_WARPGROUPS, 1), "columns": (1, _WARPGROUPS)}[self.split]
+        return self.rows * two[0], self.columns * two[1]
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The blocks of a cluster."""
+        return {"": (1, 1), "rows": (2, 1), "columns": (1, 2)}[self.cluster]
+
+
+_LARGE = Shape()
+_MIDDLE = Shape(rows=64, split="rows", stages=6)
+_SMALL = Shape(rows=64, columns=64, stages=8)
+_NARROW = Shape(rows=64, columns=64, split="rows", stages=8)  # no copy is wider than the operand
+
+
+def shape_for(m: int, n: int, cores: int) -> Shape:
+    """The shape that should take the least time: see benchmarks/results for the measurements.
+
+    The multiprocessors that take most tiles decide. A tile's time is that of its products and of
+    fetching what it multiplies.
+    """
+    if n <= _SIDE:
+        return _NARROW
+
+    def time(shape):
+        (rows, columns), side = shape.block, 64
+        tiles = cdiv(cdiv(m, rows) * cdiv(n, columns), cores)
+        return tiles * (rows * columns + side * (rows + columns))
+
+    return min((_LARGE, _MIDDLE, _SMALL), key=time)
+
+
+def run(target, x, w, bias, *, epilogue, precision, compute, keep, shape=None):
+    """See `pallas.serve`; `shape` overrides the schedule."""
+    del precision, compute  # 16-bit operands are multiplied exactly, and summed in float32
+    m, n = x.shape[0], w.shape[1]
+    shape = shape or shape_for(m, n, target.cores)
+    rows = 8 if m >= shape.block[0] else shape.block[0]
+    x, w = _padded(x, (rows, 64)), _padded(w, (64, 64))
+    steps = [cdiv(size, b * c) for size, b, c in zip((m, n), shape.block, shape.blocks)]
+    across = steps[1] * shape.block[1] * shape.blocks[1]
+    bias = [jnp.pad(b, (0, across - n)) for b in bias]  # it is read directly: no reads past its end
+    cluster = shape.blocks[0] * shape.blocks[1]
+    results = plgpu.kernel(
+        functools.partial(_kernel, shape=shape, steps=steps, epilogue=epilogue, biases=len(bias)),
+        out_type=[result_type((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
+        grid=(target.cores // cluster,),
+        grid_names=("blocks",),
+        cluster=(cluster,),
+        cluster_names=("cluster",),
+        num_threads=_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=x.dtype == jnp.bfloat16,  # tanh to 2^-11: a quarter of a rounding of 1
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+    )(x, w, *bias)
+    return [r[:m, :n] for r in results]
+
+
+def _padded(array, multiples):
+    """Zeros after `array`, up to multiples."""
+    padding = [(0, -size % multiple) for size, multiple in zip(array.shape, multiples)]
+    return jnp.pad(array, padding) if any(after for _, after in padding) else array
+
+
+def _transforms(columns, dtype):
+    """The layout of a piece in shared memory that wgmma and bulk copies agree on."""
+    swizzle = plgpu.find_swizzle(columns * dtype.itemsize * 8)
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+
+
+def _kernel(x, w, *refs, shape, steps, epilogue, biases):
+    bias, outs = refs[:biases], refs[biases:]
+    (block_m, block_n), (down, across) = shape.block, shape.blocks
+    pieces = cdiv(x.shape[1], shape.depth)
+    spec = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=1)
+    shared = lambda dimension: ("cluster",) if shape.cluster == dimension else ()
+
+    def pipeline(body, context):
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(pieces,),
+            memory_registers=40,
+            in_specs=[
+                spec(
+                    (block_m, shape.depth),
+                    lambda i: (0, i),
+                    transforms=_transforms(shape.depth, x.dtype),
+                    collective_axes=shared("columns"),
+                ),
+                spec(
+                    (shape.depth, block_n),
+                    lambda i: (i, 0),
+                    transforms=_transforms(shape.depth, x.dtype),
+                    collective_axes=shared("rows"),
+                ),
+            ],
+            wg_axis="warpgroup",
+            num_compute_wgs=_WARPGROUPS,
+            max_concurrent_steps=shape.stages,
+            compute_context=context,
+        )
+
+    nothing = lambda *_, **__: None
+
+    def scope(buffers, staging):
+        mine = lax.axis_index("warpgroup")
+        own_m = pl.ds(mine * shape.rows, shape.rows) if shape.split == "rows" else slice(None)
+        own_n = pl.ds(mine * shape.columns, shape.columns)
+        own_n = own_n if shape.split == "columns" else slice(None)
+
+        @plgpu.nd_loop((steps[0] * steps[1],), collective_axes="blocks")
+        def _(loop):
+            minor = 1 if shape.minor == "columns" else 0
+            i, j = plgpu.planar_snake(loop.index[0], tuple(steps), minor, shape.width)
+            member = lax.axis_index("cluster")
+            i, j = (i * 2 + member if down == 2 else i), (j * 2 + member if across == 2 else j)
+            rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
+
+            def multiply(_, x_piece, w_piece, sums):
+                plgpu.wgmma(sums, x_piece.at[own_m], w_piece.at[:, own_n])
+                plgpu.wgmma_wait(1)
+                return sums
+
+            def tile(evaluate):
+                def with_sums(sums):
+                    own = [  # loaded while the first pieces are fetched
+                        {
+                            at: _bias(ref.at[columns].at[own_n].at[pl.ds(at, _SIDE)])
+                            for at in range(0, shape.columns, _SIDE)
+                        }
+                        for ref in bias
+                    ]
+                    evaluate(sums)
+                    _finish(
+                        sums[...],
+                        own,
+                        [ref.at[rows, columns].at[own_m, own_n] for ref in outs],
+                        staging.at[mine],
+                        epilogue,
+                    )
+
+                pl.run_scoped(
+                    with_sums, plgpu.WGMMAAccumulatorRef((shape.rows, shape.columns), jnp.float32)
+                )
+
+            pipeline(multiply, tile)(x.at[rows, :], w.at[:, columns], allocations=buffers)
+
+    pl.run_scoped(
+        scope,
+        buffers=pipeline(nothing, nothing).get_allocations(x, w),
+        staging=plgpu.SMEM(
+            (_WARPGROUPS, 2, _SIDE, _SIDE), x.dtype, transforms=_transforms(_SIDE, x.dtype)
+        ),
+        collective_axes="warpgroup",
+    )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _finish(sums, bias, outs, staging, epilogue):
+    """Applies the epilogue to a tile's sums piece by piece, and stores each."""
+    m, n = sums.shape
+    slot = 0
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
+    for column in range(0, n, _SIDE):
+        some = slice(column, column + _SIDE)
+        for row in range(0, m, _SIDE):
+            b = [lax.broadcast_in_dim(of[column], (_SIDE, _SIDE), (1,)) for of in bias]
+            for ref, value in zip(outs, epilogue(sums[row : row + _SIDE, some], *b)):
+                value = value.astype(ref.dtype)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other slot may be in flight
+                staging[slot] = value
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    staging.at[slot], ref.at[pl.ds(row, _SIDE), pl.ds(column, _SIDE)]
+                )
+                slot = 1 - slot
+
+
+def _bias(ref):
+    """A piece of the bias, in the registers that hold the sums it is for."""
+    return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

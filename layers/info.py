@@ -1,0 +1,326 @@
+"""What `normfuse info` prints and what `normfuse cache` does; nothing here needs a GPU."""
+
+import argparse
+import functools
+import importlib.metadata
+import itertools
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..native import cache, compiler, host_compiler, implementation, registry
+from ..native.dtypes import FLOATING
+from ..native.implementation import Order, Unsupported
+from ..native.kernel import Kernel
+from ..native.launch import PORTABLE, Target, attached_target, compute_capability, named_target
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand types
+
+
+def info() -> str:
+    """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op."""
+    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache(), ""]
+    lines += ["implementations per op, default first:"]
+    lines += _support_table()
+    seen = implementation.fallbacks()
+    lines += ["", "served by plain HLO in this process:"] if seen else []
+    return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
+
+
+def kernels() -> dict[str, dict[str, Example]]:
+    """Returns a small example of every kernel, by operation and kernel."""
+    import jax
+    import jax.numpy as jnp
+
+    from .dense import epilogue, one_kernel
+    from .rms_norm import op as rms_norm
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    found: dict[str, dict[str, Example]] = {"rms_norm": {}, "dense": {}, "activation": {}}
+    found["dense"]["dense"] = (one_kernel.kernel, one_kernel.Dense(), [x, x])
+    for example in rms_norm.examples(128, "bfloat16", "float32", "bfloat16", rows=8):
+        found["rms_norm"].setdefault(example[0].name, example)
+    for example in epilogue.examples(128, "bfloat16", rows=8):
+        if example[1].has_up and example[1].function.name == "silu":
+            found["activation"].setdefault(example[0].name, example)
+    return found
+
+
+def support(
+    platforms: Iterable[str] = PLATFORMS, name: implementation.Name = "native"
+) -> dict[tuple[str, str, str], str | None]:
+    """Returns (op, kernel, platform) -> None where implementation `name` serves, else why not.
+
+    Each kernel is lowered for each platform with small bfloat16 arrays, as a program's would be.
+    """
+    import jax
+
+    order = Order((name,), strict=True)
+    found: dict[tuple[str, str, str], str | None] = {}
+    for op, examples in kernels().items():
+        for kernel, spec, structs in examples.values():
+            fn = functools.partial(kernel, spec, order=order)
+            traced = jax.jit(fn).trace(*structs)
+            for where in platforms:
+                try:
+                    traced.lower(lowering_platforms=(where,))
+                    found[op, kernel.name, where] = None
+                except NotImplementedError as error:
+                    found[op, kernel.name, where] = _reason(error)
+    return found
+
+
+def warm(
+    features: Sequence[int],
+    archs: Sequence[str],
+    *,
+    dtypes: Sequence[str] = ("bfloat16",),
+    scales: Sequence[str] = ("float32",),
+    outs: Sequence[str] | None = None,
+    scale_offset: float = 0.0,
+    activations: Sequence[str] | None = None,
+) -> int:
+    """Compiles every kernel for these widths and types into the cache; returns how many.
+
+    Afterwards no op of the library compiles one for such arrays, whatever the number of rows: the
+    kernels and their operands are those that the ops' own files list.
+
+    Args:
+      features: lengths of the rows.
+      archs: as `NORMFUSE_CUDA_ARCH` names them.
+      dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
+      scale_offset: whether it is zero matters, its value does not.
+      activations: of dense layers, by name; None for all.
+
+    Raises:
+      CompilerMissing: if NVRTC or CUDA's headers are not installed.
+      Refused: if the cache folder cannot be used.
+      ValueError: for an unknown architecture or activation.
+    """
+    import jax
+
+    from .dense.epilogue import resolve
+
+    for name in activations or ():
+        resolve(name, "cache warm")
+    cache.check(cache.directory())
+    before = compiler.compilations()
+    for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
+        target = named_target(arch)
+        for out in outs or (x,):
+            with jax.enable_x64("float64" in (x, scale, out)):
+                examples = _examples(target, n, x, scale, out, scale_offset, activations)
+                for kernel, spec, structs in examples:
+                    jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
+    return compiler.compilations() - before
+
+
+def _examples(
+    target: Target,
+    n: int,
+    x: str,
+    scale: str,
+    out: str,
+    scale_offset: float,
+    activations: Sequence[str] | None,
+) -> Iterator[Example]:
+    """Yields every CUDA kernel for rows of n, in each of the layouts it has."""
+    from .dense import epilogue
+    from .rms_norm import cuda
+    from .rms_norm import op as rms_norm
+
+    for rows in cuda.row_counts(n, target, x, scale, out):
+        yield from rms_norm.examples(n, x, scale, out, rows=rows, scale_offset=scale_offset)
+    for rows in epilogue.ROW_COUNTS:
+        yield from epilogue.examples(n, x, rows=rows, activations=activations)
+
+
+def _support_table() -> list[str]:
+    """A line for each platform and op, and one for each reason why something does not serve."""
+    found = {name: support(name=name) for name in ("native", "pallas")}
+    lines: list[str] = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for where, (op, examples) in itertools.product(PLATFORMS, kernels().items()):
+        serves = []
+        for name, kernel_support in found.items():
+            missing = {k: kernel_support[op, k, where] for k in examples}
+            missing = {k: why for k, why in missing.items() if why}
+            for why in dict.fromkeys(missing.values()):
+                those = [k.removeprefix(f"{op}_") for k, other in missing.items() if other == why]
+                what = op if len(those) in (1, len(examples)) else ", ".join(those)
+                reasons.setdefault((name, why), []).append(f"{where} {what}")
+            if not missing:
+                serves.append(name)
+        lines.append(f"  {where:5} {op:10} {', '.join(_in_order(serves, where, op))}")
+    return lines + [
+        f"  not {name}: {'; '.join(those)} ({why})" for (name, why), those in reasons.items()
+    ]
+
+
+def _in_order(serves: list[str], where: str, op: str) -> list[str]:
+    """First what serves unasked: a product is XLA's, and Pallas is not interpreted unasked."""
+    if where == "cpu":
+        asked = ["pallas (interpreted)"] * ("pallas" in serves)
+        return [*[name for name in serves if name == "native"], "xla", *asked]
+    return ["xla", *serves] if op == "dense" else [*serves, "xla"]
+
+
+def cache_command(arguments: argparse.Namespace) -> str:
+    """Does `normfuse cache show`, `clear` or `warm`; returns what to print."""
+    if arguments.action == "clear":
+        return f"removed {cache.clear()} files from {cache.directory()}"
+    if arguments.action == "warm":
+        archs = arguments.arch or [_attached_arch()]
+        began = time.perf_counter()
+        count = warm(
+            arguments.features,
+            archs,
+            dtypes=arguments.dtype,
+            scales=arguments.scale,
+            outs=arguments.out,
+            scale_offset=float(arguments.offset),
+            activations=arguments.activation,
+        )
+        seconds = time.perf_counter() - began
+        return f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n{show()}"
+    return show()
+
+
+def show() -> str:
+    """The cache folder, its size, and every kernel in it."""
+    lines = _cache()
+    for entry in cache.entries():
+        features = entry.macros.get("FEATURES", "-")
+        types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
+        kernel = entry.macros.get("KERNEL", entry.source.removesuffix(".cu"))
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        lines.append(
+            f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
+            f"{entry.bytes / 1024:6.1f} KiB  {_compiler(entry.compiler)}  used {used}"
+        )
+    return "\n".join(lines)
+
+
+def _compiler(version: str) -> str:
+    """NVRTC's version is a number alone; the system's compiler says its name."""
+    return f"NVRTC {version}" if version[0].isdigit() else version
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `normfuse info` and `normfuse cache`."""
+    top = argparse.ArgumentParser(prog="normfuse", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, devices, cache, and what would run here")
+    about = commands.add_parser("cache", help="the cache of compiled CUDA kernels")
+    actions = about.add_subparsers(dest="action")
+    actions.add_parser("show", help="list what is in it (the default)")
+    actions.add_parser("clear", help="remove everything in it")
+    into = actions.add_parser("warm", help="compile kernels into it; needs no GPU")
+    into.add_argument("features", nargs="+", type=_positive, help="lengths of the rows: 4096 8192")
+    into.add_argument(
+        "--arch", nargs="+", help="sm_90, 9.0, compute_80 …; the GPU here if left out"
+    )
+    for name, default in (("dtype", ["bfloat16"]), ("scale", ["float32"]), ("out", None)):
+        what = {"dtype": "x", "scale": "scale", "out": "y (that of x if left out)"}[name]
+        into.add_argument(
+            f"--{name}", nargs="+", choices=FLOATING, default=default, help=f"of {what}"
+        )
+    into.add_argument(
+        "--activation", nargs="+", help="of dense layers: silu gelu …; all if left out"
+    )
+    into.add_argument("--offset", action="store_true", help="kernels with a scale_offset")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """`normfuse info …` and `normfuse cache …`; exits with 1 if the cache cannot be used."""
+    arguments = parser().parse_args(argv)
+    try:
+        print(info() if arguments.command == "info" else cache_command(arguments))
+    except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
+        print(f"normfuse {arguments.command}: {error}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _environment() -> list[str]:
+    import jax
+
+    compiled, installed = registry._ext.ffi_api_version, registry.installed_version()
+    lines = [
+        f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {_version('jaxlib')}",
+        f"XLA FFI: compiled for {_dotted(compiled)}, jaxlib has {_dotted(installed)}",
+    ]
+    kinds: dict[str, int] = {}
+    for one in jax.local_devices():
+        capability = compute_capability(one)
+        kind = one.device_kind + (f" (compute capability {capability / 10})" if capability else "")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return [*lines, "devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())]
+
+
+def _cuda() -> list[str]:
+    try:
+        arch = _attached_arch()
+    except (Unsupported, ValueError) as error:
+        arch = f"none: {error}"
+    try:
+        found = f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
+    except compiler.CompilerMissing as error:
+        found = f"missing: {error}"
+    try:
+        version = f"{host_compiler.find()[1]}, for {host_compiler.host()}"
+    except compiler.CompilerMissing as error:
+        version = f"missing: {error}"
+    lines = [f"CUDA kernels are compiled for: {arch}", f"NVRTC: {found}"]
+    return [*lines, f"C++ compiler, for element-wise ops on the CPU: {version}"]
+
+
+def _attached_arch() -> str:
+    import jax
+
+    for one in jax.local_devices():
+        capability = compute_capability(one)
+        if capability is not None:
+            return attached_target(one, capability).arch
+    return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE).arch
+
+
+def _cache() -> list[str]:
+    folder = cache.directory()
+    entries = cache.entries()
+    size = sum(entry.bytes for entry in entries) / 2**20
+    lines = [f"kernel cache: {folder}, {len(entries)} kernels, {size:.1f} MiB"]
+    if folder.exists():
+        try:
+            cache.check(folder)
+        except cache.Refused as error:
+            lines.append(f"  not used: {error}")
+    return lines
+
+
+def _reason(error: NotImplementedError) -> str:
+    """What a strict refusal says of its cause."""
+    text = str(error).split("cannot serve here: ", 1)[-1].split(". Use implementation", 1)[0]
+    return text.split(", ", 1)[-1] if text.startswith("on ") else text
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a row has 1 element or more, got {value}")
+    return value

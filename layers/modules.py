@@ -1,0 +1,81 @@
+"""Parts that the modules of all three frameworks share."""
+
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..native.implementation import Implementation, choose, report, requested
+from .dense.epilogue import Activation, finish, resolve
+
+
+def check_eps(layer: str, argument: str, eps: Any) -> None:
+    """Refuses what makes every output NaN.
+
+    Raises:
+      ValueError: if `eps` is a number and not finite or negative.
+    """
+    if isinstance(eps, numbers.Real) and not 0 <= float(eps) < math.inf:
+        raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
+
+
+def check_options(implementation: Implementation, activation: Activation = None) -> Implementation:
+    """`implementation`, hashable as a static attribute must be.
+
+    Raises:
+      ValueError: for a name that is not known.
+      TypeError: for an activation with parameters of its own.
+    """
+    requested(implementation)
+    function: Any = resolve(activation)
+    if isinstance(function, functools.partial):
+        function = function.func, function.args, function.keywords
+    if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(function)):
+        raise TypeError(
+            f"activation must hold no arrays, got {type(activation).__name__}; call it on the "
+            "layer's output instead"
+        )
+    return implementation if isinstance(implementation, str | None) else tuple(implementation)
+
+
+def replaced(layer: Any, expected: type) -> str:
+    """Returns how a part of a fused module differs from what the module made, or ""."""
+    if type(layer) is not expected:
+        return f"a {type(layer).__name__} in place of its {expected.__name__}"
+    if getattr(layer, "activation", None) is not None:
+        return f"an activation of its {expected.__name__}'s own"
+    return ""
+
+
+def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
+    """Applies a NormDense as its norm, its linear layer and its activation, one after the other.
+
+    Raises: what `by_framework` does.
+    """
+
+    def call():
+        y = layer.linear(layer.norm(x))
+        return finish(y, None, layer.activation, y.dtype)
+
+    return by_framework("NormDense", reason, layer.implementation, call)
+
+
+def by_framework(
+    layer: str, reason: str, implementation: Implementation, call: Callable[[], Any]
+) -> Any:
+    """Calls the framework's own layer, where an option asks for what our ops do not do.
+
+    Raises:
+      NotImplementedError: if `implementation` allows native kernels only.
+    """
+
+    def plain(strict):
+        report(layer, reason, strict=strict)
+        return call()
+
+    return choose(
+        f"{layer} with {reason}", implementation, {"native": plain, "xla": lambda _: call()}
+    )

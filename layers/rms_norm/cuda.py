@@ -1,0 +1,919 @@
+"""RMSNorm's kernels on CUDA: how threads share rows, and launching.
+
+Arrays are viewed as (outer, n, inner). Contiguous rows (inner == 1) move through memory once. Rows
+that no block, or cluster of blocks, can hold take two launches: one for the sums over rows, one for
+the rest.
+
+The fastest layouts are known from measurements (`benchmarks/results`), and written here as a few
+rules on the number of elements a thread holds, so that every row length has a layout, not only the
+measured ones.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...native.dtypes import CUDA_TYPES, compute_dtype
+from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
+from .spec import Norm
+
+# ---------------------------------------------------------------- layouts: threads on rows
+
+WARP = 32
+MAX_THREADS = 1024  # of a block
+MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
+MAX_CLUSTER = 8
+_RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLayout:
+    """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
+
+    `max_stages` is the backward kernel's alone, `thread_rows` the forward's: rows a thread has at
+    once.
+    """
+
+    features: int
+    vector: int
+    chunks: int
+    row_threads: int
+    block_rows: int = 1
+    slices: int = 1
+    min_blocks: int = 1
+    hold: bool = False
+    max_stages: int = 0
+    thread_rows: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads in a block."""
+        return self.row_threads * self.block_rows
+
+    @property
+    def tile(self) -> int:
+        """Columns of a block."""
+        return self.row_threads * self.vector * self.chunks
+
+    def blocks_for(self, rows: int) -> int:
+        """Blocks along the rows that cover `rows` once."""
+        return -(-rows // (self.block_rows * self.thread_rows))
+
+    def persistent_blocks(self, target: Target, *, cluster: bool) -> int:
+        """Blocks along the rows that all run at the same time."""
+        if not cluster or self.slices <= 2:
+            return max(1, target.multiprocessors * self.min_blocks // self.slices)
+        # The blocks of a cluster share a group of multiprocessors (GPC), and a group holds a whole
+        # number of clusters: one more would wait until all others are done.
+        group = 16 if target.capability == 90 else 18
+        return max(1, target.multiprocessors // group * (group * self.min_blocks // self.slices))
+
+    def sum_bytes(self, compute: np.dtype, *, cluster: bool) -> int:
+        """Shared memory of `RowSum`."""
+        cluster_size = self.slices if cluster else 1
+        if self.row_threads <= WARP and cluster_size == 1:
+            return 0
+        slots = cluster_size * -(-self.row_threads // WARP)
+        inboxes = 16 if cluster_size > 1 else 0
+        return inboxes + 2 * self.block_rows * self.thread_rows * slots * compute.itemsize
+
+    def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
+        """Whether shared memory has two rows of every block."""
+        return self._shared(2, read_bytes, compute, cluster) <= self._block_shared(target)
+
+    def pipeline(
+        self, target: Target, read_bytes: int, compute: np.dtype, *, cluster: bool
+    ) -> tuple[int, int]:
+        """Rows on their way to a block of the backward kernel, and its shared memory in bytes.
+
+        Args:
+          read_bytes: what is read for one element.
+        """
+        depth = self.max_stages
+        while depth > 2 and self._shared(depth, read_bytes, compute, cluster) > self._block_shared(
+            target
+        ):
+            depth -= 1
+        return depth, self._shared(depth, read_bytes, compute, cluster)
+
+    def _shared(self, depth, read_bytes, compute, cluster) -> int:
+        """Shared memory of a block with `depth` rows on their way; dscale is there in the end."""
+        sums = round_up(self.sum_bytes(compute, cluster=cluster), 16)
+        rows = sums + depth * self.threads * self.chunks * self.vector * read_bytes
+        dscale = self.block_rows * self.tile * compute.itemsize if self.block_rows > 1 else 0
+        return max(rows, dscale)
+
+    def _block_shared(self, target: Target) -> int:
+        return target.shared_memory // self.min_blocks - _RESERVED_BYTES
+
+    def macros(self, *, cluster: bool) -> dict[str, int]:
+        """The layout as macros; in a `cluster`, the slices of a row add their sums together."""
+        return {
+            "FEATURES": self.features,
+            "VECTOR": self.vector,
+            "CHUNKS": self.chunks,
+            "ROW_THREADS": self.row_threads,
+            "BLOCK_ROWS": self.block_rows,
+            "SLICES": self.slices,
+            "CLUSTER": self.slices if cluster else 1,
+            "MIN_BLOCKS": self.min_blocks,
+        }
+
+
+def vector_size(features: int, itemsize: int) -> int:
+    """Elements that move together: 16 bytes of the widest type, or what divides the row."""
+    return math.gcd(features, 16 // itemsize)
+
+
+class Step(NamedTuple):
+    """A layout for rows of at most `vectors` vectors of 16 bytes."""
+
+    vectors: int
+    chunks: int
+    slices: int = 1
+    fill: int = 0  # as many rows to a block as make so many threads
+    blocks: int = 1  # to a multiprocessor
+    threads: int = 0  # to a multiprocessor, in place of `blocks`
+    hold: bool = False
+    rows: int = 1  # to a thread at once: the forward kernel's alone
+    stages: int = 2  # the backward kernel's alone
+
+    def layout(self, features: int, vector: int) -> RowLayout:
+        """For a row of so many features, `vector` of which move together."""
+        vectors = features // vector
+        row_threads = threads_for(-(-vectors // self.slices), self.chunks)
+        layout = RowLayout(
+            features,
+            vector,
+            self.chunks,
+            row_threads,
+            block_rows=max(1, self.fill // row_threads),
+            slices=-(-vectors // (row_threads * self.chunks)),
+            min_blocks=self.blocks,
+            hold=self.hold,
+            max_stages=self.stages,
+            thread_rows=self.rows,
+        )
+        if self.threads:
+            blocks = max(1, self.threads // layout.threads)
+            layout = dataclasses.replace(layout, min_blocks=blocks)
+        return layout
+
+
+def strided_block(features: int, inner: int) -> tuple[int, int]:
+    """Threads along `inner` and along the row, for rows whose elements are `inner` apart."""
+    width = min(WARP, power_of_two(inner))
+    height = min(256 // width, power_of_two(features))
+    return width, max(height, WARP // width)
+
+
+def strided_blocks(outer: int, features: int, inner: int, target: Target) -> int:
+    """Blocks of a persistent grid over such rows."""
+    width, _ = strided_block(features, inner)
+    return min(outer * -(-inner // width), 8 * target.multiprocessors)
+
+
+def threads_for(vectors: int, chunks: int) -> int:
+    """Threads of a row, each with so many of its vectors: a power of two, or whole warps."""
+    needed = -(-vectors // chunks)
+    return power_of_two(needed) if needed <= WARP else round_up(needed, WARP)
+
+
+def power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# ---------------------------------------------------------------- layouts of the forward
+
+_REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What threads of the forward kernel have in registers."""
+
+    registers: tuple[int, ...]  # what a thread needs for 1, 2, ... vectors of a row, unspilled
+    steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
+    scale: int = 0  # the longest row whose scale is held too, so that it is there when the sum is
+
+
+_PLAIN = _Held((32, 32, 40, 48, 48, 48, 64, 64), ((1056, 3), (1536, 4), (3072, 6), (8192, 8)))
+_RESIDUAL = _Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
+_LONG_RESIDUAL = _Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
+_DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
+
+# Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
+# (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
+# 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor
+# have many registers each, so that the scale is there when a sum is, and two rows share it.
+_FORWARD = (
+    Step(32, chunks=2, rows=2, hold=True, fill=512, blocks=2),
+    Step(128, chunks=1, rows=2, hold=True, fill=128, threads=MOST_THREADS),
+    Step(256, chunks=2, hold=True, threads=MOST_THREADS),
+    Step(320, chunks=3, rows=2, hold=True, threads=512),
+    Step(448, chunks=2, rows=2, hold=True, threads=768),
+    Step(512, chunks=4, hold=True, threads=768),
+    Step(640, chunks=2, rows=2, hold=True, threads=768),
+    Step(896, chunks=4, hold=True, threads=896),
+    Step(1536, chunks=4, rows=2, hold=True, blocks=2),
+    Step(2048, chunks=4, hold=True, blocks=2),
+    Step(2400, chunks=5, blocks=3),
+    Step(3072, chunks=6, rows=2, hold=True),
+    Step(4096, chunks=4, rows=2),
+    Step(8192, chunks=4, rows=4, hold=True, slices=4),
+    Step(16384, chunks=4, rows=4, hold=True, slices=8),
+    Step(32768, chunks=6, slices=8, blocks=2),
+)
+# Where all rows are on their way at once only the way through one counts: three vectors a thread,
+# and the scale is read with them.
+_FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
+
+
+def _held_for(vectors: int, compute: np.dtype, residual: bool) -> _Held:
+    """What threads hold of rows of so many vectors that have no step of their own.
+
+    With a residual three vectors a thread were best, or within 2 % of it, up to 12288 features of
+    bfloat16, and fewer blocks that hold the scale 1 to 2 % faster. Longer rows need more vectors to
+    a thread, because two or three blocks of 512 threads hide what one of 1024 cannot: it loads,
+    adds up and stores by turns.
+    """
+    if compute.itemsize == 8:
+        return _DOUBLE
+    if residual:
+        return _RESIDUAL if vectors <= _RESIDUAL.scale else _LONG_RESIDUAL
+    return _PLAIN
+
+
+def forward_layout(
+    features: int,
+    itemsize: int,
+    target: Target,
+    *,
+    rows: int,
+    compute: np.dtype,
+    residual: bool,
+    whole_rows: bool,
+) -> RowLayout | None:
+    """A layout whose threads hold a few vectors of a row, so that many blocks fit at a time.
+
+    Args:
+      itemsize: bytes of the widest element that moves.
+      compute: the compute type.
+      whole_rows: a row's blocks must form one cluster; otherwise each may work alone.
+    Returns: None if a row is longer than a block, or a cluster, can hold.
+    """
+    vector = vector_size(features, itemsize)
+    vectors = features // vector
+    held = _held_for(vectors, compute, residual)
+    if held is _PLAIN:
+        layout = _plain_layout(features, vector, target, rows, whole_rows)
+        if layout is not None:
+            return layout
+    if vectors <= 2 * WARP:  # a warp or less has the row, and needs no barrier
+        row_threads = min(WARP, power_of_two(-(-vectors // 2)))
+        chunks = -(-vectors // row_threads)
+        layout = RowLayout(features, vector, chunks, row_threads, 128 // row_threads)
+        return _fill(layout, held.registers)
+    slices = 1 if whole_rows else -(-vectors // MAX_THREADS)
+    while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
+        if -(-vectors // slices) <= held.steps[-1][0]:
+            return _held_layout(features, vector, slices, held)
+        slices *= 2
+    return None
+
+
+def _plain_layout(
+    features: int, vector: int, target: Target, rows: int, whole_rows: bool
+) -> RowLayout | None:
+    """A measured layout of the forward kernel, if there is one for so many rows."""
+    vectors = features // vector
+    least = None  # blocks that fill the device once
+    if 2 * WARP < vectors <= _FORWARD_FEW_ROWS.vectors:
+        layout = _FORWARD_FEW_ROWS.layout(features, vector)
+        if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
+            return layout
+        least = 0
+    for step in _FORWARD:
+        if vectors <= step.vectors:
+            layout = step.layout(features, vector)
+            if layout.slices > 1 and not (target.clusters and whole_rows):
+                return None
+            if least is None:
+                least = target.multiprocessors * layout.min_blocks // layout.slices
+            return layout if layout.blocks_for(rows) >= least else None
+    return None
+
+
+def _held_layout(features: int, vector: int, slices: int, held: _Held) -> RowLayout:
+    """The layout of `held.steps` for a row in so many parts."""
+    vectors = features // vector
+    part = -(-vectors // slices)
+    chunks = next(chunks for most, chunks in held.steps if part <= most)
+    fill, hold = (128 if slices == 1 else 0), vectors <= held.scale
+    step = Step(vectors, chunks, slices, fill, hold=hold, stages=0)
+    return _fill(step.layout(features, vector), held.registers)
+
+
+def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
+    """As many blocks to a multiprocessor as its registers allow."""
+    needed, blocks = registers[layout.chunks - 1], MOST_THREADS // layout.threads
+    while blocks > 1 and _registers(layout.threads, blocks) < needed:
+        blocks -= 1
+    return dataclasses.replace(layout, min_blocks=blocks)
+
+
+def _registers(threads: int, blocks: int) -> int:
+    """What each thread may use for `blocks` blocks to run on a multiprocessor."""
+    return _REGISTERS // (blocks * round_up(threads, 4 * WARP)) // 8 * 8
+
+
+# ---------------------------------------------------------------- layouts of the backward
+
+# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
+# of it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
+# and 32768 features of bfloat16. What they have in common: a multiprocessor has few threads (256 to
+# 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
+# more take two blocks, of 288 to 352 threads each.
+_BACKWARD = (
+    Step(192, chunks=1, fill=128, blocks=6, hold=True),
+    Step(512, chunks=2, fill=512, hold=True, stages=3),
+    Step(640, chunks=6, blocks=2, hold=True),
+    Step(896, chunks=2, slices=2, blocks=2, stages=3),
+    Step(1024, chunks=1, hold=True),
+    Step(1536, chunks=2),
+    Step(2112, chunks=3, slices=2, stages=3),
+    Step(2816, chunks=4, slices=2, stages=3),
+    Step(3520, chunks=5, slices=2, stages=3),
+    Step(4224, chunks=6, slices=2, hold=True),
+    Step(8192, chunks=2, slices=8, blocks=2, stages=3),
+)
+# With an H100's memory, of 3.0 TB/s in place of 4.2, those reach .91 to .94 of the copy rate, and
+# others .95 to 1.01 that are slow on an H200: it wants fewer copies on their way at once. Of some
+# 170 timed at each of 256, 1024, 2048, 4096, 5120, 8192 and 32768 features of bfloat16; the other
+# lengths have the steps above.
+_H100 = "NVIDIA H100 80GB HBM3"
+_BACKWARD_H100 = (
+    Step(64, chunks=1, fill=128, blocks=4, hold=True),
+    Step(192, chunks=3, fill=128, blocks=3, stages=3),
+    Step(384, chunks=3, blocks=3, hold=True, stages=3),
+    Step(512, chunks=3, fill=384, stages=3),
+    Step(640, chunks=1, stages=3),
+    Step(896, chunks=2, slices=2, blocks=2, stages=3),
+    Step(1024, chunks=1),
+    Step(1536, chunks=2),
+    Step(2112, chunks=3, slices=2, stages=3),
+    Step(2816, chunks=4, slices=2, stages=3),
+    Step(3520, chunks=5, slices=2, stages=3),
+    Step(4224, chunks=5, slices=2),
+    Step(8192, chunks=2, slices=8, blocks=2, stages=3),
+)
+_BACKWARD_RESIDUAL = (
+    Step(512, chunks=2, fill=512, stages=3),
+    Step(640, chunks=1, stages=3),
+    Step(896, chunks=2, slices=2, blocks=3),
+    Step(1024, chunks=1, hold=True),
+    Step(1536, chunks=3),
+    Step(2112, chunks=3, slices=2),
+    Step(2816, chunks=4, slices=2),
+    Step(3520, chunks=5, slices=2),
+    Step(4224, chunks=6, slices=2),
+    Step(8192, chunks=2, slices=8, blocks=2),
+)
+
+# With x normalised again there are four arrays too, two of them written. At 4096 features 48
+# layouts were timed (benchmarks/dense.py --norm-sweep): those that read a row twice from shared
+# memory reach .94 to .97 of the copy rate, what is best for three arrays .79. No others were.
+_BACKWARD_VALUE = (
+    _BACKWARD[0],
+    Step(512, chunks=1, fill=512, blocks=2),
+    *_BACKWARD_RESIDUAL[1:],
+)
+
+# Where there are no more rows than multiprocessors all are read at once, the longer ones by
+# clusters of blocks of 128 threads: only the way through one row counts.
+_BACKWARD_FEW_ROWS = (
+    Step(256, chunks=1, hold=True, stages=1),
+    Step(512, chunks=1, slices=4, blocks=2),
+    Step(1024, chunks=1, slices=8, blocks=2),
+)
+
+
+def backward_layout(
+    features: int,
+    itemsize: int,
+    target: Target,
+    *,
+    rows: int,
+    read_bytes: int,
+    compute: np.dtype,
+    residual: bool,
+    whole_rows: bool,
+    value: bool = False,
+) -> RowLayout | None:
+    """A layout of a few blocks to a multiprocessor, for a persistent grid.
+
+    A thread has the scale and dscale of its columns in registers, and shared memory has two rows or
+    more of every block.
+
+    Args:
+      read_bytes: what is read for one element.
+      compute: the compute type.
+      residual: whether there is a residual's gradient to be added.
+      value: whether x normalised again is written.
+      The others are those of `forward_layout`.
+    """
+    vector = vector_size(features, itemsize)
+    vectors = features // vector
+    options = {"read_bytes": read_bytes, "compute": compute, "cluster": whole_rows}
+    if vector * itemsize == 16 and whole_rows:
+        plain = _BACKWARD_H100 if target.name == _H100 and itemsize == 2 else _BACKWARD
+        steps = _BACKWARD_RESIDUAL if residual else _BACKWARD_VALUE if value else plain
+        few = rows <= target.multiprocessors and vectors <= _BACKWARD_FEW_ROWS[-1].vectors
+        if few and vectors > 2 * WARP and target.clusters:
+            steps = _BACKWARD_FEW_ROWS
+        for step in steps:
+            if vectors > step.vectors:
+                continue
+            layout = step.layout(features, vector)
+            if (layout.slices == 1 or target.clusters) and layout.fits(target, **options):
+                return layout
+            break
+
+    # Rows that no step is for: what threads can hold, and 1024 threads to a multiprocessor.
+    most = max(1, 128 // compute.itemsize // (2 * vector))
+    slices = 1 if whole_rows else -(-vectors // (512 * most))
+    while slices == 1 or not whole_rows or (target.clusters and slices <= MAX_CLUSTER):
+        part = -(-vectors // slices)
+        chunks = min(most, -(-part // 512))
+        row_threads = threads_for(part, chunks)
+        if row_threads <= MAX_THREADS:
+            block_rows = max(1, 512 // row_threads) if slices == 1 else 1
+            layout = RowLayout(
+                features,
+                vector,
+                chunks,
+                row_threads,
+                block_rows,
+                slices=-(-vectors // (row_threads * chunks)),
+                min_blocks=max(1, MAX_THREADS // round_up(row_threads * block_rows, 4 * WARP)),
+                max_stages=4,
+            )
+            while layout.min_blocks > 1 and not layout.fits(target, **options):
+                layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+            if layout.fits(target, **options):
+                return layout
+        slices *= 2
+    return None
+
+
+# ---------------------------------------------------------------- the backward of few rows
+# The kernel is rms_norm_backward_at_once.cu. Where dy and x stay in the cache they can be read
+# twice, by blocks that make dx and by others that make dscale: a second launch, which adds up what
+# each block has of dscale, costs more.
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLaunch:
+    """How the two kinds of blocks share threads.
+
+    Attributes:
+      rows: the blocks that make dx. The others have as many threads.
+      lanes: threads side by side along a row, in the blocks that make dscale.
+    """
+
+    rows: RowLayout
+    lanes: int
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks that make dscale."""
+        return -(-self.rows.features // (self.lanes * self.rows.vector))
+
+    def blocks_for(self, rows: int) -> int:
+        """Blocks of both kinds."""
+        return self.column_blocks + self.rows.blocks_for(rows)
+
+    def shared(self, compute: np.dtype) -> int:
+        """Bytes of shared memory: the sums along a row, or those over rows of each warp."""
+        tile = self.rows.threads // WARP * self.lanes * self.rows.vector * compute.itemsize
+        return max(tile, self.rows.sum_bytes(compute, cluster=False))
+
+    def macros(self) -> dict[str, int]:
+        """For the kernel."""
+        sizes = {"LANES": self.lanes, "COLUMN_BLOCKS": self.column_blocks}
+        return self.rows.macros(cluster=False) | sizes
+
+
+_CACHED_BYTES = 16 << 20  # of dy and x: beyond, one reading and a second launch are faster
+
+
+def one_launch_layout(
+    features: int, itemsize: int, target: Target, *, rows: int, read_bytes: int, residual: bool
+) -> OneLaunch | None:
+    """A layout for so many rows; None where another kernel is faster, or rows are too long.
+
+    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the
+    best of some 50, but for 17 % at 1024 features and as many rows or more.
+
+    Args:
+      itemsize: bytes of the widest element that moves.
+      read_bytes: of the elements of dy and x that are read for one of dx.
+      residual: whether there is a residual's gradient to be added.
+    """
+    vector = vector_size(features, itemsize)
+    vectors = features // vector
+    if rows * features * read_bytes > _CACHED_BYTES or vectors > 2 * MAX_THREADS:
+        return None
+    few = rows <= target.multiprocessors  # only the way through one row counts
+    chunks = 4 if vectors >= 1024 or (few and vectors >= 512) else 2
+    threads = threads_for(vectors, chunks)
+    fill = 128 if few else 512 if vectors <= 256 and rows > 2 * target.multiprocessors else 256
+    block_rows = max(1, fill // threads)
+    layout = RowLayout(features, vector, chunks, threads, block_rows)
+    if block_rows == 1 and threads <= 256 and not residual:
+        layout = dataclasses.replace(layout, min_blocks=2)
+    lanes = 4  # many blocks, each with many threads over the rows
+    if vectors > 768:
+        lanes = 16 if few or vectors > 1024 else 8 if rows <= 2 * target.multiprocessors else 4
+    return OneLaunch(layout, min(WARP, max(lanes, 64 // (vector * itemsize))))
+
+
+def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int]:
+    """Returns numbers of rows of n, one for each combination of layouts that kernels have.
+
+    `x`, `scale` and `out` are dtypes. Every number up to where all multiprocessors have several
+    blocks is looked at, and beyond it none has another layout.
+    """
+    compute = compute_dtype(x, scale, out)
+    sizes = [jnp.dtype(dtype).itemsize for dtype in (x, out)]
+    read, widest = sum(sizes), max(sizes)
+    found: dict[Any, int] = {}
+    for rows in _row_range(target):
+        layouts: list[Any] = []
+        for residual in (False, True):
+            shared: dict[str, Any] = {"rows": rows, "compute": compute, "residual": residual}
+            layouts.append(forward_layout(n, widest, target, whole_rows=True, **shared))
+            shared["read_bytes"] = read + sizes[0] * residual
+            for value in {False, not residual}:
+                layouts.append(
+                    backward_layout(n, widest, target, whole_rows=True, value=value, **shared)
+                )
+            layouts.append(
+                one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
+            )
+        found.setdefault(tuple(layouts), rows)
+    return list(found.values())
+
+
+def _row_range(target: Target) -> Iterator[int]:
+    yield from range(1, 64 * target.multiprocessors)
+    yield from (1 << power for power in range(14, 25))
+
+
+# ---------------------------------------------------------------- the kernels
+
+_MAX_GRID = 2**31 - 1
+_MAX_PARTIAL_BYTES = 64 << 20
+
+
+def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
+    """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual."""
+    operands = _named(rest, X=x, RESIDUAL=norm.has_residual, SCALE=norm.has_scale)
+    call = _Call(target, "forward", operands, _compute_dtype(operands, norm.out_dtype))
+    call.result("Y", x.shape, norm.out_dtype)
+    if norm.has_residual:
+        call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
+    if norm.with_rstd:
+        call.result("RSTD", call.row_shape, call.compute)
+    done = _forward(call, norm.eps, norm.scale_offset)
+    if done is not None:
+        return done
+
+    h = x
+    if norm.has_residual:
+        h = (x.astype(call.compute) + rest[0].astype(call.compute)).astype(call.results["H"].dtype)
+    (sums,) = row_sums(target, norm, h, compute=call.compute)
+    rstd = jax.lax.rsqrt(sums / x.shape[1] + norm.eps)
+    (y,) = apply(target, norm, h, *rest[norm.has_residual :], rstd)
+    return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
+
+
+def row_sums(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list[jax.Array]:
+    """`x -> Σ x²`, one value a row."""
+    del norm
+    call = _Call(target, "row_sums", {"X": x}, compute or _compute_dtype({"X": x}))
+    call.result("SUMS", call.row_shape, call.compute)
+    return _found(_forward(call))
+
+
+def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
+    """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
+    operands = _named(rest, X=x, SCALE=norm.has_scale, RSTD=True)
+    call = _Call(target, "apply", operands, _compute_dtype(operands, norm.out_dtype))
+    call.result("Y", x.shape, norm.out_dtype)
+    return _found(_forward(call, scale_offset=norm.scale_offset))
+
+
+def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
+    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale])`."""
+    operands = _named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
+    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    if norm.with_dscale:
+        done = _backward_in_one_launch(call, norm.scale_offset)
+        if done is not None:
+            return done
+    done = _backward(call, norm.scale_offset, with_dscale=norm.with_dscale)
+    if done is not None:
+        return done
+
+    (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
+    known = dataclasses.replace(norm, count=float(x.shape[1]))
+    return backward_apply(target, known, dy, x, *rest, dots)
+
+
+def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
+    """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them takes dy's place."""
+    operands = _named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
+    options: dict[str, Any] = {"with_dscale": norm.with_dscale, "with_value": norm.with_value}
+    options["in_place"] = {"DY": "VALUE" if norm.with_value else "DX"}
+    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    done = _backward(call, norm.scale_offset, **options)
+    if done is not None:
+        return done
+
+    (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
+    call = _Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
+    call.result("DX", x.shape, x.dtype)
+    return _found(_backward(call, norm.scale_offset, x.shape[1], **options))
+
+
+def row_dots(
+    target: Target, norm: Norm, dy: Any, x: Any, *scale: Any, compute: Any = None
+) -> list[jax.Array]:
+    """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
+    operands = _named(scale, DY=dy, X=x, SCALE=norm.has_scale)
+    call = _Call(target, "row_dots", operands, compute or _compute_dtype(operands))
+    call.result("DOTS", call.row_shape, call.compute)
+    return _found(_backward(call, norm.scale_offset))
+
+
+def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
+    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
+    operands = _named(
+        rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual, DOTS=True
+    )
+    call = _Call(target, "backward_apply", operands, _compute_dtype(operands))
+    call.result("DX", x.shape, x.dtype)
+    return _found(_backward(call, norm.scale_offset, norm.count, with_dscale=norm.with_dscale))
+
+
+def _found(results: list[jax.Array] | None) -> list[jax.Array]:
+    """The results of a kernel that splits a row over blocks, which takes every length."""
+    assert results is not None
+    return results
+
+
+class _Call:
+    """One launch: operands and results by their names in the kernel, in their order there."""
+
+    def __init__(self, target: Target, kernel: str, operands: dict[str, Any], compute: jnp.dtype):
+        self.target = target
+        self.kernel = kernel
+        self.compute = compute
+        self.operands = {
+            name: array.astype(compute) if name in ("RSTD", "DOTS") else array
+            for name, array in operands.items()
+        }
+        self.results: dict[str, jax.ShapeDtypeStruct] = {}
+        self.in_place: dict[str, str] = {}  # operand -> result that takes its place
+        self.outer, self.features, self.inner = operands["X"].shape
+        self.row_shape = (self.outer, self.inner)
+        self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
+
+    def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
+        self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+    def more_gradients(self, blocks: tuple[int, int], with_dscale: bool, with_value: bool) -> None:
+        """The backward kernel's results after dx: dscale of each block, and x normalised again."""
+        if with_dscale:
+            self.result("PARTIAL", blocks, self.compute)
+        if with_value:
+            self.result("VALUE", self.operands["X"].shape, self.operands["DY"].dtype)
+
+    def empty(self) -> list[jax.Array]:
+        return [jnp.zeros(r.shape, r.dtype) for r in self.results.values()]
+
+    def moving_bytes(self) -> list[int]:
+        """The item sizes of what is as large as x."""
+        large = self.operands["X"].shape
+        arrays = [*self.operands.values(), *self.results.values()]
+        return [a.dtype.itemsize for a in arrays if a.shape == large]
+
+    def flags(self, scale_offset: float) -> dict[str, bool]:
+        """The macros that say which operands there are."""
+        given = self.operands
+        return {
+            "HAS_RESIDUAL": "RESIDUAL" in given or "DH" in given,
+            "HAS_SCALE": "SCALE" in given,
+            "HAS_OFFSET": scale_offset != 0,
+        }
+
+    def rows(self, source: str, macros, scalars, layout: RowLayout, grid: int, shared: int):
+        """Launches a kernel for contiguous rows."""
+        results = dict(self.results)
+        sums = [name for name in ("SUMS", "DOTS") if name in results]
+        for name in sums:  # one for each slice of a row
+            results[name] = jax.ShapeDtypeStruct((self.outer, layout.slices), self.compute)
+        done = self._launch(
+            source,
+            macros | layout.macros(cluster=self.whole_rows),
+            results,
+            grid=(grid, layout.slices),
+            block=layout.threads,
+            cluster=(1, layout.slices if self.whole_rows else 1),
+            shared=shared,
+            ints=(self.outer,),
+            **scalars,
+        )
+        return [jnp.sum(done[0], axis=1, keepdims=True)] if sums and layout.slices > 1 else done
+
+    def strided(self, source: str, macros, scalars, grid: int):
+        """Launches a kernel for rows whose elements are `inner` apart."""
+        width, height = strided_block(self.features, self.inner)
+        return self._launch(
+            source,
+            macros | {"FEATURES": self.features, "BLOCK_X": width, "BLOCK_Y": height},
+            self.results,
+            grid=min(grid, self.outer * -(-self.inner // width)),
+            block=width * height,
+            shared=width * height * self.compute.itemsize,
+            ints=(self.outer, self.inner),
+            **scalars,
+        )
+
+    def whole(self, source: str, macros, scalars, **sizes):
+        """Launches a kernel whose blocks have whole rows, or whole columns."""
+        return self._launch(source, macros, self.results, ints=(self.outer,), **sizes, **scalars)
+
+    def _launch(self, source: str, macros, results, **sizes):
+        types = type_macros(self.operands) | type_macros(results)
+        types |= {
+            "KERNEL": f"rms_norm_{self.kernel}",
+            "COMPUTE_TYPE": CUDA_TYPES[self.compute.name],
+        }
+        return launch(
+            source,
+            types["KERNEL"],
+            list(self.operands.values()),
+            list(results.values()),
+            target=self.target,
+            macros=types | {name: int(value) for name, value in macros.items()},
+            aliases=self._aliases(results),
+            **sizes,
+        )
+
+    def _aliases(self, results) -> dict[int, int]:
+        """`in_place` by position, where the two are as large."""
+        return {
+            list(self.operands).index(operand): list(results).index(result)
+            for operand, result in self.in_place.items()
+            if self.operands[operand].dtype == results[result].dtype
+        }
+
+
+def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
+    """Launches a kernel of rms_norm_forward.cu; None where its rows are too long to be held."""
+    if 0 in call.row_shape:
+        return call.empty()
+    macros = {
+        "STATISTICS": "RSTD" not in call.operands,
+        "NORMALIZE": "Y" in call.results,
+        "WITH_RSTD": "RSTD" in call.results,
+        **call.flags(scale_offset),
+    }
+    scalars = _scalars(call.compute, eps, scale_offset)
+    if call.inner != 1:
+        return call.strided("rms_norm_forward_strided.cu", macros, scalars, _MAX_GRID)
+    layout = forward_layout(
+        call.features,
+        max(call.moving_bytes()),
+        call.target,
+        rows=call.outer,
+        compute=call.compute,
+        residual="RESIDUAL" in call.operands,
+        whole_rows=call.whole_rows,
+    )
+    if layout is None:
+        return None
+    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
+    grid = min(layout.blocks_for(call.outer), _MAX_GRID)
+    shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
+    return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
+
+
+def _backward(
+    call: _Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
+) -> list[jax.Array] | None:
+    """Launches a kernel of rms_norm_backward.cu, and for dscale the sum over its blocks."""
+    n = call.features
+    call.in_place = in_place or {}
+    if 0 in call.row_shape:
+        dscale = [jnp.zeros(n, call.compute)] if with_dscale else []
+        return call.empty() + dscale + ([call.operands["DY"]] if with_value else [])
+    macros = {
+        "DOTS": "DOTS" not in call.operands,
+        "GRADIENT": "DX" in call.results,
+        "WITH_DSCALE": with_dscale,
+        "WITH_VALUE": with_value,
+        **call.flags(scale_offset),
+    }
+    scalars = _scalars(call.compute, scale_offset, n if count is None else count)
+    most = max(1, _MAX_PARTIAL_BYTES // (n * call.compute.itemsize)) if with_dscale else _MAX_GRID
+    if call.inner != 1:
+        grid = min(most, strided_blocks(call.outer, n, call.inner, call.target))
+        call.more_gradients((grid, n), with_dscale, with_value)
+        done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
+    else:
+        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
+        layout = backward_layout(
+            n,
+            max(call.moving_bytes()),
+            call.target,
+            rows=call.outer,
+            read_bytes=sum(read),
+            compute=call.compute,
+            residual="DH" in call.operands,
+            whole_rows=call.whole_rows,
+            value=with_value,
+        )
+        if layout is None:
+            return None
+        grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
+        grid = min(layout.blocks_for(call.outer), grid, most)
+        depth, shared = layout.pipeline(
+            call.target, sum(read), call.compute, cluster=call.whole_rows
+        )
+        macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
+        call.more_gradients((grid, n), with_dscale, with_value)
+        done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)
+    if with_dscale:
+        partial = done[1]
+        done[1] = partial[0] if grid == 1 else column_sum(launch, call.target, partial)
+    return done
+
+
+def _backward_in_one_launch(call: _Call, scale_offset) -> list[jax.Array] | None:
+    """Launches rms_norm_backward_in_one_launch.cu, where rows are few and contiguous."""
+    if call.inner != 1 or 0 in call.row_shape:
+        return None
+    read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
+    layout = one_launch_layout(
+        call.features,
+        max(call.moving_bytes()),
+        call.target,
+        rows=call.outer,
+        read_bytes=read,
+        residual="DH" in call.operands,
+    )
+    if layout is None:
+        return None
+    call.result("DSCALE", (call.features,), call.compute)
+    return call.whole(
+        "rms_norm_backward_in_one_launch.cu",
+        layout.macros() | call.flags(scale_offset),
+        _scalars(call.compute, scale_offset, call.features),
+        grid=layout.blocks_for(call.outer),
+        block=layout.rows.threads,
+        shared=layout.shared(call.compute),
+    )
+
+
+def _named(rest, **present) -> dict[str, Any]:
+    """Names the operands: each is given, or taken from `rest` if True, or absent if False."""
+    left = list(rest)
+    named = {}
+    for name, value in present.items():
+        if value is True:
+            named[name] = left.pop(0)
+        elif value is not False:
+            named[name] = value
+    return named
+
+
+def _compute_dtype(operands: dict[str, Any], *more) -> jnp.dtype:
+    return cuda_compute_dtype([*(a.dtype for a in operands.values()), *map(jnp.dtype, more)])
+
+
+def _scalars(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:
+    return {"doubles" if compute == jnp.float64 else "floats": values}

@@ -1,0 +1,174 @@
+"""Which implementation serves an operation: what `implementation=` means, and what serves instead.
+
+The names are "native" (compiled kernels), "pallas" and "xla" (plain JAX). Which of them can serve
+is known where a program is lowered; a substitution is logged once there, and kept for
+`normfuse info`.
+"""
+
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeVar, get_args
+
+Name = Literal["native", "pallas", "xla"]
+NAMES: tuple[str, ...] = get_args(Name)
+Implementation = str | Sequence[str] | None
+T = TypeVar("T")
+
+_logger = logging.getLogger("normfuse")
+_lock = threading.Lock()
+_plain: dict[tuple[str, str], None] = {}  # (operation, reason): served by plain HLO
+_substituted: dict[tuple[str, str], None] = {}  # served by another kernel
+_TITLES = {"native": "native", "pallas": "Pallas"}
+
+
+class Unsupported(Exception):
+    """A kernel cannot serve here; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Which kernels are to serve, decided where a program is lowered.
+
+    Attributes:
+      names: "native" and "pallas", the first to be tried first; empty for the best there is on
+        the platform.
+      strict: whether plain HLO may not stand in where none of them can serve.
+    """
+
+    names: tuple[str, ...]
+    strict: bool
+
+
+BEST = Order((), strict=False)
+NATIVE = Order(("native",), strict=True)
+
+
+def native_or_best(strict: bool) -> Order:
+    """Returns the order of native kernels alone, or of the best there is."""
+    return NATIVE if strict else BEST
+
+
+def requested(implementation: Implementation, *, argument: str = "implementation") -> list[str]:
+    """Returns the implementations to try, in order; empty for the best that can serve.
+
+    `None` takes `NORMFUSE_IMPLEMENTATION` (names separated by commas) where it is set.
+
+    Raises:
+      ValueError: for an unknown name.
+      TypeError: for anything but None, a string, or a sequence of strings.
+    """
+    if implementation is None:
+        implementation = os.environ.get("NORMFUSE_IMPLEMENTATION") or None
+        argument = "NORMFUSE_IMPLEMENTATION"
+        if implementation is None:
+            return []
+        implementation = [name.strip() for name in implementation.split(",")]
+    names = [implementation] if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be None, a name or a sequence of names, got {implementation!r}"
+        )
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        raise ValueError(
+            f"{argument} must name one of {', '.join(map(repr, NAMES))}, got {implementation!r}; "
+            "None takes the best that can serve here"
+        )
+    return list(names)
+
+
+def order_of(implementation: Implementation) -> Order | None:
+    """Returns which kernels `implementation` asks for, where every name is a kernel's or "xla".
+
+    None where it asks for plain HLO before any of them.
+    """
+    names = requested(implementation)
+    if not names:
+        return BEST
+    plain = names.index("xla") if "xla" in names else len(names)
+    return Order(tuple(names[:plain]), strict=plain == len(names)) if plain else None
+
+
+def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
+    """Calls the implementation asked for.
+
+    Args:
+      op: the operation's name, for errors.
+      implementation: as the user gave it.
+      serve: for each implementation that exists, a function of `strict`: whether plain HLO may not
+        stand in for it (it may where "xla" follows, or where nothing was asked for).
+
+    Raises:
+      NotImplementedError: if the only implementation asked for cannot serve.
+      ExceptionGroup: of the causes, if none of several can.
+    """
+    every = [name for name in ("native", "xla") if name in serve]
+    names = requested(implementation) or every
+    if implementation is None:  # what NORMFUSE_IMPLEMENTATION prefers, of what there is
+        names = [name for name in names if name in serve] or every
+    errors = []
+    for i, name in enumerate(names):
+        if name not in serve:
+            there = ", ".join(map(repr, serve))
+            errors.append(
+                NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
+            )
+            continue
+        try:
+            return serve[name]("xla" not in names[i + 1 :])
+        except NotImplementedError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ExceptionGroup(f"{op}: none of {names} can serve", errors)
+
+
+def report(
+    op: str,
+    reason: str | Mapping[str, str],
+    *,
+    strict: bool = False,
+    names: Sequence[str] = ("native",),
+    by: str = "plain HLO",
+) -> None:
+    """Logs once per (op, reason) that another implementation than the first serves `op`.
+
+    Args:
+      op: the operation's name.
+      reason: why, for all of `names` or for each.
+      strict: whether the caller rules plain HLO out.
+      names: the implementations that were asked for.
+      by: what serves instead.
+
+    Raises:
+      NotImplementedError: if `strict`; an ExceptionGroup of them for several `names`.
+    """
+    reasons = {n: reason for n in names or ("native",)} if isinstance(reason, str) else dict(reason)
+    if strict:
+        errors = [_refusal(op, name, why) for name, why in reasons.items()]
+        if len(errors) == 1:
+            raise errors[0]
+        raise ExceptionGroup(f"{op}: none of {list(reasons)} can serve", errors)
+    reason = "; ".join(dict.fromkeys(reasons.values()))
+    with _lock:
+        seen = _substituted if by in _TITLES else _plain
+        if (op, reason) in seen:
+            return
+        seen[op, reason] = None
+    _logger.info("%s is served by %s: %s", op, _TITLES.get(by, by), reason)
+
+
+def _refusal(op: str, name: str, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{op}: implementation={name!r} cannot serve here: {reason}. "
+        f"Use implementation=None to let plain HLO serve what {_TITLES[name]} kernels cannot."
+    )
+
+
+def fallbacks() -> list[tuple[str, str]]:
+    """Returns every (op, reason) served by plain HLO in this process so far, oldest first."""
+    with _lock:
+        return list(_plain)

@@ -1,0 +1,118 @@
+"""Commands, files, public names and recorded numbers in the documents are the repository's."""
+
+import importlib
+import inspect
+import pathlib
+import re
+import runpy
+import shlex
+import tomllib
+
+import pytest
+
+import normfuse
+from normfuse.train.cli import main
+from normfuse.train.settings import parse
+
+ROOT = pathlib.Path(__file__).parents[2]
+GUIDE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]  # what users and developers follow
+DOCUMENTS = [*GUIDE, *(ROOT / "benchmarks" / "results").glob("*.md")]
+FOLDERS = ("native", "layers", "models", "train", "tests", "docs", "benchmarks")
+CODE = [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
+
+pytestmark = pytest.mark.skipif(
+    not (ROOT / "benchmarks" / "results").is_dir(), reason="an sdist leaves the reports out"
+)
+
+
+def found(pattern: str, documents: list[pathlib.Path]) -> set[str]:
+    """What the first group of a pattern matches in the documents."""
+    return {match for path in documents for match in re.findall(pattern, path.read_text())}
+
+
+def test_every_train_command_is_understood():
+    commands = found(r"normfuse train ((?:… )?--[^`\n]*)", GUIDE) - {"--help"}
+    assert len(commands) >= 6
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        parse([word for word in words if word != "…"])
+
+
+def test_every_command_of_normfuse_exists(capsys):
+    named = found(r"(?:bin/|`|^)normfuse ([a-z]+)", GUIDE)
+    assert {"train", "info", "report", "generate", "cache"} <= named
+    try:
+        main(["--help"])
+    except SystemExit as done:
+        assert not done.code
+    listed = set(re.findall(r"[a-z]+", capsys.readouterr().out))
+    assert named <= listed
+
+
+def test_every_script_takes_the_flags_that_are_given():
+    scripts = found(r"((?:python -m benchmarks\.|python benchmarks/)[^`\n]*)", DOCUMENTS)
+    assert len(scripts) >= 8
+    for command in scripts:
+        words = command.removeprefix("python ").removeprefix("-m ").split()
+        name = words[0].removeprefix("benchmarks.").removeprefix("benchmarks/").split(".py")[0]
+        text = (ROOT / "benchmarks" / f"{name.rstrip('.,;:)')}.py").read_text()
+        if name == "add_rms_norm":
+            text += (ROOT / "benchmarks" / "rms_norm.py").read_text()
+        for flag in re.findall(r"(?<![\w-])--[a-z-]+", command):
+            assert f'"{flag}"' in text, f"{command}: {name} has no {flag}"
+
+
+def test_every_ci_script_exists():
+    scripts = found(r"(?:bash |`)(\.ci/[a-z]+)", DOCUMENTS)
+    assert {".ci/test", ".ci/docs"} <= scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_every_extra_that_is_named_exists():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        extras = set(tomllib.load(file)["project"]["optional-dependencies"])
+    named = found(r"'\.\[([a-z0-9,]+)\]'", DOCUMENTS)
+    assert {"train", "cuda13"} <= {one for several in named for one in several.split(",")} <= extras
+
+
+def test_every_document_that_is_named_exists():
+    """Sphinx checks the links between documents; this, what comments and commands mention."""
+    named = r"(?<![\w/.])((?:docs|benchmarks/results)/[\w./-]*\w\.(?:md|py|png|csv|css))\b"
+    missing = {
+        (str(path.relative_to(ROOT)), name)
+        for path in [*DOCUMENTS, *CODE]
+        for name in found(named, [path])
+        if not (ROOT / name).exists() and not (path.parent / name).exists()
+    }
+    assert not missing
+
+
+def test_the_reference_has_every_public_name():
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    names = [f"normfuse.{name}" for name in normfuse.__all__ if name != "__version__"]
+    fused = ("NormDense", "GatedMLP")
+    for framework in ("nnx", "linen", "eqx"):
+        module = importlib.import_module(f"normfuse.layers.{framework}")
+        own = [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+            if inspect.isclass(value) or inspect.isfunction(value)
+        ]
+        names += [f"{module.__name__}.{name}" for name in {*own, *fused}]
+    assert {"normfuse.rms_norm", "normfuse.layers.nnx.swap"} <= set(names)
+    assert not [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.M)]
+
+
+def test_the_tables_are_the_recorded_numbers():
+    headline = runpy.run_path(str(ROOT / "benchmarks" / "headline.py"))
+    assert headline["table"]() in (ROOT / "README.md").read_text()
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    for table in headline["tables"]():
+        assert table in performance
+
+
+def test_every_report_is_listed_with_its_device():
+    reports = ROOT / "benchmarks" / "results"
+    listed = (reports / "README.md").read_text()
+    assert not [page.name for page in reports.glob("20*.md") if page.name not in listed]

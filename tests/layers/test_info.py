@@ -1,0 +1,176 @@
+"""What `normfuse info` and `normfuse cache` print and do."""
+
+import functools
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normfuse import (
+    add_rms_norm,
+    dense,
+    gated_dense,
+    gated_product,
+    norm_dense,
+    norm_gated_dense,
+    rms_norm,
+    rms_norm_with_rstd,
+)
+from normfuse.layers import info as report
+from normfuse.layers.rms_norm import cuda
+from normfuse.native import cache, compiler, host_compiler
+from normfuse.native.launch import named_target
+
+S = jax.ShapeDtypeStruct
+
+pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv("NORMFUSE_CUDA_ARCH", raising=False)
+    monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(cache, "_warned", set())
+    return tmp_path / "kernels"
+
+
+def printed(capsys, *argv):
+    report.main(argv)
+    return capsys.readouterr().out
+
+
+def test_info_says_what_serves_where_and_why(monkeypatch, folder):
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    text = report.info()
+    for line in (
+        "CUDA kernels are compiled for: sm_90",
+        "NVRTC: {}.{}".format(*compiler.version()),
+        f"element-wise ops on the CPU: {host_compiler.find()[1]}",
+        f"kernel cache: {folder}",
+        "  cpu   rms_norm   native, xla, pallas (interpreted)",
+        "  cpu   dense      xla, pallas (interpreted)",
+        "  cuda  rms_norm   native, pallas, xla",
+        "  cuda  dense      xla, pallas",
+        "  tpu   rms_norm   pallas, xla",
+        "  cpu   activation xla",
+        "  cuda  activation native, xla",
+        "  not native: cpu activation (XLA already fuses this into one loop)",
+        "rocm rms_norm; rocm activation; tpu rms_norm; tpu activation (this platform has",
+        "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
+    ):
+        assert line in text, text
+
+
+def test_info_without_the_compiler_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    text = report.info()
+    assert "NVRTC: missing: " in text
+    assert "  cuda  rms_norm   pallas, xla" in text
+    assert "  not native: cuda rms_norm; cuda activation (CUDA kernels are compiled" in text
+    assert "pip install 'normfuse[cuda13]'" in text
+
+
+def test_info_of_a_refused_cache(folder):
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="chmod 700"):
+        text = report.info()
+    assert "not used: kernel cache" in text
+
+
+def test_cache_warm_then_show_then_clear(capsys, monkeypatch):
+    few = ("cache", "warm", "96", "--activation", "silu", "--arch")
+    text = printed(capsys, *few, "sm_90")
+    count = int(re.search(r"compiled (\d+) kernels for sm_90", text)[1])
+    assert count == len(cache.entries()) > 40
+    assert {entry.macros.get("FEATURES") for entry in cache.entries()} == {"96", None}
+    assert "rms_norm_backward" in text and "__nv_bfloat16/float/__nv_bfloat16" in text
+    assert "compiled 0 kernels" in printed(capsys, *few, "9.0")
+    monkeypatch.setattr(cache, "_memory", {})
+    assert "compiled 0 kernels" in printed(capsys, *few, "90")
+    assert printed(capsys, "cache").count("n=96") > 20
+    assert f"removed {count} files" in printed(capsys, "cache", "clear")
+    assert printed(capsys, "cache", "show").count("\n") == 1
+
+
+def test_cache_warm_has_what_every_op_uses(monkeypatch):
+    """Whatever the number of rows; the norm's width and the hidden layer's are the warmed one."""
+    n, f32, bf16 = 96, jnp.float32, jnp.bfloat16
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    report.warm([n], ["sm_90"], activations=("silu", "gelu"))
+    total = lambda *results: sum(jnp.sum(r.astype(f32)) for r in results)
+
+    def norms(x, scale):
+        y, h = add_rms_norm(x, x, scale)
+        return total(rms_norm(y, scale), rms_norm(h), *rms_norm_with_rstd(x, scale))
+
+    def layers(x, scale, kernel, bias, activation):
+        h = norm_dense(x, scale, kernel, bias, activation=activation)
+        h = gated_product(h, norm_gated_dense(h, None, kernel, kernel), kernel, bias)
+        return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
+
+    jax.clear_caches()
+    before = compiler.compilations()
+    scale, kernel = S((n,), f32), S((n, n), f32)
+    for rows in (1, 5, 8, 132, 133, 4000, 100_000):
+        x = S((rows, n), bf16)
+        calls = [(norms, (x, scale))]
+        for name in ("silu", "gelu") if rows == 8 else ("silu",):
+            calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))
+        for fn, operands in calls:
+            for one in (fn, jax.grad(fn, tuple(range(len(operands))))):
+                text = jax.jit(one).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+                assert "normfuse_launch" in text
+    jax.clear_caches()
+    assert compiler.compilations() == before
+
+
+@pytest.mark.parametrize("n", [96, 1024, 4096, 32768])
+def test_every_number_of_rows_has_a_layout_that_is_warmed(n):
+    """Beyond the numbers looked at, too."""
+    target = named_target("sm_90")
+    options = {"compute": np.dtype("float32"), "residual": False, "whole_rows": True}
+
+    def layouts(rows):
+        return (
+            cuda.forward_layout(n, 2, target, rows=rows, **options),
+            cuda.backward_layout(n, 2, target, rows=rows, read_bytes=4, **options),
+        )
+
+    counts = cuda.row_counts(n, target, "bfloat16", "float32", "bfloat16")
+    assert len(counts) < 16
+    warmed = {layouts(rows) for rows in counts}
+    assert {layouts(rows) for rows in (*range(1, 40_000, 7), 1 << 22, 10**8)} <= warmed
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["cache", "warm", "96", "--arch", "hopper"], "names no architecture"),
+        (["cache", "warm", "96", "--arch", "sm_75"], "compute capability 7.5"),
+    ],
+)
+def test_cache_warm_errors_are_one_line(capsys, argv, message):
+    with pytest.raises(SystemExit) as caught:
+        report.main(argv)
+    assert caught.value.code == 1
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_cache_warm_refused_folder_is_an_error(capsys, folder):
+    folder.write_text("")
+    with pytest.raises(SystemExit):
+        report.main(["cache", "warm", "96", "--arch", "sm_90"])
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_cache_warm_rejects_no_features(capsys):
+    for argv in (["cache", "warm"], ["cache", "warm", "0"], ["cache", "what"]):
+        with pytest.raises(SystemExit) as caught:
+            report.main(argv)
+        assert caught.value.code == 2

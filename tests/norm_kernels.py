@@ -1,0 +1,19 @@
+"""RMSNorm's kernels by name, for tests that run each of them."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from normfuse.layers.rms_norm import cuda, op
+from normfuse.layers.rms_norm.spec import Norm
+
+KERNELS = {kernel.name.removeprefix("rms_norm_"): kernel for kernel in op.KERNELS}
+CUDA = {name: kernel.bodies["cuda"] for name, kernel in KERNELS.items()}
+assert CUDA["forward"] is cuda.forward
+
+
+def norm_of(params: dict[str, Any]) -> Norm:
+    """The static parameters; `out_dtype` may be a dtype."""
+    if "out_dtype" in params:
+        params = params | {"out_dtype": jnp.dtype(params["out_dtype"]).name}
+    return Norm(**params)

@@ -1,0 +1,161 @@
+"""Counts of the package's structure: files that a lowering enters, modules, circles, annotations.
+
+python tests/structure.py        prints them, for the installed package
+"""
+
+import ast
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import normfuse
+
+ROOT = pathlib.Path(normfuse.__file__).parent
+FOLDERS = ("native", "layers", "models", "train")
+MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def entered(run: Callable[[], object]) -> list[str]:
+    """The package's files of which `run` enters a function, in order of first entry."""
+    files: dict[str, None] = {}
+    root = f"{ROOT}{os.sep}"
+    folders = tuple(f"{root}{folder}{os.sep}" for folder in FOLDERS)
+
+    def hook(frame, event, argument):
+        del argument
+        # A module's own code runs once, when it is imported.
+        if event == "call" and frame.f_code.co_name != "<module>":
+            name = frame.f_code.co_filename
+            if name.startswith(folders):
+                files.setdefault(name.removeprefix(root))
+
+    sys.setprofile(hook)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return list(files)
+
+
+def journeys() -> dict[str, list[str]]:
+    """What a first lowering for a GPU enters; no GPU is needed."""
+    os.environ["NORMFUSE_CUDA_ARCH"] = "sm_90"
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    from normfuse import rms_norm
+    from normfuse.layers.nnx import Linear
+
+    x = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((2048,), jnp.float32)
+    linear = Linear(2048, 256, activation="silu", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(linear)
+    total = lambda y: jnp.sum(y.astype(jnp.float32))
+
+    def layer(state, x):
+        return total(nnx.merge(graph, state)(x))
+
+    def lower(fn, *operands):
+        jax.clear_caches()
+        jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",))
+
+    norm = lambda x, scale: total(rms_norm(x, scale))
+    return {
+        "rms_norm": entered(functools.partial(lower, rms_norm, x, scale)),
+        "rms_norm and gradient": entered(
+            functools.partial(lower, jax.grad(norm, (0, 1)), x, scale)
+        ),
+        'nnx.Linear(activation="silu") and gradient': entered(
+            functools.partial(lower, jax.grad(layer, (0, 1)), state, x)
+        ),
+    }
+
+
+def imports(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The package's modules that a file imports, at any depth of it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        folder = path.parents[node.level - 1]
+        base = folder.joinpath(*node.module.split(".")) if node.module else folder
+        for alias in node.names:
+            for found in (base / f"{alias.name}.py", base / alias.name / "__init__.py"):
+                if found.exists():
+                    yield found
+                    break
+            else:
+                for found in (base.with_suffix(".py"), base / "__init__.py"):
+                    if found.exists():
+                        yield found
+
+
+def circles() -> list[set[str]]:
+    """Groups of modules that import each other, directly or by others (Tarjan's components)."""
+    graph = {path: set(imports(path)) - {path} for path in MODULES}
+    index: dict[pathlib.Path, int] = {}
+    low: dict[pathlib.Path, int] = {}
+    stack: list[pathlib.Path] = []
+    found = []
+
+    def visit(node):
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group = {str(path.relative_to(ROOT)) for path in stack[at:]}
+            del stack[at:]
+            if len(group) > 1:
+                found.append(group)
+
+    for path in graph:
+        if path not in index:
+            visit(path)
+    return found
+
+
+def annotated() -> tuple[int, int]:
+    """How many parameters of functions have annotations, and how many there are.
+
+    Lambdas, and functions within functions, are not counted; nor are self and cls.
+    """
+    have = count = 0
+
+    def functions(body):
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                yield from functions(node.body)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+    for path in MODULES:
+        for node in functions(ast.parse(path.read_text()).body):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            for parameter in every:
+                if parameter is not None and parameter.arg not in ("self", "cls"):
+                    count += 1
+                    have += parameter.annotation is not None
+    return have, count
+
+
+def main() -> None:
+    for name, files in journeys().items():
+        print(f"{name}: {len(files)} files: {', '.join(files)}")
+    lines = sum(len(path.read_text().splitlines()) for path in MODULES)
+    print(f"{len(MODULES)} modules, {lines} lines of Python")
+    print(f"circles: {circles() or 'none'}")
+    have, count = annotated()
+    print(f"{have} of {count} parameters annotated: {have / count:.0%}")
+
+
+if __name__ == "__main__":
+    main()
