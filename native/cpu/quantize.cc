@@ -15,7 +15,8 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 constexpr int64_t kElementsPerTask = 1 << 16;
-constexpr int64_t kSide = 64;  // of a tile, whose codes stay in the cache
+constexpr int64_t kSide = 64;    // of a tile, whose codes stay in the cache
+constexpr int64_t kBlock = 512;  // of a task's tiles: its pages stay in the TLB
 constexpr int kLargestShift = 100;
 
 ffi::Error Invalid(const char* target, const std::string& what) {
@@ -90,8 +91,8 @@ struct Format {
   int largest_exponent;
   float beyond;  // the smallest magnitude that rounds beyond the largest number
 };
-constexpr Format kE4m3 = {3, 7, 8, 464.00003f};
-constexpr Format kE5m2 = {2, 15, 15, 61440.0f};
+constexpr Format kFormatE4m3 = {3, 7, 8, 464.00003f};
+constexpr Format kFormatE5m2 = {2, 15, 15, 61440.0f};
 
 struct Scale {
   float multiplier, scale;
@@ -108,14 +109,16 @@ Scale ScaleOf(uint32_t bound, const Format& format) {
 
 // codes[i] = the code of from[i] · multiplier: rounded to nearest, ties to even; NaN where that is
 // beyond the largest number.
+template <bool kE5m2>
 struct EncodeLoop {
   template <int kBytes>
-  static NORMFUSE_INLINE void Run(const float* from, int64_t count, float multiplier, Format format,
+  static NORMFUSE_INLINE void Run(const float* from, int64_t count, float multiplier,
                                   uint8_t* codes) {
-    const uint32_t shift = 23 - format.mantissa_bits;
-    const uint32_t magic = (127 + 24 - format.exponent_bias - format.mantissa_bits) << 23;
-    const uint32_t smallest_normal = (128 - format.exponent_bias) << 23;
-    const uint32_t half = (1u << (shift - 1)) - 1;
+    constexpr Format format = kE5m2 ? kFormatE5m2 : kFormatE4m3;
+    constexpr uint32_t shift = 23 - format.mantissa_bits;
+    constexpr uint32_t magic = (127 + 24 - format.exponent_bias - format.mantissa_bits) << 23;
+    constexpr uint32_t smallest_normal = (128 - format.exponent_bias) << 23;
+    constexpr uint32_t half = (1u << (shift - 1)) - 1;
     uint32_t beyond;
     float unit;
     std::memcpy(&beyond, &format.beyond, sizeof(beyond));
@@ -140,22 +143,49 @@ struct EncodeLoop {
   }
 };
 
+// to[j][i] = from[i][j] of 8 x 8 bytes, whose rows are kSide bytes apart: halves of words change
+// places, then quarters, then bytes. (Little-endian, as every platform of XLA is.)
+inline void Transpose8(const uint8_t* from, uint8_t* to) {
+  uint64_t words[8];
+  for (int i = 0; i < 8; ++i) std::memcpy(&words[i], from + i * kSide, 8);
+  auto exchange = [&words](int distance, uint64_t mask) {
+    for (int i = 0; i < 8; ++i) {
+      if (i & distance) continue;
+      uint64_t& low = words[i];
+      uint64_t& high = words[i + distance];
+      const uint64_t moved = (low >> (8 * distance) ^ high) & mask;
+      high ^= moved;
+      low ^= moved << (8 * distance);
+    }
+  };
+  exchange(4, 0x00000000ffffffffu);
+  exchange(2, 0x0000ffff0000ffffu);
+  exchange(1, 0x00ff00ff00ff00ffu);
+  for (int j = 0; j < 8; ++j) std::memcpy(to + j * kSide, &words[j], 8);
+}
+
 // The codes of one tile, written to where q and qt are not null.
+template <bool kE5m2>
 void CastTile(const Array& x, int64_t rows, int64_t columns, int64_t row, int64_t column,
-              float multiplier, const Format& format, uint8_t* q, uint8_t* qt) {
+              float multiplier, uint8_t* q, uint8_t* qt) {
   const int64_t height = std::min(kSide, rows - row), width = std::min(kSide, columns - column);
   float wide[kSide];
-  uint8_t codes[kSide][kSide], turned[kSide];
+  uint8_t codes[kSide * kSide] = {}, turned[kSide * kSide];
   for (int64_t i = 0; i < height; ++i) {
     const int64_t offset = (row + i) * columns + column;
+    uint8_t* to = codes + i * kSide;
     Widen(x, offset, width, wide);
-    Dispatch<EncodeLoop>(static_cast<const float*>(wide), width, multiplier, format, codes[i]);
-    if (q != nullptr) std::memcpy(q + offset, codes[i], width);
+    Dispatch<EncodeLoop<kE5m2>>(static_cast<const float*>(wide), width, multiplier, to);
+    if (q != nullptr) std::memcpy(q + offset, to, width);
   }
   if (qt == nullptr) return;
+  for (int64_t i = 0; i < height; i += 8) {  // what lies beyond the edges is not written
+    for (int64_t j = 0; j < width; j += 8) {
+      Transpose8(codes + i * kSide + j, turned + j * kSide + i);
+    }
+  }
   for (int64_t j = 0; j < width; ++j) {
-    for (int64_t i = 0; i < height; ++i) turned[i] = codes[i][j];
-    std::memcpy(qt + (column + j) * rows + row, turned, height);
+    std::memcpy(qt + (column + j) * rows + row, turned + j * kSide, height);
   }
 }
 
@@ -190,15 +220,19 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
   for (size_t i = 0; i < maxima.element_count(); ++i) {
     bound = std::max(bound, Bits(maxima.typed_data()[i]) & 0x7fffffffu);
   }
-  const Format& format = type == ffi::F8E4M3FN ? kE4m3 : kE5m2;
-  const Scale by = ScaleOf(bound, format);
+  const bool e5m2 = type == ffi::F8E5M2;
+  const Scale by = ScaleOf(bound, e5m2 ? kFormatE5m2 : kFormatE4m3);
+  const auto cast = e5m2 ? CastTile<true> : CastTile<false>;
   *(*scale)->typed_data() = by.scale;
-  const int64_t across = (columns + kSide - 1) / kSide, down = (rows + kSide - 1) / kSide;
   const Array from{x.untyped_data(), x.element_type()};
-  ParallelFor(pool, down, [&](int64_t y) {
-    for (int64_t i = 0; i < across; ++i) {
-      CastTile(from, rows, columns, y * kSide, i * kSide, by.multiplier, format, codes[0],
-               codes[1]);
+  const int64_t across = (columns + kBlock - 1) / kBlock, down = (rows + kBlock - 1) / kBlock;
+  ParallelFor(pool, down * across, [&](int64_t task) {
+    const int64_t row = task / across * kBlock, column = task % across * kBlock;
+    const int64_t bottom = std::min(row + kBlock, rows), right = std::min(column + kBlock, columns);
+    for (int64_t j = column; j < right; j += kSide) {
+      for (int64_t i = row; i < bottom; i += kSide) {
+        cast(from, rows, columns, i, j, by.multiplier, codes[0], codes[1]);
+      }
     }
   });
   return ffi::Error::Success();
