@@ -134,13 +134,21 @@ def mlps(seconds: float, every: bool) -> None:
     import jax.numpy as jnp
     from fp8_layers import both_ways, fused_mlp, mlp, plain_mlp, wide_product
 
-    from normfuse import rms_norm
+    from normfuse import dense, gated_product, rms_norm
+
+    def layers(x, scale, gate, up, down, **options):
+        """A foreign model's: Linears and an activation between."""
+        y = rms_norm(x, scale)
+        a, b = (dense(y, kernel, **options) for kernel in (gate, up))
+        return gated_product(a, b, down, **options)
 
     began = time.perf_counter()
     f32, bf16 = jnp.float32, jnp.bfloat16
     versions = {
         "bf16, jnp": both_ways(plain_mlp),
         "bf16, native norm": both_ways(plain_mlp, norm=rms_norm),
+        "bf16, normfuse": both_ways(layers),
+        "FP8, normfuse": both_ways(layers, quantization="fp8"),
         "FP8 Linears": both_ways(mlp, together=False),
         "FP8, x quantized once with its bound": both_ways(mlp, norm=rms_norm),
         "x quantized once, gradients e5m2": both_ways(
