@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.native import rms_norm
+from normfuse.layers.rms_norm.op import backward_kernel, forward_kernel
+from normfuse.layers.rms_norm.spec import Norm
 
 SHAPES = ((4096, 1024), (512, 4096), (65536, 64), (64, 65536), (4, 1048576))
 
@@ -40,29 +41,13 @@ def kernels(n: int):
     """The same through the compiled handlers."""
 
     def forward(x, scale):
-        y, rstd = rms_norm.forward(
-            x[..., None],
-            scale,
-            eps=1e-6,
-            scale_offset=0.0,
-            has_residual=False,
-            has_scale=True,
-            with_rstd=True,
-            out_dtype=x.dtype.name,
-        )
+        norm = Norm(eps=1e-6, out_dtype=x.dtype.name, has_scale=True, with_rstd=True)
+        y, rstd = forward_kernel(norm, x[..., None], scale)
         return y[..., 0], rstd
 
     def backward(dy, x, scale, rstd):
-        dx, dscale = rms_norm.backward(
-            dy[..., None],
-            x[..., None],
-            scale,
-            rstd,
-            scale_offset=0.0,
-            has_scale=True,
-            has_residual=False,
-            with_dscale=True,
-        )
+        norm = Norm(has_scale=True, with_dscale=True)
+        dx, dscale = backward_kernel(norm, dy[..., None], x[..., None], scale, rstd)
         return dx[..., 0], dscale
 
     return jax.jit(forward), jax.jit(backward)

@@ -14,6 +14,7 @@ the kernels that are not GEMMs must read and write.
 import argparse
 import collections
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -185,44 +186,34 @@ def check(ours, params, xs) -> None:
 
 def sweep(iterations: int) -> None:
     """Times layouts of the kernels after a product, the best first."""
-    from normfuse.native import cuda_epilogue, epilogue
+<<<<<<< HEAD
     from normfuse.layers.dense.epilogue import SCALARS
+    from normfuse.native import cuda_epilogue, epilogue
+=======
+    from normfuse.layers.dense import epilogue
+    from normfuse.layers.dense.epilogue import SCALARS, Epilogue
+    from normfuse.native.implementation import NATIVE
+>>>>>>> h-bench
 
     keys = jax.random.split(jax.random.key(0), 3)
     dy, z, up = (jax.random.normal(key, (16384, HIDDEN), bf16) for key in keys)
     bias = jnp.zeros((HIDDEN,), f32)
-    gated = {"function": SCALARS["silu"], "has_up": True, "has_bias": False, "strict": True}
-    plain = {"function": SCALARS["gelu_tanh"], "has_up": False, "has_bias": False, "strict": True}
-    shifted = plain | {"has_bias": True}
-    back = {"with_dbias": False, "with_value": False}
-    valued = back | {"with_value": True}
+    gated = Epilogue(function=SCALARS["silu"], axes=(), has_up=True, out_dtype="bfloat16")
+    plain = Epilogue(function=SCALARS["gelu_tanh"], axes=(), out_dtype="bfloat16")
+    valued = dataclasses.replace(gated, with_value=True)
+    shifted = dataclasses.replace(plain, axes=(1,), has_bias=True, with_dbias=True)
+    forward = functools.partial(epilogue.forward_kernel, order=NATIVE)
+    backward = functools.partial(epilogue.backward_kernel, order=NATIVE)
     arrays = dy, z, up, bias
     kernels = {
-        "gated forward": (
-            lambda dy, z, up, bias: epilogue.forward(z, up, out_dtype="bfloat16", **gated),
-            3,
-        ),
-        "gated backward": (
-            lambda dy, z, up, bias: epilogue.backward(dy, z, up, **gated, **back),
-            5,
-        ),
-        "gated backward, value": (
-            lambda dy, z, up, bias: epilogue.backward(dy, z, up, **gated, **valued),
-            6,
-        ),
-        "gelu forward": (
-            lambda dy, z, up, bias: epilogue.forward(z, out_dtype="bfloat16", **plain),
-            2,
-        ),
-        "gelu backward": (lambda dy, z, up, bias: epilogue.backward(dy, z, **plain, **back), 3),
-        "bias gelu backward": (
-            lambda dy, z, up, bias: epilogue.backward(
-                dy, z, bias, **shifted, **back | {"with_dbias": True}
-            ),
-            3,
-        ),
+        "gated forward": (lambda dy, z, up, bias: forward(gated, z, up), 3),
+        "gated backward": (lambda dy, z, up, bias: backward(gated, dy, z, up), 5),
+        "gated backward, value": (lambda dy, z, up, bias: backward(valued, dy, z, up), 6),
+        "gelu forward": (lambda dy, z, up, bias: forward(plain, z), 2),
+        "gelu backward": (lambda dy, z, up, bias: backward(plain, dy, z), 3),
+        "bias gelu backward": (lambda dy, z, up, bias: backward(shifted, dy, z, bias), 3),
     }
-    originals = cuda_epilogue.flat_layout, cuda_epilogue.column_layout
+    originals = epilogue.flat_layout, epilogue.column_layout
     found: dict[str, list] = collections.defaultdict(list)
     for (name, (fn, moved)), unroll, threads, blocks in itertools.product(
         kernels.items(), (1, 2, 4), (256, 512), (2, 3, 4, 8)
@@ -231,7 +222,7 @@ def sweep(iterations: int) -> None:
             continue
 
         def flat(size, itemsize, *_, unroll=unroll, threads=threads, blocks=blocks):
-            return cuda_epilogue.Layout(
+            return epilogue.Layout(
                 unroll, size // unroll, 16 // itemsize, threads, 1, 1, unroll, blocks
             )
 
@@ -242,7 +233,7 @@ def sweep(iterations: int) -> None:
                 layout, height=threads // 32, unroll=unroll, min_blocks=blocks, grid_y=grid_y
             )
 
-        cuda_epilogue.flat_layout, cuda_epilogue.column_layout = flat, column
+        epilogue.flat_layout, epilogue.column_layout = flat, column
         jax.clear_caches()
         _, runs = profiler.measure(jax.jit(fn), aggregate=False, iterations=iterations)(*arrays)
         mine = lambda run: sum(ms for kernel, ms in run if "copy" not in kernel.lower())
@@ -251,14 +242,22 @@ def sweep(iterations: int) -> None:
         found[name].append((us, f"{us:7.1f} us {share:.3f} unroll {unroll} {threads} x {blocks}"))
     for name, rows in found.items():
         print(f"{name}: " + "; ".join(text for _, text in sorted(rows)[:5]), flush=True)
-    cuda_epilogue.flat_layout, cuda_epilogue.column_layout = originals
+    epilogue.flat_layout, epilogue.column_layout = originals
 
 
 def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
+<<<<<<< HEAD
+    from normfuse.layers.rms_norm.cuda import RowLayout
     from normfuse.native import cuda_backward_layout
     from normfuse.native import rms_norm as native
+=======
+    from normfuse.layers.rms_norm import cuda
     from normfuse.layers.rms_norm.cuda import RowLayout
+    from normfuse.layers.rms_norm.op import pullback_kernel
+    from normfuse.layers.rms_norm.spec import Norm
+    from normfuse.native.implementation import NATIVE
+>>>>>>> h-bench
 
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, ct = (
@@ -266,8 +265,8 @@ def norm_sweep(rows: int, iterations: int) -> None:
         for key, shape in zip(keys, ((rows, DIM, 1), (DIM, HIDDEN), (rows, HIDDEN)))
     )
     scale, rstd = jnp.ones((DIM,), f32), jnp.ones((rows, 1), f32)
-    original, vectors = cuda_backward_layout.layout_for, DIM // 8
-    flags = {"scale_offset": 0.0, "has_scale": True, "with_dscale": True, "strict": True}
+    original, vectors = cuda.backward_layout, DIM // 8
+    norm = Norm(has_scale=True, with_dscale=True, with_value=True)
 
     def layouts():
         yield None
@@ -292,16 +291,16 @@ def norm_sweep(rows: int, iterations: int) -> None:
 
         def run(ct, w, x, scale, rstd):
             dy = (ct @ w.T)[..., None]
-            return native.pullback(dy, x, scale, rstd, with_value=True, **flags)
+            return pullback_kernel(norm, dy, x, scale, rstd, order=NATIVE)
 
-        cuda_backward_layout.layout_for = chosen
+        cuda.backward_layout = chosen
         jax.clear_caches()
         timed = profiler.measure(jax.jit(run), aggregate=False, iterations=iterations)
         _, runs = timed(ct, w, x, scale, rstd)
         ours = lambda run: sum(ms for kernel, ms in run if kernel == "rms_norm_backward")
         us = 1e3 * statistics.median(map(ours, runs))
         found.append((us, f"{us:.1f} us, {4 * x.nbytes / COPY_RATE / us:.3f}: {layout}"))
-    cuda_backward_layout.layout_for = original
+    cuda.backward_layout = original
     print(f"the package's: {found[0][0]:.1f} us", flush=True)
     print("\n".join(text for _, text in sorted(found)[:10]), flush=True)
 

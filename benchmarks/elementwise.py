@@ -94,20 +94,19 @@ def sweep(rate: float) -> None:
     import jax
     from device_time import microseconds
 
-    from normfuse.native import elementwise as native
-    from normfuse.native import elementwise_code as code
+    from normfuse.layers.elementwise import code, op
 
     kept = code.THREADS, code.PACKS
     for dtype in ("float32", "bfloat16"):
         sets = [(x, g) for x, g, _ in inputs(dtype, COUNT)]
         for threads, packs in itertools.product((128, 256, 512), (1, 2, 4)):
-            code.THREADS, code.PACKS, native.THREADS = threads, packs, threads
+            code.THREADS, code.PACKS, op.THREADS = threads, packs, threads
             jax.clear_caches()
             t, moved = microseconds(ours(), sets), 3 * sets[0][0].nbytes
             print(f"{dtype:9} threads {threads:4} packs {packs}: {moved / rate / t:.3f}")
         del sets
     code.THREADS, code.PACKS = kept
-    native.THREADS = kept[0]
+    op.THREADS = kept[0]
 
 
 def compile_times() -> None:
@@ -117,7 +116,7 @@ import time, jax, jax.numpy as jnp, normfuse
 from normfuse.native import compiler
 jax.block_until_ready(jnp.ones(4) + 1)
 began = time.perf_counter()
-from normfuse.native import elementwise
+from normfuse.layers.elementwise import op
 print(f"  import {time.perf_counter() - began:.3f} s", end="")
 sources = {
     "float32": "template <class T> T first(T x, T y) { return x * tanh(y); }",

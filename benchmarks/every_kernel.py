@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.native import rms_norm as native
+from normfuse.layers.rms_norm import op
+from normfuse.layers.rms_norm.spec import Norm
+from normfuse.native.implementation import NATIVE
 
 DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
 # One row a thread group, a block or several blocks; odd sizes go through the scalar path.
@@ -28,11 +30,11 @@ def array(rng, shape, dtype):
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
-def same(kernel, operands, **params) -> float:
+def same(kernel, norm, operands) -> float:
     """The largest error of `kernel` against its definition, relative to the largest value."""
-    given = jax.jit(lambda *a: kernel(*a, strict=True, **params))(*operands)
+    given = jax.jit(lambda *a: kernel(norm, *a, order=NATIVE))(*operands)
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = kernel.definition(*[np.asarray(a) for a in operands], **params)
+        wanted = kernel.definition(norm, *[np.asarray(a) for a in operands])
     worst = 0.0
     for got, want in zip(given, wanted, strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -41,7 +43,7 @@ def same(kernel, operands, **params) -> float:
         # Roundings of the result, and sums in another order over a row or over all rows.
         limit = 2 * unit + 8 * np.finfo(np.float32).eps * math.sqrt(max(a.size for a in operands))
         if not error <= limit:
-            raise SystemExit(f"{kernel.name} {params}: error {error:.2e}, at most {limit:.2e}")
+            raise SystemExit(f"{kernel.name} {norm}: error {error:.2e}, at most {limit:.2e}")
         worst = max(worst, error)
     return worst
 
@@ -63,18 +65,19 @@ def main() -> None:
         grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
         dh = [array(rng, x.shape, dtype)] * added
         cases = [
-            (native.forward, [x, *residual, *scale],
+            (op.forward_kernel, [x, *residual, *scale],
              {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}),
-            (native.backward, [dy, x, *scale, rstd, *dh], grads),
-            (native.backward_apply, [dy, x, *scale, rstd, *dh, rstd], {"count": n, **grads}),
-            (native.apply, [x, *scale, rstd], {**out, **flag}),
-            (native.row_dots, [dy, x, *scale], flag),
-            (native.row_sums, [x], {}),
-            (native.pullback, [dy, x, *scale, rstd],
+            (op.backward_kernel, [dy, x, *scale, rstd, *dh], grads),
+            (op.backward_apply_kernel, [dy, x, *scale, rstd, *dh, rstd],
+             {"count": float(n), **grads}),
+            (op.apply_kernel, [x, *scale, rstd], {**out, **flag}),
+            (op.row_dots_kernel, [dy, x, *scale], flag),
+            (op.row_sums_kernel, [x], {}),
+            (op.pullback_kernel, [dy, x, *scale, rstd],
              {"with_dscale": extra and scaled, "with_value": extra, **flag}),
         ]  # fmt: skip
         for kernel, operands, params in cases[: 3 if added else None]:
-            worst, runs = max(worst, same(kernel, operands, **params)), runs + 1
+            worst, runs = max(worst, same(kernel, Norm(**params), operands)), runs + 1
     print(f"{runs} kernels right on {jax.devices()[0].device_kind}; largest error {worst:.1e}")
 
 

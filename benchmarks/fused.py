@@ -1,7 +1,9 @@
 """MLPs with fused kernels on one GPU beside the others: time, and time beyond the bare GEMMs.
 
     python benchmarks/fused.py                   # layers, forward and backward
-    python benchmarks/fused.py --sweep           # schedules of the gradient's fused kernel
+    python benchmarks/fused.py --sweep           # the gradient's fused kernel: both parts
+    python benchmarks/fused.py --sweep stored    # kernels stored (out, in), as Equinox stores them
+    python benchmarks/fused.py --sweep schedules # other schedules
 
 As in `benchmarks/dense.py`, times are of the device (CUPTI), medians of calls that take turns on a
 warm GPU. A fused kernel counts as what it takes beyond cuBLAS's bare product of its shape, which is
@@ -18,10 +20,18 @@ import jax.numpy as jnp
 from dense import DIM, GEMM, HIDDEN, LAYERS, bf16, by_turns, f32, operands, show_kernels
 from dense_layers import FUSED, both_ways
 
+<<<<<<< HEAD
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.native import product_gradient
 from normfuse.native.implementation import Order
 from normfuse.native.pallas import gradient_hopper
-from normfuse.layers.dense.epilogue import SCALARS
+=======
+from normfuse.layers.dense import pallas_gradient, product_gradient
+from normfuse.layers.dense.epilogue import SCALARS, Epilogue
+from normfuse.layers.dense.matmul import Product
+from normfuse.layers.dense.product_gradient import Gradient
+from normfuse.native.implementation import Order
+>>>>>>> h-bench
 
 
 def total(sample) -> float:
@@ -66,65 +76,117 @@ def layers(tokens, iterations: int) -> None:
             show_kernels(runs[key], gemms=False)
 
 
-def sweep(tokens: int, iterations: int) -> None:
+# ---------------------------------------------------------------- the gradient's fused kernel
+
+
+def gradient_of(name: str, gated: bool, with_value: bool, contract: int) -> Gradient:
+    """The gradient of an activation before a product; `contract` is w's axis of dy's columns."""
+    epilogue = Epilogue(
+        function=SCALARS[name], axes=(), has_up=gated, with_value=with_value, out_dtype="bfloat16"
+    )
+    return Gradient(epilogue, Product.of(2, 2, contract=1 - contract))
+
+
+def step(spec: Gradient, kind: str):
+    """`(dy, w, z[, up]) -> gradients` by one kind of kernel."""
+    # Copies of operands that a kernel overwrites are made for the caller: `whole` leaves them out.
+    order = Order((kind,), strict=True)
+    return jax.jit(functools.partial(product_gradient.kernel, spec, order=order))
+
+
+def whole(sample) -> float:
+    return sum(us for name, us in sample if "copy" not in name.lower())
+
+
+def error(got, want) -> str:
+    """The norm of each result's difference, relative to the result's."""
+    norm = lambda a: float(jnp.linalg.norm(a.astype(f32)))
+    return " ".join(f"{norm(a - b) / norm(b):.1e}" for a, b in zip(got, want, strict=True))
+
+
+STORED = [(16384, 4096, 14336), (16384, 2048, 8192), (2048, 4096, 14336), (2048, 2048, 8192)]
+
+
+def sweep_stored(cases, iterations: int) -> None:
+    """Times the fused gradient, and cuBLAS and the pass, for kernels stored as Equinox stores them.
+
+    w is (out, in) = (dim, hidden), so `Gradient.contract` is 0.
+    """
+    print("\nsilu, gated, with the value, kernels stored (out, in)")
+    spec = gradient_of("silu", gated=True, with_value=True, contract=0)
+    for tokens, dim, hidden in cases:
+        keys = jax.random.split(jax.random.key(0), 4)
+        shapes = (tokens, dim), (dim, hidden), (tokens, hidden), (tokens, hidden)
+        dy, w, z, up = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))
+        arrays = dy, 0.02 * w, z, up
+        calls = {kind: (step(spec, kind), arrays) for kind in ("pallas", "native")}
+        runs = by_turns(calls, iterations, warm=1.0)
+        fused, pair = (statistics.median(map(whole, runs[kind])) for kind in calls)
+        got, want = (fn(*arrays) for fn, _ in calls.values())
+        print(
+            f"  {tokens:>5} tokens, {dim} / {hidden:<5}  fused {fused:8.1f} us  "
+            f"cuBLAS and a pass {pair:8.1f} us  ratio {fused / pair:.3f}  "
+            f"difference {error(got, want)}",
+            flush=True,
+        )
+
+
+def sweep_schedules(tokens: int, iterations: int) -> None:
     """Times schedules of the fused gradient beside the product and the pass, and its error."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (tokens, DIM), (HIDDEN, DIM), (tokens, HIDDEN), (tokens, HIDDEN)
     dy, w, z, up = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))
-    original = gradient_hopper.Shape
+    original = pallas_gradient.Shape
     for name, extra, value in (
         ("silu", (up,), True),
         ("silu", (up,), False),
         ("gelu_tanh", (), True),
     ):
         arrays = (dy, 0.02 * w, z, *extra)
-        flags = {"function": SCALARS[name], "with_value": value, "precision": None}
-
-        def step(kind, contract, dy, w, *operands, flags=flags):
-            # copies of what is overwritten are of the caller's arrays: not counted
-            how = {"strict": Order((kind,), strict=True), "contract": contract, **flags}
-            return product_gradient.backward(dy, w, *operands, **how)
-
-        turned = (dy, arrays[1].T, z, *extra)
+        stored, turned = (gradient_of(name, bool(extra), value, contract) for contract in (1, 0))
+        transposed = (dy, arrays[1].T, z, *extra)
         calls: dict[str, tuple] = {
             "dot": (jax.jit(lambda dy, w, *_: dy @ w.T), arrays),
-            "native": (jax.jit(functools.partial(step, "native", 1)), arrays),
-            "native, kernel (out, in)": (jax.jit(functools.partial(step, "native", 0)), turned),
-            "fused, kernel (out, in)": (jax.jit(functools.partial(step, "pallas", 0)), turned),
+            "native": (step(stored, "native"), arrays),
+            "native, kernel (out, in)": (step(turned, "native"), transposed),
+            "fused, kernel (out, in)": (step(turned, "pallas"), transposed),
         }
         for width in (4, 8, 16):
-            gradient_hopper.Shape = functools.partial(original, width=width)
+            pallas_gradient.Shape = functools.partial(original, width=width)
             jax.clear_caches()
-            fn = jax.jit(functools.partial(step, "pallas", 1)).lower(*arrays).compile()
+            fn = step(stored, "pallas").lower(*arrays).compile()
             calls[f"fused, tiles {width} wide"] = fn, arrays
-        gradient_hopper.Shape = original
+        pallas_gradient.Shape = original
         runs = by_turns(calls, iterations)
-        ours = lambda sample: sum(us for n, us in sample if "copy" not in n.lower())
-        times = {key: statistics.median(map(ours, samples)) for key, samples in runs.items()}
+        times = {key: statistics.median(map(whole, samples)) for key, samples in runs.items()}
         print(f"\n{name}, {1 + len(extra)} operands, with the value: {value}")
         want = calls["native"][0](*arrays)
         for key, us in times.items():
             line = f"  {key:34} {us:8.1f} us, beyond the product {us - times['dot']:7.1f}"
             if key.startswith("fused"):
                 fn, operands = calls[key]
-                got = fn(*operands)
-                far = [
-                    float(jnp.linalg.norm((a - b).astype(f32)) / jnp.linalg.norm(b.astype(f32)))
-                    for a, b in zip(got, want)
-                ]
-                line += "  from native's " + " ".join(f"{e:.1e}" for e in far)
+                line += f"  from native's {error(fn(*operands), want)}"
             print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument(
+        "--sweep",
+        nargs="*",
+        choices=["stored", "schedules"],
+        help="the gradient's fused kernel alone: both parts where none is named",
+    )
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--iterations", type=int, default=9)
     arguments = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
-    if arguments.sweep:
-        sweep((arguments.tokens or [16384])[0], arguments.iterations)
+    if arguments.sweep is not None:
+        parts = arguments.sweep or ["stored", "schedules"]
+        if "stored" in parts:
+            sweep_stored(STORED, arguments.iterations)
+        if "schedules" in parts:
+            sweep_schedules((arguments.tokens or [16384])[0], arguments.iterations)
     else:
         layers(arguments.tokens or [16384, 2048], arguments.iterations)
 

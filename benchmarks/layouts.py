@@ -27,16 +27,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from cuda_launches import Buffers, Gpu, copy_rate, copy_time  # noqa: E402
 
-from normfuse.native import (  # noqa: E402
-    compiler,
-    cuda_backward_layout,
-    cuda_few_rows,
-    cuda_forward_layout,
-    cuda_layout,
-    cuda_rms_norm,
-)
-from normfuse.layers.rms_norm.cuda import OneLaunch  # noqa: E402
-from normfuse.layers.rms_norm.cuda import RowLayout  # noqa: E402
+from normfuse.layers.rms_norm import cuda  # noqa: E402
+from normfuse.layers.rms_norm.cuda import OneLaunch, RowLayout  # noqa: E402
+from normfuse.layers.rms_norm.spec import Norm  # noqa: E402
+from normfuse.native import compiler  # noqa: E402
 from normfuse.native.launch import Target  # noqa: E402
 
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
@@ -44,11 +38,11 @@ ELEMENTS = 2**27  # of other shapes
 FEW_ROWS = 1024  # with fewer, a block may have a multiprocessor for itself
 
 
-# What picks each kernel's layout.
+# The function of `cuda` that chooses each kernel's layout.
 CHOOSERS = {
-    "forward": (cuda_forward_layout, "layout_for"),
-    "backward": (cuda_backward_layout, "layout_for"),
-    "at_once": (cuda_few_rows, "at_once"),
+    "forward": "forward_layout",
+    "backward": "backward_layout",
+    "at_once": "one_launch_layout",
 }
 
 
@@ -79,24 +73,23 @@ class Work:
         large = jax.ShapeDtypeStruct((self.rows, self.n, 1), jnp.bfloat16)
         scale = jax.ShapeDtypeStruct((self.n,), jnp.dtype(self.scale))
         rstd = jax.ShapeDtypeStruct((self.rows, 1), jnp.float32)
-        flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": self.residual}
+        norm = Norm(eps=1e-6, has_scale=True, has_residual=self.residual)
         more = [large] * self.residual
         if self.kernel == "forward":
-            flags |= {"eps": 1e-6, "out_dtype": jnp.dtype(jnp.bfloat16), "with_rstd": True}
-            operands = [large, *more, scale]
+            call, operands = cuda.forward, [large, *more, scale]
+            norm = dataclasses.replace(norm, out_dtype="bfloat16", with_rstd=True)
         else:
-            flags |= {"with_dscale": True}
-            operands = [large, large, scale, rstd, *more]
-        call = getattr(cuda_rms_norm, "forward" if self.kernel == "forward" else "backward")
+            call, operands = cuda.backward, [large, large, scale, rstd, *more]
+            norm = dataclasses.replace(norm, with_dscale=True)
         with contextlib.ExitStack() as stack:
-            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
-            replace(cuda_rms_norm, "launch", launch)
-            for kernel, (module, name) in CHOOSERS.items():
+            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(cuda, *what))
+            replace("launch", launch)
+            for kernel, name in CHOOSERS.items():
                 if layout is not None and kernel == self.kernel:
-                    replace(module, name, lambda *_, **__: layout)
+                    replace(name, lambda *_, **__: layout)
                 elif kernel == "at_once" != self.kernel:  # it is asked first
-                    replace(module, name, lambda *_, **__: None)
-            jax.eval_shape(lambda *arrays: call(target, *arrays, **flags), *operands)
+                    replace(name, lambda *_, **__: None)
+            jax.eval_shape(lambda *arrays: call(target, norm, *arrays), *operands)
         return found
 
     def layouts(self) -> Iterator[RowLayout | OneLaunch]:
@@ -105,7 +98,7 @@ class Work:
             yield from self._at_once()
             return
         for slices, chunks in itertools.product((1, 2, 4, 8), range(1, 9)):
-            threads = cuda_layout.threads_for(-(-self.n // (8 * slices)), chunks)
+            threads = cuda.threads_for(-(-self.n // (8 * slices)), chunks)
             if threads > 1024 or (slices > 1 and threads < 128):
                 continue
             if -(-self.n // (threads * chunks * 8)) != slices:
@@ -120,7 +113,7 @@ class Work:
 
     def _at_once(self) -> Iterator[OneLaunch]:
         for chunks, lanes, blocks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
-            threads = cuda_layout.threads_for(-(-self.n // 8), chunks)
+            threads = cuda.threads_for(-(-self.n // 8), chunks)
             for fill in (128, 256, 512, 1024):
                 rows = max(1, fill // threads)
                 if rows * threads * blocks <= 1024 and (rows > 1 or fill == 128):

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from normfuse import add_rms_norm, rms_norm
-from normfuse.native import rms_norm as kernels
+from normfuse.layers.rms_norm.op import backward_kernel
+from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native.implementation import Order
 
 EPS = 1e-6
@@ -42,8 +43,7 @@ def contestants(residual: bool) -> dict[str, Contestant]:
 
 
 def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
-    flags = {"scale_offset": 0.0, "has_scale": True, "has_residual": residual}
-    flags["strict"] = Order((implementation,), strict=True)
+    order = Order((implementation,), strict=True)
 
     def forward(x, r, w, *_):
         if residual:
@@ -52,7 +52,8 @@ def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
 
     def backward(x, r, w, dy, dh, rstd, with_dscale=True):
         operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]
-        return kernels.backward(*operands, with_dscale=with_dscale, **flags)
+        norm = Norm(has_scale=True, has_residual=residual, with_dscale=with_dscale)
+        return backward_kernel(norm, *operands, order=order)
 
     return _contestant(forward, backward, residual)
 

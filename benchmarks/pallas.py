@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from benchmarks import norms, rms_norm
 from benchmarks.device_time import Copies, kernels, microseconds
 from normfuse import dense
-from normfuse.layers.dense.epilogue import resolve
-from normfuse.native import dense as native_dense
+from normfuse.layers.dense import one_kernel, pallas_hopper
+from normfuse.layers.dense.one_kernel import Dense
 from normfuse.native.implementation import Order
-from normfuse.native.pallas import matmul_hopper, triton
+from normfuse.native.pallas import triton
 
 PRODUCTS = [(16384, 4096, 14336), (16384, 14336, 4096), (2048, 4096, 14336), (512, 4096, 4096)]
 ACTIVATIONS = [None, "gelu_tanh", "gelu"]
@@ -77,7 +77,7 @@ def both_ways(m: int, k: int, n: int) -> None:
 
 def hopper_shapes():
     """Shapes of the Hopper kernel worth a try."""
-    base = matmul_hopper.Shape
+    base = pallas_hopper.Shape
     tiles = [{}, {"rows": 64, "columns": 256, "split": "rows"}, {"split": "rows"}]
     for cluster, tile in itertools.product(("", "rows", "columns"), tiles):
         yield base(**tile, cluster=cluster)
@@ -90,13 +90,13 @@ def sweep(m: int, k: int, n: int) -> None:
     """Prints each shape's TFLOP/s and fraction of cuBLAS's, without and with an activation."""
     x, w, _ = operands(m, k, n)
     dot, flops = jax.jit(lambda x, w: x @ w), 2e-6 * m * k * n
-    options = {"precision": None, "keep": False, "strict": Order(("pallas",), strict=True)}
-    original, found = matmul_hopper.shape_for, []
+    order = Order(("pallas",), strict=True)
+    original, found = pallas_hopper.shape_for, []
     for shape in hopper_shapes():
-        matmul_hopper.shape_for = lambda *_, shape=shape: shape
+        pallas_hopper.shape_for = lambda *_, shape=shape: shape
         line, fraction = f"  {shape}", 0.0
         for activation in (None, "gelu_tanh"):
-            fn = functools.partial(native_dense.forward, function=resolve(activation), **options)
+            fn = functools.partial(one_kernel.kernel, Dense(activation=activation), order=order)
             try:
                 ours, theirs = (microseconds(f, [(x, w)], runs=4) for f in (fn, dot))
             except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -105,7 +105,7 @@ def sweep(m: int, k: int, n: int) -> None:
             fraction = theirs / ours
             line += f"  {flops / ours:6.1f} ({fraction:.3f})"
         found.append((fraction, line))
-    matmul_hopper.shape_for = original
+    pallas_hopper.shape_for = original
     print(f"{m} x {k} x {n}, without an activation and with gelu_tanh")
     for _, line in sorted(found, reverse=True):
         print(line, flush=True)

@@ -16,12 +16,9 @@ from jax.sharding import PartitionSpec as P
 from normfuse import dense, gated_product, rms_norm
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
-from normfuse.train.config import Preset, Remat
-from normfuse.train.gradients import interleaved
+from normfuse.train.config import Preset, preset_config
 from normfuse.train.mesh import AXES, batch_sharding
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.recipes import recipe
-from normfuse.train.step import Program
+from normfuse.train.step import Program, interleaved, make_optimizer, schedule
 
 f32 = jnp.float32
 
@@ -182,7 +179,7 @@ def stack(work: Workload, version: Version, mesh: Mesh, rows: int):
 
 def preset(work: Workload, version: Version, mesh: Mesh, rows: int):
     """The trainer's own step, likewise."""
-    config = recipe(work.preset)
+    config = preset_config(work.preset)
     implementation = {"jnp": "xla", "normfuse": None}[version.library]
     model = dataclasses.replace(config.transformer(), implementation=implementation)
     model = dataclasses.replace(model, remat=work.remat or model.remat)
@@ -237,5 +234,5 @@ def batches_of(part: str, work: Workload, count: int) -> tuple[int, dict[str, in
     """Tokens of a sequence, and how many sequences so many GPUs have, by the kind of scaling."""
     if PARTS[part][0] is stack:
         return work.seq, {"weak": work.rows * count, "strong": work.total}
-    config = recipe(work.preset)
+    config = preset_config(work.preset)
     return config.seq_len, {"weak": config.batch_size * count, "strong": config.batch_size}

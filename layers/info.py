@@ -1,18 +1,15 @@
 """What `normfuse info` prints and what `normfuse cache` does; nothing here needs a GPU."""
 
-import argparse
 import functools
 import importlib.metadata
 import itertools
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..native import cache, compiler, host_compiler, implementation, registry
-from ..native.dtypes import FLOATING
 from ..native.implementation import Order, Unsupported
 from ..native.kernel import Kernel
 from ..native.launch import PORTABLE, Target, attached_target, compute_capability, named_target
@@ -169,27 +166,6 @@ def _in_order(serves: list[str], where: str, op: str) -> list[str]:
     return ["xla", *serves] if op == "dense" else [*serves, "xla"]
 
 
-def cache_command(arguments: argparse.Namespace) -> str:
-    """Does `normfuse cache show`, `clear` or `warm`; returns what to print."""
-    if arguments.action == "clear":
-        return f"removed {cache.clear()} files from {cache.directory()}"
-    if arguments.action == "warm":
-        archs = arguments.arch or [_attached_arch()]
-        began = time.perf_counter()
-        count = warm(
-            arguments.features,
-            archs,
-            dtypes=arguments.dtype,
-            scales=arguments.scale,
-            outs=arguments.out,
-            scale_offset=float(arguments.offset),
-            activations=arguments.activation,
-        )
-        seconds = time.perf_counter() - began
-        return f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n{show()}"
-    return show()
-
-
 def show() -> str:
     """The cache folder, its size, and every kernel in it."""
     lines = _cache()
@@ -210,42 +186,6 @@ def _compiler(version: str) -> str:
     return f"NVRTC {version}" if version[0].isdigit() else version
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line of `normfuse info` and `normfuse cache`."""
-    top = argparse.ArgumentParser(prog="normfuse", description=__doc__)
-    commands = top.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions, devices, cache, and what would run here")
-    about = commands.add_parser("cache", help="the cache of compiled CUDA kernels")
-    actions = about.add_subparsers(dest="action")
-    actions.add_parser("show", help="list what is in it (the default)")
-    actions.add_parser("clear", help="remove everything in it")
-    into = actions.add_parser("warm", help="compile kernels into it; needs no GPU")
-    into.add_argument("features", nargs="+", type=_positive, help="lengths of the rows: 4096 8192")
-    into.add_argument(
-        "--arch", nargs="+", help="sm_90, 9.0, compute_80 …; the GPU here if left out"
-    )
-    for name, default in (("dtype", ["bfloat16"]), ("scale", ["float32"]), ("out", None)):
-        what = {"dtype": "x", "scale": "scale", "out": "y (that of x if left out)"}[name]
-        into.add_argument(
-            f"--{name}", nargs="+", choices=FLOATING, default=default, help=f"of {what}"
-        )
-    into.add_argument(
-        "--activation", nargs="+", help="of dense layers: silu gelu …; all if left out"
-    )
-    into.add_argument("--offset", action="store_true", help="kernels with a scale_offset")
-    return top
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """`normfuse info …` and `normfuse cache …`; exits with 1 if the cache cannot be used."""
-    arguments = parser().parse_args(argv)
-    try:
-        print(info() if arguments.command == "info" else cache_command(arguments))
-    except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
-        print(f"normfuse {arguments.command}: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
-
-
 def _environment() -> list[str]:
     import jax
 
@@ -264,7 +204,7 @@ def _environment() -> list[str]:
 
 def _cuda() -> list[str]:
     try:
-        arch = _attached_arch()
+        arch = attached_arch()
     except (Unsupported, ValueError) as error:
         arch = f"none: {error}"
     try:
@@ -279,7 +219,9 @@ def _cuda() -> list[str]:
     return [*lines, f"C++ compiler, for element-wise ops on the CPU: {version}"]
 
 
-def _attached_arch() -> str:
+def attached_arch() -> str:
+    """Returns the architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
+    """Returns the architecture that kernels are compiled for here."""
     import jax
 
     for one in jax.local_devices():
@@ -317,10 +259,3 @@ def _version(package: str) -> str:
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a row has 1 element or more, got {value}")
-    return value

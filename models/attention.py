@@ -7,15 +7,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .config import RopeScaling, TransformerConfig
+from .config import AttentionImplementation, RopeScaling, TransformerConfig
 from .side_by_side import pause
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the rotation angles, `([batch,] seq, head_dim / 2)` float32 each."""
+    """The rotation of the tokens of one call.
+
+    Attributes:
+      cos, sin: of the angles, `([batch,] seq, head_dim / 2)` float32 each.
+      start: position of the first token: a scalar, or `(batch,)`.
+    """
 
     cos: Array
     sin: Array
+    start: Array | int
 
 
 class KeyValue(NamedTuple):
@@ -26,11 +32,11 @@ class KeyValue(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What a transformer remembers of the tokens it has read: a plain pytree.
+    """Keys and values of the tokens that a transformer has read: a plain pytree.
 
     Attributes:
       layers: past keys and values of each layer, of fixed length.
-      length: int32, how many positions are filled: a scalar, or `(batch,)` for each sequence.
+      length: int32, the number of positions filled: a scalar, or `(batch,)` for each sequence.
     """
 
     layers: tuple[KeyValue, ...]
@@ -38,33 +44,33 @@ class Cache(NamedTuple):
 
     @classmethod
     def empty(cls, config: TransformerConfig, batch_size: int, length: int) -> "Cache":
-        """Makes room for `length` tokens of each of `batch_size` sequences."""
+        """Returns a cache with room for `length` tokens of each of `batch_size` sequences."""
         shape = (batch_size, length, config.num_kv_heads, config.head_dim)
-        blank = lambda: jnp.zeros(shape, config.dtype)
-        layers = tuple(KeyValue(blank(), blank()) for _ in range(config.num_layers))
+        zeros = lambda: jnp.zeros(shape, config.dtype)
+        layers = tuple(KeyValue(zeros(), zeros()) for _ in range(config.num_layers))
         return cls(layers, jnp.int32(0))
 
 
 def rope_table(config: TransformerConfig, start: Array | int, seq: int) -> Rope:
     """Tabulates the angles `position * theta^(-2i / head_dim)` of positions `start`, `start + 1`, …
 
-    `start` may be `(batch,)`, for sequences of several lengths.
+    `start` may be `(batch,)`, for sequences of different lengths.
 
     References: Su et al., RoFormer, arXiv:2104.09864.
     """
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.rope_scaling is not None:
-        frequencies = _stretched(frequencies, config.rope_scaling)
+        frequencies = _scaled(frequencies, config.rope_scaling)
     angles = _positions(start, seq).astype(jnp.float32)[..., None] * frequencies
-    return Rope(jnp.cos(angles), jnp.sin(angles))
+    return Rope(jnp.cos(angles), jnp.sin(angles), start)
 
 
 def _positions(start: Array | int, seq: int) -> Array:
     return jnp.asarray(start)[..., None] + jnp.arange(seq, dtype=jnp.int32)  # ([batch,] seq)
 
 
-def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
+def _scaled(frequencies: Array, scaling: RopeScaling) -> Array:
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # over the trained length
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -74,13 +80,13 @@ def _stretched(frequencies: Array, scaling: RopeScaling) -> Array:
 def rotate(x: Array, rope: Rope) -> Array:
     """Rotates the pairs `(x[i], x[i + head_dim / 2])` of every head, in float32.
 
-    Pairs lie half a head apart, as in Hugging Face's Llama, whose weights then need no reordering.
+    Pairs lie half a head apart, as in Hugging Face's Llama, so that its weights keep their order.
     (The original interleaves them: `(x[2i], x[2i + 1])`.)
 
     Args:
       x: `(batch, seq, heads, head_dim)`.
-      rope: the angles of the `seq` positions, for all sequences or for each.
-    Returns: shape and dtype of `x`.
+      rope: of the `seq` positions, for all sequences or for each.
+    Returns: an array of the shape and dtype of `x`.
     """
     cos, sin = rope.cos[..., None, :], rope.sin[..., None, :]  # the same for every head
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
@@ -89,19 +95,25 @@ def rotate(x: Array, rope: Rope) -> Array:
 
 
 def attend(
-    q: Array, k: Array, v: Array, cache: KeyValue | None, start: Array | int, implementation: str
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: KeyValue | None,
+    start: Array | int,
+    implementation: AttentionImplementation,
 ) -> tuple[Array, KeyValue | None]:
-    """Causal attention over this call's tokens and, with a cache, all before them.
+    """Computes causal attention over this call's tokens and, with a cache, all before them.
 
     Args:
       q: `(batch, seq, num_heads, head_dim)`, already rotated.
-      k: `(batch, seq, num_kv_heads, head_dim)`, already rotated; each serves as many query heads.
+      k: `(batch, seq, num_kv_heads, head_dim)`, already rotated; each head serves
+        `num_heads / num_kv_heads` query heads.
       v: as `k`.
-      cache: the past, whose first `start` positions are filled; None without one.
+      cache: past keys and values, of which the first `start` positions are filled; or None.
       start: position of the first token: a scalar, or `(batch,)` for each sequence.
-      implementation: "auto", "xla" or "cudnn". With a cache always XLA's.
+      implementation: "auto", "xla" or "cudnn"; XLA serves calls with a cache.
     Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
-      call's keys and values in it. Scores and softmax are float32 (float64 for float64).
+      call's keys and values. Scores and softmax are float32 (float64 for float64).
     """
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
@@ -124,8 +136,8 @@ def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
     batch, seq, heads, width = q.shape
     length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
-    # The query heads that share a key are more rows of one matrix: two plain batched products,
-    # in half the time that jax.nn.dot_product_attention takes on a CPU.
+    # The query heads that share a key become rows of one matrix: two plain batched products, in
+    # half the time of jax.nn.dot_product_attention on a CPU.
     q = q.reshape(batch, seq, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, kv_heads, group * seq, width)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)

@@ -1,11 +1,10 @@
 """The transformer's configuration: its shape, its precision, and the presets.
 
-Nothing here imports JAX: a command line can read, check and print a configuration at once.
+Nothing here imports JAX, so that a command line can check a configuration without delay.
 """
 
 import dataclasses
-import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Remat = Literal["none", "block", "dots"]
@@ -15,10 +14,13 @@ Implementation = Literal["native", "pallas", "xla"]
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the rotary wavelengths beyond the length trained on.
+    """Llama 3.1's scaling of the rotary wavelengths for sequences beyond the length trained on.
 
     Wavelengths above `original_max_seq_len / low_freq_factor` grow by `factor`, those below
     `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
+
+    Raises:
+      ValueError: naming the field, its value and the rule it breaks.
     """
 
     factor: float = 8.0
@@ -26,13 +28,12 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
 
-    def __post_init__(self):
-        _check(self.factor >= 1, "factor", self.factor, "must be at least 1")
-        ordered = 0 < self.low_freq_factor < self.high_freq_factor
+    def __post_init__(self) -> None:
+        _check(_in_float32(self.factor, 1), "factor", self.factor, "must be at least 1, and finite")
         both = (self.low_freq_factor, self.high_freq_factor)
+        ordered = all(_in_float32(factor, 0) for factor in both) and 0 < both[0] < both[1]
         _check(ordered, "low_freq_factor, high_freq_factor", both, "must be positive and ascending")
-        length = self.original_max_seq_len
-        _check(length >= 1, "original_max_seq_len", length, "must be at least 1")
+        _check_size("original_max_seq_len", self.original_max_seq_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TransformerConfig:
       mlp_dim: hidden width of the SwiGLU.
       max_seq_len: longest sequence accepted.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: Llama 3.1's stretching of them, or None.
+      rope_scaling: Llama 3.1's scaling of them, or None.
       norm_eps: added to the mean square in every RMSNorm.
       qk_norm: normalise each head of the queries and keys (Qwen3).
       tie_embeddings: the embedding is also the output projection.
@@ -60,8 +61,11 @@ class TransformerConfig:
       remat: what the backward pass recomputes: "none"; "block", everything inside a block;
         "dots", everything but the GEMMs' results.
       attention: "auto" takes cuDNN's fused attention on NVIDIA GPUs where it serves, else XLA.
-      implementation: of RMSNorm, as in `normfuse.rms_norm`: None takes the best here. The matrix
-        products are XLA's.
+      implementation: of every operation of normfuse in the model: the norms (alone and with the
+        residual added), the linear layers and the MLP's gated product, as in `normfuse.rms_norm`,
+        `dense` and `gated_product`. None takes the best here. A single name is strict: "native"
+        raises NotImplementedError on CPUs, which have no kernel for the gated product, where
+        `("native", "xla")` runs. Attention, embedding and logits are JAX's.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
@@ -87,121 +91,68 @@ class TransformerConfig:
     attention: AttentionImplementation = "auto"
     implementation: Implementation | tuple[Implementation, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in _SIZES:
-            size = getattr(self, name)
-            whole = isinstance(size, int) and not isinstance(size, bool)
-            _check(whole and size >= 1, name, size, "must be an integer of at least 1")
+            _check_size(name, getattr(self, name))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         rule = f"must be a multiple of num_kv_heads={kv_heads}: each key head serves equally many"
         _check(heads % kv_heads == 0, "num_heads", heads, rule)
         even = self.head_dim % 2 == 0
         _check(even, "head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
-        finite = math.isfinite(self.norm_eps) and self.norm_eps >= 0
-        _check(finite, "norm_eps", self.norm_eps, "must be finite and not negative")
-        theta = self.rope_theta
-        _check(math.isfinite(theta) and theta > 1, "rope_theta", theta, "must be finite, above 1")
-        _one_of("dtype", self.dtype, Dtype)
-        _one_of("param_dtype", self.param_dtype, Dtype)
-        _one_of("remat", self.remat, Remat)
-        _one_of("attention", self.attention, AttentionImplementation)
-        implementations = self.implementation
-        for implementation in (
-            implementations if isinstance(implementations, tuple) else (implementations,)
-        ):
-            if implementation is not None:
-                _one_of("implementation", implementation, Implementation)
+        eps, theta, scaling = self.norm_eps, self.rope_theta, self.rope_scaling
+        _check(_in_float32(eps, 0), "norm_eps", eps, "must be finite and not negative")
+        _check(_in_float32(theta, 1) and theta > 1, "rope_theta", theta, "must be finite, above 1")
+        known = scaling is None or isinstance(scaling, RopeScaling)
+        _check(known, "rope_scaling", scaling, "must be a RopeScaling or None")
+        for name in "qk_norm", "tie_embeddings", "attention_bias":
+            _one_of(name, getattr(self, name), (True, False))
+        _one_of("dtype", self.dtype, get_args(Dtype))
+        _one_of("param_dtype", self.param_dtype, get_args(Dtype))
+        _one_of("remat", self.remat, get_args(Remat))
+        _one_of("attention", self.attention, get_args(AttentionImplementation))
+        given = self.implementation
+        for name in given if isinstance(given, tuple) else () if given is None else (given,):
+            _one_of("implementation", name, get_args(Implementation))
 
 
-_SIZES = (
-    "vocab_size",
-    "dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "mlp_dim",
-    "max_seq_len",
-)
+_SIZES = "vocab_size dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len".split()
 
 
-def _check(valid: bool, name: str, value, rule: str):
+def _check(valid: bool, name: str, value: object, rule: str) -> None:
     if not valid:
         raise ValueError(f"{name}={value!r} {rule}.")
 
 
-def _one_of(name: str, value, choices):
-    allowed = get_args(choices)
-    listed = ", ".join(map(repr, allowed))
-    _check(value in allowed, name, value, f"must be one of {listed}")
+def _check_size(name: str, size: Any) -> None:
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    _check(whole and size >= 1, name, size, "must be an integer of at least 1")
+    _check(size < 2**31, name, size, "must be below 2**31")
 
 
-# GPT-2's vocabulary, rounded up to a multiple of 128 so that GEMMs and mesh axes divide it.
-_GPT2_VOCAB = 50_304
-_LLAMA3_VOCAB = 128_256
+def _in_float32(value: Any, least: float) -> bool:
+    """Whether it is a number of at least `least` that float32 holds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and least <= value <= 3.4028234663852886e38
+
+
+def _one_of(name: str, value: object, allowed: tuple) -> None:
+    same = any(isinstance(value, type(choice)) and value == choice for choice in allowed)
+    _check(same, name, value, f"must be one of {', '.join(map(repr, allowed))}")
+
 
 PRESETS: dict[str, TransformerConfig] = {
-    # 0.7 M: reads bytes, trains in two minutes on two CPU cores.
-    "tiny": TransformerConfig(
-        vocab_size=256,
-        dim=128,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=32,
-        mlp_dim=384,
-        max_seq_len=1024,
-        tie_embeddings=True,
-    ),
-    # 124 M: GPT-2 small's depth and width.
-    "small": TransformerConfig(
-        vocab_size=_GPT2_VOCAB,
-        dim=768,
-        num_layers=12,
-        num_heads=12,
-        num_kv_heads=12,
-        head_dim=64,
-        mlp_dim=2048,
-        max_seq_len=2048,
-        tie_embeddings=True,
-    ),
-    # 360 M: GPT-2 medium's.
-    "medium": TransformerConfig(
-        vocab_size=_GPT2_VOCAB,
-        dim=1024,
-        num_layers=24,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=64,
-        mlp_dim=2816,
-        max_seq_len=2048,
-        tie_embeddings=True,
-    ),
-    # 1.2 B: Llama 3.2 1B's shape.
+    # vocab_size, dim, num_layers, num_heads, num_kv_heads, head_dim, mlp_dim, max_seq_len
+    # 0.7 M parameters: reads bytes, trains in two minutes on two CPU cores.
+    "tiny": TransformerConfig(256, 128, 3, 4, 4, 32, 384, 1024, tie_embeddings=True),
+    # 124 M and 360 M: the depth and width of GPT-2 small and medium. GPT-2's vocabulary is rounded
+    # up to a multiple of 128 so that GEMMs and mesh axes divide it.
+    "small": TransformerConfig(50_304, 768, 12, 12, 12, 64, 2048, 2048, tie_embeddings=True),
+    "medium": TransformerConfig(50_304, 1024, 24, 16, 16, 64, 2816, 2048, tie_embeddings=True),
+    # 1.2 B and 8.0 B: the shapes of Llama 3.2 1B and Llama 3 8B.
     "1b": TransformerConfig(
-        vocab_size=_LLAMA3_VOCAB,
-        dim=2048,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        mlp_dim=8192,
-        max_seq_len=8192,
-        rope_theta=500_000.0,
-        tie_embeddings=True,
+        128_256, 2048, 16, 32, 8, 64, 8192, 8192, rope_theta=500_000.0, tie_embeddings=True
     ),
-    # 8.0 B: Llama 3 8B's shape.
-    "8b": TransformerConfig(
-        vocab_size=_LLAMA3_VOCAB,
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=14_336,
-        max_seq_len=8192,
-        rope_theta=500_000.0,
-    ),
+    "8b": TransformerConfig(128_256, 4096, 32, 32, 8, 128, 14_336, 8192, rope_theta=500_000.0),
 }
 
 
@@ -218,11 +169,11 @@ def num_parameters(config: TransformerConfig) -> int:
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     """Counts the model's floating-point operations per token, forward and backward, for MFU.
 
-    `6 * N + 12 * num_layers * num_heads * head_dim * seq_len`, where N counts the weights that
-    take part in a matrix product (blocks and output projection; looking a token up is none): one
-    multiplication and one addition forward, twice that backward. The second term is attention's
-    two products over the whole sequence: the causal half is not discounted and recomputation
-    (`remat`) not added, so that figures compare with published ones.
+    `6 * N + 12 * num_layers * num_heads * head_dim * seq_len`, where N counts the weights of
+    matrix products (blocks and output projection, not the embedding): one multiplication and one
+    addition forward, twice that backward. The second term is attention's two products over the
+    whole sequence. To compare with published figures, the causal half is not discounted and
+    recomputation (`remat`) is not added.
 
     References: Chowdhery et al., PaLM, appendix B, arXiv:2204.02311.
     """

@@ -1,12 +1,10 @@
 """The transformer in Equinox.
 
-    model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
-    logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
-
-Equinox's layers see one example: `_normalise` maps them over batch and sequence.
+model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
+logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -16,14 +14,46 @@ from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm
-from . import parameters
-from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from . import parameters, transformer
+from .attention import Cache, KeyValue, Rope
 from .config import TransformerConfig
-from .gathered import NAME, gathered
-from .remat import remat
-from .sharding import Sharding, constrain, in_context
-from .side_by_side import pause
-from .vocabulary import embed, unembed
+from .sharding import Sharding
+
+# Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
+# bfloat16 x to a float32 weight. The operations round the weight to x's dtype, not its gradient.
+
+
+def _apply_linear(layer: Linear, x: Array) -> Array:
+    options = {"activation": layer.activation, "implementation": layer.implementation}
+    return apply_dense(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
+
+
+def _apply_norm(norm: Callable[[Array], Array], x: Array) -> Array:
+    for _ in x.shape[:-1]:
+        norm = jax.vmap(norm)
+    return norm(x)
+
+
+def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+    options = {"eps": norm.eps, "implementation": norm.implementation}
+    return add_rms_norm(x, residual, norm.weight, **options)
+
+
+def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Array:
+    down, options = mlp.down, {"dtype": gate.dtype, "contract": 1, "hidden_sharding": spec}
+    options["implementation"] = down.implementation
+    return apply_product(gate, up, down.weight, down.bias, "silu", **options)
+
+
+_OPS = transformer.Ops(
+    linear=_apply_linear,
+    norm=_apply_norm,
+    add_norm=_add_norm,
+    gated_product=_gated_product,
+    table=lambda layer: layer.weight,
+    map_parameters=lambda function, module: function(module),
+    checkpoint=jax.checkpoint,
+)
 
 
 class Attention(eqx.Module):
@@ -42,25 +72,17 @@ class Attention(eqx.Module):
         c = config
         self.config, self.sharding = config, sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q = _linear(c, c.dim, heads, use_bias=c.attention_bias, key=key)
-        self.k = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
-        self.v = _linear(c, c.dim, kv_heads, use_bias=c.attention_bias, key=key)
+        project = lambda width: _linear(c, c.dim, width, use_bias=c.attention_bias, key=key)
+        self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = _linear(c, heads, c.dim, key=key)
         self.q_norm = _norm(c, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
 
-    def __call__(self, x: Array, rope: Rope, cache: KeyValue | None, start: Array | int):
-        width = self.config.head_dim
-        split = lambda x: x.reshape(*x.shape[:2], x.shape[2] // width, width)
-        # (batch, seq, heads, head_dim)
-        q, k, v = (split(_project(linear, x)) for linear in (self.q, self.k, self.v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normalise(self.q_norm, q), _normalise(self.k_norm, k)
-        q, k = rotate(q, rope), rotate(k, rope)
-        q, k, v = (constrain(x, self.sharding.heads) for x in (q, k, v))
-        out, cache = attend(q, k, v, cache, start, self.config.attention)
-        out = constrain(out, self.sharding.heads)
-        return _project(self.o, out.reshape(*x.shape[:2], out.shape[2] * width)), cache
+    def __call__(
+        self, x: Array, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, KeyValue | None]:
+        """See `transformer.attention`."""
+        return transformer.attention(_OPS, self, x, rope, cache)
 
 
 class MLP(eqx.Module):
@@ -78,11 +100,8 @@ class MLP(eqx.Module):
         self.down = _linear(config, config.mlp_dim, config.dim, key=key)
 
     def __call__(self, x: Array) -> Array:
-        # (batch, seq, mlp_dim)
-        gate, up = pause([_project(linear, x) for linear in (self.gate, self.up)])
-        options = {"dtype": x.dtype, "implementation": None, "contract": 1}
-        options["hidden_sharding"] = in_context(self.sharding.hidden)
-        return apply_product(gate, up, self.down.weight, None, "silu", **options)
+        """See `transformer.mlp`."""
+        return transformer.mlp(_OPS, self, x)
 
 
 class Block(eqx.Module):
@@ -102,17 +121,10 @@ class Block(eqx.Module):
         self.mlp = MLP(config, sharding, key=key)
 
     def __call__(
-        self, x: Array, more: Array | None, rope: Rope, cache: KeyValue | None, start: Array | int
-    ):
-        """Of the stream x + more; `more`, what the block before adds, goes into the norm's pass.
-
-        Returns the new x and more, both (batch, seq, dim), and the cache.
-        """
-        h, x = _add_and_normalise(self.attention_norm, x, more)
-        h, cache = self.attention(constrain(h, self.sharding.block_input), rope, cache, start)
-        h, x = _add_and_normalise(self.mlp_norm, x, constrain(h, self.sharding.residual))
-        h = self.mlp(constrain(h, self.sharding.block_input))
-        return x, constrain(h, self.sharding.residual), cache
+        self, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, Array, KeyValue | None]:
+        """See `transformer.block`."""
+        return transformer.block(_OPS, self, x, branch, rope, cache)
 
 
 class Transformer(eqx.Module):
@@ -120,7 +132,7 @@ class Transformer(eqx.Module):
 
     Args:
       config: shape and precision.
-      sharding: where activations lie when called under `jax.set_mesh`; without one, unused.
+      sharding: where activations lie when called under `jax.set_mesh`; unused without a mesh.
       key: seeds `normfuse.models.parameters.initial_parameters`; the Flax transformer starts from
         the same values for the same key.
     """
@@ -133,86 +145,34 @@ class Transformer(eqx.Module):
     sharding: Sharding = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, sharding: Sharding | None = None, *, key: Array):
-        self.config, self.sharding = config, sharding or Sharding()
         c = config
-        blank = lambda: {
+        self.config, self.sharding = config, sharding or Sharding()
+        shapes = lambda: {
             "embed": eqx.nn.Embedding(c.vocab_size, c.dim, dtype=c.param_dtype, key=key),
             "layers": [Block(c, self.sharding, key=key) for _ in range(c.num_layers)],
             "norm": _norm(c, c.dim),
             "head": None if c.tie_embeddings else _linear(c, c.dim, c.vocab_size, key=key),
         }
         values = parameters.initial_parameters(c, key)
-        for name, part in parameters.from_dict(jax.eval_shape(blank), values).items():
+        for name, part in parameters.from_dict(jax.eval_shape(shapes), values).items():
             setattr(self, name, part)
 
     def __call__(self, tokens: Array) -> Array:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
-        logits, _ = self._forward(tokens, None)
-        return logits
+        return transformer.forward(_OPS, self, tokens)[0]
 
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
-        return self._forward(tokens, cache)
-
-    def _forward(self, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
-        start: Any = 0 if cache is None else cache.length
-        past = [None] * len(self.layers) if cache is None else cache.layers
-        rope = rope_table(self.config, start, tokens.shape[1])
-        x = embed(tokens, self.embed.weight, self.config.dtype, self.sharding)
-        keep = self.sharding.keep_gathered and self.config.remat != "none"
-        run = _gather_and_run if keep else Block.__call__
-        block = remat(run, self.config.remat, names=[NAME])
-        more, present = None, []
-        for layer, layer_past in zip(self.layers, past, strict=True):
-            x, more, layer_present = block(layer, x, more, rope, layer_past, start)
-            present.append(layer_present)
-            if self.config.remat != "none":  # of what a block reads one array is kept
-                x, more = x + more, None
-        x = constrain(_add_and_normalise(self.norm, x, more)[0], self.sharding.block_input)
-        table = self.embed.weight if self.head is None else self.head.weight
-        logits = constrain(unembed(x, table), self.sharding.logits)
-        return logits, cache and Cache(tuple(present), start + tokens.shape[1])
-
-
-def _gather_and_run(layer: Block, *inputs):
-    """A block whose kernels are gathered once, for both ways."""
-    return gathered(layer, layer.attention.config.dtype, layer.sharding)(*inputs)
-
-
-def _project(linear: Linear, x: Array) -> Array:
-    # Not jax.vmap(linear)(x): Equinox knows no compute dtype and would turn bfloat16 x and a
-    # float32 weight into float32. `dense` rounds the weight to x's dtype, but not its gradient.
-    options = {"activation": linear.activation, "dtype": x.dtype, "implementation": None}
-    return apply_dense(x, linear.weight, linear.bias, contract=1, **options)
-
-
-def _normalise(norm: RMSNorm, x: Array) -> Array:
-    for _ in x.shape[:-1]:
-        norm = jax.vmap(norm)
-    return norm(x)
-
-
-def _add_and_normalise(norm: RMSNorm, x: Array, more: Array | None) -> tuple[Array, Array]:
-    """`(norm(x + more), x + more)`, in one pass over them each way."""
-    if more is None:
-        return pause(_normalise(norm, x)), x
-    options = {"eps": norm.eps, "implementation": norm.implementation}
-    h, x = add_rms_norm(more, x, norm.weight, **options)
-    return pause(h), x
+        return transformer.forward(_OPS, self, tokens, cache)
 
 
 def _linear(
-    config: TransformerConfig, width_in: int, width_out: int, *, key: Array, **options
+    config: TransformerConfig, n: int, m: int, *, use_bias: bool = False, key: Array
 ) -> Linear:
-    options = {"use_bias": False, "dtype": config.param_dtype, **options}
-    return Linear(width_in, width_out, **options, key=key)
+    options = {"dtype": config.param_dtype, "implementation": config.implementation}
+    return Linear(n, m, use_bias=use_bias, **options, key=key)
 
 
-def _norm(config: TransformerConfig, width: int) -> RMSNorm:
-    return RMSNorm(
-        width,
-        eps=config.norm_eps,
-        use_bias=False,
-        dtype=config.param_dtype,
-        implementation=config.implementation,
-    )
+def _norm(config: TransformerConfig, n: int) -> RMSNorm:
+    options = {"dtype": config.param_dtype, "implementation": config.implementation}
+    return RMSNorm(n, eps=config.norm_eps, use_bias=False, **options)

@@ -1,7 +1,8 @@
-"""Sampling text: the prompt is read in one pass, then one token at a time with cached keys."""
+"""Sampling text: one pass over the prompt, then one token at a time with cached keys."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,21 +26,20 @@ def generate(
     stop_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> np.ndarray:
-    """Continues each prompt by `num_tokens` tokens, or until all have ended.
+    """Continues each prompt by `num_tokens` tokens, or until all rows have ended.
 
     Args:
       model: the transformer.
       params: its parameters.
-      prompt: `(batch, seq)` integers, or a sequence of integers for each row, of any lengths from
-        1 on: a row's likeliest text is that of its prompt alone.
+      prompt: `(batch, seq)` integers, or a sequence of at least one integer for each row. With
+        different lengths, a row's likeliest text is still that of its prompt alone.
       num_tokens: how many to add.
       temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: draw from the k likeliest only.
-      top_p: draw from the likeliest that together have at least this probability.
-      stop_tokens: a row that draws one of them has ended.
-      seed: the same seed draws the same text, whatever ends the rows.
-    Returns: `(batch, num_tokens)` int32 on the host. A row that has ended repeats the token that
-      ended it.
+      top_k: draw from the k likeliest tokens only.
+      top_p: draw from the likeliest tokens that together have at least this probability.
+      stop_tokens: a row ends when it draws one of them.
+      seed: the same seed draws the same text, whether or not rows end.
+    Returns: `(batch, num_tokens)` int32 on the host. A row that has ended repeats its last token.
 
     Raises:
       ValueError: naming the argument, if it is out of range or the text would outgrow
@@ -49,42 +49,63 @@ def generate(
       arXiv:1904.09751.
     """
     rows = _rows(prompt)
-    _check(model, rows, num_tokens, temperature, top_k, top_p, stop_tokens)
     lengths = np.array([len(row) for row in rows], np.int32)
-    # Padded to a power of two, so that prompts of many lengths share few compilations.
-    padded = min(1 << (int(lengths.max()) - 1).bit_length(), model.config.max_seq_len)
+    vocab, limit = model.config.vocab_size, model.config.max_seq_len
+    lowest, highest = min(row.min() for row in rows), max(row.max() for row in rows)
+    for valid, message in (
+        (
+            0 <= lowest and highest < vocab,
+            f"prompt holds tokens from {lowest} to {highest}; "
+            f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?",
+        ),
+        (num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1."),
+        (
+            lengths.max() + num_tokens <= limit,
+            f"a prompt of {lengths.max()} tokens and num_tokens={num_tokens} exceed "
+            f"max_seq_len={limit}. Shorten either.",
+        ),
+        (0 <= temperature < np.inf, f"temperature={temperature} must be finite and not negative."),
+        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1, or None."),
+        (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1, or None."),
+        (
+            all(0 <= token < vocab for token in stop_tokens),
+            f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.",
+        ),
+    ):
+        if not valid:
+            raise ValueError(message)
+    # Padded to a power of two, so that prompts of many lengths share few programs.
+    padded = min(1 << (int(lengths.max()) - 1).bit_length(), limit)
     tokens = np.stack([np.pad(row.astype(np.int32), (0, padded - len(row))) for row in rows])
-    equal = (lengths == lengths[0]).all()  # then the cache is written to in one place
+    equal = (lengths == lengths[0]).all()  # then the cache is written at one position
     filled = lengths[0] if equal else lengths
     run = _compiled(model, num_tokens, top_k)
-    knobs = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
+    limits = np.float32(temperature), np.float32(1.0 if top_p is None else top_p)
     stop = np.asarray(stop_tokens, np.int32).reshape(-1)
-    return np.asarray(run(params, tokens, filled, knobs, stop, jax.random.key(seed)))
+    return np.asarray(run(params, tokens, filled, *limits, stop, jax.random.key(seed)))
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(model: Functional, num_tokens: int, top_k: int | None):
-    def run(params, tokens, filled, knobs, stop, key):
+def _compiled(model: Functional, num_tokens: int, top_k: int | None) -> Callable[..., Array]:
+    def run(params, tokens, filled, temperature, top_p, stop, key):
         batch, padded = tokens.shape
         cache = Cache.empty(model.config, batch, padded + num_tokens)
         logits, cache = model.decode(params, tokens, cache)
         last = logits[jnp.arange(batch), filled - 1]
-        # What the padding left in the cache lies beyond a row's own tokens, and is overwritten
-        # before it is seen.
+        # The padding's keys and values lie beyond a row's own tokens, and are overwritten before
+        # anything attends to them.
         cache = cache._replace(length=filled)
-
         keys = jax.random.split(key, num_tokens)
 
-        def goes_on(state):
+        def unfinished(state: tuple) -> Array:
             i, *_, ended = state
             return (i < num_tokens) & ~ended.all()
 
-        def add(state):
+        def add(state: tuple) -> tuple:
             i, logits, cache, drawn, ended = state  # logits: (batch, vocab)
-            temperature, top_p = knobs
             token = _draw(logits, keys[i], temperature, top_p, top_k)
             token = jnp.where(ended, drawn[:, i - 1], token)
-            # To the end of the row: what a later token does not overwrite repeats this one.
+            # To the end of the row, which repeats this token unless a later one overwrites it.
             drawn = jnp.where(jnp.arange(num_tokens) >= i, token[:, None], drawn)
             ended |= (token[:, None] == stop).any(axis=1)
             logits, cache = model.decode(params, token[:, None], cache)
@@ -92,7 +113,7 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None):
 
         nothing = jnp.zeros((batch, num_tokens), jnp.int32)
         state = (jnp.int32(0), last, cache, nothing, jnp.zeros(batch, bool))
-        return jax.lax.while_loop(goes_on, add, state)[3]
+        return jax.lax.while_loop(unfinished, add, state)[3]
 
     return jax.jit(run)
 
@@ -111,41 +132,15 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
 
 
-def _rows(prompt) -> list[np.ndarray]:
-    """Gives the tokens of each row."""
+def _rows(prompt: Any) -> list[np.ndarray]:
+    """Returns the tokens of each row."""
     given = prompt if isinstance(prompt, list | tuple) else np.atleast_1d(prompt)
     rows = [np.asarray(row) for row in given]
     bad = lambda row: row.ndim != 1 or row.size == 0 or not np.issubdtype(row.dtype, np.integer)
     wrong = next((f"{row.dtype} of shape {row.shape}" for row in rows if bad(row)), None)
     if wrong or not rows:
         raise ValueError(
-            "prompt must be integers of shape (batch, seq), or rows of several lengths, and none "
-            f"empty; got {wrong or 'nothing'} for a row."
+            "prompt must be integers of shape (batch, seq), or rows of any lengths from 1; got "
+            f"{wrong or 'nothing'} for a row."
         )
     return rows
-
-
-def _check(model, rows, num_tokens, temperature, top_k, top_p, stop_tokens):
-    vocab, limit = model.config.vocab_size, model.config.max_seq_len
-    lowest, highest = min(row.min() for row in rows), max(row.max() for row in rows)
-    if lowest < 0 or highest >= vocab:
-        raise ValueError(
-            f"prompt holds tokens from {lowest} to {highest}; "
-            f"vocab_size={vocab} has 0 to {vocab - 1}. Is it the right tokenizer?"
-        )
-    if num_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} must be at least 1.")
-    longest = max(len(row) for row in rows)
-    if longest + num_tokens > limit:
-        raise ValueError(
-            f"a prompt of {longest} tokens and num_tokens={num_tokens} exceed "
-            f"max_seq_len={limit}. Shorten either."
-        )
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} must be finite and not negative.")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1, or None.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None.")
-    if any(not 0 <= token < vocab for token in stop_tokens):
-        raise ValueError(f"stop_tokens={list(stop_tokens)} must be from 0 to {vocab - 1}.")

@@ -1,14 +1,14 @@
-"""Parameters by name: one vocabulary for both frameworks.
+"""Parameters by name: the same names for both frameworks.
 
-A canonical name is the path of the parameter in the Flax model: `layers.0.attention.q.kernel`. In
-Equinox, where every parameter is a `weight`, it is found at `layers[0].attention.q.weight`, and a
-kernel is transposed there. A dictionary from canonical names to arrays is how weights move between
-frameworks, to and from Hugging Face, and between configurations; arrays in it have Flax's layout.
+A parameter's canonical name is its path in the Flax model: `layers.0.attention.q.kernel`. Equinox
+calls every parameter a `weight`: it is `layers[0].attention.q.weight` there, and kernels are
+transposed. Weights move between frameworks, configurations and Hugging Face as a dictionary from
+canonical names to arrays in Flax's layout.
 """
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,30 +22,23 @@ _STD = 0.02
 
 def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Lists every parameter's canonical name with its shape, in the order of computation."""
-    return dict(_shapes(config))
-
-
-def _shapes(c: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    c = config
     heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield "embed.embedding", (c.vocab_size, c.dim)
+    block: dict[str, tuple[int, ...]] = {"attention_norm.scale": (c.dim,)}
+    for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+        block[f"attention.{name}.kernel"] = (c.dim, width)
+        if c.attention_bias:
+            block[f"attention.{name}.bias"] = (width,)
+    if c.qk_norm:
+        block |= dict.fromkeys(("attention.q_norm.scale", "attention.k_norm.scale"), (c.head_dim,))
+    block |= {"attention.o.kernel": (heads, c.dim), "mlp_norm.scale": (c.dim,)}
+    block |= dict.fromkeys(("mlp.gate.kernel", "mlp.up.kernel"), (c.dim, c.mlp_dim))
+    block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
+    result: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.dim)}
     for i in range(c.num_layers):
-        layer = f"layers.{i}"
-        yield f"{layer}.attention_norm.scale", (c.dim,)
-        for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
-            yield f"{layer}.attention.{name}.kernel", (c.dim, width)
-            if c.attention_bias:
-                yield f"{layer}.attention.{name}.bias", (width,)
-        if c.qk_norm:
-            yield f"{layer}.attention.q_norm.scale", (c.head_dim,)
-            yield f"{layer}.attention.k_norm.scale", (c.head_dim,)
-        yield f"{layer}.attention.o.kernel", (heads, c.dim)
-        yield f"{layer}.mlp_norm.scale", (c.dim,)
-        yield f"{layer}.mlp.gate.kernel", (c.dim, c.mlp_dim)
-        yield f"{layer}.mlp.up.kernel", (c.dim, c.mlp_dim)
-        yield f"{layer}.mlp.down.kernel", (c.mlp_dim, c.dim)
-    yield "norm.scale", (c.dim,)
-    if not c.tie_embeddings:
-        yield "head.kernel", (c.dim, c.vocab_size)
+        result |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
+    result["norm.scale"] = (c.dim,)
+    return result if c.tie_embeddings else result | {"head.kernel": (c.dim, c.vocab_size)}
 
 
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
@@ -53,10 +46,10 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
 
     Norm scales are one and biases zero. Matrices are uniform with a standard deviation of 0.02;
     those that write into the residual stream (`o`, `down`) of `0.02 / sqrt(2 * num_layers)`, so
-    that its variance does not grow with depth. Uniform and not normal, for scaled random bits are
-    the same bits on every mesh: the logarithm in a normal draw is not, where XLA vectorises it.
-    Every parameter has a key of its own, made from its name: a change elsewhere in the
-    configuration leaves it as it was.
+    that its variance does not grow with depth. They are uniform because scaled random bits are the
+    same on every mesh; a normal draw takes a logarithm, which XLA rounds differently where it
+    vectorises it. Every parameter has its own key, made from its name, so that its value does not
+    depend on the rest of the configuration.
 
     Args:
       config: the model.
@@ -66,7 +59,7 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
 
     References: Radford et al., Language Models are Unsupervised Multitask Learners (GPT-2), 2019.
     """
-    return {name: _initial(name, shape, config, key) for name, shape in _shapes(config)}
+    return {name: _initial(name, shape, config, key) for name, shape in shapes(config).items()}
 
 
 def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> Array:
@@ -88,24 +81,17 @@ def name_of(path: tuple) -> tuple[str, bool]:
 
     Returns: the name, and whether the leaf is the transpose of the array under that name.
     """
-    parts = [str(_part(entry)) for entry in path]
-    if parts[-1] == "weight":
-        module = parts[-2]
-        is_kernel = not module.endswith("norm") and module != "embed"
-        parts[-1] = "kernel" if is_kernel else "embedding" if module == "embed" else "scale"
-        return ".".join(parts), is_kernel
-    return ".".join(parts), False
-
-
-def _part(entry) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return getattr(entry, attribute)
-    raise TypeError(f"a path of dictionary keys, attributes and indices expected, got {entry!r}")
+    parts = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+    if parts[-1] != "weight":
+        return ".".join(parts), False
+    module = parts[-2]
+    is_kernel = not module.endswith("norm") and module != "embed"
+    parts[-1] = "kernel" if is_kernel else "embedding" if module == "embed" else "scale"
+    return ".".join(parts), is_kernel
 
 
 def names(tree: Any) -> Any:
-    """Gives a tree of the same structure that holds each leaf's canonical name."""
+    """Returns a tree of the same structure that holds each leaf's canonical name."""
     return jax.tree.map_with_path(lambda path, leaf: name_of(path)[0], tree)
 
 
@@ -133,11 +119,11 @@ def from_dict(tree: Any, values: Mapping[str, Array]) -> Any:
     left_over = sorted(set(values) - set(expected))
     if missing or left_over:
         raise ValueError(
-            f"values must hold exactly the model's parameters: missing {_some(missing)}, "
-            f"left over {_some(left_over)}. Do the configurations agree?"
+            f"values must hold exactly the model's parameters: missing {listed(missing)}, "
+            f"left over {listed(left_over)}. Do the configurations agree?"
         )
 
-    def place(path, leaf):
+    def place(path: tuple, leaf: Any) -> Array:
         name, transposed = name_of(path)
         value = values[name].T if transposed else values[name]
         if value.shape != leaf.shape:
@@ -148,6 +134,7 @@ def from_dict(tree: Any, values: Mapping[str, Array]) -> Any:
     return jax.tree.map_with_path(place, tree)
 
 
-def _some(listed: list[str]) -> str:
-    shown = ", ".join(listed[:3]) or "none"
-    return shown + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+def listed(names: list[str]) -> str:
+    """Returns the first three names, and how many more there are, for an error."""
+    shown = ", ".join(names[:3]) or "none"
+    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,32 +1,36 @@
-"""How the transformer lies on a mesh with axes "data", "fsdp" and "tensor".
+"""The transformer's sharding on a mesh with axes "data", "fsdp" and "tensor".
 
-The model names no mesh: it passes its activations through `constrain`, which does nothing where
-there is none. Parameters are placed by name. One axis shards each kernel's columns or rows over
-"tensor" so that a block needs one reduction after attention and one after the MLP; "fsdp" stores
-the other dimension in pieces that are gathered just before use.
+The model names no mesh: it passes its activations through `constrain`, which does nothing without
+one. Parameters are placed by name. "tensor" shards each kernel's columns or rows so that a block
+needs one reduction after attention and one after the MLP; "fsdp" stores the other dimension in
+pieces that are gathered just before use.
 
 References:
   Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation
   Recomputation in Large Transformer Models (sequence parallelism), arXiv:2205.05198;
-  Rajbhandari et al., ZeRO, arXiv:1910.02054.
+  Rajbhandari et al., ZeRO, arXiv:1910.02054; Zhao et al., PyTorch FSDP, arXiv:2304.11277.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..layers.core.sharding import axes_of
+from ..native.dtypes import holds
 from .config import TransformerConfig
 from .parameters import name_of
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = AXES[:2]
+GATHERED = "normfuse_gathered"  # the name by which `jax.checkpoint` keeps gathered kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +50,8 @@ class Sharding:
       heads: `(batch, seq, heads, head_dim)`.
       hidden: `(batch, seq, mlp_dim)`.
       logits: `(batch, seq, vocab)`.
-      keep_gathered: where blocks are computed again in the backward (`remat`), kernels that "fsdp"
-        devices gathered for the forward are kept for it (`normfuse.models.gathered`).
+      keep_gathered: with `remat`, keep the kernels gathered over "fsdp" in the forward for the
+        backward (`gather_kernels`), where the recomputed block would gather them again.
     """
 
     embedding: P = P("tensor", "fsdp")
@@ -66,23 +70,22 @@ class Sharding:
 
     @classmethod
     def sequence_parallel(cls, *, by_rows: bool = False) -> "Sharding":
-        """Splits the tokens between blocks over "tensor": a part of each sequence on each device.
+        """Returns specs that split the tokens between blocks over "tensor", too.
 
-        Each block then gathers its input and scatters the sum of its output, where it otherwise
-        all-reduces: the same bytes on the wire, and norms and residuals take 1/tensor of the
-        memory.
+        Each block then gathers its input and scatters the sum of its output instead of an
+        all-reduce: the same bytes on the wire, and norms and residuals take 1/tensor of the memory.
 
         Args:
-          by_rows: split the batch instead, which then has a multiple of "tensor" sequences, on a
-            mesh of "tensor" alone. Parts of sequences lie scattered in what is gathered, and GPUs
-            transpose them; whole sequences they do not.
+          by_rows: split the batch instead of the sequence. For a mesh of "tensor" alone, which must
+            divide the batch. Pieces of a sequence lie scattered in the gathered array, so GPUs
+            transpose them; whole sequences are contiguous.
         """
         return cls(
             residual=P((*BATCH, "tensor"), None, None) if by_rows else P(BATCH, "tensor", None)
         )
 
     def parameter(self, name: str) -> P:
-        """Gives the spec of a parameter by its canonical name (`normfuse.models.parameters`)."""
+        """Returns the spec of a parameter by its canonical name (`normfuse.models.parameters`)."""
         match name.split("."):
             case [*_, "scale"]:
                 return self.scale
@@ -99,13 +102,13 @@ class Sharding:
         raise KeyError(f"no sharding is known for the parameter {name!r}")
 
     def of_leaf(self, path: tuple) -> P:
-        """Gives the spec of a leaf by its path in either framework's tree of parameters."""
+        """Returns the spec of a leaf by its path in either framework's tree of parameters."""
         name, transposed = name_of(path)
         spec = self.parameter(name)
         return P(*reversed(spec)) if transposed else spec
 
     def without(self, axis: str) -> "Sharding":
-        """The same where `axis` is no axis of the mesh."""
+        """Returns the same sharding without `axis` in its specs."""
         drop = lambda spec: on_mesh(spec, [name for name in AXES if name != axis])
         specs = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         dropped = {name: drop(spec) for name, spec in specs.items() if isinstance(spec, P)}
@@ -113,10 +116,10 @@ class Sharding:
 
 
 def constrain(x: Array, spec: P) -> Array:
-    """Asks for `x` to lie as `spec` says on the mesh in context; without one, returns `x`.
+    """Constrains `x` to `spec` on the mesh in context; without a mesh, returns `x`.
 
-    Axes that the mesh lacks or that a `shard_map` has taken over drop out of the spec, and those
-    that do not divide the array, as one prompt or the single token that is decoded.
+    Axes drop out of the spec if the mesh lacks them, a `shard_map` has taken them over, or they do
+    not divide the array (one prompt, or the single token of a decoding step).
     """
     here = in_context(spec)
     if here is None:
@@ -127,20 +130,57 @@ def constrain(x: Array, spec: P) -> Array:
 
 
 def in_context(spec: P) -> P | None:
-    """What is left of `spec` on the mesh in context; None where nothing is to be placed."""
+    """Returns `spec` with the axes of the mesh in context; None if there is nothing to place."""
     auto = _axes_in_context(AxisType.Auto)
     return None if math.prod(auto.values()) == 1 else on_mesh(spec, auto)
 
 
-def is_split(axis: str) -> bool:
-    """Whether arrays may be placed over several devices along `axis` of the mesh in context."""
-    return _axes_in_context(AxisType.Auto).get(axis, 1) > 1
+def gather_kernels(block: Any, dtype: str, sharding: Sharding) -> Any:
+    """Returns a block's parameters with its kernels gathered over "fsdp", named `GATHERED`.
+
+    Kept from the forward pass, they take the memory of all blocks' kernels (of each "tensor"
+    device's part) in the dtype of the products, and the backward gathers nothing again: ZeRO's
+    second stage instead of its third. Parameters, gradients and the optimizer's state stay in
+    pieces. Without a mesh that splits "fsdp" the parameters are returned as they are.
+
+    Args:
+      block: a pytree of parameters in either framework's structure.
+      dtype: of the products. A wider kernel is rounded before it is gathered; its gradient is not.
+      sharding: of the parameters.
+    """
+
+    def gather(path: tuple, kernel: Array) -> Array:
+        if kernel.ndim < 2:
+            return kernel
+        spec = on_mesh(sharding.of_leaf(path), ("tensor",))
+        # A kernel that the products take as it is stays linked to its main gradient.
+        return (_gather if holds(dtype, kernel.dtype) else _round_and_gather)(kernel, dtype, spec)
+
+    split = _axes_in_context(AxisType.Auto).get("fsdp", 1) > 1
+    return jax.tree.map_with_path(gather, block) if split else block
+
+
+def _gather(kernel: Array, dtype: str, spec: P) -> Array:
+    narrow = kernel if holds(dtype, kernel.dtype) else kernel.astype(dtype)
+    return checkpoint_name(constrain(narrow, spec), GATHERED)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _round_and_gather(kernel: Array, dtype: str, spec: P) -> Array:
+    """As wide as the kernel again, so that its gradient is: XLA drops both conversions."""
+    return _gather(kernel, dtype, spec).astype(kernel.dtype)
+
+
+@_round_and_gather.defjvp
+def _(dtype: str, spec: P, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (kernel,) = primals
+    return _gather(kernel, dtype, spec).astype(kernel.dtype), tangents[0]
 
 
 def with_auto_axes(function: Callable[..., Array], spec: P) -> Callable[..., Array]:
-    """Lets `function` leave placement to XLA where the mesh in context has Explicit axes.
+    """Wraps `function` so that XLA places its arrays on a mesh of Explicit axes, too.
 
-    Its result then has `spec` as its type; on other meshes, and without one, it is `function`.
+    The result's type there has `spec`. On other meshes, and without one, returns `function`.
     """
     explicit = _axes_in_context(AxisType.Explicit)
     if not explicit:
@@ -156,8 +196,8 @@ def _axes_in_context(kind: AxisType) -> dict[str, int]:
     return {name: mesh.shape[name] for name, its_kind in kinds if its_kind == kind}
 
 
-def on_mesh(spec: P, axes) -> P:
-    """Drops from `spec` the axes that are not among `axes`."""
+def on_mesh(spec: P, axes: Container[str]) -> P:
+    """Returns `spec` with only those of its axes that are in `axes`."""
     entries = []
     for entry in spec:
         kept = tuple(name for name in axes_of(entry) if name in axes)
@@ -165,8 +205,8 @@ def on_mesh(spec: P, axes) -> P:
     return P(*entries)
 
 
-def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The first axes of a spec's entry that together divide a dimension."""
+def _dividing(size: int, entry: Any, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """Returns the first axes of a spec's entry that together divide a dimension."""
     kept: tuple[str, ...] = ()
     for name in axes_of(entry):
         if size % math.prod(sizes[axis] for axis in (*kept, name)):
@@ -176,17 +216,17 @@ def _dividing(size: int, entry, sizes: Mapping[str, int]) -> tuple[str, ...] | N
 
 
 def divides(spec: P, shape: tuple[int, ...], mesh_shape: Mapping[str, int]) -> bool:
-    """Whether every entry of a spec divides its dimension."""
+    """Returns whether every entry of a spec divides its dimension."""
     parts = (math.prod(mesh_shape[name] for name in axes_of(entry)) for entry in spec)
     return all(size % part == 0 for size, part in zip(shape, parts, strict=False))
 
 
 def stored(spec: P, mesh_shape: Mapping[str, int]) -> P:
-    """Where a parameter lies on a mesh: "fsdp" on its first dimension if "tensor" is on none.
+    """Returns a parameter's spec on a mesh, with "fsdp" moved to its first dimension.
 
-    Pieces of another dimension lie scattered in the whole: GPUs would transpose each when it is
-    gathered, and its gradient before that is reduced. With "tensor" on the mesh too, XLA gathers
-    a dimension that both split over both.
+    Pieces along another dimension lie scattered in the whole array: GPUs would transpose each when
+    it is gathered, and its gradient before it is reduced. On a mesh with "tensor" the spec stays,
+    since XLA would gather a dimension that both split over both.
     """
     spec = on_mesh(spec, mesh_shape)
     if "fsdp" not in spec or mesh_shape.get("tensor", 1) > 1:
@@ -201,27 +241,25 @@ def validate(
     *,
     batch_size: int | None = None,
     seq_len: int | None = None,
-):
+) -> None:
     """Checks that every dimension divides over its mesh axes, before anything is compiled.
 
     Args:
       config: the model.
       mesh_shape: size of each mesh axis, as `mesh.shape`; a missing axis counts as 1.
-      sharding: the specs that will be used; `Sharding()` when None.
-      batch_size: sequences per step over all devices, if they are to be checked too.
-      seq_len: tokens per sequence, likewise.
+      sharding: the specs to check; `Sharding()` when None.
+      batch_size: sequences per step over all devices; not checked when None.
+      seq_len: tokens per sequence; not checked when None.
 
     Raises:
-      ValueError: naming the dimension, its size, the mesh axis, its size, and what would fit; or
-        an axis of the mesh that the specs do not know.
+      ValueError: naming the dimension, the mesh axis, their sizes and the sizes that would fit; or
+        an unknown axis of the mesh.
     """
     sharding = sharding or Sharding()
     unknown = [name for name in mesh_shape if name not in AXES]
     if unknown:
-        raise ValueError(
-            f"mesh axis {unknown[0]!r} is unknown to the transformer; "
-            f"its axes are 'data', 'fsdp' and 'tensor'."
-        )
+        known = ", ".join(map(repr, AXES))
+        raise ValueError(f"mesh axis {unknown[0]!r} is unknown to the transformer; it has {known}.")
     dimensions = [
         ("num_heads", config.num_heads, sharding.heads[2]),
         ("num_kv_heads", config.num_kv_heads, sharding.heads[2]),
@@ -242,11 +280,8 @@ def validate(
         parts = math.prod(mesh_shape.get(axis, 1) for axis in axes)
         if size is not None and size % parts:
             where = " x ".join(f"{a!r} of size {mesh_shape[a]}" for a in axes if a in mesh_shape)
+            fitting = " or ".join(str(n) for n in range(1, parts) if size % n == 0)
             raise ValueError(
                 f"{name}={size} cannot be split over mesh axis {where}: it must be a multiple of "
-                f"{parts}. Change {name}, or make the axis {_fitting(size, parts)}."
+                f"{parts}. Change {name}, or make the axis {fitting}."
             )
-
-
-def _fitting(size: int, parts: int) -> str:
-    return " or ".join(str(n) for n in range(1, parts) if size % n == 0)

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cpu/elementwise.h"
+#include "cpu/quantize.h"
 #include "cpu/rms_norm.h"
 #include "cuda/launch.h"
 #include "xla/ffi/api/c_api.h"
@@ -29,6 +30,8 @@ py::dict Registrations() {
   targets["normfuse_rms_norm_row_dots"] = Capsule(NormfuseRmsNormRowDots);
   targets["normfuse_rms_norm_backward_apply"] = Capsule(NormfuseRmsNormBackwardApply);
   targets["normfuse_elementwise"] = Capsule(NormfuseElementwise);
+  targets["normfuse_quantize_amax"] = Capsule(NormfuseQuantizeAmax);
+  targets["normfuse_quantize_cast"] = Capsule(NormfuseQuantizeCast);
 
   py::dict cuda_types;
   cuda_types["normfuse_launch"] =

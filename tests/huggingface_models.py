@@ -58,7 +58,7 @@ def make(name: str, seed: int = 0):
 
 
 def results(model, seed: int = 0) -> dict[str, np.ndarray]:
-    """Gives tokens and their logits, and prompts and their greedy continuations."""
+    """Returns tokens and their logits, and prompts and their greedy continuations."""
     import torch  # pyright: ignore[reportMissingImports]
 
     rng = np.random.default_rng(seed)

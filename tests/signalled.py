@@ -1,24 +1,29 @@
-"""`signalled.py PHASE EVENT FLAGS…` is `normfuse train`, to which something happens in a phase.
+"""`signalled.py PHASE=EVENT … FLAGS…` is `normfuse train`, to which something happens in phases.
 
-The event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
-(`SIGTERM+SIGTERM`), or an error of this process alone (`failure`), or that its files may not grow
-any more (`full disk`). The phase is one of `PHASES`, or `exiting`.
+An event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
+(`SIGTERM+SIGTERM`), or its end without notice (`SIGKILL`, or so many seconds later, `SIGKILL 0.1`),
+or an error of this process alone (`failure`), or that its files may not grow any more (`full
+disk`). A phase is one of `PHASES`, or `saved`, as a save has returned, or `exiting`; `stepping@7`
+is its seventh time.
 """
 
 import atexit
 import gc
+import itertools
+import os
 import resource
 import signal
 import sys
+import threading
 import time
 
 import jax
 
+from normfuse.train import RunError
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import entry
-from normfuse.train.errors import RunError
 from normfuse.train.evaluate import Evaluator
-from normfuse.train.signals import StopRequest
+from normfuse.train.shutdown import StopRequest
 
 # The phase's function, which of its calls is interrupted, and the steps that are taken after it.
 PHASES = {
@@ -39,8 +44,7 @@ def send(number: int):
     (request,) = (x for x in entered if x._thread.is_alive())
     second = bool(request)
     signal.raise_signal(number)
-    deadline = time.monotonic() + 60
-    while (second or not request) and time.monotonic() < deadline:
+    while second or not request:
         time.sleep(0.001)
 
 
@@ -50,28 +54,40 @@ def happen(event: str):
         raise RunError("a disk of this process is gone")
     if event == "full disk":
         return resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    if event.startswith("SIGKILL"):
+        seconds = float(event.removeprefix("SIGKILL") or 0)
+        end = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        end.daemon = True
+        return end.start() if seconds else end.function(*end.args)
     for name in event.split("+"):
         send(signal.Signals[name])
 
 
 def interrupted(phase: str, event: str):
     """Gives the phase's owner, its function's name, and the function that has the event happen."""
-    owner, name, call, _ = PHASES[phase]
+    phase, _, time_of = phase.partition("@")
+    owner, name, call, _ = PHASES["saving" if phase == "saved" else phase]
+    call = int(time_of or call)
     whole, calls = getattr(owner, name), []
 
     def interrupt(*args, **kwargs):
         calls.append(args)
-        if len(calls) == call:
+        if len(calls) == call and phase != "saved":
             happen(event)
-        return whole(*args, **kwargs)
+        result = whole(*args, **kwargs)
+        if len(calls) == call and phase == "saved":
+            happen(event)
+        return result
 
     return owner, name, interrupt
 
 
 if __name__ == "__main__":
-    phase, event, *flags = sys.argv[1:]
-    if phase == "exiting":
-        atexit.register(signal.raise_signal, signal.Signals[event])
-    else:
-        setattr(*interrupted(phase, event))
-    entry(["train", *flags])
+    faults = list(itertools.takewhile(lambda word: not word.startswith("--"), sys.argv[1:]))
+    for fault in faults:
+        phase, event = fault.split("=")
+        if phase == "exiting":
+            atexit.register(signal.raise_signal, signal.Signals[event])
+        else:
+            setattr(*interrupted(phase, event))
+    entry(["train", *sys.argv[1 + len(faults) :]])

@@ -1,6 +1,6 @@
 """Counts of the package's structure: files that a lowering enters, modules, circles, annotations.
 
-    python tests/structure.py        prints them, for the installed package
+python tests/structure.py        prints them, for the installed package
 """
 
 import ast

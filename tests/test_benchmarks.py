@@ -1,10 +1,12 @@
-"""The benchmark of scaling runs as it is told to, at a small size, and its sums are right."""
+"""Benchmarks run as they are told to, at a small size, and their sums are right."""
 
 import csv
 import importlib.util
 import itertools
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+
+import normfuse
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(
@@ -24,18 +28,20 @@ VERSIONS = ["jnp", "normfuse", "normfuse, gathered once"]
 TOKENS = {"stack": 4 * 32, "1b": 8 * 128}  # of one device at the tiny size: sequences, lengths
 
 
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",  # see conftest
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled quickly: how fast it runs is no matter
+}
+
+
 def scaling(*arguments) -> None:
     """Runs the command as a user would, on four emulated devices."""
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",  # see conftest
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiled quickly: how fast it runs is no matter
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-    }
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.scaling", *map(str, arguments)],
         cwd=REPOSITORY,
-        env=os.environ | environment,
+        env=os.environ | ENVIRONMENT | devices,
         capture_output=True,
         text=True,
         timeout=300,
@@ -98,13 +104,18 @@ def check_picture(path):
 # ---------------------------------------------------------------- what a trace says
 
 
-@pytest.fixture(scope="module")
-def overlap():
-    path = REPOSITORY / "benchmarks" / "overlap.py"
-    spec = importlib.util.spec_from_file_location("overlap", path)
-    module = importlib.util.module_from_spec(spec)
+def loaded(name):
+    """A benchmark as a module."""
+    path = REPOSITORY / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def overlap():
+    return loaded("overlap")
 
 
 def test_union_and_common_of_intervals(overlap):
@@ -176,3 +187,71 @@ def test_traced_steps_are_means_over_steps_and_devices(overlap, monkeypatch):
     assert taken == [2]
     assert says() == {}  # a CPU's trace has no device
     assert "behind_any" not in says([("gemm", 0.0, 1.0)])
+
+
+# ---------------------------------------------------------------- before and after a change
+
+
+def before_after(*arguments) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, REPOSITORY / "benchmarks" / "before_after.py", *map(str, arguments)],
+        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": ""},  # one device
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+NORMS = itertools.product(["rms_norm", "add_rms_norm"], ["forward", "backward"])
+CASES = [
+    *(f"{op} 8 x 128 {way}" for op, way in NORMS),
+    "norm + dense, 8 tokens",
+    "norm + gelu MLP, 8 tokens",
+    "norm + SwiGLU MLP, 8 tokens",
+    "norm + SwiGLU MLP, hidden kept, 8 tokens",
+    "1b step",
+]
+
+
+def test_before_and_after_are_measured_and_compared():
+    copy = pathlib.Path(normfuse.__file__).parents[1]
+    both = "--before", copy, "--after", copy
+    done = before_after(*both, "--size", "tiny", "--rounds", 1, "--limit", 1e6)
+    assert done.returncode == 0, done.stderr
+    header, *lines = done.stdout.splitlines()
+    assert header.split() == ["case", "before", "after", "ratio"]
+    rows = [re.fullmatch(r"(.+?) +([\d.]+) us +([\d.]+) us +([\d.]+)", line) for line in lines]
+    assert [row[1] for row in rows] == CASES
+    assert all(float(number) > 0 for row in rows for number in row.groups()[1:])
+    assert "before, round 1" in done.stderr and "after, round 1" in done.stderr
+
+
+def test_a_copy_that_is_not_imported_is_an_error(tmp_path):
+    done = before_after("--before", tmp_path, "--after", tmp_path, "--size", "tiny")
+    assert done.returncode == 2 and not done.stdout
+    assert f"not from {tmp_path}: install it there" in done.stderr
+
+
+def test_medians_more_than_the_limit_apart_are_slower():
+    compare = loaded("before_after").compare
+    before = {
+        "same": [100, 90, 500],
+        "faster": [8.0],
+        "at the limit": [50.0],
+        "slower": [1000, 1000],
+    }
+    after = {"same": [100, 1, 900], "faster": [4.0], "at the limit": [51.0], "slower": [1021, 1023]}
+    table, slower = compare(before, after, 0.02)
+    assert slower == ["slower"]
+    lines = table.splitlines()[1:]
+    assert [line.split()[-1] for line in lines] == ["1.000", "0.500", "1.020", "slower"]
+    assert lines[3].split()[1:] == ["1000.0", "us", "1022.0", "us", "1.022", "slower"]
+
+
+def test_steps_of_a_trainer_that_still_writes_are_read(tmp_path):
+    logged = loaded("before_after").logged
+    metrics = tmp_path / "metrics.jsonl"
+    assert logged(metrics) == []
+    lines = [{"step": 1, "loss": 2.0, "step_time_s": 0.5}, {"step": 1, "val_loss": 1.0}]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
+    assert logged(metrics) == [0.5e6]

@@ -1,27 +1,215 @@
-"""The command `normfuse`: `train`, `generate`, `report`, `info` and `cache`."""
+"""The command `normfuse`: `train`, `generate`, `report`, `info` and `cache`.
 
+Nothing here imports JAX before the flags are read, nor what the extra `train` installs before a
+command needs it.
+"""
+
+import contextlib
+import dataclasses
 import difflib
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
-from .signals import StopRequest
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
-_USAGE = """\
-usage: normfuse COMMAND [...]
+from ..models.config import Dtype
+from . import RunError, UsageError
+from .config import TrainConfig, defaults, preset_config
+from .shutdown import StopRequest
 
-Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them.
+_TOKENS = 240  # that `generate` adds unless told otherwise
 
-  train      train a transformer; without arguments, a tiny one on Python's own library
-  generate   continue a prompt with a trained run
-  report     compare runs: a table and a picture
-  info       which implementation each op would use here, and why
-  cache      show, clear or warm the cache of compiled kernels
 
-`normfuse COMMAND --help` tells more.
-"""
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue prompts with a trained run or a Hugging Face model.
+
+    The model is the newest checkpoint of a training run, or a Hugging Face folder of Llama, Qwen2
+    or Qwen3: config.json, safetensors and tokenizer.json.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run, its --out-dir; or of the Hugging Face model."""
+    prompt: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        arg(metavar="TEXT", help_behavior_hint="(default: 'def ')"),
+    ] = ()
+    """Text to continue; may be repeated, and all are continued at once."""
+    tokens: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or what fits)")
+    ] = None
+    """Largest number of tokens to add."""
+    samples: int = 1
+    """Continuations of each prompt, drawn at once."""
+    stop: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
+    """End a continuation before this token."""
+    temperature: float = 0.7
+    """0 always takes the likeliest token."""
+    top_k: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Draw only from this many of the likeliest tokens."""
+    top_p: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Draw only from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Compare training runs: a table, and a page with plots of loss, throughput and profile."""
+
+    runs: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN...", help_behavior_hint="")]
+    """Folders of runs, their --out-dir."""
+    html: Path = Path("report.html")
+    """The page to write: one file that includes the plots."""
+    pictures: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """Also write the plots as files to this folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """Show versions, devices, the kernel cache, and which implementation each op would use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheShow:
+    """List the cached kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheClear:
+    """Remove all cached kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheWarm:
+    """Compile kernels into the cache; needs no GPU."""
+
+    features: Annotated[Positional[tuple[int, ...]], arg(metavar="N...", help_behavior_hint="")]
+    """Lengths of the rows: 4096 8192."""
+    arch: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: the GPU here)")] = ()
+    """CUDA architectures: sm_90, 9.0, compute_80 …"""
+    dtype: tuple[Dtype, ...] = ("bfloat16",)
+    """Dtypes of x."""
+    scale: tuple[Dtype, ...] = ("float32",)
+    """Dtypes of scale."""
+    out: Annotated[tuple[Dtype, ...], arg(help_behavior_hint="(default: that of x)")] = ()
+    """Dtypes of y."""
+    activation: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
+    """Activations of dense layers: silu gelu …"""
+    offset: Annotated[bool, FlagCreatePairsOff] = False
+    """Compile the kernels with a scale_offset."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Show, clear or warm the cache of compiled kernels."""
+
+    action: Annotated[
+        Annotated[CacheShow, subcommand("show", prefix_name=False)]
+        | Annotated[CacheClear, subcommand("clear", prefix_name=False)]
+        | Annotated[CacheWarm, subcommand("warm", prefix_name=False)],
+        arg(name=""),
+    ] = CacheShow()
+
+
+_COMMANDS = ("train", "generate", "report", "info", "cache")
+
+
+def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
+    """Parses a command line.
+
+    Raises:
+      UsageError: the file of `--config` has a mistake.
+      SystemExit: 2 for an unknown flag or value, 0 after `--help`.
+    """
+    with _extra():
+        config = defaults(argv[1:]) if argv[0] == "train" else preset_config("tiny")
+    commands: Any = (
+        Annotated[TrainConfig, subcommand("train", default=config)]
+        | Annotated[Generate, subcommand("generate")]
+        | Annotated[Report, subcommand("report")]
+        | Annotated[Info, subcommand("info")]
+        | Annotated[Cache, subcommand("cache")]
+    )
+    about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
+    return tyro.cli(commands, prog="normfuse", description=about, args=argv)
+
+
+def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
+    """Runs a parsed command, and prints its result.
+
+    Raises:
+      UsageError, RunError: it failed.
+    """
+    match command:
+        case TrainConfig():
+            with _extra():
+                from .run import train
+            train(command)
+        case Generate():
+            with _extra():
+                from .generation import continue_prompts
+            options = {**vars(command), "fit": command.tokens is None}
+            folder, prompts = options.pop("run"), options.pop("prompt") or ("def ",)
+            tokens = _TOKENS if command.tokens is None else command.tokens
+            print("\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens})))
+        case Report():
+            with _extra():
+                from .report import report
+            report(command.runs, command.html, command.pictures)
+        case Cache(CacheWarm(features)) if min(features, default=0) < 1:
+            raise UsageError("cache warm needs lengths of rows, each at least 1: 4096 8192.")
+        case Info() | Cache():
+            _inspect(command)
+
+
+@contextlib.contextmanager
+def _extra() -> Iterator[None]:
+    """Turns a missing package into a UsageError that tells how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        message = f"the package {error.name} is missing: pip install 'normfuse[train]'"
+        raise UsageError(message) from None
+
+
+def _inspect(command: Info | Cache) -> None:
+    from ..layers import info
+    from ..native import cache, compiler
+    from ..native.implementation import Unsupported
+
+    try:
+        match command:
+            case Info():
+                text = info.info()
+            case Cache(CacheClear()):
+                text = f"removed {cache.clear()} files from {cache.directory()}"
+            case Cache(CacheWarm() as given):
+                began, archs = time.perf_counter(), given.arch or (info.attached_arch(),)
+                count = info.warm(
+                    given.features,
+                    archs,
+                    dtypes=given.dtype,
+                    scales=given.scale,
+                    outs=given.out or None,
+                    scale_offset=float(given.offset),
+                    activations=given.activation or None,
+                )
+                seconds = time.perf_counter() - began
+                text = f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n"
+                text += info.show()
+            case _:
+                text = info.show()
+    except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
+        raise RunError(str(error)) from error
+    print(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,16 +219,27 @@ def main(argv: list[str] | None = None) -> int:
       argv: its words; those of the process when None.
     Returns: 0 for success or a clean stop, 1 for a run that failed, 2 for usage.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        return _dispatch(argv)
-    except SystemExit as exit:  # tyro and argparse end so
+        if argv[0] == "--version":
+            print(version("normfuse"))
+        elif argv[0] not in (*_COMMANDS, "-h", "--help"):
+            close = difflib.get_close_matches(argv[0], _COMMANDS, 1)
+            hint = f"Did you mean {close[0]!r}?" if close else "`normfuse --help` lists them."
+            raise UsageError(f"unknown command {argv[0]!r}. {hint}")
+        else:
+            run(parse(argv))
+    except UsageError as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except SystemExit as exit:  # tyro ends like this
         return exit.code if isinstance(exit.code, int) else 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return 0
 
 
 def entry(argv: list[str] | None = None) -> NoReturn:
@@ -49,74 +248,7 @@ def entry(argv: list[str] | None = None) -> NoReturn:
     sys.exit(main(argv))
 
 
-def _dispatch(argv: list[str]) -> int:
-    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    if command in ("-h", "--help"):
-        print(_USAGE, end="")
-        return 0
-    if command == "--version":
-        from importlib.metadata import version
-
-        print(version("normfuse"))
-        return 0
-    if command not in _COMMANDS:
-        close = difflib.get_close_matches(command, _COMMANDS, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else "`normfuse --help` lists them."
-        return _fail(f"{command!r} is no command of normfuse. {hint}", 2)
-    from .errors import RunError, UsageError
-
-    try:
-        _COMMANDS[command](rest)
-    except UsageError as error:
-        return _fail(str(error), 2)
-    except RunError as error:
-        return _fail(str(error), 1)
-    return 0
-
-
-def _train(argv: list[str]):
-    from .settings import parse
-
-    config = parse(argv)
-    from .run import train  # JAX, after flags have been read
-
-    train(config)
-
-
-def _generate(argv: list[str]):
-    from .generation import main
-
-    main(argv)
-
-
-def _report(argv: list[str]):
-    from .report import main
-
-    main(argv)
-
-
-def _info(argv: list[str]):
-    from ..layers.info import main
-
-    main(["info", *argv])
-
-
-def _cache(argv: list[str]):
-    from ..layers.info import main
-
-    main(["cache", *argv])
-
-
-_COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "train": _train,
-    "generate": _generate,
-    "report": _report,
-    "info": _info,
-    "cache": _cache,
-}
-
-
-def _fail(message: str, code: int) -> int:
+def _fail(message: object, code: int) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}error:{plain} {message}", file=sys.stderr)
     return code

@@ -1,20 +1,28 @@
-"""Compiling a run's step: programs kept for the next run, and failures explained."""
+"""Compiling a run's step: the programs' cache, errors explained, and what the program calls."""
 
 import contextlib
 import os
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import platformdirs
 
-from .errors import RunError, UsageError
+from . import RunError, UsageError
 from .step import Program
 
+# Families of ops, each with what the names of its kernels hold, native or Pallas.
+_FAMILIES = {"norms": "rms_norm", "activations": "epilogue|dense"}
+# Custom calls of Pallas kernels: on GPUs by Triton and by Mosaic, and on TPUs.
+_PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
 
-def keep_compiled_programs():
-    """Turns JAX's persistent compilation cache on, unless the user has placed it.
 
-    `NORMFUSE_CACHE_DIR` moves it. Where it cannot be written to, programs are compiled each time.
+def keep_compiled_programs() -> None:
+    """Turns JAX's persistent compilation cache on, unless the user has configured it.
+
+    Its folder is in `NORMFUSE_CACHE_DIR`, or else in the user's cache folder. Where that cannot be
+    written to, every process compiles again.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
@@ -41,9 +49,40 @@ def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered
         raise UsageError(f"--implementation cannot serve here: {causes}") from None
 
 
+def implementations(hlo: str, reasons: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Returns which implementation serves each family of ops in a compiled program.
+
+    Args:
+      hlo: the program's text.
+      reasons: `fallbacks()`, to say why plain XLA serves; empty if the user asked for it.
+    """
+    kernels: dict[str, set[str]] = {"native": set(), "Pallas": set()}  # implementation -> names
+    for line in hlo.splitlines():
+        if target := re.search(rf'custom_call_target="(?:normfuse_(\w+)|{_PALLAS})"', line):
+            if target[1] is None:
+                kernels["Pallas"].update(re.findall(r'op_name="([^"]*)"', line))
+            else:  # all CUDA kernels have one target and their name as an attribute
+                kernel = re.search(r'\bkernel = "(\w+)"', line)
+                kernels["native"].add(kernel[1] if kernel else target[1])
+    if not kernels["Pallas"]:  # on CPUs Pallas interprets: the program has loops, no custom call
+        kernels["interpreted Pallas"] = set(re.findall(r"/(pallas_\w+)/while", hlo))
+    served = {}
+    for family, names in _FAMILIES.items():
+        found = [
+            f"{implementation} kernels"
+            for implementation, calls in kernels.items()
+            if any(re.search(names, call) for call in calls)
+        ]
+        why = {reason for op, reason in reasons if ("rms_norm" in op) == (family == "norms")}
+        if why or not found:
+            found.append("plain XLA" + (f" ({'; '.join(sorted(why))})" if why else ""))
+        served[family] = ", ".join(found)
+    return served
+
+
 @contextlib.contextmanager
-def explained(step: jax.stages.Compiled | None = None):
-    """Turns running out of device memory into a RunError with what was needed and the cures."""
+def explained(step: jax.stages.Compiled | None = None) -> Iterator[None]:
+    """Turns running out of device memory into a RunError that tells sizes and remedies."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -52,7 +91,7 @@ def explained(step: jax.stages.Compiled | None = None):
         raise RunError(
             f"out of device memory: {str(error).splitlines()[0]}\n{_memory(step)}"
             "Use more --microbatches (or a smaller --batch-size), --model.remat block, or spread "
-            "the state over more devices by --mesh.fsdp."
+            "the state over more devices with --mesh.fsdp."
         ) from None
 
 

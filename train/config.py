@@ -1,22 +1,36 @@
-"""What a training run can be told: one frozen dataclass a group of flags.
+"""The configuration of a training run: its fields, the presets, and its YAML form.
 
-Nothing here imports JAX, so that `--help` and a mistyped flag answer at once.
+Each group of flags is one frozen dataclass. A preset's values are overridden by those of a YAML
+file, and these by flags. Nothing here imports JAX, so that `--help` and a mistyped flag answer at
+once.
 """
 
 import dataclasses
+import difflib
+import types
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
 
 import tyro
 
-from ..models.config import AttentionImplementation, Remat, TransformerConfig
+from ..models.config import PRESETS, TransformerConfig, num_parameters
+from . import UsageError
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 
 
-def _arg(metavar: str):
-    """Shows an optional flag by its own placeholder; its help says what leaving it out means."""
+def _arg(metavar: str) -> Any:
+    """Shows an optional flag with this placeholder; its help says what leaving it out means."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+def _preset_help() -> str:
+    sizes = {preset: num_parameters(PRESETS[preset]) for preset in get_args(Preset)}
+    listed = ", ".join(
+        f"{preset} {n / 1e9:.1f} B" if n >= 1e9 else f"{preset} {n / 1e6:.3g} M"
+        for preset, n in sizes.items()
+    )
+    return f"Model, and the defaults shown here. Parameters: {listed}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +49,20 @@ class MeshConfig:
     """How many devices each axis of the mesh has; -1 takes all that are left."""
 
     data: int = -1
-    """Replicas: each holds all parameters and its part of the batch."""
+    """Replicas: each holds all parameters and a share of the batch."""
     fsdp: int = 1
-    """Devices over which the parameters and the optimizer state are stored in pieces."""
+    """Devices that share the storage of the parameters and the optimizer state."""
     tensor: int = 1
-    """Devices over which every layer's heads and hidden features are split."""
+    """Devices that split every layer's heads and hidden features."""
     sequence: bool = False
-    """Sequence parallelism: the tokens between blocks are split over the tensor devices, too."""
+    """Sequence parallelism: also split the tokens between blocks over the tensor devices."""
     keep_gathered: bool = False
-    """Where blocks are computed again (--model.remat), keep the kernels that fsdp devices gathered
-    for the forward: half of the gathers less, for the memory of all blocks' kernels."""
+    """With --model.remat, keep the kernels gathered over fsdp devices for the backward pass: half
+    the gathers, for the memory of all blocks' kernels."""
     parts: int = 1
-    """Parts of each microbatch that are computed side by side: GPUs multiply for one while they
-    communicate for another. For tensor meshes, and enough tokens that a part fills the GPU; with
-    --model.remat none they are half a layer apart, else XLA has both wait at the same time."""
+    """Split each microbatch into independent parts, so that GPUs compute one while they communicate
+    for another. Helps on tensor meshes when a part still fills the GPU, with --model.remat none:
+    the parts then run half a layer apart; otherwise they wait at the same time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,21 +70,21 @@ class OptimConfig:
     """AdamW under a linear warm-up and a cosine decay, after clipping by the global norm."""
 
     lr: float
-    """Learning rate at the end of the warm-up."""
+    """Peak learning rate, reached at the end of the warm-up."""
     warmup: Annotated[int | None, _arg("INT")] = None
     """Steps of warm-up; by default a twentieth of --steps."""
     final_lr: float = 0.1
     """Learning rate at the last step, as a fraction of --optim.lr."""
     weight_decay: float = 0.1
-    """Decay of the matrices (norm scales and biases have none)."""
+    """Decay of the matrices; norm scales and biases have none."""
     b1: float = 0.9
     """Decay rate of the first moment."""
     b2: float = 0.95
     """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     clip: float = 1.0
-    """Largest global norm of the gradient; 0 does not clip."""
+    """Largest global norm of the gradient; 0 disables clipping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,19 +94,20 @@ class EvalConfig:
     every: int = 100
     """Steps between validations; 0: only at the end."""
     tokens: int = 16_384
-    """Tokens of a validation during training, spread evenly over the held-out text."""
+    """Tokens per validation during training, spread evenly over the held-out text."""
     final_tokens: int = 65_536
-    """Tokens of the validation at the end."""
+    """Tokens of the final validation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Saving, to OUT_DIR/checkpoints. A run saves at its end and when it is stopped, too."""
+    """Checkpoints in OUT_DIR/checkpoints. A run also saves at its end and when it is stopped."""
 
     every: int = 250
     """Steps between checkpoints; 0: only at the end."""
     keep: int = 3
-    """Newest checkpoints kept. With at least 2, a damaged one costs only the steps since."""
+    """How many of the newest checkpoints to keep. With 2 or more, a damaged one costs only the
+    steps since the one before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +115,9 @@ class SampleConfig:
     """The text generated at the end."""
 
     prompt: str = "def "
-    """What it starts with."""
+    """The text to continue."""
     tokens: int = 240
-    """Its length; 0 generates none."""
+    """Number of tokens; 0 generates none."""
     temperature: float = 0.7
     """0 always takes the likeliest token."""
 
@@ -121,84 +136,64 @@ class DistributedConfig:
     """Seconds to wait for the others at the start."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """The transformer's shape. The preset's values are shown; each may be replaced."""
-
-    vocab_size: int
-    """Number of tokens; at least the tokenizer's. Bytes are 256."""
-    dim: int
-    """Width of the residual stream."""
-    num_layers: int
-    """Number of blocks."""
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    """Key and value heads; divides the query heads."""
-    head_dim: int
-    """Width of one head."""
-    mlp_dim: int
-    """Hidden width of the SwiGLU."""
-    max_seq_len: int
-    """Longest sequence accepted."""
-    rope_theta: float
-    """Base of the rotary wavelengths."""
-    norm_eps: float
-    """Added to the mean square in every RMSNorm."""
-    qk_norm: bool
-    """Normalise each head of the queries and keys."""
-    tie_embeddings: bool
-    """The embedding is also the output projection."""
-    remat: Remat
-    """What the backward pass computes again: nothing, everything in a block, or all but GEMMs."""
-    attention: AttentionImplementation
-    """`auto` takes cuDNN's fused attention where it serves."""
+# The transformer's configuration without what a run sets by itself and no flag sets. Its flags, and
+# their help, are that class's own.
+_NO_FLAGS = {"dtype", "implementation", "param_dtype", "rope_scaling", "attention_bias"}
+if TYPE_CHECKING:
+    ModelConfig = TransformerConfig
+else:
+    ModelConfig = dataclasses.make_dataclass(
+        "ModelConfig",
+        [x for x in get_type_hints(TransformerConfig).items() if x[0] not in _NO_FLAGS],
+        frozen=True,
+        namespace={"__doc__": TransformerConfig.__doc__},
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Trains a decoder-only transformer, and resumes where a run was left.
+    """Train a decoder-only transformer, or resume a run.
 
     Without arguments: a tiny model, on Python's own library, in about two minutes on two CPU cores.
     """
 
-    preset: Preset = "tiny"
-    """Model, and the defaults shown here. tiny has 0.7 M parameters, small 124 M, medium 360 M."""
+    preset: Annotated[Preset, tyro.conf.arg(help=_preset_help())] = "tiny"
     framework: Literal["nnx", "eqx"] = "nnx"
     """Flax nnx or Equinox: the same parameters, the same losses."""
     config: Annotated[Path | None, _arg("FILE.yaml")] = None
-    """Any of these settings as YAML; flags override it."""
+    """YAML file with any of these settings; flags override it."""
     out_dir: Annotated[Path | None, _arg("DIR")] = None
-    """Where everything is written; by default a new runs/PRESET-TIME."""
+    """Folder for everything the run writes; by default a new runs/PRESET-TIME."""
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: continue the run in --out-dir if there is one; must: fail if there is none;
     never: fail if there is one."""
     steps: int
     """Optimizer steps."""
     batch_size: int
-    """Sequences in one step, over all devices and microbatches."""
+    """Sequences per step, over all devices and microbatches."""
     seq_len: int
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     microbatches: int = 1
-    """Parts of a batch computed one after the other, their float32 gradients summed."""
+    """Parts of a batch that are computed one after the other, their float32 gradients summed."""
     seed: int = 0
-    """Of the initial parameters, the order of the text, and the sample."""
+    """Seed of the initial parameters, the order of the text, and the sample."""
     precision: Literal["float32", "bfloat16"]
     """Compute dtype. Parameters, optimizer state, norms' sums and the loss are float32."""
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
-    """Of RMSNorm and Dense. auto: the best that can serve here (see `normfuse info`)."""
+    """Implementation of every op of normfuse in the model: norms, linear layers, gated MLPs. auto:
+    the best available here (see `normfuse info`)."""
     guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
-    """When a loss or gradient is not finite, or the loss a spike: stop before the update, or leave
-    out up to N updates."""
+    """When a loss or gradient is not finite, or the loss spikes: stop before the update, or skip up
+    to N updates."""
     spike: float = 3.0
-    """A loss above this many times the mean of the last steps' is a spike; 0: none is."""
+    """A loss more than this many times the mean of the last steps' is a spike; 0 disables."""
     watchdog: int = 1800
-    """Seconds without progress after which a run is ended with the stacks of its threads; 0: never.
-    """
+    """Seconds without progress after which the run is aborted and its threads' stacks are written;
+    0 disables."""
     profile: bool = False
     """Trace five steps with JAX's profiler, to OUT_DIR/profile."""
     tensorboard: bool = False
-    """Write TensorBoard events too, to OUT_DIR/tensorboard."""
+    """Also write TensorBoard events, to OUT_DIR/tensorboard."""
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     optim: OptimConfig
@@ -214,13 +209,183 @@ class TrainConfig:
 
     @property
     def pieces(self) -> int:
-        """Those that a batch is computed in: the parts of all microbatches."""
+        """The number of parts that a batch is computed in: those of all its microbatches."""
         return self.microbatches * self.mesh.parts
 
     def transformer(self) -> TransformerConfig:
-        """Gives the model's configuration, precision and implementation included."""
+        """Returns the model's configuration, with this run's precision and implementation."""
         return TransformerConfig(
             **dataclasses.asdict(self.model),
             dtype=self.precision,
             implementation=None if self.implementation == "auto" else self.implementation,
         )
+
+
+def _large(lr: float, **settings: Any) -> dict[str, Any]:
+    return settings | dict(
+        precision="bfloat16",
+        optim=OptimConfig(lr),
+        eval=EvalConfig(every=250, tokens=262_144, final_tokens=524_288),
+        checkpoint=CheckpointConfig(every=500),
+    )
+
+
+# How the presets are trained; their shapes are models.config.PRESETS.
+#
+# tiny: in the few hundred thousand tokens that two CPU cores read in a minute and a half, many
+# small steps learn more than a few large ones.
+#
+# The others: learning rates are GPT-3's for these sizes (arXiv:2005.14165, table 2.1). Batches are
+# the largest that one 80 GB GPU takes without microbatches (8b: eight GPUs), and divide over eight.
+# Compiled for an H200, the step of 1b takes 38 GiB with remat "dots", which repeats no GEMM, with
+# cuDNN's attention or XLA's; with "none" 43 GiB, but about 90 with XLA's attention, which keeps its
+# scores.
+_TRAINING: dict[str, dict[str, Any]] = {
+    "tiny": dict(batch_size=8, seq_len=128, steps=700, remat="none", precision="float32")
+    | dict(optim=OptimConfig(lr=3e-3, final_lr=0.05)),
+    "small": _large(6e-4, batch_size=32, seq_len=1024, steps=2_000, remat="none"),
+    "medium": _large(3e-4, batch_size=32, seq_len=1024, steps=4_000, remat="dots"),
+    "1b": _large(2e-4, batch_size=8, seq_len=2048, steps=10_000, remat="dots"),
+    "8b": _large(1.2e-4, batch_size=16, seq_len=2048, steps=20_000, remat="block"),
+}
+
+
+def preset_config(preset: Preset) -> TrainConfig:
+    """Returns the complete configuration of a preset."""
+    settings = dict(_TRAINING[preset])
+    shape = dataclasses.asdict(PRESETS[preset]) | {"remat": settings.pop("remat")}
+    model = ModelConfig(**{f.name: shape[f.name] for f in dataclasses.fields(ModelConfig)})
+    return TrainConfig(preset=preset, model=model, **settings)
+
+
+def defaults(argv: list[str]) -> TrainConfig:
+    """Returns what the flags in `argv` override: the preset, as changed by the file of `--config`.
+
+    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`).
+
+    Raises:
+      UsageError: the file cannot be read, or a key is unknown or its value of another type; the
+        message begins with `FILE:LINE`.
+    """
+    path, preset = _flag(argv, "--config"), _flag(argv, "--preset")
+    entries = {} if path is None else _read_yaml(Path(path))
+    if preset not in get_args(Preset):  # tyro reports an unknown one
+        preset = _convert(*entries.get("preset", ("tiny", "")), Preset, "preset")
+    config, known = preset_config(cast(Preset, preset)), _types(TrainConfig)
+    for name, (value, where) in entries.items():
+        if name not in known:
+            raise UsageError(_unknown(name, where))
+        config = _replace(config, name.split("."), _convert(value, where, known[name], name))
+    return config
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Returns a configuration as nested dictionaries of plain values, without `config` itself."""
+    plain = lambda value: str(value) if isinstance(value, Path) else value
+    return {
+        f.name: as_dict(value) if dataclasses.is_dataclass(value) else plain(value)
+        for f in dataclasses.fields(config)
+        for value in [getattr(config, f.name)]
+        if f.name != "config"
+    }
+
+
+def dump(config: TrainConfig) -> str:
+    """Returns a configuration as YAML that `defaults` reads back to the same configuration."""
+    import yaml
+
+    return yaml.safe_dump(as_dict(config), sort_keys=False)
+
+
+def _flag(argv: list[str], name: str) -> str | None:
+    """Returns the last value that `argv` gives a flag; None for none."""
+    found = None
+    for word, after in zip(argv, [*argv[1:], None]):
+        if word == name:
+            found = after
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _read_yaml(path: Path) -> dict[str, tuple[Any, str]]:
+    """Reads a YAML file as dotted names, each with its value and its place, `FILE:LINE`."""
+    import yaml
+
+    try:
+        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {path} is not YAML: {error}") from None
+    found: dict[str, tuple[Any, str]] = {}
+    loader = yaml.SafeLoader("")
+
+    def collect(node: Any, prefix: str) -> None:
+        for key, value in node.value:
+            where = f"{path}:{key.start_mark.line + 1}"
+            name = prefix + str(key.value).replace("-", "_")
+            if name in found:
+                raise UsageError(f"{where}: {name!r} is set twice, first at {found[name][1]}.")
+            if not isinstance(value, yaml.MappingNode):
+                found[name] = (loader.construct_object(value, deep=True), where)
+            elif any(known.startswith(f"{name}.") for known in _types(TrainConfig)):
+                collect(value, f"{name}.")
+            else:
+                raise UsageError(_unknown(name, where))
+
+    if isinstance(root, yaml.MappingNode):
+        collect(root, "")
+    elif root is not None:  # the file is not empty
+        raise UsageError(f"--config {path} must hold `name: value` lines at its top level.")
+    return found
+
+
+def _replace(config: Any, path: list[str], value: Any) -> Any:
+    """Returns `config` with the field at the path replaced by `value`."""
+    name, *rest = path
+    new = _replace(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: new})
+
+
+def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
+    """Converts one YAML value to a field's type."""
+    options = get_args(hint)
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in options if option is not type(None))
+    elif options:
+        if value in options:
+            return value
+        listed = ", ".join(map(str, options))
+        raise UsageError(f"{where}: {name} is {value!r}; it must be one of {listed}.")
+    if hint is float and type(value) in (int, float, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a string
+        except (ValueError, OverflowError):
+            pass
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if type(value) is hint:
+        return value
+    raise UsageError(f"{where}: {name} is {value!r}; it must be of type {hint.__name__}.")
+
+
+def _types(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the type of each setting that a file may hold, under its dotted name."""
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        nested = dataclasses.is_dataclass(hint)
+        found |= _types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
+    return {name: hint for name, hint in found.items() if name != "config"}
+
+
+def _unknown(name: str, where: str) -> str:
+    names = list(_types(TrainConfig))
+    last = {known.rsplit(".")[-1]: known for known in reversed(names)}
+    close = difflib.get_close_matches(name, names, 1) or [
+        last[match] for match in difflib.get_close_matches(name.rsplit(".")[-1], last, 1)
+    ]
+    hint = f"Did you mean {close[0]!r}?" if close else "`normfuse train --help` lists them."
+    return f"{where}: unknown setting {name!r}. {hint}"

@@ -1,22 +1,32 @@
-"""The text: found, named by its SHA-256, split into training and held-out, and made tokens."""
+"""The text: reading, splitting and tokenizing it, its batches, and simple models of it.
+
+Which windows of the text are in a step's batch depends on the seed and the step only. So a loader
+has no state to save: a run resumed at step k asks for batch k, whatever the number of processes
+before and after.
+"""
 
 import glob
 import hashlib
 import math
 import platform
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import grain
 import numpy as np
 
+from . import UsageError
 from .config import TrainConfig
-from .errors import UsageError
-from .outdir import OutDir
-from .tokenizer import Bytes, Tokenizer, make_tokenizer
+from .run_dir import RunDir
+from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
 
 HELD_OUT = 0.05
+_CHUNK = 1 << 22  # bytes whose pairs are counted at once
+_PART = 1 << 24  # bytes that a tokenizer is trained on at once: it copies them several times
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -25,15 +35,15 @@ class Text:
     """A text as tokens.
 
     Attributes:
-      name: where it comes from, for people.
+      name: its source, for messages.
       files: how many files it was read from.
       sha256: of all its bytes.
-      tokenizer: what made the tokens.
+      tokenizer: its tokenizer.
       train: tokens to train on, unsigned integers.
-      held_out: those of the last 5 % of the bytes.
-      widths: how many bytes each held-out token stands for.
-      raw_train: uint8, what `train` was made of.
-      raw_held_out: uint8, likewise.
+      held_out: tokens of the last 5 % of the bytes.
+      widths: number of bytes of each held-out token.
+      raw_train: bytes of `train`, uint8.
+      raw_held_out: bytes of `held_out`, uint8.
     """
 
     name: str
@@ -53,8 +63,8 @@ class Text:
     def tokens_per_byte(self) -> float:
         return len(self.train) / len(self.raw_train)
 
-    def identity(self) -> dict:
-        """Gives what a resumed run must find again."""
+    def identity(self) -> dict[str, Any]:
+        """Returns what identifies the text: a resumed run must have the same."""
         return {
             "name": self.name,
             "bytes": len(self),
@@ -67,14 +77,14 @@ def read(config: TrainConfig) -> Text:
     """Reads a run's text.
 
     Raises:
-      UsageError: as `load`, or the sample's prompt does not fit.
+      UsageError: as `load`, or the sample's prompt is too long.
     """
     text = load(
         config.data.path,
         seq_len=config.seq_len,
         vocab_size=config.model.vocab_size,
         tokenizer=config.data.tokenizer,
-        saved=OutDir(config.out_dir).tokenizer if config.out_dir else None,
+        saved=RunDir(config.out_dir).tokenizer if config.out_dir else None,
     )
     prompt, limit = config.sample.prompt, config.model.max_seq_len
     if config.sample.tokens and not 0 < len(text.tokenizer.encode(prompt.encode())[0]) < limit:
@@ -101,7 +111,7 @@ def load(
       seq_len: tokens in a sequence; both parts must hold one sequence and its last target.
       vocab_size: every token must be below it.
       tokenizer: "byte", "bpe:N" or a file, as `--data.tokenizer`.
-      saved: where a run keeps a tokenizer trained on its text.
+      saved: the file in which a run keeps a tokenizer trained on its text.
 
     Raises:
       UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
@@ -115,7 +125,7 @@ def load(
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)
-    made = make_tokenizer(tokenizer, _parts(content, cut), saved)
+    made = make_tokenizer(tokenizer, pieces_at_lines(content[:cut], b"\n", _PART), saved)
     if made.vocab_size > 256:
         cut = _character_start(content, cut)
     train, _ = made.encode(content[:cut])
@@ -127,30 +137,78 @@ def load(
     return Text(name, len(files), digest, made, train, held_out, widths, raw[:cut], raw[cut:])
 
 
-def _parts(content: bytes, end: int) -> Iterator[bytes]:
-    """Cuts the text to train on at line ends: whole, it would be copied several times."""
-    start = 0
-    while start < end:
-        stop = min(start + (1 << 24), end)
-        if stop < end:
-            stop = content.rfind(b"\n", start, stop) + 1 or stop
-        yield content[start:stop]
-        start = stop
+class Windows(grain.sources.RandomAccessDataSource):
+    """Consecutive windows of `seq_len` tokens, each with the token that follows it."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+        self._tokens, self._seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._seq_len
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Returns `(seq_len + 1,)` int32 tokens."""
+        start = int(index) * self._seq_len
+        return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
+
+
+def batches(
+    tokens: np.ndarray, *, seq_len: int, batch_size: int, seed: int, first: int, steps: int
+) -> Iterator[np.ndarray]:
+    """Yields the batches of steps `first` (from 0) to `steps - 1`, read ahead in threads.
+
+    Every pass over the text has its own order; a batch may span two passes.
+
+    Yields: `(batch_size, seq_len + 1)` int32: inputs are all but the last column, targets all but
+      the first.
+    """
+    passes = grain.MapDataset.source(Windows(tokens, seq_len)).seed(seed).shuffle().repeat()
+    wanted = passes.slice(slice(first * batch_size, steps * batch_size)).batch(batch_size)
+    read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+    return iter(wanted.to_iter_dataset(read))
+
+
+def reference_bits_per_byte(text: Text) -> dict[str, float]:
+    """Returns the bits per byte of three simple models on the held-out text, to judge a loss by.
+
+    `unigram` knows how often each byte occurs in the training text, `bigram` how often it follows
+    each other byte (both with one added to every count); `zlib` is the held-out text compressed by
+    itself at level 9.
+    """
+    counts = np.bincount(text.raw_train, minlength=256) + 1.0
+    unigram = -np.log2(counts / counts.sum())[text.raw_held_out].mean()
+    pairs = np.ones(256 * 256)
+    for start in range(0, len(text.raw_train) - 1, _CHUNK):
+        chunk = text.raw_train[start : start + _CHUNK + 1]
+        pairs += np.bincount(_pairs(chunk), minlength=256 * 256)
+    table = pairs.reshape(256, 256)
+    bits = -np.log2(table / table.sum(axis=1, keepdims=True)).ravel()
+    bigram = bits[_pairs(text.raw_held_out)].mean()
+    packed = len(zlib.compress(text.raw_held_out.tobytes(), 9))
+    return {
+        "unigram": float(unigram),
+        "bigram": float(bigram),
+        "zlib": 8 * packed / len(text.raw_held_out),
+    }
+
+
+def _pairs(tokens: np.ndarray) -> np.ndarray:
+    return tokens[:-1].astype(np.int64) * 256 + tokens[1:]
 
 
 def _character_start(content: bytes, at: int) -> int:
-    """Goes back to where a character of UTF-8 starts."""
+    """Returns where the UTF-8 character at `at` starts."""
     while at > 0 and content[at] & 0xC0 == 0x80:
         at -= 1
     return at
 
 
 def looks_binary(text: Text) -> bool:
-    """Tells whether the text holds zero bytes: bytes can still be learned, but are hardly text."""
+    """Returns whether the text holds zero bytes: a model can learn them, but text has none."""
     return bool((text.raw_train[:65_536] == 0).any())
 
 
-def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len: int):
+def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len: int) -> None:
     if min(len(train), len(held_out)) < seq_len + 1:
         length, needed = len(train) + len(held_out), math.ceil((seq_len + 1) / HELD_OUT)
         raise UsageError(
@@ -160,7 +218,7 @@ def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len:
         )
 
 
-def _check_vocabulary(source: str, tokenizer: Tokenizer, largest: int, vocab_size: int):
+def _check_vocabulary(source: str, tokenizer: Tokenizer, largest: int, vocab_size: int) -> None:
     if isinstance(tokenizer, Bytes):
         if largest >= vocab_size:
             raise UsageError(

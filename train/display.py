@@ -1,8 +1,12 @@
-"""What a person sees of a run: a live bar on a terminal, plain lines in a file or a pipe."""
+"""What a run shows to people: a live bar on a terminal, plain lines in a file or a pipe."""
 
 import math
+import shlex
+import shutil
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
@@ -10,7 +14,7 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Shown:
+class StepFigures:
     """The figures shown of a step; `mfu` is None on a device whose peak is not known."""
 
     step: int
@@ -20,15 +24,15 @@ class Shown:
     mfu: float | None
     eta_s: float
 
-    def fields(self) -> list[str]:
-        texts = [
+    def texts(self) -> list[str]:
+        found = [
             f"loss {self.loss:.4f}",
             f"{self.bits_per_byte:.3f} bits/byte",
             f"{short(self.tokens_per_s)} tokens/s",
         ]
         if self.mfu is not None:
-            texts.append(f"MFU {self.mfu:.1%}")
-        return [*texts, f"ETA {duration(self.eta_s)}"]
+            found.append(f"MFU {self.mfu:.1%}")
+        return [*found, f"ETA {duration(self.eta_s)}"]
 
 
 class Display:
@@ -40,24 +44,24 @@ class Display:
       quiet: shows nothing (all processes but the first).
     """
 
-    def __init__(self, console: Console, steps: int, *, quiet: bool = False):
+    def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
         self.console, self._steps, self._quiet = console, steps, quiet
         self._bar: Progress | None = None
         self._figures = ""
         self._every = max(1, steps // 20)
 
-    def note(self, text: str, style: str | None = None):
-        """Prints a line for people, above the bar."""
+    def note(self, text: str, style: str | None = None) -> None:
+        """Prints a line above the bar."""
         if not self._quiet:
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    def fact(self, label: str, value: str):
-        """Prints a named fact about the run."""
+    def fact(self, label: str, value: str) -> None:
+        """Prints a labelled fact about the run."""
         if not self._quiet:
-            line = Text(f"{label:<11}", style="cyan").append(value, style="default")
+            line = Text(f"{label:<12}", style="cyan").append(value, style="default")
             self.console.print(line, soft_wrap=True)
 
-    def show(self, drawing: RenderableType, plain: str):
+    def show(self, drawing: RenderableType, plain: str) -> None:
         """Prints a drawing on a terminal, and its text elsewhere."""
         if not self._quiet:
             terminal = self.console.is_terminal
@@ -65,7 +69,7 @@ class Display:
                 drawing if terminal else Text(f"\n{plain}\n"), soft_wrap=not terminal
             )
 
-    def start(self):
+    def start(self) -> None:
         """Shows the bar, on a terminal."""
         if self._quiet or not self.console.is_terminal:
             return
@@ -78,48 +82,30 @@ class Display:
         self._task = self._bar.add_task("", total=self._steps, figures="compiling")
         self._bar.start()
 
-    def step(self, shown: Shown):
-        """Shows a step's figures: all of them on the bar, every twentieth part as a line."""
+    def step(self, shown: StepFigures) -> None:
+        """Shows a step's figures: every step on the bar, about twenty steps as lines."""
         if self._bar is not None:
-            self._figures = " · ".join(shown.fields())
+            self._figures = " · ".join(shown.texts())
             self._bar.update(self._task, completed=shown.step, figures=self._figures)
         elif shown.step == 1 or shown.step % self._every == 0 or shown.step == self._steps:
             width = len(str(self._steps))
-            self.note(f"step {shown.step:>{width}}/{self._steps}  " + "  ".join(shown.fields()))
+            self.note(f"step {shown.step:>{width}}/{self._steps}  " + "  ".join(shown.texts()))
 
-    def phase(self, name: str):
-        """Says on the bar what is going on instead of steps."""
+    def phase(self, name: str) -> None:
+        """Shows on the bar what the run does instead of steps."""
         if self._bar is not None:
             self._bar.update(self._task, figures=name)
 
-    def stop(self):
-        """Leaves the bar as the last step left it."""
+    def stop(self) -> None:
+        """Removes the bar's animation; the last step's figures stay."""
         if self._bar is not None:
             self._bar.update(self._task, figures=self._figures)
             self._bar.stop()
             self._bar = None
 
 
-class Pace:
-    """Averages the speed of the last steps, for figures that do not flicker."""
-
-    def __init__(self, tokens_per_step: int):
-        self._tokens = tokens_per_step
-        self._mean, self._count = 0.0, 0
-
-    def add(self, step_time_s: float) -> float:
-        """Takes a step's seconds, and gives the average tokens per second."""
-        self._count += 1
-        # Over all steps at first, later over about twenty.
-        self._mean += (step_time_s - self._mean) / min(self._count, 20)
-        return self._tokens / self._mean
-
-    def eta(self, steps: int) -> float:
-        return steps * self._mean
-
-
 def duration(seconds: float) -> str:
-    """Writes seconds as `m:ss` or `h:mm:ss`."""
+    """Formats seconds as `m:ss` or `h:mm:ss`."""
     if not math.isfinite(seconds):
         return "-:--"
     clock = time.gmtime(seconds)
@@ -129,8 +115,24 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Writes a number with a unit that leaves three figures: 12.3k, 1.24M."""
+    """Formats a number with three digits and a unit: 12.3k, 1.24M."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def shell_command(command: str) -> str:
+    """Returns `normfuse COMMAND` as this process was started: by a path, a name, or Python's -m."""
+    program = sys.argv[0]
+    if Path(program).name == "normfuse":
+        return f"{_shortest('normfuse', program)} {command}"
+    module = "normfuse.train" if command == "train" else f"normfuse.train.cli {command}"
+    return f"{_shortest('python', sys.executable)} -m {module}"
+
+
+def _shortest(name: str, path: str) -> str:
+    """Returns a program's name where the shell finds it by that, else its path."""
+    found = shutil.which(name)
+    same = found is not None and Path(found).absolute() == Path(path).absolute()
+    return name if same else shlex.quote(path)

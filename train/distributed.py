@@ -1,21 +1,26 @@
-"""Several processes as one run: joining, agreeing, and stopping at the same step."""
+"""Several processes as one run: joining, agreeing, stopping and failing together."""
 
+import atexit
 import contextlib
 import importlib.util
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..native.jax_private import coordination_client
+from . import RunError, UsageError
 from .config import DistributedConfig
-from .errors import RunError, UsageError
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -25,16 +30,23 @@ _ENVIRONMENT = {
 # Tasks as launchers count them: a single one is no cluster.
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
+# Keys of JAX's coordination service.
+_ENDED = "normfuse/ended"  # which process has ended, its exit code, and why
+_HEARD = "normfuse/heard/"  # the processes that know
+_GONE = "normfuse/gone/"  # the processes that have ended since
+_GRACE = 10  # seconds for a process to fail by itself, and then for all to hear of an end
+_POLL = 0.5  # seconds between two looks at `_ENDED`
 
-def initialize(config: DistributedConfig):
-    """Joins the other processes, before anything else of JAX is used; alone, does nothing.
 
-    Flags come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then what
-    JAX detects of the cluster: Slurm, Open MPI, and an indexed Job of Kubernetes if the package
-    `kubernetes` is there to ask it.
+def initialize(config: DistributedConfig) -> None:
+    """Joins the other processes, before any other use of JAX; does nothing for a single process.
+
+    Flags come first, then JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, then the
+    cluster that JAX detects: Slurm, Open MPI, and an indexed Job of Kubernetes if the package
+    `kubernetes` is installed.
 
     Raises:
-      UsageError: an environment variable is no number.
+      UsageError: an environment variable is not a number.
       RunError: the other processes cannot be reached.
     """
     _order_programs(config)
@@ -61,13 +73,13 @@ def initialize(config: DistributedConfig):
 
 
 @contextlib.contextmanager
-def _deadline(seconds: int, where: str):
+def _deadline(seconds: int, where: str) -> Iterator[None]:
     """Ends the process, with exit code 1 and a message, unless left in time.
 
     At JAX's own deadline XLA aborts the process with a page of C++ frames.
     """
 
-    def end():
+    def end() -> None:
         print(
             f"error: --distributed: the other processes did not meet at {where} within "
             f"--distributed.timeout {seconds} s. Is the address right, are all started, and can "
@@ -86,10 +98,10 @@ def _deadline(seconds: int, where: str):
         timer.cancel()
 
 
-def _order_programs(config: DistributedConfig):
-    """Makes emulated CPU devices run one program after the other; too late once there are some.
+def _order_programs(config: DistributedConfig) -> None:
+    """Makes emulated CPU devices run one program after the other; must precede JAX's devices.
 
-    Programs that communicate, several in flight, can take every thread of XLA's pool and wait for
+    Several programs in flight that communicate can take every thread of XLA's pool and wait for
     each other until XLA aborts the process.
     """
     flag = r"--xla_force_host_platform_device_count=(\d+)"
@@ -100,11 +112,11 @@ def _order_programs(config: DistributedConfig):
 
 
 def order_kernels() -> None:
-    """Makes GPUs begin kernels in the order of their launches; too late once there are some.
+    """Makes GPUs start kernels in launch order, unless the user has set it; must precede devices.
 
-    A collective is launched before the product that it is to run beside. From a queue of its own it
-    often begins after the product, which then has all multiprocessors, and waits for its end
-    (docs/guides/parallelism.md). What the user has set stays.
+    A collective is launched before the product that should overlap it. From a queue of its own it
+    often starts after the product, which then occupies all multiprocessors, and waits for its end
+    (docs/guides/parallelism.md).
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -136,36 +148,32 @@ def _in_cluster() -> bool:
 
 
 def is_first() -> bool:
-    """Tells whether this process writes files and speaks to people."""
+    """Returns whether this process writes the files and prints."""
     return jax.process_index() == 0
 
 
 def agree(value: int) -> int:
-    """Gives process 0's `value` on every process."""
+    """Returns process 0's `value` on every process."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
     return int(multihost_utils.broadcast_one_to_all(np.int64(value)))
 
 
 def anywhere(flag: bool) -> bool:
-    """Tells whether the flag is raised on any process. All must call it."""
+    """Returns whether the flag is raised on any process. All must call it."""
     if jax.process_count() == 1:
         return flag
-    from jax.experimental import multihost_utils
-
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 class SharedFlag:
-    """Lets every process learn at the same step that one of them has a flag raised.
+    """Tells every process at the same step that one of them has raised a flag.
 
-    Alone, the flag is looked at directly. With others, each step's flags are combined on the
+    A single process reads the flag directly. With several, each step's flags are combined on the
     devices, behind the step, and read at the next: nobody waits, and all read the same.
     """
 
-    def __init__(self, mesh: Mesh, flag: Callable[[], bool]):
+    def __init__(self, mesh: Mesh, flag: Callable[[], bool]) -> None:
         self._flag = flag
         self._alone = jax.process_count() == 1
         self._posted = None
@@ -175,7 +183,7 @@ class SharedFlag:
         self._shape = (mesh.size,)
 
     def __call__(self) -> bool:
-        """Gives the flags posted at the call before, and posts the present one."""
+        """Returns the flags posted at the call before, and posts the present one."""
         if self._alone:
             return self._flag()
         raised = np.full(self._shape, self._flag(), np.int32)
@@ -184,3 +192,105 @@ class SharedFlag:
         )
         known, self._posted = self._posted, posted
         return known is not None and bool(known)
+
+
+class FailFast:
+    """While entered, ends this process when another one fails or is ended by a second signal.
+
+    JAX alone notices the end of a process only when its heartbeats are missing, two minutes later;
+    and a process that fails would wait as long, in JAX's shutdown, for the others to join it there.
+
+    Left with an exception, it tells the others, and the process will exit without waiting for them.
+    In a run of one process it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._left = threading.Event()
+        self._client: Any = None
+
+    def __enter__(self) -> "FailFast":
+        client = coordination_client()  # without one, do not ask JAX for devices yet
+        if client is not None and jax.process_count() > 1:
+            self._client = client
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="fail-fast")
+            self._thread.start()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._left.set()
+        if self._client is None:
+            return
+        self._thread.join(_GRACE)
+        if error is not None:
+            code = 2 if isinstance(error, UsageError) else 1
+            _call_later(4 * _GRACE, os._exit, code)  # should JAX's service not answer
+            self._tell(code, f"failed: {error or type(error).__name__}")
+            atexit.register(self._exit, code)  # before JAX's own, which waits for the others
+            # Python waits for orbax's threads before that, and those may wait for the others.
+            _call_later(1, self._exit, code)
+
+    def end(self, code: int) -> None:
+        """Ends this process and the others at once, with an exit code."""
+        if self._client is not None:
+            _call_later(_GRACE, os._exit, code)  # should JAX's service not answer
+            self._tell(code, "received a second signal and ended at once")
+            self._exit(code)
+        os._exit(code)
+
+    def _tell(self, code: int, why: str) -> None:
+        self._set(_ENDED, f"{jax.process_index()} {code} {why}")
+
+    def _watch(self) -> None:
+        while not self._left.wait(_POLL):
+            try:
+                ended = self._client.key_value_try_get(_ENDED)
+            except jax.errors.JaxRuntimeError:
+                continue  # no process has ended
+            process, code, why = ended.split(" ", 2)
+            if int(process) == jax.process_index():
+                return
+            if why.startswith("failed") and self._left.wait(_GRACE):
+                return  # it has failed too, and prints that itself
+            print(f"error: process {process} {why}", file=sys.stderr)
+            _call_later(3 * _GRACE, os._exit, int(code))
+            self._exit(int(code))
+
+    def _exit(self, code: int) -> None:
+        """Ends this process once all know of the end; the one with JAX's service ends last.
+
+        Left alone in a collective operation, or without the service, a process may be aborted.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._set(f"{_HEARD}{jax.process_index()}", "")
+        self._await(_HEARD, jax.process_count())
+        if jax.process_index():
+            self._set(f"{_GONE}{jax.process_index()}", "")
+        else:
+            self._await(_GONE, jax.process_count() - 1)
+        os._exit(code)
+
+    def _set(self, key: str, value: str) -> None:
+        try:
+            self._client.key_value_set(key, value)
+        except jax.errors.JaxRuntimeError:
+            pass  # it is set, or JAX's service is gone, and with it every process
+
+    def _await(self, folder: str, count: int) -> None:
+        """Returns when `folder` holds `count` keys, at the latest after twice the grace."""
+        deadline = time.monotonic() + 2 * _GRACE
+        while time.monotonic() < deadline:
+            try:
+                if len(self._client.key_value_dir_get(folder)) >= count:
+                    return
+            except jax.errors.JaxRuntimeError:
+                if jax.process_index():
+                    return  # the service is gone; process 0 has it, and gets this for no keys
+            time.sleep(0.005)
+
+
+def _call_later(seconds: float, action: Callable[[int], Any], code: int) -> None:
+    """Calls `action(code)` after a while, from a thread that nobody waits for."""
+    timer = threading.Timer(seconds, action, [code])
+    timer.daemon = True
+    timer.start()

@@ -1,20 +1,21 @@
-"""The loss on the held-out text."""
+"""Validation: the loss on the held-out text."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..models.functional import Functional, Params
 from ..models.sharding import BATCH
-from .batches import Windows, on_devices
-from .gradients import token_losses
-from .mesh import batch_sharding
+from .data import Windows
+from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
+from .step import token_losses
 
 
 class Validation(NamedTuple):
@@ -22,12 +23,16 @@ class Validation(NamedTuple):
 
     Attributes:
       loss: mean, in nats per token.
-      bits_per_byte: the same windows' loss over the bytes that their targets stand for: what
-        models of different tokens are compared by.
+      bits_per_byte: the same windows' loss over the bytes of their targets, which compares models
+        with different tokens.
     """
 
     loss: float
     bits_per_byte: float
+
+    def entry(self, step: int) -> dict[str, Any]:
+        """Returns the line of metrics.jsonl for a validation after `step`."""
+        return {"step": step, "val_loss": self.loss, "val_bits_per_byte": self.bits_per_byte}
 
 
 class Evaluator:
@@ -37,9 +42,9 @@ class Evaluator:
       model: the transformer.
       mesh: the mesh.
       tokens: the held-out text.
-      widths: how many bytes each token stands for.
+      widths: number of bytes of each token.
       seq_len: tokens in a window.
-      batch_size: windows computed at once; divides over the mesh.
+      batch_size: windows computed at once; must divide over the mesh.
     """
 
     def __init__(
@@ -51,13 +56,13 @@ class Evaluator:
         *,
         seq_len: int,
         batch_size: int,
-    ):
+    ) -> None:
         self._windows, self._widths = Windows(tokens, seq_len), Windows(widths, seq_len)
         self._seq_len, self._batch_size = seq_len, batch_size
         self._rows = batch_sharding(mesh)
         self._weights = NamedSharding(mesh, P(BATCH))
 
-        def loss_sum(params: Params, tokens, weights):
+        def loss_sum(params: Params, tokens: Array, weights: Array) -> Array:
             losses = token_losses(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
             return jnp.sum(losses.mean(axis=1) * weights)
 
@@ -68,7 +73,7 @@ class Evaluator:
     ) -> Validation | None:
         """Measures the loss over about `tokens` tokens, at least one window.
 
-        Returns: the result; None if `stopping` said so before it was known.
+        Returns: the result; None if `stopping` returned True before that.
         """
         count = min(max(tokens // self._seq_len, 1), len(self._windows))
         chosen = np.unique(np.linspace(0, len(self._windows) - 1, count).round().astype(int))
@@ -76,17 +81,14 @@ class Evaluator:
         for rows, weights in self._batches(chosen):
             if stopping():
                 return None
-            sums.append(
-                self._loss_sum(
-                    params, on_devices(rows, self._rows), on_devices(weights, self._weights)
-                )
-            )
+            tokens_here = on_devices(rows, self._rows)
+            sums.append(self._loss_sum(params, tokens_here, on_devices(weights, self._weights)))
         loss = float(np.sum([float(s) for s in sums]) / len(chosen))
         spanned = sum(int(self._widths[i][1:].sum()) for i in chosen)
         return Validation(loss, loss / NATS_PER_BIT * (len(chosen) * self._seq_len / spanned))
 
     def _batches(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields whole batches of windows; the last is filled up with windows of weight zero."""
+        """Yields whole batches of windows; windows of weight zero fill up the last."""
         for start in range(0, len(chosen), self._batch_size):
             indices = chosen[start : start + self._batch_size]
             weights = np.zeros(self._batch_size, np.float32)

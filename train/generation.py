@@ -1,100 +1,105 @@
-"""`normfuse generate`: continues prompts with a trained run."""
+"""Text from a trained model: a run's sample, and `normfuse generate`."""
 
-import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import tyro
+import jax
+import numpy as np
 
-from .errors import RunError, UsageError
-from .outdir import OutDir
-
-_TOKENS = 240
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateConfig:
-    """Continues prompts with the newest checkpoint of a training run, or with a Hugging Face
-    folder of Llama, Qwen2 or Qwen3: config.json, safetensors and tokenizer.json."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
-    """Folder of the run, its --out-dir; or of the Hugging Face model."""
-    prompt: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]],
-        tyro.conf.arg(metavar="TEXT", help_behavior_hint="(default: 'def ')"),
-    ] = ()
-    """What to continue; may be given several times, and all are continued at once."""
-    tokens: Annotated[
-        int | None,
-        tyro.conf.arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or what fits)"),
-    ] = None
-    """How many tokens to add at most."""
-    samples: int = 1
-    """How many continuations of each prompt, drawn at once."""
-    stop: Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")] = None
-    """A continuation ends before this token."""
-    temperature: float = 0.7
-    """0 always takes the likeliest token."""
-    top_k: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
-    """Draw from this many of the likeliest tokens only."""
-    top_p: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None
-    """Draw from the likeliest tokens that together have this probability only."""
-    seed: int = 0
-    """Of the draws."""
+from ..models.config import TransformerConfig
+from ..models.functional import Functional, Params, build
+from ..models.generate import generate
+from . import RunError, UsageError
+from .checkpoint import Checkpoints
+from .compilation import keep_compiled_programs
+from .run_dir import RunDir
+from .tokenizer import Bytes, Tokenizer, read_tokenizer
 
 
-def main(argv: list[str]):
-    """Prints each prompt and its continuations.
+def sample(
+    model: Functional,
+    params: Params,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    tokens: int,
+    *,
+    fit: bool = False,
+    samples: int = 1,
+    stop: str | None = None,
+    **options: Any,
+) -> list[str]:
+    """Continues all prompts at once; returns each prompt with its continuation.
+
+    Args:
+      model: the transformer.
+      params: its parameters.
+      tokenizer: the model's.
+      prompts: each at least one token.
+      tokens: the largest number of tokens to add.
+      fit: add fewer if the model's context has no room for more.
+      samples: continuations of each prompt; they follow each other in the result.
+      stop: one token; a continuation ends before it.
+      **options: of `normfuse.models.generate.generate`.
 
     Raises:
-      UsageError: the folder holds no run, or an argument is out of range.
+      ValueError: `stop` is not one token, or as `generate`.
+    """
+    ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
+    if stop is not None and len(ends) != 1:
+        raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
+    encoded = [tokenizer.encode(prompt.encode())[0].astype(np.int32) for prompt in prompts]
+    rows = [row for row in encoded for _ in range(samples)]
+    if fit:  # of a prompt that leaves no room, `generate` raises the error
+        room = model.config.max_seq_len - max(map(len, rows))
+        tokens = max(min(tokens, room), 1)
+    texts = []
+    continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
+    for start, drawn in zip(rows, continued, strict=True):
+        added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
+        texts.append(tokenizer.decode([*start.tolist(), *added]))
+    return texts
+
+
+def continue_prompts(
+    folder: Path, prompts: Sequence[str], tokens: int, *, samples: int, **options: Any
+) -> list[str]:
+    """Continues prompts with a run's newest checkpoint or with a Hugging Face model.
+
+    Args:
+      folder: of the run or the model.
+      prompts: texts of at least one character.
+      tokens, samples, **options: of `sample`.
+
+    Raises:
+      UsageError: the folder holds neither, or an argument is out of range.
       RunError: every checkpoint is damaged.
     """
-    config = tyro.cli(GenerateConfig, prog="normfuse generate", args=argv)
-    out = OutDir(config.run)
-    prompts = config.prompt or ("def ",)
     if not all(prompts):
         raise UsageError("--prompt '' must hold at least one character.")
-    if config.samples < 1:
-        raise UsageError(f"--samples {config.samples} must be at least 1.")
+    if samples < 1:
+        raise UsageError(f"--samples {samples} must be at least 1.")
+    out = RunDir(folder)
     if out.has_checkpoints():
         model, params, tokenizer = _load_run(out)
-    elif (config.run / "config.json").is_file():
-        model, params, tokenizer = _load_huggingface(config.run)
+    elif (folder / "config.json").is_file():
+        model, params, tokenizer = _load_huggingface(folder)
     else:
         raise UsageError(
-            f"RUN {out.path} holds neither a checkpoint nor a config.json: give the folder of a "
+            f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-
-    from .ending import room_after, sample
-
-    # Of a prompt that leaves no room, `sample` says so.
-    fitting = max(min(_TOKENS, room_after(model, tokenizer, prompts)), 1)
-    names = {f.name for f in dataclasses.fields(config)} - {"run", "prompt", "tokens"}
-    options = {name: getattr(config, name) for name in names}
-    tokens = fitting if config.tokens is None else config.tokens
     try:
-        texts = sample(model, params, tokenizer, prompts, tokens, **options)
+        return sample(model, params, tokenizer, prompts, tokens, samples=samples, **options)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    print("\n\n".join(texts))
 
 
-def _load_run(out: OutDir):
+def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:
     """Restores a run's model, parameters and tokenizer, on the first device."""
-    import jax
-
-    from ..models.config import TransformerConfig
-    from ..models.functional import build
-    from .checkpoint import Checkpoints
-    from .compilation import keep_compiled_programs
-    from .tokenizer import Bytes, read_tokenizer
-
     keep_compiled_programs()
-    warn = lambda text: print(text, file=sys.stderr)
-    checkpoints = Checkpoints(out.checkpoints, report=warn)
+    checkpoints = Checkpoints(out.checkpoints, report=lambda text: print(text, file=sys.stderr))
     newest = checkpoints.newest_record()
     if newest is None:
         raise RunError(f"every checkpoint in {out.checkpoints} is damaged.")
@@ -107,10 +112,8 @@ def _load_run(out: OutDir):
     return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer)
 
 
-def _load_huggingface(folder: Path):
+def _load_huggingface(folder: Path) -> tuple[Functional, Params, Tokenizer]:
     from ..models.huggingface import load
-    from .compilation import keep_compiled_programs
-    from .tokenizer import read_tokenizer
 
     keep_compiled_programs()
     tokenizer = read_tokenizer(folder)

@@ -1,16 +1,114 @@
-"""The loop: steps follow each other on the devices while the host reports the one before."""
+"""The training loop: steps run on the devices while the host logs the one before."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 from jax import Array
 
+from ..models.config import flops_per_token
 from ..models.functional import Params
+from . import RunError
 from .config import TrainConfig
+from .display import Display, StepFigures
 from .evaluate import Validation
-from .reporter import BadStep, Reporter
+from .metrics import NATS_PER_BIT, Throughput
 from .step import Metrics, State
+
+
+class BadStep(RunError):
+    """The loss or gradient of `step` was not finite, or the loss a spike; no update was made.
+
+    Attributes:
+      step: the step.
+      state: the state before it, except for its count of skipped updates; set by the loop.
+    """
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.state: State | None = None
+
+
+@dataclass
+class StepLogger:
+    """Turns a step's metrics into its line in metrics.jsonl and its figures on the display.
+
+    Args:
+      config: the run's.
+      write: takes a line of metrics.jsonl.
+      display: the bar.
+      peak: FLOP/s of all devices together, or None.
+      skip_limit: how many updates may be skipped.
+      tokens_per_byte: of the text.
+      skipped: how many updates were skipped so far.
+    """
+
+    config: TrainConfig
+    write: Callable[[dict], None]
+    display: Display
+    peak: float | None
+    skip_limit: int
+    tokens_per_byte: float = 1.0
+    skipped: int = 0
+    _finished: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._throughput = Throughput(self.config.tokens_per_step)
+        self._flops = flops_per_token(self.config.transformer(), self.config.seq_len)
+
+    def step(self, step: int, metrics: Metrics, started: float) -> None:
+        """Waits for a step's metrics and logs them.
+
+        Raises:
+          BadStep: more updates were skipped than allowed; the state is the one before the step.
+        """
+        loss, grad_norm, rate, skipped, usual = (np.asarray(x).item() for x in metrics)
+        now = time.perf_counter()
+        seconds = now - max(started, self._finished)
+        self._finished = now
+        is_skipped, self.skipped = skipped > self.skipped, skipped
+        if is_skipped:
+            self._note_skip(step, loss, grad_norm, usual)
+        tokens = self.config.tokens_per_step
+        entry = {
+            "step": step,
+            "loss": loss,
+            "tokens": step * tokens,
+            "tokens_per_s": tokens / seconds,
+            "step_time_s": seconds,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "time": time.time(),
+        }
+        self.write(entry | ({"skipped": True} if is_skipped else {}))
+        speed = self._throughput.add(seconds)
+        mfu = speed * self._flops / self.peak if self.peak else None
+        bits = loss / NATS_PER_BIT * self.tokens_per_byte
+        eta = self._throughput.step_time_s * (self.config.steps - step)
+        self.display.step(StepFigures(step, loss, bits, speed, mfu, eta))
+
+    def validation(self, step: int, found: Validation) -> None:
+        """Logs a validation after `step`."""
+        self.write(found.entry(step))
+        self.display.note(
+            f"step {step}: validation loss {found.loss:.4f} nats/token, "
+            f"{found.bits_per_byte:.3f} bits/byte"
+        )
+
+    def _note_skip(self, step: int, loss: float, grad_norm: float, usual: float) -> None:
+        spike = math.isfinite(loss) and math.isfinite(grad_norm)
+        event = "spike" if spike else "not finite"
+        text = f"step {step}: {event}: loss {loss:.4f}, gradient norm {grad_norm:g}"
+        if usual:
+            text += f", while the recent mean loss is {usual:.4f}"
+        if self.skipped > self.skip_limit:
+            self.write({"event": event, "step": step, "loss": loss, "time": time.time()})
+            raise BadStep(step, text)
+        left = self.skip_limit - self.skipped
+        self.display.note(f"{text}; update skipped, {left} more allowed", "yellow")
 
 
 @dataclass
@@ -23,9 +121,9 @@ class Loop:
       batches: batches on the devices, from the first step to take.
       evaluate: `(params, tokens)` to the validation's result, None when interrupted.
       save: saves the state of a step.
-      reporter: told of every step.
-      stopping: whether to stop, the same on all processes.
-      on_step: called before each step, with its number and with what waits for those before.
+      logger: receives every step's metrics.
+      stopping: returns whether to stop, the same on all processes.
+      on_step: called before each step, with its number and a function that waits for those before.
     """
 
     config: TrainConfig
@@ -33,7 +131,7 @@ class Loop:
     batches: Iterator[Array]
     evaluate: Callable[[Params, int], Validation | None]
     save: Callable[[State, int], None]
-    reporter: Reporter
+    logger: StepLogger
     stopping: Callable[[], bool]
     on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
 
@@ -42,16 +140,16 @@ class Loop:
 
         The host reads the metrics of a step after it has handed the next to the devices.
 
-        Returns: the state and the steps taken in all.
+        Returns: the state and the number of steps taken in all.
         Raises:
           BadStep: with the state before it.
         """
         config = self.config
         waiting: list[tuple[int, Metrics, float]] = []
 
-        def drain():
-            while waiting:
-                self.reporter.step(*waiting.pop(0))
+        def drain(keep: int = 0) -> None:
+            while len(waiting) > keep:
+                self.logger.step(*waiting.pop(0))
 
         try:
             for step in range(done + 1, config.steps + 1):
@@ -61,8 +159,7 @@ class Loop:
                 started = time.perf_counter()
                 state, metrics = self.step(state, next(self.batches))
                 waiting.append((step, metrics, started))
-                if len(waiting) > 1:
-                    self.reporter.step(*waiting.pop(0))
+                drain(keep=1)
                 done = step
                 if _due(step, config.eval.every) and step < config.steps:
                     drain()
@@ -72,17 +169,17 @@ class Loop:
                     self.save(state, step)
             drain()
         except BadStep as bad:
-            bad.state = state  # past the limit, steps leave it alone
+            bad.state = state  # past the limit, steps do not change it
             raise
         if done > 0:
             self.save(state, done)
         return state, done
 
-    def _validate(self, state: State, step: int):
-        self.reporter.display.phase("validating")
+    def _validate(self, state: State, step: int) -> None:
+        self.logger.display.phase("validating")
         found = self.evaluate(state.params, self.config.eval.tokens)
         if found is not None:
-            self.reporter.validation(step, found)
+            self.logger.validation(step, found)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,43 +1,45 @@
-"""The mesh: the one place of the package that makes one."""
+"""The device mesh: how it is made, how the model is laid out on it, and whether that fits."""
 
 import dataclasses
 import math
 
 import jax
+import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..models.sharding import AXES, BATCH, Sharding, validate
+from . import UsageError
 from .checks import near
 from .config import MeshConfig, TrainConfig
-from .errors import UsageError
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
     """Makes the mesh over all devices, of Auto axes: XLA places what the model does not constrain.
 
     Raises:
-      UsageError: the axes do not multiply to the number of devices, or there are none to be had.
+      UsageError: the product of the axes is not the number of devices, or there is no device.
     """
     try:
         devices = jax.device_count()
     except (RuntimeError, AssertionError) as error:  # what JAX raises depends on the platform asked
         cause = "".join(f": {line}" for line in str(error).splitlines()[:1])  # may be empty
         raise UsageError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms} gives no device{cause}. Unset it to take "
-            "what there is, or install JAX for that platform, for example jax[cuda13]."
+            f"JAX finds no device with JAX_PLATFORMS={jax.config.jax_platforms}{cause}. Unset it "
+            "or install JAX for that platform, for example jax[cuda13]."
         ) from None
     return jax.make_mesh(_shape(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
-    """Gives where the model's arrays lie on the mesh.
+    """Returns how the model's arrays lie on the mesh.
 
     Args:
       config: whether tokens are split over "tensor", and gathered kernels kept.
       mesh: the mesh.
-      rows: of what is computed at once, a microbatch or a part of it. On a mesh of "tensor" alone
-        that divides them, whole sequences are split; else each sequence.
+      rows: sequences computed at once, of a microbatch or a part of one. A mesh of "tensor" alone
+        that divides them gets whole sequences; any other splits each sequence.
     """
     sharding = Sharding()
     if config.sequence:
@@ -46,11 +48,11 @@ def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     return dataclasses.replace(sharding, keep_gathered=config.keep_gathered)
 
 
-def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding):
+def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
     """Checks that the model's dimensions, the batch and its sequences divide over the mesh.
 
     Raises:
-      UsageError: naming the dimension and the axis, with sizes that would fit.
+      UsageError: one does not; the message names it, the axis, and sizes that would fit.
     """
     try:
         validate(config.transformer(), mesh.shape, sharding, seq_len=config.seq_len)
@@ -69,12 +71,17 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding):
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Gives where `(batch, seq)` tokens lie: rows over the replicas and the FSDP devices."""
+    """Returns the sharding of `(batch, seq)` tokens: rows over "data" and "fsdp"."""
     return NamedSharding(mesh, P(BATCH, None))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
+
+
+def on_devices(batch: np.ndarray, sharding: NamedSharding) -> Array:
+    """Starts moving a batch to the mesh; each process sends only the rows its devices hold."""
+    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 
 def _shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
@@ -92,7 +99,7 @@ def _shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
     elif fixed != devices:
         raise UsageError(
             f"mesh {wanted} = {fixed} devices, but there are {devices} ({_listed()}). Change the "
-            "sizes, or leave --mesh.data at -1 to take what is left."
+            "sizes, or leave --mesh.data at -1 for all devices that are left."
         )
     return tuple(sizes.values())
 

@@ -1,4 +1,4 @@
-"""Pictures of runs."""
+"""Plots of runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,17 +10,19 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import EngFormatter  # noqa: E402
 
-from .history import History  # noqa: E402
 from .metrics import NATS_PER_BIT  # noqa: E402
+from .run_dir import RunResults  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 _SIZE = {"dpi": 160, "layout": "constrained"}
 File = Path | BinaryIO
 
 
-def plot_loss(file: File, runs: Sequence[History]):
+def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
     """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 4.5), **_SIZE)
     end = _last_step(runs)
@@ -50,7 +52,7 @@ def plot_loss(file: File, runs: Sequence[History]):
     _finish(figure, axes, file, loc="upper right", bbox_to_anchor=(1, 0.98))
 
 
-def plot_throughput(file: File, runs: Sequence[History]):
+def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
     """Draws tokens per second over the steps, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
     tops, end = [], _last_step(runs)
@@ -63,13 +65,13 @@ def plot_throughput(file: File, runs: Sequence[History]):
         axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
         tops.append(smooth.max())
     axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, end))
-    axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may go off the picture
+    axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may leave the plot
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _finish(figure, axes, file, loc="lower right")
 
 
-def plot_breakdown(file: File, runs: Sequence[History]):
-    """Draws the milliseconds of a step by kind of operation, as a PNG; runs need a profile."""
+def plot_breakdown(file: File, runs: Sequence[RunResults]) -> None:
+    """Draws the milliseconds of a step by kind of operation, as a PNG, of runs with a profile."""
     kinds = list(dict.fromkeys(kind for run in runs for kind in run.breakdown))
     height = 0.8 / len(runs)
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.42 * len(kinds) * len(runs) ** 0.5), **_SIZE)
@@ -88,22 +90,22 @@ def plot_breakdown(file: File, runs: Sequence[History]):
     _finish(figure, axes, file, loc="lower right")
 
 
-def _coloured(runs: Sequence[History]):
+def _coloured(runs: Sequence[RunResults]) -> list[tuple[str, RunResults]]:
     return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(runs)]
 
 
-def _last_step(runs: Sequence[History]) -> int:
+def _last_step(runs: Sequence[RunResults]) -> int:
     return max((line.get("step", 1) for run in runs for line in run.lines), default=1)
 
 
-def _finish(figure, axes, file: File, **legend):
+def _finish(figure: Figure, axes: Axes, file: File, **legend: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, **legend)
     figure.savefig(file, format="png")
     plt.close(figure)
 
 
-def _draw_loss(axes, run: History, colour: str, end: int):
+def _draw_loss(axes: Axes, run: RunResults, colour: str, end: int) -> None:
     steps, checks = run.steps(), run.validations()
     x = np.array([line["step"] for line in steps])
     y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
@@ -114,7 +116,9 @@ def _draw_loss(axes, run: History, colour: str, end: int):
         at = [line["step"] for line in checks]
         bits = [line["val_bits_per_byte"] for line in checks]
         last = f"{run.label}: validation, {bits[-1]:.3f} at the end"
-        style = dict(color=colour, markersize=4.5, markeredgecolor="white", clip_on=False, zorder=3)
+        style: dict[str, Any] = dict(
+            color=colour, markersize=4.5, markeredgecolor="white", clip_on=False, zorder=3
+        )
         axes.plot(at, bits, "o", label=last, **style)
 
 

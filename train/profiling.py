@@ -1,4 +1,4 @@
-"""Where a step's time goes: a trace by JAX's profiler, a table of it, and a picture."""
+"""Profiles of a run: a trace by JAX's profiler, its operations in a table, and times by kind."""
 
 import collections
 import itertools
@@ -12,7 +12,7 @@ import jax
 _SKIPPED, _TRACED = 5, 5
 _SHOWN = 40  # the norms of a small model are near the end
 COMMUNICATION, PRODUCTS = "communication", "matrix products"
-# Kinds of operations by their names, on GPUs those of kernels; the first that is found counts.
+# Kinds of operations by their names (on GPUs, of kernels); the first match counts.
 _KINDS = {
     COMMUNICATION: r"nccl|memcpyp2p|all-?(reduce|gather|to-all)|reduce-?scatter|collective|permute",
     "attention": r"sdpa|flash|fmha",
@@ -21,23 +21,24 @@ _KINDS = {
     "copies": r"memcpy|memset|^copy|transpose|concatenate|slice",
 }
 _REST, _IDLE = "element-wise and sums", "idle"
-_DEVICE = "/device:"  # planes of a trace that are a device's
+_DEVICE = "/device:"  # begins the name of a device's plane in a trace
 
 Operation = tuple[str, float, float]  # name, start and end in nanoseconds
 
 
 class Profiler:
-    """Traces five steps, after the first five of a run.
+    """Traces five steps after the first five of a run.
 
     Args:
       folder: for the trace, the table (table.txt) and times by kind (breakdown.json).
     """
 
-    def __init__(self, folder: Path):
-        self._folder, self._first, self._tracing = folder, None, False
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._tracing = folder, False
+        self._first: int | None = None
 
-    def before(self, step: int, settle: Callable[[], None]):
-        """Called before each step, with what waits for the steps before it."""
+    def before(self, step: int, settle: Callable[[], None]) -> None:
+        """Must be called before each step; `settle` waits for the steps before it."""
         if self._first is None:
             self._first = step + _SKIPPED
         if step == self._first:
@@ -48,8 +49,8 @@ class Profiler:
             settle()
             self.stop(_TRACED)
 
-    def stop(self, steps: int = 0):
-        """Ends the trace, if one is being made, and tells of it if it has all of its steps."""
+    def stop(self, steps: int = 0) -> None:
+        """Ends a trace in progress, and writes its table if it has all its `steps`."""
         if not self._tracing:
             return
         self._tracing = False
@@ -64,11 +65,11 @@ class Profiler:
 def read_trace(folder: Path) -> tuple[dict[str, float], float]:
     """Sums the newest trace in a folder.
 
-    On accelerators the device's own streams are counted, as a mean over the devices; on the CPU,
-    XLA's threads together.
+    On accelerators it counts the device's own streams, as a mean over the devices; on the CPU, all
+    of XLA's threads together.
 
-    Returns: each operation's milliseconds; and those between the first and the last operation in
-      which a device did nothing, 0 for a CPU.
+    Returns: each operation's milliseconds; and the milliseconds between the first and the last
+      operation in which a device was idle, 0 for a CPU.
     """
     devices, host = operations(folder)
     times: dict[str, float] = collections.defaultdict(float)
@@ -80,7 +81,7 @@ def read_trace(folder: Path) -> tuple[dict[str, float], float]:
 
 
 def operations(folder: Path) -> tuple[list[list[Operation]], list[list[Operation]]]:
-    """Lists the newest trace's operations: of each device that has any, and of the host."""
+    """Returns the newest trace's operations: of each device that has any, and of the host."""
     newest = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     devices, host = [], []
     for plane in jax.profiler.ProfileData.from_file(str(newest)).planes:
@@ -90,7 +91,7 @@ def operations(folder: Path) -> tuple[list[list[Operation]], list[list[Operation
 
 
 def table(times: dict[str, float], steps: int) -> str:
-    """Tabulates the milliseconds of each operation in a step."""
+    """Returns a table of each operation's milliseconds in a step."""
     total = sum(times.values()) or 1
     rows = [f"{'ms/step':>9} {'share':>6}  operation"]
     for name, spent in sorted(times.items(), key=lambda item: -item[1])[:_SHOWN]:
@@ -99,7 +100,7 @@ def table(times: dict[str, float], steps: int) -> str:
 
 
 def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float]:
-    """Gives the milliseconds of a step by kind of operation, the longest first, idle time last."""
+    """Returns the milliseconds of a step by kind of operation, longest first, idle time last."""
     kinds: dict[str, float] = collections.defaultdict(float)
     for name, spent in times.items():
         kinds[kind_of(name)] += spent / steps
@@ -108,27 +109,24 @@ def by_kind(times: dict[str, float], idle: float, steps: int) -> dict[str, float
 
 
 def kind_of(name: str) -> str:
-    """The kind of operation that has this name in a trace."""
+    """Returns the kind of an operation by its name in a trace."""
     found = (kind for kind, names in _KINDS.items() if re.search(names, name, re.I))
     return next(found, _REST)
 
 
-def _events(plane) -> Iterator[Operation]:
+def _events(plane: jax.profiler.ProfilePlane) -> Iterator[Operation]:
     on_device = plane.name.startswith(_DEVICE)
     lines = ("Stream", "XLA Ops") if on_device else ("tf_XLA",)
     for line in plane.lines:
         if line.name.startswith(lines):
             for event in line.events:
                 if on_device or _is_operation(event.name):
-                    yield (
-                        event.name.split(".")[0],
-                        event.start_ns,
-                        event.start_ns + event.duration_ns,
-                    )
+                    start = event.start_ns
+                    yield event.name.split(".")[0], start, start + event.duration_ns
 
 
 def _gaps(intervals: list[tuple[float, float]]) -> float:
-    """Gives how much of the time from the first to the last interval none covers."""
+    """Returns how much of the time from the first to the last interval none covers."""
     gaps, reached = 0.0, min((start for start, _ in intervals), default=0.0)
     for start, end in sorted(intervals):
         gaps += max(start - reached, 0.0)

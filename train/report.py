@@ -1,72 +1,71 @@
-"""`normfuse report`: compares runs in a table and in one page with pictures."""
+"""`normfuse report`: compares runs in a table and in one HTML page with plots."""
 
-import dataclasses
+import base64
+import html
+import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from . import UsageError, plot
 from .display import duration, short
-from .errors import UsageError
-from .outdir import OutDir
+from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
+_TITLES = {"loss": "Loss", "throughput": "Throughput", "breakdown": "Where a step's time goes"}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
+  padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3em .8em; text-align: right; border-bottom: 1px solid #ddd; }
+th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
+img { width: 100%; } .wide { overflow-x: auto; }
+"""
 
 
-@dataclasses.dataclass(frozen=True)
-class ReportConfig:
-    """Compares training runs: a table, and a page with pictures of loss, speed and profile."""
-
-    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN...")]
-    """Folders of runs, their --out-dir."""
-    html: Path = Path("report.html")
-    """The page to write: one file, pictures and all."""
-    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """Where to write the pictures as files, too."""
-
-
-def main(argv: list[str]):
+def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     """Prints the table and writes the page.
+
+    Args:
+      folders: of the runs.
+      page: the HTML file to write.
+      pictures: where to write the plots as files too, or None.
 
     Raises:
       UsageError: a folder holds no run, or the page cannot be written.
     """
-    config = tyro.cli(ReportConfig, prog="normfuse report", args=argv)
-    if not config.runs:
+    if not folders:
         raise UsageError("RUN is missing: give the folders of one or more training runs.")
-    from . import page
-    from .history import History, read
-
-    def history(run: Path) -> History:
-        found = read(OutDir(run), str(run))
-        if not found.steps():
-            raise UsageError(f"RUN {run} holds no metrics.jsonl with steps: is it a run's folder?")
-        return found
-
-    runs = [history(run) for run in config.runs]
+    runs = [RunDir(folder).results(str(folder)) for folder in folders]
+    for run in runs:
+        if not run.steps():
+            raise UsageError(
+                f"RUN {run.label} holds no metrics.jsonl with steps: is it a run's folder?"
+            )
     rows = [_row(run) for run in runs]
     console, table = Console(), _table(rows)
     if not console.is_terminal:  # a file or a pipe has no width to keep to
         console.width = 10_000
         console.width = console.measure(table).maximum
     console.print(table)
-    pictures = page.draw(runs)
+    plots = _plots(runs)
     try:
-        if config.pictures is not None:
-            config.pictures.mkdir(parents=True, exist_ok=True)
-            for name, picture in pictures.items():
-                (config.pictures / f"{name}.png").write_bytes(picture)
-        config.html.write_text(page.write(_COLUMNS, rows, pictures))
+        if pictures is not None:
+            pictures.mkdir(parents=True, exist_ok=True)
+            for name, png in plots.items():
+                (pictures / f"{name}.png").write_bytes(png)
+        page.write_text(_html(rows, plots))
     except OSError as error:
-        raise UsageError(f"--html {config.html} cannot be written: {error}") from None
-    print(f"page  {config.html}")
+        raise UsageError(f"--html {page} cannot be written: {error}") from None
+    print(f"page  {page}")
 
 
-def _row(run) -> list[str]:
+def _row(run: RunResults) -> list[str]:
     steps, checks = run.steps(), run.validations()
     times = sorted(line["step_time_s"] for line in steps)
     speed = steps[-1]["tokens"] / steps[-1]["step"] / times[len(times) // 2]
@@ -86,10 +85,41 @@ def _table(rows: list[list[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name, *cells in zip(_COLUMNS, *rows, strict=True):
         if name == "run":
-            table.add_column(name, overflow="fold")  # what gives way on a narrow terminal
+            table.add_column(name, overflow="fold")  # this column shrinks on a narrow terminal
         else:
             width = max(map(len, [*name.split(), *cells]))
             table.add_column(name, justify="right", min_width=width)
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
+    """Draws loss, throughput, and the breakdown of runs with a profile, as PNGs."""
+    profiled = [run for run in runs if run.breakdown]
+    plots = {"loss": (plot.plot_loss, runs), "throughput": (plot.plot_throughput, runs)}
+    if profiled:
+        plots["breakdown"] = (plot.plot_breakdown, profiled)
+    drawn = {}
+    for name, (draw, shown) in plots.items():
+        file = io.BytesIO()
+        draw(file, shown)
+        drawn[name] = file.getvalue()
+    return drawn
+
+
+def _html(rows: Sequence[Sequence[str]], plots: Mapping[str, bytes]) -> str:
+    """Returns the page: the table, and the plots under their titles, in one file."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    table = "\n".join([line(_COLUMNS, "th"), *(line(cells, "td") for cells in rows)])
+    parts = ["<h1>normfuse report</h1>", f'<div class="wide"><table>\n{table}\n</table></div>']
+    for name, png in plots.items():
+        data = base64.b64encode(png).decode()
+        parts.append(f"<h2>{_TITLES[name]}</h2>")
+        parts.append(f'<img alt="{_TITLES[name]}" src="data:image/png;base64,{data}">')
+    head = f'<meta charset="utf-8"><title>normfuse report</title><style>{_STYLE}</style>'
+    body = "\n".join(parts)
+    return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}\n</body>\n'

@@ -1,6 +1,8 @@
 """A training run from its configuration to its last line."""
 
 import dataclasses
+import importlib.metadata
+import json
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -11,90 +13,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text as RichText
 
+from ..models.config import num_parameters
 from ..models.functional import Params, build
 from ..models.sharding import Sharding
-from . import distributed, ending, history, outdir
-from .batches import batches, on_devices
+from ..native.implementation import fallbacks
+from . import RunError, UsageError, distributed, plot, run_dir
 from .checkpoint import Checkpoints
-from .checks import check, guard_limit
-from .compilation import explained, keep_compiled_programs, lower
-from .config import TrainConfig
-from .data import Text, read
-from .display import Display
-from .errors import RunError, UsageError
+from .checks import check, check_resume, guard_limit, make_record
+from .compilation import explained, implementations, keep_compiled_programs, lower
+from .config import TrainConfig, dump
+from .data import Text, batches, looks_binary, read, reference_bits_per_byte
+from .display import Display, shell_command, short
 from .evaluate import Evaluator, Validation
-from .introduction import introduce, say_what_serves
-from .invocation import again
-from .loop import Loop
-from .mesh import batch_sharding, check_model, make_mesh, make_sharding
-from .metrics import MetricsLog, Sinks
-from .optimizer import make_optimizer, schedule
-from .outdir import OutDir
-from .peak import peak_flops
+from .generation import sample
+from .loop import BadStep, Loop, StepLogger
+from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
+from .metrics import MetricsLog, peak_flops
 from .profiling import Profiler
-from .reporter import BadStep, Reporter, validation_line
-from .resume import check_record, make_record
-from .settings import dump
-from .signals import StopRequest
-from .step import Program, State
-from .together import Together
+from .run_dir import RunDir
+from .shutdown import StopRequest, Watchdog
+from .step import Program, State, make_optimizer, schedule
 from .tokenizer import Bpe
-from .watchdog import Watchdog
+
+_FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
 
 
-def train(config: TrainConfig, console: Console | None = None):
-    """Trains, and continues what is in the run's folder.
+def train(config: TrainConfig, console: Console | None = None) -> None:
+    """Trains a model, or continues the run in the configured folder.
 
     Args:
       config: the run's.
       console: where to show progress; standard output when None.
 
     Raises:
-      UsageError: what is asked for cannot be done; nothing was compiled or written.
+      UsageError: the request cannot be carried out; nothing was compiled or written.
       RunError: the run failed.
     """
     check(config)
     text = read(config)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
-        together = stack.enter_context(Together())
-        # After JAX has put its own handler of SIGTERM.
-        stop = stack.enter_context(StopRequest(together.end))
+        fail_fast = stack.enter_context(distributed.FailFast())
+        # After JAX has installed its own handler of SIGTERM.
+        stop = stack.enter_context(StopRequest(fail_fast.end))
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
         sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
         check_model(config, mesh, sharding)
-        out = outdir.choose(config, distributed.agree(int(time.time())))
+        out = run_dir.choose(config, distributed.agree(int(time.time())))
         config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
         stack.callback(display.stop)
         stop.tell = lambda name: display.note(
-            f"{name}: stops after this step and saves; another stops at once", "yellow"
+            f"{name}: stopping after this step, then saving; a second signal stops at once",
+            "yellow",
         )
         watchdog = stack.enter_context(Watchdog(config.watchdog, out.stacks))
         stack.enter_context(jax.set_mesh(mesh))
         Run(config, text, out, display, stop, watchdog, mesh, sharding).go(stack)
 
 
+@dataclasses.dataclass
 class Run:
-    """One run's parts, and its course."""
+    """The parts of one run, and its course."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        text: Text,
-        out: OutDir,
-        display: Display,
-        stop: StopRequest,
-        watchdog: Watchdog,
-        mesh: Mesh,
-        sharding: Sharding,
-    ):
-        self.config, self.text, self.out, self.display = config, text, out, display
-        self.stop, self.watchdog, self.mesh = stop, watchdog, mesh
+    config: TrainConfig
+    text: Text
+    out: RunDir
+    display: Display
+    stop: StopRequest
+    watchdog: Watchdog
+    mesh: Mesh
+    sharding: Sharding
+
+    def __post_init__(self) -> None:
+        config, text, mesh = self.config, self.text, self.mesh
         self.first = distributed.is_first()
-        self.model = build(config.framework, config.transformer(), sharding)
+        self.model = build(config.framework, config.transformer(), self.sharding)
         self.program = Program(
             self.model,
             make_optimizer(config.optim, config.steps),
@@ -114,14 +112,15 @@ class Run:
             seq_len=config.seq_len,
             batch_size=config.batch_size // config.microbatches,
         )
+        self.peak = peak_flops(mesh.devices.flat[0].device_kind, config.precision)
 
-    def go(self, stack: ExitStack):
+    def go(self, stack: ExitStack) -> None:
         """Trains to the last step or until asked to stop, then validates, samples and plots.
 
         Args:
-          stack: closes what is opened, however the run ends.
+          stack: closes everything that is opened, however the run ends.
         """
-        introduce(self.config, self.text, self.mesh, self.display)
+        self.introduce()
         resuming = self.out.has_checkpoints()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
         if not resuming:
@@ -136,40 +135,78 @@ class Run:
         self.watchdog.beat("compiling")
         with explained():
             step = lowered.compile()
-        say_what_serves(step, self.display)
+        reasons = [] if self.config.implementation == "xla" else fallbacks()
+        for family, served_by in implementations(step.as_text() or "", reasons).items():
+            self.display.fact(family, served_by)
         with explained(step):
             state, done = self._restored() if resuming else (self.program.init(self.config.seed), 0)
-            self.log = self._open_log(done if resuming else None)
+            # All processes but the first write nothing.
+            self.log = MetricsLog(
+                self.out.metrics if self.first else None,
+                from_step=done if resuming else None,
+                final=self.config.steps,
+                tensorboard=self.out.tensorboard if self.config.tensorboard else None,
+            )
             stack.callback(self.log.close)
             state, done = self._loop(step, state, done)
             finished = done == self.config.steps and self._finish(state)
         if not finished:
             self.checkpoints.close()
-            self._say_how_to_resume(done)
+            self._print_how_to_resume(done)
 
-    def _make_folder(self):
+    def introduce(self) -> None:
+        """Prints what the run trains, on which text, and on which devices."""
+        config, text, mesh, fact = self.config, self.text, self.mesh, self.display.fact
+        parameters = num_parameters(config.transformer())
+        fact(
+            "model",
+            f"{config.preset}, {short(parameters)} parameters, {_FRAMEWORKS[config.framework]}, "
+            f"{config.precision} (normfuse {importlib.metadata.version('normfuse')})",
+        )
+        files = f"{text.files} files, " if text.files > 1 else ""
+        fact("text", f"{text.name}, {files}{len(text):,} bytes")
+        fact("sha256", text.sha256)
+        if looks_binary(text):
+            self.display.note(
+                "the text holds zero bytes: is it binary? The model learns it as bytes.", "yellow"
+            )
+        axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        kind = mesh.devices.flat[0].device_kind
+        fact("mesh", f"{axes}, of {mesh.size} {kind} device{'s' * (mesh.size > 1)}")
+        if self.peak is not None:
+            fact("peak", f"{self.peak / 1e12:g} TFLOP/s a device in {config.precision}, for MFU")
+        elif jax.default_backend() != "cpu":
+            fact("peak", f"unknown for {kind}: MFU is not shown")
+        fact("folder", str(config.out_dir))
+
+    def _make_folder(self) -> None:
         if self.first:
-            outdir.make(self.out)
+            self.out.make()
             self.out.config.write_text(dump(dataclasses.replace(self.config, resume="auto")))
-            history.write_text(self.out, self.text)
+            self._write_text_info({})
             if isinstance(self.text.tokenizer, Bpe):
                 self.out.tokenizer.write_text(self.text.tokenizer.content)
 
-    def _phase(self, name: str):
+    def _write_text_info(self, more: dict) -> None:
+        """Writes text.json: the text's identity, and what converts and judges losses on it."""
+        info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
+        self.out.text.write_text(json.dumps(info, indent=2) + "\n")
+
+    def _phase(self, name: str) -> None:
         self.display.phase(name)
         self.watchdog.beat(name)
 
-    def _check_resume(self):
+    def _check_resume(self) -> None:
         found = self.checkpoints.newest_record()
         if found is None:
-            return  # restoring says what is wrong with each
+            return  # restoring will report what is wrong with each
         step, record = found
         if step > self.config.steps:
             raise UsageError(
-                f"--steps {self.config.steps}: the checkpoint in {self.out.path} has taken {step} "
-                "steps already. Give more, or another --out-dir."
+                f"--steps {self.config.steps}: the checkpoint in {self.out.path} has already taken "
+                f"{step} steps. Give more, or another --out-dir."
             )
-        different = check_record(record, self.config, self.text.identity())
+        different = check_resume(record, self.config, self.text.identity())
         if different:
             self.display.note("continuing with other settings:\n" + "\n".join(different), "yellow")
 
@@ -179,25 +216,13 @@ class Run:
         self.display.note(f"continuing after step {record['step']}")
         return state, record["step"]
 
-    def _open_log(self, from_step: int | None) -> Sinks:
-        """Opens metrics.jsonl, and TensorBoard's events; processes but the first write nothing."""
-        if not self.first:
-            return Sinks([])
-        log = MetricsLog(self.out.metrics, from_step=from_step, final=self.config.steps)
-        if not self.config.tensorboard:
-            return Sinks([log])
-        from .tensorboard import TensorBoard
-
-        return Sinks([log, TensorBoard(self.out.tensorboard, from_step)])
-
-    def _loop(self, step, state: State, done: int) -> tuple[State, int]:
+    def _loop(self, step: jax.stages.Compiled, state: State, done: int) -> tuple[State, int]:
         config = self.config
-        peak = peak_flops(self.mesh.devices.flat[0].device_kind, config.precision)
-        reporter = Reporter(
+        logger = StepLogger(
             config,
             self.log.write,
             self.display,
-            peak * self.mesh.size if peak else None,
+            self.peak * self.mesh.size if self.peak else None,
             self.program.skip_limit,
             self.text.tokens_per_byte,
             skipped=int(state.skipped),
@@ -205,19 +230,19 @@ class Run:
         rows = batch_sharding(self.mesh)
         profiler = Profiler(self.out.profile) if config.profile else None
 
-        def on_step(step: int, settle: Callable[[], None]):
+        def on_step(step: int, settle: Callable[[], None]) -> None:
             self.watchdog.beat(f"taking step {step}")
-            self.checkpoints.check()  # a save that failed since: not only the next one tells
+            self.checkpoints.check()  # reports a failed save before the next one is due
             if profiler:
                 profiler.before(step, settle)
 
         loop = Loop(
             config,
             step,
-            (on_devices(batch, rows) for batch in self._read(done, config.steps)),
+            (on_devices(batch, rows) for batch in self._batches(done, config.steps)),
             self._evaluate,
             self._save,
-            reporter,
+            logger,
             distributed.SharedFlag(self.mesh, lambda: bool(self.stop)),
             on_step,
         )
@@ -229,7 +254,7 @@ class Run:
             if profiler:
                 profiler.stop()
 
-    def _read(self, done: int, last: int) -> Iterator[np.ndarray]:
+    def _batches(self, done: int, last: int) -> Iterator[np.ndarray]:
         """Yields the batches of steps `done + 1` to `last`."""
         return batches(
             self.text.train,
@@ -241,7 +266,7 @@ class Run:
         )
 
     def _evaluate(self, params: Params, tokens: int) -> Validation | None:
-        # Several processes must compute the same batches: only alone may a signal cut them short.
+        # Several processes must compute the same batches, so a signal may interrupt only one alone.
         alone = jax.process_count() == 1
 
         def stopping() -> bool:
@@ -250,16 +275,16 @@ class Run:
 
         return self.evaluator(params, tokens, stopping)
 
-    def _save(self, state: State, step: int):
+    def _save(self, state: State, step: int) -> None:
         self._phase("saving")
         self.log.sync()  # before the checkpoint: the file must hold every step that it has taken
         self.checkpoints.save(state, step, self.record)
 
     def _stopped_by_guard(self, bad: BadStep) -> RunError:
-        """Saves the state before a bad step, and its batch."""
+        """Saves the state before a bad step, and its batch; returns the error to raise."""
         path, good = self.out.bad_batch(bad.step), bad.step - 1
         if self.first:
-            np.save(path, next(self._read(good, bad.step)))
+            np.save(path, next(self._batches(good, bad.step)))
         if good and bad.state is not None:
             limit = jnp.minimum(bad.state.skipped, self.program.skip_limit)
             self._save(bad.state._replace(skipped=limit), good)
@@ -269,33 +294,71 @@ class Run:
         last = self.out.checkpoints / str(saved[-1]) if saved else "none yet"
         return RunError(
             f"{bad}. The update was not made. The batch is in {path}, the last good checkpoint "
-            f"is {last}. Lower --optim.lr, or leave such updates out by --guard skip:N."
+            f"is {last}. Lower --optim.lr, or skip such updates with --guard skip:N."
         )
 
     def _finish(self, state: State) -> bool:
-        """Validates, samples and plots; gives False if asked to stop before that was done."""
+        """Validates, samples and plots; returns False if asked to stop before that was done."""
+        config, out = self.config, self.out
         self._phase("validating")
-        found = self._evaluate(state.params, self.config.eval.final_tokens)
+        found = self._evaluate(state.params, config.eval.final_tokens)
         if found is None:
             return False
-        self.log.write(validation_line(self.config.steps, found))
+        self.log.write(found.entry(config.steps))
         drawn = None
-        if jax.process_count() == 1 and self.config.sample.tokens:
+        if jax.process_count() == 1 and config.sample.tokens:
             self._phase("sampling")
-            drawn = ending.write_sample(
-                self.config, self.model, state.params, self.text.tokenizer, self.out
+            (drawn,) = sample(
+                self.model,
+                state.params,
+                self.text.tokenizer,
+                [config.sample.prompt],
+                config.sample.tokens,
+                fit=True,
+                temperature=config.sample.temperature,
+                seed=config.seed,
             )
+            out.sample.write_text(drawn)
         self._phase("plotting")
-        lines = ending.write_plot(self.config, self.text, self.out) if self.first else {}
-        self.checkpoints.close()  # raises if the last save failed: that is no good end
+        references = self._plot() if self.first else {}
+        self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
-        ending.summarise(self.display, self.out, self.config.steps, found, lines, drawn)
+        others = ", ".join(f"{name} {bits:.2f}" for name, bits in references.items())
+        self.display.fact(
+            "validation",
+            f"loss {found.loss:.4f} nats/token, {found.bits_per_byte:.3f} bits/byte "
+            f"({others} bits/byte)",
+        )
+        if drawn is not None:
+            panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")
+            self.display.show(panel, f"sample:\n{drawn}")
+        written = {
+            "checkpoint": out.checkpoints / str(config.steps),
+            "metrics": out.metrics,
+            "plot": out.plot,
+            "sample": out.sample,
+            "profile": out.profile / "table.txt",
+        }
+        for name, path in written.items():
+            if path.exists():
+                self.display.fact(name, str(path))
+        self.display.fact("more text", f"{shell_command('generate')} {out.path} --prompt 'class '")
         return True
 
-    def _say_how_to_resume(self, done: int):
+    def _plot(self) -> dict[str, float]:
+        """Draws loss.png, and a profile's breakdown; returns the simple models' bits per byte."""
+        references = reference_bits_per_byte(self.text)
+        self._write_text_info({"references": references})
+        results = self.out.results(f"{self.config.preset}, {self.config.framework}")
+        plot.plot_loss(self.out.plot, [results])
+        if results.breakdown:
+            plot.plot_breakdown(self.out.profile / "breakdown.png", [results])
+        return references
+
+    def _print_how_to_resume(self, done: int) -> None:
         self.display.stop()
         name = self.stop.signal.name if self.stop.signal else "another process"
         where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
         self.display.note(f"stopped by {name} after step {done} of {self.config.steps}, {where}")
-        command = f"{again('train')} --config {shlex.quote(str(self.out.config))}"
+        command = f"{shell_command('train')} --config {shlex.quote(str(self.out.config))}"
         self.display.note(f"continue with: {command}")

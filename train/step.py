@@ -1,4 +1,4 @@
-"""One optimizer step: gradient, guard, update; compiled once, its state updated in place."""
+"""One optimizer step: loss, gradient, guard, update; compiled once, its state updated in place."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -7,23 +7,27 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from ..models.functional import Functional, Params
-from .gradients import laid_out_as, loss_and_gradient
+from ..layers.accumulate import accumulate_gradients
+from ..models.functional import Functional, Params, build
+from ..models.side_by_side import side_by_side
+from .config import OptimConfig
 from .mesh import batch_sharding, replicated
 
-_USUAL_STEPS = 20  # over about so many the usual loss is the mean
+_USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this many
 
 
 class State(NamedTuple):
-    """What a step reads and writes, and a checkpoint holds.
+    """The state that a step updates and a checkpoint holds.
 
     Attributes:
       step: optimizer steps taken, int32.
       params: the parameters.
       optimizer: optax's state.
-      skipped: updates left out because the step was bad, int32.
+      skipped: updates skipped because the step was bad, int32.
       usual_loss: mean loss of the last good steps, float32.
     """
 
@@ -35,7 +39,7 @@ class State(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports.
+    """The figures of a step.
 
     Attributes:
       loss: mean cross-entropy in nats per token, float32.
@@ -52,27 +56,9 @@ class Metrics(NamedTuple):
     usual_loss: Array
 
 
-def _after(params: Params, accept: Array, mesh: Mesh) -> tuple[Array, Params]:
-    """Has what needs the returned `accept` computed after the new parameters, on the CPU.
-
-    There XLA computes an optimizer's moments twice, for themselves and for the parameters. In no
-    order, the first would overwrite the old moments while the second may still read them, and so
-    all moments are copied at every step. Elsewhere one kernel may have all three as results, and
-    nothing is done.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return accept, params
-    accept, params = jax.lax.optimization_barrier((accept, params))
-    if mesh.size == 1 and jax.__version_info__ < (0, 11):
-        # XLA then forgets barriers before it places copies, but not what a value is made of.
-        some = sum(x.ravel()[0] for x in jax.tree.leaves(params))
-        accept &= some == some
-    return accept, params
-
-
 @dataclass(frozen=True)
 class Program:
-    """What a run does with its state, as functions on the mesh.
+    """A run's initialisation and step, as functions on the mesh.
 
     Attributes:
       model: the transformer.
@@ -80,9 +66,9 @@ class Program:
       learning_rate: its schedule.
       mesh: the mesh.
       microbatches: parts of a batch.
-      skip_limit: updates that may be left out before the run is halted.
+      skip_limit: updates that may be skipped before the run is halted.
       spike: a loss above this many times the usual one is bad; 0: only one that is not finite.
-      parts: of a microbatch, computed side by side.
+      parts: independent parts of a microbatch, computed at the same time.
     """
 
     model: Functional
@@ -95,14 +81,14 @@ class Program:
     parts: int = 1
 
     def abstract(self) -> State:
-        """Gives the state's shapes, dtypes and shardings, without allocating any of it."""
+        """Returns the state's shapes, dtypes and shardings, without allocating it."""
         key = jax.eval_shape(jax.random.key, 0)  # the mesh's devices may be only described
         shapes = jax.eval_shape(self._init, key)
         make = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         return jax.tree.map(make, shapes, self.model.shardings(shapes, self.mesh))
 
     def shardings(self) -> State:
-        """Gives the state's shardings: moments lie as their parameters do, scalars everywhere."""
+        """Returns the state's shardings: moments as their parameters, scalars replicated."""
         return jax.tree.map(lambda x: x.sharding, self.abstract())
 
     def init(self, seed: int) -> State:
@@ -112,7 +98,7 @@ class Program:
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
         """Traces the step `(state, tokens) -> (state, metrics)` for `(batch, seq + 1)` tokens.
 
-        Compiled, it accepts exactly these shapes and shardings: a run cannot compile twice.
+        The compiled step accepts exactly these shapes and shardings: a run cannot compile twice.
         """
         shape = (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
@@ -143,8 +129,8 @@ class Program:
             judged = taken >= _USUAL_STEPS  # the first losses fall too fast to be judged
             good &= ~judged | (loss <= self.spike * state.usual_loss)
         skipped = state.skipped + jnp.where(good, 0, 1)
-        # Past the limit nothing changes any more: the state stays that before the bad step while
-        # the host, which sees a step's metrics only after it has started the next, finds out.
+        # Past the limit nothing changes any more: the state stays that before the bad step until
+        # the host notices, which reads a step's metrics only after it has started the next.
         running = skipped <= self.skip_limit
         updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
         mean = state.usual_loss
@@ -160,3 +146,160 @@ class Program:
         rate = jnp.asarray(self.learning_rate(taken), jnp.float32)
         metrics = Metrics(loss, grad_norm, rate, skipped, mean)
         return State(step, params, optimizer, skipped, usual), metrics
+
+
+def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
+    """Returns the learning rate by step, from 0: linear up, then a cosine down to `final_lr`."""
+    warmup = steps // 20 if config.warmup is None else config.warmup
+    last = config.lr * config.final_lr
+    # The first update uses 1/(warmup + 1) of the rate, not zero: no step is wasted.
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(config.lr / (warmup + 1), config.lr, warmup),
+            optax.cosine_decay_schedule(config.lr, max(steps - warmup, 1), last / config.lr),
+        ],
+        [warmup],
+    )
+
+
+def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
+    """Returns AdamW with weight decay on matrices only, after clipping by the global norm.
+
+    References: Loshchilov and Hutter, arXiv:1711.05101; Pascanu et al., arXiv:1211.5063.
+    """
+    clip = optax.clip_by_global_norm(config.clip) if config.clip else optax.identity()
+    matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    adamw = optax.adamw(
+        schedule(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=matrices,
+    )
+    return optax.chain(clip, adamw)
+
+
+def token_losses(logits: Array, targets: Array) -> Array:
+    """Returns the cross-entropy of every token, in nats.
+
+    The target's logit is selected by comparing, not by gathering: with the vocabulary split over
+    devices each looks at its own part, and no logits move.
+
+    Args:
+      logits: `(..., vocab)` float32.
+      targets: `(...)` integers.
+    Returns: `(...)` float32.
+    """
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) -> Array:
+    """Returns the mean loss of `(batch, seq + 1)` tokens: the first are inputs, the last targets.
+
+    The losses of the `parts` are independent computations in one program.
+    """
+    loss = lambda rows: token_losses(model.apply(params, rows[:, :-1]), rows[:, 1:]).mean()
+    losses = side_by_side(loss, interleaved(tokens, parts))
+    return sum(losses[1:], losses[0]) / parts
+
+
+def interleaved(x: Array, parts: int) -> list[Array]:
+    """Splits the rows of x into `parts`; each device has equally many rows of each part."""
+    if parts == 1:
+        return [x]
+    return list(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1))
+
+
+def loss_and_gradient(
+    model: Functional,
+    params: Params,
+    tokens: Array,
+    *,
+    microbatches: int,
+    mesh: Mesh,
+    parts: int = 1,
+) -> tuple[Array, Params]:
+    """Returns a batch's mean loss and its gradient, computed in `microbatches` parts.
+
+    Gradients of microbatches are summed in float32 (`normfuse.accumulate_gradients`). Each replica
+    sums its own, and one reduction at the end adds them up. Over "fsdp" every microbatch is
+    reduced, or each device would have to hold a whole gradient.
+
+    Args:
+      model: the transformer.
+      params: its parameters.
+      tokens: `(batch, seq + 1)` integers, rows split over "data" and "fsdp".
+      microbatches: parts; times the mesh's "data" and "fsdp" they divide the batch.
+      mesh: the mesh.
+      parts: independent parts of each microbatch, which XLA may compute at the same time.
+    """
+    loss = lambda model: lambda params, rows: mean_loss(model, params, rows, parts)
+    if microbatches == 1:
+        return jax.value_and_grad(loss(model))(params, tokens)
+    # Under the `vmap` over replicas "data" is the mapped axis.
+    inner = build(model.framework, model.config, model.sharding.without("data"))
+    return accumulate_gradients(
+        loss(inner),
+        params,
+        _split(tokens, microbatches, mesh.shape["data"], mesh.shape["fsdp"]),
+        replicas="data",
+        specs=jax.tree.map(lambda s: s.spec, model.shardings(model.abstract, mesh)),
+    )
+
+
+def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
+    """Returns the gradient in the parameters' memory order, on GPUs where "fsdp" splits it.
+
+    XLA scatters a sum along the first dimension in memory, so a gradient split along another comes
+    out transposed. If the update's kernel transposes it, it cannot write over the parameter and its
+    moments, and each is copied. Transposed on its own, the gradient is read and written once.
+
+    Args:
+      shardings: of the parameters.
+      gradient: in the same structure.
+      mesh: the mesh of both.
+    """
+    if mesh.devices.flat[0].platform != "gpu":
+        return gradient
+
+    def lay_out(x: Array, sharding: NamedSharding) -> Array:
+        spec = sharding.spec
+        if "fsdp" not in spec[1:]:
+            return x
+        # In a shard_map: JAX 0.10's XLA would gather what has a layout constraint.
+        return jax.shard_map(_row_major, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    return jax.tree.map(lay_out, gradient, shardings)
+
+
+def _after(params: Params, accept: Array, mesh: Mesh) -> tuple[Array, Params]:
+    """On CPU, orders everything that depends on the returned `accept` after the parameter update.
+
+    There XLA computes an optimizer's moments twice, for themselves and for the parameters. Without
+    an order, the first would overwrite the old moments while the second may still read them, so XLA
+    copies all moments at every step. On other platforms one kernel can have all three results, and
+    nothing is done.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return accept, params
+    accept, params = jax.lax.optimization_barrier((accept, params))
+    if mesh.size == 1 and jax.__version_info__ < (0, 11):
+        # That XLA drops barriers before it places copies, but keeps data dependences.
+        some = sum(x.ravel()[0] for x in jax.tree.leaves(params))
+        accept &= some == some
+    return accept, params
+
+
+def _row_major(x: Array) -> Array:
+    ordered = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return jax.lax.optimization_barrier(ordered)  # keeps XLA from fusing it into the update
+
+
+def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:
+    """Splits a batch into `(microbatches, rows, seq + 1)`; each device keeps its rows."""
+    rows = tokens.reshape(replicas, fsdp, microbatches, -1, tokens.shape[-1])
+    rows = rows.transpose(2, 0, 1, 3, 4).reshape(microbatches, -1, tokens.shape[-1])
+    return jax.lax.with_sharding_constraint(rows, P(None, ("data", "fsdp"), None))

@@ -1,16 +1,16 @@
-"""Text to tokens and back: bytes, or byte-pair encoding by the `tokenizers` package."""
+"""Tokenizers: bytes, or byte-pair encodings of the `tokenizers` package."""
 
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, AnyStr, Protocol
 
 import numpy as np
 
-from .errors import UsageError
+from . import UsageError
 
-_PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes of each
+_PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes for each
 _BATCH = 8  # pieces encoded in parallel
 _END = "<|endoftext|>"
 
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
     """Turns text into tokens and back.
 
     Attributes:
-      name: what `--data.tokenizer` said.
+      name: the value of `--data.tokenizer`.
       vocab_size: every token is below it.
     """
 
@@ -27,15 +27,15 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """Gives a text's tokens, unsigned integers, and how many bytes of it each stands for."""
+        """Returns a text's tokens, unsigned integers, and the number of bytes of each."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Gives the text of tokens; those beyond the vocabulary stand for nothing."""
+        """Returns the text of tokens, without those beyond the vocabulary."""
         ...
 
     def identity(self) -> str:
-        """Gives what a resumed run must find again."""
+        """Returns what identifies the tokenizer: a resumed run must have the same."""
         ...
 
 
@@ -59,11 +59,11 @@ class Bpe:
     """A tokenizer in Hugging Face's format, a `tokenizer.json`.
 
     Args:
-      content: of the file.
-      name: of it, for people.
+      content: the file's content.
+      name: the file's name, for messages.
     """
 
-    def __init__(self, content: str, name: str):
+    def __init__(self, content: str, name: str) -> None:
         self._tokenizer = _package().Tokenizer.from_str(content)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -73,7 +73,7 @@ class Bpe:
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         tokens, widths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
-        pieces = list(_pieces(content.decode(errors="replace")))
+        pieces = list(pieces_at_lines(content.decode(errors="replace"), "\n", _PIECE))
         for start in range(0, len(pieces), _BATCH):
             batch = pieces[start : start + _BATCH]
             encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
@@ -91,15 +91,15 @@ class Bpe:
 
 
 def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = None) -> Tokenizer:
-    """Makes the tokenizer that `--data.tokenizer` names.
+    """Returns the tokenizer that `--data.tokenizer` names.
 
     Args:
       name: "byte"; "bpe:N", trained on the text to N tokens; or a `tokenizer.json`.
       content: the text to train it on.
-      saved: where a run keeps its trained tokenizer; read instead of training, if it is there.
+      saved: the file of a run's trained tokenizer; read instead of training, if it exists.
 
     Raises:
-      UsageError: there is no such file, it is none, or the package is missing.
+      UsageError: the file does not exist or is invalid, or the package is missing.
     """
     if name == "byte":
         return Bytes()
@@ -121,23 +121,25 @@ def read_tokenizer(path: Path) -> Bpe:
         return Bpe(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--data.tokenizer {path} cannot be read: {error}. It is `byte`, `bpe:N` or the path "
-            "of a tokenizer.json."
+            f"--data.tokenizer {path} cannot be read: {error}. Give `byte`, `bpe:N` or the "
+            "path of a tokenizer.json."
         ) from None
     except UsageError:
         raise
     except Exception as error:  # the package raises a bare Exception
-        raise UsageError(f"--data.tokenizer {path} is no tokenizer.json: {error}") from None
+        raise UsageError(
+            f"--data.tokenizer {path} is not a valid tokenizer.json: {error}"
+        ) from None
 
 
 def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
-    """Trains a byte-level BPE: the same text gives the same tokens."""
+    """Trains a byte-level BPE; the result depends on the text alone."""
     package = _package()
     alphabet = package.pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + 1
     if vocab_size < least:
         raise UsageError(
-            f"--data.tokenizer bpe:{vocab_size} must have at least {least} tokens: every byte and "
+            f"--data.tokenizer bpe:{vocab_size} must have at least {least} tokens: all bytes and "
             f"{_END}."
         )
     tokenizer = package.Tokenizer(package.models.BPE())
@@ -149,27 +151,28 @@ def _trained(vocab_size: int, content: Iterable[bytes]) -> str:
         special_tokens=[_END],
         show_progress=False,
     )
-    pieces = (piece for part in content for piece in _pieces(part.decode(errors="replace")))
+    texts = (part.decode(errors="replace") for part in content)
+    pieces = (piece for text in texts for piece in pieces_at_lines(text, "\n", _PIECE))
     tokenizer.train_from_iterator(pieces, trainer)
     return tokenizer.to_str()
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cuts a text after line ends, or anywhere if they are far apart."""
+def pieces_at_lines(text: AnyStr, newline: AnyStr, size: int) -> Iterator[AnyStr]:
+    """Splits a text into pieces of at most `size`, after line ends where these are close enough."""
     start = 0
     while start < len(text):
-        end = min(start + _PIECE, len(text))
+        end = min(start + size, len(text))
         if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
+            end = text.rfind(newline, start, end) + 1 or end
         yield text[start:end]
         start = end
 
 
 def _widths(piece: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Gives how many bytes each token stands for; together they are all of the piece.
+    """Returns the number of bytes of each token; they sum to those of the piece.
 
-    A token reaches from the end of the one before to its own: offsets leave out spaces that some
-    tokenizers trim, and all tokens of a split character have that character's.
+    A token extends from the end of the one before to its own end: offsets omit spaces that some
+    tokenizers trim, and all tokens of a split character have that character's offsets.
     """
     characters = np.frombuffer(piece.encode("utf-32-le"), np.uint32)
     lengths = 1 + sum((characters > limit).astype(np.int64) for limit in (0x7F, 0x7FF, 0xFFFF))

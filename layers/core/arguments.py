@@ -3,12 +3,14 @@
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from ...native.dtypes import FLOATING
+
+Quantization = Literal["fp8"] | None
 
 
 def array_of(op: str, argument: str, value: Any) -> jax.Array:
@@ -44,6 +46,19 @@ def floating_dtype(op: str, dtype: Any, default: Any) -> str:
     if name == "float64":
         name = jax.eval_shape(lambda: jnp.empty((), name)).dtype.name
     return name
+
+
+def check_quantization(op: str, quantization: Any, dtype: Any = None) -> None:
+    """Raises ValueError for an unknown `quantization`, TypeError if `dtype` cannot have it."""
+    if quantization is None:
+        return
+    if quantization != "fp8":
+        raise ValueError(f"{op}: quantization must be None or 'fp8', got {quantization!r}")
+    if dtype is not None and jnp.dtype(dtype).name == "float64":
+        raise TypeError(
+            f"{op}: quantization='fp8' takes float32, bfloat16 and float16, got float64; leave "
+            "quantization out, or set dtype"
+        )
 
 
 def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:

@@ -1,25 +1,28 @@
 """The dense layer: a product, a bias and an activation."""
 
 import jax
+from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import Implementation, Order, choose
+from ...native.implementation import Implementation, Order, choose, native_or_best
 from ..core import sharding
-from ..core.arguments import floating, floating_dtype
+from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from .epilogue import Activation, finish, finish_natively, resolve
+from .fp8 import multiply
 from .matmul import matmul
 
 
 def dense(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     activation: Activation = None,
     dtype: jax.typing.DTypeLike | None = None,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """Multiplies the last axis of x by `kernel`, adds `bias` and applies `activation`.
 
         y = activation(x · kernel + bias)
@@ -44,6 +47,8 @@ def dense(
         `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which is given float32. For
         "pallas" one that is element-wise.
       dtype: of the product and the result; x's where None.
+      quantization: "fp8" for products of FP8 operands, forward and backward
+        (docs/quantization.md); parameters, results and gradients keep their dtypes.
       implementation: None, "native" (what follows the product on kernels of ours, never plain HLO),
         "xla", "pallas", or several to try in order.
       out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
@@ -54,8 +59,8 @@ def dense(
 
     Raises:
       TypeError: for integer or complex operands.
-      ValueError: for shapes that do not fit, an unknown activation, or an `out_sharding` that
-        cannot place the result.
+      ValueError: for shapes that do not fit, an unknown activation or quantization, or an
+        `out_sharding` that cannot place the result.
       NotImplementedError: for an implementation that does not exist or cannot serve; an
         ExceptionGroup of them where it names several.
 
@@ -71,56 +76,66 @@ def dense(
     bias = None if bias is None else floating("dense", "bias", bias)
     dtype = floating_dtype("dense", dtype, x.dtype)
     check_shapes("dense", x, kernel, bias, out_sharding=out_sharding)
+    check_quantization("dense", quantization, dtype)
     resolve(activation, "dense")
 
     options = {"activation": activation, "implementation": implementation}
+    options["quantization"] = quantization
     return apply(x, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
 
 
 def apply(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
+    quantization: Quantization = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
-) -> jax.Array:
+    op: str = "dense",
+) -> Array:
     """`dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
 
-    def product() -> jax.Array:
-        return matmul(x, kernel, dtype=dtype, contract=contract, out_sharding=out_sharding)
+    def product(strict: bool = False) -> Array:
+        options = {"dtype": dtype, "contract": contract, "out_sharding": out_sharding}
+        if quantization is None:
+            return matmul(x, kernel, **options)
+        options |= {"quantization": quantization, "order": native_or_best(strict)}
+        return multiply(op, x, kernel, **options)
 
-    def native(strict: bool) -> jax.Array:
+    def native(strict: bool) -> Array:
         if activation is None:  # nothing follows the product but a bias, which XLA adds in it
-            return finish(product(), bias, None, dtype)
-        return finish_natively("dense", product(), None, bias, activation, dtype, strict=strict)
+            return finish(product(strict), bias, None, dtype)
+        z = product(strict)
+        return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
 
-    def xla(strict: bool) -> jax.Array:
+    def xla(strict: bool) -> Array:
         del strict
         return finish(product(), bias, activation, dtype)
 
-    def pallas(strict: bool) -> jax.Array:
-        if out_sharding is not None:
-            raise NotImplementedError(
-                "dense: implementation='pallas' takes no out_sharding; leave it out, or use 'xla'"
-            )
+    def pallas(strict: bool) -> Array:
+        for name, value in (("out_sharding", out_sharding), ("quantization", quantization)):
+            if value is not None:
+                raise NotImplementedError(
+                    f"{op}: implementation='pallas' takes no {name}; leave it out, or use 'xla'"
+                )
         from .one_kernel import dense_in_one_kernel
 
         order = Order(("pallas",), strict)
         options = {"activation": activation, "dtype": dtype, "contract": contract}
         return dense_in_one_kernel(x, kernel, bias, order=order, **options)
 
-    return choose("dense", implementation, {"native": native, "pallas": pallas, "xla": xla})
+    return choose(op, implementation, {"native": native, "pallas": pallas, "xla": xla})
 
 
 def check_shapes(
     op: str,
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
     kernel_name: str = "kernel",
     x_name: str = "x",
     out_sharding: NamedSharding | jax.P | None = None,

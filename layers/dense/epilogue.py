@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.interpreters import ad
 
 from ...native.compiler import Source, kernel_source
@@ -49,14 +50,14 @@ class Scalar:
     name: str
     source: str
     derivative: str
-    function: Callable[[jax.Array], jax.Array] = dataclasses.field(repr=False)
+    function: Callable[[Array], Array] = dataclasses.field(repr=False)
     parameters: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"Scalar: name must be a C++ identifier, got {self.name!r}")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """The function in plain JAX."""
         return self.function(x)
 
@@ -91,22 +92,22 @@ def _scalar(name: str, function, value: str, derivative: str, **parameters: floa
     )
 
 
-def squared_relu(x: jax.Array) -> jax.Array:
+def squared_relu(x: Array) -> Array:
     """`max(x, 0)²` (So et al., arXiv:2109.08668)."""
     return jnp.square(jax.nn.relu(x))
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
+def quick_gelu(x: Array) -> Array:
     """`x · sigmoid(1.702 x)`, the approximation of GELU that CLIP was trained with."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
-def gelu(x: jax.Array) -> jax.Array:
+def gelu(x: Array) -> Array:
     """`x · Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return jax.nn.gelu(x, approximate=False)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
+def gelu_tanh(x: Array) -> Array:
     """The usual approximation of `gelu`, `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`."""
     return jax.nn.gelu(x, approximate=True)
 
@@ -156,12 +157,7 @@ SCALARS: dict[str, Scalar] = {
         _scalar(
             "relu", jax.nn.relu, "return x > T(0) ? x : T(0);", "return x > T(0) ? T(1) : T(0);"
         ),
-        _scalar(
-            "sigmoid",
-            jax.nn.sigmoid,
-            "return sigmoid_of(x);",
-            "return sigmoid_slope(x);",
-        ),
+        _scalar("sigmoid", jax.nn.sigmoid, "return sigmoid_of(x);", "return sigmoid_slope(x);"),
         _scalar("silu", jax.nn.silu, "return x * sigmoid_of(k * x);", _SWISH, k=1.0),
         _scalar("softplus", jax.nn.softplus, "return softplus_of(x);", "return sigmoid_of(x);"),
         _scalar(
@@ -183,16 +179,16 @@ SCALARS["swish"] = SCALARS["silu"]
 SCALARS["tanh"] = SCALARS.pop("hyperbolic_tangent")
 
 
-Activation = str | Callable[[jax.Array], jax.Array] | None
+Activation = str | Callable[[Array], Array] | None
 
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     name: scalar.function for name, scalar in sorted(SCALARS.items())
 }
 """By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
 
 
-def resolve(activation: Activation, op: str = "") -> Callable[[jax.Array], jax.Array] | None:
+def resolve(activation: Activation, op: str = "") -> Callable[[Array], Array] | None:
     """Returns the function that `activation` names or is; None for none.
 
     Args:
@@ -260,9 +256,7 @@ class Epilogue:
 # ---------------------------------------------------------------- definitions, in plain JAX
 
 
-def _up_and_bias(
-    spec: Epilogue, operands: Any, ndim: int, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+def _up_and_bias(spec: Epilogue, operands: Any, ndim: int, dtype: jnp.dtype) -> tuple[Array, Array]:
     """(up or 1, bias or 0) in `dtype`, against the whole array."""
     up = operands[0].astype(dtype) if spec.has_up else jnp.ones((), dtype)
     bias = jnp.zeros((), dtype)
@@ -275,7 +269,7 @@ def _rows(spec: Epilogue, ndim: int) -> list[int]:
     return [d for d in range(ndim) if d not in spec.axes]
 
 
-def define_forward(spec: Epilogue, z: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_forward(spec: Epilogue, z: Array, *rest: Array) -> list[Array]:
     """`(z[, up][, bias]) -> (y,)`."""
     dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), spec.out_dtype)
     up, bias = _up_and_bias(spec, rest, z.ndim, dtype)
@@ -283,9 +277,7 @@ def define_forward(spec: Epilogue, z: jax.Array, *rest: jax.Array) -> list[jax.A
     return [(y * up if spec.has_up else y).astype(spec.out_dtype)]
 
 
-def define_backward(
-    spec: Epilogue, dy: jax.Array, z: jax.Array, *rest: jax.Array
-) -> list[jax.Array]:
+def define_backward(spec: Epilogue, dy: Array, z: Array, *rest: Array) -> list[Array]:
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`; value is y, in dy's dtype."""
     dtype = compute_dtype(dy.dtype, z.dtype, *(a.dtype for a in rest))
     up, bias = _up_and_bias(spec, rest, z.ndim, dtype)
@@ -302,7 +294,7 @@ def define_backward(
     return results
 
 
-def define_tangent(spec: Epilogue, z: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_tangent(spec: Epilogue, z: Array, *rest: Array) -> list[Array]:
     """`(z[, up][, bias][, dz][, dup][, dbias]) -> (dy,)`."""
     dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), spec.out_dtype)
     count = spec.has_up + spec.has_bias
@@ -385,7 +377,7 @@ def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Lay
     return dataclasses.replace(layout, grid_y=grid_y)
 
 
-def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[jax.Array]:
+def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[Array]:
     """`(z[, up][, bias]) -> (y,)`."""
     names = ["Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
     operands = dict(zip(names, (z, *rest), strict=True))
@@ -393,9 +385,7 @@ def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[
     return _launch(target, "forward", spec.function, operands, results)
 
 
-def backward_on_cuda(
-    target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any
-) -> list[jax.Array]:
+def backward_on_cuda(target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any) -> list[Array]:
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`."""
     if not spec.function.derivative:
         raise Unsupported(f"the activation {spec.function.name} has no derivative in C++")
@@ -413,12 +403,8 @@ def backward_on_cuda(
 
 
 def _launch(
-    target: Target,
-    kernel: str,
-    function: Scalar,
-    operands: dict[str, Any],
-    results: dict[str, Any],
-) -> list[jax.Array]:
+    target: Target, kernel: str, function: Scalar, operands: dict[str, Any], results: dict[str, Any]
+) -> list[Array]:
     dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
     compute = cuda_compute_dtype(dtypes)
     itemsize = max(d.itemsize for d in dtypes)
@@ -513,7 +499,7 @@ def examples(
 # ---------------------------------------------------------------- one device's share
 
 
-def _flat(spec: Epilogue, array: jax.Array) -> jax.Array:
+def _flat(spec: Epilogue, array: Array) -> Array:
     """Returns (rows, columns), the columns being `axes`; the array itself without a bias."""
     axes = spec.axes
     if not axes:
@@ -525,7 +511,7 @@ def _flat(spec: Epilogue, array: jax.Array) -> jax.Array:
     return array.reshape(math.prod(array.shape[: ndim - count]), -1)
 
 
-def _restored(spec: Epilogue, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _restored(spec: Epilogue, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `_flat`."""
     axes = spec.axes
     if not axes:
@@ -542,8 +528,8 @@ def _local(spec: Epilogue) -> Epilogue:
 
 
 def _forward_body(
-    spec: Epilogue, split: Split, z: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+    spec: Epilogue, split: Split, z: Array, *rest: Array, order: Order
+) -> list[Array]:
     del split
     if z.size == 0:
         return define_forward(spec, z, *rest)
@@ -554,8 +540,8 @@ def _forward_body(
 
 
 def _backward_body(
-    spec: Epilogue, split: Split, dy: jax.Array, z: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+    spec: Epilogue, split: Split, dy: Array, z: Array, *rest: Array, order: Order
+) -> list[Array]:
     if z.size == 0:
         results = define_backward(spec, dy, z, *rest)
     else:
@@ -683,14 +669,14 @@ forward = Op(
 
 def finish_natively(
     op: str,
-    z: jax.Array,
-    up: jax.Array | None,
-    bias: jax.Array | None,
+    z: Array,
+    up: Array | None,
+    bias: Array | None,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     *,
     strict: bool,
-) -> jax.Array:
+) -> Array:
     """`activation(z + bias) · up` on kernels, in one pass in each direction.
 
     Raises:
@@ -718,12 +704,8 @@ def finish_natively(
 
 
 def finish_tangent(
-    function: Scalar,
-    z: jax.Array,
-    dz: jax.Array,
-    *dbias: jax.Array,
-    dtype: jax.typing.DTypeLike,
-) -> jax.Array:
+    function: Scalar, z: Array, dz: Array, *dbias: Array, dtype: jax.typing.DTypeLike
+) -> Array:
     """Returns the tangent of `function(z + bias)` where z has the bias already.
 
     Its transpose is one pass for both gradients, on kernels where they serve. Where the bias moves
@@ -745,12 +727,12 @@ def finish_tangent(
 
 
 def finish(
-    y: jax.Array,
-    bias: jax.Array | None,
+    y: Array,
+    bias: Array | None,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
-    up: jax.Array | None = None,
-) -> jax.Array:
+    up: Array | None = None,
+) -> Array:
     """`activation(y + bias) · up`: one pass in float32 (or wider), rounded once, to `dtype`.
 
     The activation's derivative is recomputed from y: nothing of y's size is kept in float32.

@@ -2,35 +2,30 @@
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import (
-    BEST,
-    Implementation,
-    Order,
-    choose,
-    native_or_best,
-    requested,
-)
+from ...native.implementation import BEST, Implementation, Order, choose, native_or_best, requested
 from ..core import sharding
-from ..core.arguments import floating, floating_dtype
+from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
-from .matmul import matmul
+from .fp8 import multiply
 from .remat import Activated, products
 
 
 def gated_dense(
-    x: jax.Array,
-    kernel_gate: jax.Array,
-    kernel_up: jax.Array,
+    x: Array,
+    kernel_gate: Array,
+    kernel_up: Array,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """A gated linear unit: SwiGLU with "silu", GeGLU with "gelu".
 
         y = activation(x · kernel_gate) · (x · kernel_up)
@@ -42,7 +37,7 @@ def gated_dense(
       x: `(*rows, in)`.
       kernel_gate, kernel_up: `(in, *out)`, of one shape.
       activation: a name or a function, as for `dense`.
-      dtype, out_sharding: as for `dense`.
+      dtype, quantization, out_sharding: as for `dense`.
       implementation: None, "native" or "xla": of what follows the products, which are XLA's.
 
     Returns:
@@ -69,7 +64,9 @@ def gated_dense(
     dtype = floating_dtype(op, dtype, x.dtype)
     check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
     check_gated(op, *kernels, activation)
-    z, up = (matmul(x, k, dtype=dtype, out_sharding=out_sharding) for k in kernels)
+    check_quantization(op, quantization, dtype)
+    options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
+    z, up = (multiply(op, x, k, **options) for k in kernels)
     serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
     if scalar_of(activation) is not None:
         serve["native"] = lambda strict: finish_natively(
@@ -79,18 +76,19 @@ def gated_dense(
 
 
 def gated_product(
-    gate: jax.Array,
-    up: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """The second half of an MLP: `dense` of a gated activation, which need not be kept.
 
         y = (activation(gate) · up) · kernel + bias
@@ -106,6 +104,7 @@ def gated_product(
       hidden_sharding: on a mesh of Auto axes, where `gate`, `up`, what is made of them and their
         gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's choice where None.
       recompute: False keeps the gated activation instead: one array less to write in the backward.
+      quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
       implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
         and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
         arrays of one device, under shard_map over every axis too. None takes it in programs for one
@@ -133,26 +132,30 @@ def gated_product(
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
     check_activated(op, activation)
+    check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
+    options["quantization"] = quantization
     options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
     return apply_product(gate, up, kernel, bias, activation, **options)
 
 
 def apply_product(
-    gate: jax.Array,
-    up: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    gate: Array,
+    up: Array | None,
+    kernel: Array,
+    bias: Array | None,
     activation: Activation,
     *,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
+    quantization: Quantization = None,
     recompute: bool = True,
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
-) -> jax.Array:
+) -> Array:
     """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+    op = "gated_product"
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
     gate = placed(gate, hidden_sharding)
@@ -160,55 +163,74 @@ def apply_product(
 
     def kernels(order, gradient):
         assert function is not None
-        producer = Activated(
-            "gated_product", function, up is not None, dtype, order, hidden_sharding
-        )
+        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
         args = (gate,) if up is None else (gate, up)
         how = {"gradient": gradient, "keep": not recompute}
         (y,) = products(producer, args, (kernel,), **how, **shared)
         return finish(y, bias, None, dtype)
 
+    def quantized(order: Order) -> Array:
+        if function is None:
+            hidden = finish(gate, None, activation, dtype, up)
+        else:
+            strict = order.strict
+            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
+        hidden = placed(hidden, hidden_sharding)
+        options = {"dtype": dtype, "quantization": quantization, "order": order}
+        return finish(multiply(op, hidden, kernel, **options, **shared), bias, None, dtype)
+
     def native(strict):
+        if quantization is not None:
+            return quantized(native_or_best(strict))
         asked = requested(implementation)
         gradient = Order(("native",), strict) if asked else BEST
         return kernels(native_or_best(strict), gradient)
 
     def pallas(strict):
+        if quantization is not None:
+            raise NotImplementedError(f"{op}: implementation='pallas' takes no quantization")
         return kernels(BEST, Order(("pallas",), strict))
 
     def xla(strict):
         del strict
         hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
-        return finish(matmul(hidden, kernel, dtype=dtype, **shared), bias, None, dtype)
+        product = multiply(op, hidden, kernel, dtype=dtype, quantization=quantization, **shared)
+        return finish(product, bias, None, dtype)
 
     serve = {"xla": xla}
     if function is not None:
         serve |= {"native": native, "pallas": pallas}
-    return choose("gated_product", implementation, serve)
+    return choose(op, implementation, serve)
 
 
 def mlp(
-    x: jax.Array,
-    kernels: dict[str, jax.Array],
-    biases: dict[str, jax.Array],
+    x: Array,
+    kernels: dict[str, Array],
+    biases: dict[str, Array],
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
-) -> jax.Array:
+    quantization: Quantization = None,
+) -> Array:
     """A gated MLP of operands known to fit, its gated activation not kept.
 
     kernels: "gate", "up" and "down". biases: of the same names, or none.
     """
     gate, up = (
-        finish(matmul(x, kernels[name], dtype=dtype), biases.get(name), None, dtype)
+        finish(
+            multiply("GatedMLP", x, kernels[name], dtype=dtype, quantization=quantization),
+            biases.get(name),
+            None,
+            dtype,
+        )
         for name in ("gate", "up")
     )
-    options = {"dtype": dtype, "implementation": implementation}
+    options = {"dtype": dtype, "implementation": implementation, "quantization": quantization}
     return apply_product(gate, up, kernels["down"], biases.get("down"), activation, **options)
 
 
-def check_gated(op: str, gate: jax.Array, up: jax.Array, activation: Activation) -> None:
+def check_gated(op: str, gate: Array, up: Array, activation: Activation) -> None:
     """Raises ValueError unless both kernels have one shape and there is an activation."""
     if gate.shape != up.shape:
         raise ValueError(

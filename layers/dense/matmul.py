@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -72,13 +72,13 @@ class Product:
 
 
 def matmul(
-    x: jax.Array,
-    kernel: jax.Array,
+    x: Array,
+    kernel: Array,
     *,
     dtype: jax.typing.DTypeLike,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """Returns the product of x's last axis with the kernel's axis `contract`, computed in `dtype`.
 
     Args:
@@ -96,7 +96,7 @@ def matmul(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul(product: Product, x: jax.Array, kernel: jax.Array, main: jax.Array | None) -> jax.Array:
+def _matmul(product: Product, x: Array, kernel: Array, main: Array | None) -> Array:
     del main
     return dot(product, x, operand_of(product, x, kernel))
 
@@ -115,7 +115,7 @@ def _(product, primals, tangents):
     return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
 
 
-def dot(product: Product, x: jax.Array, operand: jax.Array) -> jax.Array:
+def dot(product: Product, x: Array, operand: Array) -> Array:
     """Returns the product with a kernel as `operand_of` makes it."""
     summed = ((len(product.x) - 1,), (product.kernel.index(product.x[-1]),))
     return lax.dot_general(
@@ -127,7 +127,7 @@ def dot(product: Product, x: jax.Array, operand: jax.Array) -> jax.Array:
     )
 
 
-def operand_of(product: Product, x: Any, kernel: jax.Array) -> jax.Array:
+def operand_of(product: Product, x: Any, kernel: Array) -> Array:
     """Returns the kernel as the GEMM reads it: rounded, and gathered over axes that split rows."""
     kernel = kernel.astype(x.dtype)
     sharding = jax.typeof(kernel).sharding
@@ -146,7 +146,7 @@ def operand_of(product: Product, x: Any, kernel: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------- the tangent
 
 
-def define_tangent(product: Product, x: jax.Array, kernel: jax.Array) -> list[jax.Array]:
+def define_tangent(product: Product, x: Array, kernel: Array) -> list[Array]:
     """`(x, dkernel) -> (dy,)`, linear in both."""
     return [
         jnp.einsum(
@@ -159,7 +159,7 @@ def define_tangent(product: Product, x: jax.Array, kernel: jax.Array) -> list[ja
     ]
 
 
-def input_gradient(product: Product, dy: jax.Array, x: Any, operand: jax.Array) -> jax.Array:
+def input_gradient(product: Product, dy: Array, x: Any, operand: Array) -> Array:
     """Returns the gradient of x, given by its type, for the kernel as the GEMM reads it."""
     return jnp.einsum(
         f"{product.out},{product.kernel}->{product.x}",
@@ -170,7 +170,7 @@ def input_gradient(product: Product, dy: jax.Array, x: Any, operand: jax.Array) 
     )
 
 
-def kernel_gradient(product: Product, dy: jax.Array, x: jax.Array, kernel: Any) -> jax.Array:
+def kernel_gradient(product: Product, dy: Array, x: Array, kernel: Any) -> Array:
     """Returns the gradient of the kernel, given by its type: the GEMM's output, if in float32."""
     sums = compute_dtype(x.dtype)
     written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums
@@ -237,7 +237,7 @@ ad.primitive_jvps[kernel_p] = lambda primals, tangents: (kernel_p.bind(*primals)
 batching.primitive_batchers[kernel_p] = lambda args, dims: (kernel_p.bind(*args), list(dims))
 
 
-def with_main_gradient(kernel: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+def with_main_gradient(kernel: Array) -> tuple[Array, Array | None]:
     """Returns the kernel, and the zeros whose gradient is its main gradient.
 
     None for a kernel in float32 or wider: its own gradient is not rounded.
@@ -251,7 +251,7 @@ def with_main_gradient(kernel: jax.Array) -> tuple[jax.Array, jax.Array | None]:
 # ---------------------------------------------------------------- shardings in types
 
 
-def equally_varying(*arrays: jax.Array | None) -> list[Any]:
+def equally_varying(*arrays: Array | None) -> list[Any]:
     """Returns the arrays varying over the same manual axes.
 
     Under shard_map with check_vma the transpose of what is added here sums the gradients.

@@ -4,33 +4,41 @@ import functools
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import NamedSharding
 
 from ...native.implementation import Implementation, choose, native_or_best
-from ..core.arguments import finite, floating, floating_dtype
+from ..core.arguments import (
+    Quantization,
+    check_quantization,
+    finite,
+    floating,
+    floating_dtype,
+)
 from ..core.op import match, vary, varying_axes
 from ..rms_norm.op import rms_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
+from .fp8 import multiply
 from .gated import check_gated
-from .matmul import matmul
 from .remat import Normalised, products
 
 
 def norm_dense(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None = None,
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None = None,
     *,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     activation: Activation = None,
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """`dense` of `rms_norm(x, scale)`, which need not be kept for the backward.
 
         y = activation(rms_norm(x, scale) · kernel + bias)
@@ -48,6 +56,7 @@ def norm_dense(
       activation, out_sharding: as for `dense`.
       dtype: of the normalised x, the product and the result; x's where None.
       recompute: False keeps the normalised x instead: one pass over x less in the backward.
+      quantization: as for `dense`; with "fp8" the codes of the normalised x are kept.
       implementation: None, "native" (the norm and what follows the product on kernels of ours,
         never plain HLO) or "xla".
 
@@ -75,23 +84,25 @@ def norm_dense(
     bias = None if bias is None else floating(op, "bias", bias)
     check_shapes(op, x, kernels[0], bias, out_sharding=out_sharding)
     resolve(activation, op)
+    check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
+    options["quantization"] = quantization
     return apply(
         x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
     )
 
 
 def apply(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    scale: Array | None,
+    kernel: Array,
+    bias: Array | None,
     activation: Activation,
     dtype: str,
     *,
     implementation: Implementation,
     **options: Any,
-) -> jax.Array:
+) -> Array:
     """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     op = "norm_dense"
     # With an activation the backward has larger arrays to hide the normalised x behind.
@@ -114,19 +125,20 @@ def apply(
 
 
 def norm_gated_dense(
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel_gate: jax.Array,
-    kernel_up: jax.Array,
+    x: Array,
+    scale: Array | None,
+    kernel_gate: Array,
+    kernel_up: Array,
     *,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
+    quantization: Quantization = None,
     implementation: Implementation = None,
     out_sharding: NamedSharding | jax.P | None = None,
-) -> jax.Array:
+) -> Array:
     """`gated_dense` of `rms_norm(x, scale)`, which is not kept for the backward.
 
         n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
@@ -147,7 +159,9 @@ def norm_gated_dense(
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
     check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
     check_gated(op, *kernels, activation)
+    check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
+    options["quantization"] = quantization
     project = functools.partial(_project, op, x, scale, kernels, dtype, **options)
 
     def native(strict):
@@ -185,27 +199,29 @@ def _check(op, x, scale, eps, scale_offset, dtype):
 
 def _project(
     op: str,
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernels: tuple[jax.Array, ...],
+    x: Array,
+    scale: Array | None,
+    kernels: tuple[Array, ...],
     dtype: str,
     *,
     eps: float,
     scale_offset: float = 0.0,
     recompute: bool = True,
     apart: bool = False,
+    quantization: Quantization = None,
     strict: bool = False,
     norm: str | None = None,
     contract: int = 0,
     out_sharding: Any = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
-    shared = {"contract": contract, "out_sharding": out_sharding}
-    if norm or not recompute:
+    shared: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
+    if norm or not recompute or quantization:
         norm = "native" if strict else norm
         options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
         n = rms_norm(x, scale, dtype=dtype, **options)
-        return tuple(matmul(n, kernel, dtype=dtype, **shared) for kernel in kernels)
+        shared |= {"quantization": quantization, "order": native_or_best(strict)}
+        return tuple(multiply(op, n, kernel, dtype=dtype, **shared) for kernel in kernels)
     producer = Normalised(op, eps, scale_offset, dtype, native_or_best(strict), apart)
     if scale is None:
         return products(producer, (x,), kernels, **shared)

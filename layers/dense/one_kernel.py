@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
@@ -52,7 +53,7 @@ class Dense:
     precision: str | None = None
 
     @property
-    def function(self) -> Callable[[jax.Array], jax.Array] | None:
+    def function(self) -> Callable[[Array], Array] | None:
         """The activation as a function."""
         return resolve(self.activation)
 
@@ -60,7 +61,7 @@ class Dense:
 # ---------------------------------------------------------------- the kernel, on matrices
 
 
-def define(spec: Dense, x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+def define(spec: Dense, x: Array, w: Array, *bias: Array) -> list[Array]:
     """`(x (m, k), w (k, n)[, bias (n,)]) -> y[, z]`: z = x · w + bias, y = activation(z).
 
     x and w have one dtype, which y and z are rounded to; the rest is float32 (or float64).
@@ -73,7 +74,7 @@ def define(spec: Dense, x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[ja
     return [y.astype(x.dtype), *[z.astype(x.dtype)] * spec.keep]
 
 
-def _on_pallas(target: Any, spec: Dense, *operands: jax.Array) -> list[jax.Array]:
+def _on_pallas(target: Any, spec: Dense, *operands: Array) -> list[Array]:
     from . import pallas  # imported when it is first used
 
     options = {"function": spec.function, "precision": spec.precision, "keep": spec.keep}
@@ -87,9 +88,7 @@ kernel = Kernel("dense", define, {"pallas": _on_pallas})
 # x (*rows, k), kernel (k, *outs)[, bias (*outs)] -> y[, z], both (*rows, *outs)
 
 
-def _as_matrices(
-    run: Callable[..., Any], x: jax.Array, w: jax.Array, *bias: jax.Array
-) -> list[jax.Array]:
+def _as_matrices(run: Callable[..., Any], x: Array, w: Array, *bias: Array) -> list[Array]:
     """`run`, a function of matrices, on one device's arrays of any rank."""
     rows, outs = x.shape[:-1], w.shape[1:]
     flat = [x.reshape(math.prod(rows), x.shape[-1]), w.reshape(x.shape[-1], math.prod(outs))]
@@ -97,14 +96,12 @@ def _as_matrices(
     return [r.reshape(*rows, *outs) for r in results]
 
 
-def define_on_arrays(spec: Dense, x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+def define_on_arrays(spec: Dense, x: Array, w: Array, *bias: Array) -> list[Array]:
     """The layer in plain JAX."""
     return _as_matrices(functools.partial(define, spec), x, w, *bias)
 
 
-def _body(
-    spec: Dense, split: Split, x: jax.Array, w: jax.Array, *bias: jax.Array, order: Order
-) -> list[jax.Array]:
+def _body(spec: Dense, split: Split, x: Array, w: Array, *bias: Array, order: Order) -> list[Array]:
     """One device's share; where the summed axis is split it has a part of every sum."""
     summed = [x.ndim - 1]
     empty = 0 in x.shape or 0 in w.shape
@@ -129,7 +126,7 @@ def _dims(spec: Dense, x_ndim: int, w_ndim: int) -> Dims:
     return inputs, ((*x[:-1], *outs),) * (1 + spec.keep)
 
 
-def _one_by_one(spec: Dense, *operands: jax.Array, order: Order) -> list[jax.Array]:
+def _one_by_one(spec: Dense, *operands: Array, order: Order) -> list[Array]:
     """Examples that have kernels of their own take turns."""
     return sequential_vmap(functools.partial(layer, spec, order=order))(*operands)
 
@@ -139,7 +136,7 @@ layer = Op(
 )
 
 
-def _fitting(x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+def _fitting(x: Array, w: Array, *bias: Array) -> list[Array]:
     """Returns the operands with shardings that go together, where shardings are part of the type.
 
     x keeps its own; the kernel is gathered over mesh axes that x's dimensions use, and split over
@@ -161,15 +158,15 @@ def _fitting(x: jax.Array, w: jax.Array, *bias: jax.Array) -> list[jax.Array]:
 
 
 def dense_in_one_kernel(
-    x: jax.Array,
-    kernel: jax.Array,
-    bias: jax.Array | None,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
     *,
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     contract: int = 0,
     order: Order,
-) -> jax.Array:
+) -> Array:
     """Returns `activation(x · kernel + bias)`, rounded once to `dtype`.
 
     Args:
@@ -204,9 +201,7 @@ def dense_in_one_kernel(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _fused(
-    spec: Dense, order: Order, x: jax.Array, kernel: jax.Array, *bias: jax.Array
-) -> list[jax.Array]:
+def _fused(spec: Dense, order: Order, x: Array, kernel: Array, *bias: Array) -> list[Array]:
     """y, and z if kept."""
     kernel = jnp.moveaxis(kernel.astype(x.dtype), spec.contract, 0)
     operands = _fitting(x, kernel, *[b.astype(compute_dtype(x.dtype)) for b in bias])
@@ -231,14 +226,14 @@ def _(spec, order, primals, tangents):
 
 
 def _rest(
-    z: jax.Array,
-    dproduct: jax.Array,
-    bias: list[jax.Array],
+    z: Array,
+    dproduct: Array,
+    bias: list[Array],
     dbias: list[Any],
     activation: Activation,
     *,
     dtype: jax.typing.DTypeLike,
-) -> jax.Array:
+) -> Array:
     """The tangent of what follows the product: bias and activation in one pass each way."""
     moving = [d for d in dbias if not isinstance(d, SymbolicZero)]
     if (function := scalar_of(activation)) is not None:

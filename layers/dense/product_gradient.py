@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.interpreters import ad
 
 from ...native.implementation import Order, report
@@ -70,7 +71,7 @@ def report_unfused(spec: Gradient, reason: str, order: Order) -> None:
 # ---------------------------------------------------------------- definition, in plain JAX
 
 
-def define(spec: Gradient, dy: jax.Array, kernel: jax.Array, *args: jax.Array) -> list[jax.Array]:
+def define(spec: Gradient, dy: Array, kernel: Array, *args: Array) -> list[Array]:
     """`(dy, kernel, z[, up]) -> (dz[, dup][, value])`: a product, then a gradient."""
     like = jax.typeof(args[0]).update(dtype=jnp.dtype(spec.epilogue.out_dtype), weak_type=False)
     dvalue = placed(input_gradient(spec.product, dy, like, kernel), spec.sharding)
@@ -82,14 +83,14 @@ def define(spec: Gradient, dy: jax.Array, kernel: jax.Array, *args: jax.Array) -
 
 def _in_two(
     gradient: Callable[..., Any], spec: Gradient, dy: Any, w: Any, *operands: Any
-) -> list[jax.Array]:
+) -> list[Array]:
     """A GEMM, and then `gradient`: one of the epilogue's backwards."""
     summed = ((1,), (spec.contract,))
     dh = jax.lax.dot_general(dy, w, (summed, ((), ())), precision=spec.product.precision)
     return gradient(spec.epilogue, dh, *operands)
 
 
-def define_on_matrices(spec: Gradient, dy: Any, w: Any, *operands: Any) -> list[jax.Array]:
+def define_on_matrices(spec: Gradient, dy: Any, w: Any, *operands: Any) -> list[Array]:
     """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`, of one dtype.
 
     w is (n, k) or (k, n): its axis `contract` is the one of k.
@@ -97,11 +98,11 @@ def define_on_matrices(spec: Gradient, dy: Any, w: Any, *operands: Any) -> list[
     return _in_two(epilogue.define_backward, spec, dy, w, *operands)
 
 
-def _on_cuda(target: Target, spec: Gradient, *operands: Any) -> list[jax.Array]:
+def _on_cuda(target: Target, spec: Gradient, *operands: Any) -> list[Array]:
     return _in_two(functools.partial(epilogue.backward_on_cuda, target), spec, *operands)
 
 
-def _on_pallas(target: Any, spec: Gradient, *operands: Any) -> list[jax.Array]:
+def _on_pallas(target: Any, spec: Gradient, *operands: Any) -> list[Array]:
     from . import pallas_gradient  # imported when it is first used
 
     return pallas_gradient.run(target, spec, *operands)
@@ -142,8 +143,8 @@ kernel = Kernel(
 
 
 def _body(
-    spec: Gradient, split: Split, dy: jax.Array, w: jax.Array, *args: jax.Array, order: Order
-) -> list[jax.Array]:
+    spec: Gradient, split: Split, dy: Array, w: Array, *args: Array, order: Order
+) -> list[Array]:
     """One device's share."""
     del split
     reason = ""

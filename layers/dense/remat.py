@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import NamedSharding
@@ -52,15 +53,15 @@ class Producer(Protocol):
     are zero, or not asked for, are None.
     """
 
-    def forward(self, *args: jax.Array) -> Sequence[jax.Array]:
+    def forward(self, *args: Array) -> Sequence[Array]:
         """`(value, *kept)`."""
         ...
 
-    def again(self, args, kept) -> jax.Array:
+    def again(self, args, kept) -> Array:
         """The value."""
         ...
 
-    def tangent(self, args, kept, dargs) -> jax.Array:
+    def tangent(self, args, kept, dargs) -> Array:
         """The value's tangent; not all of `dargs` are None."""
         ...
 
@@ -228,14 +229,14 @@ class Products:
 
 def products(
     producer: Producer,
-    args: tuple[jax.Array, ...],
-    kernels: tuple[jax.Array, ...],
+    args: tuple[Array, ...],
+    kernels: tuple[Array, ...],
     *,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
     gradient: Order | None = None,
     keep: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Returns the products of the value of `producer` with each kernel, in its dtype.
 
     Gradients are those of `matmul.matmul`; of the left operand nothing is kept, or
@@ -253,7 +254,7 @@ def products(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _products(spec: Products, args, kernels, mains) -> tuple[jax.Array, ...]:
+def _products(spec: Products, args, kernels, mains) -> tuple[Array, ...]:
     del mains
     value, *_ = spec.producer.forward(*args)
     made = [(spec.of(value, kernel), kernel) for kernel in kernels]
@@ -326,7 +327,7 @@ class _Operands:
         return cls(*first, value, linear[:args], [list(pair) for pair in pairs])
 
 
-def define_tangent(linear: Linear, *operands: Any) -> list[jax.Array]:
+def define_tangent(linear: Linear, *operands: Any) -> list[Array]:
     """The tangents of all products."""
     o, spec = _Operands.read(linear, operands), linear.products
     dvalue = value = None
@@ -378,9 +379,9 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
 
 def _pull_back(
     producer: Producer,
-    products: Sequence[tuple[Product, jax.Array, jax.Array]],
-    args: Sequence[jax.Array],
-    kept: Sequence[jax.Array],
+    products: Sequence[tuple[Product, Array, Array]],
+    args: Sequence[Array],
+    kept: Sequence[Array],
     wanted: tuple[bool, ...],
     with_value: bool,
     order: Order,

@@ -213,8 +213,8 @@ _DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 
 # Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
 # (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
-# 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor have
-# many registers each, so that the scale is there when a sum is, and two rows share it.
+# 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor
+# have many registers each, so that the scale is there when a sum is, and two rows share it.
 _FORWARD = (
     Step(32, chunks=2, rows=2, hold=True, fill=512, blocks=2),
     Step(128, chunks=1, rows=2, hold=True, fill=128, threads=MOST_THREADS),

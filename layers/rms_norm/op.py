@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.interpreters import ad
 
 from ...native import registry
@@ -33,15 +34,15 @@ from .spec import Norm
 
 
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array | None = None,
+    x: Array,
+    scale: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> jax.Array:
+) -> Array:
     """Divides x by its root mean square over `axis` and multiplies by `scale`.
 
         y = x / sqrt(mean(x²) + eps) · (scale + scale_offset)
@@ -84,15 +85,15 @@ def rms_norm(
 
 
 def rms_norm_with_rstd(
-    x: jax.Array,
-    scale: jax.Array | None = None,
+    x: Array,
+    scale: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """`rms_norm`, and the reciprocal root mean square it multiplied by.
 
     Takes and raises what `rms_norm` does.
@@ -106,16 +107,16 @@ def rms_norm_with_rstd(
 
 
 def add_rms_norm(
-    x: jax.Array,
-    residual: jax.Array,
-    scale: jax.Array | None = None,
+    x: Array,
+    residual: Array,
+    scale: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Adds a residual to x and normalises the sum: the step between two blocks of a transformer.
 
         new_residual = x + residual        y = rms_norm(new_residual, scale)
@@ -147,12 +148,8 @@ def add_rms_norm(
 
 
 def _call(
-    norm: Norm,
-    x: jax.Array,
-    residual: list[jax.Array],
-    scale: jax.Array | None,
-    implementation: Implementation,
-) -> list[jax.Array]:
+    norm: Norm, x: Array, residual: list[Array], scale: Array | None, implementation: Implementation
+) -> list[Array]:
     lead = vary(x, varying_axes(x, *residual, scale))
     if residual and not any(jax.typeof(x).sharding.spec):
         lead = match(lead, residual[0], range(x.ndim))
@@ -167,7 +164,7 @@ def _call(
 
 def _check(
     op: str, x: Any, scale: Any, eps: Any, axis: Any, scale_offset: Any, dtype: Any
-) -> tuple[Norm, jax.Array, jax.Array | None]:
+) -> tuple[Norm, Array, Array | None]:
     """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
     x = floating(op, "x", x)
     axes = dimensions(op, x, axis)
@@ -200,12 +197,12 @@ def _rows(norm: Norm, x: Any) -> tuple[int, ...]:
     return tuple(i for i in range(x.ndim) if i not in norm.axes)
 
 
-def _along_rows(norm: Norm, value: jax.Array) -> jax.Array:
+def _along_rows(norm: Norm, value: Array) -> Array:
     """Broadcasts one value a row against x."""
     return jnp.expand_dims(value, norm.axes)
 
 
-def _weight(norm: Norm, operands: list[jax.Array], x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _weight(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array:
     """Takes scale off `operands`; returns scale + scale_offset against x, or 1 if there is none."""
     if not norm.has_scale:
         return jnp.ones((), dtype)
@@ -213,11 +210,11 @@ def _weight(norm: Norm, operands: list[jax.Array], x: jax.Array, dtype: jnp.dtyp
     return jnp.expand_dims(scale, _rows(norm, x))
 
 
-def _dtype_of(*operands: jax.Array, out: Any = None) -> jnp.dtype:
+def _dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
     return compute_dtype(*(a.dtype for a in operands), out)
 
 
-def define_forward(norm: Norm, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual being what is normalised."""
     dtype, rest = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
     h = []
@@ -231,20 +228,20 @@ def define_forward(norm: Norm, x: jax.Array, *rest: jax.Array) -> list[jax.Array
     return [y, *h, *[rstd] * norm.with_rstd]
 
 
-def _sum(x: jax.Array, residual: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _sum(x: Array, residual: Array, dtype: jnp.dtype) -> Array:
     """Returns x + residual in the dtype they promote to, added in `dtype`."""
     return (x.astype(dtype) + residual.astype(dtype)).astype(
         jnp.promote_types(x.dtype, residual.dtype)
     )
 
 
-def define_row_sums(norm: Norm, x: jax.Array) -> list[jax.Array]:
+def define_row_sums(norm: Norm, x: Array) -> list[Array]:
     """`x -> Σ x²`, one value a row."""
     wide = x.astype(compute_dtype(x.dtype))
     return [jnp.sum(wide * wide, norm.axes)]
 
 
-def define_apply(norm: Norm, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
     dtype, rest = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
     w = _weight(norm, rest, x, dtype)
@@ -252,16 +249,14 @@ def define_apply(norm: Norm, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     return [(x.astype(dtype) * rstd * w).astype(norm.out_dtype)]
 
 
-def define_row_dots(norm: Norm, dy: jax.Array, x: jax.Array, *scale: jax.Array) -> list[jax.Array]:
+def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
     """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
     dtype = _dtype_of(dy, x, *scale)
     w = _weight(norm, list(scale), x, dtype)
     return [jnp.sum(dy.astype(dtype) * w * x.astype(dtype), norm.axes)]
 
 
-def define_backward_apply(
-    norm: Norm, dy: jax.Array, x: jax.Array, *rest: jax.Array
-) -> list[jax.Array]:
+def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
     dtype, rest = _dtype_of(dy, x, *rest), list(rest)
     w = _weight(norm, rest, x, dtype)
@@ -274,7 +269,7 @@ def define_backward_apply(
     return [dx, *[jnp.sum(dy * normal, _rows(norm, x)) for _ in range(norm.with_dscale)]]
 
 
-def define_backward(norm: Norm, dy: jax.Array, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, value])`.
 
     dh is the residual's own gradient; the value is y again, in dy's dtype.
@@ -287,7 +282,7 @@ def define_backward(norm: Norm, dy: jax.Array, x: jax.Array, *rest: jax.Array) -
     return results
 
 
-def define_tangent(norm: Norm, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """The tangents of y and h: `(h[, scale], rstd[, dh][, dscale]) -> (dy[, dh])`.
 
     h is a result only with a residual, and only moves if dh does.
@@ -322,120 +317,69 @@ def _plain_forward_on_cuda(norm: Norm, x: Any, *_: Any) -> bool:
     return not norm.with_rstd and x.shape[0] > 1 and x.size <= PLAIN_ELEMENTS
 
 
-def _cpu(handler: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
+def _cpu(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
-    def call(norm: Norm, *operands: jax.Array, aliases: Any = None) -> list[jax.Array]:
+    def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
         values = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        return call_host(handler, operands, types, aliases=aliases, **values)
+        return call_host(f"normfuse_{name}", operands, types, aliases=aliases, **values)
 
     return call
 
 
-_backward_on_cpu = _cpu(
-    "normfuse_rms_norm_backward",
-    define_backward,
-    "scale_offset",
-    "has_residual",
-    "has_scale",
-    "with_dscale",
-)
-
-
-def _pullback_on_cpu(norm: Norm, dy: jax.Array, x: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-    """x is normalised again by a call of its own, and dx has the place of dy."""
-    again = replace(norm, out_dtype=dy.dtype.name)
+def _pullback_on_cpu(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+    """x is normalised again by a call of its own, and dx takes dy's place."""
+    again, alone = replace(norm, out_dtype=dy.dtype.name), replace(norm, with_value=False)
     value = apply_kernel.bodies["cpu"](again, x, *rest) if norm.with_value else []
     aliases = {0: 0} if dy.dtype == x.dtype else None
-    alone = replace(norm, with_value=False)
-    return [*_backward_on_cpu(alone, dy, x, *rest, aliases=aliases), *value]
+    return [*backward_kernel.bodies["cpu"](alone, dy, x, *rest, aliases=aliases), *value]
 
 
-def _pallas(kernel: str) -> Callable[..., Any]:
-    """Returns the body `kernel` of pallas.py, which is imported when it is first used."""
+def _kernel(
+    name: str,
+    definition: Callable[..., Any],
+    on_cuda: Callable[..., Any],
+    *attributes: str,
+    on_cpu: Callable[..., Any] | None = None,
+    on_pallas: str = "",
+    **options: Any,
+) -> Kernel:
+    """Returns a kernel whose C++ handler has the norm's `attributes`, unless `on_cpu` is given.
 
-    def call(target: Any, norm: Norm, *operands: jax.Array) -> list[jax.Array]:
-        from . import pallas
+    The Pallas kernel is that of the same name, or `on_pallas`.
+    """
 
-        return pallas.KERNELS[kernel](target, norm, *operands)
+    def pallas(target: Any, norm: Norm, *operands: Array) -> list[Array]:
+        from . import pallas  # imported when it is first used
 
-    return call
+        return pallas.KERNELS[on_pallas or name](target, norm, *operands)
+
+    full = f"rms_norm_{name}"
+    cpu = on_cpu or _cpu(full, definition, *attributes)
+    return Kernel(full, definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options)
 
 
 registry.register()
-forward_kernel = Kernel(
-    "rms_norm_forward",
+_WEIGHT = ("scale_offset", "has_scale")
+_GRADIENT = (*_WEIGHT, "has_residual", "with_dscale")
+forward_kernel = _kernel(
+    "forward",
     define_forward,
-    {
-        "cpu": _cpu(
-            "normfuse_rms_norm_forward",
-            define_forward,
-            "eps",
-            "scale_offset",
-            "has_residual",
-            "has_scale",
-            "with_rstd",
-        ),
-        "cuda": cuda.forward,
-        "pallas": _pallas("forward"),
-    },
+    cuda.forward,
+    *("eps", *_WEIGHT, "has_residual", "with_rstd"),
     plain_on_cuda=_plain_forward_on_cuda,
 )
-row_sums_kernel = Kernel(
-    "rms_norm_row_sums",
-    define_row_sums,
-    {
-        "cpu": _cpu("normfuse_rms_norm_row_sums", define_row_sums),
-        "cuda": cuda.row_sums,
-        "pallas": _pallas("row_sums"),
-    },
+row_sums_kernel = _kernel("row_sums", define_row_sums, cuda.row_sums)
+apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT)
+backward_kernel = _kernel("backward", define_backward, cuda.backward, *_GRADIENT)
+row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
+backward_apply_kernel = _kernel(
+    "backward_apply", define_backward_apply, cuda.backward_apply, "count", *_GRADIENT
 )
-apply_kernel = Kernel(
-    "rms_norm_apply",
-    define_apply,
-    {
-        "cpu": _cpu("normfuse_rms_norm_apply", define_apply, "scale_offset", "has_scale"),
-        "cuda": cuda.apply,
-        "pallas": _pallas("apply"),
-    },
-)
-backward_kernel = Kernel(
-    "rms_norm_backward",
-    define_backward,
-    {"cpu": _backward_on_cpu, "cuda": cuda.backward, "pallas": _pallas("backward")},
-)
-row_dots_kernel = Kernel(
-    "rms_norm_row_dots",
-    define_row_dots,
-    {
-        "cpu": _cpu("normfuse_rms_norm_row_dots", define_row_dots, "scale_offset", "has_scale"),
-        "cuda": cuda.row_dots,
-        "pallas": _pallas("row_dots"),
-    },
-)
-backward_apply_kernel = Kernel(
-    "rms_norm_backward_apply",
-    define_backward_apply,
-    {
-        "cpu": _cpu(
-            "normfuse_rms_norm_backward_apply",
-            define_backward_apply,
-            "count",
-            "scale_offset",
-            "has_residual",
-            "has_scale",
-            "with_dscale",
-        ),
-        "cuda": cuda.backward_apply,
-        "pallas": _pallas("backward_apply"),
-    },
-)
-pullback_kernel = Kernel(
-    "rms_norm_pullback",
-    define_backward,
-    {"cpu": _pullback_on_cpu, "cuda": cuda.pullback, "pallas": _pallas("backward")},
+pullback_kernel = _kernel(
+    "pullback", define_backward, cuda.pullback, on_cpu=_pullback_on_cpu, on_pallas="backward"
 )
 KERNELS = (
     forward_kernel,
@@ -492,7 +436,7 @@ def examples(
 # ---------------------------------------------------------------- one device's share
 
 
-def _canonical(norm: Norm, array: jax.Array) -> jax.Array:
+def _canonical(norm: Norm, array: Array) -> Array:
     """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
 
     A reshape where the axes are neighbours, which costs nothing; otherwise a transpose before it.
@@ -505,7 +449,7 @@ def _canonical(norm: Norm, array: jax.Array) -> jax.Array:
     return array.reshape(*sizes, math.prod(shape[first + len(axes) :]))
 
 
-def _restore(norm: Norm, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `_canonical`."""
     axes, first = norm.axes, norm.axes[0]
     block = tuple(range(first, first + len(axes)))
@@ -514,14 +458,12 @@ def _restore(norm: Norm, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return array if axes == block else jnp.moveaxis(array, block, axes)
 
 
-def _row_values(norm: Norm, array: jax.Array) -> jax.Array:
+def _row_values(norm: Norm, array: Array) -> Array:
     """Returns a row statistic as kernels see it: (outer, inner)."""
     return array.reshape(math.prod(array.shape[: norm.axes[0]]), -1)
 
 
-def _forward_body(
-    norm: Norm, split: Split, x: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+def _forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     if x.size == 0:
         return define_forward(norm, x, *rest)
     rows_shape = tuple(n for i, n in enumerate(x.shape) if i not in norm.axes)
@@ -539,8 +481,8 @@ def _forward_body(
 
 
 def _forward_over_devices(
-    norm: Norm, split: Split, large: list[jax.Array], scale: list[jax.Array], order: Order
-) -> list[jax.Array]:
+    norm: Norm, split: Split, large: list[Array], scale: list[Array], order: Order
+) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
     local, dtype = replace(norm, axes=(1,)), _dtype_of(*large, *scale, out=norm.out_dtype)
     h = _sum(*large, dtype) if norm.has_residual else large[0]
@@ -551,9 +493,7 @@ def _forward_over_devices(
     return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
 
-def _apply_body(
-    norm: Norm, split: Split, x: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     """Needs nothing of other devices: rstd is of the whole row."""
     del split
     if x.size == 0:
@@ -565,14 +505,14 @@ def _apply_body(
 
 
 def _backward_body(
-    norm: Norm, split: Split, dy: jax.Array, x: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
+) -> list[Array]:
     return _gradients(backward_kernel, norm, split, dy, x, rest, order)
 
 
 def _pullback_body(
-    norm: Norm, split: Split, dy: jax.Array, x: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
+) -> list[Array]:
     if x.size and not split.over(norm.axes):
         return _gradients(pullback_kernel, norm, split, dy, x, rest, order)
     alone = replace(norm, with_value=False)
@@ -587,11 +527,11 @@ def _gradients(
     kernel: Kernel,
     norm: Norm,
     split: Split,
-    dy: jax.Array,
-    x: jax.Array,
-    rest: tuple[jax.Array, ...],
+    dy: Array,
+    x: Array,
+    rest: tuple[Array, ...],
     order: Order,
-) -> list[jax.Array]:
+) -> list[Array]:
     """dx, and if asked for dscale and the value, by `kernel` where a device has whole rows."""
     rows = [i for i in range(len(split.shape)) if i not in norm.axes]
     if x.size == 0:
@@ -657,7 +597,7 @@ def _batched(norm: Norm, at: int) -> Norm:
 # ---------------------------------------------------------------- vmap over a parameter
 
 
-def _forward_unfused(norm: Norm, x: jax.Array, *rest: jax.Array, order: Order) -> list[jax.Array]:
+def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[Array]:
     """Normalises on kernels, and multiplies by a scale of each example's own in plain JAX."""
     dtype = _dtype_of(x, *rest, out=norm.out_dtype)
     *operands, scale = rest if norm.has_scale else (*rest, None)
@@ -669,9 +609,7 @@ def _forward_unfused(norm: Norm, x: jax.Array, *rest: jax.Array, order: Order) -
     return [y.astype(norm.out_dtype), *others]
 
 
-def _backward_unfused(
-    norm: Norm, dy: jax.Array, x: jax.Array, *rest: jax.Array, order: Order
-) -> list[jax.Array]:
+def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
     """dx on kernels, with dy scaled by each example's own scale; dscale as a sum in plain JAX."""
     dtype, rows = _dtype_of(dy, x, *rest), _rows(norm, x)
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
@@ -716,7 +654,7 @@ def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> An
     return results, dresults
 
 
-def _rstd_tangent(norm: Norm, x: jax.Array, rstd: jax.Array, dx: Any) -> Any:
+def _rstd_tangent(norm: Norm, x: Array, rstd: Array, dx: Any) -> Any:
     if type(dx) is ad.Zero:
         return ad.Zero(jax.typeof(rstd).to_tangent_aval())
     normal = x.astype(rstd.dtype) * _along_rows(norm, rstd)

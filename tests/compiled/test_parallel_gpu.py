@@ -20,8 +20,8 @@ from normfuse.models import parameters
 from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.models.sharding import BATCH, Sharding
-from normfuse.train.gradients import loss_and_gradient
 from normfuse.train.mesh import AXES
+from normfuse.train.step import loss_and_gradient
 
 ROWS, SEQ, LAYERS, DIM = 16, 1024, 2, 2048
 CONFIG = TransformerConfig(

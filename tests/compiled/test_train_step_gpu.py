@@ -12,10 +12,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AxisType, Mesh
 
 from normfuse.models.functional import build
+from normfuse.train.config import preset_config
 from normfuse.train.mesh import AXES
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.recipes import recipe
-from normfuse.train.step import Program
+from normfuse.train.step import Program, make_optimizer, schedule
 
 GB = 10**9
 
@@ -27,7 +26,7 @@ def step(monkeypatch):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
 
     def compiled(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
-        config = recipe(preset)
+        config = preset_config(preset)
         # "auto" takes cuDNN on such GPUs, for bfloat16, but looks for them in this process.
         model = dataclasses.replace(config.transformer(), attention=attention, **changes)
         optimizer = make_optimizer(config.optim, config.steps)
@@ -75,7 +74,7 @@ def copied(program, state) -> list[tuple[int, ...]]:
 
 def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
     """At 16384 tokens a step, in place, with the remat of the preset: it keeps what GEMMs gave."""
-    config = recipe("1b")
+    config = preset_config("1b")
     assert config.tokens_per_step == 16384 and config.microbatches == 1
     program, state = step("1b", mesh())
     check_state_is_donated(program, state)

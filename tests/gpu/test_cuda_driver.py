@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 from cuda_cases import Case, check_backward, check_forward, check_halves, many_rows
+from norm_kernels import CUDA, norm_of
 
-from normfuse.native import cuda_rms_norm
+from normfuse.layers.rms_norm import cuda
 from normfuse.native.launch import Target
 
 CAPABILITY = cuda_driver.capability()
@@ -31,12 +32,12 @@ CASES = [
 @pytest.fixture(params=[0, 1], ids=["aligned", "unaligned"])
 def run(request, monkeypatch):
     driver = cuda_driver.Driver(request.param)
-    monkeypatch.setattr(cuda_rms_norm, "launch", driver.launch)
+    monkeypatch.setattr(cuda, "launch", driver.launch)
     target = Target(f"sm_{CAPABILITY}", multiprocessors=4)
 
     def call(kernel, operands, params):
         operands = [jax.numpy.asarray(a) for a in operands]
-        return [np.asarray(r) for r in getattr(cuda_rms_norm, kernel)(target, *operands, **params)]
+        return [np.asarray(r) for r in CUDA[kernel](target, norm_of(params), *operands)]
 
     with jax.enable_x64(True):
         yield call

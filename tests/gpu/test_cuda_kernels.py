@@ -21,15 +21,18 @@ from cuda_cases import (
     many_rows,
     mixes,
 )
+from norm_kernels import KERNELS, norm_of
 
-from normfuse.native import compiler, device, launch, rms_norm
+from normfuse.layers.rms_norm.op import backward_kernel, forward_kernel
+from normfuse.layers.rms_norm.spec import Norm
+from normfuse.native import compiler, launch
 from normfuse.native.compiler import Source
+from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu
 
-FLAGS = {"scale_offset": 0.0, "has_residual": False, "has_scale": True}
-FORWARD = FLAGS | {"eps": EPS, "out_dtype": jnp.dtype("bfloat16"), "with_rstd": True}
-BACKWARD = FLAGS | {"with_dscale": True}
+FORWARD = Norm(eps=EPS, out_dtype="bfloat16", has_scale=True, with_rstd=True)
+BACKWARD = Norm(has_scale=True, with_dscale=True)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +43,7 @@ def x64():
 
 def run(kernel, operands, params):
     """The kernel of that name, through XLA; no other implementation may serve."""
-    call = functools.partial(getattr(rms_norm, kernel), strict=True, **params)
+    call = functools.partial(KERNELS[kernel], norm_of(params), order=NATIVE)
     return [np.asarray(r) for r in jax.jit(call)(*map(jnp.asarray, operands))]
 
 
@@ -100,8 +103,8 @@ def arrays(rows, n, key=0, dtype=jnp.bfloat16):
 
 def norm(x, dy, scale):
     """(y, rstd, dx, dscale)."""
-    y, rstd = rms_norm.forward(x, scale, strict=True, **FORWARD)
-    return y, rstd, *rms_norm.backward(dy, x, scale, rstd, strict=True, **BACKWARD)
+    y, rstd = forward_kernel(FORWARD, x, scale, order=NATIVE)
+    return y, rstd, *backward_kernel(BACKWARD, dy, x, scale, rstd, order=NATIVE)
 
 
 def test_cuda_results_are_the_same_every_time():
@@ -139,7 +142,7 @@ def test_cuda_call_sites_share_one_image():
 
     def chain(x):
         for _ in range(20):
-            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+            x = forward_kernel(FORWARD, x, scale, order=NATIVE)[0]
         return x
 
     jax.block_until_ready(jax.jit(chain)(x))
@@ -161,7 +164,7 @@ def test_cuda_graphs_record_the_kernel(tmp_path):
 
     def chain(x):
         for _ in range(8):
-            x = rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+            x = forward_kernel(FORWARD, x, scale, order=NATIVE)[0]
             x = (x[..., 0] @ w)[..., None] / 32
         return x
 
@@ -208,7 +211,7 @@ def test_cuda_every_device_in_one_process():
 
 def test_cuda_donated_operand():
     x, _, scale = arrays(300, 4096)
-    forward = lambda x, scale: rms_norm.forward(x, scale, strict=True, **FORWARD)[0]
+    forward = lambda x, scale: forward_kernel(FORWARD, x, scale, order=NATIVE)[0]
     want = jax.device_get(jax.jit(forward)(x, scale))
     got = jax.device_get(jax.jit(forward, donate_argnums=0)(x, scale))
     np.testing.assert_array_equal(want, got)
@@ -222,8 +225,8 @@ TWICE = Source(
 
 
 def _twice(kernel="twice", block=32, **sizes):
-    capability = device.compute_capability(jax.devices()[0])
-    target = device.Target(f"sm_{capability}", 1)
+    capability = launch.compute_capability(jax.devices()[0])
+    target = launch.Target(f"sm_{capability}", 1)
     result = jax.ShapeDtypeStruct((32,), jnp.float32)
     call = lambda x: launch.launch(
         TWICE, kernel, [x], [result], target=target, grid=1, block=block, **sizes
@@ -252,10 +255,13 @@ def test_cuda_launch_failure_names_kernel_and_cause(sizes, text):
 
 RELOAD = """
 import jax, jax.numpy as jnp
-from normfuse.native import compiler, rms_norm
+from normfuse.layers.rms_norm.op import forward_kernel
+from normfuse.layers.rms_norm.spec import Norm
+from normfuse.native import compiler
+from normfuse.native.implementation import NATIVE
 x = jnp.ones((64, 3072, 1), jnp.bfloat16)
-f = jax.jit(lambda x: rms_norm.forward(x, eps=1e-6, scale_offset=0.0, has_residual=False,
-    has_scale=False, with_rstd=False, out_dtype=jnp.dtype("bfloat16"), strict=True)[0])
+norm = Norm(eps=1e-6, out_dtype="bfloat16")
+f = jax.jit(lambda x: forward_kernel(norm, x, order=NATIVE)[0])
 print(float(f(x).sum()), compiler.compilations())
 """
 

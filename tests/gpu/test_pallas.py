@@ -9,8 +9,12 @@ import pytest
 import reference
 from rms_norm_cases import Case
 
-from normfuse.layers.dense.epilogue import ACTIVATIONS, SCALARS
-from normfuse.native import dense, device, product_gradient
+from normfuse.layers.dense import one_kernel, product_gradient
+from normfuse.layers.dense.epilogue import ACTIVATIONS, SCALARS, Epilogue
+from normfuse.layers.dense.matmul import Product
+from normfuse.layers.dense.one_kernel import Dense
+from normfuse.layers.dense.product_gradient import Gradient
+from normfuse.native import launch
 from normfuse.native.implementation import Order
 
 pytestmark = pytest.mark.gpu
@@ -59,8 +63,8 @@ def check_product(size, dtype, function, expected, *, bias=True, slack=1.0):
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
     x, w = jnp.asarray(rng.standard_normal((m, k)), dtype), draw(k, n)
     b = [draw(n)] * bias
-    options = {"function": function, "precision": "highest", "keep": True, "strict": PALLAS}
-    y, z = jax.jit(functools.partial(dense.forward, **options))(x, w, *b)
+    spec = Dense(activation=function, has_bias=bias, keep=True, precision="highest")
+    y, z = jax.jit(functools.partial(one_kernel.kernel, spec, order=PALLAS))(x, w, *b)
     wide = [reference.wide(a) for a in (x, w, *b)]
     exact = wide[0] @ wide[1] + (wide[2] if bias else 0)
     size = np.abs(wide[0]) @ np.abs(wide[1]) + (np.abs(wide[2]) if bias else 0)
@@ -86,15 +90,17 @@ GRADIENTS = [(128, 64, 256), (264, 192, 576), (3000, 640, 1984), (2048, 1024, 40
 
 def check_gradient(size, dtype, gated, name, contract=1, slack=1.0):
     """One kernel for the product and the activation's gradient, against float64."""
-    if device.compute_capability(jax.devices()[0]) != 90:
+    if launch.compute_capability(jax.devices()[0]) != 90:
         pytest.skip("the fused kernel is for Hopper")
     (m, k, n), rng = size, np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     arrays = [draw(m, k), draw(n, k), *[draw(m, n) for _ in range(1 + gated)]]
-    options = {"function": SCALARS[name], "with_value": True, "precision": None}
-    options |= {"contract": contract, "strict": PALLAS}
+    epilogue = Epilogue(
+        function=SCALARS[name], axes=(), has_up=gated, with_value=True, out_dtype=dtype
+    )
+    spec = Gradient(epilogue, Product.of(2, 2, contract=1 - contract))
     dy, w, *rest = arrays
-    run = jax.jit(functools.partial(product_gradient.backward, **options))
+    run = jax.jit(functools.partial(product_gradient.kernel, spec, order=PALLAS))
     got = run(dy, w if contract else w.T, *rest)
     dy, w, z, *up = map(reference.wide, arrays)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):

@@ -67,9 +67,15 @@ def _dot_flops(eqn) -> int:
         ({"dim": 0}, "dim=0 must be an integer of at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
         ({"vocab_size": True}, "vocab_size=True must be an integer"),
+        ({"vocab_size": 2**31}, "vocab_size=2147483648 must be below 2**31"),
         ({"norm_eps": -1.0}, "norm_eps=-1.0 must be finite and not negative"),
         ({"norm_eps": math.nan}, "norm_eps=nan must be finite"),
+        ({"norm_eps": "1e-5"}, "norm_eps='1e-5' must be finite"),
         ({"rope_theta": math.inf}, "rope_theta=inf must be finite"),
+        ({"rope_theta": 1e39}, "rope_theta=1e+39 must be finite"),  # no float32 is
+        ({"rope_theta": 10**400}, "rope_theta=1000"),
+        ({"rope_scaling": {}}, "rope_scaling={} must be a RopeScaling or None"),
+        ({"qk_norm": 1}, "qk_norm=1 must be one of True, False"),
         ({"dtype": "fp8"}, "dtype='fp8' must be one of 'float32', 'bfloat16'"),
         ({"param_dtype": "int8"}, "param_dtype='int8' must be one of"),
         ({"remat": "full"}, "remat='full' must be one of 'none', 'block', 'dots'"),
@@ -88,8 +94,11 @@ def test_config_rejects(small, changes, message):
     ("changes", "message"),
     [
         ({"factor": 0.5}, "factor=0.5 must be at least 1"),
+        ({"factor": "8"}, "factor='8' must be at least 1"),
+        ({"factor": math.inf}, "factor=inf must be at least 1, and finite"),
+        ({"low_freq_factor": math.nan}, "(nan, 4.0) must be positive and ascending"),
         ({"low_freq_factor": 4.0}, "(4.0, 4.0) must be positive and ascending"),
-        ({"original_max_seq_len": 0}, "original_max_seq_len=0 must be at least 1"),
+        ({"original_max_seq_len": 0}, "original_max_seq_len=0 must be an integer of at least 1"),
     ],
 )
 def test_rope_scaling_rejects(changes, message):

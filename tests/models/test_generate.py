@@ -25,29 +25,44 @@ def params(model, noisy):
     return model.from_dict(noisy(model.config, np.random.default_rng(0)))
 
 
-def test_decoding_piece_by_piece_gives_the_logits_of_the_whole(model, params, rng, jit):
-    tokens = rng.integers(0, model.config.vocab_size, (2, 9), np.int32)
-    whole, decode = jit(model.apply)(params, tokens), jit(model.decode)
-    cache, pieces = Cache.empty(model.config, 2, 12), []
+# One of them fills the padding, and one is a single token.
+RAGGED = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7], [2, 7, 1]]
+
+
+@pytest.fixture(scope="module")
+def apply(model, jit):
+    """The whole model's logits; for `(4, 16)` tokens compiled once."""
+    return jit(model.apply)
+
+
+def test_decoding_piece_by_piece_gives_the_logits_of_the_whole(model, params, apply, rng, jit):
+    tokens = rng.integers(0, model.config.vocab_size, (4, 16), np.int32)
+    whole, decode = apply(params, tokens), jit(model.decode)
+    cache, pieces = Cache.empty(model.config, 4, 20), []
     for part in np.split(tokens, [5, 6, 7], axis=1):
         logits, cache = decode(params, part, cache)
         pieces.append(logits)
-    assert cache.length == 9
+    assert cache.length == 16
     error = np.abs(np.concatenate(pieces, axis=1) - whole).max()
     assert error < 50 * 2**-24 * np.abs(whole).max()  # other shapes, so other orders of summation
 
 
-def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params, jit):
-    got = generate(model, params, PROMPTS, 8, temperature=0)
-    apply = jit(model.apply)
-    padded = np.zeros((2, 13), np.int32)  # what comes after a position does not change its logits
-    padded[:, :5] = PROMPTS
-    for length in range(5, 13):
-        logits = apply(params, padded)[:, length - 1]
+@pytest.mark.parametrize("prompts", [PROMPTS, RAGGED, [[7]]], ids=["equal", "ragged", "one"])
+def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params, apply, prompts):
+    """Each row's is that of its prompt alone, whatever the lengths of the others."""
+    got = generate(model, params, prompts, 8, temperature=0)
+    padded = np.zeros((4, 16), np.int32)  # what comes after a position does not change its logits
+    for row, prompt in zip(padded, prompts):
+        row[: len(prompt)] = prompt
+    rows, lengths = np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts])
+    for at in lengths + np.arange(8)[:, None]:
+        logits = apply(params, padded)[rows, at - 1]
         runner_up, best = np.sort(logits, axis=-1)[:, -2:].T
         assert (best - runner_up > 1e-4).all()  # no tie that rounding could decide
-        padded[:, length] = np.argmax(logits, axis=-1)
-    np.testing.assert_array_equal(got, padded[:, 5:])
+        padded[rows, at] = np.argmax(logits, axis=-1)
+    expected = padded[rows[:, None], lengths[:, None] + np.arange(8)]
+    np.testing.assert_array_equal(got, expected)
+    assert len({tuple(row) for row in got.tolist()}) == len(prompts)
 
 
 def test_sequence_parallelism_decodes_single_tokens(model, params, eight_devices):
@@ -59,26 +74,15 @@ def test_sequence_parallelism_decodes_single_tokens(model, params, eight_devices
     np.testing.assert_array_equal(found, generate(model, params, PROMPTS, 8, temperature=0))
 
 
-def test_prompts_of_several_lengths_are_continued_as_each_alone(model, params):
-    """Greedy, in float32; beside one that fills the padding, and one of a single token."""
-    prompts = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9], [7], [2, 7, 1]]
-    got = generate(model, params, prompts, 8, temperature=0)
-    alone = [generate(model, params, [prompt], 8, temperature=0)[0] for prompt in prompts]
-    np.testing.assert_array_equal(got, alone)
-    assert len({tuple(row) for row in got.tolist()}) == len(prompts)
-
-
-def test_decoding_rows_of_several_lengths_gives_the_logits_of_each(model, params, rng, jit):
+def test_decoding_rows_of_several_lengths_gives_the_logits_of_each(model, params, apply, rng, jit):
     """Logits, not only what is likeliest: positions and masks of every row are its own."""
-    tokens = rng.integers(0, model.config.vocab_size, (2, 9), np.int32)
-    whole, decode = jit(model.apply)(params, tokens), jit(model.decode)
-    _, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 2, 12))
-    lengths = np.array(
-        [3, 6]
-    )  # beyond its third, the first row's cache holds what must not be seen
+    tokens = rng.integers(0, model.config.vocab_size, (4, 16), np.int32)
+    whole, decode = apply(params, tokens), jit(model.decode)
+    _, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 4, 12))
+    lengths = np.array([3, 6, 1, 5])  # beyond them, the cache holds what must not be seen
     rows = np.stack([row[length:][:3] for row, length in zip(tokens, lengths)])
     logits, cache = decode(params, rows, cache._replace(length=lengths))
-    np.testing.assert_array_equal(cache.length, [6, 9])
+    np.testing.assert_array_equal(cache.length, lengths + 3)
     expected = np.stack([row[length:][:3] for row, length in zip(whole, lengths)])
     # other shapes, so other orders of summation
     assert np.abs(logits - expected).max() < 50 * 2**-24 * np.abs(whole).max()

@@ -1,4 +1,4 @@
-"""Parts of a batch side by side: each by itself in value, half a layer apart in order."""
+"""Interleaved parts of a batch: the values of each by itself, in an order half a layer apart."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from normfuse import rms_norm
 from normfuse.models.config import PRESETS
 from normfuse.models.functional import build
 from normfuse.models.side_by_side import pause, side_by_side
-from normfuse.train.gradients import mean_loss
+from normfuse.train.step import mean_loss
 
 
 def layers(w, x):
@@ -32,7 +32,7 @@ def weights():
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_results_and_gradients_are_those_of_each_part(weights, count):
+def test_results_and_gradients_are_those_of_each_part(weights, count, jit):
     parts = list(jax.random.normal(jax.random.key(1), (count, 4, 16)))
 
     def loss(run):
@@ -40,7 +40,7 @@ def test_results_and_gradients_are_those_of_each_part(weights, count):
             results = run(lambda x: layers(w, x), parts)
             return sum((i + 1) * r["mean"] + jnp.sum(r["first"]) for i, r in enumerate(results))
 
-        return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+        return jit(jax.value_and_grad(total, argnums=(0, 1)))
 
     found = loss(side_by_side)(weights, parts)
     expected = loss(lambda f, parts: [f(x) for x in parts])(weights, parts)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -177,22 +176,6 @@ def interrupted(train, monkeypatch, options):
         return out
 
     return run
-
-
-@pytest.fixture
-def wait_for_steps():
-    """Returns when a run's metrics.jsonl holds so many steps; its processes must be running."""
-
-    def wait(run: Path, count: int, *processes: subprocess.Popen, seconds: float = 240):
-        deadline = time.monotonic() + seconds
-        metrics = run / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"loss"') < count:
-            assert time.monotonic() < deadline, "the run takes no steps"
-            for process in processes:
-                assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-
-    return wait
 
 
 @pytest.fixture

@@ -198,11 +198,9 @@ def test_implementation_that_cannot_serve_is_usage(train, nothing_compiled, monk
 
 
 def test_binary_text_is_learned_and_said(train, tmp_path, monkeypatch):
-    from normfuse.train.introduction import introduce
     from normfuse.train.run import Run
 
-    say = lambda run, stack: introduce(run.config, run.text, run.mesh, run.display)
-    monkeypatch.setattr(Run, "go", say)
+    monkeypatch.setattr(Run, "go", lambda run, stack: run.introduce())
     path = tmp_path / "binary"
     path.write_bytes(bytes(range(256)) * 20)
     code, out, _ = train(**{"data.path": path})
@@ -224,4 +222,4 @@ def test_processes_that_do_not_meet_are_named(tmp_path):
 def test_checkpoint_folder_of_something_else_is_no_run(train, tmp_path):
     (tmp_path / "run" / "checkpoints" / "5").mkdir(parents=True)
     code, _, error = train()
-    assert code == 1 and "holds no checkpoint that is whole" in error
+    assert code == 1 and "holds no undamaged checkpoint" in error

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from train_state import RECORD, abstract, equal, make_state, restore
 
+from normfuse.train import RunError, UsageError
 from normfuse.train.checkpoint import Checkpoints
-from normfuse.train.errors import RunError, UsageError
 
 
 def test_restores_the_newest_exactly(copy):
@@ -23,7 +23,7 @@ def test_restores_the_newest_exactly(copy):
 
 
 def test_nothing_saved_is_an_error(tmp_path):
-    with pytest.raises(RunError, match="holds no checkpoint"):
+    with pytest.raises(RunError, match="holds no undamaged checkpoint"):
         Checkpoints(tmp_path / "checkpoints", report=print).restore(abstract())
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from train_state import RECORD, abstract, equal, make_state, restore
 
+from normfuse.train import RunError
 from normfuse.train.checkpoint import Checkpoints
-from normfuse.train.errors import RunError
 
 
 def _flip(path: Path, at: float = 0.5):
@@ -41,7 +41,7 @@ def test_damage_to_any_file_is_harmless_or_costs_one_checkpoint(copy, tmp_path, 
         if record["step"] == 1:
             fell_back += 1
             assert len(said) == 2 and all("\n" not in line for line in said), name
-            assert said[0].startswith("checkpoint of step 2 is damaged, not used: "), name
+            assert said[0].startswith("checkpoint of step 2 is damaged and not used: "), name
     assert fell_back >= 5  # the arrays of both items, their indices, and the record
 
 
@@ -70,7 +70,7 @@ def test_altered_record_is_damage(copy):
     assert "beef" in json.loads(path.read_text())["text"]["sha256"]
     _, record, said = restore(copy)
     assert record["step"] == 1
-    assert "its record is not what was written" in said[0]
+    assert "its record does not have the checksum" in said[0]
 
 
 def test_all_damaged_is_an_error_with_the_steps(copy):
@@ -89,4 +89,4 @@ def test_incomplete_newest_is_said_and_left_aside(copy):
         shutil.rmtree(copy / "2" / item)
     _, record, said = restore(copy)
     assert record["step"] == 1
-    assert said[0].startswith("checkpoint of step 2 is damaged, not used: ")
+    assert said[0].startswith("checkpoint of step 2 is damaged and not used: ")

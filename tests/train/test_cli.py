@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from normfuse.train.cli import main
-from normfuse.train.invocation import again
+from normfuse.train.display import shell_command
 
 
 def test_help_names_every_command(capsys):
@@ -15,7 +15,7 @@ def test_help_names_every_command(capsys):
         assert main(argv) == 0
         out = capsys.readouterr().out
         for command in ("train", "generate", "report", "info", "cache"):
-            assert f"\n  {command} " in out
+            assert f" {command} " in out
 
 
 def test_version(capsys):
@@ -35,12 +35,12 @@ def test_commands_to_copy_are_called_as_this_one(monkeypatch, tmp_path):
     program.touch(mode=0o755)
     monkeypatch.setattr(sys, "argv", [str(program), "train"])
     monkeypatch.setenv("PATH", str(program.parent))
-    assert again("generate") == "normfuse generate"
+    assert shell_command("generate") == "normfuse generate"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert again("generate") == f"{program} generate"
+    assert shell_command("generate") == f"{program} generate"
     monkeypatch.setattr(sys, "argv", ["normfuse/train/__main__.py"])
-    assert again("train") == f"{sys.executable} -m normfuse.train"
-    assert again("generate") == f"{sys.executable} -m normfuse.train.cli generate"
+    assert shell_command("train") == f"{sys.executable} -m normfuse.train"
+    assert shell_command("generate") == f"{sys.executable} -m normfuse.train.cli generate"
 
 
 def test_unknown_command_suggests_the_nearest(capsys):
@@ -63,6 +63,38 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+# What the extras install, but for what JAX itself needs.
+_EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tensorboardX tokenizers yaml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["info"], 0, "normfuse "),
+        (["cache"], 0, "kernel cache: "),
+        (["train", "--help"], 0, "--steps"),
+        (["generate", "--help"], 0, "--prompt"),
+        (["train"], 2, "pip install 'normfuse[train]'"),
+        (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
+        (["generate", "run"], 2, "pip install 'normfuse[train]'"),
+        (["report", "run"], 2, "pip install 'normfuse[train]'"),
+    ],
+    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else None,
+)
+def test_commands_without_the_extras(argv, code, said):
+    """`info` and `cache` need none; the others name the one they need, in one line."""
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({_EXTRAS.split()!r}))
+from normfuse.train.cli import main
+sys.exit(main({argv!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in (done.stderr if code else done.stdout)
+    assert not code or done.stderr.count("\n") == 1
 
 
 def test_reader_that_leaves_early_is_no_error():

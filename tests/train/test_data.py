@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from normfuse.train.batches import Windows, batches
-from normfuse.train.data import load
-from normfuse.train.errors import UsageError
-from normfuse.train.references import references
+from normfuse.train import UsageError
+from normfuse.train.data import Windows, batches, load, reference_bits_per_byte
 
 
 @pytest.fixture
@@ -98,7 +96,7 @@ def test_every_pass_reads_every_window_once_in_its_own_order():
 def test_references_match_their_definitions(numbers, rng):
     numbers.write_bytes(bytes(rng.integers(97, 101, 40_000).tolist()))
     text = load(str(numbers), seq_len=8, vocab_size=256)
-    found = references(text)
+    found = reference_bits_per_byte(text)
     counts = {t: 1 + int((text.train == t).sum()) for t in range(256)}
     total = sum(counts.values())
     unigram = -np.mean([np.log2(counts[t] / total) for t in text.held_out.tolist()])

@@ -7,8 +7,9 @@ import sys
 
 import jax.numpy as jnp
 
+from normfuse.train import shutdown
 from normfuse.train.loop import Loop
-from normfuse.train.watchdog import Watchdog
+from normfuse.train.shutdown import Watchdog
 
 
 def test_out_of_memory_says_what_was_needed_and_what_helps(train, monkeypatch):
@@ -35,7 +36,6 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("error: the checkpoint of step 2 could not be written to")
@@ -43,36 +43,55 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
     assert "validation" not in done.stdout and "step  200/4000" not in done.stdout
 
 
-def _hang(program: str, tmp_path) -> subprocess.CompletedProcess:
+def _hang(program: str, grace: int, tmp_path) -> subprocess.CompletedProcess:
     program = f"""
-import ctypes
-from normfuse.train import watchdog
-watchdog._GRACE = 1
-with watchdog.Watchdog(2, __import__("pathlib").Path("stacks.txt")) as dog:
-    for i in range(3):
-        dog.beat(f"taking step {{i}}")
-        __import__("time").sleep(0.8)  # 2.4 s in all: only the beats keep it alive
-    def stuck():
+import ctypes, pathlib, time
+from normfuse.train import shutdown
+shutdown._GRACE = {grace}
+dog = shutdown.Watchdog(1, pathlib.Path("stacks.txt"))
+def stuck():
+    dog._doing = "taking step 2"
+    with dog:
         {program}
-    stuck()
+stuck()
 """
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
 
 
 def test_hung_run_is_ended_with_its_stacks(tmp_path):
-    done = _hang("import time; time.sleep(50)", tmp_path)
+    done = _hang("time.sleep(10_000)", 10_000, tmp_path)
     assert done.returncode == 1
-    assert "error: no progress for --watchdog 2 s while taking step 2" in done.stderr
+    assert "error: no progress for --watchdog 1 s while taking step 2" in done.stderr
     for stacks in (done.stderr, (tmp_path / "stacks.txt").read_text()):
         assert "in stuck" in stacks
 
 
 def test_hang_that_holds_the_interpreter_is_ended_too(tmp_path):
-    done = _hang("ctypes.PyDLL(None).sleep(50)", tmp_path)
+    done = _hang("ctypes.PyDLL(None).sleep(10_000)", 1, tmp_path)
     assert done.returncode == 1
     assert "Timeout" in done.stderr and "in stuck" in done.stderr
+
+
+def test_beats_keep_a_run_alive(monkeypatch, tmp_path):
+    """By a clock of the test's own: each wait ends where it should, after one or no beat."""
+    clock, beats, ended = [0.0], ["taking step 1", "taking step 2"], []
+    monkeypatch.setattr(shutdown.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(shutdown.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    dog = shutdown.Watchdog(10, tmp_path / "stacks.txt")
+
+    def wait(seconds):
+        clock[0] += seconds / 2
+        if beats:
+            dog.beat(beats.pop(0))
+        clock[0] += seconds / 2
+        return bool(ended)
+
+    monkeypatch.setattr(dog._ended, "wait", wait)
+    monkeypatch.setattr(dog, "_end", lambda: ended.append((clock[0], dog._doing)))
+    dog._watch()
+    # Waits end at 10, 15 and 17.5 with beats at 5 and 12.5 between: the last is due at 22.5.
+    assert ended == [(22.5, "taking step 2")]
 
 
 def test_run_tells_the_watchdog_of_all_it_does(options, train, monkeypatch):

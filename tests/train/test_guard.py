@@ -46,7 +46,7 @@ def test_bad_steps_may_be_left_out(unlucky, train, tmp_path, lines):
     assert (code, err) == (0, "")
     left_out = [x for x in lines(tmp_path / "run") if x.get("skipped")]
     assert 1 <= len(left_out) <= 5
-    assert out.count("update left out") == len(left_out)
+    assert out.count("update skipped") == len(left_out)
     assert all(x["grad_norm"] is None and x["loss"] > 0 for x in left_out)
 
 

@@ -9,15 +9,12 @@ import pytest
 from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
-from normfuse.train import compilation
-from normfuse.train.config import OptimConfig
+from normfuse.train.config import OptimConfig, preset_config
 from normfuse.train.loop import Loop
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.recipes import recipe
-from normfuse.train.step import Metrics, Program
+from normfuse.train.step import Metrics, Program, make_optimizer, schedule
 
 
-class _Reporter:
+class _Logger:
     """Reads metrics, as the real one does."""
 
     display = None
@@ -45,7 +42,7 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         happened.append(("started", batch))
         return state, Metrics(*[_Metric(batch, happened)] * 5)
 
-    config = recipe("tiny")
+    config = preset_config("tiny")
     config = type(config)(**{**vars(config), "steps": 6})
     loop = Loop(
         config=config,
@@ -53,7 +50,7 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         batches=iter(range(1, 7)),
         evaluate=lambda *_: None,
         save=lambda state, done: None,
-        reporter=_Reporter(),
+        logger=_Logger(),
         stopping=lambda: False,
     )
     assert loop.run("state", 0) == ("state", 6)
@@ -100,17 +97,3 @@ def test_compiled_step_updates_its_state_in_place(shape):
     assert len(arrays) == len([x for x in leaves if x.ndim])
     copied = set(re.findall(r" copy(?:-start)?\([^%)]*%([\w.]+)\)", entry))
     assert not arrays & copied
-
-
-def test_programs_are_kept_without_being_asked(tmp_path, monkeypatch):
-    before = jax.config.jax_compilation_cache_dir
-    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        compilation.keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
-        jax.config.update("jax_compilation_cache_dir", "elsewhere")
-        compilation.keep_compiled_programs()
-        assert jax.config.jax_compilation_cache_dir == "elsewhere"  # the user's own choice stays
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)

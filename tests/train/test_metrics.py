@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from normfuse.train import metrics
-from normfuse.train.display import Pace, Shown, duration, short
-from normfuse.train.errors import RunError
-from normfuse.train.metrics import MetricsLog
-from normfuse.train.peak import peak_flops
+from normfuse.train import RunError, metrics
+from normfuse.train.display import StepFigures, duration, short
+from normfuse.train.metrics import MetricsLog, Throughput, peak_flops
 
 
 def _step(step: int, loss: float = 1.0) -> dict:
@@ -88,10 +86,10 @@ def test_float32_loss_survives_the_file_exactly(tmp_path):
 
 
 def test_figures_are_written_for_people():
-    shown = Shown(
+    shown = StepFigures(
         step=3, loss=1.3862944, bits_per_byte=2.0, tokens_per_s=12_345, mfu=0.4218, eta_s=3725
     )
-    assert shown.fields() == [
+    assert shown.texts() == [
         "loss 1.3863",
         "2.000 bits/byte",
         "12.3k tokens/s",
@@ -102,11 +100,12 @@ def test_figures_are_written_for_people():
     assert [duration(x) for x in (0, 61, 3600, float("inf"))] == ["0:00", "1:01", "1:00:00", "-:--"]
 
 
-def test_pace_is_the_mean_of_the_first_steps():
-    pace = Pace(tokens_per_step=100)
-    assert pace.add(4.0) == 25
-    assert pace.add(2.0) == 100 / 3
-    assert pace.eta(10) == 30
+def test_throughput_is_that_of_the_last_ten_steps():
+    throughput = Throughput(tokens_per_step=100)
+    assert throughput.add(4.0) == 25
+    assert throughput.add(2.0) == 100 / 3
+    assert throughput.step_time_s == 3
+    assert [throughput.add(0.5) for _ in range(10)][-1] == 200  # the slow first steps have left
 
 
 def test_peaks_are_found_by_device_kind():

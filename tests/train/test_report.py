@@ -11,9 +11,8 @@ import pytest
 
 from normfuse.train import plot
 from normfuse.train.cli import main
-from normfuse.train.history import History, read
-from normfuse.train.outdir import OutDir
 from normfuse.train.profiling import _gaps, by_kind, table
+from normfuse.train.run_dir import RunDir, RunResults
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -59,7 +58,7 @@ def test_page_holds_the_table_and_every_picture(finished, profiled, tmp_path, ca
         picture = base64.b64decode(image["src"].split(",")[1])
         assert picture.startswith(PNG)
         assert picture == (tmp_path / "pictures" / f"{name}.png").read_bytes()
-    last = [x for x in read(OutDir(profiled), "").validations()][-1]
+    last = [x for x in RunDir(profiled).results("").validations()][-1]
     assert {str(profiled), f"{last['val_bits_per_byte']:.3f}", "6"} <= set(page.words)
 
 
@@ -83,8 +82,8 @@ def drawn(monkeypatch):
 
 
 def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, drawn):
-    run = read(OutDir(finished[0]), "whole")
-    pairs = History("pairs", run.lines, tokens_per_byte=0.25)
+    run = RunDir(finished[0]).results("whole")
+    pairs = RunResults("pairs", run.lines, tokens_per_byte=0.25)
     plot.plot_loss(tmp_path / "loss.png", [run, pairs])
     axes = drawn()
     curves = {line.get_label(): line for line in axes.get_lines()}
@@ -99,7 +98,7 @@ def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, 
 
 
 def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_path, drawn):
-    run = read(OutDir(profiled), "run")
+    run = RunDir(profiled).results("run")
     plot.plot_throughput(tmp_path / "speed.png", [run])
     speeds = [x["tokens_per_s"] for x in run.steps()]
     assert list(drawn().get_lines()[0].get_ydata()) == speeds
@@ -111,9 +110,9 @@ def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_pat
 
 def test_runs_of_any_length_are_smoothed_alike(finished, tmp_path, drawn):
     """Compared are means over as many steps: here, over 3 of a run whose longest has 100."""
-    run = read(OutDir(finished[0]), "short")
+    run = RunDir(finished[0]).results("short")
     steps = [line | {"step": i, "loss": 1.0} for i, line in enumerate([run.lines[0]] * 100, 1)]
-    plot.plot_loss(tmp_path / "loss.png", [run, History("long", steps)])
+    plot.plot_loss(tmp_path / "loss.png", [run, RunResults("long", steps)])
     curve = next(x for x in drawn().get_lines() if x.get_label() == "short: training")
     bits = np.array([x["loss"] for x in run.steps()]) / np.log(2)
     np.testing.assert_allclose(curve.get_ydata()[1], bits[:3].mean(), rtol=1e-6)

@@ -1,14 +1,14 @@
 """Runs that go on: bit for bit where they were, on other meshes too, and no other run's."""
 
-import os
 import random
 import re
 import shlex
 import shutil
-import time
+import signal
 
 import numpy as np
 import pytest
+import signalled
 
 from normfuse.train.cli import main
 
@@ -87,48 +87,46 @@ def test_damaged_newest_checkpoint_costs_only_the_steps_since(
         path.write_bytes(content)
     code, out, err = train(**options)
     assert (code, err) == (0, "")
-    assert re.search(r"^checkpoint of step 6 is damaged, not used: .+$", out, re.M)
+    assert re.search(r"^checkpoint of step 6 is damaged and not used: .+$", out, re.M)
     assert "continuing after step 4" in out
     assert losses(run) == losses(finished[0])
 
 
 def test_checkpoint_of_another_format_is_named(finished, train, tmp_path, options, monkeypatch):
-    from normfuse.train import resume
+    from normfuse.train import checks
 
-    monkeypatch.setattr(resume, "_FORMAT", 99)
+    monkeypatch.setattr(checks, "_FORMAT", 99)
     code, _, err = train(out_dir=finished[0], **options)
     assert code == 2 and "of format 2" in err and "99" in err
 
 
-def _kill(process, run, rng):
-    """Ends a run with SIGKILL: at a random step and moment, or while a save is not finished."""
-    if rng.random() < 0.5:
-        time.sleep(rng.random() * 0.1)
-    else:
-        deadline = time.monotonic() + 20
-        saving = lambda: any("tmp" in name for name in os.listdir(run / "checkpoints"))
-        while process.poll() is None and time.monotonic() < deadline and not saving():
-            time.sleep(0.0005)
-    process.kill()
-    process.wait()
+def _random_kills(count: int) -> list[str]:
+    """Ends without notice: as a step or a validation begins, during a save, and a little later."""
+    rng = random.Random(count)
+    kills = []
+    for _ in range(count):
+        phase, call = rng.choice(("stepping", "saved", "evaluating")), rng.randrange(1, 9)
+        kills.append(f"{phase}@{call}=SIGKILL{rng.choice(('', f' {rng.random() / 10:.3f}'))}")
+    return kills
 
 
 @pytest.mark.parametrize(
-    ("kills", "seed"), [(3, 0), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["3", "20"]
+    "kills",
+    [
+        ("stepping@8=SIGKILL", "saved@2=SIGKILL"),
+        pytest.param(_random_kills(20), marks=pytest.mark.slow),
+    ],
+    ids=len,
 )
-def test_killed_at_any_moment_it_resumes_bit_for_bit(
-    spawn, wait_for_steps, tmp_path, losses, lines, kills, seed
-):
-    options = {"steps": 30 * kills, "checkpoint.every": 3, "eval.every": 7, "eval.tokens": 64}
-    rng, run = random.Random(seed), tmp_path / "run"
-    whole = spawn(out_dir=tmp_path / "unbroken", **options)
-    assert whole.wait() == 0, whole.communicate()
-    known = 0
-    for _ in range(kills):
-        process = spawn(**options)
-        wait_for_steps(run, known + rng.randrange(1, 12), process)
-        _kill(process, run, rng)
-        known = len(losses(run))  # and no step stands twice at any time
+def test_killed_at_any_moment_it_resumes_bit_for_bit(spawn, tmp_path, losses, lines, kills):
+    steps = 10 * len(kills)
+    options = {"steps": steps, "checkpoint.every": 3, "eval.every": 7, "eval.tokens": 64}
+    run, unbroken = tmp_path / "run", spawn(out_dir=tmp_path / "unbroken", **options)
+    assert unbroken.wait() == 0, unbroken.communicate()
+    for kill in kills:
+        process = spawn(program=(signalled.__file__, kill), **options)
+        assert process.wait() == -signal.SIGKILL or len(losses(run)) == steps
+        losses(run)  # no step stands twice at any time
     process = spawn(**options)
     out, err = process.communicate()
     assert process.returncode == 0, err

@@ -10,12 +10,9 @@ import pytest
 from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
-from normfuse.train.batches import on_devices
 from normfuse.train.config import OptimConfig
-from normfuse.train.gradients import loss_and_gradient, token_losses
-from normfuse.train.mesh import batch_sharding
-from normfuse.train.optimizer import make_optimizer, schedule
-from normfuse.train.step import Program
+from normfuse.train.mesh import batch_sharding, on_devices
+from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule, token_losses
 
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
 

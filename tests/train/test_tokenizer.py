@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from normfuse.train import UsageError
 from normfuse.train.cli import main
 from normfuse.train.data import load
-from normfuse.train.errors import UsageError
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
 
@@ -96,7 +96,7 @@ def test_held_out_text_is_the_same_bytes_whatever_the_tokens(tmp_path):
         ("bpe:256", ["bpe:256", "at least 257"]),
         ("bpe", ["--data.tokenizer bpe", "tokenizer.json"]),
         ("/nonexistent.json", ["/nonexistent.json", "cannot be read"]),
-        ("broken", ["broken", "is no tokenizer.json"]),
+        ("broken", ["broken", "is not a valid tokenizer.json"]),
         ("bpe:300", ["bpe:300 has 2", "but --model.vocab-size is 256", "size 384"]),
     ],
 )

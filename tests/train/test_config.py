@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from normfuse.train.errors import UsageError
-from normfuse.train.recipes import recipe
-from normfuse.train.settings import dump, parse
+from normfuse.train import UsageError
+from normfuse.train.cli import parse
+from normfuse.train.config import dump, preset_config
 
 
 @pytest.fixture
@@ -20,26 +20,26 @@ def yaml_file(tmp_path):
 
 
 def test_without_arguments_it_is_the_tiny_recipe():
-    assert parse([]) == recipe("tiny")
+    assert parse(["train"]) == preset_config("tiny")
 
 
 def test_preset_gives_the_defaults_of_its_size():
-    config = parse(["--preset", "small", "--steps", "7"])
-    assert config == dataclasses.replace(recipe("small"), steps=7)
+    config = parse(["train", "--preset", "small", "--steps", "7"])
+    assert config == dataclasses.replace(preset_config("small"), steps=7)
     assert config.model.dim == 768
 
 
 def test_flags_override_the_file_and_the_file_the_preset(yaml_file):
     path = yaml_file("preset: small\nsteps: 11\noptim:\n  lr: 1e-4\nmesh.fsdp: 2\nbatch-size: 4\n")
-    config = parse(["--config", str(path), "--steps", "12"])
+    config = parse(["train", "--config", str(path), "--steps", "12"])
     assert (config.preset, config.steps, config.optim.lr) == ("small", 12, 1e-4)
     assert (config.mesh.fsdp, config.batch_size, config.model.num_layers) == (2, 4, 12)
-    assert parse(["--config", str(path), "--preset", "tiny"]).model.num_layers == 3
+    assert parse(["train", "--config", str(path), "--preset", "tiny"]).model.num_layers == 3
 
 
 def test_dump_reads_back_the_same(yaml_file):
-    config = parse(["--preset", "1b", "--optim.lr", "3e-5", "--out-dir", "somewhere"])
-    again = parse(["--config", str(yaml_file(dump(config)))])
+    config = parse(["train", "--preset", "1b", "--optim.lr", "3e-5", "--out-dir", "somewhere"])
+    again = parse(["train", "--config", str(yaml_file(dump(config)))])
     assert dataclasses.replace(again, config=None) == config
 
 
@@ -67,7 +67,7 @@ def test_dump_reads_back_the_same(yaml_file):
 def test_yaml_mistakes_name_path_and_line(yaml_file, content, line, parts):
     path = yaml_file(content)
     with pytest.raises(UsageError) as caught:
-        parse(["--config", str(path)])
+        parse(["train", "--config", str(path)])
     message = str(caught.value)
     assert message.startswith(f"{path}:{line}: ")
     for part in parts:
@@ -77,14 +77,14 @@ def test_yaml_mistakes_name_path_and_line(yaml_file, content, line, parts):
 @pytest.mark.parametrize("content", ["- 1\n", "just text\n", "a: [1\n"])
 def test_files_that_are_no_settings_are_refused(yaml_file, content):
     with pytest.raises(UsageError, match="run.yaml"):
-        parse(["--config", str(yaml_file(content))])
+        parse(["train", "--config", str(yaml_file(content))])
 
 
 def test_empty_file_changes_nothing(yaml_file):
-    config = parse(["--config", str(yaml_file("# nothing\n"))])
-    assert dataclasses.replace(config, config=None) == recipe("tiny")
+    config = parse(["train", "--config", str(yaml_file("# nothing\n"))])
+    assert dataclasses.replace(config, config=None) == preset_config("tiny")
 
 
 def test_missing_file_is_named(tmp_path):
     with pytest.raises(UsageError, match="nowhere.yaml"):
-        parse(["--config", str(tmp_path / "nowhere.yaml")])
+        parse(["train", "--config", str(tmp_path / "nowhere.yaml")])

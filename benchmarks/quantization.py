@@ -1,0 +1,475 @@
+"""Device times of the FP8 quantizing kernels: other layouts, and XLA's best for the same.
+
+    python benchmarks/quantization.py                    # both parts, about a minute
+    python benchmarks/quantization.py --part layouts     # through the CUDA driver, without XLA
+    python benchmarks/quantization.py --part xla         # as a jitted program, CUPTI's times
+
+A fraction is the time in which the driver's own copy would move the same bytes over the time taken.
+`cast` reads a matrix and writes codes in both layouts; `amax` reads it; `quantize` does both, so
+reads it twice, and its bytes are counted twice. Every line of the tables is a JSON line too, for
+other programs to read (`--json FILE`).
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+import unittest.mock
+
+ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
+KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
+MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
+REGISTERS = 65536  # of a multiprocessor
+
+
+def layouts() -> list:
+    """Candidates for fp8_tile.cuh; registers for each thread say how many blocks fit."""
+    from normfuse.layers.quantization.kernels import CastLayout
+
+    found = []
+    shapes = [(16, 8), (8, 16), (8, 8), (32, 8), (16, 16), (8, 32)]
+    for (width, height), batch, registers in itertools.product(shapes, (4, 8, 16), (64, 80, 128)):
+        if (batch == 16) == (registers == 128) or batch == 8:
+            blocks = REGISTERS // (width * height * registers)
+            found.append(CastLayout(width, height, batch, max(1, blocks)))
+    return found
+
+
+def gated_layouts(gradient: bool) -> list:
+    """Candidates for the kernels that read two or three arrays."""
+    from normfuse.layers.quantization.kernels import CastLayout
+
+    found = []
+    for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4)):
+        for registers in (128, 168) if gradient else (80, 96, 128):
+            blocks = REGISTERS // (width * height * registers)
+            found.append(CastLayout(width, height, batch, max(1, blocks)))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One matrix to be cast, or the two of a gated activation."""
+
+    rows: int
+    columns: int
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    def launches(self, target, call: str, **chosen) -> list[dict]:
+        """What a function of `quantization.kernels`, or `gated`, launches, with layouts given."""
+        import jax
+        import jax.numpy as jnp
+
+        from normfuse.layers.dense.epilogue import SCALARS
+        from normfuse.layers.quantization import gated, kernels
+
+        found = []
+
+        def launch(source, kernel, operands, results, **sizes):
+            sizes |= {"source": source, "kernel": kernel}
+            found.append(sizes | {"operands": list(operands), "results": list(results)})
+            return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+        small = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        x = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
+        flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
+        silu = {"function": SCALARS["silu"]}
+        run, operands, flags = {
+            "amax": (kernels.cuda_maxima, [x], {}),
+            "cast": (kernels.cuda_cast, [x, small(1)], flags),
+            "quantize": (kernels.cuda_quantize, [x], flags),
+            "gated amax": (gated.cuda_amax, [x, x, small(2)], silu),
+            "gated": (gated.cuda_forward, [x, x, small(2), small(1, 1)], flags | silu),
+            "gated gradient": (
+                gated.cuda_gradient,
+                [x, x, x, small(3), small(2, 1)],
+                flags | silu,
+            ),
+        }[call]
+        with contextlib.ExitStack() as stack:
+            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
+            replace(kernels, "launch", launch)
+            replace(gated, "launch", launch)
+            for name, layout in chosen.items():
+                module = gated if name == "layout" else kernels
+                replace(module, name, lambda *_, _layout=layout, **__: _layout)
+            jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
+        return found
+
+    def bytes(self, call: str) -> int:
+        """That a kernel must move."""
+        of = {"amax": (1, 0), "cast": (1, 1), "quantize": (2, 1), "gated amax": (2, 0)}
+        read, written = (of | {"gated": (2, 1), "gated gradient": (3, 2)})[call]
+        return self.elements * (read * self.itemsize + 2 * written)
+
+
+def compile_one(job: tuple) -> tuple[tuple, bytes | str]:
+    """(job, image), or what the compiler says."""
+    from normfuse.native import compiler
+
+    source, macros, arch = job
+    source = compiler.kernel_source(source) if isinstance(source, str) else source
+    try:
+        return job, compiler.compile_image(source, dict(macros), arch).data
+    except Exception as error:
+        return job, str(error)[-300:]
+
+
+def job_of(launch: dict, target) -> tuple:
+    return launch["source"], tuple(sorted(launch["macros"].items())), target.arch
+
+
+class Device:
+    """Arrays on the device, and the times of launches on them."""
+
+    def __init__(self, gpu, work: Work):
+        import numpy as np
+        from device_time import sets_for
+
+        self.gpu = gpu
+        self.count = min(12, sets_for(work.elements * (work.itemsize + 2)))
+        bits = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
+        if work.itemsize == 2:
+            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
+        self.fill, self.large = bits, {}
+        self.small = gpu.array(1 << 16, np.full(1 << 14, 4, np.float32))  # maxima, scales, bounds
+        self.sink = gpu.array(1 << 16)  # small results
+
+    def free(self) -> None:
+        for pointer in [*self.large.values(), self.small, self.sink]:
+            self.gpu("cuMemFree", pointer)
+
+    def pointer(self, turn: int, index: int, array, is_result: bool) -> int:
+        size = array.size * array.dtype.itemsize
+        if size <= 1 << 16:
+            return self.sink if is_result else self.small
+        key = turn, index, is_result
+        if key not in self.large:
+            self.large[key] = to = self.gpu.array(size)
+            for offset in range(0, 0 if is_result else size, self.fill.nbytes):
+                count = min(self.fill.nbytes, size - offset)
+                self.gpu("cuMemcpyHtoD", to + offset, self.fill.ctypes.data, count)
+        return self.large[key]
+
+    def microseconds(self, launches: list[dict], images: list[bytes]) -> float:
+        from cuda_launches import launch_config
+
+        calls, libraries = [], []
+        for launch, image in zip(launches, images, strict=True):
+            shared = launch.get("shared", 0)
+            library, function = self.gpu.function(image, launch["kernel"], shared)
+            libraries.append(library)
+            grid, block, stream = launch["grid"], launch["block"], self.gpu.stream
+            config = launch_config(self.gpu.cu, grid, block, 1, shared, stream)
+            turns = [self._parameters(launch, turn) for turn in range(self.count)]
+            calls.append((config, function, turns))
+
+        def run(turn: int) -> None:
+            for config, function, turns in calls:
+                self.gpu("cuLaunchKernelEx", config, function, turns[turn % self.count], 0)
+
+        us = self.gpu.microseconds(run, max(10, self.count))
+        for library in libraries:
+            self.gpu("cuLibraryUnload", library)
+        return us
+
+    def _parameters(self, launch: dict, turn: int) -> tuple[tuple, tuple]:
+        pointers = [self.pointer(turn, i, a, False) for i, a in enumerate(launch["operands"])]
+        pointers += [self.pointer(turn, i, r, True) for i, r in enumerate(launch["results"])]
+        ints = [int(n) for n in launch["ints"]]
+        types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
+        return (*pointers, *ints), tuple(types)
+
+
+def short(layout) -> str:
+    if hasattr(layout, "unroll"):
+        return f"{layout.blocks_each} blocks each, unroll {layout.unroll}"
+    text = f"{layout.width}x{layout.height} batch {layout.batch} blocks {layout.min_blocks}"
+    return f"{text} group {layout.group}{' backwards' if layout.backwards else ''}"
+
+
+def sweep(seconds: float) -> None:
+    """Times the layouts of all kernels, for as long as there is time."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
+    from cuda_launches import Gpu, copy_rate
+
+    from normfuse.layers.quantization.kernels import AmaxLayout
+
+    began = time.perf_counter()
+    gpu = Gpu()
+    target, rate = gpu.target(), copy_rate(gpu)
+    emit(part="layouts", device=target.name, copy_tb_s=round(rate / 1e6, 3))
+    works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
+    works += [Work(r, w, "float32") for r, w in KERNELS]
+    works.sort(key=lambda work: work.rows * work.columns not in MAIN)  # the main ones first
+    casts = {"cast_layout": layouts()}
+    maxima = {"amax_layout": [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]}
+    searched = {
+        "cast": casts,
+        "amax": maxima,
+        "gated": {"layout": gated_layouts(False)},
+        "gated gradient": {"layout": gated_layouts(True)},
+    }
+    images: dict = {}
+    jobs = set()
+    for work, (call, options) in itertools.product((works[0], works[-1]), searched.items()):
+        if work.itemsize == 4 and call.startswith("gated"):
+            continue
+        for name, candidates in options.items():  # what is compiled does not depend on the shape
+            for layout in candidates:
+                jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
+    with concurrent.futures.ProcessPoolExecutor(
+        os.cpu_count(), multiprocessing.get_context("spawn")
+    ) as pool:
+        images.update(pool.map(compile_one, jobs))
+    emit(part="layouts", compiled=len(images), seconds=round(time.perf_counter() - began, 1))
+
+    def timed(device, work, call, **chosen) -> float | None:
+        try:
+            launches = work.launches(target, call, **chosen)
+            jobs = [job_of(launch, target) for launch in launches]
+            images.update(compile_one(job) for job in jobs if job not in images)
+            found = [images[job] for job in jobs]
+            failed = [image for image in found if isinstance(image, str)]
+            if failed:
+                raise RuntimeError(failed[0])
+            return device.microseconds(launches, found)
+        except Exception as error:
+            emit(part="layouts", call=call, error=repr(error)[:300])
+            return None
+
+    for work in works:
+        line = {"part": "layouts", "rows": work.rows, "columns": work.columns, "x": work.dtype}
+        try:
+            device = Device(gpu, work)
+        except Exception as error:
+            emit(**line, error=repr(error)[:300])
+            continue
+
+        def say(call, layout, us, work=work, line=line) -> None:
+            of_copy = round(work.bytes(call) / rate / us, 3)
+            emit(**line, kernel=call, layout=layout, us=round(us, 1), of_copy=of_copy)
+
+        calls = ["cast", "amax", "quantize", "gated amax", "gated", "gated gradient"]
+        best_cast = None
+        for call in calls:
+            if time.perf_counter() - began > seconds:
+                emit(part="layouts", out_of_time=True)
+                return
+            if call.startswith("gated") and (work.itemsize == 4 or work.columns < 8192):
+                continue
+            if us := timed(device, work, call):
+                say(call, "package's choice", us)
+            if call == "quantize" and best_cast is not None:
+                for backwards in (False, True):
+                    layout = dataclasses.replace(best_cast, backwards=backwards)
+                    if us := timed(device, work, call, cast_layout=layout):
+                        say(call, short(layout), us)
+            results = []
+            for name, candidates in searched.get(call, {}).items():
+                for layout in candidates:
+                    if us := timed(device, work, call, **{name: layout}):
+                        results.append((us, layout))
+                results.sort(key=lambda one: one[0])
+                if results and hasattr(results[0][1], "group"):
+                    for group in (1, 2, 4, 16, 32):
+                        layout = dataclasses.replace(results[0][1], group=group)
+                        if us := timed(device, work, call, **{name: layout}):
+                            results.append((us, layout))
+                    results.sort(key=lambda one: one[0])
+            for us, layout in results[:4]:
+                say(call, short(layout), us)
+            if call == "cast" and results:
+                best_cast = results[0][1]
+        device.free()
+
+
+def check() -> dict[str, int]:
+    """How many bytes of the kernels' results differ from those of the plain definition: none."""
+    import jax
+    import jax.numpy as jnp
+
+    from normfuse.layers.quantization import quantize
+    from normfuse.layers.quantization.definition import define_quantize
+    from normfuse.native.implementation import NATIVE
+
+    found = {}
+    for dtype in ("float8_e4m3fn", "float8_e5m2"):
+        for x in ("float32", "bfloat16", "float16"):
+            for shape in ((272, 4112), (131, 77)):
+                array = jax.random.normal(jax.random.key(0), shape, jnp.dtype(x))
+                array = array.at[3, 5].set(jnp.nan).at[7, 6].set(jnp.inf).at[:, 2].mul(1e3)
+                array = array.at[9, 9].set(-0.0).at[8].mul(1e-5)
+                ours = quantize(array, dtype, order=NATIVE)
+                define = jax.jit(lambda a, d=dtype: define_quantize(a, dtype=d, has_q=1, has_qt=1))
+                bits = lambda a: jax.lax.bitcast_convert_type(a.reshape(-1), jnp.uint8)
+                pairs = zip(ours, define(array), strict=True)
+                differ = sum(int(jnp.sum(bits(a) != bits(b))) for a, b in pairs)
+                found[f"{x} {shape} {dtype}"] = differ
+    return found
+
+
+def beside_xla(seconds: float) -> None:
+    """Ours and what XLA makes of the same, as jitted programs."""
+    import jax
+    import jax.numpy as jnp
+    from device_time import Copies, kernels, sets_for
+
+    from normfuse.layers.dense.epilogue import SCALARS
+    from normfuse.layers.quantization import gated, quantize
+    from normfuse.native.implementation import NATIVE
+
+    began, rate = time.perf_counter(), Copies().rate
+    e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
+    device = jax.devices()[0].device_kind
+    emit(part="xla", device=device, jax=jax.__version__, copy_tb_s=round(rate / 1e6, 3))
+
+    def plain(x, multiplier, barrier):
+        q = (x.astype(f32) * multiplier).clip(-448, 448).astype(e4m3)
+        if barrier:  # a transpose of codes, not of what they are made of
+            q = jax.lax.optimization_barrier(q)
+        return q, q.T
+
+    def with_amax(x, barrier):
+        largest = jnp.max(jnp.abs(x)).astype(f32)
+        multiplier = jnp.exp2(jnp.floor(jnp.log2(448 / largest)))
+        return *plain(x, multiplier, barrier), 1 / multiplier
+
+    emit(part="xla", check=check())
+    bound = jnp.float32(8)
+    versions = {
+        "cast": {
+            "normfuse": lambda x: quantize(x, bound=bound, order=NATIVE),
+            "XLA": lambda x: plain(x, jnp.float32(32), False),
+            "XLA, codes transposed": lambda x: plain(x, jnp.float32(32), True),
+        },
+        "quantize": {
+            "normfuse": lambda x: quantize(x, order=NATIVE),
+            "XLA": lambda x: with_amax(x, False),
+            "XLA, codes transposed": lambda x: with_amax(x, True),
+        },
+    }
+    silu = SCALARS["silu"]
+    one = jnp.float32(0.5)
+
+    def activation(a, b):
+        h = jax.nn.silu(a.astype(f32) * one) * (b.astype(f32) * one)
+        return plain(h, jnp.float32(8), True)
+
+    def gradients(dh, a, b):
+        a, b = a.astype(f32) * one, b.astype(f32) * one
+        da, db = jax.vjp(lambda a, b: jax.nn.silu(a) * b, a, b)[1](dh.astype(f32) * one)
+        return plain(da, jnp.float32(8), True), plain(db, jnp.float32(8), True)
+
+    gated_versions = {
+        "gated amax": {"normfuse": lambda a, b: gated.amax(silu, a, one, b, one, order=NATIVE)},
+        "gated": {
+            "normfuse": lambda a, b: gated.quantize(
+                silu, a, one, b, one, bound=bound, order=NATIVE
+            ),
+            "XLA": activation,
+        },
+        "gated gradient": {
+            "normfuse": lambda dh, a, b: gated.quantize_gradients(
+                silu, dh, one, a, one, b, one, bounds=[bound, bound], order=NATIVE
+            ),
+            "XLA": gradients,
+        },
+    }
+    works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
+    works += [Work(r, w, "float32") for r, w in KERNELS]
+    works.sort(key=lambda work: work.rows * work.columns not in MAIN)
+    for work in works:
+        keys = jax.random.split(jax.random.key(0), max(3, min(4, sets_for(4 * work.elements))))
+        shape = work.rows, work.columns
+        make = lambda key, shape=shape, work=work: jax.random.normal(key, shape, work.dtype)
+        xs = [make(key) for key in keys]
+        with_gated = work.itemsize == 2 and work.columns >= 8192
+        for kernel, ways in (versions | (gated_versions if with_gated else {})).items():
+            floor = work.bytes(kernel) / rate
+            needs = {"gated amax": 2, "gated": 2, "gated gradient": 3}.get(kernel, 1)
+            sets = [tuple(xs[(i + n) % len(xs)] for n in range(needs)) for i in range(len(xs))]
+            for name, run in ways.items():
+                if time.perf_counter() - began > seconds:
+                    emit(part="xla", out_of_time=True)
+                    return
+                try:
+                    runs = kernels(run, sets, 7)[2:]
+                    us = statistics.median(sum(t for _, t in run) for run in runs)
+                except Exception as error:
+                    emit(part="xla", kernel=kernel, version=name, error=repr(error)[:300])
+                    continue
+                emit(
+                    part="xla",
+                    rows=work.rows,
+                    columns=work.columns,
+                    x=work.dtype,
+                    kernel=kernel,
+                    version=name,
+                    us=round(us, 1),
+                    of_copy=round(floor / us, 3),
+                    kernels={n[:40]: round(t, 1) for n, t in runs[-1]},
+                )
+
+
+def emit(**line) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def table(lines: list[dict]) -> None:
+    for line in lines:
+        if "us" in line:
+            what = line.get("version") or line.get("layout")
+            print(
+                f"{line['rows']:6} x {line['columns']:5} {line['x']:9} {line['kernel']:9}"
+                f"{line['us']:9.1f} us {line['of_copy']:6.3f} of copy  {what}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("layouts", "xla"), help="only this part")
+    parser.add_argument("--seconds", type=float, default=28, help="for each part")
+    parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        sys.path.insert(0, str(pathlib.Path(__file__).parent))
+        return {"layouts": sweep, "xla": beside_xla}[arguments.part](arguments.seconds)
+    lines = []
+    for part in [arguments.part] if arguments.part else ["layouts", "xla"]:
+        # In a process of its own: JAX takes the GPU's memory, and a failure ends one part only.
+        command = [sys.executable, __file__, "--inside", "--part", part]
+        command += ["--seconds", str(arguments.seconds)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for text in process.stdout or ():
+                print(text, end="", flush=True)
+                if text.startswith("{"):
+                    lines.append(json.loads(text))
+        if process.returncode:
+            print(f"{part}: ended with {process.returncode}")
+    table(lines)
+    if arguments.json:
+        arguments.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

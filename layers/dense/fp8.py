@@ -1,0 +1,347 @@
+"""The product of a dense layer in FP8: three products of quantized operands, forward and backward.
+
+    y = s_x s_w (q_x · q_w)      dx = s_g s_w (q_g · q_wᵀ)      dW = s_x s_g (q_xᵀ · q_g)
+
+with x ≈ s_x q_x, W ≈ s_w q_w and dy ≈ s_g q_g (docs/quantization.md). Tensor cores take FP8
+operands that are both contracted over their last dimension, so each is quantized in two layouts at
+once. The backward keeps codes. Tangents are those of dequantized operands, in the compute dtype;
+there is no second derivative.
+"""
+
+import dataclasses
+import functools
+import math
+import string
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+from jax.sharding import NamedSharding
+
+from ...native.dtypes import compute_dtype
+from ...native.implementation import BEST, Order, report
+from ...native.launch import compute_capability_of
+from ..core.arguments import Quantization
+from ..core.op import Op, batch_at
+from ..core.sharding import axes_of, whole, without
+from ..quantization.kernels import Codes
+from ..quantization.op import Quantized, quantize
+from .matmul import Product, equally_varying, matmul, with_main_gradient
+
+FORMAT = "float8_e4m3fn"
+_MULTIPLE = 16  # of every dimension of an FP8 product
+_CAPABILITY = 89  # compute capability times ten that FP8 products need
+
+
+def fits(kernel: Any, contract: int) -> bool:
+    """Returns whether a kernel's shape allows FP8 products: multiples of 16 each way."""
+    if contract not in (0, kernel.ndim - 1) or (contract and kernel.ndim != 2):
+        return False
+    n = kernel.shape[contract]
+    return n > 0 and n % _MULTIPLE == 0 and kernel.size // n % _MULTIPLE == 0 and kernel.size > 0
+
+
+# ---------------------------------------------------------------- products of codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """`einsum(f"{a},{b}->{out}")` of codes, times a scale.
+
+    Attributes:
+      op: the function the user called.
+      dtype: of the result.
+      wide: what codes are widened to where FP8 products cannot serve.
+    """
+
+    op: str
+    a: str
+    b: str
+    out: str
+    dtype: str
+    wide: str
+    out_sharding: NamedSharding | jax.P | None = None
+
+    def sizes(self, a: Any, b: Any) -> list[int]:
+        """Returns the sizes of the product as one of matrices, for each example of a batch."""
+        of = dict(zip(self.a, a.shape)) | dict(zip(self.b, b.shape))
+        every = set(self.a) & set(self.b) & set(self.out)
+        groups = set(self.a) - set(self.b), set(self.b) - set(self.a)
+        summed = (set(self.a) & set(self.b)) - every
+        return [math.prod(of[d] for d in group) for group in (*groups, summed)]
+
+
+def define_product(spec: Contraction, a: Array, b: Array, scale: Array) -> list[Array]:
+    """`(a, b, scale) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow."""
+    options = {"out_sharding": spec.out_sharding, "preferred_element_type": jnp.dtype(spec.dtype)}
+    multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
+    widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
+    if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
+        raw = jax.lax.platform_dependent(a, b, cuda=multiply, default=widened)
+    else:
+        raw = widened(a, b)
+    return [raw * scale.astype(spec.dtype)]
+
+
+def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Order) -> Any:
+    """A batch dimension is one more letter, of those operands that have it."""
+    a, b, scale = args
+    if dims[2] is not None:
+        results = jax.vmap(functools.partial(define_product, spec), tuple(dims))(*args)
+        return results, [0]
+    letter = next(c for c in string.ascii_letters if c not in spec.a + spec.b)
+    label = lambda text, dim: text if dim is None else text[:dim] + letter + text[dim:]
+    sharding = spec.out_sharding
+    if sharding is not None:
+        array, dim = next((x, d) for x, d in zip(args, dims) if d is not None)
+        entry = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
+        given = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        sharding = jax.P(entry, *given)
+    labels = {"a": label(spec.a, dims[0]), "b": label(spec.b, dims[1]), "out": letter + spec.out}
+    return op(replace(spec, **labels, out_sharding=sharding), a, b, scale, order=order), [0]
+
+
+def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
+    """Says once where a GPU has no FP8 product; an error where the order rules that out."""
+    capability = compute_capability_of(ctx) if "cuda" in ctx.module_context.platforms else None
+    if capability is not None and capability < _CAPABILITY:
+        reason = f"compute capability {capability / 10} has no FP8 product (8.9 and newer have)"
+        report(spec.op, reason, strict=order.strict, by="a product of widened operands")
+    return order
+
+
+product = Op("fp8_product", define_product, batch=_batch_product, before=_require_fp8)
+
+
+# ---------------------------------------------------------------- the layer's product
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """All that is known of the layer's product when it is traced.
+
+    Attributes:
+      op: the function the user called.
+      product: the operands' dimensions, as letters.
+      dtype: the compute dtype.
+      order: which kernels are to serve.
+    """
+
+    op: str
+    product: Product
+    dtype: str
+    order: Order = BEST
+
+    @property
+    def labels(self) -> tuple[str, str, str]:
+        """The letters of rows, of the summed dimension and of the outputs."""
+        rows, summed = self.product.x[:-1], self.product.x[-1]
+        return rows, summed, self.product.out[len(rows) :]
+
+    @property
+    def contract(self) -> bool:
+        """Whether the kernel is stored (out, in)."""
+        return self.product.kernel[0] != self.labels[1]
+
+    def contraction(self, a: str, b: str, out: str, dtype: Any, sharding: Any) -> Contraction:
+        """Returns a product of codes with these letters."""
+        return Contraction(self.op, a, b, out, jnp.dtype(dtype).name, self.dtype, sharding)
+
+
+def multiply(
+    op: str,
+    x: Array,
+    kernel: Array,
+    *,
+    dtype: jax.typing.DTypeLike,
+    contract: int = 0,
+    out_sharding: NamedSharding | jax.P | None = None,
+    quantization: Quantization = None,
+    order: Order = BEST,
+) -> Array:
+    """Returns the product of a dense layer, `matmul` or the same in FP8.
+
+    A kernel with a dimension that is no multiple of 16 multiplies in the compute dtype.
+    """
+    options = {"dtype": dtype, "contract": contract, "out_sharding": out_sharding}
+    if quantization is None:
+        return matmul(x, kernel, **options)
+    if not fits(kernel, contract):
+        reason = f"a kernel of shape {kernel.shape} has a dimension that is no multiple of 16"
+        report(op, f"{reason}, so it multiplies in the compute dtype", by="an unquantized product")
+        return matmul(x, kernel, **options)
+    product = Product.of(x.ndim, kernel.ndim, contract, None, out_sharding)
+    spec = Fp8(op, product, jnp.dtype(dtype).name, order)
+    return _matmul(spec, *equally_varying(x.astype(dtype), *with_main_gradient(kernel)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _matmul(spec: Fp8, x: Array, kernel: Array, main: Array | None) -> Array:
+    del main
+    w = _kernel_codes(spec, kernel, forward=True, backward=False)
+    return _forward(spec, x, _x_codes(spec, x, transposed=False), w)
+
+
+@functools.partial(_matmul.defjvp, symbolic_zeros=True)
+def _(spec, primals, tangents):
+    x, kernel, _ = primals
+    moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in tangents)
+    xq = _x_codes(spec, x, transposed=moves[1] or moves[2])
+    w = _kernel_codes(spec, kernel, forward=True, backward=moves[0])
+    y = _forward(spec, x, xq, w)
+    if not any(moves):
+        return y, jnp.zeros_like(y)
+    backward_codes = _gathered(spec, _codes(spec, w, forward=False), x, "backward")
+    kept = [*([backward_codes, w.scale] if moves[0] else [])]
+    kept += [xq.qt, xq.scale] if moves[1] or moves[2] else []
+    moving = [t for t, moved in zip(tangents, moves) if moved]
+    return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
+
+
+def _x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
+    codes = Codes(FORMAT, True, transposed, spec.op)
+    return quantize(x, codes, split=x.ndim - 1, order=spec.order)
+
+
+def _kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
+    """The kernel's codes in the layouts of the forward, (out, in), and the backward, (in, out)."""
+    has_q, has_qt = (forward, backward) if spec.contract else (backward, forward)
+    codes = Codes(FORMAT, has_q, has_qt, spec.op)
+    return quantize(kernel, codes, split=1, rows=False, order=spec.order)
+
+
+def _codes(spec: Fp8, w: Quantized, *, forward: bool) -> Any:
+    return w.q if spec.contract == forward else w.qt
+
+
+def _forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
+    rows, summed, outs = spec.labels
+    codes = _gathered(spec, _codes(spec, w, forward=True), x, "forward")
+    dot = spec.contraction(
+        rows + summed, outs + summed, rows + outs, spec.dtype, spec.product.out_sharding
+    )
+    return product(dot, xq.q, codes, xq.scale * w.scale, order=spec.order)[0]
+
+
+def _gathered(spec: Fp8, codes: Any, x: Array, which: str) -> Any:
+    """Codes of the kernel, gathered over the mesh axes that split rows, where types say so."""
+    if codes is None or not jax.typeof(codes).sharding.mesh.explicit_axes:
+        return codes
+    rows, summed, outs = spec.labels
+    labels = outs + summed if which == "forward" else summed + outs
+    entries = zip(spec.product.x, jax.typeof(x).sharding.spec)
+    taken = {axis for letter, entry in entries if letter in rows for axis in axes_of(entry)}
+    stored = jax.typeof(codes).sharding.spec
+    wanted = tuple(e if c == summed else without(e, taken) for c, e in zip(labels, stored))
+    return codes if wanted == tuple(stored) else jax.sharding.reshard(codes, jax.P(*wanted))
+
+
+# ---------------------------------------------------------------- the tangent
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """The tangent of the product, in the directions of x, the kernel and its main gradient.
+
+    Its operands are the kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows) and
+    scale where the kernel does; then the tangents.
+    """
+
+    fp8: Fp8
+    moves: tuple[bool, bool, bool]
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.fp8.op
+
+    def read(self, operands: Any) -> tuple[Any, ...]:
+        """Returns (kernel codes, scale, x codes, scale, tangents), None for what is not there."""
+        given = list(operands)
+        take = lambda there: given.pop(0) if there else None
+        w = take(self.moves[0]), take(self.moves[0])
+        x = take(any(self.moves[1:])), take(any(self.moves[1:]))
+        return *w, *x, [take(moved) for moved in self.moves]
+
+
+def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
+    """`(..., tangents) -> (dy,)`, of the dequantized operands."""
+    w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(operands)
+    fp8 = spec.fp8
+    rows, summed, outs = fp8.labels
+    widened = lambda codes, scale: codes.astype(fp8.dtype) * scale.astype(fp8.dtype)
+    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
+    terms = []
+    if dx is not None:
+        labels = f"{rows}{summed},{summed}{outs}->{rows}{outs}"
+        terms.append(dot(labels, dx, widened(w, w_scale)))
+    for dkernel in dkernels:
+        if dkernel is not None:
+            labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
+            terms.append(dot(labels, widened(x, x_scale), dkernel.astype(fp8.dtype)))
+    return [functools.reduce(jnp.add, terms)]
+
+
+def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
+    del order
+    (dy,) = cts
+    nothing = [None] * len(operands)
+    if type(dy) is ad.Zero:
+        return nothing
+    w, w_scale, x, x_scale, linear = spec.read(operands)
+    fp8, (dx, *dkernels) = spec.fp8, linear
+    rows, summed, outs = fp8.labels
+    wanted = lambda t: t is not None and ad.is_undefined_primal(t)
+    codes = Codes(FORMAT, wanted(dx), any(map(wanted, dkernels)), fp8.op)
+    g = quantize(dy, codes, split=len(rows), order=fp8.order)
+    found: list[Any] = [None, None, None]
+    if wanted(dx):
+        like = _explicit(dx.aval)
+        dot = fp8.contraction(rows + outs, summed + outs, rows + summed, dx.aval.dtype, like)
+        (found[0],) = product(dot, g.q, w, g.scale * w_scale, order=fp8.order)
+    for i, d in enumerate(dkernels, 1):
+        if wanted(d):
+            sums = compute_dtype(fp8.dtype)
+            dtype = d.aval.dtype if d.aval.dtype in (jnp.dtype(fp8.dtype), sums) else sums
+            kernel, like = fp8.product.kernel, _explicit(d.aval)
+            a, b = (x, summed + rows), (g.qt, outs + rows)
+            a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
+            dot = fp8.contraction(a[1], b[1], kernel, dtype, like)
+            (gradient,) = product(dot, a[0], b[0], x_scale * g.scale, order=fp8.order)
+            found[i] = gradient.astype(d.aval.dtype)
+    return nothing[: len(operands) - sum(spec.moves)] + [
+        f for f, moved in zip(found, spec.moves) if moved
+    ]
+
+
+def _explicit(aval: Any) -> NamedSharding | None:
+    return aval.sharding if aval.sharding.mesh.explicit_axes else None
+
+
+def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
+    """A batch dimension of the rows is one more dimension of them, the first."""
+    w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(dims)
+    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
+    of_kernels = [w, w_scale, x_scale, *dkernels]
+    if any(d is not None for d in of_kernels) or spec.fp8.product.out_sharding is not None:
+        fn = functools.partial(define_tangent, spec)
+        return jax.vmap(fn, tuple(dims), axis_size=size)(*operands), [0]
+    del x, dx
+    w, w_scale, x, x_scale, tangents = spec.read(operands)
+    at = spec.read(dims)
+    moved = [w, w_scale] if spec.moves[0] else []
+    if any(spec.moves[1:]):
+        moved += [batch_at(x, at[2], 1, size), x_scale]
+    moved += [batch_at(tangents[0], at[4][0], 0, size)] if spec.moves[0] else []
+    moved += [t for t in tangents[1:] if t is not None]
+    fp8 = spec.fp8
+    letter = next(c for c in string.ascii_letters if c not in fp8.product.x + fp8.product.kernel)
+    labels = replace(fp8.product, x=letter + fp8.product.x, out=letter + fp8.product.out)
+    return op(replace(spec, fp8=replace(fp8, product=labels)), *moved, order=order), [0]
+
+
+tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=_transpose)

@@ -1,0 +1,328 @@
+"""FP8 codes of an activation and of its gradients, from raw products, in one pass each.
+
+    h = activation(a) · up          a = a_scale · raw_a, up = up_scale · raw_up
+    da = dh · up · activation'(a)   dup = dh · activation(a)
+
+Products leave their scales to these kernels, which multiply as they read. Without `up` it is 1, and
+there is no dup. What is computed is float32 until it is encoded.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ...native.compiler import Source, kernel_source
+from ...native.dtypes import CUDA_TYPES
+from ...native.implementation import BEST, Order, Unsupported
+from ...native.kernel import Kernel
+from ...native.launch import Target, launch
+from ..dense.epilogue import Scalar
+from . import kernels
+from .definition import FORMATS, define_amax, define_cast
+from .kernels import CastLayout, Codes
+
+_AMAX_THREADS, _AMAX_UNROLL = 512, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """All that is known of a quantized activation, or of its gradients, when it is traced."""
+
+    function: Scalar
+    codes: Codes = Codes()
+    op: str = "gated_product"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What the definitions and bodies are told."""
+        return {"function": self.function, **self.codes.flags}
+
+
+class Maxima(NamedTuple):
+    """The largest finite magnitudes, () float32 each.
+
+    Attributes:
+      h: of activation(a) · up.
+      activation: of activation(a).
+      up: of up; 1 without one.
+    """
+
+    h: jax.Array
+    activation: jax.Array
+    up: jax.Array
+
+
+def amax(
+    activation: Scalar,
+    a: jax.Array,
+    a_scale: jax.Array,
+    up: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    *,
+    order: Order = BEST,
+) -> Maxima:
+    """The maxima that `quantize` and `quantize_gradients` need: one pass that writes nothing."""
+    operands, scales = _operands((a, a_scale), (up, up_scale))
+    found = amax_kernel(Gated(activation), *operands, scales, order=order)
+    h, *rest = (maximum.reshape(()) for maximum in found)
+    return Maxima(h, *rest) if rest else Maxima(h, h, jnp.ones((), jnp.float32))
+
+
+def quantize(
+    activation: Scalar,
+    a: jax.Array,
+    a_scale: jax.Array,
+    up: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    *,
+    bound: jax.Array,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    plain: bool = True,
+    transpose: bool = True,
+    order: Order = BEST,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
+    """`(q, qt, scale)` of h = activation(a) · up, whose |h| the largest of `bound` bounds."""
+    operands, scales = _operands((a, a_scale), (up, up_scale))
+    spec = Gated(activation, _codes(dtype, plain, transpose))
+    bounds = jnp.ravel(bound).astype(jnp.float32)[None]
+    *codes, scale = forward_kernel(spec, *operands, scales, bounds, order=order)
+    return codes[0] if plain else None, codes[-1] if transpose else None, scale.reshape(())
+
+
+def quantize_gradients(
+    activation: Scalar,
+    dh: jax.Array,
+    dh_scale: jax.Array,
+    a: jax.Array,
+    a_scale: jax.Array,
+    up: jax.Array | None = None,
+    up_scale: jax.Array | None = None,
+    *,
+    bounds: Sequence[jax.Array],
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    order: Order = BEST,
+) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """`(q, qt, scale)` of da and, with `up`, of dup; `bounds` bound |da| and |dup|.
+
+    Raises:
+      ValueError: if there are not as many bounds as gradients.
+    """
+    operands, scales = _operands((dh, dh_scale), (a, a_scale), (up, up_scale))
+    if len(bounds) != len(operands) - 1:
+        raise ValueError(f"bounds must be of {len(operands) - 1} gradients, got {len(bounds)}")
+    spec = Gated(activation, _codes(dtype, True, True))
+    given = jnp.stack([jnp.asarray(b, jnp.float32).reshape(1) for b in bounds])
+    results = gradient_kernel(spec, *operands, scales, given, order=order)
+    triples = [results[i : i + 3] for i in range(0, len(results), 3)]
+    return [(q, qt, scale.reshape(())) for q, qt, scale in triples]
+
+
+def gradient_bounds(dh: jax.Array, maxima: Maxima, slope: float) -> tuple[jax.Array, jax.Array]:
+    """Bounds of |da| and |dup|: max|dh| · max|up| · slope and max|dh| · max|activation(a)|.
+
+    Args:
+      dh: max|dh|, dh's scale included.
+      maxima: those of the forward pass.
+      slope: what no |activation'| exceeds (`SLOPES`).
+    """
+    return dh * maxima.up * jnp.float32(slope), dh * maxima.activation
+
+
+# What no |activation'| exceeds, rounded up; squared_relu's has no bound.
+SLOPES = {
+    "elu": 1.0,
+    "gelu": 1.13,
+    "gelu_tanh": 1.13,
+    "leaky_relu": 1.0,
+    "mish": 1.09,
+    "quick_gelu": 1.1,
+    "relu": 1.0,
+    "sigmoid": 0.25,
+    "silu": 1.1,
+    "softplus": 1.0,
+    "hyperbolic_tangent": 1.0,
+}
+
+
+def _operands(*pairs) -> tuple[list[jax.Array], jax.Array]:
+    """The raw arrays that are there, of one dtype, and their scales as one array."""
+    given = [(array, scale) for array, scale in pairs if array is not None]
+    for array, _ in given:
+        kernels.check_matrix(array)
+        if array.dtype != given[0][0].dtype or array.shape != given[0][0].shape:
+            kinds = ", ".join(f"{a.dtype}{a.shape}" for a, _ in given)
+            raise ValueError(f"raw products must have one shape and dtype, got {kinds}")
+    scales = jnp.stack([jnp.asarray(scale, jnp.float32).reshape(()) for _, scale in given])
+    return [array for array, _ in given], scales
+
+
+def _codes(dtype: DTypeLike, plain: bool, transpose: bool) -> Codes:
+    name = jnp.dtype(dtype).name
+    if name not in FORMATS:
+        raise TypeError(f"dtype must be {' or '.join(FORMATS)}, got {name}")
+    return Codes(name, plain, transpose)
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _scaled(operands) -> list[jax.Array]:
+    *raw, scales = operands
+    return [array.astype(jnp.float32) * scales[i] for i, array in enumerate(raw)]
+
+
+def define_h(*operands: jax.Array, function: Scalar) -> list[jax.Array]:
+    """`(raw_a[, raw_up], scales) -> (h, activation(a)[, up])`, float32."""
+    a, *up = _scaled(operands)
+    value = function(a)
+    return [value * up[0], value, up[0]] if up else [value, value]
+
+
+def define_gradients(*operands: jax.Array, function: Scalar) -> list[jax.Array]:
+    """`(raw_dh, raw_a[, raw_up], scales) -> (da[, dup])`, float32."""
+    dh, a, *up = _scaled(operands)
+    value, pull = jax.vjp(function, a)
+    (da,) = pull(dh * up[0] if up else dh)
+    return [da, dh * value] if up else [da]
+
+
+def _define_amax(*operands, function):
+    h, value, *up = define_h(*operands, function=function)
+    return [define_amax(array)[0] for array in ([h, value, *up] if up else [h])]
+
+
+def _forward_by(cast):
+    def forward(*operands, function, **flags):
+        *raw, scales, bounds = operands
+        h = define_h(*raw, scales, function=function)[0]
+        return list(cast(h, bounds[0], **flags))
+
+    return forward
+
+
+def _gradient_by(cast):
+    def gradient(*operands, function, **flags):
+        *raw, scales, bounds = operands
+        found = define_gradients(*raw, scales, function=function)
+        return [r for d, bound in zip(found, bounds, strict=True) for r in cast(d, bound, **flags)]
+
+    return gradient
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
+    """How many rows are loaded together: fewer of more arrays. Not measured yet."""
+    del target
+    if gradient and has_up:
+        return CastLayout(batch=2, min_blocks=4)
+    return CastLayout(batch=4, min_blocks=4 if gradient else 5)
+
+
+@functools.cache
+def _source(name: str, function: Scalar) -> Source:
+    file = kernel_source(name)
+    text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
+    return dataclasses.replace(file, text=text)
+
+
+def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
+    return {
+        "X_TYPE": CUDA_TYPES[x.dtype.name],
+        "HAS_UP": int(has_up),
+        "APPROXIMATE": int(x.dtype.itemsize == 2),
+    }
+
+
+def cuda_amax(target: Target, *operands: jax.Array, function: Scalar) -> list[jax.Array]:
+    """`_define_amax` on a GPU."""
+    *raw, scales = operands
+    size, has_up = raw[0].size, len(raw) == 2
+    vectors = -(-size * raw[0].dtype.itemsize // 16)
+    wanted = -(-vectors // (_AMAX_THREADS * _AMAX_UNROLL))
+    blocks = max(1, min(wanted, 4 * target.multiprocessors))
+    (maxima,) = launch(
+        _source("quantize_gated_amax.cu", function),
+        "quantize_gated_amax",
+        operands,
+        [jax.ShapeDtypeStruct((3 if has_up else 1, blocks), jnp.float32)],
+        target=target,
+        macros=_macros(raw[0], has_up) | {"THREADS": _AMAX_THREADS, "UNROLL": _AMAX_UNROLL},
+        grid=blocks,
+        block=_AMAX_THREADS,
+        ints=(size,),
+    )
+    largest = jnp.max(maxima, axis=1, keepdims=True)
+    return [largest[i] for i in range(3 if has_up else 1)]
+
+
+def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: Scalar, **flags):
+    if gradient and not function.derivative:
+        raise Unsupported(f"the activation {function.name} has no derivative in C++")
+    *raw, scales, bounds = operands
+    has_up = len(raw) == 2 + gradient
+    if raw[0].size == 0:
+        return (define_gradient if gradient else define_forward)(
+            *operands, function=function, **flags
+        )
+    chosen = layout(target, gradient=gradient, has_up=has_up)
+    rows, columns = raw[0].shape
+    results = kernels.code_types(rows, columns, **flags) * bounds.shape[0]
+    macros = _macros(raw[0], has_up) | kernels.tile_macros(chosen, rows, columns, **flags)
+    return launch(
+        _source("quantize_gated.cu", function),
+        "quantize_gated",
+        operands,
+        results,
+        target=target,
+        macros=macros | {"GRADIENT": int(gradient)},
+        grid=chosen.blocks(rows, columns),
+        block=chosen.width * chosen.height,
+        shared=chosen.shared * bounds.shape[0] if flags["has_qt"] else 0,
+        ints=(rows, columns, bounds.shape[1], chosen.group, chosen.backwards),
+    )
+
+
+cuda_forward = functools.partial(_cuda, False)
+cuda_gradient = functools.partial(_cuda, True)
+define_forward, define_gradient = _forward_by(define_cast), _gradient_by(define_cast)
+
+
+def _cpu_amax(*operands, function):
+    h, value, *up = define_h(*operands, function=function)
+    return [kernels.cpu_amax(array)[0] for array in ([h, value, *up] if up else [h])]
+
+
+amax_kernel = Kernel(
+    "quantize_gated_amax",
+    lambda spec, *operands: _define_amax(*operands, function=spec.function),
+    {
+        "cpu": lambda spec, *operands: _cpu_amax(*operands, function=spec.function),
+        "cuda": lambda target, spec, *operands: cuda_amax(
+            target, *operands, function=spec.function
+        ),
+    },
+)
+cpu_forward, cpu_gradient = _forward_by(kernels.cpu_cast), _gradient_by(kernels.cpu_cast)
+forward_kernel = Kernel(
+    "quantize_gated",
+    lambda spec, *operands: define_forward(*operands, **spec.flags),
+    {
+        "cpu": lambda spec, *operands: cpu_forward(*operands, **spec.flags),
+        "cuda": lambda target, spec, *operands: cuda_forward(target, *operands, **spec.flags),
+    },
+)
+gradient_kernel = Kernel(
+    "quantize_gated_gradient",
+    lambda spec, *operands: define_gradient(*operands, **spec.flags),
+    {
+        "cpu": lambda spec, *operands: cpu_gradient(*operands, **spec.flags),
+        "cuda": lambda target, spec, *operands: cuda_gradient(target, *operands, **spec.flags),
+    },
+)

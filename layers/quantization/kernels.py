@@ -1,0 +1,253 @@
+"""The quantizer's kernels: C++ on CPUs, CUDA on NVIDIA GPUs, the definition elsewhere."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...native import registry
+from ...native.dtypes import CUDA_TYPES
+from ...native.kernel import Kernel
+from ...native.launch import Target, call_host, launch
+from .definition import define_amax, define_cast, define_quantize
+
+_ROWS, _COLUMNS = 16, 8  # of a thread's part of a tile
+_AMAX_THREADS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """All that is known of a quantized matrix when it is traced.
+
+    Attributes:
+      dtype: the format's name.
+      has_q, has_qt: whether the codes as they lie and their transpose are results.
+      op: the function the user called.
+    """
+
+    dtype: str = "float8_e4m3fn"
+    has_q: bool = True
+    has_qt: bool = True
+    op: str = "quantize"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What casts are told."""
+        return {"dtype": self.dtype, "has_q": self.has_q, "has_qt": self.has_qt}
+
+
+@dataclasses.dataclass(frozen=True)
+class CastLayout:
+    """How the threads of quantize_cast.cu share a matrix.
+
+    Attributes:
+      width, height: threads of a block along columns (8 each) and rows (16 each).
+      batch: rows of a thread that are loaded together.
+      min_blocks: blocks that a multiprocessor's registers must be enough for.
+      group: rows of tiles that are taken together.
+      backwards: whether the last tile is first.
+    """
+
+    width: int = 16
+    height: int = 8
+    batch: int = 8
+    min_blocks: int = 6
+    group: int = 8
+    backwards: bool = False
+
+    def blocks(self, rows: int, columns: int) -> int:
+        """How many tiles a matrix has."""
+        return -(-rows // (_ROWS * self.height)) * -(-columns // (_COLUMNS * self.width))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a tile takes to be transposed."""
+        return self.width * self.height * _ROWS * _COLUMNS
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxLayout:
+    """How the threads of quantize_amax.cu share an array.
+
+    Attributes:
+      blocks_each: blocks for each multiprocessor.
+      unroll: vectors of 16 bytes of a thread that are on their way together.
+    """
+
+    blocks_each: int = 4
+    unroll: int = 4
+
+    def blocks(self, size: int, itemsize: int, target: Target) -> int:
+        """How many blocks there are: at least one, which writes 0 for an empty array."""
+        vectors = -(-size * itemsize // 16)
+        wanted = -(-vectors // (_AMAX_THREADS * self.unroll))
+        return max(1, min(wanted, self.blocks_each * target.multiprocessors))
+
+
+def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
+    """What was measured to be best; so far one for all."""
+    del size, itemsize, target
+    return AmaxLayout()
+
+
+def cast_layout(
+    rows: int, columns: int, itemsize: int, target: Target, *, after_amax: bool
+) -> CastLayout:
+    """What was measured to be best; so far one for each size of an element.
+
+    After a pass for the maximum the last elements are in the cache: they are taken first.
+    """
+    del rows, columns
+    batch = 8 if itemsize == 2 else 4
+    # Without an instruction that rounds to FP8 a thread needs more registers.
+    blocks = 6 if target.capability >= 90 and itemsize == 2 else 4
+    return CastLayout(batch=batch, min_blocks=blocks, backwards=after_amax)
+
+
+def tile_macros(
+    layout: CastLayout, rows: int, columns: int, *, dtype: str, has_q: bool, has_qt: bool
+) -> dict[str, int]:
+    """What fp8_tile.cuh is compiled for."""
+    return {
+        "E5M2": int(dtype == "float8_e5m2"),
+        "HAS_Q": int(has_q),
+        "HAS_QT": int(has_qt),
+        "BLOCK_X": layout.width,
+        "BLOCK_Y": layout.height,
+        "BATCH": layout.batch,
+        "MIN_BLOCKS": layout.min_blocks,
+        "VECTORS": int(rows % 16 == 0 and columns % 16 == 0),
+    }
+
+
+def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
+    """The largest magnitude that each block finds; the largest of them is that of x."""
+    layout = amax_layout(x.size, x.dtype.itemsize, target)
+    blocks = layout.blocks(x.size, x.dtype.itemsize, target)
+    (maxima,) = launch(
+        "quantize_amax.cu",
+        "quantize_amax",
+        [x],
+        [jax.ShapeDtypeStruct((blocks,), jnp.float32)],
+        target=target,
+        macros={
+            "X_TYPE": CUDA_TYPES[x.dtype.name],
+            "THREADS": _AMAX_THREADS,
+            "UNROLL": layout.unroll,
+        },
+        grid=blocks,
+        block=_AMAX_THREADS,
+        ints=(x.size,),
+    )
+    return maxima
+
+
+def cuda_amax(target: Target, x: jax.Array) -> list[jax.Array]:
+    maxima = cuda_maxima(target, x)
+    return [maxima if maxima.size == 1 else jnp.max(maxima, keepdims=True)]
+
+
+def cuda_cast(
+    target: Target,
+    x: jax.Array,
+    maxima: jax.Array,
+    *,
+    dtype: str,
+    has_q: bool,
+    has_qt: bool,
+    after_amax: bool = False,
+) -> list[jax.Array]:
+    if x.size == 0:  # there is nothing to launch, but a scale
+        return define_cast(x, maxima, dtype=dtype, has_q=has_q, has_qt=has_qt)
+    rows, columns = x.shape
+    layout = cast_layout(rows, columns, x.dtype.itemsize, target, after_amax=after_amax)
+    types = code_types(rows, columns, dtype, has_q, has_qt)
+    macros = tile_macros(layout, rows, columns, dtype=dtype, has_q=has_q, has_qt=has_qt)
+    return launch(
+        "quantize_cast.cu",
+        "quantize_cast",
+        [x, maxima],
+        types,
+        target=target,
+        macros={"X_TYPE": CUDA_TYPES[x.dtype.name]} | macros,
+        grid=layout.blocks(rows, columns),
+        block=layout.width * layout.height,
+        shared=layout.shared if has_qt else 0,
+        ints=(rows, columns, maxima.size, layout.group, layout.backwards),
+    )
+
+
+def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
+    """Two launches: every block of the second takes the maximum of the first one's maxima."""
+    return cuda_cast(target, x, cuda_maxima(target, x), after_amax=True, **flags)
+
+
+def cpu_amax(x: jax.Array) -> list[jax.Array]:
+    return call_host("normfuse_quantize_amax", [x], [jax.ShapeDtypeStruct((1,), jnp.float32)])
+
+
+def cpu_cast(
+    x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
+) -> list[jax.Array]:
+    types = code_types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
+    return call_host("normfuse_quantize_cast", [x, maxima], types, has_q=has_q, has_qt=has_qt)
+
+
+def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:
+    return cpu_cast(x, *cpu_amax(x), **flags)
+
+
+def code_types(
+    rows: int, columns: int, dtype: str, has_q: bool, has_qt: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """The results of a cast: [q,] [qt,] scale."""
+    of = jnp.dtype(dtype)
+    codes = [jax.ShapeDtypeStruct((rows, columns), of)] * has_q
+    codes += [jax.ShapeDtypeStruct((columns, rows), of)] * has_qt
+    return [*codes, jax.ShapeDtypeStruct((1,), jnp.float32)]
+
+
+INPUTS = ("float32", "bfloat16", "float16")
+
+
+def check_input(x: jax.Array) -> None:
+    """Raises TypeError for a dtype that is not quantized."""
+    name = jnp.dtype(x.dtype).name
+    if name not in INPUTS:
+        raise TypeError(f"x must be one of {', '.join(INPUTS)} to be quantized, got {name}")
+
+
+def check_matrix(x: jax.Array) -> None:
+    """Raises TypeError or ValueError for what is no matrix of such a dtype."""
+    check_input(x)
+    if x.ndim != 2:
+        raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
+
+
+registry.register()
+amax = Kernel(
+    "quantize_amax",
+    lambda spec, x: define_amax(x),
+    {
+        "cpu": lambda spec, x: cpu_amax(x),
+        "cuda": lambda target, spec, x: cuda_amax(target, x),
+    },
+)
+cast = Kernel(
+    "quantize_cast",
+    lambda spec, x, maxima: define_cast(x, maxima, **spec.flags),
+    {
+        "cpu": lambda spec, x, maxima: cpu_cast(x, maxima, **spec.flags),
+        "cuda": lambda target, spec, x, maxima: cuda_cast(target, x, maxima, **spec.flags),
+    },
+)
+quantize = Kernel(
+    "quantize",
+    lambda spec, x: define_quantize(x, **spec.flags),
+    {
+        "cpu": lambda spec, x: _cpu_quantize(x, **spec.flags),
+        "cuda": lambda target, spec, x: cuda_quantize(target, x, **spec.flags),
+    },
+)
+"""`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""

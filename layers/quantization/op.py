@@ -1,0 +1,118 @@
+"""Quantizing an array wherever it lies: the codes of a sharded array have one scale.
+
+An array is a matrix whose rows are its dimensions before `split`, and its columns the others. Its
+maximum is that of all devices, so that a mesh gives the result of one device.
+"""
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...native.implementation import BEST, Order
+from ..core.op import Dims, Op, Split
+from . import kernels
+from .definition import define_quantize
+from .kernels import Codes
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """All that is known of a quantized array when it is traced.
+
+    Attributes:
+      codes: what is made of the matrix.
+      split: how many dimensions are its rows.
+      rows: whether a dimension that vmap adds is one more of rows, with the same scale; otherwise
+        the arrays that it stacks have a scale each.
+    """
+
+    codes: Codes
+    split: int
+    rows: bool
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.codes.op
+
+
+class Quantized(NamedTuple):
+    """`x ≈ scale · q`.
+
+    Attributes:
+      q: of x's shape; None where it was not asked for.
+      qt: its transpose, the columns' dimensions before the rows'; None where not asked for.
+      scale: (), float32, a power of two.
+    """
+
+    q: Any
+    qt: Any
+    scale: Array
+
+
+def _matrix(spec: Quantize, x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[: spec.split]), -1)
+
+
+def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
+    *codes, scale = results
+    shapes = [x.shape] * spec.codes.has_q
+    shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
+    return [*[c.reshape(s) for c, s in zip(codes, shapes, strict=True)], scale.reshape(())]
+
+
+def define(spec: Quantize, x: Array) -> list[Array]:
+    """`(x,) -> ([q,] [qt,] scale ())` in plain JAX."""
+    return _restored(spec, x, define_quantize(_matrix(spec, x), **spec.codes.flags))
+
+
+def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array]:
+    if x.size == 0:
+        return define(spec, x)
+    axes, matrix = split.over(range(x.ndim)), _matrix(spec, x)
+    if not axes:
+        return _restored(spec, x, kernels.quantize(spec.codes, matrix, order=order))
+    (maximum,) = kernels.amax(spec.codes, matrix, order=order)
+    maximum = jax.lax.pmax(maximum, axes)
+    return _restored(spec, x, kernels.cast(spec.codes, matrix, maximum, order=order))
+
+
+def _dims(spec: Quantize, ndim: int) -> Dims:
+    every = tuple(range(ndim))
+    qt = (*every[spec.split :], *every[: spec.split])
+    return (every,), (*[every] * spec.codes.has_q, *[qt] * spec.codes.has_qt, ())
+
+
+def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any:
+    (x,), (dim,) = args, dims
+    codes = spec.codes
+    if not spec.rows:
+        results = jax.vmap(lambda x: define(spec, x), dim)(x)
+        return results, [0] * len(results)
+    columns = x.ndim - 1 - spec.split
+    results = op(replace(spec, split=spec.split + 1), jnp.moveaxis(x, dim, 0), order=order)
+    return results, [*[0] * codes.has_q, *[columns] * codes.has_qt, None]
+
+
+def _jvp(primals: Any, tangents: Any, *, spec: Quantize, order: Order) -> Any:
+    del primals, tangents, order
+    raise NotImplementedError(
+        f"{spec.op}: quantization='fp8' has first derivatives only; take second ones of the layer "
+        "with quantization=None"
+    )
+
+
+op = Op("quantize_array", define, dims=_dims, body=_body, batch=_batch, jvp=_jvp)
+
+
+def quantize(
+    x: Array, codes: Codes, *, split: int, rows: bool = True, order: Order = BEST
+) -> Quantized:
+    """Returns the codes of `x`, of a kernel where not `rows`; see `Quantize`."""
+    *found, scale = op(Quantize(codes, split, rows), x, order=order)
+    return Quantized(found[0] if codes.has_q else None, found[-1] if codes.has_qt else None, scale)

@@ -1,0 +1,240 @@
+"""The transformer's forward pass, written once for Flax nnx and Equinox.
+
+The frameworks' modules hold the parameters; `Ops` is what differs in applying them. A module calls
+the function of its own name here, so that a replaced submodule is called in its place.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from .config import Remat
+from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
+from .side_by_side import pause
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """How a framework applies its layers, to arrays of any leading axes.
+
+    Attributes:
+      linear: of (layer, x): x times the layer's kernel, plus its bias.
+      norm: of (layer, x): the last axis of x normalised.
+      add_norm: of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
+      gated_product: of (mlp, gate, up, spec): `down(silu(gate) * up)`, with the spec of the operand
+        of `down` on the mesh in context.
+      table: of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
+      map_parameters: of (function, module): the module with `function` applied to its parameters.
+      checkpoint: `jax.checkpoint`, or the framework's version of it.
+    """
+
+    linear: Callable[[Any, Array], Array]
+    norm: Callable[[Any, Array], Array]
+    add_norm: Callable[[Any, Array, Array], tuple[Array, Array]]
+    gated_product: Callable[[Any, Array, Array, P | None], Array]
+    table: Callable[[Any], Array]
+    map_parameters: Callable[[Callable[[Any], Any], Any], Any]
+    checkpoint: Callable[..., Callable]
+
+
+def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> tuple[Array, Any]:
+    """Scores every next token.
+
+    Args:
+      ops: the framework's.
+      model: its `Transformer`.
+      tokens: `(batch, seq)` integers.
+      cache: keys and values of the tokens before these; None without any.
+    Returns: `(batch, seq, vocab)` float32 logits (float64 for float64), and the cache with these
+      tokens added (None without one).
+    """
+    config, sharding = model.config, model.sharding
+    start: Any = 0 if cache is None else cache.length
+    past = [None] * len(model.layers) if cache is None else cache.layers
+    rope = rope_table(config, start, tokens.shape[1])
+    x = embed(tokens, ops.table(model.embed), config.dtype, sharding)
+
+    def run(layer: Any, *inputs: Any) -> Any:
+        if sharding.keep_gathered and config.remat != "none":
+            gather = functools.partial(gather_kernels, dtype=config.dtype, sharding=sharding)
+            layer = ops.map_parameters(gather, layer)
+        return layer(*inputs)
+
+    run = _remat(run, config.remat, ops.checkpoint)
+    branch, present = None, []
+    for layer, layer_past in zip(model.layers, past, strict=True):
+        x, branch, layer_present = run(layer, x, branch, rope, layer_past)
+        present.append(layer_present)
+        if config.remat != "none":  # so that one array is kept of a block's inputs, not two
+            x, branch = x + branch, None
+    x = constrain(_add_norm(ops, model.norm, x, branch)[0], sharding.block_input)
+    table = ops.table(model.embed if model.head is None else model.head)
+    logits = constrain(unembed(x, table), sharding.logits)
+    return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+
+
+def block(
+    ops: Ops, module: Any, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
+) -> tuple[Array, Array, KeyValue | None]:
+    """Applies attention, then the MLP: each reads the normalised residual stream and adds to it.
+
+    The stream is `x + branch`: `branch`, the output of the block before, is added in the pass of
+    this block's first norm.
+
+    Returns: the new x and branch, `(batch, seq, dim)` each, and the layer's cache.
+    """
+    sharding = module.sharding
+    h, x = _add_norm(ops, module.attention_norm, x, branch)
+    h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
+    h, x = _add_norm(ops, module.mlp_norm, x, constrain(h, sharding.residual))
+    h = module.mlp(constrain(h, sharding.block_input))
+    return x, constrain(h, sharding.residual), cache
+
+
+def attention(
+    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
+) -> tuple[Array, KeyValue | None]:
+    """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
+    config, sharding = module.config, module.sharding
+
+    def heads(linear: Any) -> Array:  # (batch, seq, heads, head_dim)
+        y = ops.linear(linear, x)
+        return y.reshape(*x.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+
+    q, k, v = heads(module.q), heads(module.k), heads(module.v)
+    if module.q_norm is not None and module.k_norm is not None:
+        q, k = ops.norm(module.q_norm, q), ops.norm(module.k_norm, k)
+    q, k = rotate(q, rope), rotate(k, rope)
+    q, k, v = (constrain(x, sharding.heads) for x in (q, k, v))
+    out, cache = attend(q, k, v, cache, rope.start, config.attention)
+    out = constrain(out, sharding.heads)
+    merged = out.reshape(*x.shape[:2], out.shape[2] * config.head_dim)
+    return ops.linear(module.o, merged), cache
+
+
+def mlp(ops: Ops, module: Any, x: Array) -> Array:
+    """Applies SwiGLU, `down(silu(gate(x)) * up(x))`, to `(batch, seq, dim)`."""
+    gate, up = pause((ops.linear(module.gate, x), ops.linear(module.up, x)))
+    return ops.gated_product(module, gate, up, in_context(module.sharding.hidden))
+
+
+def _add_norm(ops: Ops, norm: Any, x: Array, branch: Array | None) -> tuple[Array, Array]:
+    """`(norm(x + branch), x + branch)`."""
+    if branch is None:
+        return pause(ops.norm(norm, x)), x
+    h, x = ops.add_norm(norm, branch, x)
+    return pause(h), x
+
+
+def _remat(function: Callable, mode: Remat, checkpoint: Callable) -> Callable:
+    """`function` of one block with its backward recomputing what `mode` says.
+
+    "none" keeps everything. "block" keeps a block's inputs. "dots" also keeps the results of the
+    products with weights, but not attention's scores, so that no GEMM runs twice. Kernels that
+    `gather_kernels` gathered are kept by both.
+    """
+    if mode == "none":
+        return function
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names(GATHERED)
+    if mode == "dots":
+        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
+    return checkpoint(function, policy=policy)
+
+
+# ---------------------------------------------------------------- tokens to vectors, and to logits
+
+
+def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
+    """Looks up each token's vector.
+
+    Args:
+      tokens: `(batch, seq)` integers. A token outside the vocabulary gives NaN, never another
+        token's vector.
+      table: `(vocab, dim)`.
+      dtype: of the result.
+      sharding: of the table, the tokens and the result.
+    Returns: `(batch, seq, dim)`.
+    """
+    return _look_up(constrain(tokens, sharding.tokens), table, dtype, sharding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
+    """The table's rows, rounded before they move between devices, not after.
+
+    In bfloat16 the table's pieces (FSDP) and the sum over the vocabulary's parts then take half the
+    bytes. The gradient sums a token's occurrences in the table's own dtype.
+    """
+    # Each device looks up its part of the vocabulary.
+    parts = constrain(table.astype(dtype), P(sharding.embedding[0], None))
+    x = jnp.take(parts, tokens, axis=0, mode="clip")
+    # Summed over the parts before it is split along the sequence, with nothing between: XLA makes
+    # one reduce-scatter of a sum and the slice of it.
+    x = constrain(constrain(x, sharding.block_input), sharding.residual)
+    known = (tokens >= 0) & (tokens < table.shape[0])
+    return jnp.where(known[..., None], x, jnp.nan)
+
+
+def _look_up_forward(
+    tokens: Array, table: Array, dtype: str, sharding: Sharding
+) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(tokens, table, dtype, sharding), (tokens, table)
+
+
+def _look_up_backward(
+    dtype: str, sharding: Sharding, residuals: tuple[Array, Array], dx: Array
+) -> tuple[None, Array]:
+    del dtype
+    tokens, table = residuals
+    place = lambda dtable: constrain(dtable, P(sharding.embedding[0], None))
+    dx = constrain(dx, sharding.block_input).astype(table.dtype)
+    zeros = place(jnp.zeros(table.shape, table.dtype))
+    return None, place(zeros.at[tokens].add(dx, mode="drop"))
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+@jax.custom_vjp
+def unembed(x: Array, table: Array) -> Array:
+    """Scores every token of the vocabulary: `logits = x @ table.T`.
+
+    The products take operands of x's dtype and are summed in float32, which is also the logits'
+    dtype (float64 for float64). So are the two GEMMs of the backward: the float32 cotangent is
+    rounded to x's dtype first, or they would run at float32's speed, an eighth of bfloat16's. The
+    table's gradient keeps its float32 sums.
+
+    Args:
+      x: `(batch, seq, dim)`.
+      table: `(vocab, dim)`.
+    Returns: `(batch, seq, vocab)`.
+    """
+    return _product("bsd,vd->bsv", x, table.astype(x.dtype))
+
+
+def _unembed_forward(x: Array, table: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    operand = table.astype(x.dtype)  # once, so that FSDP gathers it once for both ways
+    return _product("bsd,vd->bsv", x, operand), (x, table, operand)
+
+
+def _unembed_backward(residuals: tuple[Array, Array, Array], dlogits: Array) -> tuple[Array, Array]:
+    x, table, operand = residuals
+    dlogits = dlogits.astype(x.dtype)
+    dx = jnp.einsum("bsv,vd->bsd", dlogits, operand)
+    return dx, _product("bsv,bsd->vd", dlogits, x).astype(table.dtype)
+
+
+def _product(equation: str, a: Array, b: Array) -> Array:
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(equation, a, b, preferred_element_type=wide)
+
+
+unembed.defvjp(_unembed_forward, _unembed_backward)

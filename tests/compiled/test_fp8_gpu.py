@@ -1,0 +1,150 @@
+"""What an H200 would run for FP8 products, from programs compiled for it."""
+
+import functools
+import re
+
+import fp8_layers
+import gpu_compiler
+import hlo
+import jax
+import jax.numpy as jnp
+import pytest
+from fp8_layers import both_ways, wide_product
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.layers.quantization import product
+
+e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+f32, bf16 = jnp.float32, jnp.bfloat16
+M, N, K = 2048, 1024, 512
+
+
+def struct(*shape, dtype=e4m3):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh(), P()))
+
+
+@functools.cache
+def mesh():
+    return gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
+
+
+def compiled(run, *args, donate=()):
+    with jax.set_mesh(mesh()):
+        return gpu_compiler.compile(jax.jit(run, donate_argnums=donate), *args)
+
+
+def calls(program) -> list[tuple[str, int, bool]]:
+    """(result, beta, in place) of each product, all of which must be FP8."""
+    targets = re.findall(r'custom_call_target="(__cublas[^"]*)"', program.as_text())
+    assert set(targets) == {"__cublas$lt$matmul$f8"}, targets
+    return [(g.result, g.beta, g.in_place) for g in hlo.gemms(program)]
+
+
+SCALE = functools.partial(struct, dtype=f32)
+PRODUCTS = [product, wide_product]
+
+
+@pytest.mark.parametrize("multiply", PRODUCTS)
+@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("left", [e4m3, e5m2])
+def test_a_product_and_its_scales_are_one_call(multiply, dtype, left):
+    run = lambda a, s, b, t: multiply(a, s, b, t, dtype)
+    program = compiled(run, struct(M, K, dtype=left), SCALE(), struct(N, K), SCALE())
+    assert calls(program) == [(f"{'bf16' if dtype == bf16 else 'f32'}[{M},{N}]", 0, False)]
+    assert sum(moved for _, moved in hlo.passes(program)) <= 12  # the product of two scales
+
+
+@pytest.mark.parametrize("multiply", PRODUCTS)
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_float32_gradient_is_added_in_the_call(multiply, in_loop):
+    def run(c, a, s, b, t):
+        return multiply(a, s, b, t, f32, add_to=c)
+
+    def loop(c, a, s, b, t):
+        step = lambda c, given: (run(c, given[0], s, given[1], t), None)
+        return jax.lax.scan(step, c, (a, b))[0]
+
+    c, lead = struct(M, N, dtype=f32), (4,) * in_loop
+    args = c, struct(*lead, M, K), SCALE(), struct(*lead, N, K), SCALE()
+    program = compiled(loop if in_loop else run, *args, donate=(0,))
+    assert calls(program) == [(f"f32[{M},{N}]", 1, True)]
+    assert not re.search(rf"= f32\[{M},{N}\]\S* (add|copy|fusion)\(", program.as_text())
+
+
+# ---------------------------------------------------------------- a whole MLP
+
+TOKENS, DIM, HIDDEN = 16384, 4096, 14336
+
+
+@functools.cache
+def mlp(together, layer=fp8_layers.mlp):
+    operands = (
+        struct(TOKENS, DIM, dtype=bf16),
+        struct(DIM, dtype=f32),
+        *(struct(*shape, dtype=f32) for shape in [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]),
+    )
+    options = {"together": together} if layer is fp8_layers.mlp else {}
+    run = both_ways(layer, **options)
+    return compiled(run, operands, struct(TOKENS, DIM, dtype=bf16))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_mlp_has_nine_products_without_a_transpose(together):
+    program = mlp(together)
+    forward = [f"bf16[{TOKENS},{HIDDEN}]"] * 2 + [f"bf16[{TOKENS},{DIM}]"]
+    backward = [f"bf16[{TOKENS},{DIM}]"] * 2 + [f"bf16[{TOKENS},{HIDDEN}]"]
+    gradients = [f"f32[{DIM},{HIDDEN}]"] * 2 + [f"f32[{HIDDEN},{DIM}]"]
+    found = calls(program)
+    assert sorted(result for result, _, _ in found) == sorted(forward + backward + gradients)
+    # The gradient of what gate and up share is added up in the second product.
+    added = [call for call in found if call[1]]
+    assert added == [(f"bf16[{TOKENS},{DIM}]", 1, True)] * (together or len(added))
+    text = program.as_text()
+    text = text[text.index("\nENTRY") :]
+    assert not re.search(r"= f8\w+\[\d+,\d+\]\S* (transpose|copy|fusion)\(", text)
+    assert not re.search(rf"= f32\[({TOKENS},{HIDDEN})\]", text)  # no float32 of that size
+
+
+def test_an_mlp_quantizes_each_array_once():
+    """x, three kernels, the hidden array and three gradients; a bounded x needs no maximum.
+
+    Two Linears that quantize one x do it once too: XLA merges equal calls.
+    """
+    assert hlo.calls(mlp(True), "quantize_") == {"amax": 7, "cast": 8}
+    assert hlo.calls(mlp(False), "quantize_") == {"amax": 8, "cast": 8}
+
+
+def test_a_fused_mlp_has_no_pass_of_xla_over_the_hidden_array():
+    """Its activation and both gradients are written as FP8, and nothing else of that size."""
+    program = mlp(True, fp8_layers.fused_mlp)
+    assert len(calls(program)) == 9
+    large = 2 * TOKENS * HIDDEN  # bytes in bfloat16
+    small = 1 << 20
+    kernel = hlo.calls(program, "quantize_")
+    assert kernel == {"amax": 5, "cast": 5, "gated": 2, "gated_amax": 1}
+    moved = sorted(moved for name, moved in hlo.passes(program) if "gated" in name)
+    assert [round(m / large, 2) for m in moved] == [2, 3, 5] and moved[0] < 2 * large + small
+    fusions = [moved for name, moved in hlo.passes(program) if name == "fusion"]
+    assert max(fusions) < large  # the norm's
+
+
+@pytest.mark.parametrize("layer", [fp8_layers.mlp, fp8_layers.fused_mlp])
+def test_main_gradients_of_a_scan_are_added_in_the_products(layer):
+    dim, hidden = 2048, 8192
+
+    def loss(params, x):
+        return jnp.sum(layer(x, *params).astype(f32) ** 2)
+
+    def run(params, xs):
+        def add(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, x)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)[0]
+
+    shapes = (dim,), (dim, hidden), (dim, hidden), (hidden, dim)
+    params = tuple(struct(*shape, dtype=f32) for shape in shapes)
+    program = compiled(run, params, struct(4, TOKENS, dim, dtype=bf16))
+    kernels = [call for call in calls(program) if call[0].startswith("f32")]
+    up, down = f"f32[{dim},{hidden}]", f"f32[{hidden},{dim}]"
+    assert sorted(kernels) == [(up, 1, True), (up, 1, True), (down, 1, True)]

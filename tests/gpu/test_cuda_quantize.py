@@ -1,0 +1,57 @@
+"""FP8 codes and products as XLA runs them on an NVIDIA GPU."""
+
+import fp8_reference
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from normfuse.layers import quantization
+from normfuse.native.implementation import NATIVE
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
+
+
+def check(x, dtype, bound=None):
+    q, scale = fp8_reference.quantize(x, dtype, bound)
+    given = None if bound is None else jnp.float32(bound)
+    found = quantization.quantize(jnp.asarray(x), dtype, bound=given, order=NATIVE)
+    assert np.asarray(found.scale).tobytes() == np.float32(scale).tobytes()
+    for codes, want in ((found.q, q), (found.qt, q.T)):
+        np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("given", ["float32", ml_dtypes.bfloat16, "float16"], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (131, 77), (272, 4112), (2048, 2048)], ids=str)
+def test_cuda_codes_are_those_of_the_reference(given, dtype, shape, rng):
+    x = rng.standard_normal(shape).astype(np.float32)
+    if x.size > 1:
+        x.reshape(-1)[:5] = [np.nan, np.inf, -np.inf, 1e-42, -0.0]
+        x[:, 6] *= 1000
+    check(x.astype(np.dtype(given)), dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("bound", [448.0, 57344.0, 1.0, 1e-30])
+def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
+    """By the hardware's instruction, where there is one."""
+    tops = np.arange(1 << 14, dtype=np.uint32) << 18
+    ends = np.array([0, 1, 0x1FFFF, 0x20000, 0x20001, 0x3FFFF], np.uint32)
+    check((tops[:, None] | ends).view(np.float32), dtype, bound)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cuda_products_are_those_of_the_codes(dtype, rng):
+    x, y = (rng.standard_normal((n, 1024)).astype(np.float32) for n in (256, 512))
+    a, b = (quantization.quantize(jnp.asarray(z)) for z in (x, y))
+    if int(10 * float(jax.devices()[0].compute_capability)) < 89:
+        pytest.skip("needs a GPU with FP8")
+    exact = fp8_reference.product(a.q, a.scale, b.q, b.scale)
+    run = jax.jit(quantization.product, static_argnums=4)
+    found = np.asarray(run(a.q, a.scale, b.q, b.scale, dtype), "f8")
+    # Fast accumulation keeps 14 bits or so of each partial sum.
+    assert np.linalg.norm(found - exact) <= 5e-3 * np.linalg.norm(exact)

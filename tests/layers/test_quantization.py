@@ -1,0 +1,305 @@
+"""FP8 codes and scales against the NumPy reference, bit for bit, and products of them."""
+
+import functools
+
+import fp8_layers
+import fp8_reference
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from normfuse.layers import quantization
+from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.quantization import gated
+from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
+from normfuse.native.implementation import Order
+
+INPUTS = [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")]
+FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
+SHAPES = [(0, 16), (16, 0), (1, 1), (1, 37), (63, 64), (65, 130), (128, 256), (200, 1)]
+NATIVE = Order(("native",), strict=True)
+
+
+def bits(x) -> np.ndarray:
+    return np.asarray(x).view(f"u{np.asarray(x).dtype.itemsize}")
+
+
+def check(x: np.ndarray, dtype: np.dtype, found: quantization.Quantized, bound=None) -> None:
+    """Codes and scale are those of the reference."""
+    q, scale = fp8_reference.quantize(x, dtype, bound)
+    np.testing.assert_array_equal(bits(found.scale), bits(scale))
+    if found.q is not None:
+        np.testing.assert_array_equal(bits(found.q), bits(q))
+    if found.qt is not None:
+        np.testing.assert_array_equal(bits(found.qt), bits(q.T))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def native(x, dtype: np.dtype, bound=None) -> quantization.Quantized:
+    return quantization.quantize(x, dtype, bound=bound, order=NATIVE)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def by_definition(x, dtype: np.dtype) -> quantization.Quantized:
+    q, qt, scale = define_quantize(x, dtype=dtype.name, has_q=True, has_qt=True)
+    return quantization.Quantized(q, qt, scale[0])
+
+
+def every_number(dtype: np.dtype) -> np.ndarray:
+    """Every number of 16 bits, or float32s with every exponent and many mantissas."""
+    if dtype.itemsize == 2:
+        return np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(256, 256)
+    tops = np.arange(1 << 12, dtype=np.uint32) << 20
+    ends = np.array([0, 1, 0x7FFFF, 0x80000, 0x80001, 0xFFFFF], np.uint32)
+    return (tops[:, None] | ends).view(np.float32)
+
+
+def arrays(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    normal = rng.standard_normal((96, 80), np.float32)
+    outlier, hole, nan = normal.copy(), normal.copy(), normal.copy()
+    outlier[:, 7] *= 1000
+    hole[3], hole[:, 5] = 0, 1
+    nan[2, 3], nan[90, 79], nan[0, 0] = np.nan, np.inf, -np.inf
+    return {
+        "normal": normal,
+        "outlier": outlier,
+        "zero and constant rows": hole,
+        "zero": np.zeros((32, 16), np.float32),
+        "not finite": nan,
+        "nothing finite": np.full((17, 16), np.nan, np.float32),
+        "subnormal": normal * np.float32(1e-41),
+        "tiny": normal * np.float32(1e-30),
+        "huge": normal / np.abs(normal).max() * np.float32(3.3e38),
+        "largest": np.full((16, 16), np.finfo(np.float32).max),
+        "1.75": np.array([[1.75, 1.7500001, -1.7499999, 0.0009765625]], np.float32),
+        "above 1.75": np.array([[1.76, 0.5, -1.7500001, -0.0]], np.float32),
+    }
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("given", INPUTS, ids=str)
+def test_codes_are_those_of_the_reference(given, dtype, rng):
+    for shape in SHAPES:
+        x = rng.standard_normal(shape).astype(given)
+        check(x, dtype, native(x, dtype))
+        check(x, dtype, by_definition(x, dtype))
+
+
+@pytest.mark.parametrize("name", arrays(np.random.default_rng(0)))
+def test_unusual_arrays_have_the_codes_of_the_reference(name, rng):
+    for given in INPUTS:
+        with np.errstate(all="ignore"):
+            x = arrays(rng)[name].astype(given)
+        for dtype in FORMATS:
+            found = native(x, dtype)
+            check(x, dtype, found)
+            check(x, dtype, by_definition(x, dtype))
+            assert np.all(np.isnan(np.asarray(found.q, np.float32)) == ~np.isfinite(x.astype("f8")))
+            assert np.isfinite(found.scale)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("given", INPUTS, ids=str)
+def test_every_number_is_rounded_as_in_the_reference(given, dtype):
+    """With bounds that place the numbers everywhere in the format, and beyond it."""
+    x = every_number(given)
+    for bound in (448.0, 1.0, 3e-5, 1e20, 0.0):
+        found = native(x, dtype, jnp.float32(bound))
+        check(x, dtype, found, bound)
+
+
+def test_either_layout_is_made_alone(rng):
+    x = rng.standard_normal((48, 33)).astype(np.float32)
+    q = quantization.quantize(jnp.asarray(x), transpose=False)
+    qt = quantization.quantize(jnp.asarray(x), plain=False)
+    assert q.qt is None and qt.q is None
+    check(x, fp8_reference.E4M3, q)
+    check(x, fp8_reference.E4M3, qt)
+
+
+def test_a_bound_is_the_largest_of_what_is_given(rng):
+    x = rng.standard_normal((32, 16)).astype(np.float32)
+    bounds = jnp.asarray([[1.0, -77.0], [3.0, 0.0]])
+    check(x, fp8_reference.E4M3, quantization.quantize(jnp.asarray(x), bound=bounds), 77.0)
+
+
+@pytest.mark.parametrize("bound", [np.nan, np.inf, -np.inf])
+def test_a_bound_that_is_not_finite_gives_nan_everywhere(bound):
+    x = jnp.ones((16, 16))
+    found = quantization.quantize(x, bound=jnp.asarray([1.0, bound]))
+    assert np.isnan(found.scale) and np.isnan(np.asarray(found.q, np.float32)).all()
+    flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
+    q, qt, scale = define_cast(x, jnp.asarray([1.0, bound], jnp.float32), **flags)
+    np.testing.assert_array_equal(bits(q), bits(found.q))
+    assert np.isnan(scale).all()
+
+
+@pytest.mark.parametrize("given", INPUTS, ids=str)
+def test_amax_is_that_of_the_finite_elements(given, rng):
+    for x in [every_number(given), rng.standard_normal((3, 5, 7)), np.zeros((0,)), np.ones(())]:
+        x = x.astype(given)
+        for found in (quantization.amax(jnp.asarray(x), order=NATIVE), define_amax(x)[0]):
+            np.testing.assert_array_equal(bits(found).ravel(), bits(fp8_reference.amax(x)))
+
+
+def test_amax_of_many_tasks_is_the_same_at_any_place(rng):
+    x = rng.standard_normal(200_001, np.float32)
+    for place in (0, 65_535, 65_536, 200_000):
+        y = x.copy()
+        y[place] = -100.5
+        assert quantization.amax(jnp.asarray(y)) == 100.5
+
+
+def test_the_bound_of_a_norm_holds(rng):
+    for n in (16, 1024, 4096):
+        x = rng.standard_normal((64, n)).astype(np.float32)
+        x[0], x[1, :] = 0, 1e-3
+        x[0, 0] = 1e4  # x̂ = √n
+        weight = rng.standard_normal(n).astype(np.float32)
+        y = x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * weight
+        bound = quantization.rms_norm_bound(n, jnp.asarray(weight))
+        assert np.abs(y).max() <= float(bound) * (1 + 1e-5)
+        found = quantization.quantize(jnp.asarray(y), bound=bound)
+        check(y, fp8_reference.E4M3, found, bound)
+        assert np.isfinite(np.asarray(found.q, np.float32)).all()
+
+
+@pytest.mark.parametrize("types", [(0, 0), (1, 0), (0, 1)], ids=str)
+def test_products_are_those_of_the_codes(types, rng):
+    x, y = (rng.standard_normal((n, 96)).astype(np.float32) for n in (64, 48))
+    a, b = (quantization.quantize(jnp.asarray(z), FORMATS[t]) for z, t in zip((x, y), types))
+    exact = fp8_reference.product(a.q, a.scale, b.q, b.scale)
+    slack = np.abs(np.asarray(a.q, "f8")) @ np.abs(np.asarray(b.q, "f8")).T
+    slack = slack * float(a.scale) * float(b.scale)
+    for dtype, ulps in ((jnp.float32, 96 * 2.0**-24), (jnp.bfloat16, 2.0**-8)):
+        found = jax.jit(quantization.product, static_argnums=4)(a.q, a.scale, b.q, b.scale, dtype)
+        assert found.dtype == dtype
+        assert np.all(np.abs(np.asarray(found, "f8") - exact) <= ulps * slack)
+        added = quantization.product(a.q, a.scale, b.q, b.scale, dtype, add_to=found)
+        assert np.all(np.abs(np.asarray(added, "f8") - 2 * exact) <= 3 * ulps * slack)
+
+
+def test_what_is_not_finite_stays_in_its_row(rng):
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((32, 64), (48, 64)))
+    x[5, 9] = np.inf
+    a, b = quantization.quantize(jnp.asarray(x)), quantization.quantize(jnp.asarray(w))
+    y = np.asarray(quantization.product(a.q, a.scale, b.q, b.scale, jnp.float32))
+    assert np.isnan(y[5]).all() and np.isfinite(np.delete(y, 5, 0)).all()
+
+
+def test_a_transpose_under_jit_and_scan_is_that_of_the_reference(rng):
+    x = rng.standard_normal((3, 48, 32)).astype(ml_dtypes.bfloat16)
+    found = jax.lax.scan(lambda _, x: (None, quantization.quantize(x)), None, jnp.asarray(x))[1]
+    for i in range(3):
+        check(x[i], fp8_reference.E4M3, jax.tree.map(lambda a, i=i: a[i], found))
+
+
+def test_shapes_that_fp8_takes():
+    assert quantization.fits(16, 4096, 14336)
+    assert not quantization.fits(16, 4095) and not quantization.fits(8, 16)
+    assert not quantization.fits(0, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda q: q(jnp.ones((2, 2), jnp.int32)), TypeError, "x must be .* got int32"),
+        (lambda q: q(np.ones((2, 2))), TypeError, "x must be .* got float64"),
+        (lambda q: q(jnp.ones(3)), ValueError, r"x must be a matrix, got shape \(3,\)"),
+        (lambda q: q(jnp.ones((2, 2)), jnp.float16), TypeError, "dtype must be .* got float16"),
+        (
+            lambda q: q(jnp.ones((2, 2)), plain=False, transpose=False),
+            ValueError,
+            "plain=False and transpose=False",
+        ),
+        (lambda q: quantization.amax(jnp.ones(2, bool)), TypeError, "x must be .* got bool"),
+    ],
+)
+def test_bad_input_is_one_clear_error(call, error, message):
+    with pytest.raises(error, match=message):
+        call(quantization.quantize)
+
+
+# ---------------------------------------------------------------- activations
+
+
+def raw_products(rng, count, shape=(48, 80), dtype="float32"):
+    """`(raw, scale)` of each, flat."""
+    found = []
+    for scale in (0.25, 0.125, 0.5)[:count]:
+        found += [jnp.asarray(8 * rng.standard_normal(shape), dtype), jnp.float32(scale)]
+    return found
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu"])
+def test_activations_are_quantized_from_float32(name, has_up, rng):
+    """To the codes of the reference, of the float32 that plain JAX computes."""
+    function = SCALARS[name]
+    given = raw_products(rng, 1 + has_up, dtype="bfloat16")
+    a, *up = (x.astype(jnp.float32) * s for x, s in zip(given[::2], given[1::2]))
+    h = function(a) * up[0] if up else function(a)
+    maxima = gated.amax(function, *given)
+    np.testing.assert_allclose(maxima.h, jnp.max(jnp.abs(h)), rtol=1e-6)
+    np.testing.assert_allclose(maxima.activation, jnp.max(jnp.abs(function(a))), rtol=1e-6)
+    np.testing.assert_allclose(maxima.up, jnp.max(jnp.abs(up[0])) if up else 1, rtol=1e-6)
+    found = gated.quantize(function, *given, bound=maxima.h, order=NATIVE)
+    q, scale = fp8_reference.quantize(np.asarray(h), bound=maxima.h)
+    assert found[2] == scale
+    wide = lambda codes: np.asarray(codes, np.float32)
+    np.testing.assert_allclose(wide(found[0]), wide(q), rtol=0.125, atol=2**-9)  # one step apart
+    assert np.mean(bits(found[0]) != bits(q)) < 1e-3
+    np.testing.assert_array_equal(bits(found[0]), bits(found[1]).T)
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+def test_gradients_of_activations_stay_within_their_bounds(has_up, rng):
+    for name in ("silu", "gelu_tanh"):
+        function, slope = SCALARS[name], gated.SLOPES[name]
+        dh, dh_scale, *given = raw_products(rng, 2 + has_up)
+        maxima = gated.amax(function, *given)
+        bounds = gated.gradient_bounds(jnp.max(jnp.abs(dh)) * dh_scale, maxima, slope)
+        bounds = bounds[: 1 + has_up]
+        found = gated.quantize_gradients(function, dh, dh_scale, *given, bounds=bounds)
+        scales = jnp.asarray([dh_scale, *given[1::2]])
+        exact = gated.define_gradients(dh, *given[::2], scales, function=function)
+        for (q, qt, scale), d, bound in zip(found, exact, bounds, strict=True):
+            assert jnp.max(jnp.abs(d)) <= bound
+            assert scale == fp8_reference.scale(bound, fp8_reference.E4M3)
+            gap = np.asarray(q, "f8") * float(scale) - np.asarray(d, "f8")
+            assert np.linalg.norm(gap) < 0.03 * np.linalg.norm(d)
+            np.testing.assert_array_equal(bits(q), bits(qt).T)
+
+
+@pytest.mark.parametrize("name", gated.SLOPES)
+def test_no_slope_is_steeper(name):
+    function = SCALARS.get(name, SCALARS["tanh"])
+    x = jnp.linspace(-20, 20, 40_001)
+    steepest = jnp.max(jnp.abs(jax.vmap(jax.grad(function))(x)))
+    assert gated.SLOPES[name] / 1.01 <= steepest <= gated.SLOPES[name]
+
+
+def test_an_mlp_in_fp8_has_the_gradients_of_the_plain_one(rng):
+    """Within what the quantization of two or three operands in a row costs."""
+    shapes = [(64, 128), (128,), (128, 256), (128, 256), (256, 128)]
+    x, scale, *kernels = (
+        jnp.asarray(rng.standard_normal(s) / np.sqrt(s[0] if i > 1 else 1), jnp.float32)
+        for i, s in enumerate(shapes)
+    )
+    operands, dy = (x, 1 + 0.1 * scale, *kernels), jnp.asarray(rng.standard_normal((64, 128)), "f4")
+    expected = jax.tree.leaves(jax.jit(fp8_layers.both_ways(fp8_layers.plain_mlp))(operands, dy))
+    for layer in (fp8_layers.mlp, fp8_layers.fused_mlp):
+        found = jax.tree.leaves(jax.jit(fp8_layers.both_ways(layer))(operands, dy))
+        for got, want in zip(found, expected, strict=True):
+            assert jnp.linalg.norm(got - want) < 0.09 * jnp.linalg.norm(want)
+
+
+def test_gated_products_are_of_one_kind():
+    one = jnp.float32(1)
+    with pytest.raises(ValueError, match="one shape and dtype, got float32.*bfloat16"):
+        gated.amax(SCALARS["silu"], jnp.ones((2, 2)), one, jnp.ones((2, 2), jnp.bfloat16), one)
+    with pytest.raises(ValueError, match="bounds must be of 2 gradients, got 1"):
+        x = jnp.ones((2, 2))
+        gated.quantize_gradients(SCALARS["silu"], x, one, x, one, x, one, bounds=[one])

@@ -1,0 +1,85 @@
+"""The compiled step: which implementation it says serves, and where its program is kept."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+from tiny_model import CONFIG, first_devices
+
+from normfuse.models.functional import build
+from normfuse.train import compilation
+from normfuse.train.compilation import implementations
+from normfuse.train.config import OptimConfig
+from normfuse.train.step import Program, make_optimizer, schedule
+
+
+@pytest.mark.parametrize(
+    ("implementation", "norms"),
+    [
+        (None, "native kernels"),
+        ("native", "native kernels"),
+        ("xla", "plain XLA"),
+        ("pallas", "interpreted Pallas kernels"),
+    ],
+)
+def test_the_program_tells_which_implementation_serves(implementation, norms):
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs")
+    optim, mesh = OptimConfig(lr=1e-2), first_devices(1, 1, 1)
+    model = build("nnx", dataclasses.replace(CONFIG, implementation=implementation))
+    program = Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0)
+    with jax.set_mesh(mesh):
+        text = program.lower(2, 8).compile().as_text()
+    assert implementations(text)["norms"] == norms
+
+
+_NATIVE = 'custom_call_target="normfuse_launch", backend_config={image = "0x7F", kernel = "%s"}'
+_TRITON = (
+    'custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/%s/pallas_call"}, '
+    'backend_config={name = "%s"}'
+)
+_MOSAIC = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(f)/dense_gradient/mpmd_map"}'
+
+
+def test_kernels_of_gpus_are_told_by_their_names():
+    """Lines as XLA writes them for H200s."""
+    forward, backward = "rms_norm_forward", "rms_norm_backward"
+    native = "\n".join(_NATIVE % name for name in (forward, backward, "epilogue_forward"))
+    assert implementations(native) == {"norms": "native kernels", "activations": "native kernels"}
+    pallas = "\n".join(_TRITON % (2 * (f"pallas_{name}",)) for name in (forward, backward))
+    assert implementations(pallas) == {"norms": "Pallas kernels", "activations": "plain XLA"}
+    both = implementations(f"{native}\n{_MOSAIC}")
+    assert both["activations"] == "native kernels, Pallas kernels"
+    # Operations that XLA moved into a kernel's scope are no kernel.
+    fused = (
+        'ROOT %c = concatenate(), metadata={op_name="jit(f)/pallas_rms_norm_forward/pallas_call"}'
+    )
+    assert implementations(fused)["norms"] == "plain XLA"
+
+
+def test_reasons_follow_their_family():
+    reasons = [("rms_norm_forward", "float8"), ("epilogue_forward", "one loop")]
+    assert implementations(_NATIVE % "rms_norm_backward", reasons) == {
+        "norms": "native kernels, plain XLA (float8)",
+        "activations": "plain XLA (one loop)",
+    }
+
+
+def test_a_run_prints_what_serves(finished):
+    assert re.search(r"^norms +(native|Pallas) kernels$", finished[1], re.M)
+    assert re.search(r"^activations +(native kernels|plain XLA)", finished[1], re.M)
+
+
+def test_programs_are_kept_without_being_asked(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        jax.config.update("jax_compilation_cache_dir", "elsewhere")
+        compilation.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == "elsewhere"  # the user's own choice stays
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

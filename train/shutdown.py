@@ -1,0 +1,151 @@
+"""How a run ends early: on signals, and when it hangs. Nothing here imports JAX."""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_GRACE = 15  # seconds that the watchdog's backstop leaves its thread to speak
+
+
+class StopRequest:
+    """While entered, notes the first signal (SIGTERM, SIGINT, SIGUSR1) and obeys the second.
+
+    The first asks the run to save and stop. A thread learns of signals from the interpreter's
+    wake-up pipe, so the second stops the process even while the main thread compiles or computes
+    and runs no Python.
+
+    Args:
+      end: ends the process, with an exit code, at the second signal.
+
+    Attributes:
+      tell: called with the name of the first signal, from that thread.
+    """
+
+    # What signals do once it is left: None for what they did before. A command whose process exits
+    # sets it to ignore them, since its exit code is decided.
+    afterwards: signal.Handlers | None = None
+
+    def __init__(self, end: Callable[[int], None] = os._exit) -> None:
+        self._end = end
+        self.tell: Callable[[str], None] = lambda name: None
+        self._first: signal.Signals | None = None
+        self._old: dict[signal.Signals, Any] = {}
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """The signal received, or None while nobody asked to stop."""
+        return self._first
+
+    def __bool__(self) -> bool:
+        return self._first is not None
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread may handle signals: its owner does
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            self._old[number] = signal.signal(number, lambda *_: None)
+            signal.siginterrupt(number, False)  # libraries' system calls must not fail with EINTR
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="signals")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._old:
+            return
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler if self.afterwards is None else self.afterwards)
+        os.close(self._write)  # ends the thread
+        self._thread.join()
+        os.close(self._read)
+
+    def _watch(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] not in _SIGNALS:
+                continue
+            if self._first is not None:
+                if sys.stdout.isatty():  # a progress bar has hidden the cursor
+                    os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
+                self._end(128 + received[0])
+            self._first = signal.Signals(received[0])
+            with contextlib.suppress(OSError):  # nobody may be there to be told
+                self.tell(self._first.name)
+
+
+class Watchdog:
+    """While entered, ends the process with exit code 1 when nothing has happened for a while.
+
+    A run that hangs must not hold its devices for ever. A thread prints what the run was doing,
+    writes all stacks to the standard error and to a file, and ends the process. It needs the
+    interpreter: should a call into C hold that, a second timer without Python (`faulthandler`'s)
+    ends the process a little later, with the stacks alone.
+
+    Args:
+      seconds: how long nothing may happen; 0 disables.
+      stacks: the file; its folder need not exist.
+    """
+
+    def __init__(self, seconds: int, stacks: Path) -> None:
+        self._seconds, self._stacks = seconds, stacks
+        self._last, self._doing = time.monotonic(), "starting"
+        self._ended = threading.Event()
+
+    def beat(self, doing: str) -> None:
+        """Notes that the run goes on, and what it does now."""
+        self._last, self._doing = time.monotonic(), doing
+        if self._seconds:
+            after = self._seconds + _GRACE
+            faulthandler.dump_traceback_later(after, exit=True, file=_stderr())
+
+    def __enter__(self) -> "Watchdog":
+        self.beat(self._doing)
+        if self._seconds:
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._seconds:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._last + self._seconds - time.monotonic()):
+            if time.monotonic() - self._last >= self._seconds:
+                self._end()
+
+    def _end(self) -> None:
+        err = _stderr()
+        print(
+            f"error: no progress for --watchdog {self._seconds} s while {self._doing}. Of several "
+            "processes, another may be gone. The stacks of all threads follow, and are in "
+            f"{self._stacks}.",
+            file=err,
+            flush=True,
+        )
+        faulthandler.dump_traceback(err)
+        try:
+            with self._stacks.open("w") as file:
+                faulthandler.dump_traceback(file)
+        except OSError:
+            pass  # the standard error has them
+        os._exit(1)
+
+
+def _stderr() -> TextIO:
+    """Returns the standard error as a real file, which a notebook's or a test's need not be."""
+    try:
+        sys.stderr.fileno()
+        return sys.stderr
+    except (AttributeError, OSError, ValueError):
+        return cast(TextIO, sys.__stderr__)
