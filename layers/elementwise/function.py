@@ -136,10 +136,12 @@ def _by_jax(
 ) -> Any:
     """The tangent or gradient of `plain`, linear in the operands from `base` on, by JAX."""
     of, at = of_some(plain, operands[:base], moving)
-    chosen, linear = lambda *moved: [of(*moved)[j] for j in outputs], operands[base:]
+    chosen = lambda *moved: [of(*moved)[j] for j in outputs]
+    shape = jnp.broadcast_shapes(*(a.shape for a in operands))
+    at, linear = (tuple(jnp.broadcast_to(a, shape) for a in some) for some in (at, operands[base:]))
     if not transposed:
         return jax.jvp(chosen, at, linear)[1]
-    results, pull = jax.vjp(chosen, *[jnp.broadcast_to(a, linear[0].shape) for a in at])
+    results, pull = jax.vjp(chosen, *at)
     return pull([c.astype(r.dtype) for c, r in zip(linear, results, strict=True)])
 
 

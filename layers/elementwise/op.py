@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
@@ -172,29 +173,19 @@ def _explaining(body: Callable[..., Results]) -> Callable[..., Results]:
 def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
     image = _library(arch, loop, layout)
-    return call_host(
-        "normfuse_elementwise",
-        operands,
-        loop.types(operands),
-        image=np.frombuffer(image.data, np.uint8),
-        digest=image.digest,
-        sizes=np.array(sizes, np.int64),
-    )
+    data, lengths = np.frombuffer(image.data, np.uint8), np.array(sizes, np.int64)
+    name, types = "normfuse_elementwise", loop.types(operands)
+    return call_host(name, operands, types, image=data, digest=image.digest, sizes=lengths)
 
 
 @_explaining
 def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
-    count = math.prod(sizes)
+    source, types = _kernel_source(loop, layout), loop.types(operands)
+    ints = math.prod(sizes), *sizes
+    grid = -(-ints[0] // layout.tile)
     return launch(
-        _kernel_source(loop, layout),
-        f"elementwise_{loop.op}",
-        operands,
-        loop.types(operands),
-        target=target,
-        grid=-(-count // layout.tile),
-        block=THREADS,
-        ints=(count, *sizes),
+        source, source.name, operands, types, target=target, grid=grid, block=THREADS, ints=ints
     )
 
 
@@ -240,7 +231,7 @@ def _missing(ctx: Any, *values: Any, name: str, **_: Any) -> Any:
 _undefined = Primitive("normfuse_undefined")
 _undefined.multiple_results = True
 _undefined.def_abstract_eval(
-    lambda *_, shape, out, **__: [jax.core.ShapedArray(shape, jnp.dtype(name)) for name in out]
+    lambda *_, shape, out, **__: [ShapedArray(shape, jnp.dtype(name)) for name in out]
 )
 mlir.register_lowering(_undefined, _missing)
 
@@ -368,15 +359,20 @@ def _by_parts(loop: Loop, order: Order, *operands: Array) -> Results:
     function: Any = loop.function
     base, count, ndim = function.base, len(function.base.operands), len(loop.shape(operands))
     types = [compute_dtype(type_, loop.bound).name for type_, _ in base.results]
+    # vmap may have given only tangents a dimension, which base's operands and results then lack
+    has = sorted({d for have in loop.placed[:count] for d in have})
+    of = functools.partial(loop.of, placed=[tuple(map(has.index, d)) for d in loop.placed[:count]])
 
     @functools.cache
     def slopes(k: int) -> Results:
         """The derivative of each result with respect to operand k, in what it is computed in."""
-        partial, of = base.partial(k), functools.partial(loop.of, placed=loop.placed[:count])
-        if not isinstance(partial, tuple):
-            return by_jax(partial, of(base, out=types), *operands[:count])
-        each = zip(partial, types, strict=True)
-        return [call(of(one, out=[t]), operands[:count], order)[0] for one, t in each]
+        partial = base.partial(k)
+        if isinstance(partial, tuple):
+            each = zip(partial, types, strict=True)
+            found = [call(of(one, out=[t]), operands[:count], order)[0] for one, t in each]
+        else:
+            found = by_jax(partial, of(base, out=types), *operands[:count])
+        return [spread(derivative, has, ndim) for derivative in found]
 
     terms = [[slopes(k)[j] for k in function.moving] for j in function.outputs]
     sources = [spread(a, d, ndim) for a, d in zip(operands[count:], loop.placed[count:])]

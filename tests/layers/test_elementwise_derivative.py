@@ -106,6 +106,17 @@ def test_third_derivatives_are_the_definitions():
     agree(third(op), third(plain_swish), rtol=1e-5)
 
 
+def test_a_batch_of_tangents_alone_can_be_differentiated(arrays):
+    op = elementwise(SWISH, definition=plain_swish, derivative={"x": SLOPE}, beta=1.0)
+    x, tangents = arrays[0], jnp.stack(arrays)
+
+    def second(f):
+        first = lambda x: jax.vmap(lambda t: jax.jvp(f, (x,), (t,))[1])(tangents)
+        return jax.jvp(first, (x,), (jnp.ones_like(x),))[1]
+
+    agree(second(op), second(plain_swish), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [
