@@ -79,23 +79,18 @@ class RMSNorm(eqx.nn.RMSNorm):
         else:
             bias, compute = self.bias if self.use_bias else None, compute_dtype(x.dtype)
             weight = self.weight if self.use_weight else None
-            options = {
-                "eps": self.eps,
-                "axis": range(x.ndim),
-                "implementation": self.implementation,
-            }
-            y = rms_norm(x, weight, dtype=x.dtype if bias is None else compute, **options)
+            axes, dtype = tuple(range(x.ndim)), x.dtype if bias is None else compute
+            y = rms_norm(
+                x, weight, eps=self.eps, axis=axes, dtype=dtype, implementation=self.implementation
+            )
             y = y if bias is None else (y + bias.astype(compute)).astype(x.dtype)
         return y if state is _NOT_GIVEN else (y, state)
 
     def _unserved(self, x: Array) -> str:
         """Returns what only Equinox serves, or ""."""
-        reasons = {
-            "shape=()": x.ndim == 0,
-            "an eps that is an array": isinstance(self.eps, Array),
-        }
-        weight = self.weight if self.use_weight else None
-        return modules.unserved(reasons, x.dtype, None if weight is None else weight.dtype)
+        is_array = isinstance(self.eps, Array)
+        reasons = {"shape=()": x.ndim == 0, "an eps that is an array": is_array}
+        return modules.unserved(reasons, (x, self.weight if self.use_weight else None))
 
 
 class Linear(eqx.nn.Linear):
@@ -160,7 +155,7 @@ class Linear(eqx.nn.Linear):
             return '"scalar" features'
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
-        if reason := modules.unserved({}, x.dtype, self.weight.dtype):
+        if reason := modules.unserved({}, (x, self.weight)):
             return reason
         dtype = jnp.result_type(self.weight, x)
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:

@@ -84,9 +84,8 @@ class RMSNorm(nn.RMSNorm):
             "force_float32_reductions=False": not self.force_float32_reductions,
             "an epsilon that is an array": isinstance(self.epsilon, Array),
         }
-        return modules.unserved(
-            reasons, x.dtype, self.param_dtype if self.use_scale else None, self.dtype
-        )
+        param_dtype = self.param_dtype if self.use_scale else None
+        return modules.unserved(reasons, (x,), param_dtype, self.dtype)
 
 
 class Dense(nn.Dense):
@@ -151,7 +150,7 @@ class Dense(nn.Dense):
             "a dot_general of its own": {self.dot_general, self.dot_general_cls} != {None},
             "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
         }
-        return modules.unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
+        return modules.unserved(reasons, (inputs,), self.param_dtype, self.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:

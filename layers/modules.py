@@ -3,7 +3,7 @@
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,9 +54,13 @@ def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
         )
 
 
-def unserved(reasons: Mapping[str, bool], *dtypes: jax.typing.DTypeLike | None) -> str:
-    """Returns the first of `reasons` that holds, or why our ops cannot take `dtypes`; or ""."""
-    return next((reason for reason, holds in reasons.items() if holds), unserved_dtype(*dtypes))
+def unserved(
+    reasons: Mapping[str, bool], arrays: Sequence[Any], *dtypes: jax.typing.DTypeLike | None
+) -> str:
+    """Returns the first of `reasons` that holds, or why our ops cannot take the dtypes; or ""."""
+    found = [None if array is None else array.dtype for array in arrays]
+    why = unserved_dtype(*found, *dtypes)
+    return next((reason for reason, holds in reasons.items() if holds), why)
 
 
 def replaced(layer: Any, expected: type) -> str:

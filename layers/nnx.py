@@ -92,9 +92,7 @@ class RMSNorm(nnx.RMSNorm):
             "feature_axes that differ from reduction_axes": features != axes,
             "an epsilon that is an array": isinstance(self.epsilon, Array),
         }
-        return modules.unserved(
-            reasons, x.dtype, scale if scale is None else scale.dtype, self.dtype
-        )
+        return modules.unserved(reasons, (x, scale), self.dtype)
 
 
 class Linear(nnx.Linear):
@@ -144,8 +142,7 @@ class Linear(nnx.Linear):
                 "nnx.Linear: in_features and out_features must be at least 1 for this kernel_init, "
                 f"got {in_features} and {out_features}"
             ) from None
-        self.activation = activation
-        self.implementation = implementation
+        self.activation, self.implementation = activation, implementation
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
@@ -167,8 +164,7 @@ class Linear(nnx.Linear):
             "a dot_general of its own": self.dot_general is not jax.lax.dot_general,
             "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
         }
-        own = kernel.dtype, bias if bias is None else bias.dtype, self.dtype
-        return modules.unserved(reasons, inputs.dtype, *own)
+        return modules.unserved(reasons, (inputs, kernel, bias), self.dtype)
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -236,8 +232,7 @@ class NormDense(nnx.Module):
         if reason := norm_unserved or self.linear._unserved(x, kernel, bias):
             return modules.unfused_norm_dense(self, x, reason)
         dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
-        scale = None if scale is None else rounded(scale, dtype)
-        x = narrowed(x, dtype)
+        x, scale = narrowed(x, dtype), None if scale is None else rounded(scale, dtype)
         return modules.norm_dense(self, x, scale, kernel, bias, dtype, eps=self.norm.epsilon)
 
 

@@ -305,12 +305,8 @@ def _split_by_types(
 def _partitioned(
     body: Body, dims: Dims, leads: Leads, devices: Sequence[jax.Device]
 ) -> Callable[..., Results]:
-    """Returns `body` as a function of global arrays on a mesh of Auto axes.
-
-    `devices` is what the program is compiled for, in order.
-    """
-    inputs, outputs = dims
-    x64 = jax.config.jax_enable_x64
+    """Returns `body` as a function of global arrays on a mesh of `devices`, with Auto axes."""
+    (inputs, outputs), x64 = dims, jax.config.jax_enable_x64
 
     @custom_partitioning
     def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
@@ -328,15 +324,13 @@ def _partitioned(
     def shardings(mesh, split, all_dims):
         return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
 
-    def partition(_, operands, results):
-        del results
+    def partition(_mesh, operands, _results):
         mesh, split = split_of(operands)
         local = without_mesh(_on(body, split), x64)
         fn = lambda *values: tuple(local(*values))
         return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
 
-    def infer(_, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
-        del results
+    def infer(_mesh, operands, _results):  # only with Shardy off; JAX 0.10 aborts without it
         return shardings(*split_of(operands), outputs)
 
     call.def_partition(
