@@ -26,8 +26,10 @@ from ...native.implementation import Unsupported
 from ...native.launch import uninitialized
 from ...native.pallas import portable
 from ...native.pallas.lowering import Target
-from ...native.pallas.tiles import cdiv
+from ...native.pallas.tiles import Ref, cdiv
 from .pallas_hopper import EVERY
+
+Array = jax.Array
 
 TILE = 128, 256  # of the result, one a block at a time
 PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
@@ -42,9 +44,7 @@ def fits(m: int, n: int, k: int) -> bool:
     return m >= TILE[0] and n >= TILE[1] and not (m % 8 or n % PIECE or k % PIECE)
 
 
-def run(
-    target: Target, spec: Any, dy: jax.Array, w: jax.Array, *operands: jax.Array
-) -> list[jax.Array]:
+def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> list[Array]:
     """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
 
     w is (n, k) or (k, n), its axis `spec.contract` being the one of k; `spec` is a
@@ -66,8 +66,7 @@ def run(
 
     short = dy.dtype == jnp.bfloat16
     epilogue = portable.portable_several(epilogue, short=short, exact=not short)
-    options = {"epilogue": epilogue, "with_value": with_value, "contract": spec.contract}
-    return multiply(target, dy, w, operands, **options)
+    return multiply(target, dy, w, operands, epilogue, with_value, spec.contract)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +86,15 @@ class Shape:
 
 def multiply(
     target: Target,
-    dy: jax.Array,
-    w: jax.Array,
-    tiles: Sequence[jax.Array],
-    *,
-    epilogue: Callable[..., Sequence[jax.Array]],
+    dy: Array,
+    w: Array,
+    tiles: Sequence[Array],
+    epilogue: Callable[..., Sequence[Array]],
     with_value: bool,
     contract: int,
-    interpret=False,
-) -> list[jax.Array]:
-    """The gradients of `tiles`, in their places, and the value if `with_value`.
+    interpret: Any = False,
+) -> list[Array]:
+    """Returns the gradients of `tiles`, in their places, and the value if `with_value`.
 
     Args:
       target: the GPU.
@@ -104,7 +102,9 @@ def multiply(
       w: `(n, k)`, or `(k, n)`.
       tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
       epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
+      with_value: whether the last of them is the value.
       contract: the axis of w that has k elements.
+      interpret: as of `pl.kernel`.
 
     Raises:
       Unsupported: for sizes that are less than a tile or not whole pieces.
@@ -115,21 +115,13 @@ def multiply(
             f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
             f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"
         )
+    blocks = {"grid": (target.cores,), "grid_names": ("blocks",)}
     kernel = pl.kernel(
         functools.partial(
-            _kernel,
-            inputs=len(tiles),
-            shape=Shape(),
-            epilogue=epilogue,
-            contract=contract,
+            _kernel, inputs=len(tiles), shape=Shape(), epilogue=epilogue, contract=contract
         ),
         out_type=[],
-        mesh=plgpu.Mesh(
-            grid=(target.cores,),
-            grid_names=("blocks",),
-            num_threads=3,
-            thread_name="warpgroup",
-        ),
+        mesh=plgpu.Mesh(**blocks, num_threads=3, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,  # exponentials and reciprocals to 2^-22; tanh, in bfloat16, to 2^-11
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -150,7 +142,9 @@ def multiply(
 _LAYOUT = (plgpu.TilingTransform((8, _SIDE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
+def _kernel(
+    dy: Ref, w: Ref, *refs: Ref, inputs: int, shape: Shape, epilogue: Callable, contract: int
+) -> None:
     """`refs` are the operands of the epilogue, whose gradients take their places, and the value."""
     (m, k), n = dy.shape, w.shape[1 - contract]
     steps, count = k // _DEPTH, (cdiv(m, _ROWS), cdiv(n, _COLUMNS))
@@ -202,37 +196,39 @@ class _Ring:
     (k, n). z's and up's pieces lie where those of w do, two in a slot, each half as large.
     """
 
-    xs: Any
-    ws: Any
-    filled: Any
-    free: Any
+    xs: Ref
+    ws: Ref
+    filled: Ref
+    free: Ref
     stages: int
     contract: int
 
-    def at(self, step):
-        """The slot of a step."""
+    def at(self, step: Any) -> Any:
+        """Returns the slot of a step."""
         return lax.rem(step, self.stages)
 
-    def claimed(self, step):
-        """The slot of a step, once what was in it has been read."""
+    def claimed(self, step: Any) -> Any:
+        """Returns the slot of a step, once what was in it has been read."""
         slot = self.at(step)
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         return slot
 
-    def factor(self, slot, half):
-        """Half of w's piece, as it is multiplied: (64, 128)."""
+    def factor(self, slot: Any, half: Any) -> Ref:
+        """Returns half of w's piece, as it is multiplied: (64, 128)."""
         if not self.contract:
             return self.ws.at[slot, half]
         return self.ws.at[slot, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
 
-    def block(self, slot, half, at):
-        """One of the two (64, 64) of a piece of z or up."""
+    def block(self, slot: Any, half: Any, at: int) -> Ref:
+        """Returns one of the two (64, 64) of a piece of z or up."""
         if not self.contract:
             return self.ws.at[slot, half, :, pl.ds(at * _SIDE, _SIDE)]
         return self.ws.at[slot, pl.ds(half * _HALF + at * _SIDE, _SIDE)]
 
 
-def _fetch(ring, dy, w, tiles, steps, row, column, first):
+def _fetch(
+    ring: _Ring, dy: Ref, w: Ref, tiles: Any, steps: int, row: Any, column: Any, first: Any
+) -> None:
     """Copies what a tile needs into the ring."""
     whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
 
@@ -264,8 +260,8 @@ def _fetch(ring, dy, w, tiles, steps, row, column, first):
                 copy(piece, ring.ws.at[slot, half, pl.ds(r, few)])
 
 
-def _multiply(ring, steps, finish, row, column, first):
-    """A warpgroup's half of a tile."""
+def _multiply(ring: _Ring, steps: int, finish: Callable, row: Any, column: Any, first: Any) -> None:
+    """Does a warpgroup's half of a tile."""
     mine = lax.axis_index("warpgroup")
 
     def with_sums(sums):
@@ -285,7 +281,19 @@ def _multiply(ring, steps, finish, row, column, first):
     pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((_ROWS, _HALF), jnp.float32))
 
 
-def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, first, mine):
+def _finish(
+    ring: _Ring,
+    staging: Ref,
+    refs: Sequence[Ref],
+    inputs: int,
+    epilogue: Callable,
+    room: int,
+    sums: Array,
+    row: Any,
+    column: Any,
+    first: Any,
+    mine: Any,
+) -> None:
     """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
     turns = itertools.cycle(range(room))
@@ -308,7 +316,7 @@ def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, firs
             plgpu.barrier_arrive(ring.free.at[slot])
 
 
-def _store(to, values, staging, turns, room):
+def _store(to: list[Ref], values: list[Array], staging: Ref, turns: Any, room: int) -> None:
     """Starts to write `values`, as many together as half of the staging has room for."""
     some = max(1, room // 2)
     for at in range(0, len(to), some):
@@ -321,18 +329,16 @@ def _store(to, values, staging, turns, room):
             plgpu.copy_smem_to_gmem(staging.at[slot], ref)
 
 
-def _pairs(inputs):
-    """What the slots after the products hold: two (operand, warpgroup, half of its half) in each.
+def _pairs(inputs: int) -> list[tuple[Any, Any]]:
+    """Returns what the slots after the products hold: two (operand, warpgroup, half) in each.
 
     In the order in which they are needed. A warpgroup's half of a tile is taken in two: its columns
     are, or where w is (k, n) its rows.
     """
-    every = [
-        (operand, group, at) for at in range(2) for group in range(2) for operand in range(inputs)
-    ]
+    every = [(k, group, at) for at in range(2) for group in range(2) for k in range(inputs)]
     return list(zip(every[::2], every[1::2], strict=True))
 
 
-def _load(ref):
-    """A piece, in the registers that hold the sums it goes with."""
+def _load(ref: Ref) -> Array:
+    """Returns a piece, in the registers that hold the sums it goes with."""
     return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)

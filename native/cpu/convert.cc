@@ -33,7 +33,6 @@ NORMFUSE_INLINE uint32_t Select(bool condition, uint32_t a, uint32_t b) {
 struct BFloat16 {
   uint16_t bits;
 };
-
 struct Half {
   uint16_t bits;
 };
@@ -116,34 +115,31 @@ struct NarrowLoop {
   }
 };
 
+// Calls fn with the array's elements from `offset`, in the type they have.
+template <typename F>
+void Visit(const Array& array, int64_t offset, const F& fn) {
+  switch (array.dtype) {
+    case ffi::F64:
+      return fn(static_cast<double*>(array.data) + offset);
+    case ffi::F32:
+      return fn(static_cast<float*>(array.data) + offset);
+    case ffi::BF16:
+      return fn(static_cast<BFloat16*>(array.data) + offset);
+    default:
+      return fn(static_cast<Half*>(array.data) + offset);
+  }
+}
+
 }  // namespace
 
 template <typename C>
 void Widen(const Array& from, int64_t offset, int64_t count, C* to) {
-  switch (from.dtype) {
-    case ffi::F64:
-      return Dispatch<WidenLoop>(static_cast<const double*>(from.data) + offset, count, to);
-    case ffi::F32:
-      return Dispatch<WidenLoop>(static_cast<const float*>(from.data) + offset, count, to);
-    case ffi::BF16:
-      return Dispatch<WidenLoop>(static_cast<const BFloat16*>(from.data) + offset, count, to);
-    default:
-      return Dispatch<WidenLoop>(static_cast<const Half*>(from.data) + offset, count, to);
-  }
+  Visit(from, offset, [&](const auto* elements) { Dispatch<WidenLoop>(elements, count, to); });
 }
 
 template <typename C>
 void Narrow(const C* from, const Array& to, int64_t offset, int64_t count) {
-  switch (to.dtype) {
-    case ffi::F64:
-      return Dispatch<NarrowLoop>(from, count, static_cast<double*>(to.data) + offset);
-    case ffi::F32:
-      return Dispatch<NarrowLoop>(from, count, static_cast<float*>(to.data) + offset);
-    case ffi::BF16:
-      return Dispatch<NarrowLoop>(from, count, static_cast<BFloat16*>(to.data) + offset);
-    default:
-      return Dispatch<NarrowLoop>(from, count, static_cast<Half*>(to.data) + offset);
-  }
+  Visit(to, offset, [&](auto* elements) { Dispatch<NarrowLoop>(from, count, elements); });
 }
 
 template void Widen(const Array&, int64_t, int64_t, float*);

@@ -3,6 +3,16 @@
 
 #include "machine.cuh"
 
+// IF(FLAG, text): the text where the macro FLAG is 1, nothing where it is 0; IF_NOT: the reverse.
+#define IF(flag, ...) IF_VALUE(1, flag)(__VA_ARGS__)
+#define IF_NOT(flag, ...) IF_VALUE(0, flag)(__VA_ARGS__)
+#define IF_VALUE(wanted, value) IF_PASTED(wanted, value)
+#define IF_PASTED(wanted, value) TEXT_##wanted##value
+#define TEXT_00(...) __VA_ARGS__
+#define TEXT_11(...) __VA_ARGS__
+#define TEXT_01(...)
+#define TEXT_10(...)
+
 template <typename To, typename From>
 __device__ inline To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
