@@ -6,15 +6,14 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ..native.dtypes import compute_dtype
-from ..native.implementation import Implementation, choose
-from .core.arguments import unserved_dtype
+from ..native.implementation import Implementation
+from . import modules
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
-from .dense.norm_dense import apply as apply_norm_dense
-from .modules import by_framework, check_eps, check_options, replaced, unfused_norm_dense
 from .rms_norm import rms_norm
 
 M = TypeVar("M")
@@ -36,8 +35,7 @@ class RMSNorm(eqx.nn.RMSNorm):
     Args:
       shape: of the input.
       eps: added to the mean square.
-      use_weight: whether to multiply by a weight.
-      use_bias: whether to add a bias.
+      use_weight, use_bias: whether to multiply by a weight, and to add a bias.
       dtype: of the weight and the bias.
       implementation: as for `normfuse.rms_norm`.
 
@@ -63,18 +61,13 @@ class RMSNorm(eqx.nn.RMSNorm):
         *,
         implementation: Implementation = None,
     ):
-        check_eps("eqx.nn.RMSNorm", "eps", eps)
+        modules.check_eps("eqx.nn.RMSNorm", "eps", eps)
         super().__init__(shape, eps, use_weight, use_bias, dtype)
-        self.implementation = check_options(implementation)
+        self.implementation = modules.check_options(implementation)
 
-    def __call__(self, x: jax.Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         """Normalises all of x; `state` is passed through, `key` is ignored."""
-        x = jnp.asarray(x)
-        if x.shape != self.shape:
-            raise ValueError(
-                f"eqx.nn.RMSNorm: x must have shape {self.shape}, got {x.shape}; for a batch call "
-                "jax.vmap(norm)(x)"
-            )
+        x = _checked("eqx.nn.RMSNorm", "norm", x, self.shape)
         if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
             raise TypeError(
                 f"eqx.nn.RMSNorm: x must be floating, got {x.dtype}; cast it first, for example "
@@ -82,32 +75,27 @@ class RMSNorm(eqx.nn.RMSNorm):
             )
         if reason := self._unserved(x):
             call = lambda: super(RMSNorm, self).__call__(x, key=key)
-            y = by_framework("eqx.nn.RMSNorm", reason, self.implementation, call)
+            y = modules.by_framework("eqx.nn.RMSNorm", reason, self.implementation, call)
         else:
-            y = self._normalise(x)
+            bias, compute = self.bias if self.use_bias else None, compute_dtype(x.dtype)
+            weight = self.weight if self.use_weight else None
+            options = {
+                "eps": self.eps,
+                "axis": range(x.ndim),
+                "implementation": self.implementation,
+            }
+            y = rms_norm(x, weight, dtype=x.dtype if bias is None else compute, **options)
+            y = y if bias is None else (y + bias.astype(compute)).astype(x.dtype)
         return y if state is _NOT_GIVEN else (y, state)
 
-    def _normalise(self, x):
-        bias = self.bias if self.use_bias else None
-        compute = compute_dtype(x.dtype)
-        y = rms_norm(
-            x,
-            self.weight if self.use_weight else None,
-            eps=self.eps,
-            axis=tuple(range(x.ndim)),
-            dtype=x.dtype if bias is None else compute,
-            implementation=self.implementation,
-        )
-        return y if bias is None else (y + bias.astype(compute)).astype(x.dtype)
-
-    def _unserved(self, x) -> str:
-        """What only Equinox serves, or ""."""
-        if x.ndim == 0:
-            return "shape=()"
-        if isinstance(self.eps, jax.Array):
-            return "an eps that is an array"
+    def _unserved(self, x: Array) -> str:
+        """Returns what only Equinox serves, or ""."""
+        reasons = {
+            "shape=()": x.ndim == 0,
+            "an eps that is an array": isinstance(self.eps, Array),
+        }
         weight = self.weight if self.use_weight else None
-        return unserved_dtype(x.dtype, None if weight is None else weight.dtype)
+        return modules.unserved(reasons, x.dtype, None if weight is None else weight.dtype)
 
 
 class Linear(eqx.nn.Linear):
@@ -121,13 +109,11 @@ class Linear(eqx.nn.Linear):
     complex x and, without a bias, for a matrix x, whose columns it multiplies.
 
     Args:
-      in_features: the input's length, or "scalar".
-      out_features: the output's, or "scalar".
+      in_features, out_features: the lengths of the input and of the output, or "scalar".
       use_bias: whether to add a bias.
       dtype: of the weight and the bias.
       key: for the initial values.
-      activation: as for `normfuse.dense`: None, a name or a pure function.
-      implementation: as for `normfuse.dense`.
+      activation, implementation: as for `normfuse.dense`.
 
     Raises:
       ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
@@ -149,49 +135,48 @@ class Linear(eqx.nn.Linear):
         use_bias: bool = True,
         dtype: Any = None,
         *,
-        key: jax.Array,
+        key: Array,
         activation: Activation = None,
         implementation: Implementation = None,
     ):
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
         self.activation = activation
-        self.implementation = check_options(implementation, activation)
+        self.implementation = modules.check_options(implementation, activation)
 
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Multiplies x by the weight; `key` is ignored."""
         x = jnp.asarray(x)
         if reason := self._unserved(x):
             call = lambda: super(Linear, self).__call__(x, key=key)
-            name = f"eqx.nn.Linear with {reason}"
-            y = choose(name, self.implementation, {"xla": lambda _: call()})
-            return y if self.activation is None else finish(y, None, self.activation, y.dtype)
-        if x.shape != self.weight.shape[1:]:
-            raise ValueError(
-                f"eqx.nn.Linear: x must have shape {self.weight.shape[1:]}, got {x.shape}; for a "
-                "batch call jax.vmap(linear)(x)"
-            )
-        return apply_dense(
-            x,
-            self.weight,
-            self.bias,
-            activation=self.activation,
-            dtype=jnp.result_type(self.weight, x),
-            implementation=self.implementation,
-            contract=1,
-        )
+            return modules.dense_by_framework("eqx.nn.Linear", reason, self, call)
+        x = _checked("eqx.nn.Linear", "linear", x, self.weight.shape[1:])
+        dtype = jnp.result_type(self.weight, x)
+        options = {"activation": self.activation, "implementation": self.implementation}
+        return apply_dense(x, self.weight, self.bias, dtype=dtype, contract=1, **options)
 
-    def _unserved(self, x) -> str:
-        """What only Equinox serves, or ""."""
+    def _unserved(self, x: Array) -> str:
+        """Returns what only Equinox serves, or ""."""
         if "scalar" in (self.in_features, self.out_features):
             return '"scalar" features'
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
-        if reason := unserved_dtype(x.dtype, self.weight.dtype):
+        if reason := modules.unserved({}, x.dtype, self.weight.dtype):
             return reason
         dtype = jnp.result_type(self.weight, x)
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:
             return f"a bias in {self.bias.dtype}, wider than {dtype}"
         return ""
+
+
+def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
+    """Returns x as an array of `shape`; ValueError otherwise."""
+    x = jnp.asarray(x)
+    if x.shape != shape:
+        raise ValueError(
+            f"{layer}: x must have shape {shape}, got {x.shape}; for a batch call "
+            f"jax.vmap({name})(x)"
+        )
+    return x
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -205,15 +190,12 @@ class NormDense(eqx.Module):
     `(in_features,)`; batch it with `jax.vmap`.
 
     Args:
-      in_features: the input's length.
-      out_features: the output's.
+      in_features, out_features: the lengths of the input and of the output.
       eps: the norm's.
       use_bias: whether to add a bias after the product.
       dtype: of the parameters.
       key: for the initial values.
-      activation: as for `normfuse.dense`: None, a name or a pure function.
-      recompute: as for `normfuse.norm_dense`.
-      implementation: as for `normfuse.norm_dense`.
+      activation, recompute, implementation: as for `normfuse.norm_dense`.
 
     Raises:
       ValueError: for an unknown activation or a bad eps; when called, for an x not of shape
@@ -239,43 +221,29 @@ class NormDense(eqx.Module):
         use_bias: bool = True,
         dtype: Any = None,
         *,
-        key: jax.Array,
+        key: Array,
         activation: Activation = None,
         recompute: bool = True,
         implementation: Implementation = None,
     ):
-        self.implementation = check_options(implementation, activation)
+        self.implementation = modules.check_options(implementation, activation)
         self.norm = RMSNorm(in_features, eps, use_bias=False, dtype=dtype)
         self.linear = Linear(in_features, out_features, use_bias, dtype, key=key)
         self.activation, self.recompute = activation, recompute
 
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Normalises x and multiplies it by the weight; `key` is ignored."""
-        x = jnp.asarray(x)
-        if reason := replaced(self.norm, RMSNorm) or replaced(self.linear, Linear):
-            return unfused_norm_dense(self, x, reason)
-        weight = self.linear.weight
-        if x.shape != weight.shape[1:]:
-            raise ValueError(
-                f"NormDense: x must have shape {weight.shape[1:]}, got {x.shape}; for a batch call "
-                "jax.vmap(layer)(x)"
-            )
-        if self.norm.use_bias and self.norm.bias is not None:
-            return unfused_norm_dense(self, x, "a norm with a bias")
-        if reason := self.norm._unserved(x) or self.linear._unserved(x):
-            return unfused_norm_dense(self, x, reason)
-        return apply_norm_dense(
-            x,
-            self.norm.weight if self.norm.use_weight else None,
-            weight,
-            self.linear.bias,
-            self.activation,
-            jnp.result_type(weight, x).name,
-            eps=self.norm.eps,
-            contract=1,
-            recompute=self.recompute,
-            implementation=self.implementation,
-        )
+        x, norm, linear = jnp.asarray(x), self.norm, self.linear
+        if reason := modules.replaced(norm, RMSNorm) or modules.replaced(linear, Linear):
+            return modules.unfused_norm_dense(self, x, reason)
+        x = _checked("NormDense", "layer", x, linear.weight.shape[1:])
+        if norm.use_bias and norm.bias is not None:
+            return modules.unfused_norm_dense(self, x, "a norm with a bias")
+        if reason := norm._unserved(x) or linear._unserved(x):
+            return modules.unfused_norm_dense(self, x, reason)
+        scale = norm.weight if norm.use_weight else None
+        dtype, options = jnp.result_type(linear.weight, x), {"eps": norm.eps, "contract": 1}
+        return modules.norm_dense(self, x, scale, linear.weight, linear.bias, dtype, **options)
 
 
 class GatedMLP(eqx.Module):
@@ -291,8 +259,7 @@ class GatedMLP(eqx.Module):
       use_bias: whether the three layers have biases.
       dtype: of the parameters.
       key: for the initial values.
-      activation: of the gate: a name or a pure function.
-      implementation: as for `normfuse.gated_product`.
+      activation, implementation: as for `normfuse.gated_product`.
 
     Raises:
       ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
@@ -316,33 +283,26 @@ class GatedMLP(eqx.Module):
         use_bias: bool = False,
         dtype: Any = None,
         *,
-        key: jax.Array,
+        key: Array,
         activation: Activation = "silu",
         implementation: Implementation = None,
     ):
-        self.implementation = check_options(implementation, activation)
+        self.implementation = modules.check_options(implementation, activation)
         self.activation = activation
         gate, up, down = jax.random.split(key, 3)
         self.gate = Linear(in_features, hidden_features, use_bias, dtype, key=gate)
         self.up = Linear(in_features, hidden_features, use_bias, dtype, key=up)
         self.down = Linear(hidden_features, in_features, use_bias, dtype, key=down)
 
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
-        gate, up = self.gate(x), self.up(x)
-        if reason := replaced(self.down, Linear) or self.down._unserved(gate):
-            call = lambda: self.down(finish(gate, None, self.activation, gate.dtype, up))
-            return by_framework("GatedMLP", reason, self.implementation, call)
-        return apply_gated_product(
-            gate,
-            up,
-            self.down.weight,
-            self.down.bias,
-            self.activation,
-            dtype=jnp.result_type(self.down.weight, gate),
-            implementation=self.implementation,
-            contract=1,
-        )
+        gate, up, down = self.gate(x), self.up(x), self.down
+        if reason := modules.replaced(down, Linear) or down._unserved(gate):
+            call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
+            return modules.by_framework("GatedMLP", reason, self.implementation, call)
+        options = {"dtype": jnp.result_type(down.weight, gate), "contract": 1}
+        options |= {"implementation": self.implementation}
+        return apply_gated_product(gate, up, down.weight, down.bias, self.activation, **options)
 
 
 # ---------------------------------------------------------------- other people's models
@@ -371,9 +331,9 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     >>> eqx.tree_equal(unswap(mlp), eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0)))
     Array(True, dtype=bool)
     """
-    implementation = check_options(implementation)
+    implementation = modules.check_options(implementation)
 
-    def ours(layer):
+    def ours(layer: Any) -> Any:
         again = type(layer) is RMSNorm and implementation is not None
         if type(layer) is eqx.nn.RMSNorm or again:
             return _convert(layer, RMSNorm, implementation=implementation)
@@ -395,12 +355,7 @@ def unswap(model: M) -> M:
         if type(layer) is RMSNorm:
             return _convert(layer, eqx.nn.RMSNorm)
         if type(layer) is Linear:
-            if layer.activation is not None:
-                raise ValueError(
-                    f"unswap: a Linear of {layer.in_features} by {layer.out_features} features has "
-                    f"activation={layer.activation!r}, which eqx.nn.Linear cannot express; make it "
-                    "a Linear without one and apply it to the output"
-                )
+            modules.check_unswapped(layer, "eqx.nn.Linear", "make it a Linear without one")
             return _convert(layer, eqx.nn.Linear)
         return layer
 

@@ -4,23 +4,24 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
+from jax import Array
 
-from ..native.implementation import Implementation, choose
-from .core.arguments import dimensions_of, floating, unserved_dtype
+from ..native.implementation import Implementation
+from . import modules
+from .core.arguments import dimensions_of, floating
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation, finish
+from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
-from .dense.norm_dense import apply as apply_norm_dense
-from .modules import by_framework, check_eps, check_options
 from .rms_norm import rms_norm
 
 _KERNEL = nn.linear.default_kernel_init
+_option: Any = functools.partial(dataclasses.field, kw_only=True)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -49,49 +50,43 @@ class RMSNorm(nn.RMSNorm):
     Array([1., 1., 1., 1.], dtype=float32)
     """
 
-    implementation: Implementation = dataclasses.field(default=None, kw_only=True)
+    implementation: Implementation = _option(default=None)
 
     def __post_init__(self):
-        check_eps("nn.RMSNorm", "epsilon", self.epsilon)
-        self.implementation = check_options(self.implementation)
+        modules.check_eps("nn.RMSNorm", "epsilon", self.epsilon)
+        self.implementation = modules.check_options(self.implementation)
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
         x = jnp.asarray(x)
         axes = dimensions_of("nn.RMSNorm", x, self.reduction_axes)
         if reason := self._unserved(x, axes, mask):
             call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return by_framework("nn.RMSNorm", reason, self.implementation, call)
+            return modules.by_framework("nn.RMSNorm", reason, self.implementation, call)
         scale = None
         if self.use_scale:
             shape = [x.shape[i] for i in axes]
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        return rms_norm(
-            x,
-            scale,
-            eps=self.epsilon,
-            axis=axes,
-            dtype=dtypes.canonicalize_dtype(x, scale, dtype=self.dtype),
-            implementation=self.implementation,
-        )
+        dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
+        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
+        return rms_norm(x, scale, dtype=dtype, **options)
 
     @nn.nowrap
-    def _unserved(self, x, axes, mask) -> str:
-        """The option that only Flax serves, or ""."""
-        if mask is not None:
-            return "a mask"
-        if self.axis_name is not None:
-            return "an axis_name"
-        if self.use_scale and axes != dimensions_of("nn.RMSNorm", x, self.feature_axes):
-            return "feature_axes that differ from reduction_axes"
-        if not self.force_float32_reductions:
-            return "force_float32_reductions=False"
-        if isinstance(self.epsilon, jax.Array):
-            return "an epsilon that is an array"
-        param_dtype = self.param_dtype if self.use_scale else None
-        return unserved_dtype(x.dtype, param_dtype, self.dtype)
+    def _unserved(self, x: Array, axes: tuple[int, ...], mask: Array | None) -> str:
+        """Returns the option that only Flax serves, or ""."""
+        features = axes if not self.use_scale else dimensions_of("nn.RMSNorm", x, self.feature_axes)
+        reasons = {
+            "a mask": mask is not None,
+            "an axis_name": self.axis_name is not None,
+            "feature_axes that differ from reduction_axes": features != axes,
+            "force_float32_reductions=False": not self.force_float32_reductions,
+            "an epsilon that is an array": isinstance(self.epsilon, Array),
+        }
+        return modules.unserved(
+            reasons, x.dtype, self.param_dtype if self.use_scale else None, self.dtype
+        )
 
 
 class Dense(nn.Dense):
@@ -106,8 +101,7 @@ class Dense(nn.Dense):
     or complex.
 
     Attributes:
-      activation: as for `normfuse.dense`: None, a name or a pure function; keyword only.
-      implementation: as for `normfuse.dense`; keyword only. The rest are `nn.Dense`'s.
+      activation, implementation: as for `normfuse.dense`; keyword only. The rest are `nn.Dense`'s.
 
     Raises:
       ValueError: for an unknown activation; when initialised, for an input without features.
@@ -119,57 +113,53 @@ class Dense(nn.Dense):
     (2, 4)
     """
 
-    activation: Activation = dataclasses.field(default=None, kw_only=True)
-    implementation: Implementation = dataclasses.field(default=None, kw_only=True)
+    activation: Activation = _option(default=None)
+    implementation: Implementation = _option(default=None)
 
     def __post_init__(self):
-        self.implementation = check_options(self.implementation, self.activation)
+        self.implementation = modules.check_options(self.implementation, self.activation)
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: Array) -> Array:
         """Multiplies the last axis of `inputs` by the kernel."""
         inputs = jnp.asarray(inputs)
         if reason := self._unserved(inputs):
             call = lambda: super(Dense, self).__call__(inputs)
-            y = choose(f"nn.Dense with {reason}", self.implementation, {"xla": lambda _: call()})
-            return y if self.activation is None else finish(y, None, self.activation, y.dtype)
-        kernel = self._kernel(inputs)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        return apply_dense(
-            inputs,
-            kernel,
-            bias,
-            activation=self.activation,
-            dtype=dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype),
-            implementation=self.implementation,
-        )
-
-    @nn.nowrap
-    def _kernel(self, inputs) -> Any:
-        if inputs.ndim == 0:
-            raise ValueError("nn.Dense: inputs must be (*rows, features), got a scalar")
+            return modules.dense_by_framework("nn.Dense", reason, self, call)
+        inputs = _rows("nn.Dense", inputs)
         shape = (inputs.shape[-1], self.features)
         try:
-            return self.param("kernel", self.kernel_init, shape, self.param_dtype)
+            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         except ZeroDivisionError:
             raise ValueError(
                 "nn.Dense: the kernel must have at least one element for this kernel_init, got "
                 f"shape {shape} for inputs of shape {inputs.shape}"
             ) from None
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
+        options = {"activation": self.activation, "implementation": self.implementation}
+        return apply_dense(inputs, kernel, bias, dtype=dtype, **options)
 
     @nn.nowrap
-    def _unserved(self, inputs) -> str:
-        """The option that only Flax serves, or ""."""
-        if self.precision is not None:
-            return "a precision"
-        if self.dot_general is not None or self.dot_general_cls is not None:
-            return "a dot_general of its own"
-        if self.promote_dtype is not dtypes.promote_dtype:
-            return "a promote_dtype of its own"
-        return unserved_dtype(inputs.dtype, self.param_dtype, self.dtype)
+    def _unserved(self, inputs: Array) -> str:
+        """Returns the option that only Flax serves, or ""."""
+        reasons = {
+            "a precision": self.precision is not None,
+            "a dot_general of its own": {self.dot_general, self.dot_general_cls} != {None},
+            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
+        }
+        return modules.unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
+
+
+def _rows(layer: str, inputs: Any) -> Array:
+    """Returns the inputs as an array with features; ValueError otherwise."""
+    x = jnp.asarray(inputs)
+    if x.ndim == 0:
+        raise ValueError(f"{layer}: inputs must be (*rows, features), got a scalar")
+    return x
 
 
 class NormDense(nn.Module):
@@ -182,8 +172,7 @@ class NormDense(nn.Module):
       features: the length of the output's last axis.
       use_bias, dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
       epsilon: the norm's.
-      activation: as for `normfuse.dense`: None, a name or a pure function; keyword only.
-      recompute, implementation: as for `normfuse.norm_dense`; keyword only.
+      activation, recompute, implementation: as for `normfuse.norm_dense`; keyword only.
 
     Raises:
       ValueError: for an unknown activation, a bad epsilon, or an input without features.
@@ -202,21 +191,19 @@ class NormDense(nn.Module):
     kernel_init: Any = _KERNEL
     bias_init: Any = nn.initializers.zeros_init()
     epsilon: float = 1e-6
-    activation: Activation = dataclasses.field(default=None, kw_only=True)
-    recompute: bool = dataclasses.field(default=True, kw_only=True)
-    implementation: Implementation = dataclasses.field(default=None, kw_only=True)
+    activation: Activation = _option(default=None)
+    recompute: bool = _option(default=True)
+    implementation: Implementation = _option(default=None)
 
     def __post_init__(self):
-        check_eps("NormDense", "epsilon", self.epsilon)
-        self.implementation = check_options(self.implementation, self.activation)
+        modules.check_eps("NormDense", "epsilon", self.epsilon)
+        self.implementation = modules.check_options(self.implementation, self.activation)
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: Array) -> Array:
         """Normalises the last axis of `inputs` and multiplies it by the kernel."""
-        x = jnp.asarray(inputs)
-        if x.ndim == 0:
-            raise ValueError("NormDense: inputs must be (*rows, features), got a scalar")
+        x = _rows("NormDense", inputs)
         width, dtype = x.shape[-1], self.param_dtype
         scale = self.param("scale", nn.initializers.ones_init(), (width,), dtype)
         kernel = self.param("kernel", self.kernel_init, (width, self.features), dtype)
@@ -227,17 +214,8 @@ class NormDense(nn.Module):
         if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:  # as Flax's layers take them
             x = x.astype(compute)
         floating("NormDense", "kernel", kernel)
-        return apply_norm_dense(
-            floating("NormDense", "inputs", x),
-            scale,
-            kernel,
-            bias,
-            self.activation,
-            jnp.dtype(compute).name,
-            eps=self.epsilon,
-            recompute=self.recompute,
-            implementation=self.implementation,
-        )
+        x = floating("NormDense", "inputs", x)
+        return modules.norm_dense(self, x, scale, kernel, bias, compute, eps=self.epsilon)
 
 
 class GatedMLP(nn.Module):
@@ -251,8 +229,7 @@ class GatedMLP(nn.Module):
       hidden_features: the length of what is between; the output is as long as the input.
       use_bias: whether the three products have biases.
       dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
-      activation: of the gate: a name or a pure function; keyword only.
-      implementation: as for `normfuse.gated_product`; keyword only.
+      activation, implementation: as for `normfuse.gated_product`; keyword only.
 
     Raises:
       ValueError: for an unknown activation, or an input without features.
@@ -270,19 +247,17 @@ class GatedMLP(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Any = _KERNEL
     bias_init: Any = nn.initializers.zeros_init()
-    activation: Activation = dataclasses.field(default="silu", kw_only=True)
-    implementation: Implementation = dataclasses.field(default=None, kw_only=True)
+    activation: Activation = _option(default="silu")
+    implementation: Implementation = _option(default=None)
 
     def __post_init__(self):
-        self.implementation = check_options(self.implementation, self.activation)
+        self.implementation = modules.check_options(self.implementation, self.activation)
         super().__post_init__()
 
     @nn.compact
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: Array) -> Array:
         """Applies the MLP to the last axis of `inputs`."""
-        x = jnp.asarray(inputs)
-        if x.ndim == 0:
-            raise ValueError("GatedMLP: inputs must be (*rows, features), got a scalar")
+        x = _rows("GatedMLP", inputs)
         width, hidden = x.shape[-1], self.hidden_features
         shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
         kernels = {
@@ -295,11 +270,5 @@ class GatedMLP(nn.Module):
             if self.use_bias
         }
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
-        return gated_mlp(
-            x,
-            kernels,
-            biases,
-            activation=self.activation,
-            dtype=dtype,
-            implementation=self.implementation,
-        )
+        options = {"activation": self.activation, "implementation": self.implementation}
+        return gated_mlp(x, kernels, biases, dtype=dtype, **options)

@@ -3,13 +3,16 @@
 import functools
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
+from .core.arguments import unserved_dtype
 from .dense.epilogue import Activation, finish, resolve
+from .dense.norm_dense import apply as apply_norm_dense
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
@@ -23,7 +26,7 @@ def check_eps(layer: str, argument: str, eps: Any) -> None:
 
 
 def check_options(implementation: Implementation, activation: Activation = None) -> Implementation:
-    """`implementation`, hashable as a static attribute must be.
+    """Returns `implementation`, hashable as a static attribute must be.
 
     Raises:
       ValueError: for a name that is not known.
@@ -41,6 +44,21 @@ def check_options(implementation: Implementation, activation: Activation = None)
     return implementation if isinstance(implementation, str | None) else tuple(implementation)
 
 
+def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
+    """Raises ValueError for a layer with an activation, which the framework's cannot express."""
+    if getattr(layer, "activation", None) is not None:
+        raise ValueError(
+            f"unswap: a Linear of {layer.in_features} by {layer.out_features} features has "
+            f"activation={layer.activation!r}, which {theirs} cannot express; {way_out} and apply "
+            "it to the output"
+        )
+
+
+def unserved(reasons: Mapping[str, bool], *dtypes: jax.typing.DTypeLike | None) -> str:
+    """Returns the first of `reasons` that holds, or why our ops cannot take `dtypes`; or ""."""
+    return next((reason for reason, holds in reasons.items() if holds), unserved_dtype(*dtypes))
+
+
 def replaced(layer: Any, expected: type) -> str:
     """Returns how a part of a fused module differs from what the module made, or ""."""
     if type(layer) is not expected:
@@ -48,6 +66,21 @@ def replaced(layer: Any, expected: type) -> str:
     if getattr(layer, "activation", None) is not None:
         return f"an activation of its {expected.__name__}'s own"
     return ""
+
+
+def norm_dense(
+    layer: Any,
+    x: jax.Array,
+    scale: jax.Array | None,
+    kernel: jax.Array,
+    bias: jax.Array | None,
+    dtype: jax.typing.DTypeLike,
+    **options: Any,
+) -> jax.Array:
+    """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
+    options |= {"recompute": layer.recompute, "implementation": layer.implementation}
+    dtype = jnp.dtype(dtype).name
+    return apply_norm_dense(x, scale, kernel, bias, layer.activation, dtype, **options)
 
 
 def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
@@ -72,10 +105,22 @@ def by_framework(
       NotImplementedError: if `implementation` allows native kernels only.
     """
 
-    def plain(strict):
+    def native(strict):
         report(layer, reason, strict=strict)
         return call()
 
-    return choose(
-        f"{layer} with {reason}", implementation, {"native": plain, "xla": lambda _: call()}
-    )
+    serve = {"native": native, "xla": lambda strict: call()}
+    return choose(f"{layer} with {reason}", implementation, serve)
+
+
+def dense_by_framework(
+    name: str, reason: str, layer: Any, call: Callable[[], jax.Array]
+) -> jax.Array:
+    """Calls the framework's own product, then the layer's activation.
+
+    Raises:
+      NotImplementedError: unless `layer.implementation` allows plain HLO.
+    """
+    serve = {"xla": lambda strict: call()}
+    y = choose(f"{name} with {reason}", layer.implementation, serve)
+    return finish(y, None, layer.activation, y.dtype)

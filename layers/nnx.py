@@ -1,23 +1,23 @@
 """Flax NNX modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from jax import Array
 
 from ..native.dtypes import narrowed, rounded
-from ..native.implementation import Implementation, choose
-from .core.arguments import dimensions_of, unserved_dtype
+from ..native.implementation import Implementation
+from . import modules
+from .core.arguments import dimensions_of
 from .core.op import placed
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
-from .dense.norm_dense import apply as apply_norm_dense
-from .modules import by_framework, check_eps, check_options, replaced, unfused_norm_dense
 from .rms_norm import rms_norm
 
 M = TypeVar("M")
@@ -56,52 +56,45 @@ class RMSNorm(nnx.RMSNorm):
     implementation: Implementation
 
     def __init__(self, num_features: int, *, implementation: Implementation = None, **kwargs: Any):
-        check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
+        modules.check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
-        self.implementation = check_options(implementation)
+        self.implementation = modules.check_options(implementation)
 
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
         x = jnp.asarray(x)
         axes = dimensions_of("nnx.RMSNorm", x, self.reduction_axes)
         scale = None if self.scale is None else self.scale[...]
         if reason := self._unserved(x, scale, axes, mask):
             call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return by_framework("nnx.RMSNorm", reason, self.implementation, call)
+            return modules.by_framework("nnx.RMSNorm", reason, self.implementation, call)
         dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
         if scale is not None:
-            scale = rounded(self._shaped(scale, x, axes), dtype)
-        return rms_norm(
-            narrowed(x, dtype),
-            scale,
-            eps=self.epsilon,
-            axis=axes,
-            dtype=dtype,
-            implementation=self.implementation,
+            shape = tuple(x.shape[i] for i in axes)
+            if scale.size != math.prod(shape):
+                raise ValueError(
+                    f"nnx.RMSNorm: x must have num_features={scale.size} features on axis "
+                    f"{self.feature_axes}, got shape {x.shape}"
+                )
+            scale = rounded(scale.reshape(shape), dtype)
+        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
+        return rms_norm(narrowed(x, dtype), scale, dtype=dtype, **options)
+
+    def _unserved(
+        self, x: Array, scale: Array | None, axes: tuple[int, ...], mask: Array | None
+    ) -> str:
+        """Returns the option that only Flax serves, or ""."""
+        features = axes if scale is None else dimensions_of("nnx.RMSNorm", x, self.feature_axes)
+        reasons = {
+            "a mask": mask is not None,
+            "an axis_name": self.axis_name is not None,
+            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
+            "feature_axes that differ from reduction_axes": features != axes,
+            "an epsilon that is an array": isinstance(self.epsilon, Array),
+        }
+        return modules.unserved(
+            reasons, x.dtype, scale if scale is None else scale.dtype, self.dtype
         )
-
-    def _unserved(self, x, scale, axes, mask) -> str:
-        """The option that only Flax serves, or ""."""
-        if mask is not None:
-            return "a mask"
-        if self.axis_name is not None:
-            return "an axis_name"
-        if self.promote_dtype is not dtypes.promote_dtype:
-            return "a promote_dtype of its own"
-        if scale is not None and axes != dimensions_of("nnx.RMSNorm", x, self.feature_axes):
-            return "feature_axes that differ from reduction_axes"
-        if isinstance(self.epsilon, jax.Array):
-            return "an epsilon that is an array"
-        return unserved_dtype(x.dtype, None if scale is None else scale.dtype, self.dtype)
-
-    def _shaped(self, scale, x, axes):
-        shape = tuple(x.shape[i] for i in axes)
-        if scale.size != math.prod(shape):
-            raise ValueError(
-                f"nnx.RMSNorm: x must have num_features={scale.size} features on axis "
-                f"{self.feature_axes}, got shape {x.shape}"
-            )
-        return scale.reshape(shape)
 
 
 class Linear(nnx.Linear):
@@ -116,10 +109,8 @@ class Linear(nnx.Linear):
     integer or complex.
 
     Args:
-      in_features: the length of the input's last axis.
-      out_features: the length of the output's.
-      activation: as for `normfuse.dense`: None, a name or a pure function.
-      implementation: as for `normfuse.dense`.
+      in_features, out_features: the lengths of the input's last axis and of the output's.
+      activation, implementation: as for `normfuse.dense`.
       **kwargs: `nnx.Linear`'s.
 
     Raises:
@@ -145,7 +136,7 @@ class Linear(nnx.Linear):
         implementation: Implementation = None,
         **kwargs: Any,
     ):
-        implementation = check_options(implementation, activation)
+        implementation = modules.check_options(implementation, activation)
         try:
             super().__init__(in_features, out_features, **kwargs)
         except ZeroDivisionError:
@@ -156,42 +147,28 @@ class Linear(nnx.Linear):
         self.activation = activation
         self.implementation = implementation
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
         inputs = jnp.asarray(inputs)
-        kernel = self.kernel[...]
-        bias = None if self.bias is None else self.bias[...]
-        if inputs.ndim == 0 or inputs.shape[-1] != kernel.shape[0]:
-            raise ValueError(
-                f"nnx.Linear: inputs must have in_features={kernel.shape[0]} as the last axis, got "
-                f"shape {inputs.shape}"
-            )
+        kernel, bias = _parameters(self)
+        _check_features("nnx.Linear: inputs", inputs, kernel)
         if reason := self._unserved(inputs, kernel, bias):
             call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
-            y = choose(f"nnx.Linear with {reason}", self.implementation, {"xla": lambda _: call()})
-            return y if self.activation is None else finish(y, None, self.activation, y.dtype)
-        return apply_dense(
-            inputs,
-            kernel,
-            bias,
-            activation=self.activation,
-            dtype=dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype),
-            implementation=self.implementation,
-            out_sharding=out_sharding,
-        )
+            return modules.dense_by_framework("nnx.Linear", reason, self, call)
+        dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
+        options = {"activation": self.activation, "implementation": self.implementation}
+        return apply_dense(inputs, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
 
-    def _unserved(self, inputs, kernel, bias) -> str:
-        """The option that only Flax serves, or ""."""
-        if self.precision is not None:
-            return "a precision"
-        if self.preferred_element_type is not None:
-            return "a preferred_element_type"
-        if self.dot_general is not jax.lax.dot_general:
-            return "a dot_general of its own"
-        if self.promote_dtype is not dtypes.promote_dtype:
-            return "a promote_dtype of its own"
-        bias_dtype = None if bias is None else bias.dtype
-        return unserved_dtype(inputs.dtype, kernel.dtype, bias_dtype, self.dtype)
+    def _unserved(self, inputs: Array, kernel: Array, bias: Array | None) -> str:
+        """Returns the option that only Flax serves, or ""."""
+        reasons = {
+            "a precision": self.precision is not None,
+            "a preferred_element_type": self.preferred_element_type is not None,
+            "a dot_general of its own": self.dot_general is not jax.lax.dot_general,
+            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
+        }
+        own = kernel.dtype, bias if bias is None else bias.dtype, self.dtype
+        return modules.unserved(reasons, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -205,13 +182,10 @@ class NormDense(nnx.Module):
     model surgery, or has an option that only Flax serves (`precision`, a `dot_general`, ...).
 
     Args:
-      in_features: the length of the input's last axis.
-      out_features: the length of the output's.
+      in_features, out_features: the lengths of the input's last axis and of the output's.
       epsilon: the norm's.
-      activation: as for `normfuse.dense`: None, a name or a pure function.
-      recompute: as for `normfuse.norm_dense`.
+      activation, recompute, implementation: as for `normfuse.norm_dense`.
       dtype: of the computation and the result; None for what input and parameters promote to.
-      implementation: as for `normfuse.norm_dense`.
       rngs: for the initial values.
       **kwargs: `nnx.Linear`'s, `param_dtype` for both.
 
@@ -240,43 +214,31 @@ class NormDense(nnx.Module):
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
-        check_eps("NormDense", "epsilon", epsilon)
+        modules.check_eps("NormDense", "epsilon", epsilon)
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = RMSNorm(in_features, epsilon=epsilon, **shared)
         self.linear = Linear(in_features, out_features, **shared, **kwargs)
         self.activation, self.recompute, self.dtype = activation, recompute, dtype
-        self.implementation = check_options(implementation, activation)
+        self.implementation = modules.check_options(implementation, activation)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Normalises the last axis of x and multiplies it by the kernel."""
         x = jnp.asarray(x)
-        if reason := replaced(self.norm, RMSNorm) or replaced(self.linear, Linear):
-            return unfused_norm_dense(self, x, reason)
+        if reason := modules.replaced(self.norm, RMSNorm) or modules.replaced(self.linear, Linear):
+            return modules.unfused_norm_dense(self, x, reason)
         scale = None if self.norm.scale is None else self.norm.scale[...]
         kernel, bias = _parameters(self.linear)
-        if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
-            raise ValueError(
-                f"NormDense: x must have in_features={kernel.shape[0]} as the last axis, got shape "
-                f"{x.shape}"
-            )
+        _check_features("NormDense: x", x, kernel)
         last = (x.ndim - 1,)
         if dimensions_of("NormDense", x, self.norm.reduction_axes) != last:
-            return unfused_norm_dense(self, x, "other axes that are normalised")
-        unserved = self.norm._unserved(x, scale, last, None)
-        if reason := unserved or self.linear._unserved(x, kernel, bias):
-            return unfused_norm_dense(self, x, reason)
+            return modules.unfused_norm_dense(self, x, "other axes that are normalised")
+        norm_unserved = self.norm._unserved(x, scale, last, None)
+        if reason := norm_unserved or self.linear._unserved(x, kernel, bias):
+            return modules.unfused_norm_dense(self, x, reason)
         dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
-        return apply_norm_dense(
-            narrowed(x, dtype),
-            None if scale is None else rounded(scale, dtype),
-            kernel,
-            bias,
-            self.activation,
-            jnp.dtype(dtype).name,
-            eps=self.norm.epsilon,
-            recompute=self.recompute,
-            implementation=self.implementation,
-        )
+        scale = None if scale is None else rounded(scale, dtype)
+        x = narrowed(x, dtype)
+        return modules.norm_dense(self, x, scale, kernel, bias, dtype, eps=self.norm.epsilon)
 
 
 class GatedMLP(nnx.Module):
@@ -289,9 +251,8 @@ class GatedMLP(nnx.Module):
     Args:
       in_features: the length of the input's last axis, and of the output's.
       hidden_features: the length of what is between.
-      activation: of the gate: a name or a pure function, as for `normfuse.gated_product`.
+      activation, implementation: as for `normfuse.gated_product`.
       use_bias: whether the three have biases.
-      implementation: as for `normfuse.gated_product`.
       rngs: for the initial values.
       **kwargs: `nnx.Linear`'s, for all three.
 
@@ -317,45 +278,43 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
-        self.implementation = check_options(implementation, activation)
+        self.implementation = modules.check_options(implementation, activation)
         self.activation = activation
         make = lambda n, m: Linear(n, m, use_bias=use_bias, rngs=rngs, **kwargs)
         self.gate = make(in_features, hidden_features)
         self.up = make(in_features, hidden_features)
         self.down = make(hidden_features, in_features)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         """Applies the MLP to the last axis of x."""
         return self.combine(self.gate(x), self.up(x))
 
-    def combine(
-        self, gate: jax.Array, up: jax.Array, hidden_sharding: jax.P | None = None
-    ) -> jax.Array:
+    def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
+        down = self.down
 
         def call():
             hidden = finish(gate, None, self.activation, gate.dtype, up)
-            return self.down(placed(hidden, hidden_sharding))
+            return down(placed(hidden, hidden_sharding))
 
-        if reason := replaced(self.down, Linear):
-            return by_framework("GatedMLP", reason, self.implementation, call)
-        kernel, bias = _parameters(self.down)
-        if reason := self.down._unserved(gate, kernel, bias):
-            return by_framework("GatedMLP", reason, self.implementation, call)
-        return apply_gated_product(
-            gate,
-            up,
-            kernel,
-            bias,
-            self.activation,
-            dtype=dtypes.canonicalize_dtype(gate, kernel, bias, dtype=self.down.dtype),
-            implementation=self.implementation,
-            hidden_sharding=hidden_sharding,
-        )
+        if reason := modules.replaced(down, Linear) or down._unserved(gate, *_parameters(down)):
+            return modules.by_framework("GatedMLP", reason, self.implementation, call)
+        kernel, bias = _parameters(down)
+        dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
+        options = {"implementation": self.implementation, "hidden_sharding": hidden_sharding}
+        return apply_gated_product(gate, up, kernel, bias, self.activation, dtype=dtype, **options)
 
 
-def _parameters(linear: Linear) -> tuple[jax.Array, jax.Array | None]:
+def _parameters(linear: nnx.Linear) -> tuple[Array, Array | None]:
     return linear.kernel[...], None if linear.bias is None else linear.bias[...]
+
+
+def _check_features(argument: str, x: Array, kernel: Array) -> None:
+    if x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
+        raise ValueError(
+            f"{argument} must have in_features={kernel.shape[0]} as the last axis, got shape "
+            f"{x.shape}"
+        )
 
 
 # ---------------------------------------------------------------- other people's models
@@ -388,7 +347,7 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     >>> type(unswap(model).layers[0]).__module__
     'flax.nnx.nn.normalization'
     """
-    implementation = check_options(implementation)
+    implementation = modules.check_options(implementation)
     for module in _layers(model, _OURS):
         object.__setattr__(module, "__class__", _OURS[type(module)])  # Flax notes what it sets
         module.implementation = implementation if isinstance(module, RMSNorm) else None
@@ -407,14 +366,9 @@ def unswap(model: M) -> M:
       ValueError: for a Linear with an activation, which `nnx.Linear` cannot express; nothing is
         changed then.
     """
-    layers = list(_layers(model, _THEIRS))
+    layers = _layers(model, _THEIRS)
     for module in layers:
-        if getattr(module, "activation", None) is not None:
-            raise ValueError(
-                f"unswap: a Linear of {module.in_features} by {module.out_features} features has "
-                f"activation={module.activation!r}, which nnx.Linear cannot express; set it to "
-                "None and apply it to the output"
-            )
+        modules.check_unswapped(module, "nnx.Linear", "set it to None")
     for module in layers:
         object.__setattr__(module, "__class__", _THEIRS[type(module)])
         _forget(module, ("activation", "implementation"))
@@ -429,12 +383,11 @@ def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
     """
     for name in names:
         vars(module).pop(name, None)
-    note = vars(module).get("_pytree__nodes")
-    if note is not None:
+    if (note := vars(module).get("_pytree__nodes")) is not None:
         kept = {name: is_data for name, is_data in note.items() if name not in names}
         object.__setattr__(module, "_pytree__nodes", type(note)(kept))
 
 
-def _layers(model, classes) -> Iterator[Any]:
+def _layers(model: Any, classes: Container[type]) -> list[Any]:
     nodes = [node for _, node in nnx.iter_graph(model) if type(node) in classes]
-    return iter({id(node): node for node in nodes}.values())
+    return list({id(node): node for node in nodes}.values())

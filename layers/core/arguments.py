@@ -13,12 +13,17 @@ from ...native.dtypes import FLOATING
 Quantization = Literal["fp8"] | None
 
 
-def floating(op: str, argument: str, value: Any) -> jax.Array:
-    """Returns `value` as an array of a floating dtype; TypeError otherwise."""
+def array_of(op: str, argument: str, value: Any) -> jax.Array:
+    """Returns `value` as an array; TypeError otherwise."""
     try:
-        array = jnp.asarray(value)
+        return jnp.asarray(value)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {argument} must be an array, got {value!r}") from None
+
+
+def floating(op: str, argument: str, value: Any) -> jax.Array:
+    """Returns `value` as an array of a floating dtype; TypeError otherwise."""
+    array = array_of(op, argument, value)
     if array.dtype.name not in FLOATING:
         raise TypeError(
             f"{op}: {argument} must be one of {', '.join(FLOATING)}, got {array.dtype.name}; "

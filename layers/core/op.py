@@ -17,24 +17,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ...native import fingerprint
+from ...native import fingerprint, jax_private
 from ...native.implementation import BEST, Order, report
-from ...native.jax_private import (
-    needs_devices_during_lowering,
-    on_unused_results,
-    sharding_callbacks,
-)
-from ...native.kernel import lower, result_types, without_mesh
+from ...native.kernel import Body, lower, result_types, without_mesh
 from .sharding import axes_of, mesh_and_spec, whole
 
-Arrays = Sequence[jax.Array]
-Dims = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+Results = list[Array]
+Leads = tuple[int, ...]
+Dimensions = tuple[int, ...]
+Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
 
 
 class Loose(tuple):
@@ -54,7 +52,7 @@ class Split:
         """Returns the mesh axes that split `dims`."""
         return tuple(name for d in dims for name in self.axes[d])
 
-    def psum(self, value: jax.Array, dims: Sequence[int]) -> jax.Array:
+    def psum(self, value: Array, dims: Sequence[int]) -> Array:
         """Returns the sum over the devices that split `dims`; no collective if none do."""
         names = self.over(dims)
         return jax.lax.psum(value, names) if names else value
@@ -67,16 +65,12 @@ class Split:
         """Returns the PartitionSpec of an array with the operation's dimensions `dims`."""
         return P(*[(self.axes[d] or None) for d in dims])
 
-    @staticmethod
-    def none(shape: Sequence[int]) -> "Split":
-        """Returns the split over one device."""
-        return Split(((),) * len(shape), tuple(shape))
 
-
+@dataclasses.dataclass(eq=False)
 class Op:
     """An operation on global arrays.
 
-    Args:
+    Attributes:
       name: the primitive is `normfuse_<name>`.
       definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`. `spec` is a
         frozen dataclass of all that is known when the operation is traced; its `op` is the function
@@ -87,7 +81,8 @@ class Op:
         body serves on one device alone; elsewhere its definition is split, part by part.
       body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
         operation that is plain HLO everywhere (a tangent, say).
-      leads: the leading operands, one or two; their shardings decide. The first has all rows.
+      leads: the leading operands, one or two; their shardings decide. The first has all rows. Or
+        `spec -> leads`.
       unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
         batch well, for vmap where a parameter or its gradient has a batch dimension.
       batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
@@ -101,49 +96,50 @@ class Op:
         does not use it; None where that result is not computed anyway.
     """
 
-    def __init__(
-        self,
-        name: str,
-        definition: Callable[..., Arrays],
-        *,
-        dims: Callable[..., Dims] | None = None,
-        body: Callable[..., Arrays] | None = None,
-        leads: tuple[int, ...] = (0,),
-        unfused: Callable[..., Arrays] | None = None,
-        batched: Callable[[Any, int], Any] = lambda spec, at: spec,
-        batch: Callable[..., Any] | None = None,
-        before: Callable[[Any, Any, Order], Order] | None = None,
-        jvp: Callable[..., Any] | None = None,
-        transpose: Callable[..., Any] | None = None,
-        backward: "Op | None" = None,
-        without_last: Callable[[Any], Any] | None = None,
-    ):
-        self.name, self.definition, self.dims, self.body = name, definition, dims, body
-        self.leads, self.unfused, self.batched = leads, unfused, batched
-        self.before, self.backward = before, backward
-        self.primitive = p = Primitive(f"normfuse_{name}")
+    name: str
+    definition: Body
+    _: dataclasses.KW_ONLY
+    dims: Callable[..., Dims] | None = None
+    body: Body | None = None
+    leads: Leads | Callable[[Any], Leads] = (0,)
+    unfused: Body | None = None
+    batched: Callable[[Any, int], Any] = lambda spec, at: spec
+    batch: Callable[..., Any] | None = None
+    before: Callable[[Any, Any, Order], Order] | None = None
+    jvp: Callable[..., Any] | None = None
+    transpose: Callable[..., Any] | None = None
+    backward: "Op | None" = None
+    without_last: Callable[[Any], Any] | None = None
+
+    def __post_init__(self):
+        self.primitive = p = Primitive(f"normfuse_{self.name}")
         p.multiple_results = True
         p.def_abstract_eval(self._abstract_eval)
         _compile_when_eager(p)
-        needs_devices_during_lowering(p)
+        jax_private.needs_devices_during_lowering(p)
         mlir.register_lowering(p, self._lower)
-        batching.primitive_batchers[p] = functools.partial(batch, self) if batch else self._batch
-        ad.primitive_jvps[p] = jvp or self._plain_jvp
-        if transpose:
-            ad.primitive_transposes[p] = transpose
-        if without_last:
-            on_unused_results(p, functools.partial(_drop_last, without_last))
+        batch = functools.partial(self.batch, self) if self.batch else self._batch
+        batching.primitive_batchers[p] = batch
+        ad.primitive_jvps[p] = self.jvp or self._plain_jvp
+        if self.transpose:
+            ad.primitive_transposes[p] = self.transpose
+        if self.without_last:
+            jax_private.on_unused_results(p, functools.partial(_drop_last, self.without_last))
 
-    def __call__(self, spec: Any, *operands: jax.Array, order: Order = BEST) -> list[jax.Array]:
+    def __call__(self, spec: Any, *operands: Array, order: Order = BEST) -> Results:
         return self.primitive.bind(*operands, spec=spec, order=order)
 
-    def plain(self, spec: Any, *operands: jax.Array) -> list[jax.Array]:
+    def plain(self, spec: Any, *operands: Array) -> Results:
         """Returns the definition's results."""
         return list(self.definition(spec, *operands))
 
+    def _leads(self, spec: Any) -> Leads:
+        return self.leads(spec) if callable(self.leads) else self.leads
+
     def _dims(self, spec: Any, operands: Sequence[Any]) -> Dims:
-        assert self.dims is not None
-        return self.dims(spec, *[operands[lead].ndim for lead in self.leads])
+        if self.dims is None:
+            return [tuple(range(a.ndim)) for a in operands], []
+        return self.dims(spec, *[operands[lead].ndim for lead in self._leads(spec)])
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
@@ -151,192 +147,83 @@ class Op:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
         inputs, outputs = self._dims(spec, operands)
-        entries: dict[int, Any] = {}
-        for lead in reversed(self.leads):  # the first decides
+        leads, entries = self._leads(spec), {}
+        for lead in reversed(leads):  # the first decides
             entries |= zip(inputs[lead], operands[lead].sharding.spec)
-        like = operands[self.leads[0]]
+        like = operands[leads[0]]
+        specs = [P(*[entries[d] for d in dims]) for dims in outputs]
+        shardings = [NamedSharding(like.sharding.mesh, spec) for spec in specs]
         return [
-            like.update(
-                shape=t.shape,
-                dtype=t.dtype,
-                weak_type=False,
-                sharding=NamedSharding(like.sharding.mesh, P(*[entries[d] for d in dims])),
-            )
-            for t, dims in zip(types, outputs, strict=True)
+            like.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding)
+            for t, sharding in zip(types, shardings, strict=True)
         ]
 
     def _lower(self, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
         if self.before is not None:
             order = self.before(ctx, spec, order)
-        where = where_lowered(ctx, ctx.avals_in[self.leads[0]])
+        avals, leads = ctx.avals_in, self._leads(spec)
+        where = where_lowered(ctx, avals[leads[0]])
+        lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         plain = functools.partial(self.plain, spec)
-        if self.body is None or where.plain:
-            if self.body is not None:
-                report(spec.op, where.plain, strict=order.strict, names=order.names)
-            return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
+        if self.body is None:
+            return lower_as(plain)
+        if where.plain:
+            report(spec.op, where.plain, strict=order.strict, names=order.names)
+            return lower_as(plain)
         body = functools.partial(self.body, spec, order=order)
+        dims = self._dims(spec, avals)
         if where.single:
-            split = Split.none(self._shape(spec, ctx.avals_in))
-            return lower(functools.partial(_on, body, split), ctx, *values)
+            return lower(_on(body, _split(dims[0], leads, avals)), ctx, *values)
         if self.dims is None:
             if order.names == ("pallas",):
                 reason = "its operands are split over a mesh; call it in shard_map over every axis"
                 report(spec.op, reason, strict=order.strict, names=order.names)
-            return mlir.lower_fun(plain, multiple_results=True)(ctx, *values)
-        dims = self._dims(spec, ctx.avals_in)
+            return lower_as(plain)
         if where.explicit:
-            fn = self._split_by_types(body, dims, ctx.avals_in, where.explicit)
-            return mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+            return lower_as(_split_by_types(body, dims, leads, avals, where.explicit))
         devices = devices_of(ctx)
-        fn = self._partitioned(body, dims, devices)
-        results = mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
+        results = lower_as(_partitioned(body, dims, leads, devices))
         # all that the callback depends on: calls of one name share one callback
         about = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
-        shapes = [a.str_short() for a in ctx.avals_in]
+        shapes = [a.str_short() for a in avals]
         _name_callback(results, f"{self.name}{spec}{order}{dims}{shapes}{about}")
         return results
 
-    # ---------------------------------------------------------------- sharding
-
-    def _shape(self, spec: Any, operands: Sequence[Any]) -> tuple[int, ...]:
-        """Returns the global sizes of the operation's dimensions."""
-        if self.dims is None:
-            return operands[self.leads[0]].shape
-        inputs, _ = self._dims(spec, operands)
-        sizes: dict[int, int] = {}
-        for lead in self.leads:
-            sizes |= zip(inputs[lead], operands[lead].shape)
-        return tuple(sizes[d] for d in range(len(sizes)))
-
-    def _split(
-        self,
-        inputs: Sequence[tuple[int, ...]],
-        operands: Sequence[Any],
-        specs: Sequence[P],
-        sizes: Mapping[str, int],
-    ) -> Split:
-        """Returns how leading operands that lie as `specs` say split the operation.
-
-        A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding
-        would be summed into the parameters' gradients. So is one of the second operand's own whose
-        axes the first uses.
-        """
-        axes: dict[int, tuple[str, ...]] = {}
-        shape: dict[int, int] = {}
-        for lead, spec in zip(self.leads, specs):
-            taken = {name for names in axes.values() for name in names}
-            entries = whole(spec, operands[lead].ndim)
-            for d, entry, n in zip(inputs[lead], entries, operands[lead].shape):
-                names = axes_of(entry)
-                fits = n % math.prod(sizes[a] for a in names) == 0 and not taken & set(names)
-                if d not in axes:
-                    axes[d], shape[d] = names if fits else (), n
-        order = range(len(axes))
-        return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
-
-    def _split_by_types(
-        self, body: Callable[..., Arrays], dims: Dims, avals: Sequence[Any], axes: Set[str]
-    ) -> Callable[..., Any]:
-        """Returns `body` under shard_map, split as the leading operands' types say."""
-        mesh, (inputs, outputs) = avals[self.leads[0]].sharding.mesh, dims
-        specs = [avals[lead].sharding.spec for lead in self.leads]
-        split = self._split(inputs, avals, specs, dict(mesh.shape))
-        return jax.shard_map(
-            functools.partial(_on, body, split),
-            mesh=mesh,
-            in_specs=tuple(split.spec(d) for d in inputs),
-            out_specs=[split.spec(d) for d in outputs],
-            axis_names=set(axes),
-            check_vma=False,
-        )
-
-    def _partitioned(
-        self, body: Callable[..., Arrays], dims: Dims, devices: Sequence[jax.Device]
-    ) -> Callable[..., list[jax.Array]]:
-        """Returns `body` as a function of global arrays on a mesh of Auto axes.
-
-        Args:
-          devices: what the program is compiled for, in order.
-        """
-        inputs, outputs = dims
-        x64 = jax.config.jax_enable_x64
-
-        @custom_partitioning
-        def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
-            split = self._split(inputs, operands, [P()] * len(self.leads), {})
-            return tuple(without_mesh(functools.partial(_on, body, split), x64)(*operands))
-
-        def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
-            leads = [operands[lead] for lead in self.leads]
-            found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in leads]
-            mesh = next((mesh for mesh, spec in found if any(spec)), found[0][0])
-            # no spec says how operands of two meshes lie: the second is gathered
-            specs = [spec if m.shape == mesh.shape else P() for m, spec in found]
-            return mesh, self._split(inputs, operands, specs, mesh.shape)
-
-        def shardings(mesh, split, all_dims):
-            return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
-
-        def partition(_, operands, results):
-            del results
-            mesh, split = split_of(operands)
-            local = without_mesh(functools.partial(_on, body, split), x64)
-            fn = lambda *values: tuple(local(*values))
-            return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
-
-        def infer(_, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
-            del results
-            return shardings(*split_of(operands), outputs)
-
-        call.def_partition(
-            partition,
-            infer_sharding_from_operands=infer,
-            sharding_rule=shardy_rule(inputs, outputs),
-            decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
-        )
-        return lambda *operands: list(call(*operands))
-
-    # ---------------------------------------------------------------- batching, derivative
-
     def _batch(
-        self, args: Arrays, batched: Sequence[int | None], *, spec: Any, order: Order
-    ) -> tuple[list[jax.Array], list[int]]:
+        self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
+    ) -> tuple[Results, list[int]]:
         """A batch dimension is one more dimension of rows, kept where it stands in the lead."""
         size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
         if self.dims is not None:
-            lead = self.leads[0]
-            ndims = [args[i].ndim - (batched[i] is not None) for i in self.leads]
+            leads = self._leads(spec)
+            ndims = [args[i].ndim - (batched[i] is not None) for i in leads]
             inputs, outputs = self.dims(spec, *ndims)
-            is_rows = [not isinstance(d, Loose) and set(d) <= set(inputs[lead]) for d in inputs]
-            separate = any(b is not None and not rows for b, rows in zip(batched, is_rows))
+            rows = lambda dims: set(dims) <= set(inputs[leads[0]])
+            is_rows = [not isinstance(d, Loose) and rows(d) for d in inputs]
+            separate = any(b is not None and not row for b, row in zip(batched, is_rows))
             if not separate and not any(isinstance(d, Loose) for d in outputs):
-                at = batched[lead] or 0
+                at = batched[leads[0]] or 0
                 place = lambda dims: sum(d < at for d in dims)
                 moved = [
-                    batch_at(a, b, place(d), size) if rows else a
-                    for a, b, d, rows in zip(args, batched, inputs, is_rows)
+                    batch_at(a, b, place(d), size) if row else a
+                    for a, b, d, row in zip(args, batched, inputs, is_rows)
                 ]
                 spec = self.batched(spec, at)
                 inputs, _ = self._dims(spec, moved)
-                moved = [
-                    match(a, moved[lead], d) if set(d) <= set(inputs[lead]) else a
-                    for a, d in zip(moved, inputs)
-                ]
+                lead = moved[leads[0]]
+                moved = [match(a, lead, d) if rows(d) else a for a, d in zip(moved, inputs)]
                 return self(spec, *moved, order=order), [place(d) for d in outputs]
-        one = functools.partial(self.plain, spec)
         if self.unfused is not None:
             one = functools.partial(self.unfused, spec, order=order)
+        else:
+            one = functools.partial(self.plain, spec)
         results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
-        return results, [0] * len(results)
+        return list(results), [0] * len(results)
 
     def _plain_jvp(self, primals: Any, tangents: Any, *, spec: Any, order: Order) -> Any:
         tangents = [ad.instantiate_zeros(t) for t in tangents]
         plain = functools.partial(self.plain, spec)
         return self(spec, *primals, order=order), jax.jvp(plain, primals, tuple(tangents))[1]
-
-
-def _on(body: Callable[..., Arrays], split: Split, *operands: jax.Array) -> list[jax.Array]:
-    return list(body(split, *operands))
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
@@ -353,22 +240,118 @@ def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_e
 def _compile_when_eager(primitive: Primitive) -> None:
     """Makes a call outside `jit` run a compiled program, which is kept; params must be hashable."""
 
+    @functools.lru_cache(maxsize=1024)
+    def jitted(**params):
+        return jax.jit(functools.partial(primitive.bind, **params))
+
     def run(*operands, **params):
         with jax.disable_jit(False):  # or this would call itself for ever under jax.disable_jit()
-            return _jitted(primitive, tuple(params.items()))(*operands)
+            return jitted(**params)(*operands)
 
     primitive.def_impl(run)
 
 
-@functools.lru_cache(maxsize=1024)
-def _jitted(primitive, params):
-    return jax.jit(functools.partial(primitive.bind, **dict(params)))
+# ---------------------------------------------------------------- a body on several devices
+
+
+def _on(body: Body, split: Split) -> Callable[..., Results]:
+    return lambda *operands: list(body(split, *operands))
+
+
+def _split(
+    inputs: Sequence[Dimensions],
+    leads: Leads,
+    operands: Sequence[Any],
+    specs: Sequence[P] = (),
+    sizes: Mapping[str, int] | None = None,
+) -> Split:
+    """Returns how leading operands that lie as `specs` say, or whole, split an operation.
+
+    A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding would
+    be summed into the parameters' gradients. So is one of the second operand's own whose axes the
+    first uses.
+    """
+    axes: dict[int, tuple[str, ...]] = {}
+    shape: dict[int, int] = {}
+    for lead, spec in zip(leads, specs or [P()] * len(leads)):
+        taken = {name for names in axes.values() for name in names}
+        entries = whole(spec, len(operands[lead].shape))
+        for d, entry, n in zip(inputs[lead], entries, operands[lead].shape):
+            names = axes_of(entry)
+            fits = n % math.prod((sizes or {})[a] for a in names) == 0 and not taken & set(names)
+            if d not in axes:
+                axes[d], shape[d] = names if fits else (), n
+    order = range(len(axes))
+    return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
+
+
+def _split_by_types(
+    body: Body, dims: Dims, leads: Leads, avals: Sequence[Any], axes: Set[str]
+) -> Callable[..., Any]:
+    """Returns `body` under shard_map, split as the leading operands' types say."""
+    mesh, (inputs, outputs) = avals[leads[0]].sharding.mesh, dims
+    specs = [avals[lead].sharding.spec for lead in leads]
+    split = _split(inputs, leads, avals, specs, dict(mesh.shape))
+    return jax.shard_map(
+        _on(body, split),
+        mesh=mesh,
+        in_specs=tuple(split.spec(d) for d in inputs),
+        out_specs=[split.spec(d) for d in outputs],
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def _partitioned(
+    body: Body, dims: Dims, leads: Leads, devices: Sequence[jax.Device]
+) -> Callable[..., Results]:
+    """Returns `body` as a function of global arrays on a mesh of Auto axes.
+
+    `devices` is what the program is compiled for, in order.
+    """
+    inputs, outputs = dims
+    x64 = jax.config.jax_enable_x64
+
+    @custom_partitioning
+    def call(*operands):  # JAX 0.10 takes only the types from this, with an Explicit axis
+        split = _split(inputs, leads, operands)
+        return tuple(without_mesh(_on(body, split), x64)(*operands))
+
+    def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
+        lie = [operands[lead] for lead in leads]
+        found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in lie]
+        mesh = next((mesh for mesh, spec in found if any(spec)), found[0][0])
+        # no spec says how operands of two meshes lie: the second is gathered
+        specs = [spec if m.shape == mesh.shape else P() for m, spec in found]
+        return mesh, _split(inputs, leads, operands, specs, mesh.shape)
+
+    def shardings(mesh, split, all_dims):
+        return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)
+
+    def partition(_, operands, results):
+        del results
+        mesh, split = split_of(operands)
+        local = without_mesh(_on(body, split), x64)
+        fn = lambda *values: tuple(local(*values))
+        return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
+
+    def infer(_, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
+        del results
+        return shardings(*split_of(operands), outputs)
+
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=shardy_rule(inputs, outputs),
+        decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
+    )
+    return lambda *operands: list(call(*operands))
 
 
 # ---------------------------------------------------------------- operands that go together
 
 
-def batch_at(operand: jax.Array, batched: int | None, at: int, size: int) -> jax.Array:
+def batch_at(operand: Array, batched: int | None, at: int, size: int) -> Array:
     """Returns `operand` with its batch dimension, `batched` or none, at `at`."""
     if batched is None:
         shape = (*operand.shape[:at], size, *operand.shape[at:])
@@ -376,13 +359,13 @@ def batch_at(operand: jax.Array, batched: int | None, at: int, size: int) -> jax
     return jnp.moveaxis(operand, batched, at)
 
 
-def varying_axes(*operands: jax.Array | None) -> frozenset[str]:
+def varying_axes(*operands: Array | None) -> frozenset[str]:
     """Returns the manual axes over which any of `operands` varies."""
     axes = [jax.typeof(a).manual_axis_type.varying for a in operands if a is not None]
     return frozenset().union(*axes)
 
 
-def vary(operand: jax.Array, axes: Set[str]) -> jax.Array:
+def vary(operand: Array, axes: Set[str]) -> Array:
     """Returns `operand` typed as varying over manual `axes`.
 
     The transpose sums its gradient over the axes added.
@@ -391,7 +374,7 @@ def vary(operand: jax.Array, axes: Set[str]) -> jax.Array:
     return jax.lax.pcast(operand, tuple(sorted(missing)), to="varying") if missing else operand
 
 
-def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array:
+def match(operand: Array, lead: Array, dims: Sequence[int]) -> Array:
     """Returns `operand` with the lead's sharding in its dimensions `dims`, and its varying axes.
 
     Where shardings are part of the type (Explicit meshes, shard_map with check_vma) operands must
@@ -407,12 +390,12 @@ def match(operand: jax.Array, lead: jax.Array, dims: Sequence[int]) -> jax.Array
 
 
 @functools.partial(jax.jit, static_argnames="spec", keep_unused=True, inline=True)
-def reshard_like(operand: jax.Array, lead: jax.Array, spec: P) -> jax.Array:
+def reshard_like(operand: Array, lead: Array, spec: P) -> Array:
     """`jax.sharding.reshard` on lead's devices, unknown to it outside jit and set_mesh."""
     return jax.sharding.reshard(operand, NamedSharding(jax.typeof(lead).sharding.mesh, spec))
 
 
-def placed(array: jax.Array, sharding: P | None) -> jax.Array:
+def placed(array: Array, sharding: P | None) -> Array:
     """Returns the array where `sharding` says on the mesh in context; anywhere if None."""
     return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
 
@@ -492,9 +475,10 @@ def _name_callback(results: Sequence[Any], name: str) -> None:
     try:
         op = results[0].owner
         op = getattr(op, "operation", op)
-        info = sharding_callbacks[op.attributes["backend_config"].value.encode()]
+        callbacks = jax_private.sharding_callbacks
+        info = callbacks[op.attributes["backend_config"].value.encode()]
         key = f"normfuse:{fingerprint()}:{name}"
-        _callbacks[key] = sharding_callbacks[key.encode()] = info
+        _callbacks[key] = callbacks[key.encode()] = info
         with op.context:
             op.attributes["backend_config"] = mlir.ir.StringAttr.get(key)
     except (AttributeError, IndexError, KeyError, TypeError):

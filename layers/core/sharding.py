@@ -123,10 +123,8 @@ def factor(tiles: np.ndarray) -> tuple[list[int], list[list[int]]]:
     Raises:
       ValueError: if no mesh has these tiles.
     """
-    by_dimension = []
-    for d in range(tiles.ndim):
-        line = tiles[(*[0] * d, slice(None), *[0] * (tiles.ndim - d - 1))]
-        by_dimension.append(_axes_of(line))
+    lines = [np.moveaxis(tiles, d, -1).ravel()[:n] for d, n in enumerate(tiles.shape)]
+    by_dimension = [_axes_of(line) for line in lines]
     axes = sorted((a for dim in by_dimension for a in dim), key=lambda a: -a.distance)
     sizes = [axis.size for axis in axes]
     entries = [[axes.index(a) for a in dim] for dim in by_dimension]

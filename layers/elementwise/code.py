@@ -1,7 +1,7 @@
 """Writes the loop around a user's scalar function, for NVRTC and for the system's C++ compiler."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...native.compiler import Source, kernel_source, kernel_text
@@ -11,6 +11,7 @@ from .signature import resolve
 DTYPES = tuple(VALUE_TYPES)
 THREADS = 256
 PACKS = 1
+Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -28,9 +29,9 @@ class Function:
     """
 
     name: str
-    pieces: tuple[tuple[str, str], ...]
-    operands: tuple[tuple[str, str], ...]
-    results: tuple[tuple[str, str], ...]
+    pieces: Pairs
+    operands: Pairs
+    results: Pairs
     template: tuple[str, ...]
     body: str
     definition: Callable[..., Sequence[Any]] | None
@@ -54,7 +55,7 @@ class Layout:
       wide: whether indices need 64 bits (CUDA).
     """
 
-    bound: tuple[tuple[str, str], ...]
+    bound: Pairs
     stored: tuple[str, ...]
     masks: tuple[int, ...]
     dimensions: int
@@ -72,210 +73,181 @@ class Layout:
         """How many elements a block does (CUDA)."""
         return THREADS * self.vector * self.packs
 
+    @property
+    def is_complex(self) -> bool:
+        """Whether a complex number is anywhere in the function."""
+        return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
+
+    def value(self, type_: str) -> str:
+        """Returns the C++ type that a value of the function's type `type_` is computed in."""
+        return VALUE_TYPES[resolve(type_, dict(self.bound)) or ""]
+
 
 def collapse(
     shape: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes, masks): neighbouring dimensions that the same operands have are one dimension.
+    """Returns (sizes, masks) of fewer dimensions: neighbours that the same operands have are one.
 
     `dims` has for each operand the dimensions of `shape` that it has; it is constant along others.
     """
     sizes: list[int] = []
-    present: list[tuple[bool, ...]] = []
+    masks = [0] * len(dims)
+    last = None
     for d, n in enumerate(shape):
-        having = tuple(d in operand for operand in dims)
+        having = [d in operand for operand in dims]
         if n == 1:
             continue
-        if present and present[-1] == having:
+        if having == last:
             sizes[-1] *= n
         else:
             sizes.append(n)
-            present.append(having)
+            masks = [mask << 1 | has for mask, has in zip(masks, having)]
+            last = having
     if not sizes:
-        whole = tuple(len(operand) == len(shape) for operand in dims)
-        sizes, present = [1], [whole]
-    masks = [
-        sum(having[k] << bit for bit, having in enumerate(reversed(present)))
-        for k in range(len(dims))
-    ]
+        return (1,), tuple(int(len(operand) == len(shape)) for operand in dims)
     return tuple(sizes), tuple(masks)
 
 
 def cuda_source(function: Function, layout: Layout) -> Source:
     """The kernel `elementwise_<name>(operands, results, sizes)`."""
-    stored = [CUDA_TYPES[name] for name in layout.stored]
-    variables = [f"a{k}" for k in range(len(layout.masks))]
-    results = [f"r{k}" for k in range(len(function.results))]
-    count = len(variables)
-    parameters = [f"const {t}* __restrict__ {v}" for t, v in zip(stored, variables)]
-    parameters += [f"{t}* __restrict__ {v}" for t, v in zip(stored[count:], results)]
-    parameters += ["long long count"] + [f"long long n{d}" for d in range(layout.dimensions)]
+    stored, values, masks = _arrays(function, layout, CUDA_TYPES)
+    inputs, outputs = range(len(layout.masks)), range(len(layout.masks), len(stored))
+    moved = [k for k in inputs if masks[k]]
+    vector, packs, dimensions = layout.vector, layout.packs, range(layout.dimensions)
     index = "long long" if layout.wide else "unsigned"
-    sizes = ", ".join(f"({index})n{d}" for d in range(layout.dimensions))
-    large = [v for v, mask in zip(variables, layout.masks) if mask & 1] + results
-    wides = [
-        f"normfuse_loop::widen<{_value(type_, layout)}>"
-        for type_, _ in (*function.operands, *function.results)
-    ]
+    arrays = [f"{'const ' * (k in inputs)}{t}* __restrict__ a{k}" for k, t in enumerate(stored)]
+    parameters = ", ".join([*arrays, "long long count", *(f"long long n{d}" for d in dimensions)])
+    sizes = ", ".join(f"({index})n{d}" for d in dimensions)
+    large = ", ".join(f"a{k}" for k, mask in enumerate(masks) if mask & 1)
 
-    def values(place: Callable[[int, str], str]) -> str:
-        return ", ".join(place(k, f"{wides[k]}({{}})") for k in range(count))
+    def place(k: int) -> str:
+        return "at" if masks[k] == layout.every else f"place<{masks[k]}u>(at, sizes)"
 
-    def single(k, widen):
-        mask = layout.masks[k]
-        if mask == layout.every:
-            return widen.format(f"a{k}[at]")
-        if mask == 0:
-            return f"s{k}"
-        return widen.format(f"a{k}[place<{mask}u>(at, sizes)]")
+    def load(k: int) -> str:
+        how = "load" if masks[k] & 1 else "repeat"
+        return f"p{k}[i] = {how}<{vector}>(a{k} + {place(k)});"
 
-    def packed(k, widen):
-        return f"s{k}" if layout.masks[k] == 0 else widen.format(f"p{k}[i].at(k)")
-
-    def loaded(k):
-        mask = layout.masks[k]
-        if mask == layout.every:
-            return f"p{k}[i] = load<{layout.vector}>(a{k} + at);"
-        what = "load" if mask & 1 else "repeat"
-        return f"p{k}[i] = {what}<{layout.vector}>(a{k} + place<{mask}u>(at, sizes));"
-
-    scalars = [
-        f"const auto s{k} = {wides[k]}(*a{k});" for k in range(count) if layout.masks[k] == 0
-    ]
-    outs = [(_value(t, layout), stored[count + j]) for j, (t, _) in enumerate(function.results)]
-    declare = " ".join(f"{value} y{j};" for j, (value, _) in enumerate(outs))
-    call = ", ".join(f"y{j}" for j in range(len(outs)))
-    vector = layout.vector
-    moved = [k for k in range(count) if layout.masks[k]]
-    lines = [
-        *_prelude(function, layout, "__device__ inline"),
-        "using namespace normfuse_loop;",
-        f"using Index = {index};",
-        f'extern "C" __global__ void __launch_bounds__({THREADS})',
-        f"elementwise_{function.name}({', '.join(parameters)}) {{",
-        f"  const Sizes<Index, {layout.dimensions}> sizes = {{{{{sizes}}}}};",
-        f"  constexpr int kTile = {layout.tile};",
-        "  const long long begin = static_cast<long long>(blockIdx.x) * kTile;",
-        *(f"  {line}" for line in scalars),
-        f"  if (begin + kTile <= count && aligned_16({', '.join(large)})) {{",
-        f"    const Index mine = static_cast<Index>(begin) + threadIdx.x * {vector};",
-        *(f"    Pack<{stored[k]}, {vector}> p{k}[{layout.packs}];" for k in moved),
-        "#pragma unroll",
-        f"    for (int i = 0; i < {layout.packs}; ++i) {{",  # all loads are on their way at once
-        f"      const Index at = mine + i * {THREADS * vector};",
-        *(f"      {loaded(k)}" for k in moved),
-        "    }",
-        "#pragma unroll",
-        f"    for (int i = 0; i < {layout.packs}; ++i) {{",
-        *(f"      Pack<{t}, {vector}> o{j};" for j, (_, t) in enumerate(outs)),
-        "#pragma unroll",
-        f"      for (int k = 0; k < {vector}; ++k) {{",
-        f"        {declare}",
-        f"        normfuse_user::apply({values(packed)}, {call});",
-        *(f"        o{j}.set(k, Narrow<{t}>::from(y{j}));" for j, (_, t) in enumerate(outs)),
-        "      }",
-        *(f"      store(r{j} + mine + i * {THREADS * vector}, o{j});" for j in range(len(outs))),
-        "    }",
-        "    return;",
-        "  }",
-        f"  for (int i = threadIdx.x; i < kTile && begin + i < count; i += {THREADS}) {{",
-        "    const Index at = static_cast<Index>(begin) + i;",
-        f"    {declare}",
-        f"    normfuse_user::apply({values(single)}, {call});",
-        *(f"    r{j}[at] = Narrow<{t}>::from(y{j});" for j, (_, t) in enumerate(outs)),
-        "  }",
-        "}",
-        "",
-    ]
+    packed = [f"widen<{values[k]}>(p{k}[i].at(k))" if masks[k] else f"s{k}" for k in inputs]
+    single = [f"widen<{values[k]}>(a{k}[{place(k)}])" if masks[k] else f"s{k}" for k in inputs]
     name = f"elementwise_{function.name}"
-    headers = tuple(
-        (header, kernel_source(header).text) for header in ("elementwise.cuh", "machine.cuh")
-    )
-    text = '#include "elementwise.cuh"\n' + "\n".join(lines)
-    if uses_complex(layout):
-        text = "#define USES_COMPLEX\n" + text
+    text = f"""{"#define USES_COMPLEX" * layout.is_complex}
+#include "elementwise.cuh"
+{_prelude(function, layout, "__device__ inline")}
+using namespace normfuse_loop;
+using Index = {index};
+extern "C" __global__ void __launch_bounds__({THREADS})
+{name}({parameters}) {{
+  const Sizes<Index, {layout.dimensions}> sizes = {{{{{sizes}}}}};
+  constexpr int kTile = {layout.tile};
+  const long long begin = static_cast<long long>(blockIdx.x) * kTile;
+  {_scalars(values, layout)}
+  if (begin + kTile <= count && aligned_16({large})) {{
+    const Index mine = static_cast<Index>(begin) + threadIdx.x * {vector};
+    {_each(moved, lambda k: f"Pack<{stored[k]}, {vector}> p{k}[{packs}];")}
+#pragma unroll
+    for (int i = 0; i < {packs}; ++i) {{  // all loads are on their way at once
+      const Index at = mine + i * {THREADS * vector};
+      {_each(moved, load)}
+    }}
+#pragma unroll
+    for (int i = 0; i < {packs}; ++i) {{
+      {_each(outputs, lambda k: f"Pack<{stored[k]}, {vector}> o{k};")}
+#pragma unroll
+      for (int k = 0; k < {vector}; ++k) {{
+        {_apply(stored, values, packed, "o{k}.set(k, {y});")}
+      }}
+      {_each(outputs, lambda k: f"store(a{k} + mine + i * {THREADS * vector}, o{k});")}
+    }}
+    return;
+  }}
+  for (int i = threadIdx.x; i < kTile && begin + i < count; i += {THREADS}) {{
+    const Index at = static_cast<Index>(begin) + i;
+    {_apply(stored, values, single, "a{k}[at] = {y};")}
+  }}
+}}
+"""
+    headers = tuple((h, kernel_source(h).text) for h in ("elementwise.cuh", "machine.cuh"))
     options = ("--device-as-default-execution-space", "--disable-warnings")
     return Source(name, text, headers, options)
 
 
 def host_source(function: Function, layout: Layout) -> str:
     """`normfuse_elementwise(arrays, sizes, begin, end)`, for the system's compiler."""
-    stored = [HOST_TYPES[name] for name in layout.stored]
-    count = len(layout.masks)
-    types = [_value(t, layout) for t, _ in (*function.operands, *function.results)]
-    lines = []
-    for k, mask in enumerate(layout.masks):
-        lines.append(f"  const auto* a{k} = static_cast<const {stored[k]}*>(arrays[{k}]);")
-        if mask == 0:
-            lines.append(f"  const auto s{k} = widen<{types[k]}>(*a{k});")
-    results = range(len(function.results))
-    for j in results:
-        lines.append(
-            f"  auto* __restrict__ r{j} = static_cast<{stored[count + j]}*>(arrays[{count + j}]);"
-        )
-
-    def value(k):
-        mask = layout.masks[k]
-        if mask == 0:
-            return f"s{k}"
-        at = "at + i" if mask == layout.every else f"b{k} + i" if mask & 1 else f"b{k}"
-        return f"widen<{types[k]}>(a{k}[{at}])"
-
-    partial = [k for k, mask in enumerate(layout.masks) if mask not in (0, layout.every)]
-    arguments = [*(value(k) for k in range(count)), *(f"y{j}" for j in results)]
+    stored, values, masks = _arrays(function, layout, HOST_TYPES)
+    inputs = range(len(layout.masks))
+    partial = [k for k in inputs if masks[k] not in (0, layout.every)]
     length = "end - at"
     if partial:  # a row of the innermost dimension at a time
-        lines.append(f"  const int64_t inner = sizes[{layout.dimensions - 1}];")
         length = "inner - at % inner < end - at ? inner - at % inner : end - at"
-    lines += [
-        "  for (int64_t at = begin, length; at < end; at += length) {",
-        f"    length = {length};",
-        *(
-            f"    const int64_t b{k} = place<{layout.masks[k]}u, {layout.dimensions}>(at, sizes);"
-            for k in partial
-        ),
-        "#pragma GCC ivdep",
-        "    for (int64_t i = 0; i < length; ++i) {",
-        *(f"      {types[count + j]} y{j};" for j in results),
-        f"      normfuse_user::apply({', '.join(arguments)});",
-        *(f"      r{j}[at + i] = Narrow<{stored[count + j]}>::from(y{j});" for j in results),
-        "    }",
-        "  }",
-        "}",
-        "",
-    ]
-    defined = ["#define USES_COMPLEX"] * uses_complex(layout)
-    return "\n".join(
-        [
-            *defined,
-            kernel_text("elementwise_host.hpp"),
-            *_prelude(function, layout, "inline __attribute__((always_inline))"),
-            "using namespace normfuse_loop;",
-            'extern "C" void normfuse_elementwise(void* const* arrays, const int64_t* sizes,',
-            "                                     int64_t begin, int64_t end) {",
-            *lines,
-        ]
-    )
+
+    def pointer(k: int) -> str:
+        kind = "const auto*" if k in inputs else "auto* __restrict__"
+        return f"{kind} a{k} = static_cast<{'const ' * (k in inputs)}{stored[k]}*>(arrays[{k}]);"
+
+    def value(k: int) -> str:
+        at = "at + i" if masks[k] == layout.every else f"b{k} + i" if masks[k] & 1 else f"b{k}"
+        return f"widen<{values[k]}>(a{k}[{at}])" if masks[k] else f"s{k}"
+
+    place = lambda k: f"place<{masks[k]}u, {layout.dimensions}>(at, sizes)"
+    return f"""{"#define USES_COMPLEX" * layout.is_complex}
+{kernel_text("elementwise_host.hpp")}
+{_prelude(function, layout, "inline __attribute__((always_inline))")}
+using namespace normfuse_loop;
+extern "C" void normfuse_elementwise(void* const* arrays, const int64_t* sizes,
+                                     int64_t begin, int64_t end) {{
+  {_each(range(len(stored)), pointer)}
+  {_scalars(values, layout)}
+  const int64_t inner = sizes[{layout.dimensions - 1}];
+  for (int64_t at = begin, length; at < end; at += length) {{
+    length = {length};
+    {_each(partial, lambda k: f"const int64_t b{k} = {place(k)};")}
+#pragma GCC ivdep
+    for (int64_t i = 0; i < length; ++i) {{
+      {_apply(stored, values, [value(k) for k in inputs], "a{k}[at + i] = {y};")}
+    }}
+  }}
+}}
+"""
 
 
-def _prelude(function: Function, layout: Layout, specifiers: str) -> list[str]:
+def _arrays(
+    function: Function, layout: Layout, types: Mapping[str, str]
+) -> tuple[list[str], list[str], list[int]]:
+    """Types in memory and of values, and masks: of the operands, then of the results.
+
+    In the text array k is `a{k}`, a number for the whole loop `s{k}`, and a result's value `y{k}`.
+    """
+    values = [layout.value(t) for t, _ in (*function.operands, *function.results)]
+    masks = [*layout.masks, *[layout.every] * len(function.results)]
+    return [types[dtype] for dtype in layout.stored], values, masks
+
+
+def _each(numbers: Iterable[int], line: Callable[[int], str]) -> str:
+    return "\n".join(map(line, numbers))
+
+
+def _scalars(values: Sequence[str], layout: Layout) -> str:
+    """Reads operands that are one number, before the loop."""
+    numbers = [k for k, mask in enumerate(layout.masks) if not mask]
+    return _each(numbers, lambda k: f"const auto s{k} = widen<{values[k]}>(*a{k});")
+
+
+def _apply(stored: Sequence[str], values: Sequence[str], operands: Sequence[str], to: str) -> str:
+    """Applies the function to one element's operands, and puts its results where `to` says."""
+    outputs = range(len(operands), len(stored))
+    arguments = ", ".join([*operands, *(f"y{k}" for k in outputs)])
+    declared = _each(outputs, lambda k: f"{values[k]} y{k};")
+    assigned = _each(outputs, lambda k: to.format(k=k, y=f"Narrow<{stored[k]}>::from(y{k})"))
+    return f"{declared}\nnormfuse_user::apply({arguments});\n{assigned}"
+
+
+def _prelude(function: Function, layout: Layout, specifiers: str) -> str:
     """The user's text, and `apply` on values of the types at hand."""
-    bound = dict(layout.bound)
-    lines = ["namespace normfuse_user {"]
-    for file, text in function.pieces:
-        lines += [f'#line 1 "{file}"', text.rstrip("\n")]
-    lines += ['#line 1 "<normfuse>"']
-    parameters = [f"const {_value(t, layout)} {v}" for t, v in function.operands]
-    parameters += [f"{_value(t, layout)}& {v}" for t, v in function.results]
-    lines += [f"{specifiers} void apply({', '.join(parameters)}) {{"]
-    lines += [f"  using {name} = {VALUE_TYPES[bound[name]]};" for name in function.template]
-    return [*lines, f"  {function.body}", "}", "}  // namespace normfuse_user"]
-
-
-def _value(type_: str, layout: Layout) -> str:
-    return VALUE_TYPES[resolve(type_, dict(layout.bound)) or ""]
-
-
-def uses_complex(layout: Layout) -> bool:
-    """Whether a complex number is anywhere in the function."""
-    return any("complex" in dtype for dtype in (*layout.stored, *dict(layout.bound).values()))
+    pieces = [f'#line 1 "{file}"\n' + text.rstrip("\n") for file, text in function.pieces]
+    parameters = [f"const {layout.value(t)} {v}" for t, v in function.operands]
+    parameters += [f"{layout.value(t)}& {v}" for t, v in function.results]
+    pieces.append('#line 1 "<normfuse>"')
+    pieces.append(f"{specifiers} void apply({', '.join(parameters)}) {{")
+    pieces += [f"using {name} = {layout.value(name)};" for name in function.template]
+    text = "\n".join([*pieces, function.body])
+    return f"namespace normfuse_user {{\n{text}\n}}\n}}  // namespace normfuse_user"

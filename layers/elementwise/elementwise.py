@@ -1,28 +1,23 @@
 """Element-wise operations from C++ source, compiled when they are first used."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from ...native.implementation import (
-    Implementation,
-    Order,
-    choose,
-    requested,
-)
+from ...native.implementation import Implementation, Order, choose, requested
+from ..core.arguments import array_of
 from ..dense.epilogue import Scalar
-from .code import DTYPES
-from .function import Primal, called, key_of
-from .op import Loop, call, compute_dtype
-from .op import elementwise as op
+from .code import DTYPES, Pairs
+from .function import Plain, Primal, called, key_of, of_some
+from .op import Loop, by_jax, call, compute_dtype
 from .signature import Signature, find, functions, resolve
 
 MOST = 8  # inputs, and outputs
-_KINDS = "biufc"  # in the order in which one converts to the next
 
 
 def elementwise(
@@ -84,9 +79,7 @@ def elementwise(
     >>> jax.grad(softcap)(0.0)
     Array(1., dtype=float32, weak_type=True)
     """
-    return Elementwise(
-        source, name, derivative, definition, dtype, implementation, tuple(scalars.items())
-    )
+    return Elementwise(source, name, derivative, definition, dtype, implementation, scalars)
 
 
 class Elementwise:
@@ -100,20 +93,27 @@ class Elementwise:
       outputs: how many results there are.
     """
 
-    def __init__(self, source, name, derivative, definition, dtype, implementation, scalars):
-        self.source, self.scalars = source, dict(scalars)
-        self._signature, self._function = build(
-            source, name, tuple(self.scalars), derivative, definition, MOST
-        )
-        self.name = self.__name__ = self._signature.name
-        self._operands = [p for p in self._signature.parameters if not p.output]
-        self.inputs = tuple(p.name for p in self._operands if p.name not in self.scalars)
-        self.outputs = len(self._function.results)
-        self._implementation = implementation
+    def __init__(
+        self,
+        source: str,
+        name: str | None,
+        derivative: Any,
+        definition: Plain | None,
+        dtype: Any,
+        implementation: Implementation,
+        scalars: dict[str, Any],
+    ):
+        self.source, self.scalars, self._implementation = source, scalars, implementation
+        self._signature = signature = find(source, name)
+        self._operands = {p.name: p.type for p in signature.operands}
+        self.name = self.__name__ = signature.name
+        self._function = build(signature, source, scalars, derivative, definition)
+        self.inputs = tuple(name for name in self._operands if name not in scalars)
+        self.outputs = len(signature.results)
         self._dtype = self._stated(dtype)
-        self.__doc__ = f"{self.name}({', '.join(p.name for p in self._operands)}), in C++."
-        for scalar, value in self.scalars.items():
-            self._scalar(scalar, value, {})
+        self.__doc__ = f"{self.name}({', '.join(self._operands)}), in C++."
+        for scalar, value in scalars.items():
+            self._scalar(scalar, value, ())
 
     def __repr__(self) -> str:
         scalars = "".join(f", {k}={v!r}" for k, v in self.scalars.items())
@@ -128,53 +128,6 @@ class Elementwise:
           CompileError: if the source does not compile.
           NotImplementedError: where neither C++ nor a definition can serve.
         """
-        self._check(inputs, scalars)
-        arrays = dict(zip(self.inputs, map(self._array, self.inputs, inputs)))
-        bound = self._bound(arrays)
-        shape = self._broadcast(arrays)
-        out = self._results(bound)
-        values = self.scalars | scalars
-        operands, placed = [], []
-        for parameter in self._operands:
-            if parameter.name in arrays:
-                operand, have = _aligned(arrays[parameter.name], shape)
-                if getattr(operand, "weak_type", False):  # a Python number takes the others' dtype
-                    wanted = resolve(parameter.type, dict(bound))
-                    operand = operand.astype(jax.dtypes.canonicalize_dtype(wanted))
-            else:
-                operand, have = (
-                    self._scalar(parameter.name, values[parameter.name], dict(bound)),
-                    (),
-                )
-            operands.append(operand)
-            placed.append(have)
-        results = self._serve(operands, tuple(placed), bound, out)
-        return results[0] if self._signature.result else tuple(results)
-
-    @functools.cached_property
-    def scalar(self) -> Scalar | None:
-        """The function as kernels of other ops take it, with its scalars' defaults; None unless it
-        is `template <class T> T name(T x, scalars)`."""
-        return scalar_of(self._signature, self._function, self.source, self.scalars, self)
-
-    def _serve(self, operands, placed, bound, out):
-        def native(strict):
-            options = {"bound": bound, "out": out, "order": Order(("native",), strict)}
-            return call(self._function, operands, placed, **options)
-
-        def xla(strict):
-            del strict
-            sequence = tuple(range(len(operands)))
-            return op.plain(Loop(self._function, placed, bound, out, sequence), *operands)
-
-        if not requested(self._implementation):
-            return native(False)
-        serve = {"native": native}
-        if self._function.definition is not None:
-            serve["xla"] = xla
-        return choose(self.name, self._implementation, serve)
-
-    def _check(self, inputs, scalars):
         if len(inputs) != len(self.inputs):
             raise TypeError(
                 f"{self.name} takes {len(self.inputs)} input{'s' * (len(self.inputs) > 1)} "
@@ -184,12 +137,61 @@ class Elementwise:
             if scalar not in self.scalars:
                 have = ", ".join(self.scalars) or "none"
                 raise TypeError(f"{self.name} has no scalar {scalar!r}; it has {have}")
+        arrays = {name: self._array(name, value) for name, value in zip(self.inputs, inputs)}
+        bound = self._bound(arrays)
+        shape = self._broadcast(arrays)
+        out = self._results(bound)
+        values = self.scalars | scalars
+        operands, placed = [], []
+        for name, type_ in self._operands.items():
+            if name in arrays:
+                operand, have = _aligned(arrays[name], shape)
+                if getattr(operand, "weak_type", False):  # a Python number takes the others' dtype
+                    wanted = resolve(type_, dict(bound))
+                    operand = operand.astype(jax.dtypes.canonicalize_dtype(wanted))
+            else:
+                operand, have = self._scalar(name, values[name], bound), ()
+            operands.append(operand)
+            placed.append(have)
+        results = self._serve(Loop(self._function, tuple(placed), bound, out), operands)
+        return results[0] if self._signature.result else tuple(results)
 
-    def _array(self, argument, value):
-        try:
-            array = jnp.asarray(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"{self.name}: {argument} must be an array, got {value!r}") from None
+    @functools.cached_property
+    def scalar(self) -> Scalar | None:
+        """The function as kernels of other ops take it, with its scalars' defaults; None unless it
+        is `template <class T> T name(T x, scalars)`."""
+        signature, own = self._signature, self._signature.parameters
+        types = {p.type for p in own if not p.output and p.name not in self.scalars}
+        if self.inputs != (own[0].name,) or {*types, signature.result} != set(signature.template):
+            return None
+        partial = dict(self._function.partials).get(0)
+        text, name = "", f"{self.name}_derivative"
+        if isinstance(partial, tuple):
+            *before, (_, source) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
+            if before:  # an expression, between a head and an end
+                text = "\n".join(piece for _, piece in partial[0].pieces[1:])
+                text = _device(text).replace(partial[0].name, name, 1)
+            else:
+                declared = ", ".join(f"{p.type} {p.name}" for p in own)
+                call = called(partial[0].name, (), list(self._operands))
+                text = (
+                    f"{_device(source)}\ntemplate <class {own[0].type}> __device__ inline "
+                    f"{signature.result} {name}({declared}) {{ return {call}; }}"
+                )
+        parameters = tuple((p.name, float(self.scalars[p.name])) for p in own[1:])
+        return Scalar(self.name, _device(self.source), text, self, parameters)
+
+    def _serve(self, loop: Loop, operands: list[Array]) -> list[Array]:
+        native = lambda strict: call(loop, operands, Order(("native",), strict))
+        if not requested(self._implementation):
+            return native(False)
+        serve, definition = {"native": native}, self._function.definition
+        if definition is not None:
+            serve["xla"] = lambda strict: by_jax(definition, loop, *operands)
+        return choose(self.name, self._implementation, serve)
+
+    def _array(self, argument: str, value: Any) -> Array:
+        array = array_of(self.name, argument, value)
         if array.dtype.name not in DTYPES:
             raise TypeError(
                 f"{self.name}: {argument} must have one of the dtypes {', '.join(DTYPES)}; got "
@@ -197,43 +199,37 @@ class Elementwise:
             )
         return array
 
-    def _bound(self, arrays):
-        """The dtype of each template parameter, and that the other inputs fit theirs."""
-        groups: dict[str, list] = {}
-        for parameter in self._operands:
-            if parameter.name not in arrays:
-                continue
-            array = arrays[parameter.name]
-            if parameter.type in self._signature.template:
-                groups.setdefault(parameter.type, []).append(array)
-                continue
-            wanted = np.dtype(resolve(parameter.type, {}))
-            if _KINDS.index(_kind(array.dtype)) > _KINDS.index(wanted.kind):
+    def _bound(self, arrays: dict[str, Array]) -> Pairs:
+        """Returns the dtype of each template parameter; checks that other inputs fit theirs."""
+        groups: dict[str, list[Array]] = {t: [] for t in self._signature.template}
+        for name, array in arrays.items():
+            type_ = self._operands[name]
+            if type_ in groups:
+                groups[type_].append(array)
+            elif _kind(array.dtype) > _kind(resolve(type_, {})):
                 raise TypeError(
-                    f"{self.name}: {parameter.name} is declared {parameter.type}, got "
-                    f"{array.dtype.name}; cast it first"
+                    f"{self.name}: {name} is declared {type_}, got {array.dtype.name}; cast it "
+                    "first"
                 )
-        return tuple((t, jnp.result_type(*groups[t]).name) for t in self._signature.template)
+        return tuple((type_, jnp.result_type(*group).name) for type_, group in groups.items())
 
-    def _broadcast(self, arrays):
+    def _broadcast(self, arrays: dict[str, Array]) -> tuple[int, ...]:
         try:
             return jnp.broadcast_shapes(*(a.shape for a in arrays.values()))
         except ValueError:
             shapes = ", ".join(f"{name} {a.shape}" for name, a in arrays.items())
             raise ValueError(f"{self.name}: inputs do not broadcast: {shapes}") from None
 
-    def _results(self, bound):
-        if self._dtype is not None:
-            return tuple(jax.dtypes.canonicalize_dtype(t).name for t in self._dtype)
-        types = [resolve(t, dict(bound)) for t, _ in self._function.results]
-        for type_, (text, _) in zip(types, self._function.results, strict=True):
-            if type_ is None:
+    def _results(self, bound: Pairs) -> tuple[str, ...]:
+        types = self._dtype or [resolve(t, dict(bound)) for t in self._signature.results]
+        for dtype, type_ in zip(types, self._signature.results, strict=True):
+            if dtype is None:
                 raise TypeError(
-                    f"{self.name} returns {text}, which {dict(bound)} does not make a number"
+                    f"{self.name} returns {type_}, which {dict(bound)} does not make a number"
                 )
         return tuple(jax.dtypes.canonicalize_dtype(t).name for t in types)
 
-    def _stated(self, dtype):
+    def _stated(self, dtype: Any) -> tuple[str, ...] | None:
         if dtype is None:
             return None
         given = tuple(dtype) if isinstance(dtype, (tuple, list)) else (dtype,) * self.outputs
@@ -248,50 +244,55 @@ class Elementwise:
             )
         return names
 
-    def _scalar(self, name, value: Any, bound):
-        """A run-time scalar as an array of no dimensions, in the type it is computed in."""
-        type_ = next(p.type for p in self._operands if p.name == name)
-        is_number = np.isscalar(value) or isinstance(value, (np.ndarray, jax.Array))
+    def _scalar(self, name: str, value: Any, bound: Pairs) -> Any:
+        """Returns a run-time scalar as an array of no dimensions, in the type it is computed in."""
+        type_ = self._operands[name]
+        is_number = np.isscalar(value) or isinstance(value, np.ndarray | Array)
         if not is_number or isinstance(value, str) or np.ndim(value) != 0:
             raise TypeError(f"{self.name}: scalar {name} must be a number, got {value!r}")
-        if type_ in self._signature.template and type_ not in bound:
+        if type_ in self._signature.template and not bound:
             return None  # a default, before the dtype is known
-        dtype = compute_dtype(type_, tuple(bound.items()))
-        given = _KINDS.index(_kind(jnp.asarray(value).dtype))
-        if given > _KINDS.index(_kind(dtype)):
+        dtype = compute_dtype(type_, bound)
+        if _kind(jnp.asarray(value).dtype) > _kind(dtype):
             raise TypeError(
                 f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got {value!r}"
             )
         return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
 
 
-def _kind(dtype) -> str:
-    return "f" if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype).kind
+def _kind(dtype: Any) -> int:
+    """Returns the place of a dtype's kind in the order in which one converts to the next."""
+    dtype = jnp.dtype(dtype)
+    return "biufc".index("f" if jnp.issubdtype(dtype, jnp.floating) else dtype.kind)
 
 
-def _aligned(array, shape):
-    """(the array without dimensions along which it is repeated, the dimensions it has)."""
+def _aligned(array: Array, shape: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """Returns the array without dimensions along which it is repeated, and those it has."""
     first = len(shape) - array.ndim
     repeated = [i for i, n in enumerate(array.shape) if n == 1 and shape[first + i] != 1]
     have = tuple(first + i for i in range(array.ndim) if i not in repeated)
     return (jax.lax.squeeze(array, repeated) if repeated else array), have
 
 
+def _device(source: str) -> str:
+    """Returns the text with every function one of the device's."""
+    for one in reversed(list(functions(source))):
+        source = f"{source[: one.head]} __device__ inline{source[one.head :]}"
+    return source
+
+
 # ---------------------------------------------------------------- reading what the user gave
 
 
 def build(
+    signature: Signature,
     source: str,
-    name: str | None,
-    scalars: Sequence[str],
+    scalars: Collection[str],
     derivative: Any,
-    definition: Callable[..., Any] | None,
-    most: int,
-) -> tuple[Signature, Primal]:
-    """The signature and the function, or one clear error."""
-    signature = find(source, name)
-    operands = [p for p in signature.parameters if not p.output]
-    _check_parameters(signature, operands, scalars, most)
+    definition: Plain | None,
+) -> Primal:
+    """Returns the function, or raises one clear error."""
+    _check_parameters(signature, scalars)
     if definition is not None and not callable(definition):
         raise TypeError(
             f"{signature.name}: definition must be a function in plain JAX, got {definition!r}"
@@ -299,7 +300,7 @@ def build(
     plain = definition and _positional(definition, signature, scalars)
     differentiable, partials = None, ()
     if isinstance(derivative, Mapping):
-        partials = tuple(_partials(signature, operands, scalars, source, derivative, plain))
+        partials = tuple(_partials(signature, scalars, source, derivative, plain))
     elif derivative is None:
         differentiable = plain
     elif callable(derivative):
@@ -309,102 +310,56 @@ def build(
             f"{signature.name}: derivative must be a mapping from parameters to derivatives, or a "
             f"function in plain JAX; got {derivative!r}"
         )
-    functions = [definition, derivative if callable(derivative) else None]
-    functions += [one for _, one in partials if callable(one)]
+    given = [definition, derivative if callable(derivative) else None]
+    given += [one for _, one in partials if callable(one)]
     texts = [source, signature.name, tuple(scalars)]
     texts += [[p.key for p in one] for _, one in partials if isinstance(one, tuple)]
-    return signature, _primal(
-        signature,
-        ((f"<elementwise {signature.name}>", source),),
-        operands,
-        plain,
-        key_of(texts, *functions),
-        partials,
-        differentiable,
-    )
+    pieces = ((f"<elementwise {signature.name}>", source),)
+    return _primal(signature, pieces, plain, key_of(texts, *given), partials, differentiable)
 
 
-def scalar_of(signature, function: Primal, source: str, scalars, operation) -> Scalar | None:
-    """The function as a `Scalar`, whose parameters are the run-time scalars' defaults; None where
-    it is not `template <class T> T name(T x, scalars)`."""
-    takes = signature.parameters
-    inputs = [p for p in takes if not p.output and p.name not in scalars]
-    kinds = {p.type for p in inputs} | {signature.result}
-    if len(inputs) != 1 or takes[0] != inputs[0] or kinds != set(signature.template):
-        return None
-    partial = dict(function.partials).get(0)
-    text, name = "", f"{signature.name}_derivative"
-    if isinstance(partial, tuple):
-        *before, (_, source_of) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
-        if before:  # an expression, between a head and an end
-            own = "\n".join(piece for _, piece in partial[0].pieces[1:])
-            text = _device(own).replace(partial[0].name, name, 1)
-        else:
-            declared = ", ".join(f"{p.type} {p.name}" for p in takes)
-            gives = ", ".join(p.name for p in takes)
-            text = (
-                f"{_device(source_of)}\ntemplate <class {inputs[0].type}> __device__ inline "
-                f"{signature.result} {name}({declared}) {{ return {partial[0].name}({gives}); }}"
-            )
-    return Scalar(
-        signature.name,
-        _device(source),
-        text,
-        operation,
-        tuple((p.name, float(scalars[p.name])) for p in takes[1:]),
-    )
-
-
-def _device(source: str) -> str:
-    """Every function of the text as one of the device's."""
-    for one in reversed(list(functions(source))):
-        source = f"{source[: one.head]} __device__ inline{source[one.head :]}"
-    return source
-
-
-def _check_parameters(signature, operands, scalars, most):
-    where, names = f"elementwise: {signature}", [p.name for p in operands]
+def _check_parameters(signature: Signature, scalars: Collection[str]) -> None:
+    where, names = f"elementwise: {signature}", [p.name for p in signature.operands]
     for scalar in scalars:
         if scalar not in names:
             raise TypeError(f"{where} has no parameter called {scalar!r}, which is given a default")
-    inputs = [p for p in operands if p.name not in scalars]
-    outputs = [p for p in signature.parameters if p.output]
-    if not 1 <= len(inputs) <= most or len(outputs) > most:
+    inputs = [p for p in signature.operands if p.name not in scalars]
+    if not 1 <= len(inputs) <= MOST or len(signature.results) > MOST:
         raise ValueError(
-            f"{where} has {len(inputs)} inputs and {len(outputs) or 1} outputs; from 1 to {most} "
-            "of each are possible"
+            f"{where} has {len(inputs)} inputs and {len(signature.results)} outputs; from 1 to "
+            f"{MOST} of each are possible"
         )
     for parameter in inputs:
-        if "<" in parameter.type and signature.template:
-            if resolve(parameter.type, {}) is None:
-                raise ValueError(
-                    f"{where}: input {parameter.name} has type `{parameter.type}`, from which "
-                    f"{signature.template[0]} does not follow; declare it `{signature.template[0]}`"
-                )
+        if "<" in parameter.type and signature.template and resolve(parameter.type, {}) is None:
+            raise ValueError(
+                f"{where}: input {parameter.name} has type `{parameter.type}`, from which "
+                f"{signature.template[0]} does not follow; declare it `{signature.template[0]}`"
+            )
     for type_ in signature.template:
         if type_ not in {p.type for p in inputs}:
             raise ValueError(f"{where}: no input has type {type_}, so what it is does not follow")
 
 
-def _primal(signature, pieces, operands, plain, key, partials=(), differentiable=None) -> Primal:
-    results = [p for p in signature.parameters if p.output]
+def _primal(
+    signature: Signature,
+    pieces: Pairs,
+    plain: Plain | None,
+    key: str,
+    partials: tuple[tuple[int, Any], ...] = (),
+    differentiable: Plain | None = None,
+) -> Primal:
+    operands, outputs = signature.operands, signature.outputs
     variables = {p.name: f"normfuse_a{i}" for i, p in enumerate(operands)}
-    if signature.result:
-        types = [signature.result]
-        values = [variables[p.name] for p in operands]
-        body = f"normfuse_y0 = {called(signature.name, signature.template, values)};"
-    else:
-        types = [p.type for p in results]
-        variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(results)}
-        values = [variables[p.name] for p in signature.parameters]
-        body = f"{called(signature.name, signature.template, values)};"
+    variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(outputs)}
+    values = [variables[p.name] for p in signature.parameters]
+    body = f"{called(signature.name, signature.template, values)};"
     return Primal(
         signature.name,
         pieces,
         tuple((p.type, variables[p.name]) for p in operands),
-        tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(types)),
+        tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results)),
         signature.template,
-        body,
+        f"normfuse_y0 = {body}" if signature.result else body,
         plain,
         key,
         tuple(p.name for p in operands),
@@ -413,91 +368,85 @@ def _primal(signature, pieces, operands, plain, key, partials=(), differentiable
     )
 
 
-def _partials(signature, operands, scalars, source, derivative, plain):
-    names = [p.name for p in operands]
-    outputs = [p for p in signature.parameters if p.output]
-    types = [p.type for p in outputs] or [signature.result]
+def _partials(
+    signature: Signature,
+    scalars: Collection[str],
+    source: str,
+    derivative: Mapping[str, Any],
+    plain: Plain | None,
+) -> Iterator[tuple[int, Any]]:
+    """Yields (operand, its derivative) as `Primal.partials` has them."""
+    names, count = [p.name for p in signature.operands], len(signature.results)
     for name, given in derivative.items():
         if name not in names:
             raise ValueError(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
         k = names.index(name)
-        if callable(given) and not hasattr(given, "_function"):
+        if callable(given) and not isinstance(given, Elementwise):
             yield k, _positional(given, signature, scalars)
             continue
-        several = given if isinstance(given, (tuple, list)) else (given,)
-        if len(several) != len(types):
+        several = given if isinstance(given, tuple | list) else (given,)
+        if len(several) != count:
             raise ValueError(
                 f"{signature.name}: derivative[{name!r}] must have one entry for each of "
-                f"{len(types)} results, got {len(several)}"
+                f"{count} results, got {len(several)}"
             )
-        yield (
-            k,
-            tuple(
-                _partial(signature, operands, source, name, k, j, one, type_, plain)
-                for j, (one, type_) in enumerate(zip(several, types, strict=True))
-            ),
-        )
+        yield k, tuple(_partial(signature, source, k, j, p, plain) for j, p in enumerate(several))
 
 
-def _partial(signature, operands, source, name, k, j, given, type_, plain) -> Primal:
-    """The derivative of result j with respect to operand k."""
-    if hasattr(given, "_function"):
-        other = given._function
-        same = (other.names, [t for t, _ in other.operands], other.template)
-        if same != (
-            tuple(p.name for p in operands),
-            [p.type for p in operands],
-            signature.template,
-        ):
+def _partial(
+    signature: Signature, source: str, k: int, j: int, given: Any, plain: Plain | None
+) -> Primal:
+    """Returns the derivative of result j with respect to operand k."""
+    operands, template = signature.operands, signature.template
+    name = operands[k].name
+    where = f"{signature.name}: derivative[{name!r}]"
+    if isinstance(given, Elementwise):
+        if (given._signature.operands, given._signature.template) != (operands, template):
             raise ValueError(
-                f"{signature.name}: derivative[{name!r}] must take the same parameters, "
-                f"({', '.join(p.name for p in operands)}); got {given!r}"
+                f"{where} must take the same parameters, ({', '.join(p.name for p in operands)}); "
+                f"got {given!r}"
             )
-        return other
+        return given._function
     if not isinstance(given, str):
         raise TypeError(
-            f"{signature.name}: derivative[{name!r}] must be C++ text, an elementwise op or a "
-            f"function in plain JAX; got {given!r}"
+            f"{where} must be C++ text, an elementwise op or a function in plain JAX; got {given!r}"
         )
-    template = ", ".join(f"class {t}" for t in signature.template)
     own = f"{signature.name}_d_{name}" + (f"_{j}" if j else "")
+    type_ = signature.results[j]
+    made = Signature(own, template, tuple(operands), type_)
     takes = ", ".join(f"{p.type} {p.name}" for p in operands)
-    head = f"template <{template}> " * bool(template) + f"{type_} {own}({takes}) {{"
-    words = given if "return" in given else f"return\n{given}\n;"
-    file = f"<derivative of {signature.name} with respect to {name}>"
-    pieces = [(f"<elementwise {signature.name}>", source), ("<normfuse>", head)]
-    if words is not given:
-        pieces.append(("<normfuse>", "return"))
-    pieces += [(file, given), ("<normfuse>", "}" if words is given else ";}")]
+    types = ", ".join(f"class {t}" for t in template)
+    head = f"template <{types}> " * bool(types) + f"{type_} {own}({takes}) {{"
+    before, after = ([], "}") if "return" in given else ([("<normfuse>", "return")], ";}")
+    pieces = (
+        (f"<elementwise {signature.name}>", source),
+        ("<normfuse>", head),
+        *before,
+        (f"<derivative of {signature.name} with respect to {name}>", given),
+        ("<normfuse>", after),
+    )
     slope = plain and functools.partial(_slope, plain, k, j)
-    made = Signature(own, signature.template, tuple(operands), type_, 0, 0, 0)
-    key = key_of([source, own, given], plain)
-    return _primal(made, tuple(pieces), operands, slope, key, (), slope)
+    return _primal(made, pieces, slope, key_of([source, own, given], plain), (), slope)
 
 
-def _slope(plain, k, j, *operands):
-    """The derivative of the definition, by JAX."""
-    import jax
-    import jax.numpy as jnp
-
-    shape = jnp.broadcast_shapes(*(a.shape for a in operands))
-    x = jnp.broadcast_to(operands[k], shape)
-    of = lambda x: plain(*operands[:k], x, *operands[k + 1 :])[j]
-    return [jax.jvp(of, (x,), (jnp.ones_like(x),))[1]]
+def _slope(plain: Plain, k: int, j: int, *operands: Array) -> list[Array]:
+    """Returns the derivative of the definition's result j with respect to operand k, by JAX."""
+    of, (x,) = of_some(plain, operands, [k])
+    x = jnp.broadcast_to(x, jnp.broadcast_shapes(*(a.shape for a in operands)))
+    return [jax.jvp(lambda x: of(x)[j], (x,), (jnp.ones_like(x),))[1]]
 
 
-def _positional(function, signature, scalars):
-    """The user's function of inputs and keyword scalars as one of all operands in order."""
-    operands = [p.name for p in signature.parameters if not p.output]
-    single = bool(signature.result)
+def _positional(function: Plain, signature: Signature, scalars: Collection[str]) -> Plain:
+    """Returns the user's function of inputs and keyword scalars as one of all operands in order."""
+    operands = [p.name for p in signature.operands]
 
     @functools.wraps(function)
-    def plain(*arrays):
+    def plain(*arrays: Array) -> list[Array]:
         found = dict(zip(operands, arrays, strict=True))
         inputs = [found[name] for name in operands if name not in scalars]
         results = function(*inputs, **{name: found[name] for name in scalars})
-        return [results] if single else list(results)
+        return [results] if signature.result else list(results)
 
     return plain

@@ -11,7 +11,8 @@ Both are functions of scalars like f itself, and each is the other's transpose.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ import jax.numpy as jnp
 
 from .code import Function
 
+Array = jax.Array
 Plain = Callable[..., Any]
+Numbers = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -38,7 +41,7 @@ class Primal(Function):
     differentiable: Plain | None = None
 
     def partial(self, k: int) -> Any:
-        """The derivative with respect to operand k.
+        """Returns the derivative with respect to operand k.
 
         Raises:
           TypeError: if the user gave none.
@@ -53,116 +56,103 @@ class Primal(Function):
             )
         return found[k]
 
-    def tangent(self, moving: tuple[int, ...], outputs: tuple[int, ...]) -> "Linear":
-        """`(*operands, *tangents of moving) -> tangents of outputs`."""
-        return self._linear(moving, outputs, False)
+    def tangent(self, moving: Iterable[int], outputs: Iterable[int]) -> "Linear":
+        """Returns `(*operands, *tangents of moving) -> tangents of outputs`."""
+        return self._linear(tuple(moving), tuple(outputs), False)
 
-    def gradient(self, wanted: tuple[int, ...], outputs: tuple[int, ...]) -> "Linear":
-        """`(*operands, *cotangents of outputs) -> cotangents of wanted`."""
-        return self._linear(wanted, outputs, True)
+    def gradient(self, wanted: Iterable[int], outputs: Iterable[int]) -> "Linear":
+        """Returns `(*operands, *cotangents of outputs) -> cotangents of wanted`."""
+        return self._linear(tuple(wanted), tuple(outputs), True)
 
     @functools.cache  # noqa: B019 (a function lives as long as the process)
-    def _linear(self, operands, outputs, transposed) -> "Linear":
-        sources, targets = (outputs, operands) if transposed else (operands, outputs)
-        slope = lambda s, t: self._slope(*((t, s) if transposed else (s, t)))
+    def _linear(self, moving: Numbers, outputs: Numbers, transposed: bool) -> "Linear":
+        of_moving = [self.operands[k][0] for k in moving]
+        of_outputs = [self.results[j][0] for j in outputs]
+        taken, given = (of_outputs, of_moving) if transposed else (of_moving, of_outputs)
         base = len(self.operands)
-        types = [self.operands, self.results]
-        more = tuple(
-            (types[transposed][s][0], f"normfuse_a{base + i}") for i, s in enumerate(sources)
-        )
-        results = tuple(
-            (types[not transposed][t][0], f"normfuse_y{i}") for i, t in enumerate(targets)
-        )
-        body = " ".join(
-            f"normfuse_y{i} = "
-            + " + ".join(f"{slope(s, t)} * normfuse_a{base + n}" for n, s in enumerate(sources))
-            + ";"
-            for i, t in enumerate(targets)
-        )
-        pieces: tuple[tuple[str, str], ...] = ()
-        for k in operands:
-            for j in outputs:
-                one = self.partial(k)[j]
-                pieces += (("<normfuse>", f"namespace d{k}_{j} {{"), *one.pieces)
-                pieces += (("<normfuse>", "}"),)
-        kind = "gradient" if transposed else "tangent"
+        pieces, body = [], ""
+        if all(isinstance(self.partial(k), tuple) for k in moving):
+            for k, j in itertools.product(moving, outputs):
+                own = self.partial(k)[j].pieces
+                pieces += [("<normfuse>", f"namespace d{k}_{j} {{"), *own, ("<normfuse>", "}")]
+            terms = [[self._slope(k, j) for k in moving] for j in outputs]
+            for i, row in enumerate(zip(*terms) if transposed else terms):
+                sum_ = " + ".join(f"{d} * normfuse_a{base + n}" for n, d in enumerate(row))
+                body += f"normfuse_y{i} = {sum_}; "
+        kind, plain = "gradient" if transposed else "tangent", self.definition
         return Linear(
             f"{self.name}_{kind}",
-            pieces,
-            self.operands + more,
-            results,
+            tuple(pieces),
+            self.operands + tuple((t, f"normfuse_a{base + i}") for i, t in enumerate(taken)),
+            tuple((t, f"normfuse_y{i}") for i, t in enumerate(given)),
             self.template,
             body,
-            self._plain_linear(operands, outputs, transposed),
-            f"{kind}{operands}{outputs} of {self.key}",
+            plain and functools.partial(_by_jax, plain, base, moving, outputs, transposed),
+            f"{kind}{moving}{outputs} of {self.key}",
             self,
-            operands,
+            moving,
             outputs,
             transposed,
         )
 
     def _slope(self, k: int, j: int) -> str:
-        """C++ that calls the derivative of result j with respect to operand k."""
+        """Returns C++ that calls the derivative of result j with respect to operand k."""
         one = self.partial(k)[j]
         return f"d{k}_{j}::{called(one.name, self.template, [v for _, v in self.operands])}"
-
-    def _plain_linear(self, moving, outputs, transposed) -> Plain | None:
-        """The tangent or gradient by JAX's derivative of the definition."""
-        definition, base = self.definition, len(self.operands)
-        if definition is None:
-            return None
-
-        def plain(*arrays):
-            operands, linear = arrays[:base], arrays[base:]
-
-            def of(*moved):
-                full = list(operands)
-                for k, one in zip(moving, moved, strict=True):
-                    full[k] = one
-                results = definition(*full)
-                return [results[j] for j in outputs]
-
-            at = [operands[k] for k in moving]
-            if not transposed:
-                return jax.jvp(of, tuple(at), tuple(linear))[1]
-            at = [jnp.broadcast_to(one, linear[0].shape) for one in at]
-            results, pull = jax.vjp(of, *at)
-            return pull([c.astype(r.dtype) for c, r in zip(linear, results, strict=True)])
-
-        return plain
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Linear(Function):
     """A tangent (or, `transposed`, a gradient) of `base`, linear in the operands after base's.
 
-    `moving` and `outputs` are base's operands and results that it is about.
+    `moving` and `outputs` are base's operands and results that it is about. `body` is "" where a
+    derivative is in plain JAX.
     """
 
     base: Primal
-    moving: tuple[int, ...]
-    outputs: tuple[int, ...]
+    moving: Numbers
+    outputs: Numbers
     transposed: bool
 
-    def only(self, kept: Sequence[int]) -> "Linear":
-        """The same of fewer linear operands, by their positions among these."""
+    def only(self, kept: Iterable[int]) -> "Linear":
+        """Returns the same of fewer linear operands, by their positions among these."""
         if self.transposed:
-            return self.base.gradient(self.moving, tuple(self.outputs[i] for i in kept))
-        return self.base.tangent(tuple(self.moving[i] for i in kept), self.outputs)
+            return self.base.gradient(self.moving, (self.outputs[i] for i in kept))
+        return self.base.tangent((self.moving[i] for i in kept), self.outputs)
 
-    def transpose(self, linear: Sequence[int], results: Sequence[int]) -> "Linear":
-        """The transpose: from cotangents of `results` to those of the linear operands `linear`."""
-        if self.transposed:
-            return self.base.tangent(
-                tuple(self.moving[j] for j in results), tuple(self.outputs[i] for i in linear)
-            )
-        return self.base.gradient(
-            tuple(self.moving[i] for i in linear), tuple(self.outputs[j] for j in results)
-        )
+    def transpose(self, linear: Iterable[int], results: Iterable[int]) -> "Linear":
+        """Returns the transpose: from cotangents of `results` to those of operands `linear`."""
+        moving, outputs = (results, linear) if self.transposed else (linear, results)
+        to = self.base.tangent if self.transposed else self.base.gradient
+        return to((self.moving[i] for i in moving), (self.outputs[j] for j in outputs))
+
+
+def of_some(
+    plain: Plain, operands: Sequence[Any], moving: Sequence[int]
+) -> tuple[Plain, tuple[Any, ...]]:
+    """Returns `plain` as a function of the operands `moving` alone, and what these are."""
+
+    def of(*moved: Any) -> Any:
+        changed = dict(zip(moving, moved, strict=True))
+        return plain(*[changed.get(k, operand) for k, operand in enumerate(operands)])
+
+    return of, tuple(operands[k] for k in moving)
+
+
+def _by_jax(
+    plain: Plain, base: int, moving: Numbers, outputs: Numbers, transposed: bool, *operands: Array
+) -> Any:
+    """The tangent or gradient of `plain`, linear in the operands from `base` on, by JAX."""
+    of, at = of_some(plain, operands[:base], moving)
+    chosen, linear = lambda *moved: [of(*moved)[j] for j in outputs], operands[base:]
+    if not transposed:
+        return jax.jvp(chosen, at, linear)[1]
+    results, pull = jax.vjp(chosen, *[jnp.broadcast_to(a, linear[0].shape) for a in at])
+    return pull([c.astype(r.dtype) for c, r in zip(linear, results, strict=True)])
 
 
 def called(name: str, template: Sequence[str], arguments: Sequence[str]) -> str:
-    """C++ text of a call."""
+    """Returns C++ text of a call."""
     given = f"<{', '.join(template)}>" if template else ""
     return f"{name}{given}({', '.join(arguments)})"
 
@@ -171,16 +161,15 @@ _definitions: dict[str, list[Any]] = {}
 
 
 def key_of(texts: Sequence[Any], *functions: Any) -> str:
-    """A name for a function: the same in every process for the same texts, and different for
-    different Python functions, which are counted in the order in which they come."""
+    """Returns a name for a function: the same in every process for the same texts, and different
+    for different Python functions, which are counted in the order in which they come."""
     digest = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
-    names = []
+    names = [digest]
     for one in functions:
-        if one is None:
-            continue
-        name = f"{digest}:{getattr(one, '__module__', '')}.{getattr(one, '__qualname__', '')}"
-        seen = _definitions.setdefault(name, [])
-        if one not in seen:
-            seen.append(one)
-        names.append(f"{name}#{seen.index(one)}")
-    return f"<{' '.join([digest, *names])}>"
+        if one is not None:
+            name = f"{digest}:{getattr(one, '__module__', '')}.{getattr(one, '__qualname__', '')}"
+            seen = _definitions.setdefault(name, [])
+            if one not in seen:
+                seen.append(one)
+            names.append(f"{name}#{seen.index(one)}")
+    return f"<{' '.join(names)}>"

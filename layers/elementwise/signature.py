@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from ...native.dtypes import NARROW
+
 SHAPE = "template <class T> T name(T x, T y, float scalar) { ... }"
 _IGNORED = re.compile(
     r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:\\\n|[^\n])*', re.DOTALL | re.MULTILINE
@@ -13,35 +15,25 @@ _HEAD = re.compile(
 )
 _PARAMETER = re.compile(r"(?P<type>.+?)(?P<reference>&?)\s*\b(?P<name>[A-Za-z_]\w*)")
 _SPECIFIERS = re.compile(r"\b(static|inline|constexpr|const|__device__|__host__|__forceinline__)\b")
-_NUMBERS = {
-    "bool": "bool",
-    "signed char": "int8",
-    "int8_t": "int8",
-    "unsigned char": "uint8",
-    "uint8_t": "uint8",
-    "short": "int16",
-    "int16_t": "int16",
-    "unsigned short": "uint16",
-    "uint16_t": "uint16",
-    "int": "int32",
-    "int32_t": "int32",
-    "unsigned": "uint32",
-    "unsigned int": "uint32",
-    "uint32_t": "uint32",
-    "long": "int64",
-    "long long": "int64",
-    "int64_t": "int64",
-    "unsigned long": "uint64",
-    "unsigned long long": "uint64",
-    "uint64_t": "uint64",
-    "float": "float32",
-    "double": "float64",
-    "complex<float>": "complex64",
-    "complex<double>": "complex128",
+_NAMES = {
+    "bool": ["bool"],
+    "int8": ["signed char"],
+    "uint8": ["unsigned char"],
+    "int16": ["short"],
+    "uint16": ["unsigned short"],
+    "int32": ["int"],
+    "uint32": ["unsigned", "unsigned int"],
+    "int64": ["long", "long long"],
+    "uint64": ["unsigned long", "unsigned long long"],
+    "float32": ["float"],
+    "float64": ["double"],
+    "complex64": ["complex<float>"],
+    "complex128": ["complex<double>"],
 }
+_NUMBERS = {name: dtype for dtype, names in _NAMES.items() for name in names}
+_NUMBERS |= {f"{dtype}_t": dtype for dtype in _NAMES if "int" in dtype}
 _REAL = {"complex64": "float32", "complex128": "float64"}
-_COMPLEX = {"float64": "complex128", "float16": "complex64", "bfloat16": "complex64"}
-_COMPLEX |= {"float32": "complex64"}
+_COMPLEX = {"float64": "complex128"} | dict.fromkeys((*NARROW, "float32"), "complex64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,25 +49,38 @@ class Parameter:
 class Signature:
     """A function or function template; `result` is "" for void.
 
-    `start` and `stop` bound its text; `head` is where its declaration begins, after `template <…>`;
-    `declared` is the text of its parameters.
+    `head` is where its declaration begins in the source, after `template <…>`; `declared` is the
+    text of its parameters.
     """
 
     name: str
     template: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     result: str
-    start: int
-    head: int
-    stop: int
+    head: int = 0
     declared: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(p.name for p in self.parameters)})"
 
+    @property
+    def operands(self) -> list[Parameter]:
+        """The parameters that are read."""
+        return [p for p in self.parameters if not p.output]
+
+    @property
+    def outputs(self) -> list[Parameter]:
+        """The parameters that are written to."""
+        return [p for p in self.parameters if p.output]
+
+    @property
+    def results(self) -> list[str]:
+        """The types of what it returns or writes."""
+        return [p.type for p in self.outputs] or [self.result]
+
 
 def find(source: str, name: str | None = None) -> Signature:
-    """The signature of the function called `name`, or of the last in `source`.
+    """Returns the signature of the function called `name`, or of the last in `source`.
 
     Raises:
       TypeError: if source is no text.
@@ -88,8 +93,7 @@ def find(source: str, name: str | None = None) -> Signature:
         raise ValueError(
             f"elementwise: source defines no function; write `{SHAPE}`, got {source.strip()[:80]!r}"
         )
-    if name is None:
-        name = list(found)[-1]
+    name = list(found)[-1] if name is None else name
     if name not in found:
         raise ValueError(
             f"elementwise: source defines no function {name!r}; it defines {', '.join(found)}"
@@ -101,48 +105,29 @@ def find(source: str, name: str | None = None) -> Signature:
 
 
 def functions(source: str) -> Iterator[Signature]:
-    """Every function that `source` defines outside of classes and namespaces, in order.
+    """Yields every function that `source` defines outside of classes and namespaces, in order.
 
     Their parameters are not read: a helper may take what it likes.
     """
     text = _IGNORED.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), source)
-    for (opened, closed), head in _blocks(text):
+    for head, opened in _blocks(text):
         template, at = _template(text, head)
-        declared = _HEAD.fullmatch(" ".join(text[at:opened].split()))
-        if declared:
-            yield Signature(
-                declared["name"],
-                template,
-                (),
-                _plain(declared["result"]).removesuffix("void"),
-                head,
-                at,
-                closed,
-                declared["parameters"],
-            )
+        if declared := _HEAD.fullmatch(" ".join(text[at:opened].split())):
+            result = _plain(declared["result"]).removesuffix("void")
+            yield Signature(declared["name"], template, (), result, at, declared["parameters"])
 
 
 def resolve(type_: str, bound: dict[str, str]) -> str | None:
-    """The dtype that a C++ type is, where template parameters are `bound` to dtypes; or None."""
-    if type_ in bound:
-        return bound[type_]
-    if type_ in _NUMBERS:
-        return _NUMBERS[type_]
+    """Returns the dtype of a C++ type, where template parameters are `bound` to dtypes; or None."""
     wrapped = re.fullmatch(r"(real_t|complex)<(\w+)>", type_)
     if wrapped is None or wrapped[2] not in bound:
-        return None
+        return bound.get(type_) or _NUMBERS.get(type_)
     inner = bound[wrapped[2]]
     return _REAL.get(inner, inner) if wrapped[1] == "real_t" else _COMPLEX.get(inner)
 
 
-def known(type_: str, template: tuple[str, ...]) -> bool:
-    """Whether `resolve` will know the type, for some dtypes of the template's parameters."""
-    return resolve(type_, dict.fromkeys(template, "float32")) is not None
-
-
 def _check(function: Signature) -> None:
-    where = f"elementwise: {function}"
-    outputs = [p for p in function.parameters if p.output]
+    where, outputs = f"elementwise: {function}", function.outputs
     if function.result and outputs:
         raise ValueError(
             f"{where} returns {function.result} and writes to {outputs[0].name}; return one "
@@ -152,27 +137,25 @@ def _check(function: Signature) -> None:
         raise ValueError(f"{where} returns nothing and has no parameter `T& y` to write to")
     types = [*((p.name, p.type) for p in function.parameters), ("its result", function.result)]
     for name, type_ in types:
-        if type_ and not known(type_, function.template):
+        if type_ and resolve(type_, dict.fromkeys(function.template, "float32")) is None:
             raise ValueError(
                 f"{where}: {name} has type `{type_}`; use a template parameter T, real_t<T>, "
                 "complex<T>, bool, float, double, complex<float>, complex<double> or an integer"
             )
 
 
-def _blocks(text: str) -> Iterator[tuple[tuple[int, int], int]]:
-    """For each {…} at the top level: (where it is, where the declaration before it begins)."""
+def _blocks(text: str) -> Iterator[tuple[int, int]]:
+    """For each {…} at the top level: where the declaration before it begins and ends."""
     depth = head = opened = 0
     for i, character in enumerate(text):
         if character == "{":
-            if depth == 0:
-                opened = i
+            opened = opened if depth else i
             depth += 1
         elif character == "}":
             depth -= 1
             if depth == 0:
-                yield (opened, i + 1), head
-                head = i + 1
-        elif character == ";" and depth == 0:
+                yield head, opened
+        if character in "};" and depth == 0:
             head = i + 1
 
 
@@ -207,9 +190,8 @@ def _parameters(function: str, text: str) -> Iterator[Parameter]:
                 + hint
             )
         constant = re.search(r"\bconst\b", match["type"])
-        yield Parameter(
-            _plain(match["type"]), match["name"], bool(match["reference"]) and not constant
-        )
+        output = bool(match["reference"]) and not constant
+        yield Parameter(_plain(match["type"]), match["name"], output)
 
 
 def _split(text: str) -> list[str]:
@@ -229,7 +211,7 @@ def _plain(type_: str) -> str:
     bare = _SPECIFIERS.sub(" ", type_).replace("std::", "").replace("cuda::", "")
     bare = re.sub(r"\s*([<>,])\s*", r"\1", bare)
     words = bare.split()
-    if len(words) > 1 and "int" in words and words[-1] == "int":
+    if len(words) > 1 and words[-1] == "int":
         words.pop()  # `long int`, `unsigned int`
     if "signed" in words and words != ["signed", "char"]:
         words.remove("signed")
