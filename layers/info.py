@@ -1,18 +1,19 @@
 """What `normfuse info` prints and what `normfuse cache` does; nothing here needs a GPU."""
 
+import collections
 import functools
 import importlib.metadata
 import itertools
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..native import cache, compiler, host_compiler, implementation, registry
 from ..native.implementation import Order, Unsupported
 from ..native.kernel import Kernel
-from ..native.launch import PORTABLE, Target, attached_target, compute_capability, named_target
+from ..native.launch import PORTABLE, attached_target, compute_capability, named_target
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand types
@@ -20,11 +21,10 @@ Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand ty
 
 def info() -> str:
     """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op."""
-    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache(), ""]
-    lines += ["implementations per op, default first:"]
-    lines += _support_table()
-    seen = implementation.fallbacks()
-    lines += ["", "served by plain HLO in this process:"] if seen else []
+    lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
+    lines += ["", "implementations per op, default first:", *_support_table()]
+    if seen := implementation.fallbacks():
+        lines += ["", "served by plain HLO in this process:"]
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
 
 
@@ -60,8 +60,7 @@ def support(
     found: dict[tuple[str, str, str], str | None] = {}
     for op, examples in kernels().items():
         for kernel, spec, structs in examples.values():
-            fn = functools.partial(kernel, spec, order=order)
-            traced = jax.jit(fn).trace(*structs)
+            traced = jax.jit(functools.partial(kernel, spec, order=order)).trace(*structs)
             for where in platforms:
                 try:
                     traced.lower(lowering_platforms=(where,))
@@ -100,40 +99,27 @@ def warm(
     """
     import jax
 
-    from .dense.epilogue import resolve
+    from .dense import epilogue
+    from .rms_norm import cuda
+    from .rms_norm import op as rms_norm
 
     for name in activations or ():
-        resolve(name, "cache warm")
+        epilogue.resolve(name, "cache warm")
     cache.check(cache.directory())
     before = compiler.compilations()
     for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
         target = named_target(arch)
         for out in outs or (x,):
+            examples: list[Example] = []  # of every kernel, in each of the layouts it has
             with jax.enable_x64("float64" in (x, scale, out)):
-                examples = _examples(target, n, x, scale, out, scale_offset, activations)
+                for rows in cuda.row_counts(n, target, x, scale, out):
+                    offset = {"scale_offset": scale_offset}
+                    examples += rms_norm.examples(n, x, scale, out, rows=rows, **offset)
+                for rows in epilogue.ROW_COUNTS:
+                    examples += epilogue.examples(n, x, rows=rows, activations=activations)
                 for kernel, spec, structs in examples:
                     jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     return compiler.compilations() - before
-
-
-def _examples(
-    target: Target,
-    n: int,
-    x: str,
-    scale: str,
-    out: str,
-    scale_offset: float,
-    activations: Sequence[str] | None,
-) -> Iterator[Example]:
-    """Yields every CUDA kernel for rows of n, in each of the layouts it has."""
-    from .dense import epilogue
-    from .rms_norm import cuda
-    from .rms_norm import op as rms_norm
-
-    for rows in cuda.row_counts(n, target, x, scale, out):
-        yield from rms_norm.examples(n, x, scale, out, rows=rows, scale_offset=scale_offset)
-    for rows in epilogue.ROW_COUNTS:
-        yield from epilogue.examples(n, x, rows=rows, activations=activations)
 
 
 def _support_table() -> list[str]:
@@ -143,19 +129,17 @@ def _support_table() -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for where, (op, examples) in itertools.product(PLATFORMS, kernels().items()):
         serves = []
-        for name, kernel_support in found.items():
-            missing = {k: kernel_support[op, k, where] for k in examples}
-            missing = {k: why for k, why in missing.items() if why}
-            for why in dict.fromkeys(missing.values()):
-                those = [k.removeprefix(f"{op}_") for k, other in missing.items() if other == why]
+        for name, why in found.items():
+            missing: dict[str, list[str]] = {}
+            for kernel in examples:
+                if reason := why[op, kernel, where]:
+                    missing.setdefault(reason, []).append(kernel.removeprefix(f"{op}_"))
+            for reason, those in missing.items():
                 what = op if len(those) in (1, len(examples)) else ", ".join(those)
-                reasons.setdefault((name, why), []).append(f"{where} {what}")
-            if not missing:
-                serves.append(name)
+                reasons.setdefault((name, reason), []).append(f"{where} {what}")
+            serves += [name] * (not missing)
         lines.append(f"  {where:5} {op:10} {', '.join(_in_order(serves, where, op))}")
-    return lines + [
-        f"  not {name}: {'; '.join(those)} ({why})" for (name, why), those in reasons.items()
-    ]
+    return lines + [f"  not {name}: {'; '.join(at)} ({why})" for (name, why), at in reasons.items()]
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:
@@ -167,23 +151,20 @@ def _in_order(serves: list[str], where: str, op: str) -> list[str]:
 
 
 def show() -> str:
-    """The cache folder, its size, and every kernel in it."""
+    """Returns the cache folder, its size, and every kernel in it."""
     lines = _cache()
     for entry in cache.entries():
         features = entry.macros.get("FEATURES", "-")
         types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
         kernel = entry.macros.get("KERNEL", entry.source.removesuffix(".cu"))
+        # NVRTC's version is a number alone; the system's compiler says its name.
+        by = f"NVRTC {entry.compiler}" if entry.compiler[0].isdigit() else entry.compiler
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         lines.append(
             f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
-            f"{entry.bytes / 1024:6.1f} KiB  {_compiler(entry.compiler)}  used {used}"
+            f"{entry.bytes / 1024:6.1f} KiB  {by}  used {used}"
         )
     return "\n".join(lines)
-
-
-def _compiler(version: str) -> str:
-    """NVRTC's version is a number alone; the system's compiler says its name."""
-    return f"NVRTC {version}" if version[0].isdigit() else version
 
 
 def _environment() -> list[str]:
@@ -194,34 +175,32 @@ def _environment() -> list[str]:
         f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {_version('jaxlib')}",
         f"XLA FFI: compiled for {_dotted(compiled)}, jaxlib has {_dotted(installed)}",
     ]
-    kinds: dict[str, int] = {}
-    for one in jax.local_devices():
-        capability = compute_capability(one)
-        kind = one.device_kind + (f" (compute capability {capability / 10})" if capability else "")
-        kinds[kind] = kinds.get(kind, 0) + 1
+    capabilities = [(one, compute_capability(one)) for one in jax.local_devices()]
+    kinds = collections.Counter(
+        one.device_kind + (f" (compute capability {capability / 10})" if capability else "")
+        for one, capability in capabilities
+    )
     return [*lines, "devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items())]
 
 
 def _cuda() -> list[str]:
-    try:
-        arch = attached_arch()
-    except (Unsupported, ValueError) as error:
-        arch = f"none: {error}"
-    try:
-        found = f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
-    except compiler.CompilerMissing as error:
-        found = f"missing: {error}"
-    try:
-        version = f"{host_compiler.find()[1]}, for {host_compiler.host()}"
-    except compiler.CompilerMissing as error:
-        version = f"missing: {error}"
-    lines = [f"CUDA kernels are compiled for: {arch}", f"NVRTC: {found}"]
-    return [*lines, f"C++ compiler, for element-wise ops on the CPU: {version}"]
+    def found(find: Callable[[], str], otherwise: str = "missing") -> str:
+        try:
+            return find()
+        except (compiler.CompilerMissing, Unsupported, ValueError) as error:
+            return f"{otherwise}: {error}"
+
+    headers = lambda: f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
+    host = found(lambda: f"{host_compiler.find()[1]}, for {host_compiler.host()}")
+    return [
+        f"CUDA kernels are compiled for: {found(attached_arch, 'none')}",
+        f"NVRTC: {found(headers)}",
+        f"C++ compiler, for element-wise ops on the CPU: {host}",
+    ]
 
 
 def attached_arch() -> str:
     """Returns the architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
-    """Returns the architecture that kernels are compiled for here."""
     import jax
 
     for one in jax.local_devices():
@@ -232,8 +211,7 @@ def attached_arch() -> str:
 
 
 def _cache() -> list[str]:
-    folder = cache.directory()
-    entries = cache.entries()
+    folder, entries = cache.directory(), cache.entries()
     size = sum(entry.bytes for entry in entries) / 2**20
     lines = [f"kernel cache: {folder}, {len(entries)} kernels, {size:.1f} MiB"]
     if folder.exists():
