@@ -5,16 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..native.dtypes import NARROW, holds
+from ..native.dtypes import NARROW
 from ..native.jaxpr import inner, results_of, value_of
 from .dense.matmul import kernel_p
 
 _OP = "accumulate_gradients"
 _MAIN = ("float32", "bfloat16", "float16")
+Link = Array | None
 
 
 def accumulate_gradients(
@@ -75,7 +76,10 @@ def accumulate_gradients(
     >>> float(value), gradient.dtype, gradient.ravel().tolist()
     (6.0, dtype('float32'), [3.0, 3.0])
     """
-    main = _main_dtype(main_grad_dtype)
+    main = jnp.dtype(main_grad_dtype)
+    if main.name not in _MAIN:
+        main_dtypes = ", ".join(_MAIN)
+        raise TypeError(f"{_OP}: main_grad_dtype must be one of {main_dtypes}, got {main.name}")
     count = _microbatches(batches)
     parts = 1 if replicas is None else _replicas(replicas, batches)
     leaves, structure = jax.tree.flatten(params)
@@ -85,141 +89,108 @@ def accumulate_gradients(
     # but not in float16, where gradients are small enough to lose bits.
     halves = of_all & (of_all - 1) == 0
     divided: set[int] = set()  # what the loss was divided by, once it has been traced
-    share = lambda program: of_all if halves and not uses(program, jnp.float16) else 1
-    gradient = _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share, divided)
+
+    def share(program: Any) -> int:
+        divisor = of_all if halves and not uses(program, jnp.float16) else 1
+        divided.add(divisor)
+        return divisor
+
+    def whole_loss(floating: Sequence[Array], batch: Any) -> tuple[Array, Any]:
+        given = dict(zip(chosen, floating))
+        whole = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return _loss_and_aux(loss_fn(jax.tree.unflatten(structure, whole), batch), has_aux)
+
+    gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main, share)
     split: Any = None if parts == 1 else replicas
     if split is not None:
-        shape = lambda a: (count, parts, a.shape[1] // parts, *a.shape[2:])
-        place = lambda a: jax.lax.with_sharding_constraint(
-            a, P(None, split, *[P.UNCONSTRAINED] * (a.ndim - 2))
-        )
-        batches = jax.tree.map(lambda a: place(jnp.reshape(a, shape(a))), batches)
+        rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
+        batches = jax.tree.map(lambda a: _placed(rows(a), None, None, split), batches)
         gradient = jax.vmap(gradient, spmd_axis_name=split)
-    placed = _placement(specs, structure, chosen, split)
+    listed = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
+    lead = () if split is None else (split,)
 
-    def microbatch(i):
-        take = lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False)
+    def microbatch(i: Any) -> tuple[Array, Any, list[Array]]:
+        take = lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False)
         return gradient(jax.tree.map(take, batches))
 
-    def add(sums, i):
-        loss, aux, new = microbatch(i)
-        return placed([s + g for s, g in zip(sums, new)]), (loss, aux)
+    def placed(sums: Sequence[Array]) -> list[Array]:
+        return [_placed(s, listed[i], *lead) for s, i in zip(sums, chosen)]
+
+    def add(sums: list[Array], i: Any) -> tuple[list[Array], Any]:
+        *outputs, new = microbatch(i)
+        return placed([s + g for s, g in zip(sums, new)]), outputs
 
     # The first gradients are the first sums: zeros to begin with would be written and read, and XLA
     # would fill one array and copy it to all of its shape.
     *outputs, sums = microbatch(0)
     sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], outputs)
     if count > 1:
-        sums, more = jax.lax.scan(add, sums, jnp.arange(1, count))
-        outputs = jax.tree.map(lambda *a: jnp.concatenate(a), tuple(outputs), more)
+        sums, more = lax.scan(add, sums, jnp.arange(1, count))
+        outputs = jax.tree.map(lambda *a: jnp.concatenate(a), outputs, more)
     losses, aux = outputs
-    if split is not None:
-        sums = [s.sum(0) for s in sums]
-    means: list[Any] = [None] * len(leaves)
-    (early,) = divided
-    for i, total in zip(chosen, sums):
-        means[i] = total if early == of_all else total / of_all
+    (divisor,) = divided
+    sums = sums if split is None else [s.sum(0) for s in sums]
+    means = dict(zip(chosen, sums if divisor == of_all else [s / of_all for s in sums]))
+    gradients = jax.tree.unflatten(structure, [means.get(i) for i in range(len(leaves))])
     loss = jnp.mean(losses)
-    return ((loss, aux) if has_aux else loss), jax.tree.unflatten(structure, means)
+    return ((loss, aux) if has_aux else loss), gradients
 
 
-def _gradient(loss_fn, leaves, structure, chosen, main, has_aux, share, divided):
-    """`batch -> (loss, aux, main gradients)` of one microbatch, the gradients over `share`.
+def _gradient(
+    loss: Callable[..., Any], floating: list[Array], main: jnp.dtype, share: Callable[[Any], int]
+) -> Callable[[Any], tuple[Array, Any, list[Array]]]:
+    """Returns `batch -> (loss, aux, main gradients)` of one microbatch.
 
-    `share` is a function of the traced loss; what it says is added to `divided`.
+    `share` says of the traced loss what the gradients are divided by.
     """
-    narrow = {
-        i: jnp.zeros(leaves[i].shape, jnp.float32)
-        for i in chosen
-        if jnp.result_type(leaves[i]).name in NARROW
-    }
+    is_narrow = [jnp.result_type(a).name in NARROW for a in floating]
+    zeros = [jnp.zeros(a.shape, jnp.float32) if n else None for a, n in zip(floating, is_narrow)]
+    # wider parameters keep their own dtype
+    narrowed = lambda gradient: gradient if gradient.dtype == jnp.float64 else gradient.astype(main)
 
-    def flat_loss(floating, batch):
-        whole = list(leaves)
-        for i, leaf in zip(chosen, floating):
-            whole[i] = leaf
-        result = loss_fn(jax.tree.unflatten(structure, whole), batch)
-        loss, aux = _parted(result) if has_aux else (result, ())
-        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
-            raise ValueError(
-                f"{_OP}: loss_fn must return a scalar loss, got {_described(loss)}; with auxiliary "
-                "outputs (loss, aux), and has_aux=True"
-            )
-        return loss, aux
+    def linked_loss(floating: list[Array], zeros: list[Link], batch: Any) -> tuple[Array, Any]:
+        program, shape = jax.make_jaxpr(loss, return_shape=True)(floating, batch)
+        operands = jax.tree.leaves((floating, batch))
+        links = [*zeros, *[None] * (len(operands) - len(zeros))]
+        results, _ = run_linked(program, operands, links)
+        value, aux = jax.tree.unflatten(jax.tree.structure(shape), map(jnp.asarray, results))
+        return value * jnp.asarray(1 / share(program.jaxpr), value.dtype), (value, aux)
 
-    def linked_loss(floating, zeros, batch):
-        flat, of_batch = jax.tree.flatten(batch)
-        program, shape = jax.make_jaxpr(
-            lambda floating, *flat: flat_loss(floating, jax.tree.unflatten(of_batch, flat)),
-            return_shape=True,
-        )(floating, *flat)
-        links = [zeros.get(i) for i in chosen] + [None] * len(flat)
-        results, _ = run_linked(program, [*floating, *flat], links)
-        loss, aux = jax.tree.unflatten(
-            jax.tree.structure(shape), [jnp.asarray(result) for result in results]
-        )
-        parts = share(program.jaxpr)
-        divided.add(parts)
-        return loss * jnp.asarray(1 / parts, loss.dtype), (loss, aux)
-
-    def gradient(batch):
-        floating = [leaves[i] for i in chosen]
+    def gradient(batch: Any) -> tuple[Array, Any, list[Array]]:
         grad = jax.value_and_grad(linked_loss, (0, 1), has_aux=True)
-        (_, (loss, aux)), (own, mains) = grad(floating, narrow, batch)
-        own = [_narrowed(g, main) for g in own]
-        own = [g + _narrowed(mains[i], main) if i in mains else g for g, i in zip(own, chosen)]
-        return loss, aux, own
+        (_, (value, aux)), (own, mains) = grad(floating, zeros, batch)
+        pairs = [(narrowed(g), m) for g, m in zip(own, mains)]
+        return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]
 
     return gradient
 
 
-def _parted(result):
-    """A loss and its auxiliary outputs."""
-    if not isinstance(result, tuple) or len(result) != 2:
+def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Array, Any]:
+    """Returns the loss and the auxiliary outputs of what a loss function returned."""
+    described = lambda a: f"shape {a.shape}" if hasattr(a, "shape") else f"a {type(a).__name__}"
+    if has_aux and (not isinstance(result, tuple) or len(result) != 2):
         raise ValueError(
-            f"{_OP}: with has_aux loss_fn must return (loss, aux), got {_described(result)}"
+            f"{_OP}: with has_aux loss_fn must return (loss, aux), got {described(result)}"
         )
-    return result
+    loss: Any
+    loss, aux = result if has_aux else (result, ())
+    if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
+        raise ValueError(
+            f"{_OP}: loss_fn must return a scalar loss, got {described(loss)}; with auxiliary "
+            "outputs (loss, aux), and has_aux=True"
+        )
+    return loss, aux
 
 
-def _described(result) -> str:
-    """What a loss is, for errors."""
-    if hasattr(result, "shape"):
-        return f"shape {result.shape}"
-    return f"a {type(result).__name__}"
+def _placed(array: Array, spec: P | None, *lead: str | None) -> Array:
+    """Returns the array with `lead` and `spec` for a sharding; the rest is XLA's choice if None."""
+    if spec is None and not lead:
+        return array
+    rest = [P.UNCONSTRAINED] * (array.ndim - len(lead)) if spec is None else spec
+    return lax.with_sharding_constraint(array, P(*lead, *rest))
 
 
-def _narrowed(gradient, main):
-    """In the main gradients' dtype; a parameter wider than that keeps its own."""
-    wider = holds(gradient.dtype, main) and not holds(main, gradient.dtype)
-    keep = wider and gradient.dtype == jnp.float64
-    return gradient if keep else gradient.astype(main)
-
-
-def _placement(specs, structure, chosen, split):
-    """Puts sums where `specs` say, with a leading axis of replicas if they are split."""
-    listed: list[Any] = [None] * structure.num_leaves
-    if specs is not None:
-        listed = structure.flatten_up_to(specs)
-    lead = () if split is None else (split,)
-
-    def place(array, spec):
-        if spec is None and split is None:
-            return array
-        rest = [P.UNCONSTRAINED] * (array.ndim - len(lead)) if spec is None else spec
-        return jax.lax.with_sharding_constraint(array, P(*lead, *rest))
-
-    return lambda sums: [place(s, listed[i]) for s, i in zip(sums, chosen)]
-
-
-def _main_dtype(dtype) -> jnp.dtype:
-    name = jnp.dtype(dtype).name
-    if name not in _MAIN:
-        raise TypeError(f"{_OP}: main_grad_dtype must be one of {', '.join(_MAIN)}, got {name}")
-    return jnp.dtype(name)
-
-
-def _microbatches(batches) -> int:
+def _microbatches(batches: Any) -> int:
     shapes = [jnp.shape(a) for a in jax.tree.leaves(batches)]
     lengths = {shape[0] if shape else 0 for shape in shapes}
     if len(lengths) != 1 or 0 in lengths:
@@ -230,7 +201,7 @@ def _microbatches(batches) -> int:
     return lengths.pop()
 
 
-def _replicas(axis, batches) -> int:
+def _replicas(axis: str, batches: Any) -> int:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types))
     if kinds.get(axis) != AxisType.Auto:
@@ -248,7 +219,7 @@ def _replicas(axis, batches) -> int:
     return parts
 
 
-def _is_floating(leaf) -> bool:
+def _is_floating(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
@@ -269,7 +240,6 @@ _FOLLOWED = (  # of the first operand's elements, whatever their dtype
     "squeeze",
     "transpose",
 )
-Link = jax.Array | None
 
 
 def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
@@ -282,8 +252,8 @@ def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def run_linked(
-    jaxpr: Any, operands: Sequence[jax.Array], links: Sequence[Link]
-) -> tuple[list[jax.Array], list[Link]]:
+    jaxpr: Any, operands: Sequence[Array], links: Sequence[Link]
+) -> tuple[list[Array], list[Link]]:
     """Evaluates a jaxpr with constants (`jax.make_jaxpr`'s result, or a `jit`'s).
 
     Args:
@@ -294,29 +264,30 @@ def run_linked(
     return _run(jaxpr.jaxpr, jaxpr.consts, operands, links)
 
 
-def _run(jaxpr, consts, operands, links):
+def _run(
+    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Array], links: Sequence[Link]
+) -> tuple[list[Array], list[Link]]:
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    linked: dict[Any, Link] = {}
-    for var, value, link in zip(jaxpr.invars, operands, links, strict=True):
-        values[var], linked[var] = value, link
+    linked: dict[Any, Link] = dict(zip(jaxpr.invars, links, strict=True))
+    values |= zip(jaxpr.invars, operands, strict=True)
     link_of = lambda atom: None if hasattr(atom, "val") else linked.get(atom)
     for eqn in jaxpr.eqns:
         given = [value_of(v, values) for v in eqn.invars]
-        zeros = [link_of(v) for v in eqn.invars]
         with eqn.ctx.manager:
-            results, more = _step(eqn, given, zeros)
-        for var, result, link in zip(eqn.outvars, results, more, strict=True):
-            values[var], linked[var] = result, link
+            results, more = _step(eqn, given, [link_of(v) for v in eqn.invars])
+        values |= zip(eqn.outvars, results, strict=True)
+        linked |= zip(eqn.outvars, more, strict=True)
     return [value_of(v, values) for v in jaxpr.outvars], [link_of(v) for v in jaxpr.outvars]
 
 
-def _step(eqn, given, zeros):
-    """The results of one operation, and their links."""
+def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], list[Link]]:
+    """Returns the results of one operation, and their links."""
     name = eqn.primitive.name
+    unlinked: list[Link] = [None] * len(eqn.outvars)
     if all(z is None for z in zeros):
-        return results_of(eqn, given), [None] * len(eqn.outvars)
+        return results_of(eqn, given), unlinked
     if eqn.primitive is kernel_p:
-        return [lax.stop_gradient(given[0]), zeros[0]], [None, None]
+        return [lax.stop_gradient(given[0]), zeros[0]], unlinked
     if name in _FOLLOWED and zeros[0] is not None:
         return results_of(eqn, given), results_of(eqn, [zeros[0], *given[1:]])
     if name == "name":  # of what remat keeps: not the zeros
@@ -324,26 +295,26 @@ def _step(eqn, given, zeros):
     if name in ("jit", "pjit"):
         return run_linked(eqn.params["jaxpr"], given, zeros)
     if name in ("remat2", "checkpoint"):
-        return _checkpoint(eqn, given, zeros), [None] * len(eqn.outvars)
+        return _checkpoint(eqn, given, zeros), unlinked
     if name == "scan":
-        return _scan(eqn, given, zeros), [None] * len(eqn.outvars)
-    return results_of(eqn, given), [None] * len(eqn.outvars)
+        return _scan(eqn, given, zeros), unlinked
+    return results_of(eqn, given), unlinked
 
 
-def _checkpoint(eqn, given, zeros):
+def _checkpoint(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
     jaxpr = eqn.params["jaxpr"]
     body = lambda given, zeros: _run(jaxpr, getattr(jaxpr, "consts", ()), given, zeros)[0]
     options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
     return jax.checkpoint(body, **options)(given, zeros)
 
 
-def _scan(eqn, given, zeros):
+def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
     """Constants and slices stay linked; what is carried is not."""
     body = eqn.params["jaxpr"]
-    within, outer = body.jaxpr, eqn
+    within = body.jaxpr
     ndim = lambda atom: len(atom.aval.shape)
-    is_sliced = [ndim(v) > ndim(w) for v, w in zip(outer.invars, within.invars, strict=True)]
-    carries = sum(ndim(v) == ndim(w) for v, w in zip(outer.outvars, within.outvars, strict=True))
+    is_sliced = [ndim(v) > ndim(w) for v, w in zip(eqn.invars, within.invars, strict=True)]
+    carries = sum(ndim(v) == ndim(w) for v, w in zip(eqn.outvars, within.outvars, strict=True))
     sliced = len(is_sliced) - sum(is_sliced)  # where they begin
     first = sliced - carries
 
@@ -353,10 +324,7 @@ def _scan(eqn, given, zeros):
         results, _ = run_linked(body, operands, links)
         return results[:carries], results[carries:]
 
-    carry, stacked = jax.lax.scan(
-        step,
-        given[first:sliced],
-        (given[sliced:], zeros[sliced:]),
-        **{key: eqn.params[key] for key in ("length", "reverse", "unroll")},
-    )
+    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+    slices = (given[sliced:], zeros[sliced:])
+    carry, stacked = lax.scan(step, given[first:sliced], slices, **options)
     return [*carry, *stacked]

@@ -44,34 +44,30 @@ def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: Axi
     named = isinstance(sharding, NamedSharding)
     spec = sharding.spec if named else sharding
     mesh: Any = sharding.mesh if named else jax.sharding.get_abstract_mesh()
-    given = f"{op}: {argument}={spec}"
+
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"{op}: {argument}={spec} {why}")
+
     if not mesh.axis_names:
         if kind == AxisType.Auto:
             return  # there may be one that only JAX's constraint sees, and it says if not
-        raise ValueError(f"{given} needs a mesh in context; call it under jax.set_mesh(mesh)")
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{given} has more entries than {tuple(shape)} has dimensions; leave out "
-            f"{len(spec) - len(shape)}"
-        )
+        raise refusal("needs a mesh in context; call it under jax.set_mesh(mesh)")
+    if (more := len(spec) - len(shape)) > 0:
+        raise refusal(f"has more entries than {tuple(shape)} has dimensions; leave out {more}")
     sizes, kinds = dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types))
     for dim, entry in enumerate(spec):
         axes = () if entry is P.UNCONSTRAINED else axes_of(entry)
         for axis in axes:
             if axis not in sizes:
-                raise ValueError(
-                    f"{given} names the axis {axis!r}; name one that the mesh has, of {sizes}"
-                )
+                raise refusal(f"names the axis {axis!r}; name one that the mesh has, of {sizes}")
             if kinds[axis] != kind:
-                raise ValueError(
-                    f"{given} is for {kind.name} axes, and {axis!r} is {kinds[axis].name}; "
-                    f"{_REMEDIES[kind]}"
-                )
+                is_other = f"is for {kind.name} axes, and {axis!r} is {kinds[axis].name}"
+                raise refusal(f"{is_other}; {_REMEDIES[kind]}")
         parts = math.prod(sizes[axis] for axis in axes)
         if shape[dim] % parts:
-            raise ValueError(
-                f"{given} splits dimension {dim} of {tuple(shape)} over {parts} devices, which do "
-                f"not divide {shape[dim]}; leave {', '.join(map(repr, axes))} out of it, or pad to "
+            raise refusal(
+                f"splits dimension {dim} of {tuple(shape)} over {parts} devices, which do not "
+                f"divide {shape[dim]}; leave {', '.join(map(repr, axes))} out of it, or pad to "
                 f"{-(-shape[dim] // parts) * parts}"
             )
 

@@ -140,20 +140,19 @@ class Elementwise:
         arrays = {name: self._array(name, value) for name, value in zip(self.inputs, inputs)}
         bound = self._bound(arrays)
         shape = self._broadcast(arrays)
-        out = self._results(bound)
-        values = self.scalars | scalars
-        operands, placed = [], []
+        values, operands, placed = self.scalars | scalars, [], []
         for name, type_ in self._operands.items():
             if name in arrays:
                 operand, have = _aligned(arrays[name], shape)
                 if getattr(operand, "weak_type", False):  # a Python number takes the others' dtype
-                    wanted = resolve(type_, dict(bound))
-                    operand = operand.astype(jax.dtypes.canonicalize_dtype(wanted))
+                    dtype = resolve(type_, dict(bound))
+                    operand = operand.astype(jax.dtypes.canonicalize_dtype(dtype))
             else:
                 operand, have = self._scalar(name, values[name], bound), ()
             operands.append(operand)
             placed.append(have)
-        results = self._serve(Loop(self._function, tuple(placed), bound, out), operands)
+        loop = Loop(self._function, tuple(placed), bound, self._results(bound))
+        results = self._serve(loop, operands)
         return results[0] if self._signature.result else tuple(results)
 
     @functools.cached_property
@@ -208,8 +207,7 @@ class Elementwise:
                 groups[type_].append(array)
             elif _kind(array.dtype) > _kind(resolve(type_, {})):
                 raise TypeError(
-                    f"{self.name}: {name} is declared {type_}, got {array.dtype.name}; cast it "
-                    "first"
+                    f"{self.name}: {name} is declared {type_}, got {array.dtype}; cast it first"
                 )
         return tuple((type_, jnp.result_type(*group).name) for type_, group in groups.items())
 
@@ -292,11 +290,10 @@ def build(
     definition: Plain | None,
 ) -> Primal:
     """Returns the function, or raises one clear error."""
+    name = signature.name
     _check_parameters(signature, scalars)
     if definition is not None and not callable(definition):
-        raise TypeError(
-            f"{signature.name}: definition must be a function in plain JAX, got {definition!r}"
-        )
+        raise TypeError(f"{name}: definition must be a function in plain JAX, got {definition!r}")
     plain = definition and _positional(definition, signature, scalars)
     differentiable, partials = None, ()
     if isinstance(derivative, Mapping):
@@ -307,36 +304,36 @@ def build(
         differentiable = _positional(derivative, signature, scalars)
     else:
         raise TypeError(
-            f"{signature.name}: derivative must be a mapping from parameters to derivatives, or a "
-            f"function in plain JAX; got {derivative!r}"
+            f"{name}: derivative must be a mapping from parameters to derivatives, or a function "
+            f"in plain JAX; got {derivative!r}"
         )
     given = [definition, derivative if callable(derivative) else None]
     given += [one for _, one in partials if callable(one)]
-    texts = [source, signature.name, tuple(scalars)]
+    texts = [source, name, tuple(scalars)]
     texts += [[p.key for p in one] for _, one in partials if isinstance(one, tuple)]
-    pieces = ((f"<elementwise {signature.name}>", source),)
+    pieces = ((f"<elementwise {name}>", source),)
     return _primal(signature, pieces, plain, key_of(texts, *given), partials, differentiable)
 
 
 def _check_parameters(signature: Signature, scalars: Collection[str]) -> None:
-    where, names = f"elementwise: {signature}", [p.name for p in signature.operands]
+    where, template = f"elementwise: {signature}", signature.template
     for scalar in scalars:
-        if scalar not in names:
+        if scalar not in [p.name for p in signature.operands]:
             raise TypeError(f"{where} has no parameter called {scalar!r}, which is given a default")
-    inputs = [p for p in signature.operands if p.name not in scalars]
+    inputs = {p.name: p.type for p in signature.operands if p.name not in scalars}
     if not 1 <= len(inputs) <= MOST or len(signature.results) > MOST:
         raise ValueError(
             f"{where} has {len(inputs)} inputs and {len(signature.results)} outputs; from 1 to "
             f"{MOST} of each are possible"
         )
-    for parameter in inputs:
-        if "<" in parameter.type and signature.template and resolve(parameter.type, {}) is None:
+    for name, type_ in inputs.items():
+        if "<" in type_ and template and resolve(type_, {}) is None:
             raise ValueError(
-                f"{where}: input {parameter.name} has type `{parameter.type}`, from which "
-                f"{signature.template[0]} does not follow; declare it `{signature.template[0]}`"
+                f"{where}: input {name} has type `{type_}`, from which {template[0]} does not "
+                f"follow; declare it `{template[0]}`"
             )
-    for type_ in signature.template:
-        if type_ not in {p.type for p in inputs}:
+    for type_ in template:
+        if type_ not in inputs.values():
             raise ValueError(f"{where}: no input has type {type_}, so what it is does not follow")
 
 
@@ -348,24 +345,16 @@ def _primal(
     partials: tuple[tuple[int, Any], ...] = (),
     differentiable: Plain | None = None,
 ) -> Primal:
-    operands, outputs = signature.operands, signature.outputs
+    name, operands = signature.name, signature.operands
     variables = {p.name: f"normfuse_a{i}" for i, p in enumerate(operands)}
-    variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(outputs)}
+    variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(signature.outputs)}
     values = [variables[p.name] for p in signature.parameters]
-    body = f"{called(signature.name, signature.template, values)};"
-    return Primal(
-        signature.name,
-        pieces,
-        tuple((p.type, variables[p.name]) for p in operands),
-        tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results)),
-        signature.template,
-        f"normfuse_y0 = {body}" if signature.result else body,
-        plain,
-        key,
-        tuple(p.name for p in operands),
-        partials,
-        differentiable,
-    )
+    body = f"{called(name, signature.template, values)};"
+    body = f"normfuse_y0 = {body}" if signature.result else body
+    takes = tuple((p.type, variables[p.name]) for p in operands)
+    results = tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results))
+    text = name, pieces, takes, results, signature.template, body, plain, key
+    return Primal(*text, tuple(p.name for p in operands), partials, differentiable)
 
 
 def _partials(
@@ -382,17 +371,17 @@ def _partials(
             raise ValueError(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
-        k = names.index(name)
+        k, several = names.index(name), given if isinstance(given, tuple | list) else (given,)
         if callable(given) and not isinstance(given, Elementwise):
             yield k, _positional(given, signature, scalars)
-            continue
-        several = given if isinstance(given, tuple | list) else (given,)
-        if len(several) != count:
+        elif len(several) == count:
+            each = enumerate(several)
+            yield k, tuple(_partial(signature, source, k, j, one, plain) for j, one in each)
+        else:
             raise ValueError(
                 f"{signature.name}: derivative[{name!r}] must have one entry for each of "
                 f"{count} results, got {len(several)}"
             )
-        yield k, tuple(_partial(signature, source, k, j, p, plain) for j, p in enumerate(several))
 
 
 def _partial(
@@ -413,9 +402,7 @@ def _partial(
         raise TypeError(
             f"{where} must be C++ text, an elementwise op or a function in plain JAX; got {given!r}"
         )
-    own = f"{signature.name}_d_{name}" + (f"_{j}" if j else "")
-    type_ = signature.results[j]
-    made = Signature(own, template, tuple(operands), type_)
+    own, type_ = f"{signature.name}_d_{name}" + (f"_{j}" if j else ""), signature.results[j]
     takes = ", ".join(f"{p.type} {p.name}" for p in operands)
     types = ", ".join(f"class {t}" for t in template)
     head = f"template <{types}> " * bool(types) + f"{type_} {own}({takes}) {{"
@@ -428,6 +415,7 @@ def _partial(
         ("<normfuse>", after),
     )
     slope = plain and functools.partial(_slope, plain, k, j)
+    made = Signature(own, template, tuple(operands), type_)
     return _primal(made, pieces, slope, key_of([source, own, given], plain), (), slope)
 
 

@@ -69,8 +69,7 @@ class Primal(Function):
         of_moving = [self.operands[k][0] for k in moving]
         of_outputs = [self.results[j][0] for j in outputs]
         taken, given = (of_outputs, of_moving) if transposed else (of_moving, of_outputs)
-        base = len(self.operands)
-        pieces, body = [], ""
+        base, pieces, body = len(self.operands), [], ""
         if all(isinstance(self.partial(k), tuple) for k in moving):
             for k, j in itertools.product(moving, outputs):
                 own = self.partial(k)[j].pieces
@@ -79,21 +78,14 @@ class Primal(Function):
             for i, row in enumerate(zip(*terms) if transposed else terms):
                 sum_ = " + ".join(f"{d} * normfuse_a{base + n}" for n, d in enumerate(row))
                 body += f"normfuse_y{i} = {sum_}; "
-        kind, plain = "gradient" if transposed else "tangent", self.definition
-        return Linear(
-            f"{self.name}_{kind}",
-            tuple(pieces),
-            self.operands + tuple((t, f"normfuse_a{base + i}") for i, t in enumerate(taken)),
-            tuple((t, f"normfuse_y{i}") for i, t in enumerate(given)),
-            self.template,
-            body,
-            plain and functools.partial(_by_jax, plain, base, moving, outputs, transposed),
-            f"{kind}{moving}{outputs} of {self.key}",
-            self,
-            moving,
-            outputs,
-            transposed,
-        )
+        operands = self.operands + tuple((t, f"normfuse_a{base + i}") for i, t in enumerate(taken))
+        results = tuple((t, f"normfuse_y{i}") for i, t in enumerate(given))
+        plain = self.definition
+        plain = plain and functools.partial(_by_jax, plain, base, moving, outputs, transposed)
+        kind = "gradient" if transposed else "tangent"
+        name, key = f"{self.name}_{kind}", f"{kind}{moving}{outputs} of {self.key}"
+        text = name, tuple(pieces), operands, results, self.template, body, plain, key
+        return Linear(*text, self, moving, outputs, transposed)
 
     def _slope(self, k: int, j: int) -> str:
         """Returns C++ that calls the derivative of result j with respect to operand k."""

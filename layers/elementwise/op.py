@@ -23,7 +23,6 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ...native import cache, compiler, host_compiler, registry
 from ...native.compiler import CompileError
@@ -230,14 +229,6 @@ class _Compiled(Kernel):
         return False  # the user's own C++ serves on CPUs: report it if it cannot
 
 
-def _undefined_types(*operands: Any, name: str, shape: Any, out: Any) -> list[Any]:
-    del name
-    like = operands[0]
-    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(shape)))
-    result = like.update(shape=shape, weak_type=False, sharding=sharding)
-    return [result.update(dtype=jnp.dtype(dtype)) for dtype in out]
-
-
 def _missing(ctx: Any, *values: Any, name: str, **_: Any) -> Any:
     where = "/".join(ctx.module_context.platforms)
     raise NotImplementedError(
@@ -248,7 +239,9 @@ def _missing(ctx: Any, *values: Any, name: str, **_: Any) -> Any:
 
 _undefined = Primitive("normfuse_undefined")
 _undefined.multiple_results = True
-_undefined.def_abstract_eval(_undefined_types)
+_undefined.def_abstract_eval(
+    lambda *_, shape, out, **__: [jax.core.ShapedArray(shape, jnp.dtype(name)) for name in out]
+)
 mlir.register_lowering(_undefined, _missing)
 
 registry.register()
