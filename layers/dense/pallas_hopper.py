@@ -65,7 +65,7 @@ _NARROW = Shape(rows=64, columns=64, split="rows", stages=8)  # no copy is wider
 
 
 def shape_for(m: int, n: int, cores: int) -> Shape:
-    """Returns the shape that should take the least time (measured: benchmarks/results).
+    """Returns the shape that should take least time: see benchmarks/results for the measurements.
 
     The multiprocessors that take most tiles decide. A tile's time is that of its products and of
     fetching what it multiplies.

@@ -94,30 +94,27 @@ ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   });
 }
 
-// Backward, and BackwardApply where the dots are given.
-ffi::Error Gradients(const char* target, bool given_dots, ffi::ThreadPool& pool,
-                     ffi::RemainingArgs args, ffi::RemainingRets rets, double scale_offset,
-                     bool has_scale, bool has_residual, bool with_dscale, double count) {
-  Operands take(target, args, rets);
+// Backward; or, where there is a `count`, BackwardApply, whose dots are given.
+template <typename... Count>
+ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        double scale_offset, bool has_scale, bool has_residual, bool with_dscale,
+                        Count... count) {
+  constexpr bool kApply = sizeof...(Count) > 0;
+  Operands take(kApply ? "normfuse_rms_norm_backward_apply" : "normfuse_rms_norm_backward", args,
+                rets);
   const Array dy = take.Operand(kActivation, "dy");
   const Array x = take.Operand(kActivation, "x");
   const Array scale = take.Operand(kScale, "scale", has_scale);
   const Array rstd = take.Operand(kStatistics, "rstd");
   const Array dh = take.Operand(kActivation, "dh", has_residual);
-  const Array dots = take.Operand(kStatistics, "dots", given_dots);
+  const Array dots = take.Operand(kStatistics, "dots", kApply);
   const Array dx = take.Result(kActivation, "dx");
   const Array dscale = take.Result(kScale, "dscale", with_dscale);
   return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.dy = dy, kernel.x = x, kernel.rstd = rstd, kernel.dh = dh, kernel.given_dots = dots;
     kernel.dx = dx, kernel.dscale_result = dscale;
-    kernel.count = given_dots ? count : static_cast<double>(take.shape().n);
+    kernel.count = kApply ? (count + ... + 0.0) : static_cast<double>(take.shape().n);
   });
-}
-
-ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        double scale_offset, bool has_scale, bool has_residual, bool with_dscale) {
-  return Gradients("normfuse_rms_norm_backward", false, pool, args, rets, scale_offset, has_scale,
-                   has_residual, with_dscale, 0);
 }
 
 ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -130,13 +127,6 @@ ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.dy = dy, kernel.x = x, kernel.dots = dots;
   });
-}
-
-ffi::Error BackwardApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                             double scale_offset, bool has_scale, bool has_residual,
-                             bool with_dscale, double count) {
-  return Gradients("normfuse_rms_norm_backward_apply", true, pool, args, rets, scale_offset,
-                   has_scale, has_residual, with_dscale, count);
 }
 
 auto Variadic() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
@@ -155,10 +145,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowSums, normfuse::RowSumsImpl, nor
 // (x[, scale], rstd) -> (y)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl, normfuse::Scaled());
 // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl<>,
                               normfuse::GradientAttributes());
 // (dy, x[, scale]) -> (dots)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowDots, normfuse::RowDotsImpl, normfuse::Scaled());
 // (dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackwardApply, normfuse::BackwardApplyImpl,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackwardApply, normfuse::BackwardImpl<double>,
                               normfuse::GradientAttributes().Attr<double>("count"));

@@ -25,10 +25,8 @@ Ref = Any  # a reference to memory within a kernel
 class Out:
     """A result of a kernel.
 
-    Attributes:
-      kind: "tile" of the matrix's shape; "row": one value a row, known from one tile; "row sum"
-        and "column sum": summed over all the tiles of a row or a column.
-      dtype: of the result; sums are kept in the compute type.
+    Its kind is "tile", of the matrix's shape; "row", one value a row, known from one tile; or "row
+    sum" or "column sum", over all the tiles of a row or a column, kept in the compute type.
     """
 
     kind: str
