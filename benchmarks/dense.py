@@ -186,14 +186,9 @@ def check(ours, params, xs) -> None:
 
 def sweep(iterations: int) -> None:
     """Times layouts of the kernels after a product, the best first."""
-<<<<<<< HEAD
-    from normfuse.layers.dense.epilogue import SCALARS
-    from normfuse.native import cuda_epilogue, epilogue
-=======
     from normfuse.layers.dense import epilogue
     from normfuse.layers.dense.epilogue import SCALARS, Epilogue
     from normfuse.native.implementation import NATIVE
->>>>>>> h-bench
 
     keys = jax.random.split(jax.random.key(0), 3)
     dy, z, up = (jax.random.normal(key, (16384, HIDDEN), bf16) for key in keys)
@@ -247,17 +242,11 @@ def sweep(iterations: int) -> None:
 
 def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
-<<<<<<< HEAD
-    from normfuse.layers.rms_norm.cuda import RowLayout
-    from normfuse.native import cuda_backward_layout
-    from normfuse.native import rms_norm as native
-=======
     from normfuse.layers.rms_norm import cuda
     from normfuse.layers.rms_norm.cuda import RowLayout
     from normfuse.layers.rms_norm.op import pullback_kernel
     from normfuse.layers.rms_norm.spec import Norm
     from normfuse.native.implementation import NATIVE
->>>>>>> h-bench
 
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, ct = (

@@ -20,18 +20,11 @@ import jax.numpy as jnp
 from dense import DIM, GEMM, HIDDEN, LAYERS, bf16, by_turns, f32, operands, show_kernels
 from dense_layers import FUSED, both_ways
 
-<<<<<<< HEAD
-from normfuse.layers.dense.epilogue import SCALARS
-from normfuse.native import product_gradient
-from normfuse.native.implementation import Order
-from normfuse.native.pallas import gradient_hopper
-=======
 from normfuse.layers.dense import pallas_gradient, product_gradient
 from normfuse.layers.dense.epilogue import SCALARS, Epilogue
 from normfuse.layers.dense.matmul import Product
 from normfuse.layers.dense.product_gradient import Gradient
 from normfuse.native.implementation import Order
->>>>>>> h-bench
 
 
 def total(sample) -> float:

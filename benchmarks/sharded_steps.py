@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, gated_product, rms_norm
+from normfuse.models.config import Remat
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
 from normfuse.train.config import Preset, preset_config

@@ -11,6 +11,7 @@ from jax import Array
 from ..native.dtypes import compute_dtype
 from ..native.implementation import Implementation
 from . import modules
+from .core.arguments import unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
@@ -88,9 +89,12 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def _unserved(self, x: Array) -> str:
         """Returns what only Equinox serves, or ""."""
-        is_array = isinstance(self.eps, Array)
-        reasons = {"shape=()": x.ndim == 0, "an eps that is an array": is_array}
-        return modules.unserved(reasons, (x, self.weight if self.use_weight else None))
+        reasons = {
+            "shape=()": x.ndim == 0,
+            "an eps that is an array": isinstance(self.eps, Array),
+        }
+        weight = self.weight if self.use_weight else None
+        return unserved(reasons, x.dtype, None if weight is None else weight.dtype)
 
 
 class Linear(eqx.nn.Linear):
@@ -155,7 +159,7 @@ class Linear(eqx.nn.Linear):
             return '"scalar" features'
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
-        if reason := modules.unserved({}, (x, self.weight)):
+        if reason := unserved({}, x.dtype, self.weight.dtype):
             return reason
         dtype = jnp.result_type(self.weight, x)
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:

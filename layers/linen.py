@@ -14,7 +14,7 @@ from jax import Array
 
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import dimensions_of, floating
+from .core.arguments import dimensions_of, floating, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
@@ -84,8 +84,7 @@ class RMSNorm(nn.RMSNorm):
             "force_float32_reductions=False": not self.force_float32_reductions,
             "an epsilon that is an array": isinstance(self.epsilon, Array),
         }
-        param_dtype = self.param_dtype if self.use_scale else None
-        return modules.unserved(reasons, (x,), param_dtype, self.dtype)
+        return unserved(reasons, x.dtype, self.param_dtype if self.use_scale else None, self.dtype)
 
 
 class Dense(nn.Dense):
@@ -150,7 +149,7 @@ class Dense(nn.Dense):
             "a dot_general of its own": {self.dot_general, self.dot_general_cls} != {None},
             "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
         }
-        return modules.unserved(reasons, (inputs,), self.param_dtype, self.dtype)
+        return unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:

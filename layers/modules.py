@@ -3,14 +3,13 @@
 import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import unserved_dtype
 from .dense.epilogue import Activation, finish, resolve
 from .dense.norm_dense import apply as apply_norm_dense
 
@@ -52,15 +51,6 @@ def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
             f"activation={layer.activation!r}, which {theirs} cannot express; {way_out} and apply "
             "it to the output"
         )
-
-
-def unserved(
-    reasons: Mapping[str, bool], arrays: Sequence[Any], *dtypes: jax.typing.DTypeLike | None
-) -> str:
-    """Returns the first of `reasons` that holds, or why our ops cannot take the dtypes; or ""."""
-    found = [None if array is None else array.dtype for array in arrays]
-    why = unserved_dtype(*found, *dtypes)
-    return next((reason for reason, holds in reasons.items() if holds), why)
 
 
 def replaced(layer: Any, expected: type) -> str:

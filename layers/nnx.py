@@ -13,7 +13,7 @@ from jax import Array
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import dimensions_of
+from .core.arguments import dimensions_of, unserved
 from .core.op import placed
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
@@ -92,7 +92,7 @@ class RMSNorm(nnx.RMSNorm):
             "feature_axes that differ from reduction_axes": features != axes,
             "an epsilon that is an array": isinstance(self.epsilon, Array),
         }
-        return modules.unserved(reasons, (x, scale), self.dtype)
+        return unserved(reasons, x.dtype, scale if scale is None else scale.dtype, self.dtype)
 
 
 class Linear(nnx.Linear):
@@ -164,7 +164,8 @@ class Linear(nnx.Linear):
             "a dot_general of its own": self.dot_general is not jax.lax.dot_general,
             "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
         }
-        return modules.unserved(reasons, (inputs, kernel, bias), self.dtype)
+        own = kernel.dtype, bias if bias is None else bias.dtype, self.dtype
+        return unserved(reasons, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations

@@ -11,11 +11,12 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .implementation import Unsupported
@@ -39,13 +40,12 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A CUDA C++ file, by the name it is included under every file of ours it includes, and what
-    else NVRTC is told."""
+    """A CUDA C++ file."""
 
     name: str
     text: str
-    headers: tuple[tuple[str, str], ...] = ()
-    options: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()  # (name, text) of all that it includes of ours
+    options: tuple[str, ...] = ()  # for NVRTC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ def kernel_source(name: str) -> Source:
 
 
 def kernel_text(name: str) -> str:
-    """The text of the file `name` in `native/kernels`."""
+    """Returns the text of the file `name` in `native/kernels`."""
     return (_KERNELS / name).read_text()
 
 
@@ -96,10 +96,9 @@ def compile_with_log(
     """As `compile_image`, with further options for NVRTC; also returns the compiler's log."""
     nvrtc = _nvrtc()
     arch = _nearest(nvrtc, arch)
-    headers = include_directory()
-    arguments = [*options(macros, arch), *source.options, *extra, f"--include-path={headers}"]
-    library = standard_library()
-    arguments += [f"--include-path={library}"] if library else []
+    arguments = [*options(macros, arch), *source.options, *extra]
+    folders = filter(None, (include_directory(), standard_library()))
+    arguments += [f"--include-path={folder}" for folder in folders]
     image, log = _run(nvrtc, source, arguments, arch)
     count_compilation()
     return image, log
@@ -113,7 +112,7 @@ def count_compilation() -> None:
 
 
 def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
-    """What the compiler is told, apart from where CUDA's headers are."""
+    """Returns what the compiler is told, apart from where CUDA's headers are."""
     for name in macros:
         if not re.fullmatch(r"[A-Z][A-Z0-9_]+", name):
             raise ValueError(
@@ -124,44 +123,47 @@ def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
 
 
 def compilations() -> int:
-    """How many images this process has compiled."""
+    """Returns how many images this process has compiled."""
     return _compilations
 
 
 def version() -> tuple[int, int]:
-    """NVRTC's version, (major, minor)."""
-    nvrtc = _nvrtc()
-    _, major, minor = nvrtc.nvrtcVersion()
+    """Returns NVRTC's version, (major, minor)."""
+    _, major, minor = _nvrtc().nvrtcVersion()
     return major, minor
 
 
 @functools.cache
 def include_directory() -> str:
-    """The folder of cuda_bf16.h and its neighbours, from NVIDIA's wheels or a CUDA toolkit."""
-    candidates = [_wheel_headers()]
-    candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates.append(_TOOLKIT)
-    for folder in filter(None, candidates):
-        for path in (pathlib.Path(folder), pathlib.Path(folder) / "include"):
-            if (path / "cuda_bf16.h").exists() and (path / "cuda_fp16.h").exists():
-                return str(path)
-    raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
+    """Returns the folder of cuda_bf16.h, from NVIDIA's wheels or a CUDA toolkit."""
+    found = _first_with(
+        ("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers("cudart"),), ("", "include")
+    )
+    if found is None:
+        raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
+    return found
 
 
 @functools.cache
 def standard_library() -> str | None:
-    """The folder that <cuda/std/…> is in, beside CUDA's headers or elsewhere; None without."""
-    candidates = [include_directory(), _wheel_headers("cccl")]
-    candidates += [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    candidates.append(_TOOLKIT)
-    for folder in filter(None, candidates):
-        for inner in ("", "cccl", "include", "include/cccl"):
-            if (pathlib.Path(folder) / inner / "cuda" / "std" / "complex").exists():
-                return str(pathlib.Path(folder) / inner)
+    """Returns the folder of <cuda/std/…>, with CUDA's headers or elsewhere; None without."""
+    folders = (include_directory(), _wheel_headers("cccl"))
+    return _first_with(("cuda/std/complex",), folders, ("", "cccl", "include", "include/cccl"))
+
+
+def _first_with(
+    files: Sequence[str], folders: Sequence[str | None], inner: Sequence[str]
+) -> str | None:
+    """Returns the first of `folders` and CUDA's own, or an `inner` one of it, that has `files`."""
+    own = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _TOOLKIT]
+    for folder, part in itertools.product(filter(None, [*folders, *own]), inner):
+        path = pathlib.Path(folder, part)
+        if all((path / file).exists() for file in files):
+            return str(path)
     return None
 
 
-def _wheel_headers(name: str = "cudart") -> str | None:
+def _wheel_headers(name: str) -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # renamed: releases before 1.2.3 have no such name
@@ -205,12 +207,10 @@ def _open_builtins() -> None:
 
 
 def _nearest(nvrtc: Any, arch: str) -> str:
-    """`arch`, or PTX for the newest architecture before it if the GPU is newer than NVRTC."""
+    """Returns `arch`; where the GPU is newer than NVRTC, PTX for the newest that NVRTC knows."""
     _, known = nvrtc.nvrtcGetSupportedArchs()
     number = re.fullmatch(r"sm_(\d+)", arch)
-    if number is None or int(number[1]) < max(known):
-        return arch
-    return arch if int(number[1]) in known else f"compute_{max(known)}"
+    return f"compute_{max(known)}" if number and int(number[1]) > max(known) else arch
 
 
 def _included(text: str) -> list[str]:
@@ -225,9 +225,8 @@ def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[I
     )
     _check(nvrtc, made, source, arch, "")
     try:
-        (built,) = nvrtc.nvrtcCompileProgram(
-            program, len(arguments), [argument.encode() for argument in arguments]
-        )
+        encoded = [argument.encode() for argument in arguments]
+        (built,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         log = log.rstrip(b"\0 \n").decode(errors="replace")
         _check(nvrtc, built, source, arch, log)
@@ -240,7 +239,7 @@ def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[I
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _read(size, get, program) -> bytes:
+def _read(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> bytes:
     _, count = size(program)
     data = bytearray(count)
     get(program, data)
@@ -254,6 +253,5 @@ def _check(nvrtc: Any, result: Any, source: Source, arch: str, log: str) -> None
     reason = text.decode() if isinstance(text, bytes) else str(text)
     hint = ""
     if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
-        major, minor = version()
-        hint = f" (does NVRTC {major}.{minor} know {arch}?)"
+        hint = " (does NVRTC {}.{} know {}?)".format(*version(), arch)
     raise CompileError(f"{source.name} does not compile for {arch}: {reason}{hint}\n{log}".rstrip())

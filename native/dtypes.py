@@ -1,7 +1,7 @@
 """The dtypes that operations take: one table, which dtype holds which, and rounding by it."""
 
 import functools
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,7 @@ def holds(dtype: jax.typing.DTypeLike, other: jax.typing.DTypeLike) -> bool:
 
 
 def narrowed(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns x rounded to `dtype`; x itself where `dtype` holds its values.
-
-    A wider copy would gain nothing.
-    """
+    """Returns x rounded to `dtype`; x itself where `dtype` holds its values."""
     return x if holds(dtype, x.dtype) else x.astype(dtype)
 
 
@@ -65,11 +62,11 @@ def rounded(parameter: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _rounded(parameter, dtype):
+def _rounded(parameter: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return parameter.astype(dtype).astype(compute_dtype(parameter.dtype))
 
 
 @_rounded.defjvp
-def _(dtype, primals, tangents):
+def _(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     value = _rounded(primals[0], dtype)
     return value, tangents[0].astype(value.dtype)

@@ -17,18 +17,9 @@ from . import cache, compiler
 from .compiler import CompileError, CompilerMissing, Image
 
 PORTABLE = "generic"
-_FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-shared",
-    "-s",
-    "-w",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",  # the same values at every level
-    "-fdiagnostics-color=never",
-)
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-s", "-w", "-fdiagnostics-color=never")
+_FLAGS += ("-fno-math-errno", "-fno-trapping-math")
+_FLAGS += ("-ffp-contract=off",)  # the same values at every level
 _LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest first
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
     "x86-64-v3": "avx2 bmi1 bmi2 f16c fma abm movbe",
@@ -37,7 +28,7 @@ _LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest fi
 
 
 def library(name: str, text: str, arch: str) -> Image:
-    """The shared library of C++ `text`, from the cache if it has been compiled before.
+    """Returns the shared library of C++ `text`, from the cache if it has been compiled before.
 
     Args:
       name: for messages and for `normfuse cache`.
@@ -55,7 +46,7 @@ def library(name: str, text: str, arch: str) -> Image:
 
 
 def find() -> tuple[str, str]:
-    """(path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
+    """Returns (path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
 
     Raises:
       CompilerMissing: if none is.
@@ -65,10 +56,8 @@ def find() -> tuple[str, str]:
 
 @functools.cache
 def _find(named: str | None) -> tuple[str, str]:
-    for candidate in filter(None, (named, "c++", "g++", "clang++")):
-        path = shutil.which(candidate)
-        if path is None:
-            continue
+    candidates = filter(None, (named, "c++", "g++", "clang++"))
+    for path in filter(None, map(shutil.which, candidates)):
         done = subprocess.run([path, "--version"], capture_output=True, text=True)
         if done.returncode == 0:
             return path, done.stdout.splitlines()[0]
@@ -79,7 +68,7 @@ def _find(named: str | None) -> tuple[str, str]:
 
 @functools.cache
 def host() -> str:
-    """The instruction set of this machine's CPU: a level's name, or PORTABLE."""
+    """Returns the instruction set of this machine's CPU: a level's name, or PORTABLE."""
     try:
         info = pathlib.Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -97,13 +86,9 @@ def _compile(path: str, name: str, text: str, arch: str) -> Image:
     level = [] if arch == PORTABLE else [f"-march={arch}"]
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "library.so")
-        done = subprocess.run(
-            [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)],
-            input=text,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "LC_ALL": "C"},
-        )
+        command = [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)]
+        english = os.environ | {"LC_ALL": "C"}
+        done = subprocess.run(command, input=text, capture_output=True, text=True, env=english)
         if done.returncode:
             raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
         compiler.count_compilation()

@@ -68,9 +68,8 @@ def requested(implementation: Implementation, *, argument: str = "implementation
         implementation = [name.strip() for name in implementation.split(",")]
     names = [implementation] if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{argument} must be None, a name or a sequence of names, got {implementation!r}"
-        )
+        kinds = "None, a name or a sequence of names"
+        raise TypeError(f"{argument} must be {kinds}, got {implementation!r}")
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
         raise ValueError(
@@ -121,9 +120,13 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
             return serve[name]("xla" not in names[i + 1 :])
         except NotImplementedError as error:
             errors.append(error)
+    raise _together(op, names, errors)
+
+
+def _together(op: str, names: list[str], errors: list[NotImplementedError]) -> Exception:
     if len(errors) == 1:
-        raise errors[0]
-    raise ExceptionGroup(f"{op}: none of {names} can serve", errors)
+        return errors[0]
+    return ExceptionGroup(f"{op}: none of {names} can serve", errors)
 
 
 def report(
@@ -149,9 +152,7 @@ def report(
     reasons = {n: reason for n in names or ("native",)} if isinstance(reason, str) else dict(reason)
     if strict:
         errors = [_refusal(op, name, why) for name, why in reasons.items()]
-        if len(errors) == 1:
-            raise errors[0]
-        raise ExceptionGroup(f"{op}: none of {list(reasons)} can serve", errors)
+        raise _together(op, list(reasons), errors)
     reason = "; ".join(dict.fromkeys(reasons.values()))
     with _lock:
         seen = _substituted if by in _TITLES else _plain

@@ -37,7 +37,7 @@ def needs_devices_during_lowering(primitive: Primitive) -> None:
 
 
 def coordination_client() -> Any:
-    """Gives this process's client of JAX's coordination service, None where there is none."""
+    """Returns this process's client of JAX's coordination service, None where there is none."""
     return getattr(_distributed, "client", None)
 
 

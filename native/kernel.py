@@ -72,15 +72,9 @@ class Kernel:
         del order
         types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
         like = operands[0]  # the mesh and the manual axes around a shard are those of its operands
-        return [
-            like.update(
-                shape=t.shape,
-                dtype=t.dtype,
-                weak_type=False,
-                sharding=NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(t.shape))),
-            )
-            for t in types
-        ]
+        update = functools.partial(like.update, weak_type=False)
+        place = lambda t: NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(t.shape)))
+        return [update(shape=t.shape, dtype=t.dtype, sharding=place(t)) for t in types]
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
         if not order.names and self._is_plain_fastest(platform, ctx, spec):
@@ -110,19 +104,16 @@ class Kernel:
         return platform == "cpu" and "cpu" not in self.bodies and "cuda" in self.bodies
 
     def _is_plain_fastest(self, platform: str | None, ctx: Any, spec: Any) -> bool:
-        return (
-            platform == "cuda"
-            and self._plain_on_cuda is not None
-            and _has_static_shapes(ctx)
-            and self._plain_on_cuda(spec, *ctx.avals_in)
-        )
+        if platform != "cuda" or self._plain_on_cuda is None or not _has_static_shapes(ctx):
+            return False
+        return self._plain_on_cuda(spec, *ctx.avals_in)
 
     def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
         """Returns what is tried where nothing was asked for."""
-        if "pallas" not in self.bodies:
+        # JAX gives no guarantee for a Triton kernel in an export.
+        export = ctx.module_context.lowering_parameters.for_export and platform != "tpu"
+        if "pallas" not in self.bodies or export:
             return ("native",)
-        if ctx.module_context.lowering_parameters.for_export and platform != "tpu":
-            return ("native",)  # JAX gives no guarantee for a Triton kernel in an export
         if platform == "cuda":
             first = self._is_pallas_fastest(ctx, spec)
             return ("pallas", "native") if first else ("native", "pallas")
@@ -154,8 +145,7 @@ class Kernel:
         raise Unsupported(f"{'no platform has a' if nowhere else 'this platform has no'} kernel")
 
     def _native_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
-        body = self.native(platform, ctx)
-        return functools.partial(lower, functools.partial(body, spec), ctx)
+        return functools.partial(lower, functools.partial(self.native(platform, ctx), spec), ctx)
 
     def _pallas_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
         if "pallas" not in self.bodies:
@@ -164,10 +154,10 @@ class Kernel:
 
         _require_static_shapes(ctx)
         target = lowering.target_for(platform, ctx)
+        body = functools.partial(self.bodies["pallas"], target, spec)
 
         def run(*values: Any) -> Any:
-            with lowering.translated(target):
-                body = functools.partial(self.bodies["pallas"], target, spec)
+            with lowering.translated():
                 return lower(body, ctx, *values, mesh=lowering.mesh(target))
 
         return run
@@ -199,26 +189,26 @@ def without_mesh(fn: Body, x64: bool) -> Callable[..., list]:
     """
 
     def shielded(*operands: Any) -> list[Any]:
-        with use_abstract_mesh(_NO_MESH), jax.enable_x64(x64):
-            jaxpr = jax.make_jaxpr(fn)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands])
+        with jax.enable_x64(x64):
+            jaxpr = _traced(fn, operands, _NO_MESH)
         return _shield.bind(*operands, jaxpr=jaxpr, x64=x64)
 
     return shielded
 
 
-def lower(
-    fn: Body, ctx: mlir.LoweringRuleContext, *values: Any, mesh: AbstractMesh = _NO_MESH
-) -> Any:
+def lower(fn: Body, ctx: Any, *values: Any, mesh: AbstractMesh = _NO_MESH) -> Any:
     """Lowers `fn`, a function of one device's arrays, as the lowering of a primitive.
 
     `mesh` has no axes; it can say which device the program is for.
     """
-    avals: Sequence[Any] = ctx.avals_in
-    with use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(lambda *operands: list(fn(*operands)))(
-            *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        )
+    jaxpr = _traced(fn, ctx.avals_in, mesh)
     return _lower_shielded(ctx, *values, jaxpr=jaxpr, x64=jax.config.jax_enable_x64, mesh=mesh)
+
+
+def _traced(fn: Body, operands: Sequence[Any], mesh: AbstractMesh) -> Any:
+    with use_abstract_mesh(mesh):
+        structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
+        return jax.make_jaxpr(lambda *arrays: list(fn(*arrays)))(*structs)
 
 
 def _lower_shielded(

@@ -64,11 +64,11 @@ def launch(
     if isinstance(source, str):
         source = kernel_source(source)
     image = cache.get(source, macros or {}, target.arch)
-    call: Any = jax.ffi.ffi_call(
-        "normfuse_launch", list(results), input_output_aliases=dict(aliases or {})
-    )
-    return call(
-        *operands,
+    return call_host(
+        "normfuse_launch",
+        operands,
+        results,
+        aliases=aliases,
         image=np.frombuffer(image.data, np.uint8),
         digest=image.digest,
         kernel=kernel,
@@ -95,7 +95,7 @@ def call_host(
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Calls the C++ handler registered as `target` on one device's arrays, on the CPU.
+    """Calls the C++ handler registered as `target`, which runs on the host, on a device's arrays.
 
     Args:
       target: `normfuse_...`, as `native/bindings.cc` registers it.
@@ -157,9 +157,6 @@ PORTABLE = f"compute_{OLDEST}"
 
 # Shared memory one block may use, in KiB (CUDA C++ Programming Guide, compute capabilities).
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}
-# Multiprocessors assumed when no device says: of A100, H100 and B200, or the middle of the range.
-_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
-_SOME_MULTIPROCESSORS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +212,7 @@ def target_for(ctx: Any) -> Target:
             capability = compute_capability(device)
             if capability is not None:
                 return attached_target(device, capability)
-    named = os.environ.get("NORMFUSE_CUDA_ARCH")
-    return named_target(named) if named else named_target(PORTABLE)
+    return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE)
 
 
 def compute_capability_of(ctx: Any) -> int | None:
@@ -247,10 +243,7 @@ def named_target(name: str) -> Target:
     kind, major, _, minor, variant = match.groups()
     capability = int(major) * 10 + int(minor)
     _require(capability, f"architecture {name}")
-    return Target(
-        arch=f"{kind or 'sm_'}{capability}{variant}",
-        multiprocessors=_MULTIPROCESSORS.get(capability, _SOME_MULTIPROCESSORS),
-    )
+    return Target(f"{kind or 'sm_'}{capability}{variant}", _assumed(capability))
 
 
 def compute_capability(device: Any) -> int | None:
@@ -266,12 +259,13 @@ def attached_target(device: Any, capability: int) -> Target:
       Unsupported: for compute capability below 8.0.
     """
     _require(capability, f"{device.device_kind} ({device})")
-    return Target(
-        arch=f"sm_{capability}",
-        multiprocessors=int(getattr(device, "core_count", 0))
-        or _MULTIPROCESSORS.get(capability, _SOME_MULTIPROCESSORS),
-        name=device.device_kind,
-    )
+    cores = int(getattr(device, "core_count", 0)) or _assumed(capability)
+    return Target(f"sm_{capability}", cores, device.device_kind)
+
+
+def _assumed(capability: int) -> int:
+    """Returns the multiprocessors of A100, H100 and B200, or the middle of the range."""
+    return {80: 108, 90: 132, 100: 148}.get(capability, 128)
 
 
 def _require(capability: int, whose: str) -> None:

@@ -38,7 +38,7 @@ def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None
 
 
 def installed_version() -> tuple[int, int]:
-    """The FFI version (major, minor) of the installed jaxlib, read from its headers."""
+    """Returns the FFI version (major, minor) of the installed jaxlib, read from its headers."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or spec.submodule_search_locations is None:
         raise ImportError("normfuse needs jaxlib, and it is not installed: `pip install jax`.")

@@ -129,7 +129,7 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
       UsageError: the file of `--config` has a mistake.
       SystemExit: 2 for an unknown flag or value, 0 after `--help`.
     """
-    with _extra():
+    with _explained_imports():
         config = defaults(argv[1:]) if argv[0] == "train" else preset_config("tiny")
     commands: Any = (
         Annotated[TrainConfig, subcommand("train", default=config)]
@@ -150,18 +150,18 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
     """
     match command:
         case TrainConfig():
-            with _extra():
+            with _explained_imports():
                 from .run import train
             train(command)
         case Generate():
-            with _extra():
+            with _explained_imports():
                 from .generation import continue_prompts
             options = {**vars(command), "fit": command.tokens is None}
             folder, prompts = options.pop("run"), options.pop("prompt") or ("def ",)
             tokens = _TOKENS if command.tokens is None else command.tokens
             print("\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens})))
         case Report():
-            with _extra():
+            with _explained_imports():
                 from .report import report
             report(command.runs, command.html, command.pictures)
         case Cache(CacheWarm(features)) if min(features, default=0) < 1:
@@ -171,7 +171,7 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
 
 
 @contextlib.contextmanager
-def _extra() -> Iterator[None]:
+def _explained_imports() -> Iterator[None]:
     """Turns a missing package into a UsageError that tells how to install it."""
     try:
         yield

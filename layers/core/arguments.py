@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -104,7 +104,9 @@ def dimensions_of(layer: str, x: jax.Array, axes: int | Iterable[int]) -> tuple[
     return tuple(sorted({dimensions(layer, x, axis)[0] for axis in given}))
 
 
-def unserved_dtype(*dtypes: jax.typing.DTypeLike | None) -> str:
-    """Returns why the ops cannot take these dtypes, or ""."""
+def unserved(reasons: Mapping[str, bool], *dtypes: jax.typing.DTypeLike | None) -> str:
+    """Returns the first of `reasons` that holds, or why the ops cannot take `dtypes`; or ""."""
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        return reason
     others = {jnp.dtype(d).name for d in dtypes if d is not None} - set(FLOATING)
     return f"the dtype {', '.join(sorted(others))}" if others else ""

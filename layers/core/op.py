@@ -271,9 +271,12 @@ def _split(
     be summed into the parameters' gradients. So is one of the second operand's own whose axes the
     first uses.
     """
+    if not specs:
+        lengths = {d: n for lead in leads for d, n in zip(inputs[lead], operands[lead].shape)}
+        return Split(((),) * len(lengths), tuple(lengths[d] for d in range(len(lengths))))
     axes: dict[int, tuple[str, ...]] = {}
     shape: dict[int, int] = {}
-    for lead, spec in zip(leads, specs or [P()] * len(leads)):
+    for lead, spec in zip(leads, specs):
         taken = {name for names in axes.values() for name in names}
         entries = whole(spec, len(operands[lead].shape))
         for d, entry, n in zip(inputs[lead], entries, operands[lead].shape):

@@ -3,8 +3,9 @@
 On Hopper, for 16-bit operands, `pallas_hopper` serves.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +14,47 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
+from ...native.dtypes import compute_dtype
 from ...native.implementation import Unsupported
 from ...native.pallas import lowering, portable
 from ...native.pallas.lowering import Target
-from ...native.pallas.tiles import cdiv, power_of_two, result_type
+from ...native.pallas.tiles import Ref, before, cdiv, clear, power_of_two, result_type
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What a kernel makes of x · w.
+
+    Attributes:
+      epilogue: `(sums, *bias) -> results`, both of the dtype `compute`.
+      results: how many of them.
+      precision: as of `jax.lax.dot`.
+      compute: of the sums.
+    """
+
+    epilogue: Callable[..., Sequence[Array]]
+    results: int
+    precision: str | None
+    compute: jnp.dtype
+
+    def __call__(self, x: Array, w: Array) -> Array:
+        """Returns a piece of the sums."""
+        dims = (((1,), (0,)), ((), ()))
+        options = {"precision": self.precision, "preferred_element_type": self.compute}
+        return jax.lax.dot_general(x, w, dims, **options)
 
 
 def serve(
     target: Target,
-    x: jax.Array,
-    w: jax.Array,
-    *bias: jax.Array,
-    function: Callable[[jax.Array], jax.Array] | None,
+    x: Array,
+    w: Array,
+    *bias: Array,
+    function: Callable[[Array], Array] | None,
     precision: str | None,
     keep: bool,
-) -> list[jax.Array]:
+) -> list[Array]:
     """`(x (m, k), w (k, n)[, bias (n,)]) -> y`, and z = x · w + bias too where `keep`.
 
     Sums, bias and activation are in float32 (float64 for float64); y and z are rounded to x's
@@ -39,7 +66,7 @@ def serve(
     lowering.require_dtypes(target, x.dtype)
     if x.dtype == jnp.float64 and target.gpu:
         raise Unsupported("no Pallas matrix product takes float64 on a GPU")
-    compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    compute = compute_dtype(x.dtype)
     hopper = target.capability == 90 and x.dtype.itemsize == 2
     if function is not None:
         function = portable.portable(function, short=hopper and x.dtype == jnp.bfloat16)
@@ -49,13 +76,13 @@ def serve(
         y = z if function is None else function(z)
         return [y, z] if keep else [y]
 
-    options = {"epilogue": epilogue, "precision": precision, "compute": compute, "keep": keep}
     wide = [b.astype(compute) for b in bias]
-    if hopper:
+    if hopper:  # 16-bit operands are multiplied exactly, and summed in float32
         from . import pallas_hopper
 
-        return pallas_hopper.run(target, x, w, wide, **options)
-    return (on_triton if target.gpu else on_blocks)(target, x, w, wide, **options)
+        return pallas_hopper.run(target, x, w, wide, epilogue, 1 + keep)
+    product = Product(epilogue, 1 + keep, precision, compute)
+    return (_on_triton if target.gpu else _on_blocks)(target, x, w, wide, product)
 
 
 # ---------------------------------------------------------------- pipelined blocks: TPUs, CPUs
@@ -63,18 +90,7 @@ def serve(
 _M, _N, _K = 512, 512, 512  # float32: 1 MiB each of x, w, the sums and y, most of them twice
 
 
-def on_blocks(
-    target: Target,
-    x: jax.Array,
-    w: jax.Array,
-    bias: list[jax.Array],
-    *,
-    epilogue: Callable[..., Any],
-    precision: str | None,
-    compute: jax.typing.DTypeLike,
-    keep: bool,
-) -> list[jax.Array]:
-    """The product as pipelined blocks: for TPUs, and interpreted on CPUs."""
+def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: Product) -> Any:
     (m, k), n = x.shape, w.shape[1]
     tm, tn, tk = (min(size, tile) for size, tile in zip((m, n, k), (_M, _N, _K)))
     steps = cdiv(k, tk)
@@ -82,19 +98,15 @@ def on_blocks(
     def kernel(x_ref, w_ref, *refs):
         sums = refs[-1]
         step = pl.program_id(2)
-        pl.when(step == 0)(lambda: _clear(sums))
+        pl.when(step == 0)(lambda: clear(sums))
         x, w = x_ref[...], w_ref[...]
         if k % tk:  # what is beyond the end is anything, infinities too: zero on both sides
-            x = _before(x, k - step * tk, 1)
-            w = _before(w, k - step * tk, 0)
-        dims = (((1,), (0,)), ((), ()))
-        sums[...] += jax.lax.dot_general(
-            x, w, dims, precision=precision, preferred_element_type=compute
-        )
+            x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)
+        sums[...] += product(x, w)
 
         @pl.when(step == steps - 1)
         def _():
-            results = epilogue(sums[...], *[ref[...] for ref in refs[: len(bias)]])
+            results = product.epilogue(sums[...], *[ref[...] for ref in refs[: len(bias)]])
             for ref, value in zip(refs[len(bias) : -1], results):
                 ref[...] = value.astype(ref.dtype)
 
@@ -107,9 +119,9 @@ def on_blocks(
             pl.BlockSpec((tk, tn), lambda i, j, s: (s, j)),
             *[pl.BlockSpec((1, tn), lambda i, j, s: (0, j))] * len(bias),
         ],
-        out_specs=[out] * (1 + keep),
-        out_shape=[result_type((m, n), x.dtype)] * (1 + keep),
-        scratch_shapes=[pltpu.VMEM((tm, tn), compute)],
+        out_specs=[out] * product.results,
+        out_shape=[result_type((m, n), x.dtype)] * product.results,
+        scratch_shapes=[pltpu.VMEM((tm, tn), product.compute)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
@@ -118,86 +130,53 @@ def on_blocks(
     )(x, w, *[b[None] for b in bias])
 
 
-def _clear(ref):
-    ref[...] = jnp.zeros(ref.shape, ref.dtype)
-
-
-def _before(value, end, axis):
-    inside = jax.lax.broadcasted_iota(jnp.int32, value.shape, axis) < end
-    return jnp.where(inside, value, jnp.zeros((), value.dtype))
-
-
 # ---------------------------------------------------------------- Triton: GPUs, but for Hopper
 
 _GROUP = 8  # tiles down before the next across: neighbours in time share w in the cache
 
 
-def on_triton(
-    target: Target,
-    x: jax.Array,
-    w: jax.Array,
-    bias: list[jax.Array],
-    *,
-    epilogue: Callable[..., Any],
-    precision: str | None,
-    compute: jax.typing.DTypeLike,
-    keep: bool,
-) -> list[jax.Array]:
-    """The product as Triton programs: for GPUs other than Hopper, and for float32."""
+def _on_triton(target: Target, x: Array, w: Array, bias: list[Array], product: Product) -> Any:
     (m, k), n = x.shape, w.shape[1]
     if max(m * k, k * n, m * n) >= 2**31:
         raise Unsupported("Triton kernels index with 32 bits, and an operand has 2^31 elements")
-    narrow = x.dtype.itemsize == 2
-    tile = [min(max(16, power_of_two(size)), most) for size, most in zip((m, n), (128, 128))]
-    tk = min(max(16, power_of_two(k)), 64 if narrow else 32)
-    kernel = functools.partial(
-        _triton_kernel,
-        shape=(m, n, k),
-        tile=(*tile, tk),
-        epilogue=epilogue,
-        precision=precision,
-        compute=compute,
-        biases=len(bias),
-    )
+    most = 128, 128, 64 if x.dtype.itemsize == 2 else 32
+    tile = [min(max(16, power_of_two(size)), limit) for size, limit in zip((m, n, k), most)]
     return pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, shape=(m, n, k), tile=tile, biases=len(bias), product=product),
         grid=(cdiv(m, tile[0]) * cdiv(n, tile[1]),),
-        out_shape=[result_type((m, n), x.dtype)] * (1 + keep),
+        out_shape=[result_type((m, n), x.dtype)] * product.results,
         compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
         interpret=target.interpret,
         name="pallas_dense",
     )(x, w, *bias)
 
 
-def _triton_kernel(x_ref, w_ref, *refs, shape, tile, epilogue, precision, compute, biases):
+def _kernel(
+    x_ref: Ref, w_ref: Ref, *refs: Ref, shape: Any, tile: Any, biases: int, product: Product
+) -> None:
     (m, n, k), (tm, tn, tk) = shape, tile
     i, j = _place(pl.program_id(0), cdiv(m, tm), cdiv(n, tn))
     down, across = i * tm + jnp.arange(tm) < m, j * tn + jnp.arange(tn) < n
     rows, columns = pl.ds(i * tm, tm), pl.ds(j * tn, tn)
+    load = functools.partial(pltriton.load, other=0.0)
 
     def step(s, sums):
         inside, some = s * tk + jnp.arange(tk) < k, pl.ds(s * tk, tk)
-        x = _load(x_ref.at[rows, some], down[:, None] & inside[None, :])
-        w = _load(w_ref.at[some, columns], inside[:, None] & across[None, :])
-        return sums + jax.lax.dot_general(
-            x, w, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=compute
-        )
+        x = load(x_ref.at[rows, some], mask=down[:, None] & inside[None, :])
+        w = load(w_ref.at[some, columns], mask=inside[:, None] & across[None, :])
+        return sums + product(x, w)
 
-    sums = jax.lax.fori_loop(0, cdiv(k, tk), step, jnp.zeros((tm, tn), compute))
-    bias = [_load(ref.at[columns], across)[None, :] for ref in refs[:biases]]
-    for ref, value in zip(refs[biases:], epilogue(sums, *bias)):
+    sums = jax.lax.fori_loop(0, cdiv(k, tk), step, jnp.zeros((tm, tn), product.compute))
+    bias = [load(ref.at[columns], mask=across)[None, :] for ref in refs[:biases]]
+    for ref, value in zip(refs[biases:], product.epilogue(sums, *bias)):
         mask = down[:, None] & across[None, :]
         pltriton.store(ref.at[rows, columns], value.astype(ref.dtype), mask=mask)
 
 
-def _place(index, down, across):
-    """The tile of a program: groups of `_GROUP` rows of tiles, each from left to right."""
+def _place(index: Array, down: int, across: int) -> tuple[Array, Array]:
+    """Returns the tile of a program: groups of `_GROUP` rows of tiles, each from left to right."""
     group = index // (_GROUP * across)
     first = group * _GROUP
     height = jnp.minimum(down - first, _GROUP)
     inside = index % (_GROUP * across)
     return first + inside % height, inside // height
-
-
-def _load(ref, mask):
-    return pltriton.load(ref, mask=mask, other=0.0)

@@ -26,8 +26,10 @@ from ...native.implementation import Unsupported
 from ...native.launch import uninitialized
 from ...native.pallas import portable
 from ...native.pallas.lowering import Target
-from ...native.pallas.tiles import cdiv
+from ...native.pallas.tiles import Ref, cdiv
 from .pallas_hopper import EVERY
+
+Array = jax.Array
 
 TILE = 128, 256  # of the result, one a block at a time
 PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
@@ -42,9 +44,7 @@ def fits(m: int, n: int, k: int) -> bool:
     return m >= TILE[0] and n >= TILE[1] and not (m % 8 or n % PIECE or k % PIECE)
 
 
-def run(
-    target: Target, spec: Any, dy: jax.Array, w: jax.Array, *operands: jax.Array
-) -> list[jax.Array]:
+def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> list[Array]:
     """`(dy (m, k), w, z (m, n)[, up (m, n)]) -> (dz[, dup][, value])`.
 
     w is (n, k) or (k, n), its axis `spec.contract` being the one of k; `spec` is a
@@ -66,8 +66,7 @@ def run(
 
     short = dy.dtype == jnp.bfloat16
     epilogue = portable.portable_several(epilogue, short=short, exact=not short)
-    options = {"epilogue": epilogue, "with_value": with_value, "contract": spec.contract}
-    return multiply(target, dy, w, operands, **options)
+    return multiply(target, dy, w, operands, epilogue, with_value, spec.contract)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +86,15 @@ class Shape:
 
 def multiply(
     target: Target,
-    dy: jax.Array,
-    w: jax.Array,
-    tiles: Sequence[jax.Array],
-    *,
-    epilogue: Callable[..., Sequence[jax.Array]],
+    dy: Array,
+    w: Array,
+    tiles: Sequence[Array],
+    epilogue: Callable[..., Sequence[Array]],
     with_value: bool,
     contract: int,
-    interpret=False,
-) -> list[jax.Array]:
-    """The gradients of `tiles`, in their places, and the value if `with_value`.
+    interpret: Any = False,
+) -> list[Array]:
+    """Returns the gradients of `tiles`, in their places, and the value if `with_value`.
 
     Args:
       target: the GPU.
@@ -104,7 +102,9 @@ def multiply(
       w: `(n, k)`, or `(k, n)`.
       tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
       epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
+      with_value: whether the last of them is the value.
       contract: the axis of w that has k elements.
+      interpret: as of `pl.kernel`.
 
     Raises:
       Unsupported: for sizes that are less than a tile or not whole pieces.
@@ -115,21 +115,13 @@ def multiply(
             f"the fused kernel takes at least {_ROWS} rows, in eights, {_COLUMNS} columns and sums "
             f"over multiples of {_DEPTH}; these are {m}, {n} and {k}"
         )
+    blocks = {"grid": (target.cores,), "grid_names": ("blocks",)}
     kernel = pl.kernel(
         functools.partial(
-            _kernel,
-            inputs=len(tiles),
-            shape=Shape(),
-            epilogue=epilogue,
-            contract=contract,
+            _kernel, inputs=len(tiles), shape=Shape(), epilogue=epilogue, contract=contract
         ),
         out_type=[],
-        mesh=plgpu.Mesh(
-            grid=(target.cores,),
-            grid_names=("blocks",),
-            num_threads=3,
-            thread_name="warpgroup",
-        ),
+        mesh=plgpu.Mesh(**blocks, num_threads=3, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,  # exponentials and reciprocals to 2^-22; tanh, in bfloat16, to 2^-11
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -150,11 +142,13 @@ def multiply(
 _LAYOUT = (plgpu.TilingTransform((8, _SIDE)), plgpu.SwizzleTransform(128))  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
+def _kernel(
+    dy: Ref, w: Ref, *refs: Ref, inputs: int, shape: Shape, epilogue: Callable, contract: int
+) -> None:
     """`refs` are the operands of the epilogue, whose gradients take their places, and the value."""
     (m, k), n = dy.shape, w.shape[1 - contract]
-    steps, count = k // _DEPTH, (cdiv(m, _ROWS), cdiv(n, _COLUMNS))
-    total = steps + len(_pairs(inputs))  # of a tile
+    count = cdiv(m, _ROWS), cdiv(n, _COLUMNS)
+    total = k // _DEPTH + len(_pairs(inputs))  # steps of a tile
 
     def each_tile(body):
         """`body(row, column, first)` for this block's tiles; `first` counts the steps before."""
@@ -165,17 +159,16 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
             body(i * _ROWS, j * _COLUMNS, loop.local_index * total)
 
     def scope(xs, ws, staging, filled, free):
-        ring = _Ring(xs, ws, filled, free, shape.stages, contract)
+        block = _Block(dy, w, refs, inputs, epilogue, xs, ws, filled, free, shape, contract)
 
         def fetch():
             plgpu.set_max_registers(40, action="decrease")
-            each_tile(functools.partial(_fetch, ring, dy, w, refs[:inputs], steps))
+            each_tile(block.fetch)
 
         def multiply():
             plgpu.set_max_registers(232, action="increase")
             own = staging.at[lax.axis_index("warpgroup")]
-            finish = functools.partial(_finish, ring, own, refs, inputs, epilogue, shape.staging)
-            each_tile(functools.partial(_multiply, ring, steps, finish))
+            each_tile(functools.partial(block.multiply, own))
 
         lax.cond(lax.axis_index("warpgroup") == 2, fetch, multiply)
 
@@ -186,7 +179,6 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
         slots((shape.stages, _ROWS, _DEPTH)),
         slots((shape.stages, *piece)),
         slots((2, shape.staging, _SIDE, _SIDE)),
-        # the copies that fill a slot, and the warpgroups that have read it
         plgpu.Barrier(num_arrivals=2 if contract else 4, num_barriers=shape.stages),
         plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
         collective_axes="warpgroup",
@@ -195,144 +187,146 @@ def _kernel(dy, w, *refs, inputs, shape, epilogue, contract):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ring:
-    """The slots that pieces pass through, in the order of steps; and their barriers.
+class _Block:
+    """A block: its operands, and the ring of slots that pieces pass through in the order of steps.
 
     A slot has a piece of dy, (128, 64), and one of w: (256, 64), or two of (64, 128) where w is
     (k, n). z's and up's pieces lie where those of w do, two in a slot, each half as large.
     """
 
-    xs: Any
-    ws: Any
-    filled: Any
-    free: Any
-    stages: int
+    dy: Ref
+    w: Ref
+    refs: Sequence[Ref]  # operands of the epilogue, and the value
+    inputs: int  # how many operands
+    epilogue: Callable[..., Sequence[Array]]
+    xs: Ref
+    ws: Ref
+    filled: Ref  # barriers of the copies that fill a slot,
+    free: Ref  # and of the warpgroups that have read it
+    shape: Shape
     contract: int
 
-    def at(self, step):
-        """The slot of a step."""
-        return lax.rem(step, self.stages)
+    @property
+    def _steps(self) -> int:
+        return self.dy.shape[1] // _DEPTH
 
-    def claimed(self, step):
-        """The slot of a step, once what was in it has been read."""
-        slot = self.at(step)
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-        return slot
+    def _at(self, step: Any) -> Any:
+        """Returns the slot of a step."""
+        return lax.rem(step, self.shape.stages)
 
-    def factor(self, slot, half):
-        """Half of w's piece, as it is multiplied: (64, 128)."""
+    def _claimed(self, step: Any) -> tuple[Any, Callable[..., None]]:
+        """Returns the slot of a step, once what was in it has been read, and how to fill it."""
+        slot = self._at(step)
+        pl.when(step >= self.shape.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        return slot, functools.partial(plgpu.copy_gmem_to_smem, barrier=self.filled.at[slot])
+
+    def _factor(self, slot: Any, half: Any) -> Ref:
+        """Returns half of w's piece, as it is multiplied: (64, 128)."""
         if not self.contract:
             return self.ws.at[slot, half]
         return self.ws.at[slot, pl.ds(half * _HALF, _HALF)].transpose((1, 0))
 
-    def block(self, slot, half, at):
-        """One of the two (64, 64) of a piece of z or up."""
-        if not self.contract:
-            return self.ws.at[slot, half, :, pl.ds(at * _SIDE, _SIDE)]
-        return self.ws.at[slot, pl.ds(half * _HALF + at * _SIDE, _SIDE)]
+    def _load(self, slot: Any, half: Any, at: int) -> Array:
+        """Returns one of the two (64, 64) of a piece of z or up, in the registers of its sums."""
+        if self.contract:
+            ref = self.ws.at[slot, pl.ds(half * _HALF + at * _SIDE, _SIDE)]
+        else:
+            ref = self.ws.at[slot, half, :, pl.ds(at * _SIDE, _SIDE)]
+        return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)
+
+    def fetch(self, row: Any, column: Any, first: Any) -> None:
+        """Copies what a tile needs into the ring."""
+        whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
+
+        def summed(step, _):
+            (slot, copy), piece = self._claimed(first + step), pl.ds(step * _DEPTH, _DEPTH)
+            if self.contract:
+                copy(self.dy.at[whole[0], piece], self.xs.at[slot])
+                copy(self.w.at[whole[1], piece], self.ws.at[slot])
+                return
+            for half in range(2):
+                rows, half_columns = pl.ds(row + half * _SIDE, _SIDE), column + half * _HALF
+                copy(self.dy.at[rows, piece], self.xs.at[slot, pl.ds(half * _SIDE, _SIDE)])
+                copy(self.w.at[piece, pl.ds(half_columns, _HALF)], self.ws.at[slot, half])
+
+        lax.fori_loop(0, self._steps, summed, None)
+        for step, pair in enumerate(_pairs(self.inputs)):
+            slot, copy = self._claimed(first + self._steps + step)
+            for half, (which, group, at) in enumerate(pair):
+                tile = self.refs[which]
+                if self.contract:  # all rows, 64 columns
+                    columns = pl.ds(column + group * _HALF + at * _SIDE, _SIDE)
+                    to = self.ws.at[slot, pl.ds(half * _HALF, _HALF)]
+                    copy(tile.at[whole[0], columns], to)
+                    continue
+                columns, few = pl.ds(column + group * _HALF, _HALF), _SIDE // 2
+                for r in range(0, _SIDE, few):  # 64 rows, all columns of the warpgroup
+                    piece = tile.at[pl.ds(row + at * _SIDE + r, few), columns]
+                    copy(piece, self.ws.at[slot, half, pl.ds(r, few)])
+
+    def multiply(self, staging: Ref, row: Any, column: Any, first: Any) -> None:
+        """Does a warpgroup's half of a tile."""
+        mine = lax.axis_index("warpgroup")
+
+        def with_sums(sums):
+            def add(step, _):
+                slot = self._at(first + step)
+                plgpu.barrier_wait(self.filled.at[slot])
+                plgpu.wgmma(sums, self.xs.at[slot], self._factor(slot, mine))
+                plgpu.wgmma_wait(1)  # the one before has read its slot
+                before = self._at(first + step + self.shape.stages - 1)
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(self.free.at[before]))
+
+            lax.fori_loop(0, self._steps, add, None)
+            values = sums[...]
+            plgpu.barrier_arrive(self.free.at[self._at(first + self._steps - 1)])
+            self._finish(staging, values, row, column + mine * _HALF, first + self._steps, mine)
+
+        pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((_ROWS, _HALF), jnp.float32))
+
+    def _finish(
+        self, staging: Ref, sums: Array, row: Any, column: Any, first: Any, mine: Any
+    ) -> None:
+        """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
+        turns = itertools.cycle(range(self.shape.staging))
+        for at in range(2):
+            slots = [self._at(first + at * self.inputs + i) for i in range(self.inputs)]
+            for slot in slots:
+                plgpu.barrier_wait(self.filled.at[slot])
+            halves = (0, 1) if self.inputs == 2 else (mine,)
+            for other in range(2):
+                # As in `_pairs`: two operands have a slot for each warpgroup, one has one for both.
+                own = self._at(first + at * self.inputs + (mine if self.inputs == 2 else 0))
+                r, c = (_SIDE * i for i in ((other, at) if self.contract else (at, other)))
+                operands = [self._load(own, half, other) for half in halves]
+                dh = sums[r : r + _SIDE, c : c + _SIDE]
+                results = self.epilogue(dh, *[o.astype(jnp.float32) for o in operands])
+                results = [v.astype(self.dy.dtype) for v in results]
+                where = pl.ds(row + r, _SIDE), pl.ds(column + c, _SIDE)
+                self._store([ref.at[where] for ref in self.refs], results, staging, turns)
+            for slot in slots:
+                plgpu.barrier_arrive(self.free.at[slot])
+
+    def _store(self, to: list[Ref], values: list[Array], staging: Ref, turns: Any) -> None:
+        """Starts to write `values`, as many together as half of the staging has room for."""
+        room = self.shape.staging
+        some = max(1, room // 2)
+        for at in range(0, len(to), some):
+            group = list(zip(to[at : at + some], values[at : at + some], turns))
+            plgpu.wait_smem_to_gmem(room - len(group), wait_read_only=True)
+            for _, value, slot in group:
+                staging[slot] = value
+            plgpu.commit_smem()
+            for ref, _, slot in group:
+                plgpu.copy_smem_to_gmem(staging.at[slot], ref)
 
 
-def _fetch(ring, dy, w, tiles, steps, row, column, first):
-    """Copies what a tile needs into the ring."""
-    whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
-
-    def summed(step, _):
-        slot, piece = ring.claimed(first + step), pl.ds(step * _DEPTH, _DEPTH)
-        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
-        if ring.contract:
-            copy(dy.at[whole[0], piece], ring.xs.at[slot])
-            copy(w.at[whole[1], piece], ring.ws.at[slot])
-            return
-        for half in range(2):
-            rows = pl.ds(row + half * _SIDE, _SIDE)
-            copy(dy.at[rows, piece], ring.xs.at[slot, pl.ds(half * _SIDE, _SIDE)])
-            copy(w.at[piece, pl.ds(column + half * _HALF, _HALF)], ring.ws.at[slot, half])
-
-    lax.fori_loop(0, steps, summed, None)
-    for step, pair in enumerate(_pairs(len(tiles))):
-        slot = ring.claimed(first + steps + step)
-        copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=ring.filled.at[slot])
-        for half, (which, group, at) in enumerate(pair):
-            if ring.contract:  # all rows, 64 columns
-                columns = pl.ds(column + group * _HALF + at * _SIDE, _SIDE)
-                to = ring.ws.at[slot, pl.ds(half * _HALF, _HALF)]
-                copy(tiles[which].at[whole[0], columns], to)
-                continue
-            columns, few = pl.ds(column + group * _HALF, _HALF), _SIDE // 2
-            for r in range(0, _SIDE, few):  # 64 rows, all columns of the warpgroup
-                piece = tiles[which].at[pl.ds(row + at * _SIDE + r, few), columns]
-                copy(piece, ring.ws.at[slot, half, pl.ds(r, few)])
-
-
-def _multiply(ring, steps, finish, row, column, first):
-    """A warpgroup's half of a tile."""
-    mine = lax.axis_index("warpgroup")
-
-    def with_sums(sums):
-        def add(step, _):
-            slot = ring.at(first + step)
-            plgpu.barrier_wait(ring.filled.at[slot])
-            plgpu.wgmma(sums, ring.xs.at[slot], ring.factor(slot, mine))
-            plgpu.wgmma_wait(1)  # the one before has read its slot
-            before = ring.at(first + step + ring.stages - 1)
-            pl.when(step > 0)(lambda: plgpu.barrier_arrive(ring.free.at[before]))
-
-        lax.fori_loop(0, steps, add, None)
-        values = sums[...]
-        plgpu.barrier_arrive(ring.free.at[ring.at(first + steps - 1)])
-        finish(values, row, column + mine * _HALF, first + steps, mine)
-
-    pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef((_ROWS, _HALF), jnp.float32))
-
-
-def _finish(ring, staging, refs, inputs, epilogue, room, sums, row, column, first, mine):
-    """Applies the epilogue to a warpgroup's half of a tile piece by piece, and stores each."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the tile before has long been written
-    turns = itertools.cycle(range(room))
-    for at in range(2):
-        slots = [ring.at(first + at * inputs + i) for i in range(inputs)]
-        for slot in slots:
-            plgpu.barrier_wait(ring.filled.at[slot])
-        halves = (0, 1) if inputs == 2 else (mine,)
-        for other in range(2):
-            # As in `_pairs`: two operands have a slot for each warpgroup, one has one for both.
-            own = ring.at(first + at * inputs + (mine if inputs == 2 else 0))
-            r, c = (_SIDE * i for i in ((other, at) if ring.contract else (at, other)))
-            operands = [_load(ring.block(own, half, other)) for half in halves]
-            dh = sums[r : r + _SIDE, c : c + _SIDE]
-            results = epilogue(dh, *[o.astype(jnp.float32) for o in operands])
-            results = [v.astype(refs[0].dtype) for v in results]
-            where = pl.ds(row + r, _SIDE), pl.ds(column + c, _SIDE)
-            _store([ref.at[where] for ref in refs], results, staging, turns, room)
-        for slot in slots:
-            plgpu.barrier_arrive(ring.free.at[slot])
-
-
-def _store(to, values, staging, turns, room):
-    """Starts to write `values`, as many together as half of the staging has room for."""
-    some = max(1, room // 2)
-    for at in range(0, len(to), some):
-        group = list(zip(to[at : at + some], values[at : at + some], turns))
-        plgpu.wait_smem_to_gmem(room - len(group), wait_read_only=True)
-        for _, value, slot in group:
-            staging[slot] = value
-        plgpu.commit_smem()
-        for ref, _, slot in group:
-            plgpu.copy_smem_to_gmem(staging.at[slot], ref)
-
-
-def _pairs(inputs):
-    """What the slots after the products hold: two (operand, warpgroup, half of its half) in each.
+def _pairs(inputs: int) -> list[tuple[Any, Any]]:
+    """Returns what the slots after the products hold: two (operand, warpgroup, half) in each.
 
     In the order in which they are needed. A warpgroup's half of a tile is taken in two: its columns
     are, or where w is (k, n) its rows.
     """
-    every = [
-        (operand, group, at) for at in range(2) for group in range(2) for operand in range(inputs)
-    ]
+    every = [(k, group, at) for at in range(2) for group in range(2) for k in range(inputs)]
     return list(zip(every[::2], every[1::2], strict=True))
-
-
-def _load(ref):
-    """A piece, in the registers that hold the sums it goes with."""
-    return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)

@@ -12,14 +12,19 @@ fit. But operands must be whole pieces as shared memory has them, of 8 x 64: oth
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ...native.pallas.tiles import cdiv, result_type
+from ...native.pallas.lowering import Target
+from ...native.pallas.tiles import Ref, cdiv, result_type
 
+Array = jax.Array
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
 # JAX 0.10 asks for an index, which later versions deprecate
@@ -36,10 +41,7 @@ class Shape:
       split: which of them the two warpgroups of a block share out: "rows" or "columns".
       depth: of the pieces of x and w that are fetched at once.
       stages: how many of those are in flight or in use.
-      width: tiles one beside the other before the next step across: they share w in the cache.
-      minor: the dimension in which those are neighbours; with "columns" they share x.
-      cluster: "rows" or "columns" where two blocks, neighbours in that dimension, fetch what they
-        share once; "" for none.
+      width: tiles one below the other before the next step across: they share w in the cache.
     """
 
     rows: int = 128
@@ -48,19 +50,12 @@ class Shape:
     depth: int = 64
     stages: int = 4
     width: int = 16
-    minor: str = "rows"
-    cluster: str = ""
 
     @property
     def block(self) -> tuple[int, int]:
         """The tile of a block."""
         two = {"rows": (_WARPGROUPS, 1), "columns": (1, _WARPGROUPS)}[self.split]
         return self.rows * two[0], self.columns * two[1]
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The blocks of a cluster."""
-        return {"": (1, 1), "rows": (2, 1), "columns": (1, 2)}[self.cluster]
 
 
 _LARGE = Shape()
@@ -70,7 +65,7 @@ _NARROW = Shape(rows=64, columns=64, split="rows", stages=8)  # no copy is wider
 
 
 def shape_for(m: int, n: int, cores: int) -> Shape:
-    """The shape that should take the least time: see benchmarks/results for the measurements.
+    """Returns the shape that should take least time: see benchmarks/results for the measurements.
 
     The multiprocessors that take most tiles decide. A tile's time is that of its products and of
     fetching what it multiplies.
@@ -79,31 +74,29 @@ def shape_for(m: int, n: int, cores: int) -> Shape:
         return _NARROW
 
     def time(shape):
-        (rows, columns), side = shape.block, 64
+        rows, columns = shape.block
         tiles = cdiv(cdiv(m, rows) * cdiv(n, columns), cores)
-        return tiles * (rows * columns + side * (rows + columns))
+        return tiles * (rows * columns + 64 * (rows + columns))
 
     return min((_LARGE, _MIDDLE, _SMALL), key=time)
 
 
-def run(target, x, w, bias, *, epilogue, precision, compute, keep, shape=None):
-    """See `pallas.serve`; `shape` overrides the schedule."""
-    del precision, compute  # 16-bit operands are multiplied exactly, and summed in float32
+def run(
+    target: Target, x: Array, w: Array, bias: Sequence[Array], epilogue: Callable, results: int
+) -> list[Array]:
+    """Returns the `results` of `epilogue(x · w, *bias)`: see `pallas.serve`."""
     m, n = x.shape[0], w.shape[1]
-    shape = shape or shape_for(m, n, target.cores)
+    shape = shape_for(m, n, target.cores)
     rows = 8 if m >= shape.block[0] else shape.block[0]
     x, w = _padded(x, (rows, 64)), _padded(w, (64, 64))
-    steps = [cdiv(size, b * c) for size, b, c in zip((m, n), shape.block, shape.blocks)]
-    across = steps[1] * shape.block[1] * shape.blocks[1]
+    steps = cdiv(m, shape.block[0]), cdiv(n, shape.block[1])
+    across = steps[1] * shape.block[1]
     bias = [jnp.pad(b, (0, across - n)) for b in bias]  # it is read directly: no reads past its end
-    cluster = shape.blocks[0] * shape.blocks[1]
-    results = plgpu.kernel(
+    made = plgpu.kernel(
         functools.partial(_kernel, shape=shape, steps=steps, epilogue=epilogue, biases=len(bias)),
-        out_type=[result_type((x.shape[0], w.shape[1]), x.dtype)] * (1 + keep),
-        grid=(target.cores // cluster,),
+        out_type=[result_type((x.shape[0], w.shape[1]), x.dtype)] * results,
+        grid=(target.cores,),
         grid_names=("blocks",),
-        cluster=(cluster,),
-        cluster_names=("cluster",),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -111,47 +104,40 @@ def run(target, x, w, bias, *, epilogue, precision, compute, keep, shape=None):
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
     )(x, w, *bias)
-    return [r[:m, :n] for r in results]
+    return [r[:m, :n] for r in made]
 
 
-def _padded(array, multiples):
-    """Zeros after `array`, up to multiples."""
+def _padded(array: Array, multiples: tuple[int, int]) -> Array:
+    """Puts zeros after `array`, up to multiples."""
     padding = [(0, -size % multiple) for size, multiple in zip(array.shape, multiples)]
     return jnp.pad(array, padding) if any(after for _, after in padding) else array
 
 
-def _transforms(columns, dtype):
-    """The layout of a piece in shared memory that wgmma and bulk copies agree on."""
+def _transforms(columns: int, dtype: jnp.dtype) -> tuple[Any, Any]:
+    """Returns the layout of a piece in shared memory that wgmma and bulk copies agree on."""
     swizzle = plgpu.find_swizzle(columns * dtype.itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
-def _kernel(x, w, *refs, shape, steps, epilogue, biases):
+def _kernel(
+    x: Ref, w: Ref, *refs: Ref, shape: Shape, steps: Any, epilogue: Callable, biases: int
+) -> None:
     bias, outs = refs[:biases], refs[biases:]
-    (block_m, block_n), (down, across) = shape.block, shape.blocks
-    pieces = cdiv(x.shape[1], shape.depth)
-    spec = functools.partial(plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=1)
-    shared = lambda dimension: ("cluster",) if shape.cluster == dimension else ()
+    block_m, block_n = shape.block
+    transforms = _transforms(shape.depth, x.dtype)
+    spec = functools.partial(
+        plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=1, transforms=transforms
+    )
 
     def pipeline(body, context):
         return plgpu.emit_pipeline_warp_specialized(
             body,
-            grid=(pieces,),
+            grid=(cdiv(x.shape[1], shape.depth),),
             memory_registers=40,
             in_specs=[
-                spec(
-                    (block_m, shape.depth),
-                    lambda i: (0, i),
-                    transforms=_transforms(shape.depth, x.dtype),
-                    collective_axes=shared("columns"),
-                ),
-                spec(
-                    (shape.depth, block_n),
-                    lambda i: (i, 0),
-                    transforms=_transforms(shape.depth, x.dtype),
-                    collective_axes=shared("rows"),
-                ),
+                spec((block_m, shape.depth), lambda i: (0, i)),
+                spec((shape.depth, block_n), lambda i: (i, 0)),
             ],
             wg_axis="warpgroup",
             num_compute_wgs=_WARPGROUPS,
@@ -163,16 +149,15 @@ def _kernel(x, w, *refs, shape, steps, epilogue, biases):
 
     def scope(buffers, staging):
         mine = lax.axis_index("warpgroup")
-        own_m = pl.ds(mine * shape.rows, shape.rows) if shape.split == "rows" else slice(None)
-        own_n = pl.ds(mine * shape.columns, shape.columns)
-        own_n = own_n if shape.split == "columns" else slice(None)
+        own_m = own_n = slice(None)
+        if shape.split == "rows":
+            own_m = pl.ds(mine * shape.rows, shape.rows)
+        else:
+            own_n = pl.ds(mine * shape.columns, shape.columns)
 
         @plgpu.nd_loop((steps[0] * steps[1],), collective_axes="blocks")
         def _(loop):
-            minor = 1 if shape.minor == "columns" else 0
-            i, j = plgpu.planar_snake(loop.index[0], tuple(steps), minor, shape.width)
-            member = lax.axis_index("cluster")
-            i, j = (i * 2 + member if down == 2 else i), (j * 2 + member if across == 2 else j)
+            i, j = plgpu.planar_snake(loop.index[0], steps, 0, shape.width)
             rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
 
             def multiply(_, x_piece, w_piece, sums):
@@ -182,40 +167,30 @@ def _kernel(x, w, *refs, shape, steps, epilogue, biases):
 
             def tile(evaluate):
                 def with_sums(sums):
-                    own = [  # loaded while the first pieces are fetched
-                        {
-                            at: _bias(ref.at[columns].at[own_n].at[pl.ds(at, _SIDE)])
-                            for at in range(0, shape.columns, _SIDE)
-                        }
-                        for ref in bias
-                    ]
+                    some = range(0, shape.columns, _SIDE)
+                    parts = [ref.at[columns].at[own_n] for ref in bias]
+                    # loaded while the first pieces are fetched
+                    own = [{at: _bias(part.at[pl.ds(at, _SIDE)]) for at in some} for part in parts]
                     evaluate(sums)
-                    _finish(
-                        sums[...],
-                        own,
-                        [ref.at[rows, columns].at[own_m, own_n] for ref in outs],
-                        staging.at[mine],
-                        epilogue,
-                    )
+                    to = [ref.at[rows, columns].at[own_m, own_n] for ref in outs]
+                    _finish(sums[...], own, to, staging.at[mine], epilogue)
 
-                pl.run_scoped(
-                    with_sums, plgpu.WGMMAAccumulatorRef((shape.rows, shape.columns), jnp.float32)
-                )
+                size = shape.rows, shape.columns
+                pl.run_scoped(with_sums, plgpu.WGMMAAccumulatorRef(size, jnp.float32))
 
             pipeline(multiply, tile)(x.at[rows, :], w.at[:, columns], allocations=buffers)
 
+    transforms, size = _transforms(_SIDE, x.dtype), (_WARPGROUPS, 2, _SIDE, _SIDE)
     pl.run_scoped(
         scope,
         buffers=pipeline(nothing, nothing).get_allocations(x, w),
-        staging=plgpu.SMEM(
-            (_WARPGROUPS, 2, _SIDE, _SIDE), x.dtype, transforms=_transforms(_SIDE, x.dtype)
-        ),
+        staging=plgpu.SMEM(size, x.dtype, transforms=transforms),
         collective_axes="warpgroup",
     )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _finish(sums, bias, outs, staging, epilogue):
+def _finish(sums: Array, bias: Any, outs: list[Ref], staging: Ref, epilogue: Callable) -> None:
     """Applies the epilogue to a tile's sums piece by piece, and stores each."""
     m, n = sums.shape
     slot = 0
@@ -229,12 +204,11 @@ def _finish(sums, bias, outs, staging, epilogue):
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other slot may be in flight
                 staging[slot] = value
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    staging.at[slot], ref.at[pl.ds(row, _SIDE), pl.ds(column, _SIDE)]
-                )
+                where = pl.ds(row, _SIDE), pl.ds(column, _SIDE)
+                plgpu.copy_smem_to_gmem(staging.at[slot], ref.at[where])
                 slot = 1 - slot
 
 
-def _bias(ref):
-    """A piece of the bias, in the registers that hold the sums it is for."""
+def _bias(ref: Ref) -> Array:
+    """Returns a piece of the bias, in the registers that hold the sums it is for."""
     return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

@@ -1,7 +1,6 @@
 // c = sum(dy * weight * x) / count;  dx = rstd * dy * weight - x * rstd^3 * c (+ dh);
 // dscale = sum over lines of dy * x * rstd
-#ifndef NORMFUSE_CPU_BACKWARD_H_
-#define NORMFUSE_CPU_BACKWARD_H_
+#pragma once
 
 #include "cpu/convert.h"
 #include "cpu/run.h"
@@ -25,11 +24,10 @@ struct Backward {
   void Reduce(const Range& lines, const Range& features, double* sums) const {
     C a[kTileSize<C>], b[kTileSize<C>];
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t feature, Tile<C> tile) {
-      const int64_t count = tile.rows * tile.cols;
-      tile.x = Read(x, offset, count, a);
-      tile.dy = Read(dy, offset, count, b);
+      tile.x = Read(x, offset, tile.size(), a);
+      tile.dy = Read(dy, offset, tile.size(), b);
       tile.weight = weight + feature;
-      shape.inner == 1 ? ProductsOfRows(tile, sums) : ProductsOfColumns(tile, sums);
+      AddProducts(tile, sums);
     });
   }
 
@@ -47,9 +45,8 @@ struct Backward {
   void Apply(const Range& lines, const Range& features, const C* values, C* partial) const {
     C a[kTileSize<C>], b[kTileSize<C>], c[kTileSize<C>];
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t feature, Tile<C> tile) {
-      const int64_t count = tile.rows * tile.cols;
-      tile.x = Read(x, offset, count, a);
-      tile.dy = Read(dy, offset, count, b);
+      tile.x = Read(x, offset, tile.size(), a);
+      tile.dy = Read(dy, offset, tile.size(), b);
       tile.weight = weight + feature;
       tile.rstd = static_cast<const C*>(rstd.data) + lines.begin;
       tile.correction = values;
@@ -57,14 +54,11 @@ struct Backward {
       C* target = Target(dx, offset, c);
       C* gradient = dh ? c : target;
       C* share = partial == nullptr ? nullptr : partial + (feature - features.begin);
-      shape.inner == 1 ? GradientOfRows(tile, gradient, share)
-                       : GradientOfColumns(tile, gradient, share);
-      if (dh) Add(gradient, Read(dh, offset, count, a), count, target);
-      Commit(target, dx, offset, count);
+      Gradient(tile, gradient, share);
+      if (dh) Add(gradient, Read(dh, offset, tile.size(), a), tile.size(), target);
+      Commit(target, dx, offset, tile.size());
     });
   }
 };
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_BACKWARD_H_

@@ -2,8 +2,7 @@
 //
 // Kernels are templates over the compute type only. A few thousand elements at a time go through a
 // buffer that stays in the first-level cache; where the dtype is the compute type, no copy is made.
-#ifndef NORMFUSE_CPU_CONVERT_H_
-#define NORMFUSE_CPU_CONVERT_H_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -51,5 +50,3 @@ void Commit(const C* written, const Array& array, int64_t offset, int64_t count)
 }
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_CONVERT_H_

@@ -1,6 +1,5 @@
 // h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight
-#ifndef NORMFUSE_CPU_FORWARD_H_
-#define NORMFUSE_CPU_FORWARD_H_
+#pragma once
 
 #include <cmath>
 
@@ -25,10 +24,9 @@ struct Forward {
   void Reduce(const Range& lines, const Range& features, double* sums) const {
     C a[kTileSize<C>], b[kTileSize<C>];
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t, Tile<C> tile) {
-      const int64_t count = tile.rows * tile.cols;
-      tile.x = Read(x, offset, count, a);
-      if (residual) tile.x = AddResidual(offset, count, tile.x, a, b);
-      shape.inner == 1 ? SquaresOfRows(tile, sums) : SquaresOfColumns(tile, sums);
+      tile.x = Read(x, offset, tile.size(), a);
+      if (residual) tile.x = AddResidual(offset, tile.size(), tile.x, a, b);
+      AddSquares(tile, sums);
     });
   }
 
@@ -36,11 +34,8 @@ struct Forward {
     for (int64_t i = 0; i < lines.size(); ++i) {
       const int64_t line = lines.begin + i;
       if (sums) static_cast<C*>(sums.data)[line] = static_cast<C>(line_sums[i]);
-      if (given_rstd) {
-        values[i] = static_cast<const C*>(given_rstd.data)[line];
-      } else {
-        values[i] = static_cast<C>(1 / std::sqrt(line_sums[i] / shape.n + eps));
-      }
+      values[i] = given_rstd ? static_cast<const C*>(given_rstd.data)[line]
+                             : static_cast<C>(1 / std::sqrt(line_sums[i] / shape.n + eps));
       if (rstd) static_cast<C*>(rstd.data)[line] = values[i];
     }
   }
@@ -48,13 +43,12 @@ struct Forward {
   void Apply(const Range& lines, const Range& features, const C* values, C*) const {
     C a[kTileSize<C>], b[kTileSize<C>];
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t feature, Tile<C> tile) {
-      const int64_t count = tile.rows * tile.cols;
-      tile.x = Read(residual ? h : x, offset, count, a);
+      tile.x = Read(residual ? h : x, offset, tile.size(), a);
       tile.weight = weight + feature;
       tile.rstd = values;
       C* target = Target(y, offset, b);
-      shape.inner == 1 ? NormaliseRows(tile, target) : NormaliseColumns(tile, target);
-      Commit(target, y, offset, count);
+      Normalise(tile, target);
+      Commit(target, y, offset, tile.size());
     });
   }
 
@@ -69,5 +63,3 @@ struct Forward {
 };
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_FORWARD_H_

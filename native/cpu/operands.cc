@@ -34,68 +34,41 @@ bool Supported(ffi::DataType dtype) {
 
 }  // namespace
 
-Array Operands::Activation(const char* name, bool wanted) {
-  if (has_shape_ || !wanted || next_arg_ >= args_.size()) {
-    return Arg(name, activation(), false, wanted);
-  }
-  auto buffer = args_.get<ffi::AnyBuffer>(next_arg_);
-  if (buffer.has_value()) {
-    const auto dims = buffer->dimensions();
-    if (dims.size() != 3) {
-      Fail(std::string(name) + " must have shape (outer, n, inner); got " +
-           Text(Dims(dims.begin(), dims.end())));
-      return {};
-    }
-    if (dims[1] < 1) Fail(std::string(name) + " must have n >= 1; got n = 0");
-    shape_ = {dims[0], dims[1], dims[2]};
-    has_shape_ = true;
-  }
-  return Arg(name, activation(), false, wanted);
-}
-
-Array Operands::Scale(const char* name, bool wanted) {
-  return Arg(name, {shape_.n}, false, wanted);
-}
-
-Array Operands::Statistics(const char* name, bool wanted) {
-  return Arg(name, statistics(), true, wanted);
-}
-
-Array Operands::ActivationResult(const char* name, bool wanted) {
-  return Ret(name, activation(), false, wanted);
-}
-
-Array Operands::ScaleResult(const char* name, bool wanted) {
-  return Ret(name, {shape_.n}, true, wanted);
-}
-
-Array Operands::StatisticsResult(const char* name, bool wanted) {
-  return Ret(name, statistics(), true, wanted);
-}
-
-Array Operands::Arg(const char* name, const Dims& expected, bool of_compute_type, bool wanted) {
+Array Operands::Operand(Kind kind, const char* name, bool wanted) {
   if (!wanted || !message_.empty()) return {};
   auto buffer = args_.get<ffi::AnyBuffer>(next_arg_++);
-  if (buffer.has_value()) return Check(name, *buffer, expected, of_compute_type);
+  if (buffer.has_value()) return Check(name, *buffer, kind, kind == kStatistics);
   Fail("the operand " + std::string(name) + " is missing: got " + std::to_string(args_.size()));
   return {};
 }
 
-Array Operands::Ret(const char* name, const Dims& expected, bool of_compute_type, bool wanted) {
+Array Operands::Result(Kind kind, const char* name, bool wanted) {
   if (!wanted || !message_.empty()) return {};
   auto buffer = rets_.get<ffi::AnyBuffer>(next_ret_++);
-  if (buffer.has_value()) return Check(name, **buffer, expected, of_compute_type);
+  if (buffer.has_value()) return Check(name, **buffer, kind, kind != kActivation);
   Fail("the result " + std::string(name) + " is missing: got " + std::to_string(rets_.size()));
   return {};
 }
 
-Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, const Dims& expected,
+void Operands::TakeShape(const char* name, const Dims& dims) {
+  if (dims.size() != 3) {
+    return Fail(std::string(name) + " must have shape (outer, n, inner); got " + Text(dims));
+  }
+  if (dims[1] < 1) Fail(std::string(name) + " must have n >= 1; got n = 0");
+  shape_ = {dims[0], dims[1], dims[2]};
+  has_shape_ = true;
+}
+
+Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
                       bool of_compute_type) {
   const auto span = buffer.dimensions();
   const Dims dims(span.begin(), span.end());
+  if (!has_shape_) TakeShape(name, dims);
+  const auto [outer, n, inner] = shape_;
+  const Dims shapes[] = {{outer, n, inner}, {n}, {outer, inner}};
   const ffi::DataType dtype = buffer.element_type();
-  if (dims != expected) {
-    Fail(std::string(name) + " must have shape " + Text(expected) + "; got " + Text(dims));
+  if (dims != shapes[kind]) {
+    Fail(std::string(name) + " must have shape " + Text(shapes[kind]) + "; got " + Text(dims));
   } else if (!Supported(dtype)) {
     Fail(std::string(name) + " must be float64, float32, bfloat16 or float16; got " + Text(dtype));
   }

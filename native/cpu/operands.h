@@ -1,6 +1,5 @@
 // The operands and results of an RMSNorm handler, taken in order and checked.
-#ifndef NORMFUSE_CPU_OPERANDS_H_
-#define NORMFUSE_CPU_OPERANDS_H_
+#pragma once
 
 #include <optional>
 #include <string>
@@ -12,21 +11,19 @@
 
 namespace normfuse {
 
+// Shapes: (outer, n, inner), (n,) and (outer, inner). Statistics, and a scale that is a result,
+// have the compute type.
+enum Kind { kActivation, kScale, kStatistics };
+
 // The first mistake is kept and every later take returns an absent array: check `error()` once.
 class Operands {
  public:
   Operands(const char* target, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
       : target_(target), args_(args), rets_(rets) {}
 
-  // A (outer, n, inner) operand; the first one taken fixes the shape. Absent where `wanted` is
-  // false.
-  Array Activation(const char* name, bool wanted = true);
-  Array Scale(const char* name, bool wanted = true);       // (n,)
-  Array Statistics(const char* name, bool wanted = true);  // (outer, inner), of the compute type
-
-  Array ActivationResult(const char* name, bool wanted = true);
-  Array ScaleResult(const char* name, bool wanted = true);  // (n,), of the compute type
-  Array StatisticsResult(const char* name, bool wanted = true);
+  // The next operand, or result. Absent where `wanted` is false. The first one fixes the shape.
+  Array Operand(Kind kind, const char* name, bool wanted = true);
+  Array Result(Kind kind, const char* name, bool wanted = true);
 
   const Shape& shape() const { return shape_; }
   bool compute_in_double() const { return has_double_; }
@@ -37,13 +34,9 @@ class Operands {
  private:
   using Dims = std::vector<int64_t>;
 
-  Array Arg(const char* name, const Dims& expected, bool of_compute_type, bool wanted);
-  Array Ret(const char* name, const Dims& expected, bool of_compute_type, bool wanted);
-  Array Check(const char* name, const xla::ffi::AnyBuffer& buffer, const Dims& expected,
-              bool of_compute_type);
+  void TakeShape(const char* name, const Dims& dims);
+  Array Check(const char* name, const xla::ffi::AnyBuffer& buffer, Kind kind, bool of_compute_type);
   void Fail(const std::string& message);
-  Dims activation() const { return {shape_.outer, shape_.n, shape_.inner}; }
-  Dims statistics() const { return {shape_.outer, shape_.inner}; }
 
   const std::string target_;
   const xla::ffi::RemainingArgs args_;
@@ -56,5 +49,3 @@ class Operands {
 };
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_OPERANDS_H_

@@ -1,6 +1,5 @@
 // Loops on XLA's own thread pool.
-#ifndef NORMFUSE_CPU_PARALLEL_H_
-#define NORMFUSE_CPU_PARALLEL_H_
+#pragma once
 
 #include <algorithm>
 #include <atomic>
@@ -65,5 +64,3 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const F& body) {
 }
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_PARALLEL_H_

@@ -1,7 +1,6 @@
 // How RMSNorm's work is cut up. It depends on the shape alone, never on the number of threads, so
 // that sums are taken in the same order every time.
-#ifndef NORMFUSE_CPU_PLAN_H_
-#define NORMFUSE_CPU_PLAN_H_
+#pragma once
 
 #include <algorithm>
 #include <cstdint>
@@ -22,8 +21,7 @@ struct Range {
 };
 
 template <typename C>
-constexpr int64_t kTileSize =
-    8192 / sizeof(C);  // elements: a few such tiles fit a first-level cache
+constexpr int64_t kTileSize = 8192 / sizeof(C);  // elements: a few tiles fit a first-level cache
 constexpr int64_t kGroupLines = 512;
 
 inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -92,5 +90,3 @@ class Plan {
 };
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_PLAN_H_

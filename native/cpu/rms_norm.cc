@@ -3,8 +3,8 @@
 // Every array is float64, float32, bfloat16 or float16, in any mix. C, the compute type, is float64
 // where one of them is, else float32; rstd, sums, dots and dscale have it. Shapes: x, residual, h,
 // y, dy, dh, dx (outer, n, inner); scale, dscale (n,); rstd, sums, dots (outer, inner). Operands
-// marked
-// [] are there when the attribute says so. weight = scale + scale_offset, or 1 without a scale.
+// marked [] are there when the attribute says so. weight = scale + scale_offset, or 1 without a
+// scale.
 #include "cpu/rms_norm.h"
 
 #include "cpu/backward.h"
@@ -53,21 +53,21 @@ ffi::Error Dispatch(Operands& operands, ffi::ThreadPool& pool, const Array& scal
     kernel.shape = operands.shape();
     kernel.weight = weight.data();
     fill(kernel);
-    return Run<C>(kernel, operands.shape(), pool);
+    return Run<C>(kernel, pool);
   };
   return operands.compute_in_double() ? run(Kernel<double>(), double{}) : run(Kernel<float>(), 0.f);
 }
 
 ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       double eps, double scale_offset, bool has_residual, bool has_scale,
+                       double scale_offset, bool has_scale, double eps, bool has_residual,
                        bool with_rstd) {
   Operands take("normfuse_rms_norm_forward", args, rets);
-  const Array x = take.Activation("x");
-  const Array residual = take.Activation("residual", has_residual);
-  const Array scale = take.Scale("scale", has_scale);
-  const Array y = take.ActivationResult("y");
-  const Array h = take.ActivationResult("h", has_residual);
-  const Array rstd = take.StatisticsResult("rstd", with_rstd);
+  const Array x = take.Operand(kActivation, "x");
+  const Array residual = take.Operand(kActivation, "residual", has_residual);
+  const Array scale = take.Operand(kScale, "scale", has_scale);
+  const Array y = take.Result(kActivation, "y");
+  const Array h = take.Result(kActivation, "h", has_residual);
+  const Array rstd = take.Result(kStatistics, "rstd", with_rstd);
   return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.x = x, kernel.residual = residual, kernel.y = y, kernel.h = h, kernel.rstd = rstd;
     kernel.eps = eps;
@@ -76,8 +76,8 @@ ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 
 ffi::Error RowSumsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Operands take("normfuse_rms_norm_row_sums", args, rets);
-  const Array x = take.Activation("x");
-  const Array sums = take.StatisticsResult("sums");
+  const Array x = take.Operand(kActivation, "x");
+  const Array sums = take.Result(kStatistics, "sums");
   return Dispatch<Forward>(take, pool, {}, 0,
                            [&](auto& kernel) { kernel.x = x, kernel.sums = sums; });
 }
@@ -85,99 +85,70 @@ ffi::Error RowSumsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      double scale_offset, bool has_scale) {
   Operands take("normfuse_rms_norm_apply", args, rets);
-  const Array x = take.Activation("x");
-  const Array scale = take.Scale("scale", has_scale);
-  const Array rstd = take.Statistics("rstd");
-  const Array y = take.ActivationResult("y");
+  const Array x = take.Operand(kActivation, "x");
+  const Array scale = take.Operand(kScale, "scale", has_scale);
+  const Array rstd = take.Operand(kStatistics, "rstd");
+  const Array y = take.Result(kActivation, "y");
   return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.x = x, kernel.given_rstd = rstd, kernel.y = y;
   });
 }
 
-// Backward, and BackwardApply where the dots are given.
-ffi::Error Gradients(const char* target, bool given_dots, ffi::ThreadPool& pool,
-                     ffi::RemainingArgs args, ffi::RemainingRets rets, double scale_offset,
-                     bool has_scale, bool has_residual, bool with_dscale, double count) {
-  Operands take(target, args, rets);
-  const Array dy = take.Activation("dy");
-  const Array x = take.Activation("x");
-  const Array scale = take.Scale("scale", has_scale);
-  const Array rstd = take.Statistics("rstd");
-  const Array dh = take.Activation("dh", has_residual);
-  const Array dots = take.Statistics("dots", given_dots);
-  const Array dx = take.ActivationResult("dx");
-  const Array dscale = take.ScaleResult("dscale", with_dscale);
+// Backward; or, where there is a `count`, BackwardApply, whose dots are given.
+template <typename... Count>
+ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        double scale_offset, bool has_scale, bool has_residual, bool with_dscale,
+                        Count... count) {
+  constexpr bool kApply = sizeof...(Count) > 0;
+  Operands take(kApply ? "normfuse_rms_norm_backward_apply" : "normfuse_rms_norm_backward", args,
+                rets);
+  const Array dy = take.Operand(kActivation, "dy");
+  const Array x = take.Operand(kActivation, "x");
+  const Array scale = take.Operand(kScale, "scale", has_scale);
+  const Array rstd = take.Operand(kStatistics, "rstd");
+  const Array dh = take.Operand(kActivation, "dh", has_residual);
+  const Array dots = take.Operand(kStatistics, "dots", kApply);
+  const Array dx = take.Result(kActivation, "dx");
+  const Array dscale = take.Result(kScale, "dscale", with_dscale);
   return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.dy = dy, kernel.x = x, kernel.rstd = rstd, kernel.dh = dh, kernel.given_dots = dots;
     kernel.dx = dx, kernel.dscale_result = dscale;
-    kernel.count = given_dots ? count : static_cast<double>(take.shape().n);
+    kernel.count = kApply ? (count + ... + 0.0) : static_cast<double>(take.shape().n);
   });
-}
-
-ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        double scale_offset, bool has_scale, bool has_residual, bool with_dscale) {
-  return Gradients("normfuse_rms_norm_backward", false, pool, args, rets, scale_offset, has_scale,
-                   has_residual, with_dscale, 0);
 }
 
 ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        double scale_offset, bool has_scale) {
   Operands take("normfuse_rms_norm_row_dots", args, rets);
-  const Array dy = take.Activation("dy");
-  const Array x = take.Activation("x");
-  const Array scale = take.Scale("scale", has_scale);
-  const Array dots = take.StatisticsResult("dots");
+  const Array dy = take.Operand(kActivation, "dy");
+  const Array x = take.Operand(kActivation, "x");
+  const Array scale = take.Operand(kScale, "scale", has_scale);
+  const Array dots = take.Result(kStatistics, "dots");
   return Dispatch<Backward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.dy = dy, kernel.x = x, kernel.dots = dots;
   });
 }
 
-ffi::Error BackwardApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                             double scale_offset, bool has_scale, bool has_residual,
-                             bool with_dscale, double count) {
-  return Gradients("normfuse_rms_norm_backward_apply", true, pool, args, rets, scale_offset,
-                   has_scale, has_residual, with_dscale, count);
-}
-
 auto Variadic() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
+auto Scaled() { return Variadic().Attr<double>("scale_offset").Attr<bool>("has_scale"); }
+auto GradientAttributes() { return Scaled().Attr<bool>("has_residual").Attr<bool>("with_dscale"); }
 
 }  // namespace
 }  // namespace normfuse
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormForward, normfuse::ForwardImpl,
-                              normfuse::Variadic()  // (x[, residual][, scale]) -> (y[, h][, rstd])
-                                  .Attr<double>("eps")
-                                  .Attr<double>("scale_offset")
-                                  .Attr<bool>("has_residual")
-                                  .Attr<bool>("has_scale")
-                                  .Attr<bool>("with_rstd"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowSums, normfuse::RowSumsImpl,
-                              normfuse::Variadic());  // (x) -> (sums)
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl,
-                              normfuse::Variadic()  // (x[, scale], rstd) -> (y)
-                                  .Attr<double>("scale_offset")
-                                  .Attr<bool>("has_scale"));
-
+// (x[, residual][, scale]) -> (y[, h][, rstd])
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    NormfuseRmsNormBackward, normfuse::BackwardImpl,
-    normfuse::Variadic()  // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
-        .Attr<double>("scale_offset")
-        .Attr<bool>("has_scale")
-        .Attr<bool>("has_residual")
-        .Attr<bool>("with_dscale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowDots, normfuse::RowDotsImpl,
-                              normfuse::Variadic()  // (dy, x[, scale]) -> (dots)
-                                  .Attr<double>("scale_offset")
-                                  .Attr<bool>("has_scale"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    NormfuseRmsNormBackwardApply, normfuse::BackwardApplyImpl,
-    normfuse::Variadic()  // (dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])
-        .Attr<double>("scale_offset")
-        .Attr<bool>("has_scale")
-        .Attr<bool>("has_residual")
-        .Attr<bool>("with_dscale")
-        .Attr<double>("count"));
+    NormfuseRmsNormForward, normfuse::ForwardImpl,
+    normfuse::Scaled().Attr<double>("eps").Attr<bool>("has_residual").Attr<bool>("with_rstd"));
+// (x) -> (sums)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowSums, normfuse::RowSumsImpl, normfuse::Variadic());
+// (x[, scale], rstd) -> (y)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl, normfuse::Scaled());
+// (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl<>,
+                              normfuse::GradientAttributes());
+// (dy, x[, scale]) -> (dots)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowDots, normfuse::RowDotsImpl, normfuse::Scaled());
+// (dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackwardApply, normfuse::BackwardImpl<double>,
+                              normfuse::GradientAttributes().Attr<double>("count"));

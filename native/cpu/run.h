@@ -1,6 +1,5 @@
 // Runs one RMSNorm kernel over a shape: which thread does what, and the sums that cross threads.
-#ifndef NORMFUSE_CPU_RUN_H_
-#define NORMFUSE_CPU_RUN_H_
+#pragma once
 
 #include <algorithm>
 #include <memory>
@@ -33,29 +32,25 @@ void ForEachTile(const Shape& shape, const Range& lines, const Range& features, 
   const int64_t step = dense ? std::max<int64_t>(1, kTileSize<C> / lines.size()) : 1;
   for (int64_t feature = features.begin; feature < features.end; feature += step) {
     const int64_t size = std::min(step, features.end - feature);
-    const int64_t offset = (outer * shape.n + feature) * shape.inner + column;
-    Tile<C> tile;
-    tile.rows = shape.inner == 1 ? lines.size() : size;
-    tile.cols = shape.inner == 1 ? size : lines.size();
-    fn(offset, feature, tile);
+    Tile<C> tile{size, lines.size(), true};
+    if (shape.inner == 1) tile = {lines.size(), size, false};
+    fn((outer * shape.n + feature) * shape.inner + column, feature, tile);
   }
 }
 
-// A kernel has
-//   bool reduces() const                                  whether it sums along lines
-//   void Reduce(lines, features, double* sums) const      adds to one sum a line
-//   void Finish(lines, const double* sums, C* value) const  from the sums, what Apply needs of a
-//   line bool applies() const void Apply(lines, features, const C* values, C* dscale) const C*
-//   dscale() const                                     (n,), or null
+// A kernel has a `shape`, and the const methods
+//   bool reduces()                                          whether it sums along lines
+//   void Reduce(lines, features, double* sums)              adds to one sum a line
+//   void Finish(lines, const double* sums, C* values)       what Apply needs of each line
+//   bool applies()                                          whether there is an Apply
+//   void Apply(lines, features, const C* values, C* dscale)
+//   C* dscale()                                             (n,), or null
 // `sums`, `values` and `dscale` (in Apply) start at the first line or feature given.
 template <typename C, typename Kernel>
 class Runner {
  public:
-  Runner(const Kernel& kernel, const Shape& shape, xla::ffi::ThreadPool& pool)
-      : kernel_(kernel),
-        shape_(shape),
-        plan_(shape, kTileSize<C>, kernel.dscale() != nullptr),
-        pool_(pool) {}
+  Runner(const Kernel& kernel, xla::ffi::ThreadPool& pool)
+      : kernel_(kernel), plan_(shape_, kTileSize<C>, kernel.dscale() != nullptr), pool_(pool) {}
 
   xla::ffi::Error Run() {
     if (kernel_.dscale() != nullptr && plan_.blocks() != 1) {
@@ -147,21 +142,17 @@ class Runner {
   }
 
   const Kernel& kernel_;
-  const Shape shape_;
+  const Shape shape_ = kernel_.shape;
   const Plan plan_;
   xla::ffi::ThreadPool& pool_;
   std::unique_ptr<C[]> partials_;
 };
 
 template <typename C, typename Kernel>
-xla::ffi::Error Run(const Kernel& kernel, const Shape& shape, xla::ffi::ThreadPool& pool) {
-  if (shape.lines() == 0) {
-    if (kernel.dscale() != nullptr) std::fill(kernel.dscale(), kernel.dscale() + shape.n, C{0});
-    return xla::ffi::Error::Success();
-  }
-  return Runner<C, Kernel>(kernel, shape, pool).Run();
+xla::ffi::Error Run(const Kernel& kernel, xla::ffi::ThreadPool& pool) {
+  if (kernel.shape.lines() > 0) return Runner<C, Kernel>(kernel, pool).Run();
+  if (kernel.dscale() != nullptr) std::fill_n(kernel.dscale(), kernel.shape.n, C{0});
+  return xla::ffi::Error::Success();
 }
 
 }  // namespace normfuse
-
-#endif  // NORMFUSE_CPU_RUN_H_

@@ -1,6 +1,5 @@
 // Inner loops for several widths of vectors: one wheel for AVX-512, AVX2, SSE2 and NEON.
-#ifndef NORMFUSE_CPU_VEC_H_
-#define NORMFUSE_CPU_VEC_H_
+#pragma once
 
 #include <cstdint>
 
@@ -8,11 +7,16 @@
 
 namespace normfuse {
 
-// A vector of kBytes bytes, in the compilers' own vector language.
-template <typename C, int kBytes>
+// kBytes bytes of elements, in the compilers' own vector language; a single one is a plain C.
+template <typename C, int kBytes, bool kSingle = kBytes == sizeof(C)>
 struct Vec {
   typedef C Type __attribute__((vector_size(kBytes)));
   static constexpr int64_t kLanes = kBytes / sizeof(C);
+};
+template <typename C, int kBytes>
+struct Vec<C, kBytes, true> {
+  using Type = C;
+  static constexpr int64_t kLanes = 1;
 };
 
 // Through memcpy: rows begin anywhere.
@@ -39,7 +43,7 @@ NORMFUSE_INLINE C SumLanes(const C* lanes) {
 }
 
 // The sum of `size` terms, in an order that depends on `size` only: four vectors of running sums,
-// so that additions overlap and each lane adds few numbers. `term` has Vector<kBytes>(i) and At(i).
+// so that additions overlap and each lane adds few numbers. `term` has At<kBytes>(i).
 template <int kBytes, typename C, typename Term>
 NORMFUSE_INLINE C SumTerms(const Term& term, int64_t size) {
   using V = typename Vec<C, kBytes>::Type;
@@ -47,17 +51,17 @@ NORMFUSE_INLINE C SumTerms(const Term& term, int64_t size) {
   V a{}, b{}, c{}, d{};
   int64_t i = 0;
   for (; i + 4 * kLanes <= size; i += 4 * kLanes) {
-    a += term.template Vector<kBytes>(i);
-    b += term.template Vector<kBytes>(i + kLanes);
-    c += term.template Vector<kBytes>(i + 2 * kLanes);
-    d += term.template Vector<kBytes>(i + 3 * kLanes);
+    a += term.template At<kBytes>(i);
+    b += term.template At<kBytes>(i + kLanes);
+    c += term.template At<kBytes>(i + 2 * kLanes);
+    d += term.template At<kBytes>(i + 3 * kLanes);
   }
-  for (; i + kLanes <= size; i += kLanes) a += term.template Vector<kBytes>(i);
+  for (; i + kLanes <= size; i += kLanes) a += term.template At<kBytes>(i);
   a = (a + b) + (c + d);
   C lanes[kLanes];
   Store(lanes, a);
   C sum = SumLanes<kLanes>(lanes);
-  for (; i < size; ++i) sum += term.At(i);
+  for (; i < size; ++i) sum += term.template At<sizeof(C)>(i);
   return sum;
 }
 
@@ -86,24 +90,15 @@ inline int VectorBytes() {
   return bytes;
 }
 
-template <typename Loop, typename... A>
-void Dispatch(A... a) {
-  switch (VectorBytes()) {
-    case 64:
-      return RunAvx512<Loop>(a...);
-    case 32:
-      return RunAvx2<Loop>(a...);
-    default:
-      return Loop::template Run<16>(a...);
-  }
-}
-#else
-template <typename Loop, typename... A>
-void Dispatch(A... a) {
-  Loop::template Run<16>(a...);
-}
 #endif
 
-}  // namespace normfuse
+template <typename Loop, typename... A>
+void Dispatch(A... a) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (VectorBytes() == 64) return RunAvx512<Loop>(a...);
+  if (VectorBytes() == 32) return RunAvx2<Loop>(a...);
+#endif
+  Loop::template Run<16>(a...);
+}
 
-#endif  // NORMFUSE_CPU_VEC_H_
+}  // namespace normfuse

@@ -1,6 +1,6 @@
 // What the functions of normfuse.elementwise are compiled with for the CPU: CUDA's names for
-// mathematics, and conversions of every dtype. The loops are written by native/elementwise_code.py
-// around the user's function.
+// mathematics, and conversions of every dtype, which cpu/convert.cc has too. The loops are written
+// by native/elementwise_code.py around the user's function.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -8,6 +8,8 @@
 #ifdef USES_COMPLEX
 #include <complex>
 #endif
+
+#define NORMFUSE_INLINE inline __attribute__((always_inline))
 
 namespace normfuse_user {
 
@@ -51,7 +53,7 @@ inline double cospi(double x) { return cos(M_PI * x); }
 namespace normfuse_loop {
 
 template <typename To, typename From>
-inline To bit_cast(const From& from) {
+NORMFUSE_INLINE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
   To to;
   memcpy(&to, &from, sizeof(to));
@@ -67,10 +69,10 @@ struct Half {
   uint16_t bits;
 };
 
-inline float widened(BFloat16 value) {
+NORMFUSE_INLINE float widened(BFloat16 value) {
   return bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
-inline float widened(Half value) {
+NORMFUSE_INLINE float widened(Half value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16, exponents = 0x7c00u << 13;
   const uint32_t magnitude = (value.bits & 0x7fffu) << 13, bias = (127u - 15) << 23;
   const uint32_t normal = magnitude + bias;
@@ -82,12 +84,12 @@ inline float widened(Half value) {
   return bit_cast<float>((exponent == exponents ? normal + bias : finite) | sign);
 }
 
-inline void narrowed(float value, BFloat16* to) {
+NORMFUSE_INLINE void narrowed(float value, BFloat16* to) {
   const uint32_t bits = bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // ties to even
   to->bits = static_cast<uint16_t>(value != value ? bits >> 16 | 0x40 : rounded);
 }
-inline void narrowed(float value, Half* to) {
+NORMFUSE_INLINE void narrowed(float value, Half* to) {
   const uint32_t bits = bit_cast<uint32_t>(value), magnitude = bits & 0x7fffffffu;
   const uint32_t rounded = (magnitude - ((127u - 15) << 23) + 0xfffu + (magnitude >> 13 & 1)) >> 13;
   // Added to 0.5, a number below 2^-14 is rounded to units of 2^-24 by the addition itself.
@@ -100,7 +102,7 @@ inline void narrowed(float value, Half* to) {
 }
 // By way of float rounded to odd: rounding to nearest twice would miss numbers near a middle.
 template <typename Stored>
-inline void narrowed(double value, Stored* to) {
+NORMFUSE_INLINE void narrowed(double value, Stored* to) {
   const uint64_t lost = (uint64_t{1} << 29) - 1;  // the bits that float does not have
   const uint64_t bits = bit_cast<uint64_t>(value);
   narrowed(static_cast<float>(bit_cast<double>((bits | ((bits & lost) + lost)) & ~lost)), to);

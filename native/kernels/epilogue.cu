@@ -23,9 +23,7 @@ using Compute = COMPUTE_TYPE;
 using Vector = Wide<Compute, VECTOR>;
 
 constexpr int kThreads = BLOCK_X * BLOCK_Y;
-#if WITH_DBIAS
-constexpr int kColumns = BLOCK_X * VECTOR;
-#endif
+IF(WITH_DBIAS, constexpr int kColumns = BLOCK_X * VECTOR);
 
 template <typename T>
 __device__ inline Packed<T, VECTOR> load(const T* from, bool aligned) {
@@ -44,46 +42,24 @@ __device__ inline void store(T* to, const Vector& values, bool aligned) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
-#if GRADIENT
-    const DY_TYPE* dy,
-#endif
-    const Z_TYPE* z,
-#if HAS_UP
-    const UP_TYPE* up,
-#endif
-#if HAS_BIAS
-    const BIAS_TYPE* bias,
-#endif
-#if GRADIENT
-    Z_TYPE* dz,
-#if HAS_UP
-    UP_TYPE* dup,
-#endif
-#if WITH_DBIAS
-    Compute* partial,
-#endif
-#if WITH_VALUE
-    VALUE_TYPE* value,
-#endif
-#else
-    Y_TYPE* y,
-#endif
-    long long rows, long long columns) {
+// clang-format off
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(IF(GRADIENT, const DY_TYPE* dy,)
+           const Z_TYPE* z, IF(HAS_UP, const UP_TYPE* up,) IF(HAS_BIAS, const BIAS_TYPE* bias,)
+           IF(GRADIENT, Z_TYPE* dz, IF(HAS_UP, UP_TYPE* dup,))
+           IF(WITH_DBIAS, Compute* partial,)
+           IF(WITH_VALUE, VALUE_TYPE* value,)
+           IF_NOT(GRADIENT, Y_TYPE* y,)
+           long long rows, long long columns) {
+  // clang-format on
 #if GRADIENT
   bool aligned = aligned_16(dy, z, dz);
 #else
   bool aligned = aligned_16(z, y);
 #endif
-#if HAS_UP
-  aligned = aligned && aligned_16(up);
-#if GRADIENT
-  aligned = aligned && aligned_16(dup);
-#endif
-#endif
-#if WITH_VALUE
-  aligned = aligned && aligned_16(value);
-#endif
+  IF(HAS_UP, aligned = aligned && aligned_16(up));
+  IF(HAS_UP, IF(GRADIENT, aligned = aligned && aligned_16(dup)));
+  IF(WITH_VALUE, aligned = aligned && aligned_16(value));
   const int thread_x = threadIdx.x % BLOCK_X, thread_y = threadIdx.x / BLOCK_X;
   const long long column = (blockIdx.x * 1LL * BLOCK_X + thread_x) * VECTOR;
   const bool inside = column < columns;
@@ -92,81 +68,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
   Vector shift{};
   if (inside) shift = widen_all<Compute>(load_elements<VECTOR>(bias + column));
 #endif
-#if WITH_DBIAS
-  Vector sums{};
-#endif
+  IF(WITH_DBIAS, Vector sums{});
   const long long step = gridDim.y * 1LL * BLOCK_Y;
   for (long long row = blockIdx.y * 1LL * BLOCK_Y + thread_y; row < rows; row += UNROLL * step) {
     Packed<Z_TYPE, VECTOR> zs[UNROLL];
-#if HAS_UP
-    Packed<UP_TYPE, VECTOR> ups[UNROLL];
-#endif
-#if GRADIENT
-    Packed<DY_TYPE, VECTOR> dys[UNROLL];
-#endif
+    IF(HAS_UP, Packed<UP_TYPE, VECTOR> ups[UNROLL]);
+    IF(GRADIENT, Packed<DY_TYPE, VECTOR> dys[UNROLL]);
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (!inside || row + i * step >= rows) continue;
       const long long at = (row + i * step) * columns + column;
       zs[i] = load(z + at, aligned);
-#if HAS_UP
-      ups[i] = load(up + at, aligned);
-#endif
-#if GRADIENT
-      dys[i] = load(dy + at, aligned);
-#endif
+      IF(HAS_UP, ups[i] = load(up + at, aligned));
+      IF(GRADIENT, dys[i] = load(dy + at, aligned));
     }
 #pragma unroll
     for (int i = 0; i < UNROLL; ++i) {
       if (!inside || row + i * step >= rows) continue;
       const long long at = (row + i * step) * columns + column;
       Vector wide_z = widen_all<Compute>(zs[i]), out;
-#if GRADIENT && (HAS_UP || WITH_VALUE)
-      Vector more;
-#endif
-#if HAS_UP
-      const Vector wide_up = widen_all<Compute>(ups[i]);
-#endif
-#if GRADIENT
-      const Vector wide_dy = widen_all<Compute>(dys[i]);
-#endif
+      [[maybe_unused]] Vector more;
+      IF(HAS_UP, const Vector wide_up = widen_all<Compute>(ups[i]));
+      IF(GRADIENT, const Vector wide_dy = widen_all<Compute>(dys[i]));
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
-#if HAS_BIAS
-        wide_z.at[k] += shift.at[k];
-#endif
+        IF(HAS_BIAS, wide_z.at[k] += shift.at[k]);
         const Compute x = wide_z.at[k];
-#if !GRADIENT && HAS_UP
-        out.at[k] = activation(x) * wide_up.at[k];
-#elif !GRADIENT
-        out.at[k] = activation(x);
-#elif HAS_UP
-        out.at[k] = wide_dy.at[k] * wide_up.at[k] * activation_derivative(x);
-        more.at[k] = wide_dy.at[k] * activation(x);
-#else
-        out.at[k] = wide_dy.at[k] * activation_derivative(x);
-#endif
-#if WITH_DBIAS
-        sums.at[k] += out.at[k];
-#endif
-      }
 #if GRADIENT
-      store(dz + at, out, aligned);
-#if HAS_UP
-      store(dup + at, more, aligned);
+        const Compute dh = wide_dy.at[k] IF(HAS_UP, *wide_up.at[k]);
+        out.at[k] = dh * activation_derivative(x);
+        IF(HAS_UP, more.at[k] = wide_dy.at[k] * activation(x));
+#else
+        out.at[k] = activation(x) IF(HAS_UP, *wide_up.at[k]);
 #endif
+        IF(WITH_DBIAS, sums.at[k] += out.at[k]);
+      }
+      IF_NOT(GRADIENT, store(y + at, out, aligned));
+      IF(GRADIENT, store(dz + at, out, aligned));
+      IF(GRADIENT, IF(HAS_UP, store(dup + at, more, aligned)));
 #if WITH_VALUE
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
-        more.at[k] = activation(wide_z.at[k]);
-#if HAS_UP
-        more.at[k] *= wide_up.at[k];
-#endif
+        more.at[k] = activation(wide_z.at[k]) IF(HAS_UP, *wide_up.at[k]);
       }
       store(value + at, more, aligned);
-#endif
-#else
-      store(y + at, out, aligned);
 #endif
     }
   }

@@ -9,9 +9,9 @@
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
 //   scale          (FEATURES,)           SCALE_TYPE, if HAS_SCALE
 //   rstd           (rows,)               COMPUTE_TYPE
-//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; (rows,) as an
-//   operand partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of the rows of each block,
-//   if WITH_DSCALE value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
+//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; operand: (rows,)
+//   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of each block's rows, if WITH_DSCALE
+//   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
 //
 // dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
 // its place.
@@ -32,20 +32,16 @@ using Compute = COMPUTE_TYPE;
 constexpr int kDy = 0;
 constexpr int kX = kDy + kSlots<DY_TYPE>;
 constexpr int kDh = kX + kSlots<X_TYPE>;
-#if GRADIENT && HAS_RESIDUAL
-constexpr int kStageBytes = kDh + kSlots<DH_TYPE>;
-#else
-constexpr int kStageBytes = kDh;
-#endif
+constexpr int kStageBytes = kDh IF(GRADIENT, IF(HAS_RESIDUAL, +kSlots<DH_TYPE>));
 
 using PartDy = Part<DY_TYPE, HOLD>;
 using PartX = Part<X_TYPE, HOLD>;
 
-using Accumulator = Wide<Compute, VECTOR>[CHUNKS];
+using Columns = Wide<Compute, VECTOR>[CHUNKS];  // a value for each column of this thread
 
 // Writes the block's dscale, adding up the rows it works on at a time. Overwrites shared memory.
-__device__ inline void store_partial(const Accumulator& dscale, bool aligned, Compute* partial) {
-  Compute* row = partial + static_cast<long long>(blockIdx.x) * FEATURES;
+__device__ inline void store_partial(const Columns& dscale, bool aligned, Compute* partial) {
+  Compute* row = partial + 1LL * blockIdx.x * FEATURES;
   if constexpr (BLOCK_ROWS == 1) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
@@ -72,11 +68,9 @@ __device__ inline void store_partial(const Accumulator& dscale, bool aligned, Co
   }
 }
 
-using Weights = Wide<Compute, VECTOR>[CHUNKS];
-
 // Σ dy · w · x over this thread's part of a row.
 __device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
-                                 [[maybe_unused]] const Weights& weight) {
+                                 [[maybe_unused]] const Columns& weight) {
   Compute dot = 0;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
@@ -84,11 +78,8 @@ __device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
     const auto wide_x = widen_all<Compute>(xs[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-#if HAS_SCALE
-      dot += wide_dy.at[k] * weight[i].at[k] * wide_x.at[k];
-#else
-      dot += wide_dy.at[k] * wide_x.at[k];
-#endif
+      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+      dot += g * wide_x.at[k];
     }
   }
   return dot;
@@ -107,53 +98,28 @@ static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const DY_TYPE* dy, const X_TYPE* x,
-#if HAS_SCALE
-           const SCALE_TYPE* scale,
-#endif
-#if GRADIENT
-           const Compute* rstd,
-#if HAS_RESIDUAL
-           const DH_TYPE* dh,
-#endif
-#endif
-#if !DOTS
-           const Compute* dots,
-#endif
-#if GRADIENT
-           X_TYPE* dx,
-#if WITH_DSCALE
-           Compute* partial,
-#endif
-#if WITH_VALUE
-           DY_TYPE* value,
-#endif
-#else
-           Compute* dots,
-#endif
+           // clang-format off
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
+           IF_NOT(DOTS, const Compute* dots,)
+           IF(GRADIENT, X_TYPE* dx,)
+           IF(GRADIENT, IF(WITH_DSCALE, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF_NOT(GRADIENT, Compute* dots,)
            long long rows, Compute scale_offset, Compute count) {
+  // clang-format on
   bool aligned = aligned_16(dy, x);
-#if HAS_SCALE
-  aligned = aligned && aligned_16(scale);
-#endif
+  IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
 #if GRADIENT
   aligned = aligned && aligned_16(dx);
-#if HAS_RESIDUAL
-  aligned = aligned && aligned_16(dh);
-#endif
-#if WITH_VALUE
-  aligned = aligned && aligned_16(value);
-#endif
-#if WITH_DSCALE
-  const bool partial_aligned = aligned_16(partial);
-#endif
+  IF(HAS_RESIDUAL, aligned = aligned && aligned_16(dh));
+  IF(WITH_VALUE, aligned = aligned && aligned_16(value));
+  IF(WITH_DSCALE, const bool partial_aligned = aligned_16(partial));
 #endif
 
   unsigned char* const stages = shared_memory() + (RowSum<Compute>::kBytes + 15) / 16 * 16;
-#if DOTS
-  RowSum<Compute> row_sum(shared_memory());
-#endif
-  const long long stride = static_cast<long long>(gridDim.x) * BLOCK_ROWS;
-  long long row = static_cast<long long>(blockIdx.x) * BLOCK_ROWS + row_group();
+  IF(DOTS, RowSum<Compute> row_sum(shared_memory()));
+  const long long stride = 1LL * gridDim.x * BLOCK_ROWS;
+  long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
 
   // Begin to copy what the sum is of, and the rest, of row `which`.
   const auto fetch_terms = [&](long long which, int stage) {
@@ -175,18 +141,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     fetch_rest(row + s * stride, s);
   }
 
-  Weights weight;
+  Columns weight;
 #if HAS_SCALE
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
 #endif
 #if GRADIENT
-  Accumulator dscale{};
+  Columns dscale{};
   const Compute per_count = Compute(1) / count;
   Compute next_rstd = row < rows ? rstd[row] : Compute(0);
-#if !DOTS
-  Compute next_dot = row < rows ? dots[row] : Compute(0);
-#endif
+  IF_NOT(DOTS, Compute next_dot = row < rows ? dots[row] : Compute(0));
 #endif
 
   int stage = 0;
@@ -211,10 +175,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
     const PartDy dys(from + kDy, active);
     const PartX xs(from + kX, active);
-#if GRADIENT && HAS_RESIDUAL
-    const Part<DH_TYPE, HOLD> dhs(from + kDh, active);
-#endif
 #if GRADIENT
+    IF(HAS_RESIDUAL, const Part<DH_TYPE, HOLD> dhs(from + kDh, active));
     const bool another = row + stride < rows;
     const Compute rstd_row = next_rstd;
     next_rstd = another ? rstd[row + stride] : Compute(0);
@@ -234,33 +196,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int i = 0; i < CHUNKS; ++i) {
       const auto wide_dy = widen_again<Compute>(dys[i]);
       const auto wide_x = widen_again<Compute>(xs[i]);
-#if HAS_RESIDUAL
-      const auto wide_dh = widen_all<Compute>(dhs[i]);
-#endif
+      IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
       Wide<Compute, VECTOR> out;
-#if WITH_VALUE
-      Wide<Compute, VECTOR> again;
-#endif
+      IF(WITH_VALUE, Wide<Compute, VECTOR> again);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
         const Compute normal = wide_x.at[k] * rstd_row;  // x normalised
-#if WITH_DSCALE
-        dscale[i].at[k] += wide_dy.at[k] * normal;
-#endif
-#if HAS_SCALE
-        const Compute g = wide_dy.at[k] * weight[i].at[k];
-#else
-        const Compute g = wide_dy.at[k];
-#endif
-#if WITH_VALUE && HAS_SCALE
-        again.at[k] = normal * weight[i].at[k];
-#elif WITH_VALUE
-        again.at[k] = normal;
-#endif
+        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
+        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+        IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *weight[i].at[k]));
         out.at[k] = rstd_row * g - normal * pull;
-#if HAS_RESIDUAL
-        out.at[k] += wide_dh.at[k];
-#endif
+        IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
       }
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
 #if WITH_VALUE
@@ -273,9 +219,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     fetch_rest(row + STAGES * stride, stage);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
-#if DOTS
-  row_sum.finish();
-#endif
+  IF(DOTS, row_sum.finish());
 #if GRADIENT && WITH_DSCALE
   wait_copies<0>();
   store_partial(dscale, partial_aligned, partial);

@@ -71,21 +71,14 @@ __device__ inline void add_columns(const DY_TYPE* dy, const X_TYPE* x, const Com
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const DY_TYPE* dy, const X_TYPE* x,
-#if HAS_SCALE
-           const SCALE_TYPE* scale,
-#endif
-           const Compute* rstd,
-#if HAS_RESIDUAL
-           const DH_TYPE* dh,
-#endif
+           // clang-format off
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,)
            X_TYPE* dx, Compute* dscale, long long rows, Compute scale_offset, Compute count) {
+  // clang-format on
   bool aligned = aligned_16(dy, x, dx);
-#if HAS_SCALE
-  aligned = aligned && aligned_16(scale);
-#endif
-#if HAS_RESIDUAL
-  aligned = aligned && aligned_16(dh);
-#endif
+  IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+  IF(HAS_RESIDUAL, aligned = aligned && aligned_16(dh));
   if (blockIdx.x < COLUMN_BLOCKS) {
     add_columns(dy, x, rstd, rows, aligned, dscale);
     return;
@@ -97,10 +90,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   Chunks<X_TYPE> xs;
   load_row(dy + row * FEATURES, active, aligned, dys);
   load_row(x + row * FEATURES, active, aligned, xs);
-#if HAS_RESIDUAL
-  Chunks<DH_TYPE> dhs;
-  load_row(dh + row * FEATURES, active, aligned, dhs);
-#endif
+  IF(HAS_RESIDUAL, Chunks<DH_TYPE> dhs);
+  IF(HAS_RESIDUAL, load_row(dh + row * FEATURES, active, aligned, dhs));
   const Compute inverse = active ? rstd[row] : Compute(0);
 
   Wide<Compute, VECTOR> gs[CHUNKS];
@@ -109,14 +100,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (int i = 0; i < CHUNKS; ++i) {
     gs[i] = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
-#if HAS_SCALE
-    const auto weight = load_weight(scale, scale_offset, i, aligned);
-#endif
+    IF(HAS_SCALE, const auto weight = load_weight(scale, scale_offset, i, aligned));
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-#if HAS_SCALE
-      gs[i].at[k] *= weight.at[k];
-#endif
+      IF(HAS_SCALE, gs[i].at[k] *= weight.at[k]);
       dot += gs[i].at[k] * wide_x.at[k];
     }
   }
@@ -125,16 +112,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_x = widen_all<Compute>(xs[i]);
-#if HAS_RESIDUAL
-    const auto wide_dh = widen_all<Compute>(dhs[i]);
-#endif
+    IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
     Wide<Compute, VECTOR> out;
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
       out.at[k] = inverse * gs[i].at[k] - wide_x.at[k] * inverse * pull;
-#if HAS_RESIDUAL
-      out.at[k] += wide_dh.at[k];
-#endif
+      IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
     }
     if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
   }

@@ -10,34 +10,19 @@ using Compute = COMPUTE_TYPE;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(const DY_TYPE* dy, const X_TYPE* x,
-#if HAS_SCALE
-           const SCALE_TYPE* scale,
-#endif
-#if GRADIENT
-           const Compute* rstd,
-#if HAS_RESIDUAL
-           const DH_TYPE* dh,
-#endif
-#endif
-#if !DOTS
-           const Compute* dots,
-#endif
-#if GRADIENT
-           X_TYPE* dx,
-#if WITH_DSCALE
-           Compute* partial,
-#endif
-#if WITH_VALUE
-           DY_TYPE* value,
-#endif
-#else
-           Compute* dots,
-#endif
+           // clang-format off
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
+           IF_NOT(DOTS, const Compute* dots,)
+           IF(GRADIENT, X_TYPE* dx,)
+           IF(GRADIENT, IF(WITH_DSCALE, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF_NOT(GRADIENT, Compute* dots,)
            long long outer, long long inner, Compute scale_offset, Compute count) {
+  // clang-format on
 #if GRADIENT
   const Compute per_count = Compute(1) / count;
 #if WITH_DSCALE
-  Compute* const dscale = partial + static_cast<long long>(blockIdx.x) * FEATURES;
+  Compute* const dscale = partial + 1LL * blockIdx.x * FEATURES;
   if (thread_x() == 0) {
     for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) dscale[k] = 0;
   }
@@ -53,9 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll 4
       for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
         Compute g = widen<Compute>(dy[tile.at(k)]);
-#if HAS_SCALE
-        g *= widen<Compute>(scale[k]) + scale_offset;
-#endif
+        IF(HAS_SCALE, g *= widen<Compute>(scale[k]) + scale_offset);
         dot += g * widen<Compute>(x[tile.at(k)]);
       }
     }
@@ -78,18 +61,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const Compute normal = widen<Compute>(x[tile.at(k)]) * rstd_row;
         share = wide_dy * normal;
         Compute weight = 1;
-#if HAS_SCALE
-        weight = widen<Compute>(scale[k]) + scale_offset;
-#endif
+        IF(HAS_SCALE, weight = widen<Compute>(scale[k]) + scale_offset);
         const Compute g = wide_dy * weight;
         Compute out = rstd_row * g - normal * pull;
-#if HAS_RESIDUAL
-        out += widen<Compute>(dh[tile.at(k)]);
-#endif
+        IF(HAS_RESIDUAL, out += widen<Compute>(dh[tile.at(k)]));
         dx[tile.at(k)] = X_TYPE(out);
-#if WITH_VALUE
-        value[tile.at(k)] = DY_TYPE(normal * weight);
-#endif
+        IF(WITH_VALUE, value[tile.at(k)] = DY_TYPE(normal * weight));
       }
 #if WITH_DSCALE
 #pragma unroll

@@ -52,50 +52,29 @@ __device__ inline void add_residual(const Chunks<X_TYPE>& xs,
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
-#if HAS_RESIDUAL
-           const RESIDUAL_TYPE* residual,
-#endif
-#if HAS_SCALE
-           const SCALE_TYPE* scale,
-#endif
-#if !STATISTICS
-           const Compute* rstd,
-#endif
-#if NORMALIZE
-           Y_TYPE* y,
-#endif
-#if HAS_RESIDUAL
-           H_TYPE* h,
-#endif
-#if STATISTICS && WITH_RSTD
-           Compute* rstd,
-#endif
-#if !NORMALIZE
-           Compute* sums,
-#endif
+           // clang-format off
+           IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF_NOT(STATISTICS, const Compute* rstd,)
+           IF(NORMALIZE, Y_TYPE* y,)
+           IF(HAS_RESIDUAL, H_TYPE* h,)
+           IF(STATISTICS, IF(WITH_RSTD, Compute* rstd,))
+           IF_NOT(NORMALIZE, Compute* sums,)
            long long rows, Compute eps, Compute scale_offset) {
+  // clang-format on
   bool aligned = aligned_16(x);
-#if HAS_RESIDUAL
-  aligned = aligned && aligned_16(residual, h);
-#endif
-#if HAS_SCALE
-  aligned = aligned && aligned_16(scale);
-#endif
-#if NORMALIZE
-  aligned = aligned && aligned_16(y);
-#endif
-#if STATISTICS
-  RowSums<Compute, THREAD_ROWS> row_sums(shared_memory());
-#endif
+  IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
+  IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+  IF(NORMALIZE, aligned = aligned && aligned_16(y));
+  IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
 #if NORMALIZE && HAS_SCALE && HOLD
   Wide<Compute, VECTOR> weights[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
 #endif
-  const long long stride = static_cast<long long>(gridDim.x) * kRows;
-  for (long long first = static_cast<long long>(blockIdx.x) * kRows; first < rows;
-       first += stride) {
+  const long long stride = 1LL * gridDim.x * kRows;
+  for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
@@ -135,9 +114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
       inverse.at[r] = inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps);
-#if WITH_RSTD
-      if (mine + r < rows && row_thread() == 0 && slice() == 0) rstd[mine + r] = inverse.at[r];
-#endif
+      const bool writes = mine + r < rows && row_thread() == 0 && slice() == 0;
+      IF(WITH_RSTD, if (writes) rstd[mine + r] = inverse.at[r]);
     }
 #else
     Wide<Compute, THREAD_ROWS> inverse;
@@ -159,9 +137,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
           out.at[k] *= inverse.at[r];
-#if HAS_SCALE
-          out.at[k] *= weight.at[k];
-#endif
+          IF(HAS_SCALE, out.at[k] *= weight.at[k]);
         }
         if (mine + r < rows) {
           store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
@@ -170,7 +146,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
 #endif
   }
-#if STATISTICS
-  row_sums.finish();
-#endif
+  IF(STATISTICS, row_sums.finish());
 }

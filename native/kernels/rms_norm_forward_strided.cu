@@ -6,28 +6,16 @@ using Compute = COMPUTE_TYPE;
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(const X_TYPE* x,
-#if HAS_RESIDUAL
-           const RESIDUAL_TYPE* residual,
-#endif
-#if HAS_SCALE
-           const SCALE_TYPE* scale,
-#endif
-#if !STATISTICS
-           const Compute* rstd,
-#endif
-#if NORMALIZE
-           Y_TYPE* y,
-#endif
-#if HAS_RESIDUAL
-           H_TYPE* h,
-#endif
-#if STATISTICS && WITH_RSTD
-           Compute* rstd,
-#endif
-#if !NORMALIZE
-           Compute* sums,
-#endif
+           // clang-format off
+           IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF_NOT(STATISTICS, const Compute* rstd,)
+           IF(NORMALIZE, Y_TYPE* y,)
+           IF(HAS_RESIDUAL, H_TYPE* h,)
+           IF(STATISTICS, IF(WITH_RSTD, Compute* rstd,))
+           IF_NOT(NORMALIZE, Compute* sums,)
            long long outer, long long inner, Compute eps, Compute scale_offset) {
+  // clang-format on
   const long long tiles = Tile::count(outer, inner);
   for (long long number = blockIdx.x; number < tiles; number += gridDim.x) {
     const Tile tile(number, inner);
@@ -54,23 +42,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (!tile.active) continue;
 #if STATISTICS
     const Compute inverse = inverse_root(sum * (Compute(1) / FEATURES) + eps);
-#if WITH_RSTD
-    if (thread_y() == 0) rstd[tile.row] = inverse;
-#endif
+    IF(WITH_RSTD, if (thread_y() == 0) rstd[tile.row] = inverse);
 #else
     const Compute inverse = rstd[tile.row];
 #endif
-#if HAS_RESIDUAL
-    const H_TYPE* normalised = h;  // what this very thread wrote above
-#else
-    const X_TYPE* normalised = x;
-#endif
+    const auto* normalised = IF(HAS_RESIDUAL, h) IF_NOT(HAS_RESIDUAL, x);  // h: written above
 #pragma unroll 4
     for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
       Compute out = widen<Compute>(normalised[tile.at(k)]) * inverse;
-#if HAS_SCALE
-      out *= widen<Compute>(scale[k]) + scale_offset;
-#endif
+      IF(HAS_SCALE, out *= widen<Compute>(scale[k]) + scale_offset);
       y[tile.at(k)] = Y_TYPE(out);
     }
 #endif

@@ -3,6 +3,16 @@
 
 #include "machine.cuh"
 
+// IF(FLAG, text): the text where the macro FLAG is 1, nothing where it is 0; IF_NOT: the reverse.
+#define IF(flag, ...) IF_VALUE(1, flag)(__VA_ARGS__)
+#define IF_NOT(flag, ...) IF_VALUE(0, flag)(__VA_ARGS__)
+#define IF_VALUE(wanted, value) IF_PASTED(wanted, value)
+#define IF_PASTED(wanted, value) TEXT_##wanted##value
+#define TEXT_00(...) __VA_ARGS__
+#define TEXT_11(...) __VA_ARGS__
+#define TEXT_01(...)
+#define TEXT_10(...)
+
 template <typename To, typename From>
 __device__ inline To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
@@ -11,13 +21,22 @@ __device__ inline To bit_cast(const From& from) {
   return to;
 }
 
+// The widest word that moves kBytes, or a part of them.
+template <int kBytes>
+using WordOf =
+    ConditionalType<kBytes % 16 == 0, uint4,
+                    ConditionalType<kBytes % 8 == 0, uint2,
+                                    ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
+
 // kSize elements as stored, in whole registers: 16-bit elements held one by one would take two
 // times the registers.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Packed {
   static constexpr int kBytes = sizeof(T) * kSize;
   using Unit = ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>;
+  using Word = WordOf<kBytes>;
   static constexpr int kUnits = kBytes / sizeof(Unit);
+  static constexpr int kWords = kBytes / sizeof(Word);
 
   Unit units[kUnits];
 };
@@ -28,12 +47,8 @@ struct Wide {
   C at[kSize];
 };
 
-template <typename C>
-__device__ inline C widen(float value) {
-  return value;
-}
-template <typename C>
-__device__ inline C widen(double value) {
+template <typename C, typename T>
+__device__ inline C widen(T value) {
   return static_cast<C>(value);
 }
 template <typename C>
@@ -120,19 +135,12 @@ __device__ inline Packed<T, kSize> narrow_all(const Wide<C, kSize>& wide) {
   return packed;
 }
 
-// The widest word that moves kBytes, or a part of them.
-template <int kBytes>
-using WordOf =
-    ConditionalType<kBytes % 16 == 0, uint4,
-                    ConditionalType<kBytes % 8 == 0, uint2,
-                                    ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>>>;
-
 // A stream of elements, each read once; `from` is aligned as Packed is. kOverwritten: a result may
 // be written there.
 template <int kSize, bool kOverwritten = false, typename T>
 __device__ inline Packed<T, kSize> load_packed(const T* from) {
-  using Word = WordOf<Packed<T, kSize>::kBytes>;
-  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+  using Word = typename Packed<T, kSize>::Word;
+  constexpr int kWords = Packed<T, kSize>::kWords;
   Word words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -144,8 +152,8 @@ __device__ inline Packed<T, kSize> load_packed(const T* from) {
 
 template <int kSize, bool kEvicted = false, typename T>
 __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
-  using Word = WordOf<Packed<T, kSize>::kBytes>;
-  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+  using Word = typename Packed<T, kSize>::Word;
+  constexpr int kWords = Packed<T, kSize>::kWords;
   Word words[kWords];
   memcpy(words, &packed, sizeof(packed));
 #pragma unroll
@@ -158,8 +166,8 @@ __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
 // Begins copying from global to shared memory; both are aligned as Packed is, to 4 bytes or more.
 template <typename T, int kSize>
 __device__ inline void copy_packed_async(Packed<T, kSize>* shared, const T* global) {
-  using Word = WordOf<Packed<T, kSize>::kBytes>;
-  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
+  using Word = typename Packed<T, kSize>::Word;
+  constexpr int kWords = Packed<T, kSize>::kWords;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     copy_async<sizeof(Word)>(reinterpret_cast<Word*>(shared) + i,

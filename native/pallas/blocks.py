@@ -1,12 +1,15 @@
 """Tiles as Pallas's pipelined blocks: for TPUs, whose memory they fit, and interpreted on CPUs."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .lowering import Target
-from .tiles import Call, cdiv, result_type
+from .tiles import Call, cdiv, clear, result_type
 
 # Elements of a tile. A TPU core has 16 MiB for every operand's tile twice (one is fetched while the
 # other is used) and the values in between; a backward has five operands, 0.5 MiB each in float32.
@@ -16,37 +19,34 @@ _LANES = 128
 
 
 def fits(target: Target, n: int) -> bool:
-    """Whether a kernel can hold whole rows of n."""
+    """Returns whether a kernel can hold whole rows of n."""
     del target
     return n <= _ELEMENTS // _ROWS
 
 
 def run(target: Target, call: Call) -> list[jax.Array]:
-    """The results of `call`."""
+    """Returns the results of `call`."""
     m, n = call.shape
     size_m, size_n = _tile(m, n, call.whole)
     grid, place = _grid(call, cdiv(m, size_m), cdiv(n, size_n))
     tile = pl.BlockSpec((size_m, size_n), lambda *g: place(*g))
     column = pl.BlockSpec((1, size_n), lambda *g: (0, place(*g)[1]))
     row = pl.BlockSpec((size_m, 1), lambda *g: (place(*g)[0], 0))
-    of = {"tile": (tile, (m, n)), "row": (row, (m, 1)), "row sum": (row, (m, 1))}
-    of["column sum"] = (column, (1, n))
+    of = {"tile": (tile, (m, n)), "row": (row, (m, 1)), "column sum": (column, (1, n))}
+    of["row sum"] = of["row"]
 
     def kernel(*refs):
-        count = len(call.tiles), len(call.columns), len(call.rows)
         i, j = place(pl.program_id(0), pl.program_id(1))
-        mask = _mask(i, j, (size_m, size_n), (m, n))
-        values, at = [], 0
-        for group, many in enumerate(count):
-            loaded = [ref[...].astype(call.compute) for ref in refs[at : at + many]]
+        masks, left, values = _masks(i, j, (size_m, size_n), (m, n)), iter(refs), []
+        for mask, group in zip(masks, (call.tiles, call.columns, call.rows)):
+            loaded = [next(left)[...].astype(call.compute) for _ in group]
             # zero beyond the matrix: what is there is anything, and would be summed
-            values.append([_where(mask[group], value) for value in loaded])
-            at += many
-        for out, ref, value in zip(call.outs, refs[at:], call.body(*values)):
+            values.append([value if mask is None else _masked(mask, value) for value in loaded])
+        for out, ref, value in zip(call.outs, left, call.body(*values)):
             if out.kind in ("tile", "row"):
                 ref[...] = value.astype(ref.dtype)
                 continue
-            pl.when(pl.program_id(1) == 0)(lambda ref=ref: _clear(ref))
+            pl.when(pl.program_id(1) == 0)(lambda ref=ref: clear(ref))
             ref[...] += value
 
     results = pl.pallas_call(
@@ -63,37 +63,33 @@ def run(target: Target, call: Call) -> list[jax.Array]:
     return [r.reshape(flat[out.kind]) for out, r in zip(call.outs, results)]
 
 
-def _tile(m, n, whole):
-    """Rows and columns of a tile: all there are, or multiples of the machine's own tiles."""
+def _tile(m: int, n: int, whole: bool) -> tuple[int, int]:
+    """Returns rows and columns of a tile: all there are, or multiples of the machine's tiles."""
     size_n = n if whole or n * _ROWS <= _ELEMENTS else _ELEMENTS // _ROWS
     padded = cdiv(size_n, _LANES) * _LANES
     size_m = max(_ROWS, _ELEMENTS // padded // _ROWS * _ROWS)
     return min(m, size_m), size_n
 
 
-def _grid(call, rows, columns):
-    """The grid, and which tile a step of it has: sums run along its second dimension."""
+def _grid(call: Call, rows: int, columns: int) -> tuple[tuple[int, int], Callable[..., Any]]:
+    """Returns the grid, and which tile a step of it has: sums run along its second dimension."""
     if "column sum" in call.kinds:
         return (columns, rows), lambda j, i: (i, j)
     return (rows, columns), lambda i, j: (i, j)
 
 
-def _mask(i, j, size, shape):
-    """For tiles, columns and rows: which elements are in the matrix; None where all are."""
+def _masks(i: Any, j: Any, size: tuple[int, int], shape: tuple[int, int]) -> tuple[Any, Any, Any]:
+    """Returns which elements of tiles, columns and rows are in the matrix; None where all are."""
     (tm, tn), (m, n) = size, shape
-    inside = lambda step, tile, end, dims, axis: (
-        None
-        if end % tile == 0
-        else step * tile + jax.lax.broadcasted_iota(jnp.int32, dims, axis) < end
-    )
+
+    def inside(step, tile, end, dims, axis):
+        index = step * tile + jax.lax.broadcasted_iota(jnp.int32, dims, axis)
+        return index < end if end % tile else None
+
     down, across = inside(i, tm, m, (tm, tn), 0), inside(j, tn, n, (tm, tn), 1)
     both = down if across is None else across if down is None else down & across
     return both, inside(j, tn, n, (1, tn), 1), inside(i, tm, m, (tm, 1), 0)
 
 
-def _where(mask, value):
-    return value if mask is None else jnp.where(mask, value, jnp.zeros((), value.dtype))
-
-
-def _clear(ref):
-    ref[...] = jnp.zeros(ref.shape, ref.dtype)
+def _masked(mask: jax.Array, value: jax.Array) -> jax.Array:
+    return jnp.where(mask, value, jnp.zeros((), value.dtype))

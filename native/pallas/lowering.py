@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from .. import launch
+from ..dtypes import FLOATING
 from ..implementation import Unsupported
 from ..jax_private import AbstractDevice
 
@@ -44,7 +45,7 @@ class Target:
 
 
 def target_for(platform: str | None, ctx: Any) -> Target:
-    """The target of a lowering: `ctx` is JAX's LoweringRuleContext.
+    """Returns the target of a lowering: `ctx` is JAX's LoweringRuleContext.
 
     Raises:
       Unsupported: for platforms without Pallas, and GPUs too old for it.
@@ -58,7 +59,7 @@ def target_for(platform: str | None, ctx: Any) -> Target:
 
 
 def mesh(target: Target) -> AbstractMesh:
-    """A mesh without axes that says which device the program is for."""
+    """Returns a mesh without axes that says which device the program is for."""
     if not target.gpu:
         return AbstractMesh((), ())
     kind = _NAMES.get(target.capability, _NEWEST) if target.platform == "cuda" else _ROCM
@@ -67,7 +68,7 @@ def mesh(target: Target) -> AbstractMesh:
 
 
 @contextlib.contextmanager
-def translated(target: Target) -> Iterator[None]:
+def translated() -> Iterator[None]:
     """Turns Pallas's ways to say that it cannot lower a kernel into `Unsupported`.
 
     Pallas's Triton backend warns that it will go; there is no other that serves every GPU. Once it
@@ -77,25 +78,19 @@ def translated(target: Target) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend", DeprecationWarning)
             yield
-    except (NotImplementedError, ImportError) as error:
-        raise Unsupported(f"Pallas cannot lower this: {_first_line(error)}") from error
     except Exception as error:
-        if type(error).__name__ not in ("LoweringException", "LoweringError"):
+        refusals = ("LoweringException", "LoweringError")
+        known = isinstance(error, (NotImplementedError, ImportError))
+        if not known and type(error).__name__ not in refusals:
             raise
-        raise Unsupported(f"Pallas cannot lower this: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
+        raise Unsupported(f"Pallas cannot lower this: {first}") from error
 
 
 def require_dtypes(target: Target, *dtypes: jax.typing.DTypeLike) -> None:
-    """Unsupported for dtypes that the platform's kernels do not take."""
+    """Raises Unsupported for dtypes that the platform's kernels do not take."""
     names = {jax.numpy.dtype(dtype).name for dtype in dtypes}
-    taken = {"float32", "bfloat16"} | (
-        {"float16", "float64"} if target.platform != "tpu" else set()
-    )
+    taken = set(FLOATING if target.platform != "tpu" else ("float32", "bfloat16"))
     if names - taken:
         raise Unsupported(
             f"Pallas kernels take {', '.join(sorted(taken))} on {target.platform}, not "

@@ -5,13 +5,14 @@ replaced by others here, for float32: erf to 1e-7 of 1, the others to a few roun
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import primitives
+from jax.extend.core import Primitive, primitives
 
 from ..implementation import Unsupported
 from ..jaxpr import results_of, value_of
@@ -25,6 +26,8 @@ _SHORT = (-5.8029973e-3, 1.4789448e-2, -1.7704743e-2, 2.7749924e-2, -5.3089137e-
 _SHORT += (-1.1403461e-1, 1.5416110e-1, -2.1728352e-1, 4.4133758e-1)
 _SHORT_ONE = 3.2
 
+Scalar = Callable[[jax.Array], jax.Array]
+
 # Operations of which each element of a result depends on one element of each operand.
 _ELEMENTWISE = frozenset(
     """
@@ -37,10 +40,11 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLike) -> None:
-    """Unsupported where a kernel cannot compute `function` tile by tile.
+def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
+    """Checks that a kernel can compute `function` tile by tile.
 
     Raises:
+      Unsupported: if it cannot.
       ValueError: if it does not keep the shape of its input.
     """
     tile = jax.ShapeDtypeStruct((8, 128), dtype)
@@ -61,22 +65,16 @@ def check(function: Callable[[jax.Array], jax.Array], dtype: jax.typing.DTypeLik
             f"{tile.shape}"
         )
     for eqn in _every(closed.jaxpr):
-        if eqn.primitive.name not in _ELEMENTWISE and not _of_scalars(eqn):
+        scalars = eqn.invars and all(getattr(v.aval, "shape", ()) == () for v in eqn.invars)
+        if eqn.primitive.name not in _ELEMENTWISE and not scalars:  # which have nothing to mix
             raise Unsupported(
                 "the activation is not element-wise, and a kernel gives it one tile at a time: it "
                 f"has the operation {eqn.primitive.name!r}"
             )
 
 
-def _of_scalars(eqn) -> bool:
-    """Whether an operation has nothing to mix."""
-    return bool(eqn.invars) and all(getattr(v.aval, "shape", ()) == () for v in eqn.invars)
-
-
-def portable(
-    function: Callable[[jax.Array], jax.Array], *, short: bool = False
-) -> Callable[[jax.Array], jax.Array]:
-    """`function`, with what some backend misses replaced.
+def portable(function: Scalar, *, short: bool = False) -> Scalar:
+    """Returns `function`, with what some backend misses replaced.
 
     Where `short`, erf is right to five digits: for results that bfloat16 rounds to three.
     """
@@ -87,90 +85,92 @@ def portable(
 def portable_several(
     function: Callable[..., list[jax.Array]], *, short: bool = False, exact: bool = False
 ) -> Callable[..., list[jax.Array]]:
-    """`portable` for a function of several arrays with several results.
+    """Returns `portable` for a function of several arrays with several results.
 
     Where `exact`, tanh is made of an exponential: the hardware's is right to 2^-11 of 1, which is
     for results that bfloat16 rounds, and takes half the time.
     """
     replaced = _REPLACED | (_SHORTER if short else {}) | (_EXACT if exact else {})
 
-    def call(*arrays):
-        return _evaluate(replaced, *_traced(function, *arrays), arrays)
-
-    return call
+    return lambda *arrays: _evaluate(replaced, _traced(function, *arrays), arrays)
 
 
-def differentiable(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """`function`, whose derivative kernels can have.
+def differentiable(function: Scalar) -> Scalar:
+    """Returns `function`, whose derivative kernels can have.
 
     JAX's own derivative of erf is right to the last bit, by operations that kernels do not have.
     """
 
     def call(x):
-        jaxpr, consts = _traced(function, x)
-        if not any(eqn.primitive in _SMOOTH for eqn in _every(jaxpr)):
+        closed = _traced(function, x)
+        if not any(eqn.primitive in _SMOOTH for eqn in _every(closed.jaxpr)):
             return function(x)
-        return _evaluate(_SMOOTH, jaxpr, consts, [x])[0]
+        return _evaluate(_SMOOTH, closed, [x])[0]
 
     return call
 
 
-def _traced(function, *arrays):
-    """The jaxpr of a function of such arrays, and its constants, which are numbers."""
-    closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
-    return closed.jaxpr, [np.asarray(c).item() for c in closed.consts]
+def _traced(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns the closed jaxpr of a function of such arrays."""
+    return jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays])
 
 
-def _every(jaxpr):
-    """The equations of a jaxpr and of those within."""
+def _within(eqn: Any) -> Any:
+    """Returns the closed jaxpr that an equation calls, or None."""
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    return inner if hasattr(inner, "consts") else None
+
+
+def _every(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr and of those within."""
     for eqn in jaxpr.eqns:
-        inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
-        yield from _every(inner.jaxpr) if hasattr(inner, "consts") else (eqn,)
+        inner = _within(eqn)
+        yield from _every(inner.jaxpr) if inner else (eqn,)
 
 
-def _evaluate(replaced, jaxpr, consts, args):
+def _evaluate(replaced: Mapping[Primitive, Callable], closed: Any, args: Sequence) -> list:
+    """Returns a closed jaxpr's results on `args`; its constants are numbers."""
+    jaxpr, consts = closed.jaxpr, [np.asarray(c).item() for c in closed.consts]
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for eqn in jaxpr.eqns:
         operands = [value_of(atom, values) for atom in eqn.invars]
-        inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
         if eqn.primitive in replaced:
             results = [replaced[eqn.primitive](*operands, **eqn.params)]
-        elif hasattr(inner, "consts"):
-            consts = [np.asarray(c).item() for c in inner.consts]
-            results = _evaluate(replaced, inner.jaxpr, consts, operands)
+        elif inner := _within(eqn):
+            results = _evaluate(replaced, inner, operands)
         else:
             results = results_of(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [value_of(atom, values) for atom in jaxpr.outvars]
 
 
-def _polynomial(x, coefficients):
+def _polynomial(x: jax.Array, coefficients: Sequence[float]) -> Any:
     return functools.reduce(lambda sum, c: sum * x + c, coefficients[1:], coefficients[0])
 
 
-def _erf(x, **_):
+def _erf(x: jax.Array) -> jax.Array:
     x = jnp.clip(x, -_ERF_ONE, _ERF_ONE)
     square = x * x
     return x * (_polynomial(square, _ERF_P) / _polynomial(square, _ERF_Q))
 
 
-def _erf_to_five_digits(x, **_):
+def _erf_to_five_digits(x: jax.Array) -> jax.Array:
     x = jnp.clip(x, -_SHORT_ONE, _SHORT_ONE)
     return x * _polynomial(x * x * (2 / _SHORT_ONE**2) - 1.0, _SHORT)
 
 
-def _log1p(x, **_):
+def _log1p(x: jax.Array, **_: Any) -> jax.Array:
     u = 1.0 + x  # log(u) · x / (u − 1): the rounding of u cancels (Kahan)
     one = u == 1.0
     return jnp.where(one, x, jnp.log(u) * x / jnp.where(one, 1.0, u - 1.0))
 
 
-def _expm1(x, **_):
+def _expm1(x: jax.Array, **_: Any) -> jax.Array:
     t = jnp.tanh(0.5 * jnp.minimum(x, 1.0))
     return jnp.where(x > 1.0, jnp.exp(x) - 1.0, 2.0 * t / (1.0 - t))
 
 
-def _integer_pow(x, *, y, **_):
+def _integer_pow(x: jax.Array, *, y: int, **_: Any) -> jax.Array:
     if y < 0:
         return 1.0 / _integer_pow(x, y=-y)
     power = None
@@ -184,8 +184,6 @@ def _integer_pow(x, *, y, **_):
 _REPLACED = {
     primitives.add_jaxvals_p: lambda x, y, **_: x + y,  # of derivatives
     primitives.copy_p: lambda x, **_: x,
-    primitives.erf_p: _erf,
-    primitives.erfc_p: lambda x, **_: 1.0 - _erf(x),
     primitives.expm1_p: _expm1,
     primitives.integer_pow_p: _integer_pow,
     primitives.log1p_p: _log1p,
@@ -195,22 +193,23 @@ _REPLACED = {
 
 
 @jax.custom_jvp
-def _smooth_erf(x):
+def _smooth_erf(x: jax.Array) -> jax.Array:
     return jax.lax.erf(x)
 
 
 @_smooth_erf.defjvp
-def _(primals, tangents):
+def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     return _smooth_erf(x), 2 / np.sqrt(np.pi).item() * jnp.exp(-x * x) * dx
 
 
-_SMOOTH = {
-    primitives.erf_p: lambda x, **_: _smooth_erf(x),
-    primitives.erfc_p: lambda x, **_: 1.0 - _smooth_erf(x),
-}
+def _with_erf(erf: Scalar) -> dict[Primitive, Callable[..., jax.Array]]:
+    return {
+        primitives.erf_p: lambda x, **_: erf(x),
+        primitives.erfc_p: lambda x, **_: 1.0 - erf(x),
+    }
+
+
+_REPLACED |= _with_erf(_erf)
+_SMOOTH, _SHORTER = _with_erf(_smooth_erf), _with_erf(_erf_to_five_digits)
 _EXACT = {primitives.tanh_p: lambda x, **_: 1.0 - 2.0 / (1.0 + jnp.exp(2.0 * x))}
-_SHORTER = {
-    primitives.erf_p: _erf_to_five_digits,
-    primitives.erfc_p: lambda x, **_: 1.0 - _erf_to_five_digits(x),
-}

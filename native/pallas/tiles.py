@@ -10,22 +10,23 @@ zero where they are summed, whatever they are elsewhere.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-Body = Callable[[Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]], Sequence]
+Arrays = Sequence[jax.Array]
+Body = Callable[[Arrays, Arrays, Arrays], Sequence]
+Ref = Any  # a reference to memory within a kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class Out:
     """A result of a kernel.
 
-    Attributes:
-      kind: "tile" of the matrix's shape; "row": one value a row, known from one tile; "row sum"
-        and "column sum": summed over all the tiles of a row or a column.
-      dtype: of the result; sums are kept in the compute type.
+    Its kind is "tile", of the matrix's shape; "row", one value a row, known from one tile; or "row
+    sum" or "column sum", over all the tiles of a row or a column, kept in the compute type.
     """
 
     kind: str
@@ -34,27 +35,16 @@ class Out:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A kernel and its operands.
+    """A kernel and its operands."""
 
-    Attributes:
-      name: what the kernel is called in profiles.
-      body: what is done with a tile.
-      tiles: operands of the matrix's shape (m, n).
-      columns: operands of shape (n,).
-      rows: operands of shape (m,).
-      outs: the results.
-      compute: the dtype that values have in the body.
-      whole: whether the body needs whole rows.
-    """
-
-    name: str
+    name: str  # in profiles
     body: Body
-    tiles: Sequence[jax.Array]
-    columns: Sequence[jax.Array]
-    rows: Sequence[jax.Array]
+    tiles: Arrays  # (m, n) each
+    columns: Arrays  # (n,) each
+    rows: Arrays  # (m,) each
     outs: Sequence[Out]
-    compute: jnp.dtype
-    whole: bool = False
+    compute: jnp.dtype  # of values in the body
+    whole: bool = False  # whether the body needs whole rows
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,16 +57,27 @@ class Call:
 
 
 def result_type(shape: Sequence[int], dtype: jax.typing.DTypeLike) -> ShapedArray:
-    """The type of a kernel's result. A `ShapeDtypeStruct` would have to say over which mesh axes it
-    varies wherever shard_map checks that, in words that differ among JAX's versions."""
+    """Returns the type of a kernel's result. A `ShapeDtypeStruct` would have to say over which mesh
+    axes it varies wherever shard_map checks that, in words that differ among JAX's versions."""
     return ShapedArray(tuple(shape), jnp.dtype(dtype))
 
 
+def clear(ref: Ref) -> None:
+    """Writes zeros."""
+    ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
+def before(value: jax.Array, end: Any, axis: int) -> jax.Array:
+    """Returns `value` with zeros from index `end` of an axis on."""
+    inside = jax.lax.broadcasted_iota(jnp.int32, value.shape, axis) < end
+    return jnp.where(inside, value, jnp.zeros((), value.dtype))
+
+
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
+    """Returns the least power of two that is at least n."""
     return 1 << (n - 1).bit_length()

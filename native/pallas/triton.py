@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ..implementation import Unsupported
 from .lowering import Target
-from .tiles import Call, cdiv, power_of_two, result_type
+from .tiles import Call, Ref, cdiv, power_of_two, result_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,13 @@ class Shape:
 
 
 def fits(target: Target, n: int) -> bool:
-    """Whether a kernel can hold whole rows of n."""
+    """Returns whether a kernel can hold whole rows of n."""
     del target
     return n <= 16384
 
 
 def shape_for(call: Call) -> Shape:
-    """The shape for a call: see benchmarks/results for the measurements behind it."""
+    """Returns the shape for a call: see benchmarks/results for the measurements behind it."""
     m, n = call.shape
     columns = power_of_two(n) if call.whole else min(power_of_two(n), 2048)
     most = power_of_two(m)
@@ -45,12 +47,12 @@ def shape_for(call: Call) -> Shape:
     return Shape(rows, columns, warps, programs=max(1, min(8, (16 if warps < 8 else 32) // warps)))
 
 
-def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Array]:
-    """The results of `call`."""
+def run(target: Target, call: Call) -> list[jax.Array]:
+    """Returns the results of `call`."""
     m, n = call.shape
     if m * n >= 2**31:
         raise Unsupported(f"Triton kernels index with 32 bits, and {m} x {n} elements need more")
-    shape = shape or shape_for(call)
+    shape = shape_for(call)
     steps = cdiv(m, shape.rows), cdiv(n, shape.columns)
     programs = steps[0]
     if "column sum" in call.kinds:
@@ -69,10 +71,9 @@ def run(target: Target, call: Call, shape: Shape | None = None) -> list[jax.Arra
     return [jnp.sum(r, 0) if out.kind == "column sum" else r for out, r in zip(call.outs, results)]
 
 
-def _kernel(*refs, call, shape, steps, programs):
+def _kernel(*refs: Ref, call: Call, shape: Shape, steps: tuple[int, int], programs: int) -> None:
     first, second = pl.program_id(0), pl.program_id(1)
-    inputs = refs[: len(refs) - len(call.outs)]
-    outputs = refs[len(inputs) :]
+    inputs, outputs = refs[: -len(call.outs)], refs[-len(call.outs) :]
     tile = functools.partial(_tile, call, shape, inputs, outputs)
     zeros = lambda *dims: jnp.zeros(dims, call.compute)
     if "row sum" in call.kinds:
@@ -95,12 +96,13 @@ def _kernel(*refs, call, shape, steps, programs):
         tile(first, second, [])
 
 
-def _tile(call, shape, inputs, outputs, i, j, sums):
+def _tile(
+    call: Call, shape: Shape, inputs: Any, outputs: Any, i: Any, j: Any, sums: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Does tile (i, j); returns `sums` with what it adds."""
-    (m, n), dims = call.shape, (shape.rows, shape.columns)
-    down, down_mask = _along(i, shape.rows, m)
-    across, across_mask = _along(j, shape.columns, n)
-    mask = _both(down_mask, across_mask, dims)
+    down, down_mask = _along(i, shape.rows, call.shape[0])
+    across, across_mask = _along(j, shape.columns, call.shape[1])
+    mask = _both((down_mask, across_mask), (shape.rows, shape.columns))
     take, load = iter(inputs), functools.partial(_load, compute=call.compute)
     tiles = [load(next(take).at[down, across], mask) for _ in call.tiles]
     columns = [load(next(take).at[across], across_mask)[None, :] for _ in call.columns]
@@ -117,25 +119,25 @@ def _tile(call, shape, inputs, outputs, i, j, sums):
     return sums
 
 
-def _along(step, size, end):
-    """The indices of a step in one dimension, and which of them exist; None where all do."""
+def _along(step: Any, size: int, end: int) -> tuple[Any, jax.Array | None]:
+    """Returns the indices of a step along a dimension, and which exist; None where all do."""
     start = step * size
     mask = None if end % size == 0 else start + jnp.arange(size) < end
     return pl.ds(start, size), mask
 
 
-def _both(down, across, dims):
-    if down is None and across is None:
-        return None
-    down = None if down is None else lax.broadcast_in_dim(down, dims, (0,))
-    across = None if across is None else lax.broadcast_in_dim(across, dims, (1,))
-    return down if across is None else across if down is None else down & across
+def _both(masks: Sequence[jax.Array | None], dims: tuple[int, int]) -> jax.Array | None:
+    """Returns the mask of a tile from those along its dimensions."""
+    there = [
+        lax.broadcast_in_dim(m, dims, (axis,)) for axis, m in enumerate(masks) if m is not None
+    ]
+    return functools.reduce(lambda a, b: a & b, there) if there else None
 
 
-def _load(ref, mask, compute):
+def _load(ref: Ref, mask: jax.Array | None, compute: jnp.dtype) -> jax.Array:
     other = None if mask is None else 0.0
     return pltriton.load(ref, mask=mask, other=other).astype(compute)
 
 
-def _store(ref, value, mask):
+def _store(ref: Ref, value: jax.Array, mask: jax.Array | None) -> None:
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)

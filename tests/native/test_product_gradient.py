@@ -167,6 +167,7 @@ def test_what_it_does_not_take(arch, name, size, dtype, reason):
 H200 = launch.Target("sm_90", 132)
 
 
+@pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize(
     "target, size, dtype, faster",
     [
@@ -181,10 +182,11 @@ H200 = launch.Target("sm_90", 132)
         (launch.Target("compute_90", 132), (16384, 4096, 14336), "bfloat16", False),  # or later
     ],
 )
-def test_the_rule(target, size, dtype, faster):
+def test_the_rule(target, size, dtype, faster, contract):
     m, k, n = size
-    types = [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (n, k), (m, n))]
-    spec = gradient_of(gated=False)
+    w = (n, k) if contract else (k, n)
+    types = [jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), w, (m, n))]
+    spec = gradient_of(gated=False, contract=contract)
     assert product_gradient.fused_is_faster(target, spec, *types) == faster
 
 

@@ -114,3 +114,27 @@ def test_peaks_are_found_by_device_kind():
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
     assert peak_flops("cpu", "float32") is None
+
+
+def test_tensorboard_gets_the_figures_and_a_resume_hides_later_ones(tmp_path, monkeypatch):
+    written, opened = [], []
+
+    class Writer:
+        flush = close = lambda self: None
+
+        def __init__(self, folder, purge_step):
+            opened.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            written.append(scalar)
+
+    monkeypatch.setattr("tensorboardX.SummaryWriter", Writer)
+    for from_step in (None, 3):
+        path, events = tmp_path / "metrics.jsonl", tmp_path / "events"
+        log = MetricsLog(path, from_step=from_step, tensorboard=events)
+        log.write(_step(4, 1.5) | {"lr": None, "skipped": True})
+        log.write(_validation(4))
+        log.sync()
+        log.close()
+    assert opened == [(str(events), None), (str(events), 4)]
+    assert written == 2 * [("train/loss", 1.5, 4), ("validation/loss", 1.0, 4)]

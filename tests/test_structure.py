@@ -1,0 +1,49 @@
+"""The package stays readable: few files to a kernel, few modules, no circles, annotated."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import structure
+
+# What FP8 products added to the 86 modules that were there before them: the quantizer (its op, its
+# layouts and three files of kernels) and the products that read it.
+FP8_MODULES = 6
+
+
+@pytest.fixture(scope="module")
+def journeys():
+    script = pathlib.Path(structure.__file__)
+    out = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True
+    ).stdout
+    lines = [line.split(": ", 2) for line in out.splitlines() if " files: " in line]
+    return {name: files.split(", ") for name, _, files in lines}
+
+
+@pytest.mark.parametrize(
+    "what, limit",
+    [
+        ("rms_norm", 10),
+        ("rms_norm and gradient", 11),
+        ('nnx.Linear(activation="silu") and gradient', 12),
+    ],
+)
+def test_few_files_from_an_op_to_its_kernel(journeys, what, limit):
+    files = journeys[what]
+    assert "layers/core/op.py" in files and "native/launch.py" in files
+    assert len(files) <= limit, files
+
+
+def test_few_modules():
+    assert 50 < len(structure.MODULES) <= 90 + FP8_MODULES
+
+
+def test_no_import_circles():
+    assert structure.circles() == []
+
+
+def test_parameters_are_annotated():
+    have, count = structure.annotated()
+    assert count > 1000 and have >= 0.8 * count, f"{have} of {count}"
