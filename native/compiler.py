@@ -137,7 +137,7 @@ def version() -> tuple[int, int]:
 def include_directory() -> str:
     """Returns the folder of cuda_bf16.h, from NVIDIA's wheels or a CUDA toolkit."""
     found = _first_with(
-        ("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers("cudart"),), ("", "include")
+        ("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers(),), ("", "include")
     )
     if found is None:
         raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
@@ -163,7 +163,7 @@ def _first_with(
     return None
 
 
-def _wheel_headers(name: str) -> str | None:
+def _wheel_headers(name: str = "cudart") -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # renamed: releases before 1.2.3 have no such name

@@ -30,16 +30,10 @@ class Unsupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Which kernels are to serve, decided where a program is lowered.
+    """Which kernels are to serve, decided where a program is lowered."""
 
-    Attributes:
-      names: "native" and "pallas", the first to be tried first; empty for the best there is on
-        the platform.
-      strict: whether plain HLO may not stand in where none of them can serve.
-    """
-
-    names: tuple[str, ...]
-    strict: bool
+    names: tuple[str, ...]  # the first is tried first; empty for the best there is on the platform
+    strict: bool  # whether plain HLO may not stand in where none of them can serve
 
 
 BEST = Order((), strict=False)
