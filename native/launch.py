@@ -204,11 +204,10 @@ def target_for(ctx: Any) -> Target:
       ValueError: if `NORMFUSE_CUDA_ARCH` names no architecture.
     """
     module = ctx.module_context
-    if not module.lowering_parameters.for_export:
-        for device in _devices(module):
-            capability = compute_capability(device)
-            if capability is not None:
-                return attached_target(device, capability)
+    for device in () if module.lowering_parameters.for_export else _devices(module):
+        capability = compute_capability(device)
+        if capability is not None:
+            return attached_target(device, capability)
     return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE)
 
 
