@@ -170,7 +170,7 @@ def show() -> str:
 def _environment() -> list[str]:
     import jax
 
-    compiled, installed = registry._ext.ffi_api_version, registry.installed_version()
+    compiled, installed = registry.compiled_version(), registry.installed_version()
     lines = [
         f"Python {platform.python_version()}, jax {jax.__version__}, jaxlib {_version('jaxlib')}",
         f"XLA FFI: compiled for {_dotted(compiled)}, jaxlib has {_dotted(installed)}",

@@ -10,6 +10,7 @@
 #include "xla/ffi/api/c_api.h"
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace {
 
@@ -22,31 +23,24 @@ py::capsule Capsule(Handler* handler) {
 // {platform: {"types": {name: {"type_id", "type_info"}},
 //             "targets": {name: handler, or {stage: handler}}}}
 py::dict Registrations() {
-  py::dict targets;
-  targets["normfuse_rms_norm_forward"] = Capsule(NormfuseRmsNormForward);
-  targets["normfuse_rms_norm_row_sums"] = Capsule(NormfuseRmsNormRowSums);
-  targets["normfuse_rms_norm_apply"] = Capsule(NormfuseRmsNormApply);
-  targets["normfuse_rms_norm_backward"] = Capsule(NormfuseRmsNormBackward);
-  targets["normfuse_rms_norm_row_dots"] = Capsule(NormfuseRmsNormRowDots);
-  targets["normfuse_rms_norm_backward_apply"] = Capsule(NormfuseRmsNormBackwardApply);
-  targets["normfuse_elementwise"] = Capsule(NormfuseElementwise);
-  targets["normfuse_quantize_amax"] = Capsule(NormfuseQuantizeAmax);
-  targets["normfuse_quantize_cast"] = Capsule(NormfuseQuantizeCast);
-
-  py::dict cuda_types;
-  cuda_types["normfuse_launch"] =
-      py::dict(py::arg("type_id") = py::capsule(normfuse::cuda::LaunchTypeId()),
-               py::arg("type_info") = py::capsule(normfuse::cuda::LaunchTypeInfo()));
-  py::dict cuda_targets;
-  cuda_targets["normfuse_launch"] =
-      py::dict(py::arg("instantiate") = Capsule(NormfuseLaunchInstantiate),
-               py::arg("initialize") = Capsule(NormfuseLaunchInitialize),
-               py::arg("execute") = Capsule(NormfuseLaunchExecute));
-
-  py::dict platforms;
-  platforms["cpu"] = py::dict(py::arg("types") = py::dict(), py::arg("targets") = targets);
-  platforms["CUDA"] = py::dict(py::arg("types") = cuda_types, py::arg("targets") = cuda_targets);
-  return platforms;
+  using py::dict;
+  const dict cpu("normfuse_rms_norm_forward"_a = Capsule(NormfuseRmsNormForward),
+                 "normfuse_rms_norm_row_sums"_a = Capsule(NormfuseRmsNormRowSums),
+                 "normfuse_rms_norm_apply"_a = Capsule(NormfuseRmsNormApply),
+                 "normfuse_rms_norm_backward"_a = Capsule(NormfuseRmsNormBackward),
+                 "normfuse_rms_norm_row_dots"_a = Capsule(NormfuseRmsNormRowDots),
+                 "normfuse_rms_norm_backward_apply"_a = Capsule(NormfuseRmsNormBackwardApply),
+                 "normfuse_elementwise"_a = Capsule(NormfuseElementwise),
+                 "normfuse_quantize_amax"_a = Capsule(NormfuseQuantizeAmax),
+                 "normfuse_quantize_cast"_a = Capsule(NormfuseQuantizeCast));
+  const dict launch_type("type_id"_a = py::capsule(normfuse::cuda::LaunchTypeId()),
+                         "type_info"_a = py::capsule(normfuse::cuda::LaunchTypeInfo()));
+  const dict launch("instantiate"_a = Capsule(NormfuseLaunchInstantiate),
+                    "initialize"_a = Capsule(NormfuseLaunchInitialize),
+                    "execute"_a = Capsule(NormfuseLaunchExecute));
+  const dict cuda("types"_a = dict("normfuse_launch"_a = launch_type),
+                  "targets"_a = dict("normfuse_launch"_a = launch));
+  return dict("cpu"_a = dict("types"_a = dict(), "targets"_a = cpu), "CUDA"_a = cuda);
 }
 
 }  // namespace

@@ -136,9 +136,7 @@ def version() -> tuple[int, int]:
 @functools.cache
 def include_directory() -> str:
     """Returns the folder of cuda_bf16.h, from NVIDIA's wheels or a CUDA toolkit."""
-    found = _first_with(
-        ("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers("cudart"),), ("", "include")
-    )
+    found = _first_with(("cuda_bf16.h", "cuda_fp16.h"), (_wheel_headers(),), ("", "include"))
     if found is None:
         raise CompilerMissing(f"CUDA's headers (cuda_bf16.h) are not installed: {_INSTALL}")
     return found
@@ -163,7 +161,7 @@ def _first_with(
     return None
 
 
-def _wheel_headers(name: str) -> str | None:
+def _wheel_headers(name: str = "cudart") -> str | None:
     try:
         from cuda.pathfinder import find_nvidia_header_directory
     except ImportError:  # renamed: releases before 1.2.3 have no such name
@@ -231,10 +229,9 @@ def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[I
         log = log.rstrip(b"\0 \n").decode(errors="replace")
         _check(nvrtc, built, source, arch, log)
         if arch.startswith("sm_"):
-            data = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
-        else:
-            data = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0")
-        return Image(data), log
+            return Image(_read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)), log
+        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        return Image(ptx.rstrip(b"\0")), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

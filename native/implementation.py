@@ -30,16 +30,10 @@ class Unsupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Which kernels are to serve, decided where a program is lowered.
+    """Which kernels are to serve, decided where a program is lowered."""
 
-    Attributes:
-      names: "native" and "pallas", the first to be tried first; empty for the best there is on
-        the platform.
-      strict: whether plain HLO may not stand in where none of them can serve.
-    """
-
-    names: tuple[str, ...]
-    strict: bool
+    names: tuple[str, ...]  # the first is tried first; empty for the best there is on the platform
+    strict: bool  # whether plain HLO may not stand in where none of them can serve
 
 
 BEST = Order((), strict=False)
@@ -61,11 +55,10 @@ def requested(implementation: Implementation, *, argument: str = "implementation
       TypeError: for anything but None, a string, or a sequence of strings.
     """
     if implementation is None:
-        implementation = os.environ.get("NORMFUSE_IMPLEMENTATION") or None
         argument = "NORMFUSE_IMPLEMENTATION"
-        if implementation is None:
+        if not os.environ.get(argument):
             return []
-        implementation = [name.strip() for name in implementation.split(",")]
+        implementation = [name.strip() for name in os.environ[argument].split(",")]
     names = [implementation] if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         kinds = "None, a name or a sequence of names"
@@ -108,15 +101,11 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
     names = requested(implementation) or every
     if implementation is None:  # what NORMFUSE_IMPLEMENTATION prefers, of what there is
         names = [name for name in names if name in serve] or every
-    errors = []
+    errors, there = [], ", ".join(map(repr, serve))
     for i, name in enumerate(names):
-        if name not in serve:
-            there = ", ".join(map(repr, serve))
-            errors.append(
-                NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
-            )
-            continue
         try:
+            if name not in serve:
+                raise NotImplementedError(f"{op} has no {name!r} implementation; it has {there}")
             return serve[name]("xla" not in names[i + 1 :])
         except NotImplementedError as error:
             errors.append(error)

@@ -1,5 +1,6 @@
 """A kernel: one device's share of an operation, as a JAX primitive with a body per backend."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +18,6 @@ Arrays = Sequence[jax.Array]
 Body = Callable[..., Arrays]
 
 _NO_MESH = AbstractMesh((), ())
-_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 class Kernel:
@@ -56,8 +56,7 @@ class Kernel:
         self.primitive.def_abstract_eval(self._abstract_eval)
         self.primitive.def_impl(self._impl)
         needs_devices_during_lowering(self.primitive)
-        mlir.register_lowering(self.primitive, functools.partial(self._lower, None))
-        for platform in _PLATFORMS:
+        for platform in (None, "cpu", "cuda", "rocm", "tpu"):  # None: any other
             rule = functools.partial(self._lower, platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
 
@@ -125,10 +124,9 @@ class Kernel:
             return False
         from .launch import target_for  # only a CUDA lowering needs the CUDA engine
 
-        try:
+        with contextlib.suppress(Unsupported):  # a GPU that is too old for CUDA kernels of ours
             return self._pallas_on_cuda(target_for(ctx), spec, *ctx.avals_in)
-        except Unsupported:  # a GPU that is too old for CUDA kernels of ours
-            return False
+        return False
 
     def native(self, platform: str | None, ctx: Any) -> Body:
         """Returns the native body for a lowering, as a function of `(spec, *operands)`."""
@@ -141,8 +139,8 @@ class Kernel:
             return self.bodies["cpu"]
         if self.fused_by_xla(platform):
             raise Unsupported("XLA already fuses this into one loop")
-        nowhere = not {"cpu", "cuda"} & set(self.bodies)
-        raise Unsupported(f"{'no platform has a' if nowhere else 'this platform has no'} kernel")
+        somewhere = {"cpu", "cuda"} & set(self.bodies)
+        raise Unsupported(f"{'this platform has no' if somewhere else 'no platform has a'} kernel")
 
     def _native_body(self, platform: str | None, ctx: Any, spec: Any) -> Callable[..., Any]:
         return functools.partial(lower, functools.partial(self.native(platform, ctx), spec), ctx)

@@ -163,16 +163,13 @@ _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 11
 class Target:
     """A GPU architecture, and what launches are shaped by.
 
-    Attributes:
-      arch: what NVRTC is asked for: `sm_90` and the like give machine code for that architecture
-        alone, `compute_80` gives PTX that runs on it and on every later one.
-      multiprocessors: how many there are, or are assumed.
-      name: what its driver calls it; empty if no device is attached.
+    `sm_90` and the like give machine code for that architecture alone, `compute_80` gives PTX that
+    runs on it and on every later one.
     """
 
-    arch: str
-    multiprocessors: int
-    name: str = ""
+    arch: str  # as NVRTC is asked for it
+    multiprocessors: int  # how many there are, or are assumed
+    name: str = ""  # what its driver calls it; empty if no device is attached
 
     @property
     def capability(self) -> int:
@@ -207,11 +204,10 @@ def target_for(ctx: Any) -> Target:
       ValueError: if `NORMFUSE_CUDA_ARCH` names no architecture.
     """
     module = ctx.module_context
-    if not module.lowering_parameters.for_export:
-        for device in _devices(module):
-            capability = compute_capability(device)
-            if capability is not None:
-                return attached_target(device, capability)
+    for device in () if module.lowering_parameters.for_export else _devices(module):
+        capability = compute_capability(device)
+        if capability is not None:
+            return attached_target(device, capability)
     return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE)
 
 

@@ -18,7 +18,7 @@ def register() -> None:
       ImportError: if the installed jaxlib is older than the headers the kernels were compiled with.
         XLA refuses such handlers only when the backend starts, and then nothing runs at all.
     """
-    check_version(_ext.ffi_api_version, installed_version())
+    check_version(compiled_version(), installed_version())
     for platform, entries in _ext.registrations().items():
         for name, kind in entries["types"].items():  # types go before their handlers
             jax.ffi.register_ffi_type(name, kind, platform=platform)
@@ -35,6 +35,11 @@ def check_version(compiled: tuple[int, int], installed: tuple[int, int]) -> None
         "Install a jax and jaxlib of the same age or newer, or build normfuse against this jaxlib: "
         "in a checkout, `pip install --no-build-isolation .`.".format(*compiled, *installed)
     )
+
+
+def compiled_version() -> tuple[int, int]:
+    """Returns the FFI version (major, minor) that the native code was compiled for."""
+    return _ext.ffi_api_version
 
 
 def installed_version() -> tuple[int, int]:

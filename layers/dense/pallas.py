@@ -25,19 +25,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What a kernel makes of x · w.
+    """What a kernel makes of x · w."""
 
-    Attributes:
-      epilogue: `(sums, *bias) -> results`, both of the dtype `compute`.
-      results: how many of them.
-      precision: as of `jax.lax.dot`.
-      compute: of the sums.
-    """
-
-    epilogue: Callable[..., Sequence[Array]]
-    results: int
-    precision: str | None
-    compute: jnp.dtype
+    epilogue: Callable[..., Sequence[Array]]  # (sums, *bias) -> results, in the compute type
+    results: int  # how many
+    precision: str | None  # as of jax.lax.dot
+    compute: jnp.dtype  # of the sums
 
     def __call__(self, x: Array, w: Array) -> Array:
         """Returns a piece of the sums."""

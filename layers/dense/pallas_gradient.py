@@ -71,17 +71,11 @@ def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> lis
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the product is scheduled.
+    """How the product is scheduled."""
 
-    Attributes:
-      stages: slots of the ring, 48 KiB each. With 3 the products wait for their operands.
-      staging: results of a warpgroup on their way to memory, 8 KiB each.
-      width: tiles one below the other before the next step across: they share w in the cache.
-    """
-
-    stages: int = 4
-    staging: int = 2
-    width: int = 8
+    stages: int = 4  # slots of the ring, 48 KiB each; with 3 the products wait for operands
+    staging: int = 2  # results of a warpgroup on their way to memory, 8 KiB each
+    width: int = 8  # tiles one below the other before the next across: they share w in the cache
 
 
 def multiply(

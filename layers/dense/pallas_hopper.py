@@ -34,22 +34,14 @@ EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.P
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """How the product is cut.
+    """How the product is cut."""
 
-    Attributes:
-      rows, columns: of the tile of one warpgroup.
-      split: which of them the two warpgroups of a block share out: "rows" or "columns".
-      depth: of the pieces of x and w that are fetched at once.
-      stages: how many of those are in flight or in use.
-      width: tiles one below the other before the next step across: they share w in the cache.
-    """
-
-    rows: int = 128
+    rows: int = 128  # of the tile of one warpgroup
     columns: int = 128
-    split: str = "columns"
-    depth: int = 64
-    stages: int = 4
-    width: int = 16
+    split: str = "columns"  # or "rows": which of them the two warpgroups of a block share out
+    depth: int = 64  # of the pieces of x and w that are fetched at once
+    stages: int = 4  # how many of those are in flight or in use
+    width: int = 16  # tiles one below the other before the next across: they share w in the cache
 
     @property
     def block(self) -> tuple[int, int]:

@@ -71,7 +71,7 @@ class _Rows:
     @property
     def fit(self) -> bool:
         """Whether a kernel can hold whole rows."""
-        return self._backend.fits(self.target, self.n)
+        return self._backend.fits(self.n)
 
     def __call__(
         self,

@@ -14,26 +14,14 @@ using normfuse_loop::Half;
 struct WidenLoop {
   template <int kBytes, typename C, typename T>
   static NORMFUSE_INLINE void Run(const T* from, int64_t count, C* to) {
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_floating_point_v<T>) {
-        to[i] = static_cast<C>(from[i]);
-      } else {
-        to[i] = static_cast<C>(normfuse_loop::widened(from[i]));
-      }
-    }
+    for (int64_t i = 0; i < count; ++i) to[i] = normfuse_loop::widen<C>(from[i]);
   }
 };
 
 struct NarrowLoop {
   template <int kBytes, typename C, typename T>
   static NORMFUSE_INLINE void Run(const C* from, int64_t count, T* to) {
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_floating_point_v<T>) {
-        to[i] = static_cast<T>(from[i]);
-      } else {
-        normfuse_loop::narrowed(from[i], to + i);
-      }
-    }
+    for (int64_t i = 0; i < count; ++i) to[i] = normfuse_loop::Narrow<T>::from(from[i]);
   }
 };
 

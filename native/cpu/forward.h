@@ -25,7 +25,12 @@ struct Forward {
     C a[kTileSize<C>], b[kTileSize<C>];
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t, Tile<C> tile) {
       tile.x = Read(x, offset, tile.size(), a);
-      if (residual) tile.x = AddResidual(offset, tile.size(), tile.x, a, b);
+      if (residual) {  // the sum as it is stored: statistics and y come from the rounded values
+        C* sum = Target(h, offset, a);
+        Add(tile.x, Read(residual, offset, tile.size(), b), tile.size(), sum);
+        Commit(sum, h, offset, tile.size());
+        tile.x = Read(h, offset, tile.size(), a);
+      }
       AddSquares(tile, sums);
     });
   }
@@ -50,15 +55,6 @@ struct Forward {
       Normalise(tile, target);
       Commit(target, y, offset, tile.size());
     });
-  }
-
- private:
-  // The sum as it is stored: statistics and y come from the rounded values.
-  const C* AddResidual(int64_t offset, int64_t count, const C* values, C* a, C* b) const {
-    C* sum = Target(h, offset, a);
-    Add(values, Read(residual, offset, count, b), count, sum);
-    Commit<C>(sum, h, offset, count);
-    return Read(h, offset, count, a);
   }
 };
 

@@ -7,29 +7,21 @@ namespace ffi = ::xla::ffi;
 
 std::string Text(const std::vector<int64_t>& dims) {
   std::string text = "(";
-  for (size_t i = 0; i < dims.size(); ++i) {
-    text += (i ? ", " : "") + std::to_string(dims[i]);
-  }
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
   return text + (dims.size() == 1 ? ",)" : ")");
 }
 
-std::string Text(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::F64:
-      return "float64";
-    case ffi::F32:
-      return "float32";
-    case ffi::BF16:
-      return "bfloat16";
-    case ffi::F16:
-      return "float16";
-    default:
-      return "XLA data type " + std::to_string(static_cast<int>(dtype));
-  }
+// The name of a dtype that the kernels take, else nullptr.
+const char* Name(ffi::DataType dtype) {
+  if (dtype == ffi::F64) return "float64";
+  if (dtype == ffi::F32) return "float32";
+  if (dtype == ffi::BF16) return "bfloat16";
+  return dtype == ffi::F16 ? "float16" : nullptr;
 }
 
-bool Supported(ffi::DataType dtype) {
-  return dtype == ffi::F64 || dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
+std::string Text(ffi::DataType dtype) {
+  const char* name = Name(dtype);
+  return name ? name : "XLA data type " + std::to_string(static_cast<int>(dtype));
 }
 
 }  // namespace
@@ -69,7 +61,7 @@ Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
   const ffi::DataType dtype = buffer.element_type();
   if (dims != shapes[kind]) {
     Fail(std::string(name) + " must have shape " + Text(shapes[kind]) + "; got " + Text(dims));
-  } else if (!Supported(dtype)) {
+  } else if (!Name(dtype)) {
     Fail(std::string(name) + " must be float64, float32, bfloat16 or float16; got " + Text(dtype));
   }
   has_double_ |= dtype == ffi::F64;

@@ -29,9 +29,7 @@ class Weight {
     data_ = owned_.get();
     if (!owned_) return;
     if (scale) Widen(scale, 0, n, owned_.get());
-    for (int64_t i = 0; i < n; ++i) {
-      owned_[i] = scale ? owned_[i] + static_cast<C>(offset) : C{1};
-    }
+    for (int64_t i = 0; i < n; ++i) owned_[i] = scale ? owned_[i] + static_cast<C>(offset) : C{1};
   }
 
   const C* data() const { return data_; }  // null when there is no memory

@@ -69,11 +69,8 @@ class Runner {
  private:
   template <typename F>
   void For(int64_t count, const F& body) {
-    if (plan_.small()) {
-      for (int64_t i = 0; i < count; ++i) body(i);
-    } else {
-      ParallelFor(pool_, count, body);
-    }
+    if (!plan_.small()) return ParallelFor(pool_, count, body);
+    for (int64_t i = 0; i < count; ++i) body(i);
   }
 
   // Where a block sums its share of dscale, zeroed between the features given.

@@ -8,10 +8,9 @@ namespace {
 template <typename F>
 void Find(void* library, const char* name, F** entry, std::string* missing) {
   *entry = reinterpret_cast<F*>(dlsym(library, name));
-  if (*entry == nullptr && missing->empty()) {
-    *missing = std::string("libcuda.so.1 has no ") + name +
-               ": the NVIDIA driver is older than 525 (CUDA 12.0), update it";
-  }
+  if (*entry != nullptr || !missing->empty()) return;
+  *missing = std::string("libcuda.so.1 has no ") + name +
+             ": the NVIDIA driver is older than 525 (CUDA 12.0), update it";
 }
 
 Driver Open() {

@@ -109,34 +109,34 @@ NORMFUSE_INLINE void narrowed(double value, Stored* to) {
 }
 
 template <typename Value, typename Stored>
-inline Value widen(const Stored& stored) {
+NORMFUSE_INLINE Value widen(const Stored& stored) {
   return static_cast<Value>(stored);
 }
 template <typename Value>
-inline Value widen(const BFloat16& stored) {
+NORMFUSE_INLINE Value widen(const BFloat16& stored) {
   return static_cast<Value>(widened(stored));
 }
 template <typename Value>
-inline Value widen(const Half& stored) {
+NORMFUSE_INLINE Value widen(const Half& stored) {
   return static_cast<Value>(widened(stored));
 }
 
 template <typename Stored>
 struct Narrow {
   template <typename Value>
-  static Stored from(const Value& value) {
+  static NORMFUSE_INLINE Stored from(const Value& value) {
     return static_cast<Stored>(value);
   }
 };
 template <typename Stored>
 struct NarrowFloat {
   template <typename Value>
-  static Stored from(const Value& value) {
+  static NORMFUSE_INLINE Stored from(const Value& value) {
     Stored stored;
     narrowed(static_cast<float>(value), &stored);
     return stored;
   }
-  static Stored from(double value) {
+  static NORMFUSE_INLINE Stored from(double value) {
     Stored stored;
     narrowed(value, &stored);
     return stored;

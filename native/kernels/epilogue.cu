@@ -52,11 +52,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF_NOT(GRADIENT, Y_TYPE* y,)
            long long rows, long long columns) {
   // clang-format on
-#if GRADIENT
-  bool aligned = aligned_16(dy, z, dz);
-#else
-  bool aligned = aligned_16(z, y);
-#endif
+  bool aligned = IF(GRADIENT, aligned_16(dy, z, dz)) IF_NOT(GRADIENT, aligned_16(z, y));
   IF(HAS_UP, aligned = aligned && aligned_16(up));
   IF(HAS_UP, IF(GRADIENT, aligned = aligned && aligned_16(dup)));
   IF(WITH_VALUE, aligned = aligned && aligned_16(value));

@@ -1,13 +1,6 @@
 // The derivative of RMSNorm of few rows of FEATURES contiguous elements, whose rstd is known, in
-// one launch:
-//
-//   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
-//   dscale = Σ_rows dy · x · rstd
-//
-//   dy, x, dh, dx  (rows, FEATURES)  DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
-//   scale          (FEATURES,)       SCALE_TYPE, if HAS_SCALE
-//   rstd           (rows,)           COMPUTE_TYPE
-//   dscale         (FEATURES,)       COMPUTE_TYPE
+// one launch; the formulas, macros and operands are those of rms_norm_backward.cu, and dscale is
+// (FEATURES,).
 //
 // The sums along rows and those over rows do not need each other, so the first COLUMN_BLOCKS blocks
 // make dscale, each that of LANES vectors' columns, and the others dx, each that of BLOCK_ROWS

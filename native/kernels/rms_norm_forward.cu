@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     auto& hs = xs;
 #endif
 
-#if STATISTICS
     Wide<Compute, THREAD_ROWS> inverse;
+#if STATISTICS
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = square_sum(hs[r]);
     row_sums.post(inverse);
@@ -118,7 +118,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       IF(WITH_RSTD, if (writes) rstd[mine + r] = inverse.at[r]);
     }
 #else
-    Wide<Compute, THREAD_ROWS> inverse;
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r)
       inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);

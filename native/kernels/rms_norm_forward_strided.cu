@@ -40,12 +40,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (tile.active && thread_y() == 0) sums[tile.row] = sum;
 #else
     if (!tile.active) continue;
-#if STATISTICS
-    const Compute inverse = inverse_root(sum * (Compute(1) / FEATURES) + eps);
-    IF(WITH_RSTD, if (thread_y() == 0) rstd[tile.row] = inverse);
-#else
-    const Compute inverse = rstd[tile.row];
-#endif
+    const Compute inverse = IF(STATISTICS, inverse_root(sum * (Compute(1) / FEATURES) + eps))
+        IF_NOT(STATISTICS, rstd[tile.row]);
+    IF(STATISTICS, IF(WITH_RSTD, if (thread_y() == 0) rstd[tile.row] = inverse));
     const auto* normalised = IF(HAS_RESIDUAL, h) IF_NOT(HAS_RESIDUAL, x);  // h: written above
 #pragma unroll 4
     for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {

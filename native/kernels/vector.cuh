@@ -36,7 +36,6 @@ struct alignas(sizeof(T) * kSize < 16 ? sizeof(T) * kSize : 16) Packed {
   using Unit = ConditionalType<kBytes % 4 == 0, unsigned, unsigned short>;
   using Word = WordOf<kBytes>;
   static constexpr int kUnits = kBytes / sizeof(Unit);
-  static constexpr int kWords = kBytes / sizeof(Word);
 
   Unit units[kUnits];
 };
@@ -140,7 +139,7 @@ __device__ inline Packed<T, kSize> narrow_all(const Wide<C, kSize>& wide) {
 template <int kSize, bool kOverwritten = false, typename T>
 __device__ inline Packed<T, kSize> load_packed(const T* from) {
   using Word = typename Packed<T, kSize>::Word;
-  constexpr int kWords = Packed<T, kSize>::kWords;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
   Word words[kWords];
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
@@ -153,7 +152,7 @@ __device__ inline Packed<T, kSize> load_packed(const T* from) {
 template <int kSize, bool kEvicted = false, typename T>
 __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   using Word = typename Packed<T, kSize>::Word;
-  constexpr int kWords = Packed<T, kSize>::kWords;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
   Word words[kWords];
   memcpy(words, &packed, sizeof(packed));
 #pragma unroll
@@ -167,7 +166,7 @@ __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
 template <typename T, int kSize>
 __device__ inline void copy_packed_async(Packed<T, kSize>* shared, const T* global) {
   using Word = typename Packed<T, kSize>::Word;
-  constexpr int kWords = Packed<T, kSize>::kWords;
+  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     copy_async<sizeof(Word)>(reinterpret_cast<Word*>(shared) + i,

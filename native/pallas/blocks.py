@@ -18,9 +18,8 @@ _ROWS = 16  # bfloat16 is laid out in tiles of (16, 128)
 _LANES = 128
 
 
-def fits(target: Target, n: int) -> bool:
+def fits(n: int) -> bool:
     """Returns whether a kernel can hold whole rows of n."""
-    del target
     return n <= _ELEMENTS // _ROWS
 
 
@@ -41,7 +40,8 @@ def run(target: Target, call: Call) -> list[jax.Array]:
         for mask, group in zip(masks, (call.tiles, call.columns, call.rows)):
             loaded = [next(left)[...].astype(call.compute) for _ in group]
             # zero beyond the matrix: what is there is anything, and would be summed
-            values.append([value if mask is None else _masked(mask, value) for value in loaded])
+            zero = jnp.zeros((), call.compute)
+            values.append([v if mask is None else jnp.where(mask, v, zero) for v in loaded])
         for out, ref, value in zip(call.outs, left, call.body(*values)):
             if out.kind in ("tile", "row"):
                 ref[...] = value.astype(ref.dtype)
@@ -89,7 +89,3 @@ def _masks(i: Any, j: Any, size: tuple[int, int], shape: tuple[int, int]) -> tup
     down, across = inside(i, tm, m, (tm, tn), 0), inside(j, tn, n, (tm, tn), 1)
     both = down if across is None else across if down is None else down & across
     return both, inside(j, tn, n, (1, tn), 1), inside(i, tm, m, (tm, 1), 0)
-
-
-def _masked(mask: jax.Array, value: jax.Array) -> jax.Array:
-    return jnp.where(mask, value, jnp.zeros((), value.dtype))

@@ -23,17 +23,11 @@ _ROCM = "gfx942"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A platform, and the GPU where it is one.
+    """A platform, and the GPU where it is one."""
 
-    Attributes:
-      platform: "cpu" (interpreted), "cuda", "rocm" or "tpu".
-      cores: multiprocessors of a GPU, or as many as are assumed.
-      capability: compute capability times ten of an NVIDIA GPU, 0 for others.
-    """
-
-    platform: str
-    cores: int = 1
-    capability: int = 0
+    platform: str  # "cpu" (interpreted), "cuda", "rocm" or "tpu"
+    cores: int = 1  # multiprocessors of a GPU, or as many as are assumed
+    capability: int = 0  # compute capability times ten of an NVIDIA GPU, 0 for others
 
     @property
     def gpu(self) -> bool:

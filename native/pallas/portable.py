@@ -47,11 +47,9 @@ def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
       Unsupported: if it cannot.
       ValueError: if it does not keep the shape of its input.
     """
-    tile = jax.ShapeDtypeStruct((8, 128), dtype)
-    captured = (
-        "the activation captures an array or a traced value, and a kernel gives it one tile at a "
-        "time; write its constants as numbers"
-    )
+    tile, once = jax.ShapeDtypeStruct((8, 128), dtype), "and a kernel gives it one tile at a time"
+    captured = f"the activation captures an array or a traced value, {once}"
+    captured += "; write its constants as numbers"
     try:
         closed = jax.make_jaxpr(function)(tile)
     except (TypeError, ValueError) as error:  # an array that does not broadcast with a tile
@@ -60,17 +58,13 @@ def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
         raise Unsupported(captured)
     shapes = [getattr(aval, "shape", None) for aval in closed.out_avals]
     if shapes != [tile.shape]:
-        raise ValueError(
-            f"activation must keep the shape of its input; {function!r} makes {shapes} of "
-            f"{tile.shape}"
-        )
+        changes = f"{function!r} makes {shapes} of {tile.shape}"
+        raise ValueError(f"activation must keep the shape of its input; {changes}")
     for eqn in _every(closed.jaxpr):
         scalars = eqn.invars and all(getattr(v.aval, "shape", ()) == () for v in eqn.invars)
         if eqn.primitive.name not in _ELEMENTWISE and not scalars:  # which have nothing to mix
-            raise Unsupported(
-                "the activation is not element-wise, and a kernel gives it one tile at a time: it "
-                f"has the operation {eqn.primitive.name!r}"
-            )
+            mixes = f"it has the operation {eqn.primitive.name!r}"
+            raise Unsupported(f"the activation is not element-wise, {once}: {mixes}")
 
 
 def portable(function: Scalar, *, short: bool = False) -> Scalar:
