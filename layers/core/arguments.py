@@ -52,7 +52,7 @@ def check_quantization(op: str, quantization: Any, dtype: Any = None) -> None:
     """Raises ValueError for an unknown `quantization`, TypeError if `dtype` cannot have it."""
     if quantization is None:
         return
-    if quantization != "fp8":
+    if not isinstance(quantization, str) or quantization != "fp8":
         raise ValueError(f"{op}: quantization must be None or 'fp8', got {quantization!r}")
     if dtype is not None and jnp.dtype(dtype).name == "float64":
         raise TypeError(

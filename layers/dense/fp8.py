@@ -77,14 +77,16 @@ class Contraction:
 
 def define_product(spec: Contraction, a: Array, b: Array, scale: Array) -> list[Array]:
     """`(a, b, scale) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow."""
-    options = {"out_sharding": spec.out_sharding, "preferred_element_type": jnp.dtype(spec.dtype)}
+    # Sums of codes go beyond float16; bfloat16 has float32's range.
+    sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)
+    options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
     if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
         raw = jax.lax.platform_dependent(a, b, cuda=multiply, default=widened)
     else:
         raw = widened(a, b)
-    return [raw * scale.astype(spec.dtype)]
+    return [(raw * scale.astype(sums)).astype(spec.dtype)]
 
 
 def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Order) -> Any:
@@ -211,6 +213,8 @@ def _kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) ->
     """The kernel's codes in the layouts of the forward, (out, in), and the backward, (in, out)."""
     has_q, has_qt = (forward, backward) if spec.contract else (backward, forward)
     codes = Codes(FORMAT, has_q, has_qt, spec.op)
+    if kernel.dtype == jnp.float64:  # not quantized
+        kernel = kernel.astype(jnp.float32)
     return quantize(kernel, codes, split=1, rows=False, order=spec.order)
 
 
@@ -231,13 +235,19 @@ def _gathered(spec: Fp8, codes: Any, x: Array, which: str) -> Any:
     """Codes of the kernel, gathered over the mesh axes that split rows, where types say so."""
     if codes is None or not jax.typeof(codes).sharding.mesh.explicit_axes:
         return codes
-    rows, summed, outs = spec.labels
+    _, summed, outs = spec.labels
     labels = outs + summed if which == "forward" else summed + outs
-    entries = zip(spec.product.x, jax.typeof(x).sharding.spec)
+    return _without_axes_of_rows(spec, codes, labels, x, spec.product.x)
+
+
+def _without_axes_of_rows(spec: Fp8, array: Array, labels: str, x: Array, x_labels: str) -> Array:
+    """An array on an Explicit mesh, gathered over the axes that split the rows of x."""
+    rows, summed, _ = spec.labels
+    entries = zip(x_labels, jax.typeof(x).sharding.spec)
     taken = {axis for letter, entry in entries if letter in rows for axis in axes_of(entry)}
-    stored = jax.typeof(codes).sharding.spec
+    stored = whole(jax.typeof(array).sharding.spec, array.ndim)
     wanted = tuple(e if c == summed else without(e, taken) for c, e in zip(labels, stored))
-    return codes if wanted == tuple(stored) else jax.sharding.reshard(codes, jax.P(*wanted))
+    return array if wanted == stored else jax.sharding.reshard(array, jax.P(*wanted))
 
 
 # ---------------------------------------------------------------- the tangent
@@ -273,7 +283,8 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(operands)
     fp8 = spec.fp8
     rows, summed, outs = fp8.labels
-    widened = lambda codes, scale: codes.astype(fp8.dtype) * scale.astype(fp8.dtype)
+    wide = compute_dtype(fp8.dtype)  # float16 has no scales below 2^-24
+    widened = lambda codes, scale: (codes.astype(wide) * scale.astype(wide)).astype(fp8.dtype)
     dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
     terms = []
     if dx is not None:
@@ -282,7 +293,11 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     for dkernel in dkernels:
         if dkernel is not None:
             labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
-            terms.append(dot(labels, widened(x, x_scale), dkernel.astype(fp8.dtype)))
+            dkernel = dkernel.astype(fp8.dtype)
+            if jax.typeof(dkernel).sharding.mesh.explicit_axes:
+                args = fp8.product.kernel, x, summed + rows
+                dkernel = _without_axes_of_rows(fp8, dkernel, *args)
+            terms.append(dot(labels, widened(x, x_scale), dkernel))
     return [functools.reduce(jnp.add, terms)]
 
 

@@ -56,7 +56,7 @@ class Quantized(NamedTuple):
 
 
 def _matrix(spec: Quantize, x: Array) -> Array:
-    return x.reshape(math.prod(x.shape[: spec.split]), -1)
+    return x.reshape(math.prod(x.shape[: spec.split]), math.prod(x.shape[spec.split :]))
 
 
 def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
@@ -101,7 +101,7 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any
 
 def _jvp(primals: Any, tangents: Any, *, spec: Quantize, order: Order) -> Any:
     del primals, tangents, order
-    raise NotImplementedError(
+    raise TypeError(  # `choose` reads NotImplementedError as "try another implementation"
         f"{spec.op}: quantization='fp8' has first derivatives only; take second ones of the layer "
         "with quantization=None"
     )

@@ -13,6 +13,7 @@ from fp8_layers import both_ways, wide_product
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
 from normfuse.layers.quantization import product
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -148,3 +149,132 @@ def test_main_gradients_of_a_scan_are_added_in_the_products(layer):
     kernels = [call for call in calls(program) if call[0].startswith("f32")]
     up, down = f"f32[{dim},{hidden}]", f"f32[{hidden},{dim}]"
     assert sorted(kernels) == [(up, 1, True), (up, 1, True), (down, 1, True)]
+
+
+# ---------------------------------------------------------------- dense(quantization="fp8")
+
+SMALL = 2**23  # bytes of all that is a row or a column
+
+
+def apart(layer, **options):
+    """(args, dy) -> the result and all gradients: dy is not known before the result is."""
+
+    def run(args, dy):
+        y, pull = jax.vjp(functools.partial(layer, quantization="fp8", **options), *args)
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, pull(dy)
+
+    return run
+
+
+@functools.cache
+def quantized(name, dtype=f32, **options):
+    """The program of a layer of bfloat16 arrays, forward and backward."""
+    layers = {
+        "dense": (dense, [(TOKENS, DIM), (DIM, HIDDEN)]),
+        "norm_dense": (norm_dense, [(TOKENS, DIM), (DIM,), (DIM, HIDDEN)]),
+        "norm_gated_dense": (norm_gated_dense, [(TOKENS, DIM), (DIM,), *[(DIM, HIDDEN)] * 2]),
+        "gated_product": (gated_product, [*[(TOKENS, HIDDEN)] * 2, (HIDDEN, DIM)]),
+    }
+    layer, shapes = layers[name]
+    args = [struct(*s, dtype=bf16 if s[0] == TOKENS else dtype) for s in shapes]
+    if options.pop("has_bias", False):
+        args.append(struct(HIDDEN, dtype=dtype))
+    out = struct(TOKENS, DIM if name == "gated_product" else HIDDEN, dtype=bf16)
+    # gate and up are of no other use, and the places of their gradients.
+    donate = (0,) if name == "gated_product" else ()
+    return compiled(apart(layer, **options), tuple(args), out, donate=donate)
+
+
+def check_quantized(program, others, *operands):
+    """Each of `operands`, (elements, bytes of one), is read twice and written once in two layouts.
+
+    No product widens its codes, and nothing but our kernels passes over memory, of which those that
+    are not the quantizer's have the names `others`.
+    """
+    text = program.as_text()
+    assert not re.search(r" (dot|convolution)\(", text)
+    found = hlo.passes(program)
+    large = [(name, moved) for name, moved in found if moved > SMALL]
+    assert {name for name, _ in large} == {"quantize_amax", "quantize_cast", *others}, large
+    quantizer = [moved for name, moved in large if name.startswith("quantize_")]
+    expected = [size * width for size, width in operands]
+    expected += [size * (width + 2) for size, width in operands]
+    for moved, must in zip(sorted(quantizer), sorted(expected), strict=True):
+        assert must <= moved <= must + SMALL // 64
+    assert not re.search(r"= f8\w+\[\d+,\d+\]\S* (transpose|copy|fusion|convert)\(", text)
+
+
+X, H, KERNEL = TOKENS * DIM, TOKENS * HIDDEN, DIM * HIDDEN
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["float32", "bfloat16"])
+def test_a_dense_layer_is_three_fp8_products(dtype):
+    program, name = quantized("dense", dtype), {f32: "f32", bf16: "bf16"}[dtype]
+    results = [f"bf16[{TOKENS},{HIDDEN}]", f"bf16[{TOKENS},{DIM}]", f"{name}[{DIM},{HIDDEN}]"]
+    assert sorted(calls(program)) == sorted((result, 0, False) for result in results)
+    check_quantized(program, [], (X, 2), (KERNEL, dtype(0).itemsize), (H, 2))
+
+
+def test_what_follows_an_fp8_product_is_one_pass_each_way():
+    program = quantized("dense", has_bias=True, activation="silu")
+    assert len(calls(program)) == 3
+    check_quantized(program, ["epilogue_forward", "epilogue_backward"], (X, 2), (KERNEL, 4), (H, 2))
+
+
+def test_a_norm_into_a_dense_layer_is_three_fp8_products():
+    program = quantized("norm_dense")
+    assert len(calls(program)) == 3
+    norms = ["rms_norm_forward", "rms_norm_backward"]
+    check_quantized(program, norms, (X, 2), (KERNEL, 4), (H, 2))
+
+
+def test_a_norm_into_a_gated_layer_is_six_fp8_products():
+    """The normalised x is quantized once; its second gradient is added in the product."""
+    program = quantized("norm_gated_dense")
+    ups, gradients = [f"bf16[{TOKENS},{HIDDEN}]"] * 2, [f"f32[{DIM},{HIDDEN}]"] * 2
+    found = calls(program)
+    assert sorted(r for r, _, _ in found) == sorted(ups + gradients + [f"bf16[{TOKENS},{DIM}]"] * 2)
+    assert [call for call in found if call[1]] == [(f"bf16[{TOKENS},{DIM}]", 1, True)]
+    norms = ["rms_norm_forward", "rms_norm_backward"]
+    others = [*norms, "epilogue_forward", "epilogue_backward"]
+    check_quantized(program, others, (X, 2), (KERNEL, 4), (KERNEL, 4), (H, 2), (H, 2))
+
+
+def test_a_product_of_a_gated_activation_is_three_fp8_products():
+    program = quantized("gated_product")
+    results = [f"bf16[{TOKENS},{DIM}]", f"bf16[{TOKENS},{HIDDEN}]", f"f32[{HIDDEN},{DIM}]"]
+    assert sorted(calls(program)) == sorted((result, 0, False) for result in results)
+    others = ["epilogue_forward", "epilogue_backward"]
+    check_quantized(program, others, (H, 2), (KERNEL, 4), (X, 2))
+
+
+def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():
+    def run(kernel, xs):
+        loss = lambda kernel, x: jnp.sum(dense(x, kernel, quantization="fp8").astype(f32) ** 2)
+        return accumulate_gradients(loss, kernel, xs)[1]
+
+    program = compiled(run, struct(2048, 8192, dtype=bf16), struct(4, TOKENS, 2048, dtype=bf16))
+    found = sorted(call for call in calls(program) if call[0].startswith("f32"))
+    # The first microbatch's, and those that the loop adds to it.
+    assert found == [("f32[2048,8192]", 0, False), ("f32[2048,8192]", 1, True)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_kernel_split_over_the_devices_of_rows_is_gathered_as_codes(kind):
+    """FSDP: a byte an element each way, and a maximum of one number for each operand."""
+    devices = gpu_compiler.mesh((8,), ("data",), axis_types=(kind,))
+    of = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(devices, P("data"))
+    )
+    args = (of(TOKENS, DIM), of(DIM, HIDDEN, dtype=f32)), of(TOKENS, HIDDEN)
+    with jax.set_mesh(devices):
+        out = (args[1].sharding, tuple(a.sharding for a in args[0]))
+        program = gpu_compiler.compile(jax.jit(apart(dense), out_shardings=out), *args)
+    assert len(calls(program)) == 3
+    moved = hlo.communicated(program)
+    gathered = {key: count for key, count in moved.items() if key[0] == "all-gather"}
+    assert sum(gathered.values()) == 2 * KERNEL
+    assert all(dtype in ("f8e4m3fn", "u8", "s8") for _, dtype in gathered), gathered
+    assert moved["reduce-scatter", "f32"] == KERNEL // 8
+    assert moved["all-reduce", "f32"] == 3
