@@ -9,13 +9,20 @@ import sys
 SECONDS = 120
 
 
+def xla_flags(devices: int) -> str:
+    """The flags that this process was given, for so many CPU devices."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    name = "--xla_force_host_platform_device_count"
+    return " ".join([*(flag for flag in given if not flag.startswith(name)), f"{name}={devices}"])
+
+
 def start(worker: pathlib.Path, devices: int, *arguments, **environment) -> subprocess.Popen:
     """A process of `worker` with so many CPU devices."""
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(pathlib.Path(__file__).parent),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": xla_flags(devices),
         **environment,
     }
     command = [sys.executable, str(worker), *map(str, arguments)]

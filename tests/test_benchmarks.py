@@ -50,6 +50,7 @@ def scaling(*arguments) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+@pytest.mark.newest  # benchmarks are run with the newest JAX
 def test_scaling_is_measured_as_asked_and_drawn(tmp_path):
     # All in one test: workers that share a run would each measure for themselves.
     few = ["--steps", 1, "--groups", 2, "--warmup", 1, "--no-trace", "--size", "tiny"]

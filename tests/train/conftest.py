@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import processes
 import pytest
 import signalled
 import train_state
@@ -111,7 +112,7 @@ def spawn(flags):
     started = []
 
     def run(devices: int = 1, program=("-m", "normfuse.train"), **changes) -> subprocess.Popen:
-        env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        env = os.environ | {"XLA_FLAGS": processes.xla_flags(devices)}
         process = subprocess.Popen(
             [sys.executable, *program, *flags(**changes)],
             env=env,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import processes
 
 from normfuse.train import shutdown
 from normfuse.train.loop import Loop
@@ -28,7 +29,7 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
     command += flags(steps=4000, **{"checkpoint.every": 2})
     environment = {
         "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": processes.xla_flags(1),
     }
     done = subprocess.run(
         ["bash", "-c", 'ulimit -f 20; exec "$@"', "bash", *command],
