@@ -181,7 +181,8 @@ class TrainConfig:
     """Compute dtype. Parameters, optimizer state, norms' sums and the loss are float32."""
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
     """Implementation of every op of normfuse in the model: norms, linear layers, gated MLPs. auto:
-    the best available here (see `normfuse info`)."""
+    the best available here (see `normfuse info`). A name alone must serve every op, or the run
+    does not start."""
     guard: Annotated[str, tyro.conf.arg(metavar="stop|skip:N")] = "stop"
     """When a loss or gradient is not finite, or the loss spikes: stop before the update, or skip up
     to N updates."""

@@ -14,24 +14,35 @@ from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
 
+def program_text(**changes) -> str:
+    """The compiled step of the tiny model with `changes` of its configuration."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs")
+    optim, mesh = OptimConfig(lr=1e-2), first_devices(1, 1, 1)
+    model = build("nnx", dataclasses.replace(CONFIG, **changes))
+    program = Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0)
+    with jax.set_mesh(mesh):
+        return program.lower(2, 8).compile().as_text()
+
+
 @pytest.mark.parametrize(
     ("implementation", "norms"),
     [
         (None, "native kernels"),
-        ("native", "native kernels"),
         ("xla", "plain XLA"),
-        ("pallas", "interpreted Pallas kernels"),
+        (("pallas", "xla"), "interpreted Pallas kernels"),
     ],
 )
 def test_the_program_tells_which_implementation_serves(implementation, norms):
-    if jax.default_backend() != "cpu":
-        pytest.skip("of CPUs")
-    optim, mesh = OptimConfig(lr=1e-2), first_devices(1, 1, 1)
-    model = build("nnx", dataclasses.replace(CONFIG, implementation=implementation))
-    program = Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0)
-    with jax.set_mesh(mesh):
-        text = program.lower(2, 8).compile().as_text()
-    assert implementations(text)["norms"] == norms
+    assert implementations(program_text(implementation=implementation))["norms"] == norms
+
+
+@pytest.mark.parametrize("implementation", ["native", "pallas"])
+def test_one_implementation_alone_must_serve_every_op(implementation):
+    """On a CPU there is no native kernel for gated products, nor a Pallas one for float32."""
+    refusal = f"gated_product: implementation='{implementation}' cannot serve"
+    with pytest.raises(NotImplementedError, match=refusal):
+        program_text(implementation=implementation)
 
 
 _NATIVE = 'custom_call_target="normfuse_launch", backend_config={image = "0x7F", kernel = "%s"}'
