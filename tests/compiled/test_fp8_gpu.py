@@ -261,13 +261,14 @@ def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_kernel_split_over_the_devices_of_rows_is_gathered_as_codes(kind):
+@pytest.mark.parametrize("split", [P("data"), P(None, "data")], ids=str)
+def test_a_kernel_split_over_the_devices_of_rows_is_gathered_as_codes(split, kind):
     """FSDP: a byte an element each way, and a maximum of one number for each operand."""
     devices = gpu_compiler.mesh((8,), ("data",), axis_types=(kind,))
-    of = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(
-        shape, dtype, sharding=NamedSharding(devices, P("data"))
+    of = lambda *shape, dtype=bf16, spec=P("data"): jax.ShapeDtypeStruct(
+        shape, dtype, sharding=NamedSharding(devices, spec)
     )
-    args = (of(TOKENS, DIM), of(DIM, HIDDEN, dtype=f32)), of(TOKENS, HIDDEN)
+    args = (of(TOKENS, DIM), of(DIM, HIDDEN, dtype=f32, spec=split)), of(TOKENS, HIDDEN)
     with jax.set_mesh(devices):
         out = (args[1].sharding, tuple(a.sharding for a in args[0]))
         program = gpu_compiler.compile(jax.jit(apart(dense), out_shardings=out), *args)
