@@ -265,7 +265,8 @@ def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():
 def test_a_kernel_split_over_the_devices_of_rows_is_gathered_as_codes(split, kind):
     """FSDP: a byte an element each way, and a maximum of one number for each operand."""
     devices = gpu_compiler.mesh((8,), ("data",), axis_types=(kind,))
-    of = lambda *shape, dtype=bf16, spec=P("data"): jax.ShapeDtypeStruct(
+    rows = P("data")
+    of = lambda *shape, dtype=bf16, spec=rows: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(devices, spec)
     )
     args = (of(TOKENS, DIM), of(DIM, HIDDEN, dtype=f32, spec=split)), of(TOKENS, HIDDEN)
