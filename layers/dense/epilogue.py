@@ -610,7 +610,7 @@ def _transpose_tangent(cts: Any, z: Any, *rest: Any, spec: Epilogue, order: Orde
     flags = {"with_dbias": spec.moves[2], "moves": (False,) * 3}
     results = backward(replace(spec, **flags), dy, z, *constants, order=order)
     dz, dup, dbias = results[0], results[1] if spec.has_up else None, results[-1]
-    wanted = [d for d, moved in zip((dz, dup, dbias), spec.moves) if moved]
+    wanted: list[Any] = [d for d, moved in zip((dz, dup, dbias), spec.moves) if moved]
     return nothing + [
         d.astype(operand.aval.dtype) if ad.is_undefined_primal(operand) else None
         for d, operand in zip(wanted, linear, strict=True)

@@ -262,7 +262,7 @@ class Tangent:
     """
 
     fp8: Fp8
-    moves: tuple[bool, bool, bool]
+    moves: tuple[bool, ...]
 
     @property
     def op(self) -> str:

@@ -190,7 +190,7 @@ def _check(op, x, scale, eps, scale_offset, dtype):
                 f"{op}: scale must have the shape of x's last axis, {x.shape[-1:]}; got "
                 f"{scale.shape}"
             )
-    options = {
+    options: dict[str, Any] = {
         "eps": finite(op, "eps", eps, least=0),
         "scale_offset": finite(op, "scale_offset", scale_offset),
     }

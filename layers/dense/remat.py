@@ -53,6 +53,11 @@ class Producer(Protocol):
     are zero, or not asked for, are None.
     """
 
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        ...
+
     def forward(self, *args: Array) -> Sequence[Array]:
         """`(value, *kept)`."""
         ...
@@ -330,7 +335,8 @@ class _Operands:
 def define_tangent(linear: Linear, *operands: Any) -> list[Array]:
     """The tangents of all products."""
     o, spec = _Operands.read(linear, operands), linear.products
-    dvalue = value = None
+    dvalue: Any = None
+    value: Any = None
     if any(d is not None for d in o.dargs):
         dvalue = spec.producer.tangent(o.args, o.kept, o.dargs)
     if any(d is not None for pair in o.dkernels for d in pair):
@@ -350,18 +356,19 @@ def define_tangent(linear: Linear, *operands: Any) -> list[Array]:
 
 def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any]:
     del order
-    linear, spec = spec, spec.products
-    o = _Operands.read(linear, operands)
-    producer, live = spec.producer, [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
-    dargs, value, like = [None] * len(o.args), o.value, producer.value_type(o.args)
+    products, o = spec.products, _Operands.read(spec, operands)
+    producer, live = products.producer, [i for i, ct in enumerate(cts) if type(ct) is not ad.Zero]
+    like = producer.value_type(o.args)
+    value: Any = o.value
+    dargs: list[Any] = [None] * len(o.args)
     wanted = tuple(map(_is_wanted, o.dargs))
     of_kernels = any(_is_wanted(d) for i in live for d in o.dkernels[i])
     if live:
         o.args, o.kept = _not_before([cts[i] for i in live], (o.args, o.kept))
     if live and any(wanted):
-        each = [(spec.of(like, o.kernels[i]), cts[i], o.kernels[i]) for i in live]
+        each = [(products.of(like, o.kernels[i]), cts[i], o.kernels[i]) for i in live]
         again = of_kernels and value is None
-        dargs, made = _pull_back(producer, each, o.args, o.kept, wanted, again, spec.gradient)
+        dargs, made = _pull_back(producer, each, o.args, o.kept, wanted, again, products.gradient)
         value = made if again else value
     elif of_kernels and value is None:
         value = producer.again(o.args, o.kept)
@@ -370,11 +377,11 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
         d = o.dkernels[i][which]
         if i not in live or not _is_wanted(d):
             return None
-        return kernel_gradient(spec.of(like, d.aval), cts[i], value, d.aval)
+        return kernel_gradient(products.of(like, d.aval), cts[i], value, d.aval)
 
     dargs += [dkernel(i, which) for which in (0, 1) for i in range(len(o.kernels))]
-    moved = [g for g, moved in zip(dargs, linear.moves, strict=True) if moved]
-    return [None] * sum(linear.sizes) + moved
+    moved = [g for g, moved in zip(dargs, spec.moves, strict=True) if moved]
+    return [None] * sum(spec.sizes) + moved
 
 
 def _pull_back(

@@ -216,14 +216,14 @@ def _dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
 
 def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual being what is normalised."""
-    dtype, rest = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
     h = []
     if norm.has_residual:
-        x = _sum(x, rest.pop(0), dtype)
+        x = _sum(x, others.pop(0), dtype)
         h.append(x)
     wide = x.astype(dtype)
     rstd = jax.lax.rsqrt(jnp.mean(wide * wide, norm.axes) + jnp.asarray(norm.eps, dtype))
-    w = _weight(norm, rest, x, dtype)
+    w = _weight(norm, others, x, dtype)
     y = (wide * _along_rows(norm, rstd) * w).astype(norm.out_dtype)
     return [y, *h, *[rstd] * norm.with_rstd]
 
@@ -243,9 +243,9 @@ def define_row_sums(norm: Norm, x: Array) -> list[Array]:
 
 def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
-    dtype, rest = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = _weight(norm, rest, x, dtype)
-    rstd = _along_rows(norm, rest.pop(0).astype(dtype))
+    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    w = _weight(norm, others, x, dtype)
+    rstd = _along_rows(norm, others.pop(0).astype(dtype))
     return [(x.astype(dtype) * rstd * w).astype(norm.out_dtype)]
 
 
@@ -258,11 +258,11 @@ def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Arra
 
 def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
-    dtype, rest = _dtype_of(dy, x, *rest), list(rest)
-    w = _weight(norm, rest, x, dtype)
-    rstd = _along_rows(norm, rest.pop(0).astype(dtype))
-    dh = rest.pop(0).astype(dtype) if norm.has_residual else jnp.zeros((), dtype)
-    mean = _along_rows(norm, rest.pop(0).astype(dtype)) / jnp.asarray(norm.count, dtype)
+    dtype, others = _dtype_of(dy, x, *rest), list(rest)
+    w = _weight(norm, others, x, dtype)
+    rstd = _along_rows(norm, others.pop(0).astype(dtype))
+    dh = others.pop(0).astype(dtype) if norm.has_residual else jnp.zeros((), dtype)
+    mean = _along_rows(norm, others.pop(0).astype(dtype)) / jnp.asarray(norm.count, dtype)
     dy, normal = dy.astype(dtype), x.astype(dtype) * rstd
     # x · rstd³ · mean in an order that rstd³ cannot overflow or vanish in
     dx = (rstd * (dy * w - normal * (rstd * mean)) + dh).astype(x.dtype)
@@ -287,17 +287,17 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 
     h is a result only with a residual, and only moves if dh does.
     """
-    dtype, rest = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = _weight(norm, rest, x, dtype)
-    rstd = _along_rows(norm, rest.pop(0).astype(dtype))
+    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    w = _weight(norm, others, x, dtype)
+    rstd = _along_rows(norm, others.pop(0).astype(dtype))
     normal, dy, dh = x.astype(dtype) * rstd, jnp.zeros((), dtype), []
     if norm.moves[0]:
-        dx = rest.pop(0)
+        dx = others.pop(0)
         dh = [dx] * norm.has_residual
         mean = jnp.mean(normal * dx.astype(dtype), norm.axes, keepdims=True)
         dy = w * rstd * (dx.astype(dtype) - normal * mean)
     if norm.moves[1]:
-        dy = dy + normal * jnp.expand_dims(rest.pop(0).astype(dtype), _rows(norm, x))
+        dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), _rows(norm, x))
     return [dy.astype(norm.out_dtype), *dh]
 
 
@@ -485,7 +485,7 @@ def _forward_over_devices(
 ) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
     local, dtype = replace(norm, axes=(1,)), _dtype_of(*large, *scale, out=norm.out_dtype)
-    h = _sum(*large, dtype) if norm.has_residual else large[0]
+    h = _sum(large[0], large[1], dtype) if norm.has_residual else large[0]
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # row_sums sees no scale, no dtype of y
     sums = split.psum(row_sums_kernel(local, wide, order=order)[0], norm.axes)
     rstd = jax.lax.rsqrt(sums / split.count(norm.axes) + jnp.asarray(norm.eps, sums.dtype))

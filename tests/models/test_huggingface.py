@@ -273,6 +273,7 @@ def test_at_every_moment_of_saving_one_checkpoint_is_complete(replaced, monkeypa
 
         return run
 
+    last, attempt = 0, folder
     for last in range(100):
         attempt = folder.with_name(f"attempt{last}")
         shutil.copytree(folder, attempt)
