@@ -43,9 +43,7 @@ class Shape:
     stages: int = 4  # how many of those are in flight or in use
     width: int = 16  # tiles one beside the other before the next step across
     minor: str = "rows"  # where those are neighbours: they share w in the cache; or "columns": x
-    cluster: str = (
-        ""  # or the dimension in which two neighbouring blocks fetch what they share once
-    )
+    cluster: str = ""  # or where two neighbouring blocks fetch once what they share
 
     @property
     def block(self) -> tuple[int, int]:
