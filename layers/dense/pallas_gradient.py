@@ -90,15 +90,8 @@ def multiply(
 ) -> list[Array]:
     """Returns the gradients of `tiles`, in their places, and the value if `with_value`.
 
-    Args:
-      target: the GPU.
-      dy: `(m, k)`.
-      w: `(n, k)`, or `(k, n)`.
-      tiles: one or two `(m, n)`, of one dtype of 16 bits with dy and w.
-      epilogue: `(dh, *tiles) -> results`, each 64 x 64 and float32.
-      with_value: whether the last of them is the value.
-      contract: the axis of w that has k elements.
-      interpret: as of `pl.kernel`.
+    The arrays are those of `run`; `contract` is the axis of w that has k elements, and
+    `epilogue(dh, *tiles)` takes and returns pieces of 64 x 64, in float32.
 
     Raises:
       Unsupported: for sizes that are less than a tile or not whole pieces.

@@ -4,9 +4,8 @@ Rows are made contiguous first: where `inner` is not one that is a transpose bef
 one after it. Rows too long for a kernel to hold are read twice: a sum over each, then the rest.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -54,24 +53,26 @@ def _flat(array: Array) -> Array:
     return array.reshape(-1)
 
 
+@dataclass(frozen=True)
 class _Rows:
     """The kernels of a platform for rows of n elements."""
 
-    def __init__(self, target: Target, name: str, n: int, compute: jnp.dtype):
-        self.target, self.name, self.n, self.compute = target, name, n, compute
+    target: Target
+    name: str  # of the kernel
+    n: int
+    compute: jnp.dtype
 
-    @functools.cached_property
+    def fit(self) -> bool:
+        """Returns whether a kernel can hold whole rows."""
+        return self._backend.fits(self.n)
+
+    @property
     def _backend(self) -> Any:
         if self.target.gpu:
             from ...native.pallas import triton as backend
         else:
             from ...native.pallas import blocks as backend
         return backend
-
-    @property
-    def fit(self) -> bool:
-        """Whether a kernel can hold whole rows."""
-        return self._backend.fits(self.n)
 
     def __call__(
         self,
@@ -94,7 +95,7 @@ def _weight(columns: Arrays, norm: Norm) -> Any:
 def _forward(rows: _Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, scale = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
-    if not rows.fit:
+    if not rows.fit():
         h = x
         if residual:
             h = (x.astype(rows.compute) + residual[0].astype(rows.compute)).astype(h_dtype)
@@ -138,7 +139,7 @@ def _row_dots(rows: _Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> li
 
 def _backward(rows: _Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
-    if not rows.fit:
+    if not rows.fit():
         (dots,) = _row_dots(rows, norm, dy, x, *scale)
         known = replace(norm, count=float(rows.n))
         results = _backward_apply(rows, known, dy, x, *scale, rstd, *dh, dots)

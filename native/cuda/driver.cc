@@ -40,8 +40,7 @@ Driver Open() {
 }  // namespace
 
 std::string Driver::Describe(Result result) const {
-  const char* name = nullptr;
-  const char* text = nullptr;
+  const char *name = nullptr, *text = nullptr;
   GetErrorName(result, &name);
   GetErrorString(result, &text);
   if (name == nullptr) return "CUDA error " + std::to_string(result);

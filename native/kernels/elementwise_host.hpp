@@ -108,16 +108,12 @@ NORMFUSE_INLINE void narrowed(double value, Stored* to) {
   narrowed(static_cast<float>(bit_cast<double>((bits | ((bits & lost) + lost)) & ~lost)), to);
 }
 
+template <typename Stored>
+NORMFUSE_INLINE Stored widened(Stored stored) {
+  return stored;
+}
 template <typename Value, typename Stored>
 NORMFUSE_INLINE Value widen(const Stored& stored) {
-  return static_cast<Value>(stored);
-}
-template <typename Value>
-NORMFUSE_INLINE Value widen(const BFloat16& stored) {
-  return static_cast<Value>(widened(stored));
-}
-template <typename Value>
-NORMFUSE_INLINE Value widen(const Half& stored) {
   return static_cast<Value>(widened(stored));
 }
 

@@ -1,5 +1,4 @@
-"""The kernels of one device in Pallas: Triton and Mosaic on GPUs, Mosaic on TPUs, interpreted on
-CPUs.
+"""Pallas kernels: Triton and Mosaic on GPUs, Mosaic on TPUs, interpreted on CPUs.
 
 Nothing here is imported before a program is lowered that uses it.
 """

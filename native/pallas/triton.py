@@ -77,8 +77,7 @@ def _kernel(*refs: Ref, call: Call, shape: Shape, steps: tuple[int, int], progra
     zeros = lambda *dims: jnp.zeros(dims, call.compute)
     if "row sum" in call.kinds:
         start = [zeros(shape.rows, 1) for _ in call.outs]
-        body = lambda j, sums: tile(first, j, sums)
-        sums = lax.fori_loop(np.int32(0), np.int32(steps[1]), body, start)
+        sums = lax.fori_loop(np.int32(0), np.int32(steps[1]), functools.partial(tile, first), start)
         at, mask = _along(first, shape.rows, call.shape[0])
         for ref, value in zip(outputs, sums):
             _store(ref.at[at], value.reshape(shape.rows), mask)
