@@ -11,7 +11,7 @@ from jax import Array
 from ..native.dtypes import compute_dtype
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import unserved
+from .core.arguments import Quantization, check_quantization, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
@@ -76,7 +76,7 @@ class RMSNorm(eqx.nn.RMSNorm):
             )
         if reason := self._unserved(x):
             call = lambda: super(RMSNorm, self).__call__(x, key=key)
-            y = modules.by_framework("eqx.nn.RMSNorm", reason, self.implementation, call)
+            y = modules.by_framework("eqx.nn.RMSNorm", reason, self, call)
         else:
             bias, compute = self.bias if self.use_bias else None, compute_dtype(x.dtype)
             weight = self.weight if self.use_weight else None
@@ -112,10 +112,11 @@ class Linear(eqx.nn.Linear):
       use_bias: whether to add a bias.
       dtype: of the weight and the bias.
       key: for the initial values.
-      activation, implementation: as for `normfuse.dense`.
+      activation, implementation, quantization: as for `normfuse.dense`.
 
     Raises:
-      ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
+      ValueError: for an unknown activation or quantization; when called, for an x not of shape
+        `(in_features,)`, or a quantization beside what only Equinox serves.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import Linear
@@ -126,6 +127,7 @@ class Linear(eqx.nn.Linear):
 
     activation: Activation = eqx.field(static=True)
     implementation: Implementation = eqx.field(static=True)
+    quantization: Quantization = eqx.field(static=True)
 
     def __init__(
         self,
@@ -137,10 +139,13 @@ class Linear(eqx.nn.Linear):
         key: Array,
         activation: Activation = None,
         implementation: Implementation = None,
+        quantization: Quantization = None,
     ):
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
-        self.activation = activation
-        self.implementation = modules.check_options(implementation, activation)
+        self.activation, self.quantization = activation, quantization
+        self.implementation = modules.check_options(
+            implementation, activation, quantization, "eqx.nn.Linear"
+        )
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Multiplies x by the weight; `key` is ignored."""
@@ -150,8 +155,10 @@ class Linear(eqx.nn.Linear):
             return modules.dense_by_framework("eqx.nn.Linear", reason, self, call)
         x = _checked("eqx.nn.Linear", "linear", x, self.weight.shape[1:])
         dtype = jnp.result_type(self.weight, x)
+        check_quantization("eqx.nn.Linear", self.quantization, dtype)
         options = {"activation": self.activation, "implementation": self.implementation}
-        return apply_dense(x, self.weight, self.bias, dtype=dtype, contract=1, **options)
+        options |= {"quantization": self.quantization, "contract": 1}
+        return apply_dense(x, self.weight, self.bias, dtype=dtype, **options)
 
     def _unserved(self, x: Array) -> str:
         """Returns what only Equinox serves, or ""."""
@@ -194,7 +201,7 @@ class NormDense(eqx.Module):
       use_bias: whether to add a bias after the product.
       dtype: of the parameters.
       key: for the initial values.
-      activation, recompute, implementation: as for `normfuse.norm_dense`.
+      activation, recompute, implementation, quantization: as for `normfuse.norm_dense`.
 
     Raises:
       ValueError: for an unknown activation or a bad eps; when called, for an x not of shape
@@ -211,6 +218,7 @@ class NormDense(eqx.Module):
     activation: Activation = eqx.field(static=True)
     recompute: bool = eqx.field(static=True)
     implementation: Implementation = eqx.field(static=True)
+    quantization: Quantization = eqx.field(static=True)
 
     def __init__(
         self,
@@ -224,10 +232,16 @@ class NormDense(eqx.Module):
         activation: Activation = None,
         recompute: bool = True,
         implementation: Implementation = None,
+        quantization: Quantization = None,
     ):
-        self.implementation = modules.check_options(implementation, activation)
+        self.implementation = modules.check_options(
+            implementation, activation, quantization, "NormDense"
+        )
+        self.quantization = quantization
         self.norm = RMSNorm(in_features, eps, use_bias=False, dtype=dtype)
-        self.linear = Linear(in_features, out_features, use_bias, dtype, key=key)
+        self.linear = Linear(
+            in_features, out_features, use_bias, dtype, key=key, quantization=quantization
+        )
         self.activation, self.recompute = activation, recompute
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
@@ -259,6 +273,7 @@ class GatedMLP(eqx.Module):
       dtype: of the parameters.
       key: for the initial values.
       activation, implementation: as for `normfuse.gated_product`.
+      quantization: of all three products, as for `normfuse.dense`.
 
     Raises:
       ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
@@ -274,6 +289,7 @@ class GatedMLP(eqx.Module):
     down: Linear
     activation: Activation = eqx.field(static=True)
     implementation: Implementation = eqx.field(static=True)
+    quantization: Quantization = eqx.field(static=True)
 
     def __init__(
         self,
@@ -285,29 +301,37 @@ class GatedMLP(eqx.Module):
         key: Array,
         activation: Activation = "silu",
         implementation: Implementation = None,
+        quantization: Quantization = None,
     ):
-        self.implementation = modules.check_options(implementation, activation)
-        self.activation = activation
+        self.implementation = modules.check_options(
+            implementation, activation, quantization, "GatedMLP"
+        )
+        self.activation, self.quantization = activation, quantization
         gate, up, down = jax.random.split(key, 3)
-        self.gate = Linear(in_features, hidden_features, use_bias, dtype, key=gate)
-        self.up = Linear(in_features, hidden_features, use_bias, dtype, key=up)
-        self.down = Linear(hidden_features, in_features, use_bias, dtype, key=down)
+        make = lambda n, m, key: Linear(n, m, use_bias, dtype, key=key, quantization=quantization)
+        self.gate = make(in_features, hidden_features, gate)
+        self.up = make(in_features, hidden_features, up)
+        self.down = make(hidden_features, in_features, down)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
         gate, up, down = self.gate(x), self.up(x), self.down
         if reason := modules.replaced(down, Linear) or down._unserved(gate):
             call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
-            return modules.by_framework("GatedMLP", reason, self.implementation, call)
-        options = {"dtype": jnp.result_type(down.weight, gate), "contract": 1}
-        options |= {"implementation": self.implementation}
+            return modules.by_framework("GatedMLP", reason, self, call, down)
+        dtype = jnp.result_type(down.weight, gate)
+        check_quantization("GatedMLP", self.quantization, dtype)
+        options = {"implementation": self.implementation, "quantization": self.quantization}
+        options |= {"dtype": dtype, "contract": 1}
         return apply_gated_product(gate, up, down.weight, down.bias, self.activation, **options)
 
 
 # ---------------------------------------------------------------- other people's models
 
 
-def swap(model: M, *, implementation: Implementation = None) -> M:
+def swap(
+    model: M, *, implementation: Implementation = None, quantization: Quantization = None
+) -> M:
     """Returns `model` with normfuse's layers for every `eqx.nn.RMSNorm` and `eqx.nn.Linear`.
 
     Leaves, static fields and everything else are kept, as the same objects; a layer or module that
@@ -315,12 +339,15 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     Subclasses of Equinox's layers are left alone.
 
     `model` may be any pytree. An optimiser's state holds copies of the model's structure, and Optax
-    compares structures: swap it too, `opt_state = swap(opt_state)`, and training goes on.
+    compares structures: swap it too, with the same arguments, and training goes on.
 
     Args:
       model: a module, or any pytree with modules in it.
       implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
         normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
+      quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
+        are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
+        better left out: swap the parts before it.
 
     >>> import equinox as eqx, jax
     >>> from normfuse.layers.eqx import swap, unswap
@@ -330,17 +357,26 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     >>> eqx.tree_equal(unswap(mlp), eqx.nn.MLP(2, 2, 8, depth=1, key=jax.random.key(0)))
     Array(True, dtype=bool)
     """
-    implementation = modules.check_options(implementation)
+    implementation = modules.check_options(implementation, quantization=quantization)
 
     def ours(layer: Any) -> Any:
         again = type(layer) is RMSNorm and implementation is not None
         if type(layer) is eqx.nn.RMSNorm or again:
             return _convert(layer, RMSNorm, implementation=implementation)
         if type(layer) is eqx.nn.Linear:
-            return _convert(layer, Linear, activation=None, implementation=None)
+            added = {"activation": None, "implementation": None, "quantization": quantization}
+            return _convert(layer, Linear, **added)
+        if type(layer) is Linear and quantization is not None:
+            return _convert(layer, Linear, quantization=quantization)
         return layer
 
-    return _replace(model, ours, {})
+    def quantized(layer: Any) -> Any:
+        if type(layer) in (NormDense, GatedMLP):
+            return _convert(layer, type(layer), quantization=quantization)
+        return layer
+
+    model = _replace(model, ours, {})  # and what is in a NormDense or GatedMLP before it itself
+    return model if quantization is None else _replace(model, quantized, {})
 
 
 def unswap(model: M) -> M:

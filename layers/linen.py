@@ -14,7 +14,13 @@ from jax import Array
 
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import dimensions_of, floating, unserved
+from .core.arguments import (
+    Quantization,
+    check_quantization,
+    dimensions_of,
+    floating,
+    unserved,
+)
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
@@ -64,7 +70,7 @@ class RMSNorm(nn.RMSNorm):
         axes = dimensions_of("nn.RMSNorm", x, self.reduction_axes)
         if reason := self._unserved(x, axes, mask):
             call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return modules.by_framework("nn.RMSNorm", reason, self.implementation, call)
+            return modules.by_framework("nn.RMSNorm", reason, self, call)
         scale = None
         if self.use_scale:
             shape = [x.shape[i] for i in axes]
@@ -99,7 +105,8 @@ class Dense(nn.Dense):
     or complex.
 
     Attributes:
-      activation, implementation: as for `normfuse.dense`; keyword only. The rest are `nn.Dense`'s.
+      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
+        `nn.Dense`'s.
 
     Raises:
       ValueError: for an unknown activation; when initialised, for an input without features.
@@ -113,9 +120,12 @@ class Dense(nn.Dense):
 
     activation: Activation = _option(default=None)
     implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
 
     def __post_init__(self):
-        self.implementation = modules.check_options(self.implementation, self.activation)
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "nn.Dense"
+        )
         super().__post_init__()
 
     @nn.compact
@@ -138,7 +148,9 @@ class Dense(nn.Dense):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
+        check_quantization("nn.Dense", self.quantization, dtype)
         options = {"activation": self.activation, "implementation": self.implementation}
+        options["quantization"] = self.quantization
         return apply_dense(inputs, kernel, bias, dtype=dtype, **options)
 
     @nn.nowrap
@@ -170,7 +182,8 @@ class NormDense(nn.Module):
       features: the length of the output's last axis.
       use_bias, dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
       epsilon: the norm's.
-      activation, recompute, implementation: as for `normfuse.norm_dense`; keyword only.
+      activation, recompute, implementation, quantization: as for `normfuse.norm_dense`; keyword
+        only.
 
     Raises:
       ValueError: for an unknown activation, a bad epsilon, or an input without features.
@@ -192,10 +205,13 @@ class NormDense(nn.Module):
     activation: Activation = _option(default=None)
     recompute: bool = _option(default=True)
     implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
 
     def __post_init__(self):
         modules.check_eps("NormDense", "epsilon", self.epsilon)
-        self.implementation = modules.check_options(self.implementation, self.activation)
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "NormDense"
+        )
         super().__post_init__()
 
     @nn.compact
@@ -228,6 +244,7 @@ class GatedMLP(nn.Module):
       use_bias: whether the three products have biases.
       dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
       activation, implementation: as for `normfuse.gated_product`; keyword only.
+      quantization: of all three products, as for `normfuse.dense`; keyword only.
 
     Raises:
       ValueError: for an unknown activation, or an input without features.
@@ -247,9 +264,12 @@ class GatedMLP(nn.Module):
     bias_init: Any = nn.initializers.zeros_init()
     activation: Activation = _option(default="silu")
     implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
 
     def __post_init__(self):
-        self.implementation = modules.check_options(self.implementation, self.activation)
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "GatedMLP"
+        )
         super().__post_init__()
 
     @nn.compact
@@ -268,5 +288,7 @@ class GatedMLP(nn.Module):
             if self.use_bias
         }
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
+        check_quantization("GatedMLP", self.quantization, dtype)
         options = {"activation": self.activation, "implementation": self.implementation}
+        options["quantization"] = self.quantization
         return gated_mlp(x, kernels, biases, dtype=dtype, **options)

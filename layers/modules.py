@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
+from .core.arguments import Quantization, check_quantization
 from .dense.epilogue import Activation, finish, resolve
 from .dense.norm_dense import apply as apply_norm_dense
 
@@ -24,14 +25,20 @@ def check_eps(layer: str, argument: str, eps: Any) -> None:
         raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
 
 
-def check_options(implementation: Implementation, activation: Activation = None) -> Implementation:
+def check_options(
+    implementation: Implementation,
+    activation: Activation = None,
+    quantization: Quantization = None,
+    layer: str = "swap",
+) -> Implementation:
     """Returns `implementation`, hashable as a static attribute must be.
 
     Raises:
-      ValueError: for a name that is not known.
+      ValueError: for a name or a quantization that is not known.
       TypeError: for an activation with parameters of its own.
     """
     requested(implementation)
+    check_quantization(layer, quantization)
     function: Any = resolve(activation)
     if isinstance(function, functools.partial):
         function = function.func, function.args, function.keywords
@@ -73,6 +80,8 @@ def norm_dense(
 ) -> jax.Array:
     """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
     options |= {"recompute": layer.recompute, "implementation": layer.implementation}
+    options["quantization"] = layer.quantization
+    check_quantization("NormDense", layer.quantization, dtype)
     dtype = jnp.dtype(dtype).name
     return apply_norm_dense(x, scale, kernel, bias, layer.activation, dtype, **options)
 
@@ -87,24 +96,40 @@ def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
         y = layer.linear(layer.norm(x))
         return finish(y, None, layer.activation, y.dtype)
 
-    return by_framework("NormDense", reason, layer.implementation, call)
+    return by_framework("NormDense", reason, layer, call, layer.linear)
+
+
+def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:
+    """Raises ValueError where a layer asks for FP8 and what serves does not multiply in it.
+
+    `part` is the part of the layer that is called instead.
+    """
+    wanted = getattr(layer, "quantization", None)
+    if wanted is not None and getattr(part, "quantization", None) != wanted:
+        raise ValueError(
+            f"{name}: quantization={wanted!r} does not go with {reason}; leave one out"
+        )
 
 
 def by_framework(
-    layer: str, reason: str, implementation: Implementation, call: Callable[[], Any]
+    name: str, reason: str, layer: Any, call: Callable[[], Any], part: Any = None
 ) -> Any:
     """Calls the framework's own layer, where an option asks for what our ops do not do.
 
+    `part` is the linear layer in `layer` that is called, if there is one.
+
     Raises:
-      NotImplementedError: if `implementation` allows native kernels only.
+      NotImplementedError: if `layer.implementation` allows native kernels only.
+      ValueError: if `layer.quantization` asks for what the framework does not do.
     """
+    _refuse_quantization(name, reason, layer, part)
 
     def native(strict):
-        report(layer, reason, strict=strict)
+        report(name, reason, strict=strict)
         return call()
 
     serve = {"native": native, "xla": lambda strict: call()}
-    return choose(f"{layer} with {reason}", implementation, serve)
+    return choose(f"{name} with {reason}", layer.implementation, serve)
 
 
 def dense_by_framework(
@@ -114,7 +139,9 @@ def dense_by_framework(
 
     Raises:
       NotImplementedError: unless `layer.implementation` allows plain HLO.
+      ValueError: if `layer.quantization` asks for what the framework does not do.
     """
+    _refuse_quantization(name, reason, layer)
     serve = {"xla": lambda strict: call()}
     y = choose(f"{name} with {reason}", layer.implementation, serve)
     return finish(y, None, layer.activation, y.dtype)

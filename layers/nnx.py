@@ -13,7 +13,7 @@ from jax import Array
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import dimensions_of, unserved
+from .core.arguments import Quantization, check_quantization, dimensions_of, unserved
 from .core.op import placed
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
@@ -67,7 +67,7 @@ class RMSNorm(nnx.RMSNorm):
         scale = None if self.scale is None else self.scale[...]
         if reason := self._unserved(x, scale, axes, mask):
             call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return modules.by_framework("nnx.RMSNorm", reason, self.implementation, call)
+            return modules.by_framework("nnx.RMSNorm", reason, self, call)
         dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
         if scale is not None:
             shape = tuple(x.shape[i] for i in axes)
@@ -108,12 +108,13 @@ class Linear(nnx.Linear):
 
     Args:
       in_features, out_features: the lengths of the input's last axis and of the output's.
-      activation, implementation: as for `normfuse.dense`.
+      activation, implementation, quantization: as for `normfuse.dense`.
       **kwargs: `nnx.Linear`'s.
 
     Raises:
-      ValueError: for a size that the initialiser cannot serve, or an unknown activation; when
-        called, for an input without `in_features` features.
+      ValueError: for a size that the initialiser cannot serve, or an unknown activation or
+        quantization; when called, for an input without `in_features` features, or a quantization
+        beside an option that only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -124,6 +125,7 @@ class Linear(nnx.Linear):
 
     activation: Activation
     implementation: Implementation
+    quantization: Quantization
 
     def __init__(
         self,
@@ -132,9 +134,12 @@ class Linear(nnx.Linear):
         *,
         activation: Activation = None,
         implementation: Implementation = None,
+        quantization: Quantization = None,
         **kwargs: Any,
     ):
-        implementation = modules.check_options(implementation, activation)
+        implementation = modules.check_options(
+            implementation, activation, quantization, "nnx.Linear"
+        )
         try:
             super().__init__(in_features, out_features, **kwargs)
         except ZeroDivisionError:
@@ -143,6 +148,7 @@ class Linear(nnx.Linear):
                 f"got {in_features} and {out_features}"
             ) from None
         self.activation, self.implementation = activation, implementation
+        self.quantization = quantization
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
@@ -153,8 +159,10 @@ class Linear(nnx.Linear):
             call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
             return modules.dense_by_framework("nnx.Linear", reason, self, call)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
+        check_quantization("nnx.Linear", self.quantization, dtype)
         options = {"activation": self.activation, "implementation": self.implementation}
-        return apply_dense(inputs, kernel, bias, dtype=dtype, out_sharding=out_sharding, **options)
+        options |= {"quantization": self.quantization, "out_sharding": out_sharding}
+        return apply_dense(inputs, kernel, bias, dtype=dtype, **options)
 
     def _unserved(self, inputs: Array, kernel: Array, bias: Array | None) -> str:
         """Returns the option that only Flax serves, or ""."""
@@ -181,7 +189,7 @@ class NormDense(nnx.Module):
     Args:
       in_features, out_features: the lengths of the input's last axis and of the output's.
       epsilon: the norm's.
-      activation, recompute, implementation: as for `normfuse.norm_dense`.
+      activation, recompute, implementation, quantization: as for `normfuse.norm_dense`.
       dtype: of the computation and the result; None for what input and parameters promote to.
       rngs: for the initial values.
       **kwargs: `nnx.Linear`'s, `param_dtype` for both.
@@ -208,15 +216,21 @@ class NormDense(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         implementation: Implementation = None,
+        quantization: Quantization = None,
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
         modules.check_eps("NormDense", "epsilon", epsilon)
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = RMSNorm(in_features, epsilon=epsilon, **shared)
-        self.linear = Linear(in_features, out_features, **shared, **kwargs)
+        self.linear = Linear(
+            in_features, out_features, quantization=quantization, **shared, **kwargs
+        )
         self.activation, self.recompute, self.dtype = activation, recompute, dtype
-        self.implementation = modules.check_options(implementation, activation)
+        self.quantization = quantization
+        self.implementation = modules.check_options(
+            implementation, activation, quantization, "NormDense"
+        )
 
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of x and multiplies it by the kernel."""
@@ -248,6 +262,7 @@ class GatedMLP(nnx.Module):
       in_features: the length of the input's last axis, and of the output's.
       hidden_features: the length of what is between.
       activation, implementation: as for `normfuse.gated_product`.
+      quantization: of all three products, as for `normfuse.dense`.
       use_bias: whether the three have biases.
       rngs: for the initial values.
       **kwargs: `nnx.Linear`'s, for all three.
@@ -271,12 +286,16 @@ class GatedMLP(nnx.Module):
         activation: Activation = "silu",
         use_bias: bool = False,
         implementation: Implementation = None,
+        quantization: Quantization = None,
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
-        self.implementation = modules.check_options(implementation, activation)
-        self.activation = activation
-        make = lambda n, m: Linear(n, m, use_bias=use_bias, rngs=rngs, **kwargs)
+        self.implementation = modules.check_options(
+            implementation, activation, quantization, "GatedMLP"
+        )
+        self.activation, self.quantization = activation, quantization
+        kwargs |= {"use_bias": use_bias, "quantization": quantization, "rngs": rngs}
+        make = lambda n, m: Linear(n, m, **kwargs)
         self.gate = make(in_features, hidden_features)
         self.up = make(in_features, hidden_features)
         self.down = make(hidden_features, in_features)
@@ -294,10 +313,12 @@ class GatedMLP(nnx.Module):
             return down(placed(hidden, hidden_sharding))
 
         if reason := modules.replaced(down, Linear) or down._unserved(gate, *_parameters(down)):
-            return modules.by_framework("GatedMLP", reason, self.implementation, call)
+            return modules.by_framework("GatedMLP", reason, self, call, down)
         kernel, bias = _parameters(down)
         dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
+        check_quantization("GatedMLP", self.quantization, dtype)
         options = {"implementation": self.implementation, "hidden_sharding": hidden_sharding}
+        options["quantization"] = self.quantization
         return apply_gated_product(gate, up, kernel, bias, self.activation, dtype=dtype, **options)
 
 
@@ -319,7 +340,9 @@ _OURS = {nnx.RMSNorm: RMSNorm, nnx.Linear: Linear}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 
 
-def swap(model: M, *, implementation: Implementation = None) -> M:
+def swap(
+    model: M, *, implementation: Implementation = None, quantization: Quantization = None
+) -> M:
     """Turns every `nnx.RMSNorm` and `nnx.Linear` in `model` into normfuse's, in place.
 
     The layers stay the same objects with the same Variables: parameters, metadata, tied layers,
@@ -330,6 +353,9 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
       model: a module, or any container of modules that NNX knows.
       implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
         normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
+      quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
+        are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
+        better left out: swap the parts before it.
 
     Returns:
       `model` itself.
@@ -343,15 +369,18 @@ def swap(model: M, *, implementation: Implementation = None) -> M:
     >>> type(unswap(model).layers[0]).__module__
     'flax.nnx.nn.normalization'
     """
-    implementation = modules.check_options(implementation)
+    implementation = modules.check_options(implementation, quantization=quantization)
     for module in _layers(model, _OURS):
         object.__setattr__(module, "__class__", _OURS[type(module)])  # Flax notes what it sets
         module.implementation = implementation if isinstance(module, RMSNorm) else None
         if isinstance(module, Linear):
-            module.activation = None
+            module.activation = module.quantization = None
     if implementation is not None:
         for module in _layers(model, {RMSNorm}):
             module.implementation = implementation
+    if quantization is not None:
+        for module in _layers(model, {Linear, NormDense, GatedMLP}):
+            module.quantization = quantization
     return model
 
 
@@ -367,7 +396,7 @@ def unswap(model: M) -> M:
         modules.check_unswapped(module, "nnx.Linear", "set it to None")
     for module in layers:
         object.__setattr__(module, "__class__", _THEIRS[type(module)])
-        _forget(module, ("activation", "implementation"))
+        _forget(module, ("activation", "implementation", "quantization"))
     return model
 
 
