@@ -208,7 +208,7 @@ def test_leaves_are_equinox_own(pair):
         assert a.dtype == b.dtype
     static = {k: v for k, v in vars(make(OURS)).items() if not eqx.is_array(v)}
     extras = static.keys() - vars(make(EQUINOX)).keys()
-    assert extras <= {"implementation", "activation"}
+    assert extras <= {"implementation", "activation", "quantization"}
 
 
 @pytest.mark.parametrize("pair", PAIRS)

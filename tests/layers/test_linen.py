@@ -242,7 +242,7 @@ def test_constructors_take_what_flax_takes(ours, theirs):
     extras = {f.name for f in dataclasses.fields(ours)} - {
         f.name for f in dataclasses.fields(theirs)
     }
-    assert extras <= {"implementation", "activation"}
+    assert extras <= {"implementation", "activation", "quantization"}
 
 
 # ---------------------------------------------------------------- transformations

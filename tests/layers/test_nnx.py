@@ -339,7 +339,7 @@ def test_constructors_take_what_flax_takes(pair):
     layers = [c(*args, rngs=nnx.Rngs(0), **defaults) for c in (ours, theirs)]
     visible = [{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in layers]
     extras = visible[0].keys() - visible[1].keys()
-    assert extras <= {"implementation", "activation"}
+    assert extras <= {"implementation", "activation", "quantization"}
     for name in defaults.keys() & visible[1].keys():
         assert visible[0][name] == visible[1][name]
 
