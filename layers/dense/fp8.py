@@ -11,7 +11,6 @@ there is no second derivative.
 import dataclasses
 import functools
 import math
-import string
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +26,17 @@ from ...native.implementation import BEST, Order, report
 from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Op, batch_at
-from ..core.sharding import axes_of, whole, without
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized, quantize
-from .matmul import Product, equally_varying, matmul, with_main_gradient
+from .matmul import (
+    Product,
+    batched,
+    batched_sharding,
+    equally_varying,
+    gathered,
+    matmul,
+    with_main_gradient,
+)
 
 FORMAT = "float8_e4m3fn"
 _MULTIPLE = 16  # of every dimension of an FP8 product
@@ -95,16 +101,9 @@ def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Or
     if dims[2] is not None:
         results = jax.vmap(functools.partial(define_product, spec), tuple(dims))(*args)
         return results, [0]
-    letter = next(c for c in string.ascii_letters if c not in spec.a + spec.b)
-    label = lambda text, dim: text if dim is None else text[:dim] + letter + text[dim:]
-    sharding = spec.out_sharding
-    if sharding is not None:
-        array, dim = next((x, d) for x, d in zip(args, dims) if d is not None)
-        entry = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
-        given = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-        sharding = jax.P(entry, *given)
-    labels = {"a": label(spec.a, dims[0]), "b": label(spec.b, dims[1]), "out": letter + spec.out}
-    return op(replace(spec, **labels, out_sharding=sharding), a, b, scale, order=order), [0]
+    sharding = batched_sharding(spec.out_sharding, args, dims)
+    fields = dict(zip(("a", "b", "out"), batched((spec.a, spec.b, spec.out), dims)))
+    return op(replace(spec, **fields, out_sharding=sharding), a, b, scale, order=order), [0]
 
 
 def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
@@ -197,8 +196,11 @@ def _(spec, primals, tangents):
     y = _forward(spec, x, xq, w)
     if not any(moves):
         return y, jnp.zeros_like(y)
-    backward_codes = _gathered(spec, _codes(spec, w, forward=False), x, "backward")
-    kept = [*([backward_codes, w.scale] if moves[0] else [])]
+    kept = []
+    if moves[0]:
+        _, summed, outs = spec.labels
+        codes = _codes(spec, w, forward=False)
+        kept = [gathered(spec.product, codes, summed + outs, x, spec.product.x), w.scale]
     kept += [xq.qt, xq.scale] if moves[1] or moves[2] else []
     moving = [t for t, moved in zip(tangents, moves) if moved]
     return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
@@ -224,30 +226,11 @@ def _codes(spec: Fp8, w: Quantized, *, forward: bool) -> Any:
 
 def _forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
     rows, summed, outs = spec.labels
-    codes = _gathered(spec, _codes(spec, w, forward=True), x, "forward")
+    codes = gathered(spec.product, _codes(spec, w, forward=True), outs + summed, x, spec.product.x)
     dot = spec.contraction(
         rows + summed, outs + summed, rows + outs, spec.dtype, spec.product.out_sharding
     )
     return product(dot, xq.q, codes, xq.scale * w.scale, order=spec.order)[0]
-
-
-def _gathered(spec: Fp8, codes: Any, x: Array, which: str) -> Any:
-    """Codes of the kernel, gathered over the mesh axes that split rows, where types say so."""
-    if codes is None or not jax.typeof(codes).sharding.mesh.explicit_axes:
-        return codes
-    _, summed, outs = spec.labels
-    labels = outs + summed if which == "forward" else summed + outs
-    return _without_axes_of_rows(spec, codes, labels, x, spec.product.x)
-
-
-def _without_axes_of_rows(spec: Fp8, array: Array, labels: str, x: Array, x_labels: str) -> Array:
-    """An array on an Explicit mesh, gathered over the axes that split the rows of x."""
-    rows, summed, _ = spec.labels
-    entries = zip(x_labels, jax.typeof(x).sharding.spec)
-    taken = {axis for letter, entry in entries if letter in rows for axis in axes_of(entry)}
-    stored = whole(jax.typeof(array).sharding.spec, array.ndim)
-    wanted = tuple(e if c == summed else without(e, taken) for c, e in zip(labels, stored))
-    return array if wanted == stored else jax.sharding.reshard(array, jax.P(*wanted))
 
 
 # ---------------------------------------------------------------- the tangent
@@ -294,9 +277,7 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
         if dkernel is not None:
             labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
             dkernel = dkernel.astype(fp8.dtype)
-            if jax.typeof(dkernel).sharding.mesh.explicit_axes:
-                args = fp8.product.kernel, x, summed + rows
-                dkernel = _without_axes_of_rows(fp8, dkernel, *args)
+            dkernel = gathered(fp8.product, dkernel, fp8.product.kernel, x, summed + rows)
             terms.append(dot(labels, widened(x, x_scale), dkernel))
     return [functools.reduce(jnp.add, terms)]
 
@@ -353,10 +334,10 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
         moved += [batch_at(x, at[2], 1, size), x_scale]
     moved += [batch_at(tangents[0], at[4][0], 0, size)] if spec.moves[0] else []
     moved += [t for t in tangents[1:] if t is not None]
-    fp8 = spec.fp8
-    letter = next(c for c in string.ascii_letters if c not in fp8.product.x + fp8.product.kernel)
-    labels = replace(fp8.product, x=letter + fp8.product.x, out=letter + fp8.product.out)
-    return op(replace(spec, fp8=replace(fp8, product=labels)), *moved, order=order), [0]
+    product = spec.fp8.product
+    letters, _, out = batched((product.x, product.kernel, product.out), (0, None))
+    fp8 = replace(spec.fp8, product=replace(product, x=letters, out=out))
+    return op(replace(spec, fp8=fp8), *moved, order=order), [0]
 
 
 tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=_transpose)

@@ -129,16 +129,23 @@ def dot(product: Product, x: Array, operand: Array) -> Array:
 
 def operand_of(product: Product, x: Any, kernel: Array) -> Array:
     """Returns the kernel as the GEMM reads it: rounded, and gathered over axes that split rows."""
-    kernel = kernel.astype(x.dtype)
+    return gathered(product, kernel.astype(x.dtype), product.kernel, x, product.x)
+
+
+def gathered(product: Product, kernel: Array, labels: str, x: Any, x_labels: str) -> Array:
+    """Returns the kernel, on an Explicit mesh gathered over the axes that split the rows of x.
+
+    The letters are those of `product`; either operand's dimensions may be in another order there.
+    """
     sharding = jax.typeof(kernel).sharding
     if not sharding.mesh.explicit_axes:
         return kernel
-    rows = zip(product.x, jax.typeof(x).sharding.spec)
+    rows = zip(x_labels, jax.typeof(x).sharding.spec)
     taken = {axis for letter, entry in rows if letter in product.out for axis in axes_of(entry)}
     stored = whole(sharding.spec, kernel.ndim)
     spec = tuple(
         entry if letter in product.x else without(entry, taken)
-        for letter, entry in zip(product.kernel, stored)
+        for letter, entry in zip(labels, stored)
     )
     return kernel if spec == stored else jax.sharding.reshard(kernel, jax.P(*spec))
 
@@ -205,21 +212,27 @@ def _transpose(cts: Any, x: Any, kernel: Any, *, spec: Product, order: Order) ->
 
 def _batch(op: Op, args: Any, dims: Any, *, spec: Product, order: Order) -> Any:
     """A batch dimension is one more letter, first in the result: the GEMM stays one."""
-    letter = next(c for c in string.ascii_letters if c not in spec.x + spec.kernel)
-    x, kernel = (
-        label if dim is None else label[:dim] + letter + label[dim:]
-        for label, dim in zip((spec.x, spec.kernel), dims)
-    )
-    sharding = spec.out_sharding
-    if sharding is not None:
-        array, dim = next((a, d) for a, d in zip(args, dims) if d is not None)
-        split = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
-        entries = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-        sharding = jax.P(split, *entries)
-    spec = dataclasses.replace(
-        spec, x=x, kernel=kernel, out=letter + spec.out, out_sharding=sharding
-    )
-    return op(spec, *args, order=order), [0]
+    letters = batched((spec.x, spec.kernel, spec.out), dims)
+    sharding = batched_sharding(spec.out_sharding, args, dims)
+    fields = dict(zip(("x", "kernel", "out"), letters), out_sharding=sharding)
+    return op(dataclasses.replace(spec, **fields), *args, order=order), [0]
+
+
+def batched(labels: tuple[str, str, str], dims: Any) -> tuple[str, str, str]:
+    """Returns a product's letters with one more, at `dims` of the operands, first in the result."""
+    a, b, out = labels
+    letter = next(c for c in string.ascii_letters if c not in a + b)
+    at = lambda text, dim: text if dim is None else text[:dim] + letter + text[dim:]
+    return at(a, dims[0]), at(b, dims[1]), letter + out
+
+
+def batched_sharding(sharding: Any, args: Any, dims: Any) -> jax.P | None:
+    """Returns the result's sharding with a first dimension that is split as the batch is."""
+    if sharding is None:
+        return None
+    array, dim = next((a, d) for a, d in zip(args, dims) if d is not None)
+    split = whole(jax.typeof(array).sharding.spec, array.ndim)[dim]
+    return jax.P(split, *(sharding.spec if isinstance(sharding, NamedSharding) else sharding))
 
 
 tangent = Op("matmul_tangent", define_tangent, batch=_batch, jvp=_jvp, transpose=_transpose)

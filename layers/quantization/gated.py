@@ -24,9 +24,9 @@ from ...native.launch import Target, launch
 from ..dense.epilogue import Scalar
 from . import kernels
 from .definition import FORMATS, define_amax, define_cast
-from .kernels import CastLayout, Codes
+from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes
 
-_AMAX_THREADS, _AMAX_UNROLL = 512, 2
+_AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,18 +245,16 @@ def cuda_amax(target: Target, *operands: jax.Array, function: Scalar) -> list[ja
     """`_define_amax` on a GPU."""
     *raw, scales = operands
     size, has_up = raw[0].size, len(raw) == 2
-    vectors = -(-size * raw[0].dtype.itemsize // 16)
-    wanted = -(-vectors // (_AMAX_THREADS * _AMAX_UNROLL))
-    blocks = max(1, min(wanted, 4 * target.multiprocessors))
+    blocks = _AMAX_LAYOUT.blocks(size, raw[0].dtype.itemsize, target)
     (maxima,) = launch(
         _source("quantize_gated_amax.cu", function),
         "quantize_gated_amax",
         operands,
         [jax.ShapeDtypeStruct((3 if has_up else 1, blocks), jnp.float32)],
         target=target,
-        macros=_macros(raw[0], has_up) | {"THREADS": _AMAX_THREADS, "UNROLL": _AMAX_UNROLL},
+        macros=_macros(raw[0], has_up) | {"THREADS": AMAX_THREADS, "UNROLL": _AMAX_LAYOUT.unroll},
         grid=blocks,
-        block=_AMAX_THREADS,
+        block=AMAX_THREADS,
         ints=(size,),
     )
     largest = jnp.max(maxima, axis=1, keepdims=True)

@@ -13,7 +13,7 @@ from ...native.launch import Target, call_host, launch
 from .definition import define_amax, define_cast, define_quantize
 
 _ROWS, _COLUMNS = 16, 8  # of a thread's part of a tile
-_AMAX_THREADS = 512
+AMAX_THREADS = 512
 _LARGE = 2**27  # elements: more tiles than the multiprocessors take in a few rounds
 
 
@@ -82,7 +82,7 @@ class AmaxLayout:
     def blocks(self, size: int, itemsize: int, target: Target) -> int:
         """How many blocks there are: at least one, which writes 0 for an empty array."""
         vectors = -(-size * itemsize // 16)
-        wanted = -(-vectors // (_AMAX_THREADS * self.unroll))
+        wanted = -(-vectors // (AMAX_THREADS * self.unroll))
         return max(1, min(wanted, self.blocks_each * target.multiprocessors))
 
 
@@ -135,11 +135,11 @@ def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
         target=target,
         macros={
             "X_TYPE": CUDA_TYPES[x.dtype.name],
-            "THREADS": _AMAX_THREADS,
+            "THREADS": AMAX_THREADS,
             "UNROLL": layout.unroll,
         },
         grid=blocks,
-        block=_AMAX_THREADS,
+        block=AMAX_THREADS,
         ints=(x.size,),
     )
     return maxima
