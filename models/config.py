@@ -10,6 +10,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Remat = Literal["none", "block", "dots"]
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 Implementation = Literal["native", "pallas", "xla"]
+Quantization = Literal["fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,9 @@ class TransformerConfig:
         `dense` and `gated_product`. None takes the best here. A single name is strict: "native"
         raises NotImplementedError on CPUs, which have no kernel for the gated product, where
         `("native", "xla")` runs. Attention, embedding and logits are JAX's.
+      quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as in
+        `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
+        generation (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
@@ -90,6 +94,7 @@ class TransformerConfig:
     remat: Remat = "none"
     attention: AttentionImplementation = "auto"
     implementation: Implementation | tuple[Implementation, ...] | None = None
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -110,6 +115,10 @@ class TransformerConfig:
         _one_of("param_dtype", self.param_dtype, get_args(Dtype))
         _one_of("remat", self.remat, get_args(Remat))
         _one_of("attention", self.attention, get_args(AttentionImplementation))
+        _one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        if self.quantization is not None and self.dtype == "float64":
+            rule = "cannot go with dtype='float64': FP8 products have a narrower compute dtype"
+            raise ValueError(f"quantization={self.quantization!r} {rule}.")
         given = self.implementation
         for name in given if isinstance(given, tuple) else () if given is None else (given,):
             _one_of("implementation", name, get_args(Implementation))

@@ -5,6 +5,7 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ from jax import Array
 
 from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
-from ..layers.eqx import Linear, RMSNorm
+from ..layers.eqx import Linear, RMSNorm, with_options
 from ..layers.rms_norm import add_rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -25,6 +26,7 @@ from .sharding import Sharding
 
 def _apply_linear(layer: Linear, x: Array) -> Array:
     options = {"activation": layer.activation, "implementation": layer.implementation}
+    options["quantization"] = layer.quantization
     return apply_dense(x, layer.weight, layer.bias, contract=1, dtype=x.dtype, **options)
 
 
@@ -41,8 +43,14 @@ def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
 
 def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Array:
     down, options = mlp.down, {"dtype": gate.dtype, "contract": 1, "hidden_sharding": spec}
-    options["implementation"] = down.implementation
+    options |= {"implementation": down.implementation, "quantization": down.quantization}
     return apply_product(gate, up, down.weight, down.bias, "silu", **options)
+
+
+def _unquantized(module: eqx.Module) -> eqx.Module:
+    is_linear = lambda node: isinstance(node, Linear)
+    convert = lambda node: with_options(node, quantization=None) if is_linear(node) else node
+    return jax.tree.map(convert, module, is_leaf=is_linear)
 
 
 _OPS = transformer.Ops(
@@ -52,6 +60,7 @@ _OPS = transformer.Ops(
     gated_product=_gated_product,
     table=lambda layer: layer.weight,
     map_parameters=lambda function, module: function(module),
+    unquantized=_unquantized,
     checkpoint=jax.checkpoint,
 )
 
@@ -72,9 +81,10 @@ class Attention(eqx.Module):
         c = config
         self.config, self.sharding = config, sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        project = lambda width: _linear(c, c.dim, width, use_bias=c.attention_bias, key=key)
+        quantized = {"quantization": c.quantization, "key": key}
+        project = lambda m: _linear(c, c.dim, m, use_bias=c.attention_bias, **quantized)
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
-        self.o = _linear(c, heads, c.dim, key=key)
+        self.o = _linear(c, heads, c.dim, **quantized)
         self.q_norm = _norm(c, c.head_dim) if c.qk_norm else None
         self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
 
@@ -95,9 +105,10 @@ class MLP(eqx.Module):
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
         self.sharding = sharding
-        self.gate = _linear(config, config.dim, config.mlp_dim, key=key)
-        self.up = _linear(config, config.dim, config.mlp_dim, key=key)
-        self.down = _linear(config, config.mlp_dim, config.dim, key=key)
+        quantized = {"quantization": config.quantization, "key": key}
+        self.gate = _linear(config, config.dim, config.mlp_dim, **quantized)
+        self.up = _linear(config, config.dim, config.mlp_dim, **quantized)
+        self.down = _linear(config, config.mlp_dim, config.dim, **quantized)
 
     def __call__(self, x: Array) -> Array:
         """See `transformer.mlp`."""
@@ -166,11 +177,9 @@ class Transformer(eqx.Module):
         return transformer.forward(_OPS, self, tokens, cache)
 
 
-def _linear(
-    config: TransformerConfig, n: int, m: int, *, use_bias: bool = False, key: Array
-) -> Linear:
-    options = {"dtype": config.param_dtype, "implementation": config.implementation}
-    return Linear(n, m, use_bias=use_bias, **options, key=key)
+def _linear(config: TransformerConfig, n: int, m: int, **options: Any) -> Linear:
+    shared = {"dtype": config.param_dtype, "implementation": config.implementation}
+    return Linear(n, m, **{"use_bias": False} | shared | options)
 
 
 def _norm(config: TransformerConfig, n: int) -> RMSNorm:

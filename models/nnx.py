@@ -37,6 +37,14 @@ def _map_parameters(function: Callable[[Any], Any], module: nnx.Module) -> nnx.M
     return nnx.merge(graphdef, function(nnx.to_pure_dict(state)))
 
 
+def _unquantized(module: nnx.Module) -> nnx.Module:
+    module = nnx.merge(*nnx.split(module))  # other objects with the same parameters
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, Linear | GatedMLP):
+            node.quantization = None
+    return module
+
+
 _OPS = transformer.Ops(
     linear=lambda layer, x: layer(x),
     norm=lambda layer, x: layer(x),
@@ -44,6 +52,7 @@ _OPS = transformer.Ops(
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
     table=_table,
     map_parameters=_map_parameters,
+    unquantized=_unquantized,
     checkpoint=nnx.remat,
 )
 
@@ -55,9 +64,10 @@ class Attention(nnx.Module):
         c = config
         self.config, self.sharding = config, sharding
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        project = lambda width: _linear(c, c.dim, width, use_bias=c.attention_bias, rngs=rngs)
+        quantized = {"quantization": c.quantization, "rngs": rngs}
+        project = lambda m: _linear(c, c.dim, m, use_bias=c.attention_bias, **quantized)
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
-        self.o = _linear(c, heads, c.dim, rngs=rngs)
+        self.o = _linear(c, heads, c.dim, **quantized)
         self.q_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
         self.k_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
 
@@ -73,8 +83,8 @@ class MLP(GatedMLP):
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
         self.sharding = sharding
-        options = _options(config)
-        super().__init__(config.dim, config.mlp_dim, **options, kernel_init=_ZEROS, rngs=rngs)
+        options = _options(config) | {"quantization": config.quantization, "kernel_init": _ZEROS}
+        super().__init__(config.dim, config.mlp_dim, **options, rngs=rngs)
         for linear in self.gate, self.up, self.down:
             linear.implementation = self.implementation
 
@@ -141,11 +151,9 @@ def _options(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _linear(
-    config: TransformerConfig, n: int, m: int, *, use_bias: bool = False, rngs: nnx.Rngs
-) -> Linear:
-    options = _options(config)
-    return Linear(n, m, use_bias=use_bias, **options, kernel_init=_ZEROS, rngs=rngs)
+def _linear(config: TransformerConfig, n: int, m: int, **options: Any) -> Linear:
+    options = {"use_bias": False, "kernel_init": _ZEROS} | _options(config) | options
+    return Linear(n, m, **options)
 
 
 def _norm(config: TransformerConfig, n: int, *, rngs: nnx.Rngs) -> RMSNorm:

@@ -32,6 +32,7 @@ class Ops:
         of `down` on the mesh in context.
       table: of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
       map_parameters: of (function, module): the module with `function` applied to its parameters.
+      unquantized: of (module,): the module with every product in the compute dtype.
       checkpoint: `jax.checkpoint`, or the framework's version of it.
     """
 
@@ -41,6 +42,7 @@ class Ops:
     gated_product: Callable[[Any, Array, Array, P | None], Array]
     table: Callable[[Any], Array]
     map_parameters: Callable[[Callable[[Any], Any], Any], Any]
+    unquantized: Callable[[Any], Any]
     checkpoint: Callable[..., Callable]
 
 
@@ -62,6 +64,9 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
     x = embed(tokens, ops.table(model.embed), config.dtype, sharding)
 
     def run(layer: Any, *inputs: Any) -> Any:
+        if cache is not None and config.quantization is not None:
+            # A scale from several tokens would let a token's logits depend on later ones.
+            layer = ops.unquantized(layer)
         if sharding.keep_gathered and config.remat != "none":
             gather = functools.partial(gather_kernels, dtype=config.dtype, sharding=sharding)
             layer = ops.map_parameters(gather, layer)

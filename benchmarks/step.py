@@ -1,0 +1,371 @@
+"""A training step of a preset: bfloat16, FP8, XLA's own operations and torch.compile, by turns.
+
+    python benchmarks/step.py                         # 1b: 16384 tokens a step on one GPU
+    python benchmarks/step.py --preset small --versions bf16 fp8
+    python benchmarks/step.py --blocks 8 --preset 8b  # eight of its blocks, forward and backward
+    python benchmarks/step.py --profile fp8           # and where a version spends its time
+
+Every version is forward to update: float32 parameters, products with bfloat16 or FP8 operands,
+AdamW, clipping by the global norm, no rematerialisation, the same random tokens. "torch" is the
+same transformer under torch.compile with autocast, `scaled_dot_product_attention` and fused AdamW.
+With --blocks there is no embedding, no loss over a vocabulary and no optimizer.
+
+Times are the host's for several steps in a row, which end with the device idle; the versions take
+turns, so that all see the same clocks. Prints the median of the turns.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+JAX_VERSIONS = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8"},
+    "bf16, xla": {"implementation": "xla"},
+}
+VERSIONS = (*JAX_VERSIONS, "torch")
+Take = Callable[[int], float]  # runs so many steps and returns the seconds
+
+
+# ---------------------------------------------------------------- JAX
+
+
+def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[str, Take], dict]:
+    """Returns what takes steps of each version, and the bytes that its program needs."""
+    import jax
+
+    from normfuse.train.config import preset_config
+
+    config = preset_config(arguments.preset)
+    shape = dataclasses.replace(config.transformer(), remat="none", dtype="bfloat16")
+    if arguments.blocks:
+        shape = dataclasses.replace(shape, num_layers=arguments.blocks, vocab_size=256)
+    makers = {name: dataclasses.replace(shape, **JAX_VERSIONS[name]) for name in names}
+    size = arguments.batch or config.batch_size, arguments.seq or config.seq_len
+    lower = blocks if arguments.blocks else whole_step
+    state: Any = None
+    takes, memory = {}, {}
+    for name, model in makers.items():
+        lowered, draw = lower(config, model, size)
+        step = lowered.compile()
+        used = step.memory_analysis()
+        peak = used.argument_size_in_bytes + used.temp_size_in_bytes
+        memory[name] = peak + used.output_size_in_bytes - used.alias_size_in_bytes
+        state = draw() if state is None else state  # of one structure for all: parameters are
+        takes[name] = taker(jax, step, state)
+    return takes, memory
+
+
+def taker(jax: Any, step: Any, state: list) -> Take:
+    """Returns what takes steps on `state`, a list of the state and the batch that all share."""
+
+    def take(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            state[0], kept = step(*state)
+        jax.block_until_ready((state[0], kept))
+        return time.perf_counter() - began
+
+    return take
+
+
+def whole_step(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Callable[[], list]]:
+    """The trainer's own step."""
+    import jax
+    import jax.numpy as jnp
+    from sharded_steps import filled, mesh_of
+
+    from normfuse.models.functional import build
+    from normfuse.train.mesh import batch_sharding
+    from normfuse.train.step import Program, make_optimizer, schedule
+
+    mesh, settings = mesh_of("data", 1), (config.optim, config.steps)
+    program = Program(
+        build(config.framework, model),
+        make_optimizer(*settings),
+        schedule(*settings),
+        mesh,
+        microbatches=1,
+        skip_limit=0,
+        spike=config.spike,
+    )
+    with jax.set_mesh(mesh):
+        lowered = program.lower(*size)
+
+    def draw() -> list:
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), program.abstract())
+        state = jax.jit(zeros, out_shardings=program.shardings())()
+        shape = size[0], size[1] + 1
+        tokens = jax.random.randint(jax.random.key(0), shape, 0, model.vocab_size)
+        tokens = jax.device_put(tokens, batch_sharding(mesh))
+        return [state._replace(params=filled(program.abstract().params)), tokens]
+
+    return lowered, draw
+
+
+def blocks(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Callable[[], list]]:
+    """`((params, gradients), x) -> ((params, gradients), loss)` of a model's blocks alone."""
+    import jax
+    import jax.numpy as jnp
+    from sharded_steps import filled
+
+    from normfuse.models.attention import rope_table
+    from normfuse.models.functional import build
+
+    functional = build(config.framework, model)
+
+    def loss(params, x):
+        rope, branch = rope_table(model, 0, x.shape[1]), None
+        for layer in functional.model(params).layers:
+            x, branch, _ = layer(x, branch, rope, None)
+        return jnp.mean(jnp.square((x + branch).astype(jnp.float32)))
+
+    def step(state, x):
+        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        return (state[0], gradients), value
+
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+    params = jax.tree.map(place, functional.abstract)
+    x = place(jax.ShapeDtypeStruct((*size, model.dim), jnp.bfloat16))
+    lowered = jax.jit(step, donate_argnums=0).lower((params, params), x)
+    return lowered, lambda: [(filled(params), filled(params)), filled(x, 1.0)]
+
+
+def breakdown(name: str, take: Take) -> str:
+    """Where the time of a version's steps goes, from JAX's profiler."""
+    import jax
+
+    from normfuse.train import profiling
+
+    take(2)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            take(3)
+        times, idle = profiling.read_trace(pathlib.Path(folder))
+    kinds = profiling.by_kind(times, idle, 3)
+    return f"{name}: {json.dumps(kinds)}\n{profiling.table(times, 3)}"
+
+
+# ---------------------------------------------------------------- PyTorch
+
+
+def torch_version(arguments: argparse.Namespace) -> tuple[Take, Callable[[], int]]:
+    """Returns what takes steps of the same transformer in PyTorch, and its peak of bytes."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    from normfuse.models.config import PRESETS
+    from normfuse.train.config import preset_config
+
+    config, c = preset_config(arguments.preset), PRESETS[arguments.preset]
+    batch, seq = arguments.batch or config.batch_size, arguments.seq or config.seq_len
+    layers = arguments.blocks or c.num_layers
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+
+    def linear(n: int, m: int) -> nn.Linear:
+        layer = nn.Linear(n, m, bias=False)
+        nn.init.normal_(layer.weight, std=0.02)
+        return layer
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            self.attention_norm = nn.Parameter(torch.ones(c.dim))
+            self.mlp_norm = nn.Parameter(torch.ones(c.dim))
+            self.q, self.k, self.v = (linear(c.dim, m) for m in (heads, kv_heads, kv_heads))
+            self.o = linear(heads, c.dim)
+            self.gate, self.up = linear(c.dim, c.mlp_dim), linear(c.dim, c.mlp_dim)
+            self.down = linear(c.mlp_dim, c.dim)
+
+        def forward(self, x, cos, sin):
+            norm = lambda x, scale: F.rms_norm(x, (c.dim,), scale.to(x.dtype), c.norm_eps)
+            h = norm(x, self.attention_norm)
+            heads = lambda y: y.view(*x.shape[:2], -1, c.head_dim).transpose(1, 2)
+            q, k, v = heads(self.q(h)), heads(self.k(h)), heads(self.v(h))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            grouped = c.num_heads != c.num_kv_heads
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            x = x + self.o(a.transpose(1, 2).reshape(*x.shape[:2], -1))
+            h = norm(x, self.mlp_norm)
+            return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def rotate(x, cos, sin):
+        a, b = x.float().chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    class Transformer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(c.vocab_size, c.dim)
+            nn.init.normal_(self.embed.weight, std=0.02)
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.norm = nn.Parameter(torch.ones(c.dim))
+
+        def forward(self, tokens, targets, cos, sin):
+            x = self.embed(tokens).to(torch.bfloat16)
+            for block in self.blocks:
+                x = block(x, cos, sin)
+            x = F.rms_norm(x, (c.dim,), self.norm.to(x.dtype), c.norm_eps)
+            logits = F.linear(x, self.embed.weight)
+            return F.cross_entropy(logits.view(-1, c.vocab_size), targets.reshape(-1))
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+        def forward(self, x, targets, cos, sin):
+            for block in self.blocks:
+                x = block(x, cos, sin)
+            return x.float().square().mean()
+
+    model = (Blocks if arguments.blocks else Transformer)().to(device)
+    frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device) / c.head_dim)
+    angles = torch.arange(seq, device=device)[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    tokens = torch.randint(c.vocab_size, (batch, seq + 1), device=device)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    if arguments.blocks:
+        inputs = torch.randn(batch, seq, c.dim, device=device, dtype=torch.bfloat16)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    o = config.optim
+    options = {"lr": o.lr, "betas": (o.b1, o.b2), "eps": o.eps, "weight_decay": o.weight_decay}
+    optimizer = torch.optim.AdamW(groups, **options, fused=device == "cuda")
+    compiled = torch.compile(model)
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(inputs, targets, cos, sin)
+        loss.backward()
+        if not arguments.blocks:
+            if o.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip, foreach=True)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def take(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            step()
+        settle()
+        return time.perf_counter() - began
+
+    return take, lambda: torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+# ---------------------------------------------------------------- a process that takes steps
+
+
+def work(names: list[str], arguments: argparse.Namespace) -> None:
+    """Answers each line `version steps` of the standard input with seconds, as one line of JSON."""
+    if names == ["torch"]:
+        take, peak = torch_version(arguments)
+        take(1)
+        takes, memory = {"torch": take}, {"torch": peak}
+    else:
+        takes, found = jax_versions(names, arguments)
+        memory = {name: lambda bytes=found[name]: bytes for name in names}
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        name, count = json.loads(line)
+        if count:
+            print(json.dumps([takes[name](count), memory[name]()]), flush=True)
+        else:
+            print(json.dumps([breakdown(name, takes[name]), 0]), flush=True)
+
+
+class Worker:
+    """A process that takes steps of some versions when it is asked to."""
+
+    def __init__(self, names: list[str], arguments: list[str]):
+        # Both frameworks' memory is on one GPU.
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+        command = [sys.executable, __file__, *arguments, "--work", *names]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(command, env=environment, **pipes)
+        if self._answer() != "ready":
+            raise SystemExit(f"step.py: {names} did not start")
+
+    def take(self, name: str, steps: int) -> list:
+        """Seconds for so many steps and the version's bytes; for 0 steps a profile of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, steps]) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(("[", '"')):
+                return json.loads(line)
+            print(line, end="", file=sys.stderr)
+        raise SystemExit(f"step.py: a process ended with {self._process.wait()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--preset", default="1b")
+    parser.add_argument("--blocks", type=int, default=0, help="only so many blocks of the model")
+    parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=["bf16", "fp8"])
+    parser.add_argument("--batch", type=int, help="sequences of a step; the preset's")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence; the preset's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="of a turn")
+    parser.add_argument("--profile", nargs="*", default=[], choices=JAX_VERSIONS)
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        work(arguments.work, arguments)
+        return
+    given = sys.argv[1:]
+    ours = [name for name in arguments.versions if name != "torch"]
+    workers = {}
+    if ours:
+        workers |= dict.fromkeys(ours, Worker(ours, given))
+    if "torch" in arguments.versions:
+        workers["torch"] = Worker(["torch"], given)
+    seconds: dict[str, list[float]] = {name: [] for name in arguments.versions}
+    memory = {}
+    for name in arguments.versions:
+        workers[name].take(name, 2)
+    for _, name in itertools.product(range(arguments.rounds), arguments.versions):
+        took, memory[name] = workers[name].take(name, arguments.steps)
+        seconds[name].append(took / arguments.steps)
+    from normfuse.train.config import preset_config
+
+    config = preset_config(arguments.preset)
+    tokens = (arguments.batch or config.batch_size) * (arguments.seq or config.seq_len)
+    first = statistics.median(seconds[arguments.versions[0]])
+    print(f"{tokens} tokens a step\n{'':12}    ms a step   tokens/s   ratio   GiB")
+    for name, found in seconds.items():
+        median = statistics.median(found)
+        rate, spread = tokens / median, (max(found) - min(found)) / median
+        print(
+            f"{name:12} {1e3 * median:9.2f} ±{100 * spread / 2:3.1f}% {rate:9.0f}  "
+            f"{first / median:6.3f}  {memory[name] / math.exp2(30):5.1f}"
+        )
+    for name in arguments.profile:
+        print(workers[name].take(name, 0)[0])
+
+
+if __name__ == "__main__":
+    main()
