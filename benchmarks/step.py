@@ -15,6 +15,7 @@ turns, so that all see the same clocks. Prints the median of the turns.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -54,11 +55,13 @@ def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[
     makers = {name: dataclasses.replace(shape, **JAX_VERSIONS[name]) for name in names}
     size = arguments.batch or config.batch_size, arguments.seq or config.seq_len
     lower = blocks if arguments.blocks else whole_step
+    lowered = {name: lower(config, model, size) for name, model in makers.items()}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(program.compile) for name, (program, _) in lowered.items()}
     state: Any = None
     takes, memory = {}, {}
-    for name, model in makers.items():
-        lowered, draw = lower(config, model, size)
-        step = lowered.compile()
+    for name, (_, draw) in lowered.items():
+        step = futures[name].result()
         used = step.memory_analysis()
         peak = used.argument_size_in_bytes + used.temp_size_in_bytes
         memory[name] = peak + used.output_size_in_bytes - used.alias_size_in_bytes
@@ -302,8 +305,12 @@ class Worker:
         command = [sys.executable, __file__, *arguments, "--work", *names]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(command, env=environment, **pipes)
-        if self._answer() != "ready":
-            raise SystemExit(f"step.py: {names} did not start")
+
+    def wait(self) -> None:
+        """Returns when its programs are compiled."""
+        began = time.perf_counter()
+        assert self._answer() == "ready"
+        print(f"ready, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
     def take(self, name: str, steps: int) -> list:
         """Seconds for so many steps and the version's bytes; for 0 steps a profile of it."""
@@ -345,11 +352,14 @@ def main() -> None:
         workers["torch"] = Worker(["torch"], given)
     seconds: dict[str, list[float]] = {name: [] for name in arguments.versions}
     memory = {}
+    for worker in dict.fromkeys(workers.values()):
+        worker.wait()
     for name in arguments.versions:
         workers[name].take(name, 2)
     for _, name in itertools.product(range(arguments.rounds), arguments.versions):
         took, memory[name] = workers[name].take(name, arguments.steps)
         seconds[name].append(took / arguments.steps)
+        print(f"{name}: {1e3 * seconds[name][-1]:.2f} ms", file=sys.stderr, flush=True)
     from normfuse.train.config import preset_config
 
     config = preset_config(arguments.preset)

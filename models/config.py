@@ -67,8 +67,8 @@ class TransformerConfig:
         `dense` and `gated_product`. None takes the best here. A single name is strict: "native"
         raises NotImplementedError on CPUs, which have no kernel for the gated product, where
         `("native", "xla")` runs. Attention, embedding and logits are JAX's.
-      quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as in
-        `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
+      quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as
+        in `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
         generation (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
 
     Raises:
