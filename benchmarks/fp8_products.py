@@ -128,13 +128,20 @@ def products(seconds: float, full: bool) -> None:
             )
 
 
-def mlps(seconds: float, every: bool) -> None:
+def mlps(seconds: float, every: bool, chosen: list[str]) -> None:
     """Norm and SwiGLU MLP, forward and backward."""
     import jax
     import jax.numpy as jnp
     from fp8_layers import both_ways, fused_mlp, mlp, plain_mlp, wide_product
 
     from normfuse import dense, gated_product, rms_norm
+    from normfuse.layers.dense import gated
+
+    def whole(x, scale, gate, up, down, **options):
+        """A norm and a GatedMLP."""
+        kernels = {"gate": gate, "up": up, "down": down}
+        options |= {"activation": "silu", "dtype": x.dtype, "implementation": None}
+        return gated.mlp(rms_norm(x, scale), kernels, {}, **options)
 
     def layers(x, scale, gate, up, down, **options):
         """A foreign model's: Linears and an activation between."""
@@ -148,6 +155,7 @@ def mlps(seconds: float, every: bool) -> None:
         "bf16, jnp": both_ways(plain_mlp),
         "bf16, native norm": both_ways(plain_mlp, norm=rms_norm),
         "bf16, normfuse": both_ways(layers),
+        "FP8, GatedMLP": both_ways(whole, quantization="fp8"),
         "FP8, normfuse": both_ways(layers, quantization="fp8"),
         "FP8 Linears": both_ways(mlp, together=False),
         "FP8, x quantized once with its bound": both_ways(mlp, norm=rms_norm),
@@ -157,6 +165,7 @@ def mlps(seconds: float, every: bool) -> None:
         "FP8, activation and gradients as FP8": both_ways(fused_mlp, norm=rms_norm),
         "x quantized once, scales before": both_ways(mlp, norm=rms_norm, product=wide_product),
     }
+    versions = {name: run for name, run in versions.items() if not chosen or name in chosen}
     for tokens, dim, hidden in SHAPES:
         keys = jax.random.split(jax.random.key(0), 5)
         normal = lambda key, shape, dtype, size=1.0: (
@@ -228,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("product", "mlp", "full"), help="only this part")
     parser.add_argument("--seconds", type=float, default=40, help="for each part")
+    parser.add_argument("--versions", nargs="*", default=[], help="of the MLP, by name; all")
     parser.add_argument("--kernels", action="store_true", help="list products' kernels too")
     parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -236,13 +246,14 @@ def main() -> None:
         here = pathlib.Path(__file__).parent
         sys.path[:0] = [str(here), str(here.parent / "tests")]
         if arguments.part == "mlp":
-            return mlps(arguments.seconds, arguments.kernels)
+            return mlps(arguments.seconds, arguments.kernels, arguments.versions)
         return products(arguments.seconds, full=arguments.part == "full")
     lines = []
     for part in [arguments.part] if arguments.part else ["mlp", "product"]:
         # In a process of its own: a failure ends one part only.
         command = [sys.executable, __file__, "--inside", "--part", part]
         command += ["--seconds", str(arguments.seconds)] + ["--kernels"] * arguments.kernels
+        command += ["--versions", *arguments.versions]
         try:
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 for text in process.stdout or ():

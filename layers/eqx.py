@@ -15,6 +15,7 @@ from .core.arguments import Quantization, check_quantization, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
+from .dense.gated import mlp as gated_mlp
 from .rms_norm import rms_norm
 
 M = TypeVar("M")
@@ -315,6 +316,16 @@ class GatedMLP(eqx.Module):
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
+        linears = {"gate": self.gate, "up": self.up, "down": self.down}
+        if self.quantization and all(map(self._is_as_made, linears.values(), [x] * 3)):
+            x = _checked("GatedMLP", "gate", x, self.gate.weight.shape[1:])
+            kernels = {name: linear.weight for name, linear in linears.items()}
+            biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
+            dtype = jnp.result_type(x, *kernels.values())
+            check_quantization("GatedMLP", self.quantization, dtype)
+            options = {"implementation": self.implementation, "quantization": self.quantization}
+            options |= {"activation": self.activation, "contract": 1}
+            return gated_mlp(x, kernels, biases, dtype=dtype, **options)
         gate, up, down = self.gate(x), self.up(x), self.down
         if reason := modules.replaced(down, Linear) or down._unserved(gate):
             call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
@@ -324,6 +335,12 @@ class GatedMLP(eqx.Module):
         options = {"implementation": self.implementation, "quantization": self.quantization}
         options |= {"dtype": dtype, "contract": 1}
         return apply_gated_product(gate, up, down.weight, down.bias, self.activation, **options)
+
+    def _is_as_made(self, linear: eqx.nn.Linear, x: Array) -> bool:
+        """Whether a part may be computed together with the others."""
+        if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
+            return False
+        return not linear._unserved(jnp.asarray(x))
 
 
 # ---------------------------------------------------------------- other people's models

@@ -18,6 +18,7 @@ from .core.op import placed
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
+from .dense.gated import mlp as gated_mlp
 from .rms_norm import rms_norm
 
 M = TypeVar("M")
@@ -300,9 +301,28 @@ class GatedMLP(nnx.Module):
         self.up = make(in_features, hidden_features)
         self.down = make(hidden_features, in_features)
 
-    def __call__(self, x: Array) -> Array:
-        """Applies the MLP to the last axis of x."""
-        return self.combine(self.gate(x), self.up(x))
+    def __call__(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
+        """Applies the MLP to the last axis of x, placed as `normfuse.gated_product` says."""
+        linears = {"gate": self.gate, "up": self.up, "down": self.down}
+        if self.quantization is None or not all(map(self._is_as_made, linears.values(), [x] * 3)):
+            return self.combine(self.gate(x), self.up(x), hidden_sharding)
+        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
+        biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
+        _check_features("GatedMLP: x", x, kernels["gate"])
+        dtype = dtypes.canonicalize_dtype(
+            x, *kernels.values(), *biases.values(), dtype=self.gate.dtype
+        )
+        check_quantization("GatedMLP", self.quantization, dtype)
+        options = {"implementation": self.implementation, "hidden_sharding": hidden_sharding}
+        options |= {"quantization": self.quantization, "activation": self.activation}
+        return gated_mlp(x, kernels, biases, dtype=dtype, **options)
+
+    def _is_as_made(self, linear: nnx.Linear, x: Array) -> bool:
+        """Whether a part may be computed together with the others."""
+        if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
+            return False
+        same = linear.dtype == self.gate.dtype
+        return same and not linear._unserved(jnp.asarray(x), *_parameters(linear))
 
     def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""

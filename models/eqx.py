@@ -13,6 +13,7 @@ from jax import Array
 
 from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
+from ..layers.dense.gated import mlp as apply_mlp
 from ..layers.eqx import Linear, RMSNorm, with_options
 from ..layers.rms_norm import add_rms_norm
 from . import parameters, transformer
@@ -53,11 +54,19 @@ def _unquantized(module: eqx.Module) -> eqx.Module:
     return jax.tree.map(convert, module, is_leaf=is_linear)
 
 
+def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
+    kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
+    options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
+    options |= {"dtype": x.dtype, "contract": 1, "hidden_sharding": spec}
+    return apply_mlp(x, kernels, {}, activation="silu", **options)
+
+
 _OPS = transformer.Ops(
     linear=_apply_linear,
     norm=_apply_norm,
     add_norm=_add_norm,
     gated_product=_gated_product,
+    quantized_mlp=_quantized_mlp,
     table=lambda layer: layer.weight,
     map_parameters=lambda function, module: function(module),
     unquantized=_unquantized,

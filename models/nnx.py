@@ -50,6 +50,7 @@ _OPS = transformer.Ops(
     norm=lambda layer, x: layer(x),
     add_norm=_add_norm,
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
+    quantized_mlp=lambda mlp, x, spec: GatedMLP.__call__(mlp, x, spec),
     table=_table,
     map_parameters=_map_parameters,
     unquantized=_unquantized,

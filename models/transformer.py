@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ..layers.dense.fp8 import products_saveable
+from ..layers.quantization import kernel_codes_saveable
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
-from .config import Remat
+from .config import TransformerConfig
 from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
 from .side_by_side import pause
 
@@ -30,6 +32,7 @@ class Ops:
       add_norm: of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
       gated_product: of (mlp, gate, up, spec): `down(silu(gate) * up)`, with the spec of the operand
         of `down` on the mesh in context.
+      quantized_mlp: of (mlp, x, spec): the whole MLP, likewise, as one function in FP8.
       table: of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
       map_parameters: of (function, module): the module with `function` applied to its parameters.
       unquantized: of (module,): the module with every product in the compute dtype.
@@ -40,6 +43,7 @@ class Ops:
     norm: Callable[[Any, Array], Array]
     add_norm: Callable[[Any, Array, Array], tuple[Array, Array]]
     gated_product: Callable[[Any, Array, Array, P | None], Array]
+    quantized_mlp: Callable[[Any, Array, P | None], Array]
     table: Callable[[Any], Array]
     map_parameters: Callable[[Callable[[Any], Any], Any], Any]
     unquantized: Callable[[Any], Any]
@@ -67,12 +71,12 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
         if cache is not None and config.quantization is not None:
             # A scale from several tokens would let a token's logits depend on later ones.
             layer = ops.unquantized(layer)
-        if sharding.keep_gathered and config.remat != "none":
+        if sharding.keep_gathered and config.remat != "none" and config.quantization is None:
             gather = functools.partial(gather_kernels, dtype=config.dtype, sharding=sharding)
             layer = ops.map_parameters(gather, layer)
         return layer(*inputs)
 
-    run = _remat(run, config.remat, ops.checkpoint)
+    run = _remat(run, config, ops.checkpoint)
     branch, present = None, []
     for layer, layer_past in zip(model.layers, past, strict=True):
         x, branch, layer_present = run(layer, x, branch, rope, layer_past)
@@ -126,8 +130,11 @@ def attention(
 
 def mlp(ops: Ops, module: Any, x: Array) -> Array:
     """Applies SwiGLU, `down(silu(gate(x)) * up(x))`, to `(batch, seq, dim)`."""
+    spec = in_context(module.sharding.hidden)
+    if module.gate.quantization is not None:
+        return ops.quantized_mlp(module, x, spec)
     gate, up = pause((ops.linear(module.gate, x), ops.linear(module.up, x)))
-    return ops.gated_product(module, gate, up, in_context(module.sharding.hidden))
+    return ops.gated_product(module, gate, up, spec)
 
 
 def _add_norm(ops: Ops, norm: Any, x: Array, branch: Array | None) -> tuple[Array, Array]:
@@ -138,20 +145,20 @@ def _add_norm(ops: Ops, norm: Any, x: Array, branch: Array | None) -> tuple[Arra
     return pause(h), x
 
 
-def _remat(function: Callable, mode: Remat, checkpoint: Callable) -> Callable:
-    """`function` of one block with its backward recomputing what `mode` says.
+def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) -> Callable:
+    """`function` of one block with its backward recomputing what `config.remat` says.
 
     "none" keeps everything. "block" keeps a block's inputs. "dots" also keeps the results of the
     products with weights, but not attention's scores, so that no GEMM runs twice. Kernels that
-    `gather_kernels` gathered are kept by both.
+    `gather_kernels` gathered are kept by both, and so are the FP8 codes of kernels.
     """
-    if mode == "none":
+    if config.remat == "none":
         return function
     policies = jax.checkpoint_policies
-    policy = policies.save_only_these_names(GATHERED)
-    if mode == "dots":
-        policy = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policy)
-    return checkpoint(function, policy=policy)
+    kept = [policies.save_only_these_names(GATHERED), kernel_codes_saveable]
+    if config.remat == "dots":
+        kept += [policies.dots_with_no_batch_dims_saveable, products_saveable]
+    return checkpoint(function, policy=functools.reduce(policies.save_from_both_policies, kept))
 
 
 # ---------------------------------------------------------------- tokens to vectors, and to logits

@@ -57,6 +57,11 @@ class Split:
         names = self.over(dims)
         return jax.lax.psum(value, names) if names else value
 
+    def pmax(self, value: Array, dims: Sequence[int]) -> Array:
+        """Returns the maximum over the devices that split `dims`; no collective if none do."""
+        names = self.over(dims)
+        return jax.lax.pmax(value, names) if names else value
+
     def count(self, dims: Sequence[int]) -> int:
         """Returns how many elements `dims` have over all devices."""
         return math.prod(self.shape[d] for d in dims)

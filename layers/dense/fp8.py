@@ -118,6 +118,17 @@ def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
 product = Op("fp8_product", define_product, batch=_batch_product, before=_require_fp8)
 
 
+def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: keeps the results of FP8 products that batch nothing.
+
+    For FP8 what `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` is for others.
+    """
+    if primitive is not product.primitive:
+        return False
+    spec = params["spec"]
+    return not set(spec.a) & set(spec.b) & set(spec.out)
+
+
 # ---------------------------------------------------------------- the layer's product
 
 
@@ -183,36 +194,33 @@ def multiply(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _matmul(spec: Fp8, x: Array, kernel: Array, main: Array | None) -> Array:
     del main
-    w = _kernel_codes(spec, kernel, forward=True, backward=False)
-    return _forward(spec, x, _x_codes(spec, x, transposed=False), w)
+    w = kernel_codes(spec, kernel, forward=True, backward=False)
+    return forward(spec, x, x_codes(spec, x, transposed=False), w)
 
 
 @functools.partial(_matmul.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
     x, kernel, _ = primals
     moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in tangents)
-    xq = _x_codes(spec, x, transposed=moves[1] or moves[2])
-    w = _kernel_codes(spec, kernel, forward=True, backward=moves[0])
-    y = _forward(spec, x, xq, w)
+    xq = x_codes(spec, x, transposed=moves[1] or moves[2])
+    w = kernel_codes(spec, kernel, forward=True, backward=moves[0])
+    y = forward(spec, x, xq, w)
     if not any(moves):
         return y, jnp.zeros_like(y)
-    kept = []
-    if moves[0]:
-        _, summed, outs = spec.labels
-        codes = _codes(spec, w, forward=False)
-        kept = [gathered(spec.product, codes, summed + outs, x, spec.product.x), w.scale]
+    kept = [backward_codes(spec, w, x), w.scale] if moves[0] else []
     kept += [xq.qt, xq.scale] if moves[1] or moves[2] else []
     moving = [t for t, moved in zip(tangents, moves) if moved]
     return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
 
 
-def _x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
+def x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
+    """Returns the codes of x as it lies and, where the kernel has a gradient, transposed."""
     codes = Codes(FORMAT, True, transposed, spec.op)
     return quantize(x, codes, split=x.ndim - 1, order=spec.order)
 
 
-def _kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
-    """The kernel's codes in the layouts of the forward, (out, in), and the backward, (in, out)."""
+def kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
+    """Returns the kernel's codes: (out, in) for the forward, (in, out) for the backward."""
     has_q, has_qt = (forward, backward) if spec.contract else (backward, forward)
     codes = Codes(FORMAT, has_q, has_qt, spec.op)
     if kernel.dtype == jnp.float64:  # not quantized
@@ -224,7 +232,14 @@ def _codes(spec: Fp8, w: Quantized, *, forward: bool) -> Any:
     return w.q if spec.contract == forward else w.qt
 
 
-def _forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
+def backward_codes(spec: Fp8, w: Quantized, x: Array) -> Array:
+    """Returns the kernel's codes (in, out), as the gradient of x reads them."""
+    _, summed, outs = spec.labels
+    return gathered(spec.product, _codes(spec, w, forward=False), summed + outs, x, spec.product.x)
+
+
+def forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
+    """Returns the product of codes; x says how its rows lie."""
     rows, summed, outs = spec.labels
     codes = gathered(spec.product, _codes(spec, w, forward=True), outs + summed, x, spec.product.x)
     dot = spec.contraction(
@@ -265,21 +280,33 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     """`(..., tangents) -> (dy,)`, of the dequantized operands."""
     w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(operands)
     fp8 = spec.fp8
-    rows, summed, outs = fp8.labels
-    wide = compute_dtype(fp8.dtype)  # float16 has no scales below 2^-24
-    widened = lambda codes, scale: (codes.astype(wide) * scale.astype(wide)).astype(fp8.dtype)
-    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
-    terms = []
-    if dx is not None:
-        labels = f"{rows}{summed},{summed}{outs}->{rows}{outs}"
-        terms.append(dot(labels, dx, widened(w, w_scale)))
-    for dkernel in dkernels:
-        if dkernel is not None:
-            labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
-            dkernel = dkernel.astype(fp8.dtype)
-            dkernel = gathered(fp8.product, dkernel, fp8.product.kernel, x, summed + rows)
-            terms.append(dot(labels, widened(x, x_scale), dkernel))
+    terms = [] if dx is None else [product_with_kernel(fp8, dx, w, w_scale)]
+    terms += [product_with_x(fp8, x, x_scale, d) for d in dkernels if d is not None]
     return [functools.reduce(jnp.add, terms)]
+
+
+def widened(fp8: Fp8, codes: Array, scale: Array) -> Array:
+    """Returns what codes mean, in the compute dtype."""
+    wide = compute_dtype(fp8.dtype)  # float16 has no scales below 2^-24
+    return (codes.astype(wide) * scale.astype(wide)).astype(fp8.dtype)
+
+
+def product_with_kernel(fp8: Fp8, dx: Array, w: Array, w_scale: Array) -> Array:
+    """Returns dx · kernel, of the kernel's codes (in, out), in the compute dtype."""
+    rows, summed, outs = fp8.labels
+    labels = f"{rows}{summed},{summed}{outs}->{rows}{outs}"
+    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
+    return dot(labels, dx, widened(fp8, w, w_scale))
+
+
+def product_with_x(fp8: Fp8, x: Array, x_scale: Array, dkernel: Array) -> Array:
+    """Returns x · dkernel, of the codes of xᵀ, in the compute dtype."""
+    rows, summed, outs = fp8.labels
+    labels = f"{summed}{rows},{fp8.product.kernel}->{rows}{outs}"
+    dkernel = dkernel.astype(fp8.dtype)
+    dkernel = gathered(fp8.product, dkernel, fp8.product.kernel, x, summed + rows)
+    dot = functools.partial(jnp.einsum, out_sharding=fp8.product.out_sharding)
+    return dot(labels, widened(fp8, x, x_scale), dkernel)
 
 
 def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
@@ -290,28 +317,42 @@ def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[An
         return nothing
     w, w_scale, x, x_scale, linear = spec.read(operands)
     fp8, (dx, *dkernels) = spec.fp8, linear
-    rows, summed, outs = fp8.labels
     wanted = lambda t: t is not None and ad.is_undefined_primal(t)
-    codes = Codes(FORMAT, wanted(dx), any(map(wanted, dkernels)), fp8.op)
-    g = quantize(dy, codes, split=len(rows), order=fp8.order)
+    g = gradient_codes(fp8, dy, q=wanted(dx), qt=any(map(wanted, dkernels)))
     found: list[Any] = [None, None, None]
     if wanted(dx):
-        like = _explicit(dx.aval)
-        dot = fp8.contraction(rows + outs, summed + outs, rows + summed, dx.aval.dtype, like)
-        (found[0],) = product(dot, g.q, w, g.scale * w_scale, order=fp8.order)
+        found[0] = input_gradient(fp8, g, w, w_scale, dx.aval)
     for i, d in enumerate(dkernels, 1):
         if wanted(d):
-            sums = compute_dtype(fp8.dtype)
-            dtype = d.aval.dtype if d.aval.dtype in (jnp.dtype(fp8.dtype), sums) else sums
-            kernel, like = fp8.product.kernel, _explicit(d.aval)
-            a, b = (x, summed + rows), (g.qt, outs + rows)
-            a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
-            dot = fp8.contraction(a[1], b[1], kernel, dtype, like)
-            (gradient,) = product(dot, a[0], b[0], x_scale * g.scale, order=fp8.order)
-            found[i] = gradient.astype(d.aval.dtype)
+            found[i] = kernel_gradient(fp8, x, x_scale, g, d.aval)
     return nothing[: len(operands) - sum(spec.moves)] + [
         f for f, moved in zip(found, spec.moves) if moved
     ]
+
+
+def gradient_codes(fp8: Fp8, dy: Array, *, q: bool, qt: bool) -> Quantized:
+    """Returns the codes of a result's gradient: q for the gradient of x, qt for the kernel's."""
+    rows, _, _ = fp8.labels
+    return quantize(dy, Codes(FORMAT, q, qt, fp8.op), split=len(rows), order=fp8.order)
+
+
+def input_gradient(fp8: Fp8, g: Quantized, w: Array, w_scale: Array, like: Any) -> Array:
+    """Returns the gradient of x, of the type `like`, from codes of dy and of the kernel."""
+    rows, summed, outs = fp8.labels
+    operands = rows + outs, summed + outs, rows + summed
+    dot = fp8.contraction(*operands, like.dtype, _explicit(like))
+    return product(dot, g.q, w, g.scale * w_scale, order=fp8.order)[0]
+
+
+def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any) -> Array:
+    """Returns the gradient of the kernel, of the type `like`, from codes of xᵀ and dyᵀ."""
+    rows, summed, outs = fp8.labels
+    sums = compute_dtype(fp8.dtype)
+    dtype = like.dtype if like.dtype in (jnp.dtype(fp8.dtype), sums) else sums
+    a, b = (x, summed + rows), (g.qt, outs + rows)
+    a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
+    dot = fp8.contraction(a[1], b[1], fp8.product.kernel, dtype, _explicit(like))
+    return product(dot, a[0], b[0], x_scale * g.scale, order=fp8.order)[0].astype(like.dtype)
 
 
 def _explicit(aval: Any) -> NamedSharding | None:

@@ -12,6 +12,7 @@ from ..core.op import match, placed
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply
+from .fp8_mlp import multiply_mlp, serves
 from .remat import Activated, products
 
 
@@ -212,22 +213,37 @@ def mlp(
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     quantization: Quantization = None,
+    contract: int = 0,
+    hidden_sharding: jax.P | None = None,
 ) -> Array:
     """A gated MLP of operands known to fit, its gated activation not kept.
 
     kernels: "gate", "up" and "down". biases: of the same names, or none.
     """
-    gate, up = (
-        finish(
-            multiply("GatedMLP", x, kernels[name], dtype=dtype, quantization=quantization),
-            biases.get(name),
-            None,
-            dtype,
+    op = "GatedMLP"
+    first, down = [kernels["gate"], kernels["up"]], kernels["down"]
+    options = {"dtype": dtype, "quantization": quantization, "contract": contract}
+    function = scalar_of(activation)
+
+    def in_parts(implementation: Implementation) -> Array:
+        gate, up = (
+            finish(multiply(op, x, kernels[name], **options), biases.get(name), None, dtype)
+            for name in ("gate", "up")
         )
-        for name in ("gate", "up")
-    )
-    options = {"dtype": dtype, "implementation": implementation, "quantization": quantization}
-    return apply_product(gate, up, kernels["down"], biases.get("down"), activation, **options)
+        shared = {"implementation": implementation, "hidden_sharding": hidden_sharding}
+        return apply_product(gate, up, down, biases.get("down"), activation, **options, **shared)
+
+    def in_fp8(strict: bool) -> Array:
+        assert function is not None
+        shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
+        y = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
+        return finish(y, biases.get("down"), None, dtype)
+
+    without_biases = not biases.keys() & {"gate", "up"}
+    if quantization is None or not without_biases or not serves([*first, down], contract, function):
+        return in_parts(implementation)
+    serve = {"native": in_fp8, "xla": lambda strict: in_parts("xla")}
+    return choose(op, implementation, serve)
 
 
 def check_gated(op: str, gate: Array, up: Array, activation: Activation) -> None:

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from ...native.implementation import BEST, Order
 from . import gated, kernels
 from .definition import E4M3, E5M2, FORMATS, Format, exponent_of, scale_of
+from .op import kernel_codes_saveable
 
 __all__ = [
     "E4M3",
@@ -23,6 +24,7 @@ __all__ = [
     "exponent_of",
     "fits",
     "gated",
+    "kernel_codes_saveable",
     "product",
     "quantize",
     "rms_norm_bound",

@@ -10,7 +10,7 @@ there is no dup. What is computed is float32 until it is encoded.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,32 @@ from ...native.dtypes import CUDA_TYPES
 from ...native.implementation import BEST, Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch
-from ..dense.epilogue import Scalar
+from ..core.op import Dims, Op, Split, batch_at
 from . import kernels
 from .definition import FORMATS, define_amax, define_cast
-from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes
+from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes, second_derivative
+
+if TYPE_CHECKING:  # the layers of `dense` import this module
+    from ..dense.epilogue import Scalar
 
 _AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """All that is known of a quantized activation, or of its gradients, when it is traced."""
+    """All that is known of a quantized activation, or of its gradients, when it is traced.
 
-    function: Scalar
+    Attributes:
+      function: the activation.
+      codes: what is made of h and of the gradients.
+      op: the function the user called.
+      has_up: whether the activation is multiplied by a second array; kernels see it themselves.
+    """
+
+    function: "Scalar"
     codes: Codes = Codes()
     op: str = "gated_product"
+    has_up: bool = True
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -58,7 +69,7 @@ class Maxima(NamedTuple):
 
 
 def amax(
-    activation: Scalar,
+    activation: "Scalar",
     a: jax.Array,
     a_scale: jax.Array,
     up: jax.Array | None = None,
@@ -74,7 +85,7 @@ def amax(
 
 
 def quantize(
-    activation: Scalar,
+    activation: "Scalar",
     a: jax.Array,
     a_scale: jax.Array,
     up: jax.Array | None = None,
@@ -95,7 +106,7 @@ def quantize(
 
 
 def quantize_gradients(
-    activation: Scalar,
+    activation: "Scalar",
     dh: jax.Array,
     dh_scale: jax.Array,
     a: jax.Array,
@@ -176,14 +187,14 @@ def _scaled(operands) -> list[jax.Array]:
     return [array.astype(jnp.float32) * scales[i] for i, array in enumerate(raw)]
 
 
-def define_h(*operands: jax.Array, function: Scalar) -> list[jax.Array]:
+def define_h(*operands: jax.Array, function: "Scalar") -> list[jax.Array]:
     """`(raw_a[, raw_up], scales) -> (h, activation(a)[, up])`, float32."""
     a, *up = _scaled(operands)
     value = function(a)
     return [value * up[0], value, up[0]] if up else [value, value]
 
 
-def define_gradients(*operands: jax.Array, function: Scalar) -> list[jax.Array]:
+def define_gradients(*operands: jax.Array, function: "Scalar") -> list[jax.Array]:
     """`(raw_dh, raw_a[, raw_up], scales) -> (da[, dup])`, float32."""
     dh, a, *up = _scaled(operands)
     value, pull = jax.vjp(function, a)
@@ -227,7 +238,7 @@ def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
 
 
 @functools.cache
-def _source(name: str, function: Scalar) -> Source:
+def _source(name: str, function: "Scalar") -> Source:
     file = kernel_source(name)
     text = f'#include "scalar.cuh"\n{function.code()}#line 1 "{file.name}"\n{file.text}'
     return dataclasses.replace(file, text=text)
@@ -241,7 +252,7 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     }
 
 
-def cuda_amax(target: Target, *operands: jax.Array, function: Scalar) -> list[jax.Array]:
+def cuda_amax(target: Target, *operands: jax.Array, function: "Scalar") -> list[jax.Array]:
     """`_define_amax` on a GPU."""
     *raw, scales = operands
     size, has_up = raw[0].size, len(raw) == 2
@@ -261,7 +272,7 @@ def cuda_amax(target: Target, *operands: jax.Array, function: Scalar) -> list[ja
     return [largest[i] for i in range(3 if has_up else 1)]
 
 
-def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: Scalar, **flags):
+def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar", **flags):
     if gradient and not function.derivative:
         raise Unsupported(f"the activation {function.name} has no derivative in C++")
     *raw, scales, bounds = operands
@@ -325,3 +336,137 @@ gradient_kernel = Kernel(
         "cuda": lambda target, spec, *operands: cuda_gradient(target, *operands, **spec.flags),
     },
 )
+
+
+# ---------------------------------------------------------------- operations on global arrays
+
+
+class Hidden(NamedTuple):
+    """The codes of h = activation(a) · up, and the maxima that its gradients' bounds need.
+
+    Attributes:
+      q: of a's shape.
+      qt: the last dimension first.
+      scale: (), float32, a power of two.
+      activation, up: as in `Maxima`.
+    """
+
+    q: jax.Array
+    qt: jax.Array
+    scale: jax.Array
+    activation: jax.Array
+    up: jax.Array
+
+
+def _matrices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    return [a.reshape(-1, a.shape[-1]) for a in arrays]
+
+
+def _codes_of(codes: Sequence[jax.Array], like: jax.Array) -> list[jax.Array]:
+    """`(q, qt, scale)` of a matrix as those of an array of like's shape."""
+    q, qt, scale = codes
+    *rows, columns = like.shape
+    return [q.reshape(like.shape), qt.reshape(columns, *rows), scale.reshape(())]
+
+
+def _scales(count: int) -> jax.Array:
+    return jnp.ones(count, jnp.float32)  # the arrays of layers carry their scales already
+
+
+def _define_hidden(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
+    matrices, scales = _matrices(arrays), _scales(len(arrays))
+    h, *rest = _define_amax(*matrices, scales, function=spec.function)
+    codes = define_forward(*matrices, scales, h[None], **spec.flags)
+    return [*_codes_of(codes, arrays[0]), *_maxima(h, rest)]
+
+
+def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
+    if arrays[0].size == 0:
+        return _define_hidden(spec, *arrays)
+    matrices, scales = _matrices(arrays), _scales(len(arrays))
+    found = amax_kernel(spec, *matrices, scales, order=order)
+    h, *rest = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
+    codes = forward_kernel(spec, *matrices, scales, h[None], order=order)
+    return [*_codes_of(codes, arrays[0]), *_maxima(h, rest)]
+
+
+def _maxima(h: jax.Array, rest: Sequence[jax.Array]) -> list[jax.Array]:
+    value, up = rest or (h, jnp.ones_like(h))
+    return [value.reshape(()), up.reshape(())]
+
+
+def _hidden_dims(spec: Gated, ndim: int) -> Dims:
+    *rows, last = every = tuple(range(ndim))
+    return (every,) * (1 + spec.has_up), (every, (last, *rows), (), (), ())
+
+
+def _define_hidden_gradients(spec: Gated, dh: jax.Array, *rest: jax.Array) -> list[jax.Array]:
+    return _gradients_by(spec, define_gradient, *define_amax(dh), dh, *rest)
+
+
+def _hidden_gradients(
+    spec: Gated, split: Split, dh: jax.Array, *rest: jax.Array, order: Order
+) -> list[jax.Array]:
+    if dh.size == 0:
+        return _define_hidden_gradients(spec, dh, *rest)
+    (maximum,) = kernels.amax(spec.codes, _matrices([dh])[0], order=order)
+    maximum = split.pmax(maximum, range(dh.ndim))
+    kernel = lambda *operands, **flags: gradient_kernel(spec, *operands, order=order)
+    return _gradients_by(spec, kernel, maximum, dh, *rest)
+
+
+def _gradients_by(spec: Gated, kernel, maximum, dh, *rest) -> list[jax.Array]:
+    *arrays, activation, up = rest
+    matrices, scales = _matrices([dh, *arrays]), _scales(1 + len(arrays))
+    found = Maxima(maximum, activation.reshape(1), up.reshape(1))
+    bounds = gradient_bounds(maximum, found, SLOPES[spec.function.name])[: len(arrays)]
+    results = kernel(*matrices, scales, jnp.stack(bounds), **spec.flags)
+    triples = [results[i : i + 3] for i in range(0, len(results), 3)]
+    return [r for triple in triples for r in _codes_of(triple, dh)]
+
+
+def _gradient_dims(spec: Gated, ndim: int) -> Dims:
+    *rows, last = every = tuple(range(ndim))
+    count = 1 + spec.has_up
+    return (*[every] * (1 + count), (), ()), (every, (last, *rows), ()) * count
+
+
+def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> Any:
+    """A batch dimension is one more of rows: all its examples share a scale."""
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    if any(d is not None and a.ndim == 1 for a, d in zip(args, dims)):  # each has its maxima
+        results = jax.vmap(functools.partial(op.plain, spec), tuple(dims))(*args)
+        return results, [0] * len(results)
+    moved = [batch_at(a, d, 0, size) if a.ndim else a for a, d in zip(args, dims)]
+    assert op.dims is not None
+    _, outputs = op.dims(spec, moved[0].ndim)
+    return op(spec, *moved, order=order), [out.index(0) if out else None for out in outputs]
+
+
+def _no_second_derivative(primals: Any, tangents: Any, *, spec: Gated, order: Order) -> Any:
+    del primals, tangents, order
+    raise second_derivative(spec.op)
+
+
+hidden_gradients = Op(
+    "quantize_hidden_gradients",
+    _define_hidden_gradients,
+    dims=_gradient_dims,
+    body=_hidden_gradients,
+    batch=_batch_rows,
+    jvp=_no_second_derivative,
+)
+"""`(dh, a[, up], activation, up) -> (q, qt, scale)` of da and, with `up`, of dup.
+
+The last two operands are the maxima that `hidden` returned.
+"""
+hidden = Op(
+    "quantize_hidden",
+    _define_hidden,
+    dims=_hidden_dims,
+    body=_hidden,
+    batch=_batch_rows,
+    jvp=_no_second_derivative,
+    backward=hidden_gradients,
+)
+"""`(a[, up]) -> Hidden`, its codes with the largest |h| of all devices as the bound."""

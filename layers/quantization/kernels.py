@@ -227,6 +227,14 @@ def check_matrix(x: jax.Array) -> None:
         raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
 
 
+def second_derivative(op: str) -> TypeError:
+    """Returns the error of what has no second derivative."""
+    return TypeError(  # `choose` reads NotImplementedError as "try another implementation"
+        f"{op}: quantization='fp8' has first derivatives only; take second ones of the layer "
+        "with quantization=None"
+    )
+
+
 registry.register()
 amax = Kernel(
     "quantize_amax",

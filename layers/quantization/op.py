@@ -74,11 +74,11 @@ def define(spec: Quantize, x: Array) -> list[Array]:
 def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array]:
     if x.size == 0:
         return define(spec, x)
-    axes, matrix = split.over(range(x.ndim)), _matrix(spec, x)
-    if not axes:
+    matrix, every = _matrix(spec, x), range(x.ndim)
+    if not split.over(every):
         return _restored(spec, x, kernels.quantize(spec.codes, matrix, order=order))
     (maximum,) = kernels.amax(spec.codes, matrix, order=order)
-    maximum = jax.lax.pmax(maximum, axes)
+    maximum = split.pmax(maximum, every)
     return _restored(spec, x, kernels.cast(spec.codes, matrix, maximum, order=order))
 
 
@@ -101,13 +101,18 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any
 
 def _jvp(primals: Any, tangents: Any, *, spec: Quantize, order: Order) -> Any:
     del primals, tangents, order
-    raise TypeError(  # `choose` reads NotImplementedError as "try another implementation"
-        f"{spec.op}: quantization='fp8' has first derivatives only; take second ones of the layer "
-        "with quantization=None"
-    )
+    raise kernels.second_derivative(spec.op)
 
 
 op = Op("quantize_array", define, dims=_dims, body=_body, batch=_batch, jvp=_jvp)
+
+
+def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: keeps the FP8 codes of kernels, two bytes an element.
+
+    Without it a rematerialised layer quantizes its kernel twice a step.
+    """
+    return primitive is op.primitive and not params["spec"].rows
 
 
 def quantize(

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
+from normfuse.layers.dense import gated
 from normfuse.layers.quantization import product
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -247,6 +248,35 @@ def test_a_product_of_a_gated_activation_is_three_fp8_products():
     assert sorted(calls(program)) == sorted((result, 0, False) for result in results)
     others = ["epilogue_forward", "epilogue_backward"]
     check_quantized(program, others, (H, 2), (KERNEL, 4), (X, 2))
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+def test_a_gated_mlp_keeps_its_hidden_arrays_as_codes(contract):
+    """Nine products; between them one pass over a and b finds maxima, and two write codes."""
+
+    def layer(x, gate, up, down, **options):
+        kernels = {"gate": gate, "up": up, "down": down}
+        options |= {"dtype": bf16, "implementation": None, "contract": contract}
+        return gated.mlp(x, kernels, {}, activation="silu", **options)
+
+    shapes = [(DIM, HIDDEN), (DIM, HIDDEN), (HIDDEN, DIM)]
+    x, kernels = struct(TOKENS, DIM, dtype=bf16), [struct(*s[:: 1 - 2 * contract]) for s in shapes]
+    kernels = [struct(*kernel.shape, dtype=f32) for kernel in kernels]
+    program = compiled(apart(layer), (x, *kernels), x)
+    found = sorted(calls(program))
+    rows, wide = f"bf16[{TOKENS},{DIM}]", f"bf16[{TOKENS},{HIDDEN}]"
+    gradients = [f"f32[{k.shape[0]},{k.shape[1]}]" for k in kernels]
+    assert [r for r, _, _ in found] == sorted([rows] * 3 + [wide] * 3 + gradients)
+    assert [call for call in found if call[1]] == [(rows, 1, True)]  # both parts of dx
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
+    moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
+    size = lambda elements, width: elements * width // 2**20
+    assert moved == {
+        "quantize_amax": sorted([size(X, 2)] * 2 + [size(KERNEL, 4)] * 3 + [size(H, 2)]),
+        "quantize_cast": sorted([size(X, 4)] * 2 + [size(KERNEL, 6)] * 3),
+        "quantize_gated_amax": [size(H, 4)],
+        "quantize_gated": [size(H, 6), size(H, 10)],
+    }
 
 
 def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():

@@ -13,6 +13,7 @@ import normfuse
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
+from normfuse.layers.dense import gated
 
 KEY = jax.random.key(0)
 DIM, HIDDEN = 64, 96
@@ -44,8 +45,8 @@ def operation(kind, x, kernels, biases, scale=None, eps=None):
         return normfuse.dense(x, kernels[0], biases[0], activation="silu", **fp8)
     if kind == "NormDense":
         return normfuse.norm_dense(x, scale, kernels[0], biases[0], eps=eps, **fp8)
-    gate, up = (normfuse.dense(x, kernel, **fp8) for kernel in kernels[:2])
-    return normfuse.gated_product(gate, up, kernels[2], activation="silu", **fp8)
+    given = dict(zip(("gate", "up", "down"), kernels))
+    return gated.mlp(x, given, {}, activation="silu", implementation=None, **fp8)
 
 
 def assert_same(got, want):

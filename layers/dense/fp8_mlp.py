@@ -1,0 +1,286 @@
+"""A gated MLP in FP8: all that lies between its products reads and writes FP8 codes in one pass.
+
+    a = x · W_gate    b = x · W_up    h = f(a) · b    y = h · W_down
+
+Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds its
+maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
+pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
+(docs/quantization.md). Without W_up b is 1.
+"""
+
+import dataclasses
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+
+from ...native.implementation import BEST, Order
+from ..core.op import Op, batch_at, placed
+from ..quantization import gated
+from ..quantization.kernels import Codes
+from ..quantization.op import Quantized
+from .epilogue import Scalar
+from .fp8 import (
+    FORMAT,
+    Fp8,
+    backward_codes,
+    fits,
+    forward,
+    gradient_codes,
+    input_gradient,
+    kernel_codes,
+    kernel_gradient,
+    product_with_kernel,
+    product_with_x,
+    x_codes,
+)
+from .matmul import Product, batched, equally_varying, with_main_gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+    """All that is known of the MLP when it is traced.
+
+    Attributes:
+      first: the products with the kernels of gate and up.
+      second: the product with that of down.
+      gated: the activation between them.
+      hidden_sharding: where the hidden arrays lie on a mesh of Auto axes.
+    """
+
+    first: Fp8
+    second: Fp8
+    gated: gated.Gated
+    hidden_sharding: jax.P | None = None
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.first.op
+
+    @property
+    def order(self) -> Order:
+        """Which kernels are to serve."""
+        return self.first.order
+
+
+def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
+    """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope."""
+    shapes = all(fits(kernel, contract) and kernel.ndim == 2 for kernel in kernels)
+    return shapes and function is not None and function.name in gated.SLOPES
+
+
+def multiply_mlp(
+    op: str,
+    x: Array,
+    kernels: list[Array],
+    down: Array,
+    function: Scalar,
+    *,
+    dtype: jax.typing.DTypeLike,
+    contract: int = 0,
+    hidden_sharding: jax.P | None = None,
+    order: Order = BEST,
+) -> Array:
+    """Returns `f(x · kernels[0]) · (x · kernels[1]) · down` for operands that `serves` allows."""
+    dtype = jnp.dtype(dtype).name
+    first = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
+    hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
+    spec = Mlp(first, first, hidden, hidden_sharding)
+    given = [with_main_gradient(kernel) for kernel in (*kernels, down)]
+    flat = equally_varying(x.astype(dtype), *[part for pair in given for part in pair])
+    return _mlp(spec, *flat)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _mlp(spec: Mlp, x: Array, *operands: Array | None) -> Array:
+    """Operands: a kernel and its main gradient, of gate, up and down."""
+    return _products(spec, x, operands, (False,) * (1 + len(operands)))[0]
+
+
+@functools.partial(_mlp.defjvp, symbolic_zeros=True)
+def _(spec, primals, tangents):
+    x, *operands = primals
+    moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in tangents)
+    y, kept = _products(spec, x, operands, moves)
+    if not any(moves):
+        return y, jnp.zeros_like(y)
+    moving = [t for t, moved in zip(tangents, moves) if moved]
+    return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
+
+
+def _products(
+    spec: Mlp, x: Array, operands: Any, moves: tuple[bool, ...]
+) -> tuple[Array, list[Array]]:
+    """The result, and the residuals in the order of `Residuals`."""
+    *firsts, down = operands[::2]
+    first_moves, down_moves = any(moves[1:-2]), any(moves[-2:])
+    xq = x_codes(spec.first, x, transposed=first_moves)
+    codes = [kernel_codes(spec.first, w, forward=True, backward=moves[0]) for w in firsts]
+    arrays = [placed(forward(spec.first, x, xq, w), spec.hidden_sharding) for w in codes]
+    hidden = gated.Hidden(*gated.hidden(spec.gated, *arrays, order=spec.order))
+    before_down = moves[0] or first_moves
+    wd = kernel_codes(spec.second, down, forward=True, backward=before_down)
+    hq = Quantized(hidden.q, hidden.qt, hidden.scale)
+    y = forward(spec.second, arrays[0], hq, wd)
+    absent = jnp.zeros((), jnp.float32)
+    back = lambda product, w, like, there: backward_codes(product, w, like) if there else absent
+    return y, [
+        *(xq.qt if first_moves else absent, xq.scale),
+        *(r for w in codes for r in (back(spec.first, w, x, moves[0]), w.scale)),
+        *(back(spec.second, wd, arrays[0], before_down), wd.scale),
+        *(arrays if before_down else [absent] * len(arrays)),
+        *(hidden.activation, hidden.up),
+        *(hidden.qt if down_moves else absent, hidden.scale),
+    ]
+
+
+# ---------------------------------------------------------------- the tangent
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangent:
+    """The tangent of the MLP, in the directions of x, the kernels and their main gradients.
+
+    Its operands are those of `Residuals`, then the tangents that there are. A residual that no
+    tangent needs is a scalar zero.
+    """
+
+    mlp: Mlp
+    moves: tuple[bool, ...]
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.mlp.op
+
+    def read(self, operands: Any) -> "Residuals":
+        """Returns the operands by their names."""
+        given = list(operands)
+        take = lambda: (given.pop(0), given.pop(0))
+        count = 1 + self.mlp.gated.has_up
+        x, kernels, down = take(), [take() for _ in range(count)], take()
+        arrays = [given.pop(0) for _ in range(count)]
+        maxima, hidden = take(), take()
+        linear = [given.pop(0) if moved else None for moved in self.moves]
+        return Residuals(x, kernels, down, arrays, maxima, hidden, linear)
+
+
+@dataclasses.dataclass
+class Residuals:
+    """What the forward kept, and the tangents; pairs are codes and their scale.
+
+    Attributes:
+      x: codes of xᵀ.
+      kernels: codes (in, out) of gate and up.
+      down: codes (in, out) of down.
+      arrays: a and b, before the activation.
+      maxima: of |f(a)| and |b|.
+      hidden: codes of hᵀ.
+      linear: the tangents of x, and of each kernel and its main gradient; None where there is none.
+    """
+
+    x: tuple[Any, Any]
+    kernels: list[tuple[Any, Any]]
+    down: tuple[Any, Any]
+    arrays: list[Any]
+    maxima: tuple[Any, Any]
+    hidden: tuple[Any, Any]
+    linear: list[Any]
+
+    @property
+    def of_kernels(self) -> list[list[Any]]:
+        """The tangents of each kernel and of its main gradient: gate, up, down."""
+        return [self.linear[i : i + 2] for i in range(1, len(self.linear), 2)]
+
+
+def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
+    """`(residuals, tangents) -> (dy,)`, of the dequantized operands in the compute dtype."""
+    mlp, r = spec.mlp, spec.read(operands)
+    *of_firsts, of_down = r.of_kernels
+    terms = []
+    if r.linear[0] is not None or any(t is not None for pair in of_firsts for t in pair):
+        moved = []
+        for array, kernel, dkernels in zip(r.arrays, r.kernels, of_firsts):
+            parts = [product_with_x(mlp.first, *r.x, d) for d in dkernels if d is not None]
+            if r.linear[0] is not None:
+                parts.append(product_with_kernel(mlp.first, r.linear[0], *kernel))
+            moved.append(functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array))
+        h = lambda *arrays: _hidden(mlp.gated, *arrays)
+        _, dh = jax.jvp(h, tuple(r.arrays), tuple(moved))
+        terms.append(product_with_kernel(mlp.second, dh, *r.down))
+    terms += [product_with_x(mlp.second, *r.hidden, d) for d in of_down if d is not None]
+    return [functools.reduce(jnp.add, terms)]
+
+
+def _hidden(spec: gated.Gated, *arrays: Array) -> Array:
+    (h, *_) = gated.define_h(*arrays, jnp.ones(len(arrays), jnp.float32), function=spec.function)
+    return h.astype(arrays[0].dtype)
+
+
+def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
+    del order
+    (dy,) = cts
+    if type(dy) is ad.Zero:
+        return [None] * len(operands)
+    mlp, r = spec.mlp, spec.read(operands)
+    wanted = lambda t: t is not None and ad.is_undefined_primal(t)
+    any_of = lambda tangents: any(map(wanted, tangents))
+    found: list[Any] = [None] * len(r.linear)
+    x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
+    before_down = wanted(x) or any(map(any_of, of_firsts))
+    g = gradient_codes(mlp.second, dy, q=before_down, qt=any_of(of_down))
+    for i, d in enumerate(of_down, len(found) - 2):
+        if wanted(d):
+            found[i] = kernel_gradient(mlp.second, *r.hidden, g, d.aval)
+    if before_down:
+        dh = input_gradient(mlp.second, g, *r.down, jax.typeof(r.arrays[0]))
+        dh = placed(dh, mlp.hidden_sharding)
+        codes = gated.hidden_gradients(mlp.gated, dh, *r.arrays, *r.maxima, order=mlp.order)
+        gradients = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
+        if wanted(x):
+            terms = [
+                input_gradient(mlp.first, gradient, *kernel, x.aval)
+                for gradient, kernel in zip(gradients, r.kernels)
+            ]
+            found[0] = functools.reduce(jnp.add, terms)
+        for i, (gradient, tangents) in enumerate(zip(gradients, of_firsts)):
+            for j, d in enumerate(tangents, 1 + 2 * i):
+                if wanted(d):
+                    found[j] = kernel_gradient(mlp.first, *r.x, gradient, d.aval)
+    residuals = len(operands) - sum(spec.moves)
+    return [None] * residuals + [f for f, moved in zip(found, spec.moves) if moved]
+
+
+def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
+    """A batch dimension of the rows is one more dimension of them, the first."""
+    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
+    r, at = spec.read(operands), spec.read(dims)
+    scales = [at.x[1], at.hidden[1], *at.maxima]
+    of_kernels = [d for pair in (*at.kernels, at.down, *at.of_kernels) for d in pair]
+    if any(d is not None for d in [*scales, *of_kernels]):
+        results = jax.vmap(functools.partial(define_tangent, spec), tuple(dims), axis_size=size)
+        return results(*operands), [0]
+    place = lambda a, d, to: batch_at(a, d, to, size) if a.ndim else a
+    moved = [place(r.x[0], at.x[0], 1), r.x[1]]
+    moved += [part for pair in (*r.kernels, r.down) for part in pair]
+    moved += [place(a, d, 0) for a, d in zip(r.arrays, at.arrays)]
+    moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
+    moved += [] if r.linear[0] is None else [batch_at(r.linear[0], at.linear[0], 0, size)]
+    moved += [t for t in r.linear[1:] if t is not None]
+    mlp = replace(spec.mlp, first=_with_batch(spec.mlp.first), second=_with_batch(spec.mlp.second))
+    return op(replace(spec, mlp=mlp), *moved, order=order), [0]
+
+
+def _with_batch(fp8: Fp8) -> Fp8:
+    product = fp8.product
+    x, _, out = batched((product.x, product.kernel, product.out), (0, None))
+    return replace(fp8, product=replace(product, x=x, out=out))
+
+
+tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=_transpose)

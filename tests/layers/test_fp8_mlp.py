@@ -1,0 +1,229 @@
+"""A gated MLP as one function in FP8: the recipe, transformations, meshes."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fp8_recipe import (
+    Near,
+    arithmetic,
+    check_all,
+    epilogue,
+    exact,
+    product,
+    rows,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse.layers.dense import gated
+from normfuse.layers.quantization.gated import SLOPES
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+ROWS, DIM, HIDDEN = (8, 6), 32, 48
+
+
+def mlp(x, gate, up, down, *, contract=0, implementation=None, activation="silu", **options):
+    kernels = {"gate": gate, "up": up, "down": down}
+    options |= {"dtype": x.dtype, "implementation": implementation, "activation": activation}
+    return gated.mlp(x, kernels, {}, quantization="fp8", contract=contract, **options)
+
+
+def both_ways(layer=mlp):
+    def run(args, dy):
+        y, pull = jax.vjp(layer, *args)
+        return y, list(pull(dy))
+
+    return run
+
+
+def operands(rng, dtype=f32, kernel_dtype=f32):
+    draw = lambda *shape, over=1.0: jnp.asarray(rng.standard_normal(shape) / over)
+    kernels = [draw(*s, over=np.sqrt(s[0])) for s in [(DIM, HIDDEN)] * 2 + [(HIDDEN, DIM)]]
+    x, dy = draw(*ROWS, DIM).astype(dtype), draw(*ROWS, DIM).astype(dtype)
+    return [x, *(kernel.astype(kernel_dtype) for kernel in kernels)], dy
+
+
+def largest(near: Near) -> Near:
+    """The maximum of |near|, which is one of those that may be the largest."""
+    at = np.unravel_index(np.argmax(np.abs(near.value)), near.value.shape)
+    return Near(np.abs(near.value[at]), near.slack[at])
+
+
+def recipe(args, dy):
+    """(y, gradients): nothing between the products is rounded before it is quantized."""
+    x, *kernels, down = args
+    dtype = x.dtype
+    a, b = (product(rows(x), kernel, dtype) for kernel in kernels)
+    value, slope = epilogue(a, None, "silu")
+    h = value * b
+    y = (h.quantized() @ exact(down).quantized()).rounded(dtype)
+    g = rows(dy).quantized()
+    dh = (g @ exact(down).quantized().T).rounded(dtype)
+    ddown = (h.quantized().T @ g).rounded(down.dtype)
+    bounds = [
+        largest(dh) * largest(b) * exact(np.float32(SLOPES["silu"])),
+        largest(dh) * largest(value),
+    ]
+    dx, gradients = [], []
+    for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds, strict=True):
+        codes = d.quantized(bound)
+        dx.append((codes @ exact(kernel).quantized().T).rounded(dtype))
+        gradients.append((rows(x).quantized().T @ codes).rounded(kernel.dtype))
+    return y, [(dx[0] + dx[1]).rounded(dtype), *gradients, ddown]
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("dtypes", [(f32, f32), (bf16, f32), (bf16, bf16)], ids=str)
+def test_values_and_gradients_are_those_of_the_recipe(dtypes, contract, rng):
+    args, dy = operands(rng, *dtypes)
+    expected = recipe(args, dy)
+    given = [args[0], *(k.T if contract else k for k in args[1:])]
+    run = jax.jit(both_ways(functools.partial(mlp, contract=contract)))
+    y, (dx, *kernels) = run(given, dy)
+    assert [k.dtype for k in kernels] == [dtypes[1]] * 3 and dx.dtype == y.dtype == dtypes[0]
+    check_all([y, [dx, *(k.T if contract else k for k in kernels)]], expected)
+
+
+@pytest.mark.parametrize("activation", sorted({*SLOPES, "squared_relu"}))
+def test_any_activation_is_near_its_unquantized_self(activation, rng):
+    """That one whose slope has no bound is computed layer by layer."""
+    name = {"hyperbolic_tangent": "tanh"}.get(activation, activation)
+    args, dy = operands(rng)
+    run = lambda **o: both_ways(functools.partial(mlp, activation=name, **o))(args, dy)
+    options = {"dtype": f32, "implementation": None, "activation": name}
+    plain = lambda x, g, u, d: gated.mlp(x, {"gate": g, "up": u, "down": d}, {}, **options)
+    for got, want in zip(
+        jax.tree.leaves(run()), jax.tree.leaves(both_ways(plain)(args, dy)), strict=True
+    ):
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
+        assert 0.01 < error < 0.15
+
+
+@pytest.mark.parametrize("moves", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
+def test_forward_and_reverse_mode_agree(moves, rng):
+    """⟨dy, J t⟩ of both: the reverse differs by its own quantization of dy alone."""
+    args, dy = operands(rng)
+    tangents, _ = operands(np.random.default_rng(7))
+
+    def f(*moving):
+        given = dict(enumerate(args)) | dict(zip(moves, moving))
+        return mlp(*(given[i] for i in range(4)))
+
+    primals, t = [args[i] for i in moves], [tangents[i] for i in moves]
+    forward = jnp.vdot(jax.jvp(f, primals, t)[1], dy)
+    gradients = jax.vjp(f, *primals)[1](dy)
+    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
+    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
+    assert abs(forward - reverse) < 0.02 * size
+    y, _ = jax.jvp(f, primals, t)
+    np.testing.assert_array_equal(y, mlp(*args))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_vmap_over_rows_is_one_call(axis, rng):
+    args, dy = operands(rng)
+    want = jax.tree.leaves(both_ways()(args, dy))
+
+    def mapped(x, *kernels):
+        return jax.vmap(lambda x: mlp(x, *kernels), axis, axis)(x)
+
+    got = jax.tree.leaves(both_ways(mapped)(args, dy))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=arithmetic(8 * np.abs(b).max(), 48))
+    one = jax.vmap(jax.vmap(lambda x: mlp(x, *args[1:])))(args[0])  # an example at a time
+    np.testing.assert_array_equal(one, want[0])
+    compiled = jax.jit(both_ways(mapped)).lower(args, dy).compile()
+    assert hlo.calls(compiled, "quantize_") == hlo.calls(
+        jax.jit(both_ways()).lower(args, dy).compile(), "quantize_"
+    )
+
+
+def test_vmap_over_kernels_is_a_loop(rng):
+    args, dy = operands(rng)
+    stacked = [jnp.stack([k, 3 * k]) for k in args[1:]]
+    gradient = lambda *kernels: both_ways()([args[0], *kernels], dy)
+    got = jax.vmap(gradient)(*stacked)
+    for i in range(2):
+        want = gradient(*[k[i] for k in stacked])
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            # A sum in another order gives a few numbers the next code; those are 6 % apart.
+            assert np.linalg.norm(a[i] - b) < 1e-3 * np.linalg.norm(b)
+
+
+def test_frozen_kernels_and_inputs_cost_nothing(rng):
+    """What no gradient needs is not kept, and not computed."""
+    args, dy = operands(rng)
+    lowered = lambda f: jax.jit(f).lower(dy).as_text().count("dot_general")
+    of_x = lambda dy: jax.vjp(lambda x: mlp(x, *args[1:]), args[0])[1](dy)
+    of_down = lambda dy: jax.vjp(lambda d: mlp(*args[:3], d), args[3])[1](dy)
+    assert lowered(of_x) == 2 + 3  # a and b; dh and both parts of dx
+    assert lowered(of_down) == 2 + 1
+
+
+def test_a_second_derivative_is_one_clear_error(rng):
+    args, _ = operands(rng)
+    f = lambda x: jnp.sum(mlp(x, *args[1:]) ** 2)
+    message = "^GatedMLP: quantization='fp8' has first derivatives only"
+    for second in (jax.hessian(f), jax.grad(lambda x: jnp.sum(jax.grad(f)(x)))):
+        with pytest.raises(TypeError, match=message):
+            second(args[0])
+
+
+def test_not_finite_and_zero_inputs(rng):
+    args, _ = operands(rng)
+    assert not np.any(mlp(jnp.zeros_like(args[0]), *args[1:]))
+    y = np.array(mlp(args[0].at[1, 2, 3].set(jnp.inf), *args[1:]))
+    assert np.isnan(y[1, 2]).all()
+    y[1, 2] = 0
+    assert np.isfinite(y).all()
+
+
+SPLITS = {
+    "data": (P("data"), P(), P()),
+    "fsdp": (P("data"), P("data"), P(None, "data")),
+    "tensor": (P("data"), P(None, "tensor"), P("tensor")),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_mesh_gives_the_result_of_one_device(split, rng, eight_devices):
+    del eight_devices
+    (x, gate, up, down), dy = operands(rng)
+    row, column, second = SPLITS[split]
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    hidden = P("data", None, "tensor") if split == "tensor" else P("data")
+    layer = functools.partial(mlp, hidden_sharding=hidden)
+    with jax.set_mesh(mesh):
+        args = [place(x, row), place(gate, column), place(up, column), place(down, second)]
+        compiled = jax.jit(both_ways(layer)).lower(args, place(dy, row)).compile()
+        found = compiled(args, place(dy, row))
+    check_all(found, recipe([x, gate, up, down], dy))
+    gathered = sum(n for (kind, _), n in hlo.communicated(compiled).items() if kind == "all-gather")
+    assert gathered == (2 * 3 * DIM * HIDDEN if split == "fsdp" else 0)
+
+
+def test_explicit_axes_give_the_result_of_one_device(rng, eight_devices):
+    del eight_devices
+    args, dy = operands(rng)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        given = [place(args[0], P("data")), *(place(k, P()) for k in args[1:])]
+        y, gradients = jax.jit(both_ways())(given, place(dy, P("data")))
+    check_all([y, gradients], recipe(args, dy))
+
+
+def test_remat_and_scan_change_nothing(rng):
+    args, dy = operands(rng)
+    want = jax.tree.leaves(both_ways()(args, dy))
+    scanned = lambda x, *kernels: jax.lax.scan(
+        lambda x, ks: (mlp(x, *ks), None), x, tuple(k[None] for k in kernels)
+    )[0]
+    for layer in (jax.checkpoint(mlp), scanned):
+        for a, b in zip(jax.tree.leaves(both_ways(layer)(args, dy)), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=arithmetic(8 * np.abs(b).max(), 48))
