@@ -7,13 +7,14 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..native import cache, compiler, host_compiler, implementation, registry
 from ..native.implementation import Order, Unsupported
 from ..native.kernel import Kernel
 from ..native.launch import PORTABLE, attached_target, compute_capability, named_target
+from .core.arguments import Quantization, check_quantization
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand types
@@ -34,6 +35,8 @@ def kernels() -> dict[str, dict[str, Example]]:
     import jax.numpy as jnp
 
     from .dense import epilogue, one_kernel
+    from .quantization import gated
+    from .quantization import kernels as quantization
     from .rms_norm import op as rms_norm
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -44,7 +47,9 @@ def kernels() -> dict[str, dict[str, Example]]:
     for example in epilogue.examples(128, "bfloat16", rows=8):
         if example[1].has_up and example[1].function.name == "silu":
             found["activation"].setdefault(example[0].name, example)
-    return found
+    of_gated = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
+    of_all = *quantization.examples(64, "bfloat16", rows=64), *of_gated
+    return found | {"quantize": {example[0].name: example for example in of_all}}
 
 
 def support(
@@ -79,6 +84,7 @@ def warm(
     outs: Sequence[str] | None = None,
     scale_offset: float = 0.0,
     activations: Sequence[str] | None = None,
+    quantization: Quantization = None,
 ) -> int:
     """Compiles every kernel for these widths and types into the cache; returns how many.
 
@@ -91,6 +97,7 @@ def warm(
       dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
       scale_offset: whether it is zero matters, its value does not.
       activations: of dense layers, by name; None for all.
+      quantization: "fp8" for the kernels of quantized layers too.
 
     Raises:
       CompilerMissing: if NVRTC or CUDA's headers are not installed.
@@ -105,6 +112,8 @@ def warm(
 
     for name in activations or ():
         epilogue.resolve(name, "cache warm")
+    for dtype in dtypes:
+        check_quantization("cache warm", quantization, dtype)
     cache.check(cache.directory())
     before = compiler.compilations()
     for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
@@ -117,9 +126,24 @@ def warm(
                     examples += rms_norm.examples(n, x, scale, out, rows=rows, **offset)
                 for rows in epilogue.ROW_COUNTS:
                     examples += epilogue.examples(n, x, rows=rows, activations=activations)
+                if quantization is not None:
+                    examples += _quantized(n, x, activations)
                 for kernel, spec, structs in examples:
                     jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     return compiler.compilations() - before
+
+
+def _quantized(n: int, dtype: str, activations: Sequence[str] | None) -> Iterator[Example]:
+    """Yields the kernels of layers in FP8, of activations and kernels with rows of `n`."""
+    from .dense.epilogue import SCALARS
+    from .quantization import gated, kernels
+
+    for rows in kernels.row_counts(n):
+        for of in dict.fromkeys((dtype, "float32")):  # of activations, and of stored kernels
+            yield from kernels.examples(n, of, rows=rows)
+        for function in {SCALARS[name] for name in activations or SCALARS}:
+            if function.name in gated.SLOPES:
+                yield from gated.examples(n, dtype, rows=rows, function=function)
 
 
 def _support_table() -> list[str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
-from ..models.config import Dtype
+from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
 from .config import TrainConfig, defaults, preset_config
 from .shutdown import StopRequest
@@ -103,6 +103,8 @@ class CacheWarm:
     """Dtypes of y."""
     activation: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
     """Activations of dense layers: silu gelu …"""
+    quantization: Quantization | None = None
+    """fp8: the kernels of quantized layers too."""
     offset: Annotated[bool, FlagCreatePairsOff] = False
     """Compile the kernels with a scale_offset."""
 
@@ -201,6 +203,7 @@ def _inspect(command: Info | Cache) -> None:
                     outs=given.out or None,
                     scale_offset=float(given.offset),
                     activations=given.activation or None,
+                    quantization=given.quantization,
                 )
                 seconds = time.perf_counter() - began
                 text = f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n"

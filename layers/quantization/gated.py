@@ -9,7 +9,7 @@ there is no dup. What is computed is float32 until it is encoded.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -336,6 +336,17 @@ gradient_kernel = Kernel(
         "cuda": lambda target, spec, *operands: cuda_gradient(target, *operands, **spec.flags),
     },
 )
+
+
+def examples(
+    n: int, dtype: str, *, rows: int, function: "Scalar"
+) -> Iterator[tuple[Kernel, Gated, list[jax.ShapeDtypeStruct]]]:
+    """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
+    a, spec = jax.ShapeDtypeStruct((rows, n), dtype), Gated(function)
+    yield amax_kernel, spec, [a, a, struct(2)]
+    yield forward_kernel, spec, [a, a, struct(2), struct(1, 1)]
+    yield gradient_kernel, spec, [a, a, a, struct(3), struct(2, 1)]
 
 
 # ---------------------------------------------------------------- operations on global arrays

@@ -1,6 +1,7 @@
 """The quantizer's kernels: C++ on CPUs, CUDA on NVIDIA GPUs, the definition elsewhere."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -261,3 +262,23 @@ quantize = Kernel(
     },
 )
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
+
+
+def row_counts(n: int) -> tuple[int, ...]:
+    """Returns numbers of rows of `n` for every layout: few and many, multiples of 16 or not."""
+    many = _LARGE // n // 16 * 16 + 16
+    return 5, 16, many, many + 5
+
+
+def examples(
+    n: int, dtype: str, *, rows: int
+) -> Iterator[tuple[Kernel, Codes, list[jax.ShapeDtypeStruct]]]:
+    """Yields the kernels as layers call them, of rows of `n`: (kernel, codes, operand types)."""
+    x, maxima = (
+        jax.ShapeDtypeStruct(shape, of) for shape, of in (((rows, n), dtype), ((1,), "float32"))
+    )
+    yield amax, Codes(), [x]
+    for has_q, has_qt in ((True, False), (False, True), (True, True)):
+        codes = Codes(has_q=has_q, has_qt=has_qt)
+        yield cast, codes, [x, maxima]
+        yield quantize, codes, [x]

@@ -20,6 +20,7 @@ from normfuse import (
     rms_norm_with_rstd,
 )
 from normfuse.layers import info as report
+from normfuse.layers.dense import gated
 from normfuse.layers.rms_norm import cuda
 from normfuse.native import cache, compiler, host_compiler
 from normfuse.native.launch import named_target
@@ -60,7 +61,9 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  cpu   activation xla",
         "  cuda  activation native, xla",
         "  not native: cpu activation (XLA already fuses this into one loop)",
-        "rocm rms_norm; rocm activation; tpu rms_norm; tpu activation (this platform has",
+        "  cpu   quantize   native, xla",
+        "  cuda  quantize   native, xla",
+        "  not native: rocm rms_norm; rocm activation; rocm quantize; tpu rms_norm; tpu ",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
     ):
         assert line in text, text
@@ -71,7 +74,9 @@ def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     text = report.info()
     assert "NVRTC: missing: " in text
     assert "  cuda  rms_norm   pallas, xla" in text
-    assert "  not native: cuda rms_norm; cuda activation (CUDA kernels are compiled" in text
+    assert (
+        "  not native: cuda rms_norm; cuda activation; cuda quantize (CUDA ker" in text
+    )
     assert "pip install 'normfuse[cuda13]'" in text
 
 
@@ -102,7 +107,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch):
     """Whatever the number of rows; the norm's width and the hidden layer's are the warmed one."""
     n, f32, bf16 = 96, jnp.float32, jnp.bfloat16
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
-    report.warm([n], ["sm_90"], activations=("silu", "gelu"))
+    report.warm([n], ["sm_90"], activations=("silu", "gelu"), quantization="fp8")
     total = lambda *results: sum(jnp.sum(r.astype(f32)) for r in results)
 
     def norms(x, scale):
@@ -114,13 +119,21 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch):
         h = gated_product(h, norm_gated_dense(h, None, kernel, kernel), kernel, bias)
         return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
 
+    def quantized(x, kernel):
+        kernels = {"gate": kernel, "up": kernel, "down": kernel}
+        options = {"quantization": "fp8", "activation": "silu"}
+        shared = options | {"dtype": x.dtype, "implementation": None}
+        return total(gated.mlp(dense(x, kernel, **options), kernels, {}, **shared))
+
     jax.clear_caches()
     before = compiler.compilations()
     scale, kernel = S((n,), f32), S((n, n), f32)
-    for rows in (1, 5, 8, 132, 133, 4000, 100_000):
+    many = 2**27 // n  # where large arrays' layouts begin
+    for rows in (1, 5, 8, 132, 133, 4000, 100_000, many, many + 1):
         x = S((rows, n), bf16)
-        calls = [(norms, (x, scale))]
-        for name in ("silu", "gelu") if rows == 8 else ("silu",):
+        calls = [(quantized, (x, kernel))] if rows in (5, 8, many, many + 1) else []
+        calls += [(norms, (x, scale))] if rows < many else []
+        for name in () if rows >= many else ("silu", "gelu") if rows == 8 else ("silu",):
             calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))
         for fn, operands in calls:
             for one in (fn, jax.grad(fn, tuple(range(len(operands))))):
