@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from ...native import fingerprint, jax_private
 from ...native.implementation import BEST, Order, report
 from ...native.kernel import Body, lower, result_types, without_mesh
-from .sharding import axes_of, mesh_and_spec, whole
+from .sharding import axes_of, mesh_and_spec, on_one_mesh, whole
 
 Results = list[Array]
 Leads = tuple[int, ...]
@@ -340,9 +340,7 @@ def _partitioned(
     def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
         lie = [operands[lead] for lead in leads]
         found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in lie]
-        mesh = next((mesh for mesh, spec in found if any(spec)), found[0][0])
-        # no spec says how operands of two meshes lie: the second is gathered
-        specs = [spec if m.shape == mesh.shape else P() for m, spec in found]
+        mesh, specs = on_one_mesh(found)
         return mesh, _split(inputs, leads, operands, specs, mesh.shape, undivided)
 
     def shardings(mesh, split, all_dims):
