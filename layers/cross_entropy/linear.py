@@ -164,9 +164,7 @@ def _other(stored: str) -> str:
     return "(vocab, n)" if stored == "(n, vocab)" else "(n, vocab)"
 
 
-def _checked_labels(
-    x: Array, labels: Any, vocabulary: int, ignore: Any
-) -> tuple[Array, Array]:
+def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tuple[Array, Array]:
     """Returns the labels as int32, and for each row 1 if it counts, 0 if not, NaN if it is wrong.
 
     A wrong label is one outside the vocabulary, and becomes -1, as one that is ignored.
@@ -219,9 +217,7 @@ def _softcap(softcap: Any) -> float | None:
 def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
     name = floating_dtype(_OP, logits_dtype, dtype)
     if not holds(name, dtype):
-        raise ValueError(
-            f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}"
-        )
+        raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
     return name
 
 

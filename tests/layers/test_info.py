@@ -14,6 +14,7 @@ from normfuse import (
     dense,
     gated_dense,
     gated_product,
+    linear_cross_entropy,
     norm_dense,
     norm_gated_dense,
     rms_norm,
@@ -59,8 +60,10 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  tpu   rms_norm   pallas, xla",
         "  cpu   activation xla",
         "  cuda  activation native, xla",
-        "  not native: cpu activation (XLA already fuses this into one loop)",
-        "rocm rms_norm; rocm activation; tpu rms_norm; tpu activation (this platform has",
+        "  cpu   loss       xla",
+        "  cuda  loss       native, xla",
+        "  not native: cpu activation; cpu loss (XLA already fuses this into one loop)",
+        "rocm rms_norm; rocm activation; rocm loss; tpu rms_norm; tpu activation; tpu loss (this",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
     ):
         assert line in text, text
@@ -71,7 +74,7 @@ def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     text = report.info()
     assert "NVRTC: missing: " in text
     assert "  cuda  rms_norm   pallas, xla" in text
-    assert "  not native: cuda rms_norm; cuda activation (CUDA kernels are compiled" in text
+    assert "  not native: cuda rms_norm; cuda activation; cuda loss (CUDA kernels are" in text
     assert "pip install 'normfuse[cuda13]'" in text
 
 
@@ -114,12 +117,17 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch):
         h = gated_product(h, norm_gated_dense(h, None, kernel, kernel), kernel, bias)
         return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
 
+    def losses(x, kernel):
+        labels = jnp.zeros(x.shape[:1], jnp.int32)
+        each = linear_cross_entropy(x, kernel, labels, softcap=5.0, reduction="none")
+        return total(each, linear_cross_entropy(x, kernel, labels))
+
     jax.clear_caches()
     before = compiler.compilations()
     scale, kernel = S((n,), f32), S((n, n), f32)
     for rows in (1, 5, 8, 132, 133, 4000, 100_000):
         x = S((rows, n), bf16)
-        calls = [(norms, (x, scale))]
+        calls = [(norms, (x, scale)), (losses, (x, kernel))]
         for name in ("silu", "gelu") if rows == 8 else ("silu",):
             calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))
         for fn, operands in calls:
