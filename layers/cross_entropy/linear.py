@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
@@ -121,7 +121,7 @@ def linear_cross_entropy(
     )
 
     def serve(spec: Spec, order: Order) -> Any:
-        operands = _operands(spec, x.astype(dtype), kernel, labels, mask)
+        operands = _operands(x.astype(dtype), kernel, labels, mask)
         return _reduced(spec, order, reduction, with_lse, *operands)
 
     return choose(
@@ -236,43 +236,51 @@ def _chunk_rows(chunk_rows: Any) -> int | None:
 # ---------------------------------------------------------------- operands that go together
 
 
-def _operands(spec: Spec, x: Array, kernel: Array, labels: Array, mask: Array) -> list[Array]:
-    """Returns x, the kernel as the GEMMs read it, labels, mask, and what has the kernel's gradient.
+def _operands(x: Array, kernel: Array, labels: Array, mask: Array) -> list[Array]:
+    """Returns x, labels, mask, and what has the kernel's gradient, all alike in their types.
 
-    The last are the kernel itself and, of 16 bits, the zeros whose gradient is its main gradient
-    (`dense.matmul`): the loss does not read them.
+    The last are the kernel and, if it is of 16 bits, the zeros whose gradient is its main gradient
+    (`dense.matmul`).
     """
     pair = with_main_gradient(kernel)
     x, labels, mask, kernel, *main = equally_varying(x, labels, mask, *pair)
-    w = kernel.astype(x.dtype)
-    meshes = [jax.typeof(a).sharding.mesh for a in (x, w)]
+    meshes = [jax.typeof(a).sharding.mesh for a in (x, kernel)]
     if any(mesh.explicit_axes for mesh in meshes):
         if not meshes[0].explicit_axes:
-            x = reshard_like(x, w, P(*[None] * x.ndim))
-        x = match_rows(x)
-        taken = {a for entry in jax.typeof(x).sharding.spec for a in axes_of(entry)}
-        stored = whole(jax.typeof(w).sharding.spec, 2)
-        spec_of_w = [None, without(stored[1 - spec.contract], taken)]
-        w = reshard_like(w, x, P(*spec_of_w[:: -1 if spec.contract else 1]))
+            x = reshard_like(x, kernel, P(*[None] * x.ndim))
+        rows = whole(jax.typeof(x).sharding.spec, x.ndim)[:-1]
+        x = match_spec(x, x, P(*rows, None))
     rows = range(labels.ndim)
     labels, mask = match(labels, x, rows), match(mask, x, rows)
-    return [x, lax.stop_gradient(w), labels, mask, kernel, *[m for m in main if m is not None]]
+    return [x, labels, mask, kernel, *[m for m in main if m is not None]]
 
 
-def match_rows(x: Array) -> Array:
-    """Returns x on an Explicit mesh with its last axis gathered."""
-    spec = whole(jax.typeof(x).sharding.spec, x.ndim)
-    return x if spec[-1] is None else reshard_like(x, x, P(*spec[:-1], None))
+def match_spec(array: Array, lead: Array, spec: P) -> Array:
+    """Returns the array with this sharding on lead's mesh of Explicit axes."""
+    return array if jax.typeof(array).sharding.spec == spec else reshard_like(array, lead, spec)
 
 
-def _moving(x: Array, w: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
+def _as_read(spec: Spec, x: Array, kernel: Array) -> Array:
+    """Returns the kernel as the GEMMs read it: rounded, and gathered over axes that split x."""
+    return _gathered(spec, x, kernel.astype(x.dtype))
+
+
+def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
+    sharding = jax.typeof(kernel).sharding
+    if not jax.typeof(x).sharding.mesh.explicit_axes:
+        return kernel
+    taken = {a for entry in jax.typeof(x).sharding.spec for a in axes_of(entry)}
+    words = without(whole(sharding.spec, 2)[1 - spec.contract], taken)
+    return match_spec(kernel, x, P(words, None) if spec.contract else P(None, words))
+
+
+def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
     """Returns which of x and the kernel have a tangent, and these, the kernel's in float32."""
     found = [] if type(dx) is ad.Zero else [dx]
-    parts = [d.astype(compute_dtype(w.dtype)) for d in dkernels if type(d) is not ad.Zero]
+    parts = [d.astype(compute_dtype(x.dtype)) for d in dkernels if type(d) is not ad.Zero]
     wanted = bool(found), bool(parts)
     if parts:
-        dw = functools.reduce(jnp.add, parts)
-        found.append(match(dw, w, range(2)))
+        found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))
     return wanted, found
 
 
@@ -306,13 +314,12 @@ def _reduced(
     reduction: str,
     with_lse: bool,
     x: Array,
-    w: Array,
     labels: Array,
     mask: Array,
     *kernels: Array,
 ) -> Any:
     if reduction == "none":
-        lse, picked = statistics(Loss(spec, order), x, w, labels, *kernels)
+        lse, picked = statistics(Loss(spec, order), x, labels, *kernels)
         each = _loss(spec, lse, picked)
         each = jnp.where(mask == 0, 0, jnp.where(jnp.isnan(mask), jnp.nan, each))
         return (each, lse) if with_lse else each
@@ -320,7 +327,7 @@ def _reduced(
     if reduction == "mean":
         scale = 1 / jnp.maximum(jnp.sum(mask != 0), 1).astype(mask.dtype)
     loss = Loss(spec, order, with_lse)
-    results = reduced(loss, x, w, labels, mask, scale, *kernels)
+    results = reduced(loss, x, labels, mask, scale, *kernels)
     return tuple(results) if with_lse else results[0]
 
 
@@ -338,18 +345,19 @@ def _total(
 
 
 def define_statistics(
-    loss: Loss, x: Array, w: Array, labels: Array, *kernels: Array
+    loss: Loss, x: Array, labels: Array, kernel: Array, *main: Array
 ) -> list[Array]:
-    """`(x, w, labels, kernel[, main]) -> (lse, picked)`."""
-    del kernels
+    """`(x, labels, kernel[, main]) -> (lse, picked)`."""
+    del main
+    w = _as_read(loss.spec, x, kernel)
     return ops.statistics(loss.spec, x, w, labels, order=loss.order)
 
 
 def define_reduced(
-    loss: Loss, x: Array, w: Array, labels: Array, mask: Array, scale: Array, *kernels: Array
+    loss: Loss, x: Array, labels: Array, mask: Array, scale: Array, *kernels: Array
 ) -> list[Array]:
-    """`(x, w, labels, mask, scale, kernel[, main]) -> (loss[, lse])`."""
-    lse, picked = define_statistics(loss, x, w, labels, *kernels)
+    """`(x, labels, mask, scale, kernel[, main]) -> (loss[, lse])`."""
+    lse, picked = define_statistics(loss, x, labels, *kernels)
     return [_total(loss.spec, lse, picked, mask, scale), *[lse] * loss.with_lse]
 
 
@@ -364,20 +372,22 @@ def _statistics_tangent(
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     del order
-    x, w, labels, *_ = primals
-    lse, picked = define_statistics(spec, *primals)
-    wanted, moving = _moving(x, w, tangents[0], tangents[3:])
+    x, labels, kernel, *_ = primals
+    w = _as_read(spec.spec, x, kernel)  # once for both ways
+    lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
     return [lse, picked], _statistics_tangent(spec, x, w, labels, lse, wanted, moving)
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     """The gradients come with the loss; its tangent is linear in those of x and the kernel."""
     del order
-    x, w, labels, mask, scale, *kernels = primals
-    wanted, moving = _moving(x, w, tangents[0], tangents[5:])
+    x, labels, mask, scale, kernel, *_ = primals
+    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
     if not moving:
         results = define_reduced(spec, *primals)
         return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+    w = _as_read(spec.spec, x, kernel)
     # The mean's divisor is part of the gradients, but for float16: they would be too small for it.
     folded = x.dtype != jnp.float16
     weights = mask * scale if folded else mask
@@ -393,43 +403,26 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     return results, tangents
 
 
-def _batch_statistics(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) -> Any:
-    """A batch dimension is one more of rows."""
-    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    if any(d is not None for d in (dims[1], *dims[3:])):
-        return _one_by_one(op, args, dims, size, spec, order)
-    x, w, labels, *kernels = args
-    x, labels = batch_at(x, dims[0], 0, size), batch_at(labels, dims[2], 0, size)
-    labels = match(labels, x, range(labels.ndim))
-    return op(spec, x, w, labels, *kernels, order=order), [0, 0]
-
-
 def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) -> Any:
     """Losses of several batches; their gradients are computed in the backward.
 
     In the forward each would have a gradient of the kernel's size.
     """
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    if any(d is not None for d in (dims[1], *dims[5:])):
-        return _one_by_one(op, args, dims, size, spec, order)
-    x, w, labels, mask, scale, *kernels = args
-    x, labels, mask = (batch_at(args[i], dims[i], 0, size) for i in (0, 2, 3))
+    if any(d is not None for d in dims[4:]):
+        return ops.one_by_one(op, args, dims, spec, order)
+    x, labels, mask, scale, *kernels = args
+    x, labels, mask = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
     labels, mask = (match(a, x, range(a.ndim)) for a in (labels, mask))
-    lse, picked = statistics(spec, x, w, labels, *kernels)
+    lse, picked = statistics(spec, x, labels, *kernels)
     results = [_total(spec.spec, lse, picked, mask, scale, first=1), *[lse] * spec.with_lse]
-    return results, [0] * len(results)
-
-
-def _one_by_one(op: Op, args: Any, dims: Any, size: int, spec: Loss, order: Order) -> Any:
-    run = functools.partial(ops.one_by_one, op, spec, order=order)
-    results = jax.vmap(run, dims, axis_size=size)(*args)
     return results, [0] * len(results)
 
 
 statistics = Op(
     "linear_cross_entropy_statistics",
     define_statistics,
-    batch=_batch_statistics,
+    batch=functools.partial(ops.batch_rows, rows=(0, 1)),
     jvp=_statistics_jvp,
 )
 reduced = Op("linear_cross_entropy", define_reduced, batch=_batch_reduced, jvp=_reduced_jvp)

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_batching import sequential_vmap
 from jax.interpreters import ad
 
 from ...native import jax_private
@@ -355,18 +354,39 @@ def _tangent_dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
     return (x, w, rows, rows, *moving), (rows, rows)
 
 
-def one_by_one(op: Op, spec: Spec, *operands: Array, order: Order) -> list[Array]:
+def batch_rows(
+    op: Op, args: Any, dims: Any, *, spec: Any, order: Order, rows: Sequence[int] = (0, 2)
+) -> Any:
+    """A batch dimension is one more of rows, which the operands numbered `rows` have."""
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    if any(d is not None for i, d in enumerate(dims) if i not in rows):
+        return one_by_one(op, args, dims, spec, order)
+    x = batch_at(args[0], dims[0], 0, size)
+    moved = list(args)
+    for i in rows:
+        array = batch_at(args[i], dims[i], 0, size)
+        moved[i] = match(array, x, range(array.ndim))
+    results = op(spec, *moved, order=order)
+    return results, [0] * len(results)
+
+
+def one_by_one(op: Op, args: Any, dims: Any, spec: Any, order: Order) -> Any:
     """Examples that have kernels of their own take turns."""
-    return sequential_vmap(functools.partial(op, spec, order=order))(*operands)
+    own = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims) if d is not None]
+
+    def one(own):
+        given = iter(own)
+        return op(spec, *[a if d is None else next(given) for a, d in zip(args, dims)], order=order)
+
+    results = lax.map(one, own)
+    return results, [0] * len(results)
 
 
 def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> Any:
     """A batch dimension is one more of groups, which have a kernel's gradient each."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if dims[1] is not None:
-        run = functools.partial(one_by_one, op, spec, order=order)
-        results = jax.vmap(run, dims, axis_size=size)(*args)
-        return results, [0] * len(results)
+        return one_by_one(op, args, dims, spec, order)
     x, w, *rows = [a if i == 1 else batch_at(a, dims[i], 0, size) for i, a in enumerate(args)]
     rows = [match(a, x, range(a.ndim)) for a in rows]
     results = op(replace(spec, groups=spec.groups + 1), x, w, *rows, order=order)
@@ -391,7 +411,7 @@ statistics = Op(
     body=_statistics_body,
     leads=(0, 1),
     undivided=_undivided,
-    unfused=lambda spec, *operands, order: one_by_one(statistics, spec, *operands, order=order),
+    batch=batch_rows,
 )
 loss_gradients = Op(
     "cross_entropy_loss_gradients",
