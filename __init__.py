@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
+    from .layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .layers.dense import dense as dense
     from .layers.dense import gated_dense as gated_dense
     from .layers.dense import gated_product as gated_product
@@ -39,6 +40,7 @@ _HOME = {  # public name -> the module that defines it
     "fallbacks": ".native.implementation",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
+    "linear_cross_entropy": ".layers.cross_entropy",
     "norm_dense": ".layers.dense",
     "norm_gated_dense": ".layers.dense",
     "rms_norm": ".layers.rms_norm",

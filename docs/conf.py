@@ -67,6 +67,7 @@ reference/index
 Swap layers: Flax nnx <guides/swap_nnx>
 Swap layers: Equinox <guides/swap_equinox>
 guides/dense
+The loss <guides/loss>
 FP8 <quantization>
 Element-wise operations <guides/elementwise>
 An operation, step by step <guides/elementwise_op>

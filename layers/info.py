@@ -34,19 +34,27 @@ def kernels() -> dict[str, dict[str, Example]]:
     import jax
     import jax.numpy as jnp
 
+    from .cross_entropy import softmax
     from .dense import epilogue, one_kernel
     from .quantization import gated
     from .quantization import kernels as quantization
     from .rms_norm import op as rms_norm
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    found: dict[str, dict[str, Example]] = {"rms_norm": {}, "dense": {}, "activation": {}}
+    found: dict[str, dict[str, Example]] = {
+        "rms_norm": {},
+        "dense": {},
+        "activation": {},
+        "loss": {},
+    }
     found["dense"]["dense"] = (one_kernel.kernel, one_kernel.Dense(), [x, x])
     for example in rms_norm.examples(128, "bfloat16", "float32", "bfloat16", rows=8):
         found["rms_norm"].setdefault(example[0].name, example)
     for example in epilogue.examples(128, "bfloat16", rows=8):
         if example[1].has_up and example[1].function.name == "silu":
             found["activation"].setdefault(example[0].name, example)
+    for example in softmax.examples(128, "bfloat16", rows=8):
+        found["loss"].setdefault(example[0].name, example)
     of_gated = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
     of_all = *quantization.examples(64, "bfloat16", rows=64), *of_gated
     return found | {"quantize": {example[0].name: example for example in of_all}}
@@ -92,7 +100,7 @@ def warm(
     kernels and their operands are those that the ops' own files list.
 
     Args:
-      features: lengths of the rows.
+      features: lengths of the rows: of norms and hidden layers, and of logits.
       archs: as `NORMFUSE_CUDA_ARCH` names them.
       dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
       scale_offset: whether it is zero matters, its value does not.
@@ -106,6 +114,7 @@ def warm(
     """
     import jax
 
+    from .cross_entropy import softmax
     from .dense import epilogue
     from .rms_norm import cuda
     from .rms_norm import op as rms_norm
@@ -128,6 +137,7 @@ def warm(
                     examples += epilogue.examples(n, x, rows=rows, activations=activations)
                 if quantization is not None:
                     examples += _quantized(n, x, activations)
+                examples += softmax.examples(n, x, rows=8)
                 for kernel, spec, structs in examples:
                     jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     return compiler.compilations() - before

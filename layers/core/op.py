@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from ...native import fingerprint, jax_private
 from ...native.implementation import BEST, Order, report
 from ...native.kernel import Body, lower, result_types, without_mesh
-from .sharding import axes_of, mesh_and_spec, whole
+from .sharding import axes_of, mesh_and_spec, on_one_mesh, whole
 
 Results = list[Array]
 Leads = tuple[int, ...]
@@ -88,6 +88,8 @@ class Op:
         operation that is plain HLO everywhere (a tangent, say).
       leads: the leading operands, one or two; their shardings decide. The first has all rows. Or
         `spec -> leads`.
+      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: an operand that is
+        stored in parts along one is gathered.
       unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
         batch well, for vmap where a parameter or its gradient has a batch dimension.
       batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
@@ -107,6 +109,7 @@ class Op:
     dims: Callable[..., Dims] | None = None
     body: Body | None = None
     leads: Leads | Callable[[Any], Leads] = (0,)
+    undivided: Callable[..., Dimensions] | None = None
     unfused: Body | None = None
     batched: Callable[[Any, int], Any] = lambda spec, at: spec
     batch: Callable[..., Any] | None = None
@@ -184,10 +187,13 @@ class Op:
                 reason = "its operands are split over a mesh; call it in shard_map over every axis"
                 report(spec.op, reason, strict=order.strict, names=order.names)
             return lower_as(plain)
+        undivided: Dimensions = ()
+        if self.undivided is not None:
+            undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
         if where.explicit:
-            return lower_as(_split_by_types(body, dims, leads, avals, where.explicit))
+            return lower_as(_split_by_types(body, dims, leads, undivided, avals, where.explicit))
         devices = devices_of(ctx)
-        results = lower_as(_partitioned(body, dims, leads, devices))
+        results = lower_as(_partitioned(body, dims, leads, undivided, devices))
         # all that the callback depends on: calls of one name share one callback
         about = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
         shapes = [a.str_short() for a in avals]
@@ -269,12 +275,13 @@ def _split(
     operands: Sequence[Any],
     specs: Sequence[P] = (),
     sizes: Mapping[str, int] | None = None,
+    undivided: Dimensions = (),
 ) -> Split:
     """Returns how leading operands that lie as `specs` say, or whole, split an operation.
 
     A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding would
     be summed into the parameters' gradients. So is one of the second operand's own whose axes the
-    first uses.
+    first uses, and one that is `undivided`.
     """
     if not specs:
         lengths = {d: n for lead in leads for d, n in zip(inputs[lead], operands[lead].shape)}
@@ -288,18 +295,23 @@ def _split(
             names = axes_of(entry)
             fits = n % math.prod((sizes or {})[a] for a in names) == 0 and not taken & set(names)
             if d not in axes:
-                axes[d], shape[d] = names if fits else (), n
+                axes[d], shape[d] = names if fits and d not in undivided else (), n
     order = range(len(axes))
     return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
 
 
 def _split_by_types(
-    body: Body, dims: Dims, leads: Leads, avals: Sequence[Any], axes: Set[str]
+    body: Body,
+    dims: Dims,
+    leads: Leads,
+    undivided: Dimensions,
+    avals: Sequence[Any],
+    axes: Set[str],
 ) -> Callable[..., Any]:
     """Returns `body` under shard_map, split as the leading operands' types say."""
     mesh, (inputs, outputs) = avals[leads[0]].sharding.mesh, dims
     specs = [avals[lead].sharding.spec for lead in leads]
-    split = _split(inputs, leads, avals, specs, dict(mesh.shape))
+    split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
     return jax.shard_map(
         _on(body, split),
         mesh=mesh,
@@ -311,7 +323,11 @@ def _split_by_types(
 
 
 def _partitioned(
-    body: Body, dims: Dims, leads: Leads, devices: Sequence[jax.Device]
+    body: Body,
+    dims: Dims,
+    leads: Leads,
+    undivided: Dimensions,
+    devices: Sequence[jax.Device],
 ) -> Callable[..., Results]:
     """Returns `body` as a function of global arrays on a mesh of `devices`, with Auto axes."""
     (inputs, outputs), x64 = dims, jax.config.jax_enable_x64
@@ -324,10 +340,8 @@ def _partitioned(
     def split_of(operands: Sequence[Any]) -> tuple[Mesh, Split]:
         lie = [operands[lead] for lead in leads]
         found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in lie]
-        mesh = next((mesh for mesh, spec in found if any(spec)), found[0][0])
-        # no spec says how operands of two meshes lie: the second is gathered
-        specs = [spec if m.shape == mesh.shape else P() for m, spec in found]
-        return mesh, _split(inputs, leads, operands, specs, mesh.shape)
+        mesh, specs = on_one_mesh(found)
+        return mesh, _split(inputs, leads, operands, specs, mesh.shape, undivided)
 
     def shardings(mesh, split, all_dims):
         return tuple(NamedSharding(mesh, split.spec(d)) for d in all_dims)

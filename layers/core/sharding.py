@@ -1,6 +1,7 @@
 """Shardings: PartitionSpecs, read and checked, and the mesh behind XLA's tiles."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence, Set
 from typing import Any
@@ -100,6 +101,36 @@ def mesh_and_spec(sharding: Any, ndim: int, devices: Sequence[jax.Device]) -> tu
     except (AttributeError, ValueError):
         pass
     return Mesh(np.array(devices), ("normfuse0",)), P()
+
+
+def on_one_mesh(found: Sequence[tuple[Mesh, P]]) -> tuple[Mesh, list[P]]:
+    """Returns a mesh on which all have specs, from `mesh_and_spec` of each.
+
+    Axes are split where those of another mesh end; if that cannot be, all but the first sharded one
+    are replicated.
+    """
+    meshes = [mesh for mesh, _ in found]
+    devices = meshes[0].devices.ravel()
+    # How far apart, in order of position, the devices along each axis are.
+    distances = {1, len(devices)}
+    for mesh in meshes:
+        distances |= {math.prod(mesh.axis_sizes[i:]) for i in range(len(mesh.axis_sizes))}
+    ends = sorted(distances, reverse=True)
+    if any(far % near for far, near in itertools.pairwise(ends)):
+        first = next((i for i, (_, spec) in enumerate(found) if any(spec)), 0)
+        return meshes[first], [spec if i == first else P() for i, (_, spec) in enumerate(found)]
+    names = [f"normfuse{i}" for i in range(len(ends) - 1)]
+    sizes = [far // near for far, near in itertools.pairwise(ends)]
+
+    def refined(mesh: Mesh, spec: P) -> P:
+        far = {a: math.prod(mesh.axis_sizes[i:]) for i, a in enumerate(mesh.axis_names)}
+        parts = {
+            a: [n for n, end in zip(names, ends) if far[a] // mesh.shape[a] < end <= far[a]]
+            for a in mesh.axis_names
+        }
+        return P(*[tuple(n for a in axes_of(entry) for n in parts[a]) or None for entry in spec])
+
+    return Mesh(devices.reshape(sizes), names), [refined(*one) for one in found]
 
 
 @dataclasses.dataclass(frozen=True)

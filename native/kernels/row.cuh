@@ -128,40 +128,15 @@ class RowSums {
     for (int v = 0; v < kValues; ++v) {
       values.at[v] = lane_sum<(ROW_THREADS < 32 ? ROW_THREADS : 32)>(values.at[v]);
     }
-    if constexpr (!kShared) {
-      alone_ = values;
-      return;
-    }
-    const int set = count_ % 2;
-    C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kValues * kSlots;
-    const int lane = threadIdx.x % 32, warp = row_thread() / 32;
-#if CLUSTER > 1
-    if (count_ == 0) cluster_wait();
-    if (threadIdx.x == 0) inbox_expect(inbox(set), kValues * kSlots * sizeof(C));
-#endif
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-#if CLUSTER > 1
-      C* const slot = slots + v * kSlots + slice() * kRowWarps + warp;
-      if (lane < CLUSTER) inbox_send(slot, inbox(set), lane, values.at[v]);
-#else
-      if (lane == 0) slots[v * kSlots + warp] = values.at[v];
-#endif
-    }
-    posted_ = slots;
+    send(values);
   }
 
   // The sums posted last, in every thread of the rows: their latency is hidden by what is done in
   // between. One post at a time is on its way.
   __device__ Values total() {
     if constexpr (!kShared) return alone_;
-#if CLUSTER > 1
-    inbox_wait(inbox(count_ % 2), count_ / 2 % 2);
-#else
-    __syncthreads();
-#endif
+    receive();
     const int lane = threadIdx.x % 32;
-    ++count_;
     Values sums;
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
@@ -188,6 +163,45 @@ class RowSums {
 #endif
   }
 
+ protected:
+  // Puts what a warp's lanes have alike into its slots.
+  __device__ void send(const Values& values) {
+    if constexpr (!kShared) {
+      alone_ = values;
+      return;
+    }
+    const int set = count_ % 2;
+    C* slots = slots_ + (set * BLOCK_ROWS + row_group()) * kValues * kSlots;
+    const int lane = threadIdx.x % 32, warp = row_thread() / 32;
+#if CLUSTER > 1
+    if (count_ == 0) cluster_wait();
+    if (threadIdx.x == 0) inbox_expect(inbox(set), kValues * kSlots * sizeof(C));
+#endif
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+#if CLUSTER > 1
+      C* const slot = slots + v * kSlots + slice() * kRowWarps + warp;
+      if (lane < CLUSTER) inbox_send(slot, inbox(set), lane, values.at[v]);
+#else
+      if (lane == 0) slots[v * kSlots + warp] = values.at[v];
+#endif
+    }
+    posted_ = slots;
+  }
+
+  // Waits until `posted_` has what all warps of the row sent, kSlots numbers for each value.
+  __device__ void receive() {
+#if CLUSTER > 1
+    inbox_wait(inbox(count_ % 2), count_ / 2 % 2);
+#else
+    __syncthreads();
+#endif
+    ++count_;
+  }
+
+  C* posted_;
+  Values alone_;
+
  private:
 #if CLUSTER > 1
   __device__ Inbox* inbox(int set) const { return reinterpret_cast<Inbox*>(shared_) + set; }
@@ -195,8 +209,6 @@ class RowSums {
 
   unsigned char* shared_;
   C* slots_;
-  C* posted_;
-  Values alone_;
   unsigned count_ = 0;
 };
 

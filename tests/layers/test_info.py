@@ -14,6 +14,7 @@ from normfuse import (
     dense,
     gated_dense,
     gated_product,
+    linear_cross_entropy,
     norm_dense,
     norm_gated_dense,
     rms_norm,
@@ -60,10 +61,12 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  tpu   rms_norm   pallas, xla",
         "  cpu   activation xla",
         "  cuda  activation native, xla",
-        "  not native: cpu activation (XLA already fuses this into one loop)",
         "  cpu   quantize   native, xla",
         "  cuda  quantize   native, xla",
-        "  not native: rocm rms_norm; rocm activation; rocm quantize; tpu rms_norm; tpu ",
+        "  cpu   loss       xla",
+        "  cuda  loss       native, xla",
+        "  not native: cpu activation; cpu loss (XLA already fuses this into one loop)",
+        "  not native: rocm rms_norm; rocm activation; rocm loss; rocm quantize; tpu rms_norm; ",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
     ):
         assert line in text, text
@@ -74,9 +77,7 @@ def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     text = report.info()
     assert "NVRTC: missing: " in text
     assert "  cuda  rms_norm   pallas, xla" in text
-    assert (
-        "  not native: cuda rms_norm; cuda activation; cuda quantize (CUDA ker" in text
-    )
+    assert "  not native: cuda rms_norm; cuda activation; cuda loss; cuda quantize (CUDA" in text
     assert "pip install 'normfuse[cuda13]'" in text
 
 
@@ -125,6 +126,11 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch):
         shared = options | {"dtype": x.dtype, "implementation": None}
         return total(gated.mlp(dense(x, kernel, **options), kernels, {}, **shared))
 
+    def losses(x, kernel):
+        labels = jnp.zeros(x.shape[:1], jnp.int32)
+        each = linear_cross_entropy(x, kernel, labels, softcap=5.0, reduction="none")
+        return total(each, linear_cross_entropy(x, kernel, labels))
+
     jax.clear_caches()
     before = compiler.compilations()
     scale, kernel = S((n,), f32), S((n, n), f32)
@@ -132,7 +138,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch):
     for rows in (1, 5, 8, 132, 133, 4000, 100_000, many, many + 1):
         x = S((rows, n), bf16)
         calls = [(quantized, (x, kernel))] if rows in (5, 8, many, many + 1) else []
-        calls += [(norms, (x, scale))] if rows < many else []
+        calls += [(norms, (x, scale)), (losses, (x, kernel))] if rows < many else []
         for name in () if rows >= many else ("silu", "gelu") if rows == 8 else ("silu",):
             calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))
         for fn, operands in calls:

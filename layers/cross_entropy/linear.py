@@ -1,0 +1,428 @@
+"""The fused linear layer and cross-entropy."""
+
+import functools
+import operator
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.interpreters import ad
+from jax.sharding import PartitionSpec as P
+
+from ...native.dtypes import compute_dtype, holds
+from ...native.implementation import BEST, Implementation, Order, choose, native_or_best
+from ..core.arguments import array_of, finite, floating, floating_dtype
+from ..core.op import Op, batch_at, match, reshard_like
+from ..core.sharding import axes_of, whole, without
+from ..dense.matmul import equally_varying, with_main_gradient
+from . import op as ops
+from .op import Spec
+from .softmax import Softmax
+
+_OP = "linear_cross_entropy"
+Reduction = Literal["mean", "sum", "none"]
+
+
+def linear_cross_entropy(
+    x: Array,
+    kernel: Array,
+    labels: Array,
+    *,
+    contract: int = 0,
+    ignore: int | None = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: Reduction = "mean",
+    with_lse: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    logits_dtype: jax.typing.DTypeLike | None = None,
+    chunk_rows: int | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """The cross-entropy of a linear layer's logits, which are never in memory as a whole.
+
+        z = x · kernel    c = softcap · tanh(z / softcap)    lse = log Σ_j exp(c_j)
+        loss = lse - c_label + z_loss · lse²
+
+    Rows are computed in chunks. With `reduction="mean"` or `"sum"` a chunk's gradients are computed
+    right after its loss, where the loss is differentiated: the logits are computed once, and the
+    softmax's gradient takes their place. What the loss is multiplied by afterwards (its cotangent)
+    costs one pass over each gradient, unless it is 1. With `"none"` any cotangent is known only in
+    the backward, which computes each chunk's logits again.
+
+    Gradients come in the operands' dtypes; the kernel's is summed over the chunks in float32, by
+    the products that compute it. Rows may be split over any axes of a mesh, and the vocabulary over
+    others: then a few numbers a row are exchanged, and no logits. A kernel that is stored in parts
+    (FSDP) is gathered once, in `dtype`.
+
+    Args:
+      x: `(*rows, n)`; float64, float32, bfloat16 or float16, as the kernel.
+      kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as an embedding that is tied.
+      labels: `(*rows)` integers. One outside the vocabulary gives NaN, never another word's loss.
+      contract: the axis of the kernel that x's last is summed with.
+      ignore: labels equal to it cost nothing and are not counted; None for none.
+      softcap: bounds the logits; None for no bound.
+      z_loss: the weight of lse², which keeps the logits from drifting.
+      reduction: "mean" over the labels that are not ignored (0 if all are), "sum", or "none" for a
+        loss a row.
+      with_lse: also return `lse`, of every row; it is differentiable.
+      dtype: of the products' operands; x's where None.
+      logits_dtype: of the logits as the product rounds them; `dtype` where None, or a wider one.
+      chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits.
+      implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
+
+    Returns:
+      The loss, float32 (float64 for float64): a scalar, or `(*rows)` for "none". With `with_lse` a
+      pair with the log-sum-exps, `(*rows)`. A second derivative is that of plain JAX, with the
+      logits in memory.
+
+    Raises:
+      TypeError: for operands that are not floating, labels that are not integers, or options that
+        are not numbers.
+      ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
+        unknown reduction, a softcap that is not positive, a negative z_loss, a logits_dtype that is
+        narrower than dtype, or a chunk_rows that is not positive.
+      NotImplementedError: for an implementation that does not exist or cannot serve; an
+        ExceptionGroup of them where it names several.
+
+    References:
+      Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu et
+      al., Liger Kernel, arXiv:2410.10989 (gradients in the forward pass); Chowdhery et al., PaLM,
+      arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, arXiv:2408.00118 (softcap).
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import linear_cross_entropy
+    >>> x, kernel = jnp.ones((3, 2)), jnp.zeros((2, 4))
+    >>> labels = jnp.array([1, 0, -100])
+    >>> loss, dkernel = jax.value_and_grad(linear_cross_entropy, 1)(x, kernel, labels, ignore=-100)
+    >>> round(float(loss), 4), dkernel[0].tolist()  # log 4
+    (1.3863, [-0.25, -0.25, 0.25, 0.25])
+    """
+    x, kernel = floating(_OP, "x", x), floating(_OP, "kernel", kernel)
+    if reduction not in get_args(Reduction):
+        listed = ", ".join(map(repr, get_args(Reduction)))
+        raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
+    _check_shapes(x, kernel, contract)
+    labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
+    dtype = floating_dtype(_OP, dtype, x.dtype)
+    spec = Spec(
+        softmax=Softmax(
+            softcap=_softcap(softcap),
+            z_loss=finite(_OP, "z_loss", z_loss, least=0.0),
+            dtype=dtype,
+        ),
+        contract=contract,
+        logits=_logits_dtype(logits_dtype, dtype),
+        precision=jax.config.jax_default_matmul_precision,
+        chunk=_chunk_rows(chunk_rows),
+    )
+
+    def serve(spec: Spec, order: Order) -> Any:
+        operands = _operands(x.astype(dtype), kernel, labels, mask)
+        return _reduced(spec, order, reduction, with_lse, *operands)
+
+    return choose(
+        _OP,
+        implementation,
+        {
+            "native": lambda strict: serve(spec, native_or_best(strict)),
+            "xla": lambda strict: serve(replace(spec, plain=True), BEST),
+        },
+    )
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
+    if contract not in (0, 1):
+        raise ValueError(
+            f"{_OP}: contract must be 0, for a kernel of (n, vocab), or 1, for (vocab, n); got "
+            f"{contract!r}"
+        )
+    if x.ndim < 1:
+        raise ValueError(f"{_OP}: x must be (*rows, n), got a scalar; reshape it to (1,)")
+    stored = "(n, vocab)" if contract == 0 else "(vocab, n)"
+    if kernel.ndim != 2:
+        raise ValueError(f"{_OP}: kernel must be {stored}, got shape {kernel.shape}")
+    if kernel.shape[contract] != x.shape[-1]:
+        hint = ""
+        if kernel.shape[1 - contract] == x.shape[-1]:
+            hint = f"; pass contract={1 - contract} if it is stored {_other(stored)}"
+        raise ValueError(
+            f"{_OP}: kernel, {stored}, must have x's last axis of {x.shape[-1]} for n; got kernel "
+            f"of shape {kernel.shape} and x of shape {x.shape}{hint}"
+        )
+    if kernel.shape[1 - contract] == 0:
+        raise ValueError(f"{_OP}: kernel has no words, its shape is {kernel.shape}")
+
+
+def _other(stored: str) -> str:
+    return "(vocab, n)" if stored == "(n, vocab)" else "(n, vocab)"
+
+
+def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tuple[Array, Array]:
+    """Returns the labels as int32, and for each row 1 if it counts, 0 if not, NaN if it is wrong.
+
+    A wrong label is one outside the vocabulary, and becomes -1, as one that is ignored.
+    """
+    on_host = not isinstance(labels, jax.Array)
+    given = array_of(_OP, "labels", labels)
+    if not jnp.issubdtype(given.dtype, jnp.integer):
+        raise TypeError(
+            f"{_OP}: labels must be integers, got {given.dtype.name}; for probabilities use the "
+            "logits of normfuse.dense"
+        )
+    if given.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{_OP}: labels must have the shape of x's rows, {x.shape[:-1]}; got {given.shape}"
+        )
+    info = jnp.iinfo(given.dtype)
+    ignored = jnp.zeros(given.shape, bool)
+    if ignore is not None:
+        try:
+            ignore = operator.index(ignore)
+        except TypeError:
+            raise TypeError(f"{_OP}: ignore must be None or an integer, got {ignore!r}") from None
+        if info.min <= ignore <= info.max:
+            ignored = given == jnp.asarray(ignore, given.dtype)
+    known = given >= 0
+    if vocabulary <= info.max:
+        known &= given < jnp.asarray(vocabulary, given.dtype)
+    if on_host:
+        host = np.asarray(labels)
+        wrong = host[((host < 0) | (host >= vocabulary)) & (host != ignore)]
+        if wrong.size:
+            raise ValueError(
+                f"{_OP}: labels must be from 0 to {vocabulary - 1}, the kernel's vocabulary"
+                f"{'' if ignore is None else f', or ignore={ignore}'}; got {wrong[0]}"
+            )
+    sums = compute_dtype(x.dtype)
+    mask = jnp.where(ignored, 0, jnp.where(known, 1, jnp.nan)).astype(sums)
+    return jnp.where(known & ~ignored, given, -1).astype(jnp.int32), mask
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    cap = finite(_OP, "softcap", softcap)
+    if cap <= 0:
+        raise ValueError(f"{_OP}: softcap must be positive, or None for no bound; got {softcap}")
+    return cap
+
+
+def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
+    name = floating_dtype(_OP, logits_dtype, dtype)
+    if not holds(name, dtype):
+        raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
+    return name
+
+
+def _chunk_rows(chunk_rows: Any) -> int | None:
+    if chunk_rows is None:
+        return None
+    try:
+        size = operator.index(chunk_rows)
+    except TypeError:
+        raise TypeError(f"{_OP}: chunk_rows must be an integer, got {chunk_rows!r}") from None
+    if size < 1:
+        raise ValueError(f"{_OP}: chunk_rows must be at least 1, got {size}")
+    return size
+
+
+# ---------------------------------------------------------------- operands that go together
+
+
+def _operands(x: Array, kernel: Array, labels: Array, mask: Array) -> list[Array]:
+    """Returns x, labels, mask, and what has the kernel's gradient, all alike in their types.
+
+    The last are the kernel and, if it is of 16 bits, the zeros whose gradient is its main gradient
+    (`dense.matmul`).
+    """
+    pair = with_main_gradient(kernel)
+    x, labels, mask, kernel, *main = equally_varying(x, labels, mask, *pair)
+    meshes = [jax.typeof(a).sharding.mesh for a in (x, kernel)]
+    if any(mesh.explicit_axes for mesh in meshes):
+        if not meshes[0].explicit_axes:
+            x = reshard_like(x, kernel, P(*[None] * x.ndim))
+        rows = whole(jax.typeof(x).sharding.spec, x.ndim)[:-1]
+        x = match_spec(x, x, P(*rows, None))
+    rows = range(labels.ndim)
+    labels, mask = match(labels, x, rows), match(mask, x, rows)
+    return [x, labels, mask, kernel, *[m for m in main if m is not None]]
+
+
+def match_spec(array: Array, lead: Array, spec: P) -> Array:
+    """Returns the array with this sharding on lead's mesh of Explicit axes."""
+    return array if jax.typeof(array).sharding.spec == spec else reshard_like(array, lead, spec)
+
+
+def _as_read(spec: Spec, x: Array, kernel: Array) -> Array:
+    """Returns the kernel as the GEMMs read it: rounded, and gathered over axes that split x."""
+    return _gathered(spec, x, kernel.astype(x.dtype))
+
+
+def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
+    sharding = jax.typeof(kernel).sharding
+    if not jax.typeof(x).sharding.mesh.explicit_axes:
+        return kernel
+    taken = {a for entry in jax.typeof(x).sharding.spec for a in axes_of(entry)}
+    words = without(whole(sharding.spec, 2)[1 - spec.contract], taken)
+    return match_spec(kernel, x, P(words, None) if spec.contract else P(None, words))
+
+
+def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
+    """Returns which of x and the kernel have a tangent, and these, the kernel's in float32."""
+    found = [] if type(dx) is ad.Zero else [dx]
+    parts = [d.astype(compute_dtype(x.dtype)) for d in dkernels if type(d) is not ad.Zero]
+    wanted = bool(found), bool(parts)
+    if parts:
+        found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))
+    return wanted, found
+
+
+# ---------------------------------------------------------------- the loss, and its derivative
+# These operations are made of those of `op`, as functions are: what they add is that the derivative
+# is taken of a whole reduction, and that vmap changes how.
+
+
+class Loss(NamedTuple):
+    """What is known of the loss when it is traced.
+
+    Attributes:
+      spec: of its operations.
+      order: which kernels are to serve.
+      with_lse: whether a reduction also returns the log-sum-exps.
+    """
+
+    spec: Spec
+    order: Order
+    with_lse: bool = False
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.spec.op
+
+
+def _reduced(
+    spec: Spec,
+    order: Order,
+    reduction: str,
+    with_lse: bool,
+    x: Array,
+    labels: Array,
+    mask: Array,
+    *kernels: Array,
+) -> Any:
+    if reduction == "none":
+        lse, picked = statistics(Loss(spec, order), x, labels, *kernels)
+        each = _loss(spec, lse, picked)
+        each = jnp.where(mask == 0, 0, jnp.where(jnp.isnan(mask), jnp.nan, each))
+        return (each, lse) if with_lse else each
+    scale = jnp.ones((), mask.dtype)
+    if reduction == "mean":
+        scale = 1 / jnp.maximum(jnp.sum(mask != 0), 1).astype(mask.dtype)
+    loss = Loss(spec, order, with_lse)
+    results = reduced(loss, x, labels, mask, scale, *kernels)
+    return tuple(results) if with_lse else results[0]
+
+
+def _loss(spec: Spec, lse: Array, picked: Array) -> Array:
+    loss = lse - picked
+    return loss + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else loss
+
+
+def _total(
+    spec: Spec, lse: Array, picked: Array, mask: Array, scale: Array, first: int = 0
+) -> Array:
+    """Returns the sum over all dimensions from `first` on."""
+    each = jnp.where(mask == 0, 0, mask * _loss(spec, lse, picked))
+    return jnp.sum(each, axis=tuple(range(first, mask.ndim))) * scale
+
+
+def define_statistics(
+    loss: Loss, x: Array, labels: Array, kernel: Array, *main: Array
+) -> list[Array]:
+    """`(x, labels, kernel[, main]) -> (lse, picked)`."""
+    del main
+    w = _as_read(loss.spec, x, kernel)
+    return ops.statistics(loss.spec, x, w, labels, order=loss.order)
+
+
+def define_reduced(
+    loss: Loss, x: Array, labels: Array, mask: Array, scale: Array, *kernels: Array
+) -> list[Array]:
+    """`(x, labels, mask, scale, kernel[, main]) -> (loss[, lse])`."""
+    lse, picked = define_statistics(loss, x, labels, *kernels)
+    return [_total(loss.spec, lse, picked, mask, scale), *[lse] * loss.with_lse]
+
+
+def _statistics_tangent(
+    loss: Loss, x: Array, w: Array, labels: Array, lse: Array, wanted: Any, moving: list[Array]
+) -> list[Any]:
+    if not moving:
+        return [ad.Zero(jax.typeof(lse).to_tangent_aval())] * 2
+    spec = replace(loss.spec, wanted=wanted)
+    return ops.tangent(spec, x, w, labels, lse, *moving, order=loss.order)
+
+
+def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
+    del order
+    x, labels, kernel, *_ = primals
+    w = _as_read(spec.spec, x, kernel)  # once for both ways
+    lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
+    return [lse, picked], _statistics_tangent(spec, x, w, labels, lse, wanted, moving)
+
+
+def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
+    """The gradients come with the loss; its tangent is linear in those of x and the kernel."""
+    del order
+    x, labels, mask, scale, kernel, *_ = primals
+    wanted, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
+    if not moving:
+        results = define_reduced(spec, *primals)
+        return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+    w = _as_read(spec.spec, x, kernel)
+    # The mean's divisor is part of the gradients, but for float16: they would be too small for it.
+    folded = x.dtype != jnp.float16
+    weights = mask * scale if folded else mask
+    alone = replace(spec.spec, wanted=wanted)
+    lse, picked, *found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
+    results = [_total(spec.spec, lse, picked, mask, scale)]
+    along = lambda g, t: jnp.sum(g.astype(mask.dtype) * t.astype(mask.dtype))
+    tangent = functools.reduce(jnp.add, map(along, found, moving))
+    tangents = [tangent if folded else tangent * scale]
+    if spec.with_lse:
+        results.append(lse)
+        tangents.append(_statistics_tangent(spec, x, w, labels, lse, wanted, moving)[0])
+    return results, tangents
+
+
+def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) -> Any:
+    """Losses of several batches; their gradients are computed in the backward.
+
+    In the forward each would have a gradient of the kernel's size.
+    """
+    size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
+    if any(d is not None for d in dims[4:]):
+        return ops.one_by_one(op, args, dims, spec, order)
+    x, labels, mask, scale, *kernels = args
+    x, labels, mask = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
+    labels, mask = (match(a, x, range(a.ndim)) for a in (labels, mask))
+    lse, picked = statistics(spec, x, labels, *kernels)
+    results = [_total(spec.spec, lse, picked, mask, scale, first=1), *[lse] * spec.with_lse]
+    return results, [0] * len(results)
+
+
+statistics = Op(
+    "linear_cross_entropy_statistics",
+    define_statistics,
+    batch=functools.partial(ops.batch_rows, rows=(0, 1)),
+    jvp=_statistics_jvp,
+)
+reduced = Op("linear_cross_entropy", define_reduced, batch=_batch_reduced, jvp=_reduced_jvp)

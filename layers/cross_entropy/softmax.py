@@ -1,0 +1,227 @@
+"""The softmax of a chunk of logits: its statistics, and its gradient in their place.
+
+    c = softcap · tanh(z / softcap) (or z)        lse = log Σ_j exp(c_j)        picked = c_label
+    g_j = (a · exp(c_j - lse) - b · [j = label]) · dc_j/dz_j
+
+Kernels see one device's part of the vocabulary: labels are counted from its first column, and one
+that lies elsewhere matches none. With one part the statistics and the gradient are one kernel.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...native.dtypes import CUDA_TYPES, compute_dtype
+from ...native.kernel import Kernel
+from ...native.launch import Target, cuda_compute_dtype, launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """All that is known of the softmax when it is traced.
+
+    Attributes:
+      softcap: what bounds |c|; None without a bound.
+      z_loss: what lse² is multiplied by in the loss.
+      dtype: of the gradient.
+      op: the function the user called.
+    """
+
+    softcap: float | None = None
+    z_loss: float = 0.0
+    dtype: str = "bfloat16"
+    op: str = "linear_cross_entropy"
+
+
+# ---------------------------------------------------------------- definition, in plain JAX
+
+
+def _capped(spec: Softmax, z: Array) -> Array:
+    z = z.astype(compute_dtype(z.dtype))
+    return z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
+
+
+def _is_label(z: Array, labels: Array) -> Array:
+    """By comparing, not by gathering: where the vocabulary is split no logits move."""
+    return jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == labels[..., None]
+
+
+def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
+    """`(z (*rows, vocab), labels (*rows)) -> (lse, picked)`, `(*rows)` each."""
+    c = _capped(spec, z)
+    picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
+    return [jax.nn.logsumexp(c, axis=-1), picked]
+
+
+def define_gradient(
+    spec: Softmax, z: Array, labels: Array, lse: Array, a: Array, b: Array
+) -> list[Array]:
+    """`(z, labels, lse, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
+    c = _capped(spec, z)
+    each = lambda row: row[..., None]
+    g = each(a) * jnp.exp(c - each(lse)) - jnp.where(_is_label(z, labels), each(b), 0)
+    if spec.softcap is not None:
+        g = g * (1 - jnp.square(c / spec.softcap))
+    return [jnp.where(each((a == 0) & (b == 0)), 0, g).astype(spec.dtype)]
+
+
+def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
+    """`(z, labels, weights (*rows)) -> (g, lse, picked)`: of Σ weights · (loss + z-loss)."""
+    lse, picked = define_statistics(spec, z, labels)
+    (g,) = define_gradient(spec, z, labels, lse, weights * lse_slope(spec, lse), weights)
+    return [g, lse, picked]
+
+
+def lse_slope(spec: Softmax, lse: Array) -> Array:
+    """Returns the derivative of lse + z_loss · lse²."""
+    return 1 + 2 * spec.z_loss * lse
+
+
+# ---------------------------------------------------------------- CUDA
+
+_MOST_SLICES = 8  # of a cluster, on every device that has clusters
+_MOST_THREADS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How threads share a row; `kernels/softmax.cu` and `row.cuh` say what each number is."""
+
+    vector: int
+    threads: int
+    batch: int = 8
+    slices: int = 1
+    min_blocks: int = 1
+
+    def chunks(self, vocabulary: int) -> int:
+        """Returns the vectors of a thread: whole batches."""
+        step = self.vector * self.threads * self.slices * self.batch
+        return -(-vocabulary // step) * self.batch
+
+
+def layout(vocabulary: int, itemsize: int, target: Target) -> Layout:
+    """Returns threads that hold a row in their registers, in one cluster if need be.
+
+    Where that cannot be they read it twice.
+    """
+    vector = math.gcd(vocabulary, 16 // itemsize)
+    batch = 8  # 32 registers, or fewer
+    threads = -(-vocabulary // (vector * batch))  # that hold a row
+    slices = 1
+    while slices < _MOST_SLICES and threads > 512 * slices and target.clusters:
+        slices *= 2
+    each = max(32, -(-threads // (32 * slices)) * 32)
+    if each > _MOST_THREADS:  # the row is read twice
+        return Layout(vector, _MOST_THREADS, batch, 1, 1)
+    while slices > 1 and (slices - 1) * each * vector * batch >= vocabulary:
+        slices //= 2  # the last would have nothing
+    return Layout(vector, each, batch, slices, max(1, _MOST_THREADS // each))
+
+
+def _run(
+    target: Target,
+    spec: Softmax,
+    kernel: str,
+    operands: dict[str, Array],
+    results: dict[str, jax.ShapeDtypeStruct],
+) -> list[Array]:
+    z = operands["Z"]
+    rows, vocabulary = z.shape
+    compute = cuda_compute_dtype([z.dtype, jnp.dtype(spec.dtype)])
+    chosen = layout(vocabulary, z.dtype.itemsize, target)
+    has_g, has_lse = "G" in results, "LSE" in results
+    macros = {
+        "KERNEL": kernel,
+        "COMPUTE_TYPE": CUDA_TYPES[compute.name],
+        "Z_TYPE": CUDA_TYPES[z.dtype.name],
+        "STATISTICS": int(has_lse),
+        "GRADIENT": int(has_g),
+        "SOFTCAP": int(spec.softcap is not None),
+        "APPROXIMATE": int(z.dtype.itemsize == 2),
+        "FEATURES": vocabulary,
+        "VECTOR": chosen.vector,
+        "CHUNKS": chosen.chunks(vocabulary),
+        "BATCH": chosen.batch,
+        "ROW_THREADS": chosen.threads,
+        "BLOCK_ROWS": 1,
+        "SLICES": chosen.slices,
+        "CLUSTER": chosen.slices,
+        "MIN_BLOCKS": chosen.min_blocks,
+    }
+    if has_g:
+        macros["G_TYPE"] = CUDA_TYPES[spec.dtype]
+    slots = 2 * 2 * chosen.slices * -(-chosen.threads // 32)  # two sets of two numbers
+    numbers = (spec.softcap or 0.0, spec.z_loss)
+    return launch(
+        "softmax.cu",
+        kernel,
+        list(operands.values()),
+        list(results.values()),
+        target=target,
+        macros=macros,
+        grid=(rows, chosen.slices),
+        block=chosen.threads,
+        cluster=(1, chosen.slices),
+        shared=16 * (chosen.slices > 1) + slots * compute.itemsize if has_lse else 0,
+        ints=(rows,),
+        floats=numbers if compute.itemsize == 4 else (),
+        doubles=numbers if compute.itemsize == 8 else (),
+        aliases={0: 0} if has_g and spec.dtype == z.dtype.name else None,
+    )
+
+
+def _types(spec: Softmax, z: Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns those of a gradient, and of a number for each row."""
+    return (
+        jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.dtype)),
+        jax.ShapeDtypeStruct(z.shape[:1], compute_dtype(z.dtype)),
+    )
+
+
+def cuda_statistics(target: Target, spec: Softmax, z: Array, labels: Array) -> list[Array]:
+    """`define_statistics` on a GPU."""
+    row = _types(spec, z)[1]
+    results = {"LSE": row, "PICKED": row}
+    return _run(target, spec, "softmax_statistics", {"Z": z, "LABELS": labels}, results)
+
+
+def cuda_gradient(target: Target, spec: Softmax, z: Array, *rows: Array) -> list[Array]:
+    """`define_gradient` on a GPU, in the place of the logits if they have its dtype."""
+    operands = dict(zip(("Z", "LABELS", "LSE", "A", "B"), (z, *rows), strict=True))
+    return _run(target, spec, "softmax_gradient", operands, {"G": _types(spec, z)[0]})
+
+
+def cuda_both(
+    target: Target, spec: Softmax, z: Array, labels: Array, weights: Array
+) -> list[Array]:
+    """`define_both` on a GPU, in the place of the logits if they have the gradient's dtype."""
+    g, row = _types(spec, z)
+    operands = {"Z": z, "LABELS": labels, "WEIGHTS": weights}
+    results = {"G": g, "LSE": row, "PICKED": row}
+    return _run(target, spec, "softmax_statistics_and_gradient", operands, results)
+
+
+# ---------------------------------------------------------------- kernels
+
+statistics = Kernel("softmax_statistics", define_statistics, {"cuda": cuda_statistics})
+gradient = Kernel("softmax_gradient", define_gradient, {"cuda": cuda_gradient})
+both = Kernel("softmax_statistics_and_gradient", define_both, {"cuda": cuda_both})
+
+
+def examples(
+    vocabulary: int, dtype: str, *, rows: int
+) -> Iterator[tuple[Kernel, Softmax, list[jax.ShapeDtypeStruct]]]:
+    """Yields every kernel, without and with a softcap: (kernel, spec, operand types)."""
+    sums = compute_dtype(dtype)
+    z = jax.ShapeDtypeStruct((rows, vocabulary), jnp.dtype(dtype))
+    row = jax.ShapeDtypeStruct((rows,), sums)
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    for softcap in (None, 30.0):
+        spec = Softmax(softcap=softcap, dtype=dtype)
+        yield statistics, spec, [z, labels]
+        yield gradient, spec, [z, labels, row, row, row]
+        yield both, spec, [z, labels, row]

@@ -1,0 +1,185 @@
+// The softmax along rows of FEATURES logits: its statistics, and a gradient in the logits' place.
+//
+//   c = softcap · tanh(z / softcap) (or z)    lse = log Σ_j exp(c_j)    picked = c_label
+//   g_j = (a · exp(c_j - lse) - b · [j = label]) · dc_j/dz_j
+//
+//   z, g         (rows, FEATURES)  Z_TYPE, G_TYPE; g may be where z is
+//   label        (rows,)           int; one that is no column matches none, and picks 0
+//   lse, picked  (rows,)           COMPUTE_TYPE   results if STATISTICS; else lse is an operand
+//   weight       (rows,)           COMPUTE_TYPE   if STATISTICS and GRADIENT: then
+//                                                 b = weight, a = weight · (1 + 2 · z_loss · lse)
+//   a, b         (rows,)           COMPUTE_TYPE   if GRADIENT alone
+//
+// A row is one block's, or one cluster's, which has BATCH of its CHUNKS vectors in registers at a
+// time: all of them, so that the row is read once; or it is read again, the last batch first, from
+// the L2 cache. Rows whose a and b are 0 have zeros, whatever their logits are.
+#include "row.cuh"
+
+using Compute = COMPUTE_TYPE;
+using Vector = Wide<Compute, VECTOR>;
+
+// If APPROXIMATE (logits of 16 bits) by the machine's own instruction, off by 2 + |x| units in the
+// last place.
+__device__ inline float exponential(float x) {
+#if APPROXIMATE && defined(__CUDA_ARCH__)
+  return __expf(x);
+#else
+  return expf(x);
+#endif
+}
+__device__ inline double exponential(double x) { return exp(x); }
+
+// A maximum, and the sum of exponentials of what was below it. Finite, so that differences are.
+struct Sum {
+  Compute most = sizeof(Compute) == 4 ? Compute(-3e38) : Compute(-1e308);
+  Compute sum = 0;
+
+  __device__ void merge(Compute other_most, Compute other_sum) {
+    const Compute top = other_most > most ? other_most : most;
+    sum = sum * exponential(most - top) + other_sum * exponential(other_most - top);
+    most = top;
+  }
+
+  __device__ void merge_lanes() {
+#pragma unroll
+    for (int offset = (ROW_THREADS < 32 ? ROW_THREADS : 32) / 2; offset > 0; offset /= 2) {
+      const Compute other_most = __shfl_xor_sync(0xffffffffu, most, offset);
+      merge(other_most, __shfl_xor_sync(0xffffffffu, sum, offset));
+    }
+  }
+};
+
+class RowSum2 : public RowSums<Compute, 2> {
+ public:
+  using RowSums<Compute, 2>::RowSums;
+
+  // That of all threads of the row, in every one of them.
+  __device__ Sum operator()(Sum mine) {
+    mine.merge_lanes();
+    if constexpr (!kShared) return mine;
+    send({{mine.most, mine.sum}});
+    receive();
+    Sum all;
+    for (int i = threadIdx.x % 32; i < kSlots; i += 32) all.merge(posted_[i], posted_[kSlots + i]);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      const Compute other_most = __shfl_xor_sync(0xffffffffu, all.most, offset);
+      all.merge(other_most, __shfl_xor_sync(0xffffffffu, all.sum, offset));
+    }
+    return all;
+  }
+};
+
+__device__ inline Vector capped(const Packed<Z_TYPE, VECTOR>& packed, Compute softcap) {
+  Vector c = widen_all<Compute>(packed);
+#if SOFTCAP
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) c.at[k] = softcap * tanh(c.at[k] / softcap);
+#endif
+  return c;
+}
+
+static_assert(CHUNKS % BATCH == 0, "batches are whole");
+
+using Batch = Packed<Z_TYPE, VECTOR>[BATCH];
+
+__device__ inline void load_batch(const Z_TYPE* row, int first, bool aligned, Batch& batch) {
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i) {
+    batch[i] = {};
+    if (!inside(first + i)) continue;
+    const Z_TYPE* from = row + column(first + i);
+    const bool whole = VECTOR == 1 || aligned;
+    batch[i] = whole ? load_packed<VECTOR, true>(from) : load_elements<VECTOR>(from);
+  }
+}
+
+// clang-format off
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const Z_TYPE* z, const int* labels,
+           IF_NOT(STATISTICS, const Compute* lses, const Compute* as, const Compute* bs,)
+           IF(STATISTICS, IF(GRADIENT, const Compute* weights,))
+           IF(GRADIENT, G_TYPE* g,)
+           IF(STATISTICS, Compute* lses, Compute* picked,)
+           long long rows, Compute softcap, Compute z_loss) {
+  // clang-format on
+  bool aligned = aligned_16(z) && FEATURES * sizeof(Z_TYPE) % 16 == 0;
+  IF(GRADIENT, aligned = aligned && aligned_16(g) && FEATURES * sizeof(G_TYPE) % 16 == 0);
+  IF(STATISTICS, RowSum2 row_sum(shared_memory()));
+  for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
+    const Z_TYPE* const from = z + row * FEATURES;
+    const int label = labels[row];
+    Batch batch;
+
+#if STATISTICS
+    Sum sum;
+    for (int first = 0; first < CHUNKS; first += BATCH) {
+      load_batch(from, first, aligned, batch);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (!inside(first + i)) continue;
+        const Vector c = capped(batch[i], softcap);
+        Compute top = sum.most;
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) top = c.at[k] > top ? c.at[k] : top;
+        sum.sum *= exponential(sum.most - top);
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) sum.sum += exponential(c.at[k] - top);
+        sum.most = top;
+        const int at = label - column(first + i);
+        if (at >= 0 && at < VECTOR) {
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k) {
+            if (k == at) picked[row] = c.at[k];
+          }
+        }
+      }
+    }
+    sum = row_sum(sum);
+    const Compute lse = sum.most + log(sum.sum);
+    if (row_thread() == 0 && slice() == 0) {
+      lses[row] = lse;
+      if (label < 0 || label >= FEATURES) picked[row] = 0;
+    }
+#else
+    const Compute lse = lses[row];
+#endif
+
+#if GRADIENT
+#if STATISTICS
+    const Compute b = weights[row], a = b * (1 + 2 * z_loss * lse);
+#else
+    const Compute a = as[row], b = bs[row];
+#endif
+    const bool counts = !(a == 0 && b == 0);
+    G_TYPE* const to = g + row * FEATURES;
+    for (int first = CHUNKS - BATCH; first >= 0; first -= BATCH) {
+      if (!STATISTICS || first != CHUNKS - BATCH) load_batch(from, first, aligned, batch);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        if (!inside(first + i)) continue;
+        Vector out{};
+        if (counts) {
+          const Vector c = capped(batch[i], softcap);
+          const int at = label - column(first + i);
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k] - lse);
+          if (at >= 0 && at < VECTOR) {
+#pragma unroll
+            for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);
+          }
+#if SOFTCAP
+#pragma unroll
+          for (int k = 0; k < VECTOR; ++k) {
+            const Compute share = c.at[k] / softcap;
+            out.at[k] *= 1 - share * share;
+          }
+#endif
+        }
+        store_chunk(to, first + i, aligned, narrow_all<G_TYPE>(out));
+      }
+    }
+#endif
+  }
+  IF(STATISTICS, row_sum.finish());
+}

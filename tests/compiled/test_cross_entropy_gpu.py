@@ -1,0 +1,139 @@
+"""What an H200 would run for a loss without logits: memory, products, kernels, collectives."""
+
+import functools
+import re
+
+import gpu_compiler
+import hlo
+import jax
+import jax.numpy as jnp
+import pytest
+from hlo import Gemm
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import accumulate_gradients, linear_cross_entropy
+
+pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+TOKENS, DIM, VOCABULARY, CHUNK = 16384, 2048, 128256, 2048
+LOGITS = 2 * CHUNK * VOCABULARY  # bytes of a chunk's
+KERNEL = 4 * DIM * VOCABULARY  # bytes of its gradient in float32
+SMALL = 2**25 + 2**21  # cuBLAS's workspace, and all that is a row
+
+
+@functools.cache
+def compiled(what, kernel_dtype=bf16):
+    mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, P())
+    struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    x, labels = struct((TOKENS, DIM), bf16), struct((TOKENS,), jnp.int32)
+    kernel = struct((DIM, VOCABULARY), kernel_dtype)
+    loss = linear_cross_entropy
+    split = lambda a, parts: a.reshape(parts, -1, *a.shape[1:])
+
+    def accumulated(x, kernel, labels, parts=1):
+        batches = split(x, parts), split(labels, parts)
+        return accumulate_gradients(lambda k, b: loss(b[0], k, b[1]), kernel, batches)
+
+    rows = functools.partial(loss, reduction="none")
+    run = {
+        "loss": loss,
+        "gradients": jax.value_and_grad(loss, (0, 1)),
+        "gradients later": jax.value_and_grad(lambda *a: jnp.mean(rows(*a)), (0, 1)),
+        "main gradient": accumulated,
+        "microbatches": functools.partial(accumulated, parts=4),
+    }[what]
+    with jax.set_mesh(mesh):
+        return gpu_compiler.compile(jax.jit(run), x, kernel, labels)
+
+
+def temporaries(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "what, kernel_dtype, limit",
+    [
+        ("loss", bf16, LOGITS),
+        # The sum of the kernel's gradient; a chunk of logits lies where the gradient will.
+        ("gradients", bf16, KERNEL),
+        ("gradients later", bf16, KERNEL),
+        ("gradients", f32, LOGITS + KERNEL // 2),  # the rounded kernel; the sum is the result
+        ("main gradient", bf16, LOGITS),
+    ],
+)
+def test_temporaries_are_a_chunk_and_what_must_be(what, kernel_dtype, limit):
+    assert temporaries(compiled(what, kernel_dtype)) <= limit + SMALL
+
+
+def test_the_first_row_of_the_table_takes_less_than_a_gibibyte():
+    assert temporaries(compiled("gradients")) <= 2**30
+
+
+@pytest.mark.parametrize("kernel_dtype", [bf16, f32])
+def test_the_kernels_gradient_is_added_by_its_product_in_place(kernel_dtype):
+    program = compiled("gradients", kernel_dtype)
+    found = sorted(hlo.gemms(program), key=lambda g: (g.result, g.beta))
+    dx, z = Gemm(f"bf16[{CHUNK},{DIM}]", 0, False), Gemm(f"bf16[{CHUNK},{VOCABULARY}]", 0, False)
+    dw = f"f32[{DIM},{VOCABULARY}]"
+    # The first chunk's, and those of the loop over the others.
+    wanted = [dx, dx, z, z, Gemm(dw, 0, False), Gemm(dw, 1, in_place=True)]
+    assert found == sorted(wanted, key=lambda g: (g.result, g.beta))
+    shapes = rf"\[({DIM},{VOCABULARY}|{CHUNK},{VOCABULARY})\]"
+    assert not re.search(rf"= \w+{shapes}\S* (copy|add|broadcast)\(", program.as_text())
+
+
+def test_one_kernel_a_chunk_in_the_logits_place():
+    program = compiled("gradients")
+    assert hlo.calls(program) == {"softmax_statistics_and_gradient": 2}
+    calls = [line for line in program.as_text().splitlines() if '"normfuse_launch"' in line]
+    assert all("output_to_operand_aliasing={{0}: (0, {})}" in line for line in calls), calls
+    assert hlo.calls(compiled("loss")) == {"softmax_statistics": 2}
+    assert hlo.calls(compiled("gradients later")) == {
+        "softmax_gradient": 2,
+        "softmax_statistics": 2,
+    }
+
+
+def test_microbatches_take_one_extra_pass_of_the_kernels_gradient_each():
+    """What a microbatch's chunks add up is read once more, to be added to the sum of all."""
+    program = compiled("microbatches")
+    assert {g.result for g in hlo.gemms(program) if g.beta} == {f"f32[{DIM},{VOCABULARY}]"}
+    shape = rf"f32\[{DIM},{VOCABULARY}\]"
+    text = program.as_text()
+    loops = re.findall(r"body=%([\w.-]+)", text)
+    bodies = [text[text.index(f"%{name} (") :].split("\n}", 1)[0] for name in loops]
+    adding = [b for b in bodies if re.search(rf"= {shape}\S* (fusion|add)\(.*kLoop", b)]
+    passes = re.findall(rf"= {shape}\S* fusion\(.*kLoop", "\n".join(adding))
+    assert len(passes) == 1, passes
+    assert temporaries(program) <= LOGITS + KERNEL + 2 * TOKENS // 4 * DIM + SMALL  # and its rows
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_collectives_on_eight_gpus(kind):
+    """The kernel is gathered once, in bfloat16; its gradient is reduced once, in float32."""
+    mesh = gpu_compiler.mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(kind,) * 3)
+    rows, stored = P(("data", "fsdp")), P("fsdp", "tensor")
+    n, words, tokens = 512, 16384, 8192
+    place = lambda spec: NamedSharding(mesh, spec)
+    struct = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=place(spec))
+    operands = (
+        struct((tokens, n), bf16, rows),
+        struct((n, words), f32, stored),
+        struct((tokens,), jnp.int32, rows),
+    )
+    auto = {"out_shardings": (None, (place(rows), place(stored)))} if kind == AxisType.Auto else {}
+    run = jax.value_and_grad(linear_cross_entropy, (0, 1))
+    with jax.set_mesh(mesh):
+        program = gpu_compiler.compile(jax.jit(run, **auto), *operands)
+    seen = hlo.communicated(program)
+    assert seen["all-gather", "bf16"] == n * words // 2
+    local = tokens // 4
+    dw = seen.pop(("reduce-scatter", "f32"), 0) + seen.get(("all-reduce", "f32"), 0)
+    assert n * words // 4 <= dw <= n * words // 2 + 3 * local + 1
+    assert seen["all-reduce", "bf16"] == local * n  # of x's gradient over the vocabulary's parts
+    assert set(seen) <= {("all-gather", "bf16")} | {
+        ("all-reduce", d) for d in ("f32", "s32", "bf16")
+    }

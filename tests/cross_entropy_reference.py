@@ -1,0 +1,134 @@
+"""The loss of a linear layer and its gradients in float64 NumPy, and how far one may be from them.
+
+Formulas: Σ_i w_i (lse_i - c_i,label + z_loss · lse_i²) with c = softcap · tanh(z / softcap).
+"""
+
+import dataclasses
+
+import numpy as np
+from reference import Expected, wide
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """Of given logits, (rows, vocab) float64."""
+
+    z: np.ndarray
+    labels: np.ndarray
+    softcap: float | None = None
+
+    @property
+    def c(self) -> np.ndarray:
+        return self.z if self.softcap is None else self.softcap * np.tanh(self.z / self.softcap)
+
+    @property
+    def slope(self) -> np.ndarray:
+        return np.ones(()) if self.softcap is None else 1 - (self.c / self.softcap) ** 2
+
+    @property
+    def lse(self) -> np.ndarray:
+        most = self.c.max(-1)
+        return most + np.log(np.exp(self.c - most[:, None]).sum(-1))
+
+    @property
+    def one_hot(self) -> np.ndarray:
+        return np.arange(self.z.shape[-1]) == self.labels[:, None]
+
+    @property
+    def picked(self) -> np.ndarray:
+        return (self.c * self.one_hot).sum(-1)
+
+    def gradient(self, a, b, lse=None) -> np.ndarray:
+        """Of Σ a · lse - b · picked, with respect to z."""
+        p = np.exp(self.c - (self.lse if lse is None else wide(lse))[:, None])
+        return (wide(a)[:, None] * p - wide(b)[:, None] * self.one_hot) * self.slope
+
+
+def statistics(softmax: Softmax) -> tuple[Expected, Expected]:
+    """lse and the picked logit of given logits.
+
+    The exponentials are off by their arguments' roundings, which a sum of them passes on; log and
+    tanh add a few roundings of numbers as large as the logits.
+    """
+    n = softmax.z.shape[-1]
+    size = np.abs(softmax.c).max(-1) + 1 + np.abs(softmax.lse)
+    return Expected(softmax.lse, size, n), Expected(softmax.picked, np.abs(softmax.picked) * 2)
+
+
+def gradient(softmax: Softmax, a, b, lse=None, n: int = 1) -> Expected:
+    """The gradient of given logits.
+
+    An exponential of magnitude p is off by p times its argument's error, and 1 - (c / softcap)² by
+    that of the square.
+    """
+    p = np.exp(softmax.c - softmax.lse[:, None])
+    spread = 1 + np.abs(softmax.c) + np.abs(softmax.lse)[:, None]
+    size = np.abs(wide(a))[:, None] * p * spread + np.abs(wide(b))[:, None] * softmax.one_hot
+    return Expected(softmax.gradient(a, b, lse), size * (1 + (softmax.softcap is not None)), n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Σ a · lse + coefficients of the rest, of x (rows, n) times w (n, vocab), and its errors.
+
+    Attributes:
+      counts: for each row what multiplies its loss.
+      dtype, logits: epsilons: half of that of the operands, and of the logits as rounded.
+      sums: half the epsilon of sums.
+    """
+
+    x: np.ndarray
+    w: np.ndarray
+    labels: np.ndarray
+    counts: np.ndarray
+    softcap: float | None
+    z_loss: float
+    dtype: float
+    logits: float
+    sums: float
+
+    @property
+    def softmax(self) -> Softmax:
+        return Softmax(self.x @ self.w, self.labels, self.softcap)
+
+    def _arithmetic(self, terms: int) -> float:
+        return (8 + np.sqrt(terms)) * self.sums
+
+    @property
+    def dc(self) -> np.ndarray:
+        """How far capped logits may be off: |dc/dz| is at most 1."""
+        s, sizes = self.softmax, np.abs(self.x) @ np.abs(self.w)
+        dz = self.logits * np.abs(s.z) + self._arithmetic(self.x.shape[1]) * sizes
+        return dz + 8 * self.sums * np.abs(s.c)
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's loss, not weighted, and its error: lse moves no more than the logits do."""
+        s, off = self.softmax, self.dc.max(-1)
+        each = s.lse - s.picked + self.z_loss * s.lse**2
+        size = np.abs(s.lse) + np.abs(s.picked) + self.z_loss * s.lse**2
+        error = (2 + 2 * self.z_loss * np.abs(s.lse)) * off
+        return each, error + self._arithmetic(self.w.shape[1]) * (1 + size)
+
+    def total(self) -> tuple[float, float]:
+        each, error = self.rows()
+        size = np.abs(self.counts * each).sum() * self._arithmetic(len(each))
+        return (self.counts * each).sum(), (np.abs(self.counts) * error).sum() + size
+
+    def gradients(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """dx and dw, and their errors before they are rounded to their own dtypes."""
+        s, off = self.softmax, self.dc
+        p = np.exp(s.c - s.lse[:, None])
+        a = (self.counts * (1 + 2 * self.z_loss * s.lse))[:, None]
+        g = s.gradient(self.counts * (1 + 2 * self.z_loss * s.lse), self.counts)
+        most = off.max(-1, keepdims=True)
+        spread = 8 * self.sums * (1 + np.abs(s.c) + np.abs(s.lse)[:, None])
+        dg = np.abs(a) * p * np.expm1(2 * most + spread)
+        dg += np.abs(self.counts)[:, None] * 2 * self.z_loss * most * p
+        if self.softcap is not None:
+            outer = np.abs(a) * p + np.abs(self.counts)[:, None] * s.one_hot
+            dg += outer * (2 * np.abs(s.c) * off / self.softcap**2 + 8 * self.sums)
+        dg += self.dtype * np.abs(g)
+        w, x, size = np.abs(self.w), np.abs(self.x), np.abs(g)
+        dx = dg @ w.T + self._arithmetic(g.shape[1]) * (size @ w.T)
+        dw = x.T @ dg + self._arithmetic(len(g)) * (x.T @ size)
+        return [(g @ self.w.T, dx), (self.x.T @ g, dw)]

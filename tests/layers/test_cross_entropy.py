@@ -1,0 +1,404 @@
+"""linear_cross_entropy: values, gradients, transformations, and how often it computes what."""
+
+import functools
+import re
+
+import cross_entropy_reference as reference
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import wide
+
+from normfuse import accumulate_gradients, linear_cross_entropy
+from normfuse.layers.cross_entropy.op import chunk_rows
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+SHAPE, N, VOCABULARY, IGNORE = (3, 14), 24, 57, -100
+
+
+def draw(rng, dtype=f32, kernel_dtype=None, contract=0, shape=SHAPE, ignored=5):
+    """x, kernel and labels; logits of up to about 6."""
+    x = jnp.asarray(rng.standard_normal((*shape, N)), dtype)
+    stored = (N, VOCABULARY) if contract == 0 else (VOCABULARY, N)
+    kernel = jnp.asarray(rng.standard_normal(stored) / 2, kernel_dtype or dtype)
+    labels = rng.integers(0, VOCABULARY, shape)
+    labels.reshape(-1)[rng.choice(labels.size, ignored, replace=False)] = IGNORE
+    return x, kernel, jnp.asarray(labels)
+
+
+def plain(x, kernel, labels, *, contract=0, softcap=None, z_loss=0.0, reduction="mean"):
+    """In plain JAX, with labels ignored; for derivatives that have no formula here."""
+    z = x @ (kernel if contract == 0 else kernel.T)
+    c = z if softcap is None else softcap * jnp.tanh(z / softcap)
+    lse = jax.nn.logsumexp(c, axis=-1)
+    picked = jnp.take_along_axis(c, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    counts = labels != IGNORE
+    each = jnp.where(counts, lse - picked + z_loss * lse**2, 0)
+    if reduction == "none":
+        return each
+    return jnp.sum(each) / (jnp.maximum(jnp.sum(counts), 1) if reduction == "mean" else 1)
+
+
+ours = functools.partial(linear_cross_entropy, ignore=IGNORE)
+
+
+def layer(x, kernel, labels, counts, *, contract=0, softcap=None, z_loss=0.0, logits=None, **_):
+    """The reference, with the counts of its rows."""
+    half = lambda dtype: float(jnp.finfo(dtype).eps) / 2
+    compute = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    w = wide(kernel.astype(x.dtype))
+    return reference.Layer(
+        x=wide(x).reshape(-1, N),
+        w=w if contract == 0 else w.T,
+        labels=np.asarray(labels).reshape(-1),
+        counts=np.asarray(counts, np.float64).reshape(-1),
+        softcap=softcap,
+        z_loss=z_loss,
+        dtype=half(x.dtype),
+        logits=half(logits or x.dtype),
+        sums=half(compute),
+    )
+
+
+def assert_within(found, expected, error, dtype):
+    """`found` within the error and a rounding to its own dtype."""
+    assert found.dtype == dtype
+    limit = error + np.abs(expected) * float(jnp.finfo(dtype).eps) / 2
+    off = np.abs(np.asarray(found, np.float64) - expected)
+    assert (off <= limit + float(jnp.finfo(dtype).smallest_normal)).all(), (off / limit).max()
+
+
+CASES = {
+    "float32": (f32, f32, {}),
+    "float32 in chunks": (f32, f32, {"chunk_rows": 8, "softcap": 3.0, "z_loss": 0.1}),
+    "float32, tied": (f32, f32, {"contract": 1, "chunk_rows": 21, "z_loss": 0.1}),
+    "bfloat16": (bf16, bf16, {"chunk_rows": 10}),
+    "bfloat16, f32 kernel": (bf16, f32, {"softcap": 5.0, "contract": 1}),
+    "bfloat16, f32 logits": (bf16, f32, {"logits_dtype": f32, "chunk_rows": 1}),
+    "float16": (jnp.float16, f32, {"z_loss": 0.01}),
+    "float64": (jnp.float64, jnp.float64, {"softcap": 9.0, "chunk_rows": 40}),
+    "plain HLO": (bf16, bf16, {"chunk_rows": 16, "implementation": "xla"}),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_float64(rng, case, reduction):
+    dtype, kernel_dtype, options = CASES[case]
+    with jax.enable_x64(dtype == jnp.float64):
+        contract = options.get("contract", 0)
+        x, kernel, labels = draw(rng, dtype, kernel_dtype, contract)
+        compute = jnp.float64 if dtype == jnp.float64 else f32
+        cotangents = jnp.asarray(rng.standard_normal(SHAPE), compute)
+        mask = np.asarray(labels) != IGNORE
+        counts = {"mean": mask / mask.sum(), "sum": mask, "none": mask * wide(cotangents)}
+        logits = options.get("logits_dtype")
+        exact = layer(x, kernel, labels, counts[reduction], logits=logits, **options)
+
+        @jax.jit
+        def run(x, kernel):
+            loss = lambda x, kernel: ours(x, kernel, labels, reduction=reduction, **options)
+            value, pull = jax.vjp(loss, x, kernel)
+            ct = cotangents if reduction == "none" else jnp.ones_like(value)
+            return value, *pull(ct)
+
+        value, dx, dkernel = run(x, kernel)
+    if reduction == "none":
+        each, error = exact.rows()
+        assert_within(value.reshape(-1), each * mask.ravel(), error, compute)
+    else:
+        assert_within(value, *exact.total(), compute)
+    (gx, ex), (gw, ew) = exact.gradients()
+    assert_within(dx.reshape(-1, N), gx, ex, dtype)
+    turn = np.transpose if contract else np.asarray
+    assert_within(dkernel, turn(gw), turn(ew), kernel_dtype)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_log_sum_exps_and_their_gradients(rng, reduction):
+    x, kernel, labels = draw(rng)
+    exact = layer(x, kernel, labels, np.ones(SHAPE))
+
+    def both(x, kernel):
+        loss, lse = ours(x, kernel, labels, reduction=reduction, with_lse=True, chunk_rows=10)
+        return jnp.sum(loss) + jnp.sum(lse**2), lse
+
+    def expected(x, kernel):
+        lse = jax.nn.logsumexp(x @ kernel, axis=-1)
+        return plain(x, kernel, labels, reduction="sum") + jnp.sum(lse**2)
+
+    (_, lse), found = jax.value_and_grad(both, (0, 1), has_aux=True)(x, kernel)
+    np.testing.assert_allclose(lse.reshape(-1), exact.softmax.lse, rtol=1e-6)
+    for f, e in zip(found, jax.grad(expected, (0, 1))(x, kernel), strict=True):
+        np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-4)  # terms of up to 2 · lse ≈ 10
+
+
+# ---------------------------------------------------------------- labels
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_all_labels_ignored_cost_nothing(rng, reduction):
+    x, kernel, labels = draw(rng)
+    loss = lambda x, k: jnp.sum(ours(x, k, jnp.full_like(labels, IGNORE), reduction=reduction))
+    value, gradients = jax.value_and_grad(loss, (0, 1))(x, kernel)
+    assert value == 0 and not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**31 - 1])
+def test_a_label_outside_the_vocabulary_gives_nan(rng, wrong):
+    x, kernel, labels = draw(rng)
+    labels = labels.at[1, 2].set(wrong)
+    each = ours(x, kernel, labels, reduction="none")
+    assert np.isnan(each[1, 2]) and np.isnan(each).sum() == 1
+    value, dx = jax.value_and_grad(ours)(x, kernel, labels)
+    assert np.isnan(value) and np.isnan(dx[1, 2]).all()
+    with pytest.raises(
+        ValueError, match=f"labels must be from 0 to 56.*, or ignore=-100; .*{wrong}"
+    ):
+        ours(x, kernel, np.asarray(labels))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
+def test_labels_of_any_integer_dtype(rng, dtype):
+    x, kernel, labels = draw(rng, ignored=0)
+    with jax.enable_x64(dtype == "int64"):
+        found = ours(x, kernel, jnp.asarray(np.asarray(labels), dtype))
+        assert found == ours(x, kernel, labels)
+        if dtype != "uint8":
+            most = jnp.full_like(labels, np.iinfo(dtype).max, dtype)
+            assert np.isnan(ours(x, kernel, most))
+
+
+# ---------------------------------------------------------------- transformations
+
+
+def close(found, expected, rtol=1e-5, atol=1e-5, what=""):
+    check = lambda f, e: np.testing.assert_allclose(f, e, rtol, atol, err_msg=what)
+    jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_scan_and_remat(rng, reduction):
+    x, kernel, labels = draw(rng)
+    options = {"softcap": 4.0, "z_loss": 0.1, "reduction": reduction}
+    mine, theirs = (
+        functools.partial(lambda fn, x, k, labels: jnp.sum(fn(x, k, labels, **options)), fn)
+        for fn in (functools.partial(ours, chunk_rows=5), plain)
+    )
+    kernels = jnp.stack([kernel, 2 * kernel, -kernel])  # an ensemble
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def every(fn):
+        each = jax.vmap(fn, (0, None, 0))
+        ensemble = jax.vmap(jax.value_and_grad(fn, (0, 1)))
+        return {
+            "vmap": each(x, kernel, labels),
+            "scan": jax.lax.map(lambda a: fn(a[0], kernel, a[1]), (x, labels)),
+            "kernel's gradient of each example": jax.vmap(jax.grad(fn, (0, 1)), (0, None, 0))(
+                x, kernel, labels
+            ),
+            "gradient of all examples": jax.grad(lambda x, k: jnp.sum(each(x, k, labels)), (0, 1))(
+                x, kernel
+            ),
+            "remat": jax.grad(jax.checkpoint(fn), (0, 1))(x, kernel, labels),
+            "ensemble": ensemble(x, kernels, labels),
+            "ensemble's sum": jax.grad(lambda k: jnp.sum(jax.vmap(fn)(x, k, labels)))(kernels),
+            "labels alone": jax.vmap(jax.grad(fn, (0, 1)), (None, None, 0))(x[0], kernel, labels),
+        }
+
+    found, expected = every(mine), every(theirs)
+    for what, value in expected.items():
+        close(found[what], value, what=what)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_forward_mode_and_second_derivatives(rng, reduction):
+    x, kernel, labels = draw(rng, shape=(6,), ignored=1)
+    mine, theirs = (
+        functools.partial(
+            lambda fn, x, k: jnp.sum(fn(x, k, labels, reduction=reduction, z_loss=0.1) ** 2), fn
+        )
+        for fn in (functools.partial(ours, chunk_rows=4), plain)
+    )
+    tangents = jnp.asarray(rng.standard_normal(x.shape), f32), jnp.ones_like(kernel)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def every(fn):
+        squared = lambda x: jnp.sum(jax.grad(fn)(x, kernel) ** 2)
+        along = lambda k: jnp.sum(jax.grad(fn, 1)(x, k) * tangents[1])
+        return {
+            "tangent": jax.jvp(fn, (x, kernel), tangents),
+            "reverse over reverse": jax.grad(squared)(x),
+            "of the kernel": jax.grad(along)(kernel),
+            "forward over reverse": jax.jvp(jax.grad(fn, 1), (x, kernel), tangents)[1],
+        }
+
+    found, expected = every(mine), every(theirs)
+    for what, value in expected.items():
+        close(
+            found[what], value, 1e-4, 1e-3 * float(jnp.abs(jax.tree.leaves(value)[0]).max()), what
+        )
+
+
+# ---------------------------------------------------------------- what is computed, and kept
+
+
+def products(fn, *args):
+    """How many products with the kernel a compiled function has, chunks counted once."""
+    text = jax.jit(fn).lower(*args).as_text()
+    return len(re.findall(r"stablehlo\.dot_general", text))
+
+
+def test_products_are_those_that_must_be(rng):
+    """One in evaluation; three with gradients, four where the cotangent comes later."""
+    x, kernel, labels = draw(rng)
+    loss = lambda **o: lambda x, kernel: jnp.sum(ours(x, kernel, labels, **o))
+    grad = lambda argnums=(0, 1), **o: jax.grad(loss(**o), argnums)
+    assert products(loss(), x, kernel) == products(loss(reduction="none"), x, kernel) == 1
+    assert products(grad(), x, kernel) == 3
+    assert products(grad(0), x, kernel) == products(grad(1), x, kernel) == 2
+    assert products(grad(reduction="none"), x, kernel) == 4
+    value = jax.jit(lambda x, kernel: jax.value_and_grad(loss())(x, kernel)[0])
+    assert hlo.count(value.lower(x, kernel).compile(), "dot") == 1  # the gradient is not used
+    kept = jax.jit(jax.grad(jax.checkpoint(loss()))).lower(x, kernel).compile()
+    assert hlo.count(kept, "dot") == 2  # the first forward pass is not needed, x's alone after it
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_are_never_in_memory_as_a_whole(reduction):
+    rows, n, vocabulary = 4096, 16, 2048
+    struct = jax.ShapeDtypeStruct
+    operands = struct((rows, n), f32), struct((n, vocabulary), f32), struct((rows,), jnp.int32)
+    loss = lambda x, k, labels: jnp.mean(
+        linear_cross_entropy(x, k, labels, reduction=reduction, chunk_rows=128)
+    )
+    program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*operands).compile()
+    # Logits and gradient of one chunk, and of one the exponentials too; x twice, a kernel.
+    limit = 4 * (4 * 128 * vocabulary + 2 * rows * n + 2 * n * vocabulary + 8 * rows)
+    assert program.memory_analysis().temp_size_in_bytes <= limit < 4 * rows * vocabulary / 4
+
+
+def test_rows_of_a_chunk():
+    """Equal multiples of 128 of at most 512 MiB, or what there is room for."""
+    assert chunk_rows(16384, 128256, 2) == 2048
+    assert chunk_rows(16384, 32000, 2) == 8192
+    assert chunk_rows(1000, 128256, 2) == 1000
+    assert chunk_rows(2100, 128256, 2) == 1152
+    assert chunk_rows(16384, 128256, 4) == 1024
+    assert chunk_rows(7, 2**30, 2) == 1
+    for rows in range(1, 5000, 333):
+        size = chunk_rows(rows, 200_000, 4)
+        assert 0 < size <= rows and size * 200_000 * 4 <= 2**29
+
+
+# ---------------------------------------------------------------- microbatches
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_microbatches_with_other_numbers_of_ignored_labels(rng, dtype):
+    """Their sums over the whole batch's count are its mean, and the kernel's gradient float32."""
+    x, kernel, labels = draw(rng, dtype, shape=(4, 10), ignored=0)
+    labels = labels.at[0, :7].set(IGNORE).at[2, :2].set(IGNORE).at[3].set(IGNORE)
+    count = jnp.sum(labels != IGNORE) / len(labels)  # of a microbatch, on average
+
+    def loss(kernel, batch):
+        x, labels = batch
+        return ours(x, kernel, labels, reduction="sum", chunk_rows=4) / count
+
+    value, gradient = jax.jit(lambda k: accumulate_gradients(loss, k, (x, labels)))(kernel)
+    assert gradient.dtype == f32
+    mask = np.asarray(labels) != IGNORE
+    exact = layer(x, kernel, labels, mask / mask.sum())
+    assert_within(value, *exact.total(), f32)
+    gw, ew = exact.gradients()[1]
+    assert_within(gradient, gw, ew, f32)  # no rounding to bfloat16 anywhere
+    if dtype == bf16:
+        rounded = gradient.astype(bf16).astype(f32)
+        assert np.abs(rounded - gradient).max() > 1e-2 * np.abs(gradient).max() / 256
+
+
+# ---------------------------------------------------------------- bad inputs
+
+
+X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"labels": LABELS.astype(f32)}, TypeError, "labels must be integers, got float32"),
+        ({"labels": jnp.ones(4, bool)}, TypeError, "labels must be integers, got bool"),
+        ({"labels": LABELS[:3]}, ValueError, r"shape of x's rows, \(4,\); got \(3,\)"),
+        ({"labels": LABELS[:, None]}, ValueError, r"shape of x's rows, \(4,\); got \(4, 1\)"),
+        ({"labels": np.array([0, 1, 7, 2])}, ValueError, "from 0 to 6, .*vocabulary; got 7"),
+        ({"labels": [0, 1, -1, 2]}, ValueError, "from 0 to 6, .*vocabulary; got -1"),
+        ({"labels": "many"}, TypeError, "labels must be an array, got 'many'"),
+        ({"kernel": KERNEL.T}, ValueError, r"got kernel of shape \(7, 3\).*pass contract=1"),
+        ({"kernel": KERNEL, "contract": 1}, ValueError, "pass contract=0 if it is stored"),
+        ({"kernel": jnp.ones((5, 7))}, ValueError, r"x's last axis of 3 for n; .*\(5, 7\)"),
+        ({"kernel": jnp.ones((3, 7, 2))}, ValueError, r"kernel must be \(n, vocab\), got shape"),
+        ({"kernel": jnp.ones((3, 0))}, ValueError, "kernel has no words"),
+        ({"kernel": jnp.ones((3, 7), int)}, TypeError, "kernel must be one of .*got int32"),
+        ({"x": jnp.ones(())}, ValueError, "x must be .* got a scalar"),
+        ({"contract": 2}, ValueError, "contract must be 0, .* or 1, .*got 2"),
+        ({"softcap": -5.0}, ValueError, "softcap must be positive, or None .*got -5.0"),
+        ({"softcap": 0}, ValueError, "softcap must be positive"),
+        ({"softcap": float("nan")}, ValueError, "softcap must be finite, got nan"),
+        ({"softcap": "high"}, TypeError, "softcap must be a Python number .*got 'high'"),
+        ({"z_loss": -0.1}, ValueError, "z_loss must be at least 0, got -0.1"),
+        ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
+        ({"reduction": "average"}, ValueError, "one of 'mean', 'sum', 'none', got 'average'"),
+        ({"reduction": None}, ValueError, "reduction must be one of .*got None"),
+        ({"ignore": 0.5}, TypeError, "ignore must be None or an integer, got 0.5"),
+        ({"dtype": "int8"}, TypeError, "dtype must be one of .*got int8"),
+        ({"logits_dtype": bf16}, ValueError, "hold the values of dtype, float32; got bfloat16"),
+        ({"chunk_rows": 0}, ValueError, "chunk_rows must be at least 1, got 0"),
+        ({"chunk_rows": 1.5}, TypeError, "chunk_rows must be an integer, got 1.5"),
+        ({"implementation": "pallas"}, NotImplementedError, "has no 'pallas' implementation"),
+        ({"implementation": "cuda"}, ValueError, "implementation must name one of"),
+    ],
+)
+def test_mistakes_are_one_clear_error(change, error, message):
+    arguments = {"x": X, "kernel": KERNEL, "labels": LABELS} | change
+    with pytest.raises(error, match=message) as found:
+        linear_cross_entropy(**arguments)
+    assert "\n" not in str(found.value) and str(found.value).startswith(
+        ("linear_cross_entropy", "implementation")
+    )
+
+
+def test_no_rows():
+    loss = lambda x, k: linear_cross_entropy(x, k, LABELS[:0])
+    value, (dx, dkernel) = jax.value_and_grad(loss, (0, 1))(X[:0], KERNEL)
+    assert value == 0 and dx.shape == (0, 3) and not dkernel.any()
+
+
+# ---------------------------------------------------------------- implementations
+
+
+def test_native_is_refused_where_no_kernel_serves():
+    with pytest.raises(
+        NotImplementedError, match="'native' cannot serve here: on cpu, XLA already"
+    ):
+        linear_cross_entropy(X, KERNEL, LABELS, implementation="native")
+    found = linear_cross_entropy(X, KERNEL, LABELS, implementation=("native", "xla"))
+    np.testing.assert_allclose(found, np.log(7), rtol=1e-6)
+
+
+def test_cuda_programs_have_one_kernel_a_chunk(rng, arch):
+    pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+    arch("sm_90")
+    x, kernel, labels = draw(rng, bf16)
+
+    def calls(fn):
+        lowered = jax.jit(fn).trace(x, kernel).lower(lowering_platforms=("cuda",))
+        return re.findall(r'kernel = "(\w+)"', lowered.as_text())
+
+    loss = lambda **o: lambda x, k: jnp.sum(ours(x, k, labels, **o))
+    assert calls(loss(implementation="native")) == ["softmax_statistics"]
+    assert calls(jax.grad(loss(), (0, 1))) == ["softmax_statistics_and_gradient"]
+    later = calls(jax.grad(loss(reduction="none"), (0, 1)))
+    assert later == ["softmax_statistics", "softmax_gradient"]
+    assert calls(jax.grad(loss(implementation="xla"))) == []

@@ -1,0 +1,157 @@
+"""linear_cross_entropy on meshes: values, and nothing communicated but what must be."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import accumulate_gradients, linear_cross_entropy
+
+BATCH, SEQ, N, VOCABULARY, IGNORE = 8, 16, 24, 64, -100
+OPTIONS = {"ignore": IGNORE, "softcap": 5.0, "z_loss": 0.1, "chunk_rows": 6}
+MESHES = {  # shape, axes, x's rows, the kernel (n, vocab)
+    "data": ((8,), ("data",), P("data"), P()),
+    "sequence": ((2, 4), ("data", "seq"), P("data", "seq"), P()),
+    "FSDP": ((8,), ("fsdp",), P("fsdp"), P("fsdp", None)),
+    "FSDP, by words": ((2, 4), ("data", "fsdp"), P(("data", "fsdp")), P(None, "fsdp")),
+    "tensor": ((4, 2), ("data", "tensor"), P("data"), P(None, "tensor")),
+    "all": ((2, 2, 2), ("data", "fsdp", "tensor"), P(("data", "fsdp")), P("fsdp", "tensor")),
+}
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def draw(rng, contract=0, dtype=jnp.float32):
+    x = jnp.asarray(rng.standard_normal((BATCH, SEQ, N)), dtype)
+    stored = (N, VOCABULARY) if contract == 0 else (VOCABULARY, N)
+    kernel = jnp.asarray(rng.standard_normal(stored) / 2, dtype)
+    labels = rng.integers(0, VOCABULARY, (BATCH, SEQ))
+    labels[0, :5] = IGNORE
+    return x, kernel, jnp.asarray(labels, jnp.int32)
+
+
+def loss_and_gradients(reduction, contract=0, **options):
+    def loss(x, kernel, labels):
+        options_ = OPTIONS | {"contract": contract, "reduction": reduction} | options
+        return jnp.sum(linear_cross_entropy(x, kernel, labels, **options_) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def close(found, expected, atol=1e-5):
+    """Sums in another order, of 128 rows at most."""
+    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        e = np.asarray(e)
+        np.testing.assert_allclose(np.asarray(f), e, 2e-5, atol * np.abs(e).max())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("name", MESHES)
+def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
+    shape, names, rows, stored = MESHES[name]
+    contract = len(name) % 2
+    stored = P(*reversed((*stored, None, None)[:2])) if contract else stored
+    x, kernel, labels = draw(rng, contract)
+    # A loop's collectives stand in a program once: there is none where there are some in it.
+    chunk = {"chunk_rows": None} if "tensor" in names and reduction == "mean" else {}
+    fn = loss_and_gradients(reduction, contract, **chunk)
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    places = [NamedSharding(mesh, spec) for spec in (rows, stored, rows)]
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(*pair) for pair in zip((x, kernel, labels), places)]
+        auto = {"out_shardings": (None, tuple(places[:2]))} if kind == AxisType.Auto else {}
+        compiled = jax.jit(fn, **auto).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, fn(x, kernel, labels))
+    for gradient, place in zip(found[1], places):
+        assert gradient.sharding.is_equivalent_to(place, gradient.ndim)
+
+    parts = 2 if "tensor" in names else 1
+    count = BATCH * SEQ * parts // 8
+    # The loss, and of the mean its count; the kernel's gradient once; and with the vocabulary in
+    # parts three numbers a row, and x's gradient.
+    reduced = 1 + N * VOCABULARY // parts
+    reduced += (3 * count + count * N) * (parts > 1)
+    expected = {("all-reduce", "f32"): reduced}
+    if reduction == "mean":
+        expected["all-reduce", "s32"] = 1
+    if "fsdp" in names:
+        expected["all-gather", "f32"] = N * VOCABULARY // parts  # once
+    seen = hlo.communicated(compiled)
+    if name == "sequence":  # a sum over two axes takes two steps for what is plain HLO
+        seen["all-reduce", "f32"] -= 1
+        if reduction == "mean":
+            seen["all-reduce", "s32"] -= 1
+    assert seen == expected
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_shard_map(eight_devices, rng, check_vma):
+    """Rows over every axis: each device's loss is of its own rows."""
+    x, kernel, labels = draw(rng)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=(P("data"), P()),
+        check_vma=check_vma,
+    )
+    def run(x, kernel, labels):
+        loss = lambda kernel: linear_cross_entropy(x, kernel, labels, **OPTIONS)
+        value, dkernel = jax.value_and_grad(loss)(kernel)
+        # With check_vma the gradient of what does not vary is the sum already.
+        return value[None], dkernel if check_vma else jax.lax.psum(dkernel, "data")
+
+    values, dkernel = jax.jit(run)(x, kernel, labels)
+    each = lambda k: jax.vmap(lambda x, labels: linear_cross_entropy(x, k, labels, **OPTIONS))(
+        x, labels
+    )
+    close((values, dkernel), (each(kernel), jax.grad(lambda k: each(k).sum())(kernel)))
+
+
+def test_a_mesh_that_is_partly_manual_is_served_by_plain_hlo(eight_devices, rng):
+    x, kernel, labels = draw(rng)
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    fn = lambda x, kernel, labels: linear_cross_entropy(x, kernel, labels, **OPTIONS)[None]
+    run = jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+    )
+    with jax.set_mesh(mesh):
+        found = jax.jit(run)(x, kernel, labels)
+    parts = [a.reshape(4, 2, *a.shape[1:]) for a in (x, labels)]
+    close(found, jax.vmap(lambda x, labels: fn(x, kernel, labels)[0])(*parts))
+
+
+def test_replicas_reduce_the_kernels_gradient_once(eight_devices, rng):
+    """Microbatches of data-parallel replicas: no collective in the loop, and one after it."""
+    x, kernel, labels = draw(rng, dtype=jnp.bfloat16)
+    batches = jnp.stack([x, -x, 2 * x]), jnp.stack([labels] * 3)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(kernel, batch):
+        x, labels = batch
+        return linear_cross_entropy(x, kernel, labels, reduction="sum", ignore=IGNORE) / 100
+
+    run = lambda k, b: accumulate_gradients(loss, k, b)
+    split = lambda k, b: accumulate_gradients(loss, k, b, replicas="data", specs=P())
+    rows = NamedSharding(mesh, P(None, "data"))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(batches, rows)
+        compiled = jax.jit(split).lower(kernel, placed).compile()
+        value, gradient = compiled(kernel, placed)
+    expected = run(kernel, batches)
+    # The mean over replicas of sums over their rows is an eighth of the sum.
+    close((8 * value, 8 * gradient), expected, 1e-2)
+    assert hlo.communicated(compiled)["all-reduce", "f32"] <= N * VOCABULARY + 8
