@@ -191,7 +191,8 @@ def cuda_statistics(target: Target, spec: Softmax, z: Array, labels: Array) -> l
 
 def cuda_gradient(target: Target, spec: Softmax, z: Array, *rows: Array) -> list[Array]:
     """`define_gradient` on a GPU, in the place of the logits if they have its dtype."""
-    operands = dict(zip(("Z", "LABELS", "LSE", "A", "B"), (z, *rows), strict=True))
+    labels, lse, a, b = rows
+    operands = {"Z": z, "LABELS": labels, "LSE": lse, "A": a, "B": b}
     return _run(target, spec, "softmax_gradient", operands, {"G": _types(spec, z)[0]})
 
 

@@ -1,0 +1,65 @@
+"""The softmax of linear_cross_entropy as XLA runs it on an NVIDIA GPU."""
+
+import cross_entropy_reference as reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import assert_close, wide
+
+from normfuse import linear_cross_entropy
+from normfuse.layers.cross_entropy import softmax
+from normfuse.layers.cross_entropy.softmax import Softmax
+from normfuse.native.implementation import NATIVE
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("z_dtype, dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("vocabulary", [128256, 32000, 50257, 1000, 7])
+def test_kernels_match_float64(rng, vocabulary, z_dtype, dtype, softcap):
+    z = jnp.asarray(3 * rng.standard_normal((33, vocabulary), np.float32), z_dtype)
+    labels = rng.integers(-1, vocabulary + 1, 33).astype(np.int32)  # some are elsewhere
+    weights = rng.standard_normal(33).astype(np.float32)
+    weights[4] = 0
+    spec = Softmax(softcap=softcap, z_loss=0.1, dtype=dtype)
+    exact = reference.Softmax(wide(z), labels, softcap)
+    lse, picked = softmax.statistics(spec, z, labels, order=NATIVE)
+    for found, expected in zip((lse, picked), reference.statistics(exact), strict=True):
+        assert_close(found, expected)
+    g, *_ = softmax.both(spec, z, labels, weights, order=NATIVE)
+    a = weights * (1 + 0.2 * exact.lse)
+    assert_close(g, reference.gradient(exact, a, weights, n=vocabulary))
+    (g,) = softmax.gradient(spec, z, labels, lse, weights, weights, order=NATIVE)
+    assert_close(g, reference.gradient(exact, weights, weights, n=vocabulary))
+
+
+@pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_and_gradients_are_those_of_plain_hlo(rng, reduction, contract):
+    """In several chunks; both round the same logits, and their gradients, to bfloat16."""
+    x = jnp.asarray(rng.standard_normal((3000, 256)), jnp.bfloat16)
+    stored = (256, 5000) if contract == 0 else (5000, 256)
+    kernel = jnp.asarray(rng.standard_normal(stored) / 8, jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 5000, 3000)).at[:9].set(-100)
+
+    def gradients(implementation):
+        def loss(x, kernel):
+            each = linear_cross_entropy(
+                x,
+                kernel,
+                labels,
+                contract=contract,
+                ignore=-100,
+                reduction=reduction,
+                chunk_rows=700,
+                implementation=implementation,
+            )
+            return jnp.sum(each)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, kernel)
+
+    for ours, plain in zip(*map(jax.tree.leaves, map(gradients, ("native", "xla"))), strict=True):
+        ours, plain = wide(ours), wide(plain)
+        assert np.linalg.norm(ours - plain) <= 2**-8 * np.linalg.norm(plain)
