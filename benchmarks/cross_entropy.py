@@ -325,7 +325,7 @@ def sweep_layouts(seconds: float) -> None:
                     break
                 softmax.layout = original
                 if chosen is not None:
-                    softmax.layout = lambda *_, chosen=chosen: chosen
+                    softmax.layout = lambda *_, chosen=chosen, **__: chosen
                 jax.clear_caches()
                 try:
                     run = jax.jit(functools.partial(kernel, spec, order=NATIVE))

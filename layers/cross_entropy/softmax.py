@@ -85,6 +85,8 @@ def lse_slope(spec: Softmax, lse: Array) -> Array:
 
 _MOST_SLICES = 8  # of a cluster, on every device that has clusters
 _MOST_THREADS = 1024
+_SLICE_THREADS = 256  # beyond which a row is divided over blocks
+_STREAMING_THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,16 +105,23 @@ class Layout:
         return -(-vocabulary // step) * self.batch
 
 
-def layout(vocabulary: int, itemsize: int, target: Target) -> Layout:
+def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True) -> Layout:
     """Returns threads that hold a row in their registers, in one cluster if need be.
 
-    Where that cannot be they read it twice.
+    Where that cannot be they read it twice. Sizes are from measurements on an H200
+    (benchmarks/results).
+
+    Args:
+      twice: whether a row is used twice, for its statistics and its gradient.
     """
     vector = math.gcd(vocabulary, 16 // itemsize)
     batch = 8  # 32 registers, or fewer
     threads = -(-vocabulary // (vector * batch))  # that hold a row
+    if not twice:
+        each = min(_STREAMING_THREADS, -(-threads // 32) * 32)
+        return Layout(vector, each, batch, 1, _MOST_THREADS // _STREAMING_THREADS)
     slices = 1
-    while slices < _MOST_SLICES and threads > 512 * slices and target.clusters:
+    while slices < _MOST_SLICES and threads > _SLICE_THREADS * slices and target.clusters:
         slices *= 2
     each = max(32, -(-threads // (32 * slices)) * 32)
     if each > _MOST_THREADS:  # the row is read twice
@@ -132,8 +141,8 @@ def _run(
     z = operands["Z"]
     rows, vocabulary = z.shape
     compute = cuda_compute_dtype([z.dtype, jnp.dtype(spec.dtype)])
-    chosen = layout(vocabulary, z.dtype.itemsize, target)
     has_g, has_lse = "G" in results, "LSE" in results
+    chosen = layout(vocabulary, z.dtype.itemsize, target, twice=has_g)
     macros = {
         "KERNEL": kernel,
         "COMPUTE_TYPE": CUDA_TYPES[compute.name],
