@@ -41,7 +41,7 @@ def emulated(folder, monkeypatch):
     def make(layout, shift=0):
         emulator = Emulator(folder, shift)
         monkeypatch.setattr(softmax, "launch", emulator.launch)
-        monkeypatch.setattr(softmax, "layout", lambda *_: layout)
+        monkeypatch.setattr(softmax, "layout", lambda *_, **__: layout)
         return emulator
 
     with jax.enable_x64(True):
