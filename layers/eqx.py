@@ -414,11 +414,6 @@ def unswap(model: M) -> M:
     return _replace(model, theirs, {})
 
 
-def with_options(layer: M, **options: Any) -> M:
-    """Returns a layer of normfuse's with other static options and the same parameters."""
-    return _convert(layer, type(layer), **options)
-
-
 def _convert(layer: eqx.Module, cls: type, **extra: Any) -> Any:
     """`layer` as a `cls`: its fields as they are, whatever they hold (None, in a filtered tree)."""
     fields = {name: vars(layer)[name] for name in cls.__dataclass_fields__ if name not in extra}

@@ -14,7 +14,7 @@ from jax import Array
 from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.dense.gated import mlp as apply_mlp
-from ..layers.eqx import Linear, RMSNorm, with_options
+from ..layers.eqx import Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -50,8 +50,16 @@ def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Ar
 
 def _unquantized(module: eqx.Module) -> eqx.Module:
     is_linear = lambda node: isinstance(node, Linear)
-    convert = lambda node: with_options(node, quantization=None) if is_linear(node) else node
-    return jax.tree.map(convert, module, is_leaf=is_linear)
+
+    def plain(node: Any) -> Any:
+        if not is_linear(node):
+            return node
+        copy = object.__new__(Linear)
+        for name, value in (vars(node) | {"quantization": None}).items():
+            object.__setattr__(copy, name, value)
+        return copy
+
+    return jax.tree.map(plain, module, is_leaf=is_linear)
 
 
 def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:

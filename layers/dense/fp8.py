@@ -27,7 +27,7 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Op, batch_at
 from ..quantization.kernels import Codes
-from ..quantization.op import Quantized, quantize
+from ..quantization.op import Quantized, decoded, quantize
 from .matmul import (
     Product,
     batched,
@@ -83,6 +83,7 @@ class Contraction:
 
 def define_product(spec: Contraction, a: Array, b: Array, scale: Array) -> list[Array]:
     """`(a, b, scale) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow."""
+    a, b = decoded(a), decoded(b)
     # Sums of codes go beyond float16; bfloat16 has float32's range.
     sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)
     options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
@@ -288,7 +289,7 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
 def widened(fp8: Fp8, codes: Array, scale: Array) -> Array:
     """Returns what codes mean, in the compute dtype."""
     wide = compute_dtype(fp8.dtype)  # float16 has no scales below 2^-24
-    return (codes.astype(wide) * scale.astype(wide)).astype(fp8.dtype)
+    return (decoded(codes).astype(wide) * scale.astype(wide)).astype(fp8.dtype)
 
 
 def product_with_kernel(fp8: Fp8, dx: Array, w: Array, w_scale: Array) -> Array:

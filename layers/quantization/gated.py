@@ -25,6 +25,7 @@ from ..core.op import Dims, Op, Split, batch_at
 from . import kernels
 from .definition import FORMATS, define_amax, define_cast
 from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes, second_derivative
+from .op import as_bytes
 
 if TYPE_CHECKING:  # the layers of `dense` import this module
     from ..dense.epilogue import Scalar
@@ -356,8 +357,8 @@ class Hidden(NamedTuple):
     """The codes of h = activation(a) · up, and the maxima that its gradients' bounds need.
 
     Attributes:
-      q: of a's shape.
-      qt: the last dimension first.
+      q: uint8, of a's shape.
+      qt: the same with the last dimension first.
       scale: (), float32, a power of two.
       activation, up: as in `Maxima`.
     """
@@ -377,7 +378,8 @@ def _codes_of(codes: Sequence[jax.Array], like: jax.Array) -> list[jax.Array]:
     """`(q, qt, scale)` of a matrix as those of an array of like's shape."""
     q, qt, scale = codes
     *rows, columns = like.shape
-    return [q.reshape(like.shape), qt.reshape(columns, *rows), scale.reshape(())]
+    codes = [as_bytes(q.reshape(like.shape)), as_bytes(qt.reshape(columns, *rows))]
+    return [*codes, scale.reshape(())]
 
 
 def _scales(count: int) -> jax.Array:

@@ -2,6 +2,9 @@
 
 An array is a matrix whose rows are its dimensions before `split`, and its columns the others. Its
 maximum is that of all devices, so that a mesh gives the result of one device.
+
+Codes are passed on as bytes: `jax.checkpoint` rounds floating arrays that it keeps, and it takes
+float8_e4m3fn, which has numbers to 448, for a format that ends at 240 (jax-ml/jax#22244).
 """
 
 import dataclasses
@@ -42,10 +45,10 @@ class Quantize:
 
 
 class Quantized(NamedTuple):
-    """`x ≈ scale · q`.
+    """`x ≈ scale · decoded(q)`.
 
     Attributes:
-      q: of x's shape; None where it was not asked for.
+      q: uint8, of x's shape; None where it was not asked for.
       qt: its transpose, the columns' dimensions before the rows'; None where not asked for.
       scale: (), float32, a power of two.
     """
@@ -63,7 +66,20 @@ def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
     *codes, scale = results
     shapes = [x.shape] * spec.codes.has_q
     shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
-    return [*[c.reshape(s) for c, s in zip(codes, shapes, strict=True)], scale.reshape(())]
+    return [
+        *[as_bytes(c.reshape(s)) for c, s in zip(codes, shapes, strict=True)],
+        scale.reshape(()),
+    ]
+
+
+def as_bytes(codes: Array) -> Array:
+    """Returns FP8 codes as uint8."""
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
+    """Returns bytes as the FP8 codes that they are."""
+    return jax.lax.bitcast_convert_type(codes, jnp.dtype(dtype))
 
 
 def define(spec: Quantize, x: Array) -> list[Array]:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
 from normfuse.layers.dense import gated
-from normfuse.layers.quantization import product
+from normfuse.layers.quantization import kernel_codes_saveable, product
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -206,6 +206,7 @@ def check_quantized(program, others, *operands):
     assert not re.search(r"= f8\w+\[\d+,\d+\]\S* (transpose|copy|fusion|convert)\(", text)
 
 
+H_STRUCT = functools.partial(struct, TOKENS, HIDDEN, dtype=bf16)
 X, H, KERNEL = TOKENS * DIM, TOKENS * HIDDEN, DIM * HIDDEN
 
 
@@ -277,6 +278,24 @@ def test_a_gated_mlp_keeps_its_hidden_arrays_as_codes(contract):
         "quantize_gated_amax": [size(H, 4)],
         "quantize_gated": [size(H, 6), size(H, 10)],
     }
+
+
+def test_codes_that_remat_keeps_are_not_copied():
+    """They are bytes between the passes, and FP8 again in the products, without a pass."""
+
+    def layer(x, kernel, **options):
+        run = functools.partial(dense, activation="silu", **options)
+        return jax.checkpoint(run, policy=kernel_codes_saveable)(x, kernel)
+
+    program = compiled(
+        apart(layer), (struct(TOKENS, DIM, dtype=bf16), struct(DIM, HIDDEN, dtype=f32)), H_STRUCT()
+    )
+    assert len(calls(program)) == 4  # the forward once more
+    large = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
+    ours = {"quantize_amax", "quantize_cast", "epilogue_forward", "epilogue_backward"}
+    assert {name for name, _ in large} == ours
+    kernels = [m for name, m in large if name == "quantize_cast" and m // KERNEL == 6]
+    assert len(kernels) == 1
 
 
 def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():

@@ -30,6 +30,8 @@ from normfuse import (
     norm_dense,
     norm_gated_dense,
 )
+from normfuse.layers.dense.fp8 import products_saveable
+from normfuse.layers.quantization import kernel_codes_saveable
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 ROWS, IN, OUT = (8, 6), 32, 48
@@ -258,7 +260,9 @@ def test_jit_remat_and_scan_change_nothing(rng):
         return jax.lax.scan(lambda x, kernel: (layer(x, kernel), None), x, kernels)[0]
 
     policies = jax.checkpoint_policies
-    remat = [jax.checkpoint(layer, policy=p) for p in (None, policies.dots_saveable)]
+    # JAX rounds what it keeps, FP8 as if it were IEEE's: codes must not be floating there.
+    kept = policies.dots_saveable, policies.everything_saveable, kernel_codes_saveable
+    remat = [jax.checkpoint(layer, policy=p) for p in (None, products_saveable, *kept)]
     runs = [loop, *(functools.partial(scan, f) for f in (layer, *remat))]
     dy = draw(rng, 16, IN)
     want = both_ways(loop)([x, kernels], dy)

@@ -1,0 +1,145 @@
+"""The transformer in FP8: the blocks' products alone, in training alone."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from normfuse.models.attention import Cache
+from normfuse.models.config import PRESETS, TransformerConfig
+from normfuse.models.functional import build
+from normfuse.native.jaxpr import inner
+
+SMALL = dataclasses.replace(
+    PRESETS["tiny"], num_layers=2, dim=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_dim=128
+)
+FP8 = dataclasses.replace(SMALL, quantization="fp8")
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 24)))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Canonical names to arrays, the same for every model here."""
+    model = build("nnx", SMALL)
+    values = model.to_dict(model.init(jax.random.key(0)))
+    rng = np.random.default_rng(1)
+    noisy = lambda a: a + jnp.asarray(0.05 * rng.standard_normal(a.shape), a.dtype)
+    return {name: noisy(value) for name, value in values.items()}
+
+
+def primitives(jaxpr, found=None):
+    found = collections.Counter() if found is None else found
+    for eqn in jaxpr.eqns:
+        kernel = not getattr(eqn.params.get("spec"), "rows", True)
+        found[eqn.primitive.name + " of a kernel" * kernel] += 1
+        for program in inner(eqn):
+            primitives(program, found)
+    return found
+
+
+def loss(model):
+    return lambda params, tokens: jnp.mean(jnp.square(model.apply(params, tokens)))
+
+
+def both_ways(config, params, framework="nnx"):
+    model = build(framework, config)
+    gradient = jax.jit(jax.value_and_grad(loss(model)))
+    value, found = gradient(model.from_dict(params), TOKENS)
+    return value, model.to_dict(found)
+
+
+def distance(a, b):
+    a, b = (np.concatenate([np.ravel(v) for v in jax.tree.leaves(t)]) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_both_frameworks_compute_the_same_and_nearly_the_unquantized(framework, params):
+    exact, plain = both_ways(SMALL, params, framework), both_ways(SMALL, params)
+    assert distance(exact, plain) < 1e-5
+    got, want = both_ways(FP8, params, framework), both_ways(FP8, params)
+    # The frameworks' products sum in another order, and a number may get the next code.
+    assert distance(got, want) < 0.02
+    assert 0.005 < distance(got[1], plain[1]) < 0.15
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
+    model = build(framework, FP8)
+    given = model.from_dict(params)
+    found = primitives(jax.make_jaxpr(model.apply)(given, TOKENS).jaxpr)
+    assert found["normfuse_fp8_product"] == 7 * FP8.num_layers
+    assert found["normfuse_quantize_array of a kernel"] == 7 * FP8.num_layers
+    assert found["dot_general"] == 2 * FP8.num_layers + 1  # attention, and the logits
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+@pytest.mark.parametrize("remat", ["block", "dots"])
+def test_remat_quantizes_no_kernel_twice_and_changes_nothing(framework, remat, params):
+    config = dataclasses.replace(FP8, remat=remat)
+    counts = {}
+    for one in (FP8, config):
+        model = build(framework, one)
+        jaxpr = jax.make_jaxpr(jax.grad(loss(model)))(model.from_dict(params), TOKENS)
+        counts[one.remat] = primitives(jaxpr.jaxpr)
+    plain, again = counts["none"], counts[remat]
+    for name, more in (("normfuse_fp8_product", remat == "block"), ("dot_general", True)):
+        assert (again[name] > plain[name]) == more
+    key = "normfuse_quantize_array of a kernel"
+    assert again[key] == plain[key] == 7 * FP8.num_layers
+    assert distance(both_ways(config, params, framework), both_ways(FP8, params, framework)) < 0.01
+
+
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_generation_computes_in_the_compute_dtype(framework, params):
+    quantized, plain = build(framework, FP8), build(framework, SMALL)
+    results = []
+    for model in (quantized, plain):
+        cache = Cache.empty(model.config, *TOKENS.shape)
+        results.append(model.decode(model.from_dict(params), TOKENS, cache)[0])
+    np.testing.assert_array_equal(*results)
+    given = quantized.from_dict(params)
+    before = jax.tree.map(jnp.copy, quantized.to_dict(given))
+    assert distance(quantized.apply(given, TOKENS), results[0]) > 1e-3  # it still quantizes
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, quantized.to_dict(given), before))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization": "int8"}, "quantization='int8' must be one of None, 'fp8'"),
+        ({"quantization": "fp8", "dtype": "float64"}, "cannot go with dtype='float64'"),
+    ],
+)
+def test_what_cannot_be_quantized_is_one_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**dataclasses.asdict(SMALL) | changes)
+
+
+def test_a_quantized_model_learns_as_an_unquantized_one():
+    """Forty steps of gradient descent on one batch."""
+    model_of = lambda config: build("nnx", config)
+    rate, ends = 0.3, {}
+
+    for name, config in (("fp8", FP8), ("plain", SMALL)):
+        model = model_of(config)
+
+        def mean_loss(params, model=model):
+            logits = jax.nn.log_softmax(model.apply(params, TOKENS[:, :-1]))
+            return -jnp.mean(jnp.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1))
+
+        @jax.jit
+        def step(params, mean_loss=mean_loss):
+            value, gradient = jax.value_and_grad(mean_loss)(params)
+            return jax.tree.map(lambda p, g: p - rate * g, params, gradient), value
+
+        params, losses = model.init(jax.random.key(0)), []
+        for _ in range(40):
+            params, value = step(params)
+            losses.append(float(value))
+        ends[name] = losses
+    assert ends["plain"][-1] < 0.7 * ends["plain"][0]
+    assert abs(ends["fp8"][-1] - ends["plain"][-1]) < 0.03 * ends["plain"][0]
