@@ -55,11 +55,44 @@ class Functional:
         Raises:
           ValueError: if there are more tokens than `max_seq_len`.
         """
+        self._check_length(tokens)
+        run = lambda params, tokens: self.model(params)(tokens)
+        return with_auto_axes(run, self.sharding.logits)(params, tokens)
+
+    def loss(
+        self,
+        params: Params,
+        tokens: Array,
+        targets: Array,
+        *,
+        reduction: Literal["mean", "none"] = "mean",
+        **options: Any,
+    ) -> Array:
+        """Returns the cross-entropy of the next tokens in nats, float32.
+
+        The logits are computed in chunks (`normfuse.linear_cross_entropy`), in the compute dtype
+        unless `logits_dtype` says otherwise.
+
+        Args:
+          params: the parameters.
+          tokens: `(batch, seq)` integers.
+          targets: the tokens that follow, of the same shape.
+          reduction: "mean" for one number, "none" for each token's.
+          **options: `logits_dtype`, `z_loss`, `ignore` and others of `linear_cross_entropy`.
+
+        Raises:
+          ValueError: if there are more tokens than `max_seq_len`.
+        """
+        self._check_length(tokens)
+        options["reduction"] = reduction
+        run = lambda params, *given: self.model(params).loss(*given, **options)
+        spec = self.sharding.tokens if reduction == "none" else P()
+        return with_auto_axes(run, spec)(params, tokens, targets)
+
+    def _check_length(self, tokens: Array) -> None:
         seq, limit = tokens.shape[1], self.config.max_seq_len
         if seq > limit:
             raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
-        run = lambda params, tokens: self.model(params)(tokens)
-        return with_auto_axes(run, self.sharding.logits)(params, tokens)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""

@@ -139,6 +139,10 @@ class Transformer(nnx.Module):
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
         return transformer.forward(_OPS, self, tokens)[0]
 
+    def loss(self, tokens: Array, targets: Array, **options: Any) -> Array:
+        """Returns the cross-entropy of the tokens that follow; see `transformer.loss`."""
+        return transformer.loss(_OPS, self, tokens, targets, **options)
+
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
         return transformer.forward(_OPS, self, tokens, cache)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
 from ..layers.quantization import kernel_codes_saveable
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
@@ -61,6 +62,34 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
     Returns: `(batch, seq, vocab)` float32 logits (float64 for float64), and the cache with these
       tokens added (None without one).
     """
+    x, cache = _hidden(ops, model, tokens, cache)
+    return constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits), cache
+
+
+def loss(ops: Ops, model: Any, tokens: Array, targets: Array, **options: Any) -> Array:
+    """Returns the cross-entropy of the next tokens, in nats, their logits never held as a whole.
+
+    Args:
+      ops: the framework's.
+      model: its `Transformer`.
+      tokens: `(batch, seq)` integers.
+      targets: the tokens that follow, of the same shape.
+      **options: of `normfuse.linear_cross_entropy`.
+    """
+    x, _ = _hidden(ops, model, tokens, None)
+    given = model.config.implementation
+    names = (given,) if isinstance(given, str) else given or ()
+    # There is no Pallas kernel for it, and none is missed.
+    options["implementation"] = tuple(name for name in names if name != "pallas") or None
+    return linear_cross_entropy(x, _unembedding(ops, model), targets, contract=1, **options)
+
+
+def _unembedding(ops: Ops, model: Any) -> Array:
+    return ops.table(model.embed if model.head is None else model.head)
+
+
+def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
+    """The normalised output of the last block, `(batch, seq, dim)`, and the cache."""
     config, sharding = model.config, model.sharding
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
@@ -84,9 +113,7 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
         if config.remat != "none":  # so that one array is kept of a block's inputs, not two
             x, branch = x + branch, None
     x = constrain(_add_norm(ops, model.norm, x, branch)[0], sharding.block_input)
-    table = ops.table(model.embed if model.head is None else model.head)
-    logits = constrain(unembed(x, table), sharding.logits)
-    return logits, cache and Cache(tuple(present), start + tokens.shape[1])
+    return x, cache and Cache(tuple(present), start + tokens.shape[1])
 
 
 def block(

@@ -15,7 +15,6 @@ from ..models.sharding import BATCH
 from .data import Windows
 from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
-from .step import token_losses
 
 
 class Validation(NamedTuple):
@@ -63,7 +62,8 @@ class Evaluator:
         self._weights = NamedSharding(mesh, P(BATCH))
 
         def loss_sum(params: Params, tokens: Array, weights: Array) -> Array:
-            losses = token_losses(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+            options = {"reduction": "none", "logits_dtype": jnp.float32}
+            losses = model.loss(params, tokens[:, :-1], tokens[:, 1:], **options)
             return jnp.sum(losses.mean(axis=1) * weights)
 
         self._loss_sum = jax.jit(loss_sum)

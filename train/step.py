@@ -180,28 +180,12 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return optax.chain(clip, adamw)
 
 
-def token_losses(logits: Array, targets: Array) -> Array:
-    """Returns the cross-entropy of every token, in nats.
-
-    The target's logit is selected by comparing, not by gathering: with the vocabulary split over
-    devices each looks at its own part, and no logits move.
-
-    Args:
-      logits: `(..., vocab)` float32.
-      targets: `(...)` integers.
-    Returns: `(...)` float32.
-    """
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
 def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) -> Array:
     """Returns the mean loss of `(batch, seq + 1)` tokens: the first are inputs, the last targets.
 
     The losses of the `parts` are independent computations in one program.
     """
-    loss = lambda rows: token_losses(model.apply(params, rows[:, :-1]), rows[:, 1:]).mean()
+    loss = lambda rows: model.loss(params, rows[:, :-1], rows[:, 1:])
     losses = side_by_side(loss, interleaved(tokens, parts))
     return sum(losses[1:], losses[0]) / parts
 

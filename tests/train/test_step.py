@@ -12,7 +12,7 @@ from tiny_model import CONFIG, first_devices
 from normfuse.models.functional import build
 from normfuse.train.config import OptimConfig
 from normfuse.train.mesh import batch_sharding, on_devices
-from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule, token_losses
+from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
 
@@ -66,16 +66,24 @@ def _equal(a, b) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
-def test_token_losses_match_float64(rng):
-    logits = rng.normal(0, 4, (3, 5, 64)).astype(np.float32)
-    targets = rng.integers(0, 64, (3, 5))
-    wide = logits.astype(np.float64)
-    log_z = np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1)) + wide.max(-1)
-    expected = log_z - np.take_along_axis(wide, targets[..., None], -1)[..., 0]
-    found = token_losses(jnp.asarray(logits), jnp.asarray(targets))
-    assert found.dtype == jnp.float32
-    # A sum of 64 exponentials and a difference of numbers up to 20: a few float32 roundings of 20.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=4 * 20 * 2**-24)
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_is_that_of_the_logits(framework, tied, rng):
+    model = build(framework, dataclasses.replace(CONFIG, tie_embeddings=tied))
+    params = model.init(jax.random.key(0))
+    tokens = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)))
+    given, targets = tokens[:, :-1], np.asarray(tokens[:, 1:])
+    logits = np.asarray(model.apply(params, given), np.float64)
+    wide = logits - logits.max(-1, keepdims=True)
+    expected = (
+        np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, targets[..., None], -1)[..., 0]
+    )
+    each = model.loss(params, given, targets, reduction="none")
+    # A sum of exponentials, and a difference of numbers up to 20: a few float32 roundings of 20.
+    np.testing.assert_allclose(each, expected, rtol=0, atol=4 * 20 * 2**-24)
+    mean = model.loss(params, given, targets)
+    np.testing.assert_allclose(mean, expected.mean(), rtol=0, atol=4 * 20 * 2**-24)
+    assert each.dtype == mean.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("options", [{"microbatches": 4}, {"microbatches": 2, "parts": 2}], ids=str)
