@@ -1,6 +1,7 @@
 """Element-wise operations from C++ source, compiled when they are first used."""
 
 import functools
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...native.compiler import files_read
 from ...native.implementation import Implementation, Order, choose, requested
 from ..core.arguments import array_of
 from ..dense.epilogue import Scalar
@@ -18,6 +20,12 @@ from .op import Loop, by_jax, call, compute_dtype
 from .signature import Signature, find, functions, resolve
 
 MOST = 8  # inputs, and outputs
+# They come with the compiler, whose version is part of a compiled function's key.
+_SYSTEM_HEADER = re.compile(
+    r"<(?:(?:assert|complex|float|inttypes|limits|math|stdbool|stddef|stdint|stdlib|string)\.h"
+    r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
+    r"|complex|limits|type_traits|cuda_\w+\.h|cuda/std/\w+)>"
+)
 
 
 def elementwise(
@@ -346,6 +354,7 @@ def _primal(
     differentiable: Plain | None = None,
 ) -> Primal:
     name, operands = signature.name, signature.operands
+    _check_self_contained(pieces)
     variables = {p.name: f"normfuse_a{i}" for i, p in enumerate(operands)}
     variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(signature.outputs)}
     values = [variables[p.name] for p in signature.parameters]
@@ -355,6 +364,17 @@ def _primal(
     results = tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results))
     text = name, pieces, takes, results, signature.template, body, plain, key
     return Primal(*text, tuple(p.name for p in operands), partials, differentiable)
+
+
+def _check_self_contained(pieces: Pairs) -> None:
+    """The compiled function is kept by its text: what else it reads could change unnoticed."""
+    for piece, text in pieces:
+        for file in files_read(text):
+            if not _SYSTEM_HEADER.fullmatch(file):
+                raise ValueError(
+                    f"{piece.strip('<>')} reads {file}, and a change there would not be noticed: "
+                    "put the file's text into the source"
+                )
 
 
 def _partials(
