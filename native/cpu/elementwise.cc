@@ -97,6 +97,7 @@ const Library* Get(std::string_view digest, ffi::Span<const uint8_t> image, std:
 // How many elements the operands have, and then the results, as the attributes say.
 std::string Elements(ffi::Span<const int64_t> masks, ffi::Span<const int64_t> sizes, size_t results,
                      std::vector<int64_t>* elements) {
+  if (results == 0) return "has no result";
   if (sizes.size() == 0 || sizes.size() > kMostDimensions) return "has no or too many dimensions";
   const int64_t every = (int64_t{1} << sizes.size()) - 1;
   std::vector<int64_t> all(masks.begin(), masks.end());
