@@ -1,7 +1,6 @@
 """Element-wise operations from C++ source, compiled when they are first used."""
 
 import functools
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,22 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ...native.compiler import files_read
 from ...native.implementation import Implementation, Order, choose, requested
 from ..core.arguments import array_of
 from ..dense.epilogue import Scalar
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, called, key_of, of_some
 from .op import Loop, by_jax, call, compute_dtype
-from .signature import Signature, find, functions, resolve
+from .signature import Signature, check_self_contained, find, functions, resolve
 
 MOST = 8  # inputs, and outputs
-# They come with the compiler, whose version is part of a compiled function's key.
-_SYSTEM_HEADER = re.compile(
-    r"<(?:(?:assert|complex|float|inttypes|limits|math|stdbool|stddef|stdint|stdlib|string)\.h"
-    r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
-    r"|complex|limits|type_traits|cuda_\w+\.h|cuda/std/\w+)>"
-)
 
 
 def elementwise(
@@ -48,11 +40,12 @@ def elementwise(
     bfloat16 are computed in float32 and rounded once.
 
     Args:
-      source: C++ that defines the function, and before it whatever it calls. Parameters named in
-        `scalars` are run-time scalars, `T&` is written to, and the others are inputs, 1 to 8. One
-        result is returned; several, up to 8, are what a void function writes to its references.
-        Types are template parameters (inputs of type T are promoted together), bool, integers,
-        float, double, complex<float>, complex<double>; for results also real_t<T> and complex<T>.
+      source: C++ that defines the function, and before it whatever it calls; only the compiler's
+        own headers may be included. Parameters named in `scalars` are run-time scalars, `T&` is
+        written to, and the others are inputs, 1 to 8. One result is returned; several, up to 8, are
+        what a void function writes to its references. Types are template parameters (inputs of type
+        T are promoted together), bool, integers, float, double, complex<float>, complex<double>;
+        for results also real_t<T> and complex<T>.
       name: which function; the last where None.
       derivative: what makes the op differentiable. A mapping from parameters (inputs or scalars) to
         the derivative with respect to each: C++ text of an expression in the function's parameters
@@ -354,7 +347,6 @@ def _primal(
     differentiable: Plain | None = None,
 ) -> Primal:
     name, operands = signature.name, signature.operands
-    _check_self_contained(pieces)
     variables = {p.name: f"normfuse_a{i}" for i, p in enumerate(operands)}
     variables |= {p.name: f"normfuse_y{i}" for i, p in enumerate(signature.outputs)}
     values = [variables[p.name] for p in signature.parameters]
@@ -364,17 +356,6 @@ def _primal(
     results = tuple((type_, f"normfuse_y{i}") for i, type_ in enumerate(signature.results))
     text = name, pieces, takes, results, signature.template, body, plain, key
     return Primal(*text, tuple(p.name for p in operands), partials, differentiable)
-
-
-def _check_self_contained(pieces: Pairs) -> None:
-    """The compiled function is kept by its text: what else it reads could change unnoticed."""
-    for piece, text in pieces:
-        for file in files_read(text):
-            if not _SYSTEM_HEADER.fullmatch(file):
-                raise ValueError(
-                    f"{piece.strip('<>')} reads {file}, and a change there would not be noticed: "
-                    "put the file's text into the source"
-                )
 
 
 def _partials(
@@ -422,6 +403,7 @@ def _partial(
         raise TypeError(
             f"{where} must be C++ text, an elementwise op or a function in plain JAX; got {given!r}"
         )
+    check_self_contained(where, given)
     own, type_ = f"{signature.name}_d_{name}" + (f"_{j}" if j else ""), signature.results[j]
     takes = ", ".join(f"{p.type} {p.name}" for p in operands)
     types = ", ".join(f"class {t}" for t in template)
