@@ -32,7 +32,7 @@ if importlib.util.find_spec(f"{__name__}.native._ext") is None:
         "`pip install .` there, then import normfuse from another folder."
     )
 
-from .native import register_with_jax as _register_with_jax
+from .native.import_hook import register_with_jax as _register_with_jax
 
 _register_with_jax()
 
