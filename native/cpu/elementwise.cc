@@ -153,7 +153,8 @@ ffi::Error ElementwiseImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   const int64_t tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
   ParallelFor(pool, tasks, [&](int64_t task) {
     const int64_t begin = task * kElementsPerTask;
-    library->function(arrays.data(), sizes.begin(), begin, std::min(begin + kElementsPerTask, count));
+    library->function(arrays.data(), sizes.begin(), begin,
+                      std::min(begin + kElementsPerTask, count));
   });
   return ffi::Error::Success();
 }

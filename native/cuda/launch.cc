@@ -81,9 +81,9 @@ bool DecodeDims(ffi::Span<const int64_t> values, int64_t least, int64_t most, Di
 
 ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(
     ffi::Span<const uint8_t> image, std::string_view digest, std::string_view dtypes,
-    ffi::Span<const int64_t> elements, std::string_view kernel, ffi::Span<const int64_t> grid, ffi::Span<const int64_t> block, ffi::Span<const int64_t> cluster,
-    int64_t shared, ffi::Span<const int64_t> ints, ffi::Span<const float> floats,
-    ffi::Span<const double> doubles) {
+    ffi::Span<const int64_t> elements, std::string_view kernel, ffi::Span<const int64_t> grid,
+    ffi::Span<const int64_t> block, ffi::Span<const int64_t> cluster, int64_t shared,
+    ffi::Span<const int64_t> ints, ffi::Span<const float> floats, ffi::Span<const double> doubles) {
   auto launch = std::make_unique<Launch>();
   launch->name = kernel;
   launch->digest = digest;

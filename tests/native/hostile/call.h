@@ -215,7 +215,8 @@ class Runtime {
         names_.push_back({attribute.name.data(), attribute.name.size()});
         types_.push_back(attribute.type);
         scalars_.push_back({dtype, data});
-        arrays_.push_back({dtype, size / std::max<size_t>(1, ffi::ByteWidth(attribute.dtype)), data});
+        arrays_.push_back(
+            {dtype, size / std::max<size_t>(1, ffi::ByteWidth(attribute.dtype)), data});
         texts_.push_back({data, size});
       }
       for (size_t i = 0; i < attributes_.size(); ++i) {
@@ -226,8 +227,12 @@ class Runtime {
     }
 
     XLA_FFI_Attrs frame() {
-      return {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, static_cast<int64_t>(types_.size()),
-              types_.data(), name_pointers_.data(), values_.data()};
+      return {XLA_FFI_Attrs_STRUCT_SIZE,
+              nullptr,
+              static_cast<int64_t>(types_.size()),
+              types_.data(),
+              name_pointers_.data(),
+              values_.data()};
     }
 
    private:

@@ -1,5 +1,6 @@
-// A driver for launch.cc to call. An image is text: for each kernel a line of its name and, for each
-// parameter, its bytes, and for a pointer the bytes behind it, which a launch reads and writes.
+// A driver for launch.cc to call. An image is text: for each kernel a line of its name and, for
+// each parameter, its bytes, and for a pointer the bytes behind it, which a launch reads and
+// writes.
 #pragma once
 
 #include <cstdint>

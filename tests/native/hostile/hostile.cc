@@ -1,5 +1,5 @@
-// Calls every handler of the extension, first as its lowering does, which must succeed, then in ways
-// that it never does, which must be an error or a result and nothing else: built with
+// Calls every handler of the extension, first as its lowering does, which must succeed, then in
+// ways that it never does, which must be an error or a result and nothing else: built with
 // AddressSanitizer and UndefinedBehaviourSanitizer, any other outcome ends the program.
 //
 //   hostile IMAGES CALLS        IMAGES: a folder of element-wise libraries, each NAME.so with
@@ -46,7 +46,8 @@ struct NormArrays {
   ffi::DataType compute = ffi::F32;
 
   explicit NormArrays(Random& random)
-      : outer(random.Below(6)), n(random.Of(kLengths)),
+      : outer(random.Below(6)),
+        n(random.Of(kLengths)),
         inner(random.Of(std::vector<int64_t>{1, 1, 1, 2, 9})) {
     for (int i = 0; i < 8; ++i) {
       dtypes.push_back(random.Of(std::vector<ffi::DataType>{ffi::F32, ffi::BF16, ffi::F16}));
@@ -181,7 +182,7 @@ std::vector<Library> Libraries(const std::string& folder) {
 
 ffi::DataType Named(const std::string& name) {
   const std::pair<const char*, ffi::DataType> types[] = {
-      {"bool", ffi::PRED},   {"int32", ffi::S32},    {"float16", ffi::F16},  {"bfloat16", ffi::BF16},
+      {"bool", ffi::PRED},   {"int32", ffi::S32},   {"float16", ffi::F16},  {"bfloat16", ffi::BF16},
       {"float32", ffi::F32}, {"float64", ffi::F64}, {"complex64", ffi::C64}};
   for (const auto& [known, type] : types) {
     if (name == known) return type;
@@ -207,11 +208,10 @@ Call Elementwise(const Library& library) {
     }
     (results ? call.rets : call.args).push_back(array);
   }
-  call.attributes = {
-      Numbers<uint8_t>("image", {library.image.begin(), library.image.end()}),
-      Text("digest", normfuse::Sha256(library.image.data(), library.image.size())),
-      Text("dtypes", library.dtypes), Numbers("masks", library.masks),
-      Numbers("sizes", library.sizes)};
+  call.attributes = {Numbers<uint8_t>("image", {library.image.begin(), library.image.end()}),
+                     Text("digest", normfuse::Sha256(library.image.data(), library.image.size())),
+                     Text("dtypes", library.dtypes), Numbers("masks", library.masks),
+                     Numbers("sizes", library.sizes)};
   return call;
 }
 
@@ -226,19 +226,18 @@ Call CudaLaunch(Random& random) {
     for (const Array& array : *arrays) image += " 8:" + std::to_string(array.Bytes());
   }
   image += " 8 4 8";
-  call.attributes = {
-      Numbers<uint8_t>("image", {image.begin(), image.end()}),
-      Text("digest", normfuse::Sha256(image.data(), image.size())),
-      Text("dtypes", "float32 bfloat16 -> float32"),
-      Numbers<int64_t>("elements", {n, n, n}),
-      Text("kernel", "kernel"),
-      Numbers<int64_t>("grid", {n, 1, 1}),
-      Numbers<int64_t>("block", {32, 1, 1}),
-      Numbers<int64_t>("cluster", {random.Once(2) ? 1 : 16, 1, 1}),
-      Scalar<int64_t>("shared", random.Once(2) ? 0 : 100000),
-      Numbers<int64_t>("ints", {n}),
-      Numbers<float>("floats", {0.5f}),
-      Numbers<double>("doubles", {0.5})};
+  call.attributes = {Numbers<uint8_t>("image", {image.begin(), image.end()}),
+                     Text("digest", normfuse::Sha256(image.data(), image.size())),
+                     Text("dtypes", "float32 bfloat16 -> float32"),
+                     Numbers<int64_t>("elements", {n, n, n}),
+                     Text("kernel", "kernel"),
+                     Numbers<int64_t>("grid", {n, 1, 1}),
+                     Numbers<int64_t>("block", {32, 1, 1}),
+                     Numbers<int64_t>("cluster", {random.Once(2) ? 1 : 16, 1, 1}),
+                     Scalar<int64_t>("shared", random.Once(2) ? 0 : 100000),
+                     Numbers<int64_t>("ints", {n}),
+                     Numbers<float>("floats", {0.5f}),
+                     Numbers<double>("doubles", {0.5})};
   return call;
 }
 
@@ -262,9 +261,8 @@ std::vector<Target> Targets(const std::vector<Library>& libraries) {
        CudaLaunch},
   };
   if (!libraries.empty()) {
-    targets.push_back({"normfuse_elementwise", Execute(NormfuseElementwise), [&](Random& random) {
-                         return Elementwise(random.Of(libraries));
-                       }});
+    targets.push_back({"normfuse_elementwise", Execute(NormfuseElementwise),
+                       [&](Random& random) { return Elementwise(random.Of(libraries)); }});
   }
   return targets;
 }

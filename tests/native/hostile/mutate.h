@@ -10,9 +10,9 @@ namespace hostile {
 constexpr int64_t kMostBytes = 1 << 20;  // of an array
 
 inline std::vector<ffi::DataType> EveryType() {
-  return {ffi::PRED, ffi::S4,   ffi::S8,  ffi::S16, ffi::S32,  ffi::S64,     ffi::U4,     ffi::U8,
-          ffi::U16,  ffi::U32,  ffi::U64, ffi::F16, ffi::BF16, ffi::F32,     ffi::F64,    ffi::C64,
-          ffi::C128, ffi::TOKEN, ffi::F8E4M3FN, ffi::F8E5M2, ffi::F8E8M0FNU};
+  return {ffi::PRED, ffi::S4,  ffi::S8,   ffi::S16,   ffi::S32,      ffi::S64,    ffi::U4,
+          ffi::U8,   ffi::U16, ffi::U32,  ffi::U64,   ffi::F16,      ffi::BF16,   ffi::F32,
+          ffi::F64,  ffi::C64, ffi::C128, ffi::TOKEN, ffi::F8E4M3FN, ffi::F8E5M2, ffi::F8E8M0FNU};
 }
 
 // XLA would have allocated it, and its count of elements would not overflow.
@@ -89,7 +89,8 @@ inline void MutateAttribute(Call* call, Random& random) {
       call->attributes.erase(call->attributes.begin() + i);
       return;
     case 1:  // one bit; of a bool the only one
-      if (size > 0) bytes[random.Below(size)] ^= attribute.dtype == ffi::PRED ? 1 : 1 << random.Below(8);
+      if (size > 0)
+        bytes[random.Below(size)] ^= attribute.dtype == ffi::PRED ? 1 : 1 << random.Below(8);
       return;
     case 2:
       if (!is_scalar && size > 0) bytes.resize(random.Below(size / width) * width);
@@ -105,8 +106,8 @@ inline void MutateAttribute(Call* call, Random& random) {
       }
       return;
     default:  // another kind, of the same bytes
-      attribute.type = random.Of(std::vector<XLA_FFI_AttrType>{XLA_FFI_AttrType_ARRAY,
-                                                               XLA_FFI_AttrType_STRING});
+      attribute.type =
+          random.Of(std::vector<XLA_FFI_AttrType>{XLA_FFI_AttrType_ARRAY, XLA_FFI_AttrType_STRING});
   }
 }
 
