@@ -49,8 +49,8 @@ std::string Text(ffi::DataType dtype) {
 
 }  // namespace
 
-std::string Signature::Read(std::string_view dtypes, std::vector<int64_t> elements) {
-  const std::string whole(dtypes);
+std::string Signature::Read(std::string_view dtypes) {
+  const std::string unreadable = "its dtypes cannot be read: '" + std::string(dtypes) + "'";
   bool has_arrow = false;
   while (!dtypes.empty()) {
     const size_t space = dtypes.find(' ');
@@ -65,16 +65,13 @@ std::string Signature::Read(std::string_view dtypes, std::vector<int64_t> elemen
     for (const auto& [name, dtype] : kNames) {
       if (name == word) dtypes_.push_back(dtype);
     }
-    if (dtypes_.size() == before) return "the attribute dtypes cannot be read: '" + whole + "'";
+    if (dtypes_.size() == before) return unreadable;
   }
-  if (!has_arrow) return "the attribute dtypes cannot be read: '" + whole + "'";
-  elements_ = std::move(elements);
-  if (elements_.size() == dtypes_.size()) return "";
-  return "its attributes describe " + std::to_string(dtypes_.size()) + " dtypes and " +
-         std::to_string(elements_.size()) + " sizes";
+  return has_arrow ? "" : unreadable;
 }
 
-std::string Signature::Check(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) const {
+std::string Signature::Check(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                             const std::vector<int64_t>& elements) const {
   const size_t results = dtypes_.size() - operands_;
   if (args.size() != operands_ || rets.size() != results) {
     return "takes " + std::to_string(operands_) + " operands and " + std::to_string(results) +
@@ -84,22 +81,22 @@ std::string Signature::Check(const ffi::RemainingArgs& args, const ffi::Remainin
     std::string wrong;
     if (i < operands_) {
       auto buffer = args.get<ffi::AnyBuffer>(i);
-      wrong = buffer.has_value() ? CheckBuffer(i, *buffer) : buffer.error().message();
+      wrong = buffer.has_value() ? CheckBuffer(i, *buffer, elements[i]) : buffer.error().message();
     } else {
       auto buffer = rets.get<ffi::AnyBuffer>(i - operands_);
-      wrong = buffer.has_value() ? CheckBuffer(i, **buffer) : buffer.error().message();
+      wrong = buffer.has_value() ? CheckBuffer(i, **buffer, elements[i]) : buffer.error().message();
     }
     if (!wrong.empty()) return wrong;
   }
   return "";
 }
 
-std::string Signature::CheckBuffer(size_t i, const ffi::AnyBuffer& buffer) const {
+std::string Signature::CheckBuffer(size_t i, const ffi::AnyBuffer& buffer, int64_t elements) const {
   const auto count = static_cast<int64_t>(buffer.element_count());
-  if (buffer.element_type() == dtypes_[i] && count == elements_[i]) return "";
+  if (buffer.element_type() == dtypes_[i] && count == elements) return "";
   const bool result = i >= operands_;
   return std::string(result ? "result " : "operand ") + std::to_string(result ? i - operands_ : i) +
-         " must be " + std::to_string(elements_[i]) + " of " + Text(dtypes_[i]) + "; got " +
+         " must be " + std::to_string(elements) + " of " + Text(dtypes_[i]) + "; got " +
          std::to_string(count) + " of " + Text(buffer.element_type());
 }
 

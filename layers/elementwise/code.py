@@ -79,14 +79,11 @@ class Layout:
         """Whether a complex number is anywhere in the function."""
         return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
 
-    @property
-    def dtypes(self) -> str:
-        """`stored` as the handler on the CPU takes it: "float32 bfloat16 -> float32"."""
-        return signature(self.stored[: len(self.masks)], self.stored[len(self.masks) :])
-
     def __str__(self) -> str:
-        masks = "".join(f" {mask}" for mask in self.masks)
-        return f"{self.dtypes};{masks}; {self.dimensions}"
+        """As the handler on the CPU takes it: "float32 bfloat16 -> float32; 3 1; 2"."""
+        operands = len(self.masks)
+        dtypes = signature(self.stored[:operands], self.stored[operands:])
+        return f"{dtypes}; {' '.join(map(str, self.masks))}; {self.dimensions}"
 
     def value(self, type_: str) -> str:
         """Returns the C++ type that a value of the function's type `type_` is computed in."""

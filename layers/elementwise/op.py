@@ -180,8 +180,7 @@ def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
         loop.types(operands),
         image=data,
         digest=image.digest,
-        dtypes=layout.dtypes,
-        masks=np.array(layout.masks, np.int64),
+        layout=str(layout),
         sizes=lengths,
     )
 

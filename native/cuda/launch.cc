@@ -37,6 +37,7 @@ struct Launch {
   std::string digest;
   Library* library = nullptr;
   Signature signature;
+  std::vector<int64_t> elements;  // of each operand and result
   Dims grid, block, cluster;
   uint32_t shared_bytes = 0;
   std::vector<int64_t> ints;
@@ -98,8 +99,12 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(
   launch->ints.assign(ints.begin(), ints.end());
   launch->floats.assign(floats.begin(), floats.end());
   launch->doubles.assign(doubles.begin(), doubles.end());
-  const std::string failure =
-      launch->signature.Read(dtypes, std::vector<int64_t>(elements.begin(), elements.end()));
+  std::string failure = launch->signature.Read(dtypes);
+  launch->elements.assign(elements.begin(), elements.end());
+  if (failure.empty() && launch->elements.size() != launch->signature.arrays()) {
+    failure = "its attributes describe " + std::to_string(launch->signature.arrays()) +
+              " dtypes and " + std::to_string(launch->elements.size()) + " sizes";
+  }
   if (!failure.empty()) return ffi::Unexpected(Failure(*launch, failure));
   if (launch->Parameters() > kMaxParameters) {
     return ffi::Unexpected(Failure(*launch, "takes " + std::to_string(launch->Parameters()) +
@@ -213,7 +218,7 @@ ffi::Error PrepareOnce(Launch* launch, Stream stream, int32_t ordinal) {
 
 ffi::Error Initialize(Stream stream, int32_t ordinal, Launch* launch, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, ffi::Dictionary) {
-  const std::string failure = launch->signature.Check(args, rets);
+  const std::string failure = launch->signature.Check(args, rets, launch->elements);
   if (!failure.empty()) return Failure(*launch, failure);
   return launch->Empty() ? ffi::Error::Success() : PrepareOnce(launch, stream, ordinal);
 }
@@ -237,7 +242,7 @@ struct Parameters {
 
 ffi::Error Collect(Launch* launch, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    Parameters* parameters) {
-  const std::string failure = launch->signature.Check(args, rets);
+  const std::string failure = launch->signature.Check(args, rets, launch->elements);
   if (!failure.empty()) return Failure(*launch, failure);
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);

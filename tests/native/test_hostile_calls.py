@@ -91,8 +91,8 @@ def libraries(folder: pathlib.Path, monkeypatch) -> None:
         shared = ["-shared", "-fPIC", "-x", "c++", "-", "-o", folder / f"{name}.so"]
         gpp(*FLAGS, *shared, text=text[0])
         (one,) = made
-        lines = [one["dtypes"], *(" ".join(map(str, one[k])) for k in ("masks", "sizes"))]
-        folder.joinpath(f"{name}.txt").write_text("\n".join(lines) + "\n")
+        sizes = " ".join(map(str, one["sizes"]))
+        folder.joinpath(f"{name}.txt").write_text(f"{one['layout']}\n{sizes}\n")
 
 
 def test_no_call_of_a_handler_leaves_its_arrays(tmp_path, monkeypatch):

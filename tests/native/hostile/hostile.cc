@@ -3,7 +3,7 @@
 // AddressSanitizer and UndefinedBehaviourSanitizer, any other outcome ends the program.
 //
 //   hostile IMAGES CALLS        IMAGES: a folder of element-wise libraries, each NAME.so with
-//                               NAME.txt (dtypes, masks and sizes, a line each)
+//                               NAME.txt (layout and sizes, a line each)
 //
 // A new handler is one more entry in Targets().
 #include <dirent.h>
@@ -155,8 +155,8 @@ std::vector<int64_t> Integers(const std::string& line) {
 }
 
 struct Library {
-  std::string image, dtypes;
-  std::vector<int64_t> masks, sizes;
+  std::string image, layout;
+  std::vector<int64_t> sizes;
 };
 
 std::vector<Library> Libraries(const std::string& folder) {
@@ -173,9 +173,9 @@ std::vector<Library> Libraries(const std::string& folder) {
   std::vector<Library> libraries;
   for (const std::string& name : names) {
     std::istringstream lines(ReadFile(name + ".txt"));
-    std::string dtypes, masks, sizes;
-    std::getline(lines, dtypes), std::getline(lines, masks), std::getline(lines, sizes);
-    libraries.push_back({ReadFile(name + ".so"), dtypes, Integers(masks), Integers(sizes)});
+    std::string layout, sizes;
+    std::getline(lines, layout), std::getline(lines, sizes);
+    libraries.push_back({ReadFile(name + ".so"), layout, Integers(sizes)});
   }
   return libraries;
 }
@@ -194,7 +194,9 @@ ffi::DataType Named(const std::string& name) {
 Call Elementwise(const Library& library) {
   Call call;
   bool results = false;
-  std::istringstream words(library.dtypes);
+  const size_t end = library.layout.find(';');
+  std::istringstream words(library.layout.substr(0, end));
+  const std::vector<int64_t> masks = Integers(library.layout.substr(end + 1));
   for (std::string word; words >> word;) {
     if (word == "->") {
       results = true;
@@ -203,15 +205,14 @@ Call Elementwise(const Library& library) {
     Array array{Named(word), {}};
     const size_t rank = library.sizes.size();
     for (size_t d = 0; d < rank; ++d) {
-      const bool has = results || library.masks[call.args.size()] >> (rank - 1 - d) & 1;
+      const bool has = results || masks[call.args.size()] >> (rank - 1 - d) & 1;
       if (has) array.dims.push_back(library.sizes[d]);
     }
     (results ? call.rets : call.args).push_back(array);
   }
   call.attributes = {Numbers<uint8_t>("image", {library.image.begin(), library.image.end()}),
                      Text("digest", normfuse::Sha256(library.image.data(), library.image.size())),
-                     Text("dtypes", library.dtypes), Numbers("masks", library.masks),
-                     Numbers("sizes", library.sizes)};
+                     Text("layout", library.layout), Numbers("sizes", library.sizes)};
   return call;
 }
 
