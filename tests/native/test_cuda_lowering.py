@@ -260,7 +260,8 @@ def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
     def every(x, kernel, scale):
         y = normfuse.rms_norm(x, scale) + normfuse.rms_norm(x, axis=0)
         y = normfuse.dense(y, kernel, activation="gelu", quantization="fp8")
-        return total(mlp(scaled(y), kernel))
+        labels = jnp.zeros(x.shape[0], jnp.int32)
+        return total(normfuse.linear_cross_entropy(mlp(scaled(y), kernel), kernel, labels))
 
     bfloat16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     operands = bfloat16(256, 64), bfloat16(64, 64), bfloat16(64)
@@ -269,3 +270,4 @@ def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
     )
     assert kernels >= {"rms_norm_forward", "rms_norm_backward", "epilogue_backward"}
     assert kernels >= {"quantize_amax", "quantize_gated", "elementwise_scaled"}
+    assert any("softmax" in kernel for kernel in kernels), kernels
