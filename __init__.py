@@ -1,7 +1,8 @@
 """Native RMSNorm and fused Dense layers for JAX, in Flax and Equinox.
 
 The names below are imported when they are first used: importing normfuse loads no framework,
-touches no GPU and starts no JAX backend.
+touches no GPU and starts no JAX backend. It is all that a program needs to run exported functions
+that use normfuse's kernels.
 """
 
 import importlib
@@ -30,6 +31,10 @@ if importlib.util.find_spec(f"{__name__}.native._ext") is None:
         f"{__path__[0]} is normfuse's source, and its C++ extension has not been built: run "
         "`pip install .` there, then import normfuse from another folder."
     )
+
+from .native.import_hook import register_with_jax as _register_with_jax
+
+_register_with_jax()
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",

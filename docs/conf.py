@@ -57,6 +57,7 @@ NAVIGATION = {  # the sidebar; here, because code hosts show such blocks as they
 Overview <../README>
 performance
 support
+security
 reference/index
 ```
 

@@ -1,16 +1,18 @@
 """Compiled kernels, kept in memory and in a folder so that each is compiled once per machine.
 
 The folder is `NORMFUSE_CACHE_DIR`, or `normfuse` in the user's cache folder. Images are code that
-will run on the GPU, so a folder that someone else owns or can write to is not used. Each entry is
-one file, written under another name and renamed, and checked against its SHA-256 when read; any
-number of processes may share the folder.
+will run, so a folder or a file that anyone but the user and root could have written is not used.
+Each entry is one file, written under another name and renamed. It carries its own key and SHA-256,
+which are checked when it is read; any number of processes may share the folder.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
+import shlex
 import stat
 import tempfile
 import threading
@@ -25,6 +27,7 @@ FORMAT = 1  # of the entries; a change makes old ones unreachable
 MAX_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that died
 _SUFFIX = ".image"
+_LONGEST_HEAD = 1 << 16  # bytes
 
 _lock = threading.Lock()
 _memory: dict[str, Image] = {}
@@ -57,6 +60,7 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
     Raises:
       CompilerMissing, CompileError, ValueError: as `compiler.compile_image`.
     """
+    compiler.check_self_contained(source)
     described = [dataclasses.astuple(source), compiler.options(macros, arch), compiler.version()]
     head = {
         "source": source.name,
@@ -90,52 +94,123 @@ def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
 
 
 def directory() -> pathlib.Path:
-    """Where images are kept; the folder need not exist."""
-    named = os.environ.get("NORMFUSE_CACHE_DIR")
-    if named:
-        return pathlib.Path(named)
-    import platformdirs
-
-    return pathlib.Path(platformdirs.user_cache_dir("normfuse", appauthor=False))
-
-
-def check(folder: pathlib.Path) -> None:
-    """Makes `folder`, mode 0700, if it is missing.
+    """Returns where images are kept; the folder need not exist.
 
     Raises:
-      Refused: if it cannot be made, is not a folder, or others own it or can write to it.
+      Refused: if the folder is in a home folder that is not known.
+    """
+    named = os.environ.get("NORMFUSE_CACHE_DIR")
+    if not named:
+        import platformdirs
+
+        named = platformdirs.user_cache_dir("normfuse", appauthor=False)
+    try:
+        return pathlib.Path(named).expanduser()
+    except RuntimeError:
+        raise Refused(
+            f"kernel cache {named}: there is no such home folder; set NORMFUSE_CACHE_DIR to a "
+            "folder of your own"
+        ) from None
+
+
+def usable(part: str = "") -> pathlib.Path | None:
+    """Returns the cache folder, or the folder `part` in it; None and one warning if it is refused.
+
+    This is the one rule for every folder that code is loaded from. Code in `part` is loaded without
+    this module, so the files there must pass too.
+    """
+    try:
+        folder = check(directory())
+        return _check_files(check(folder / part)) if part else folder
+    except Refused as error:
+        _warn_once(str(error))
+        return None
+
+
+def check(folder: pathlib.Path) -> pathlib.Path:
+    """Makes `folder`, mode 0700, if it is missing; returns it without symbolic links.
+
+    Nobody but the user and root may own it or write to it, or be able to put another one in its
+    place. Groups are trusted with the folders above it: on many systems each user has a group.
+
+    Raises:
+      Refused: if it cannot be made, is not a folder, or others could have written what is in it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError as error:
-        raise Refused(f"kernel cache {folder}: {error.strerror}") from error
+        real = folder.resolve(strict=True)
+        status = real.stat()
+        above = [(parent, parent.stat()) for parent in real.parents]
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links, before Python 3.13
+        raise Refused(f"kernel cache {folder}: {getattr(error, 'strerror', error)}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise Refused(f"kernel cache {folder}: not a folder")
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in _trusted():
         raise Refused(
             f"kernel cache {folder}: owned by user {status.st_uid}, not by you ({os.geteuid()}); "
             "set NORMFUSE_CACHE_DIR to a folder of your own"
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if _others_can_write(status):
         raise Refused(
             f"kernel cache {folder}: mode {stat.S_IMODE(status.st_mode):04o} lets others write "
-            f"code that would run as yours; `chmod 700 {folder}`"
+            f"code that would run as yours; `chmod 700 {shlex.quote(str(folder))}`"
         )
+    for parent, status in above:
+        mode = stat.S_IMODE(status.st_mode)
+        open_to_all = mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+        if open_to_all or status.st_uid not in _trusted():
+            raise Refused(
+                f"kernel cache {folder}: {parent} (mode {mode:04o}, owned by user "
+                f"{status.st_uid}) lets others replace it; set NORMFUSE_CACHE_DIR to a folder of "
+                "your own"
+            )
+    return real
+
+
+def _check_files(folder: pathlib.Path) -> pathlib.Path:
+    """Returns `folder`; raises Refused if others can reach and write to something in it."""
+    if not folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
+        return folder
+    for parent, folders, files in os.walk(folder):
+        for name in [*folders, *files]:
+            path = pathlib.Path(parent, name)
+            status = path.lstat()
+            if status.st_uid not in _trusted() or _others_can_write(status):
+                raise Refused(
+                    f"kernel cache {folder}: {path} (mode {stat.S_IMODE(status.st_mode):04o}, "
+                    f"owned by user {status.st_uid}) can be written to by others; remove it"
+                )
+    return folder
+
+
+def _trusted() -> tuple[int, ...]:
+    """Returns the users whose code may run as this one's."""
+    return 0, os.geteuid()
+
+
+def _others_can_write(status: os.stat_result) -> bool:
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def entries() -> list[Entry]:
-    """Every readable entry of the folder, the one used last first."""
-    found = []
-    for path in _files(_SUFFIX):
-        try:
-            head, image = _split(path.read_bytes())
-            described = {name: head[name] for name in ("source", "arch", "macros", "compiler")}
-            used = path.stat().st_mtime
-        except (OSError, ValueError, KeyError):
-            continue
-        found.append(Entry(path=path, bytes=len(image), used=used, **described))
-    return sorted(found, key=lambda entry: -entry.used)
+    """Returns every readable entry of the folder, the one used last first."""
+    found = [_entry(path, status.st_mtime) for path, status in _files(_existing(), _SUFFIX)]
+    return sorted(filter(None, found), key=lambda entry: -entry.used)
+
+
+def _entry(path: pathlib.Path, used: float) -> Entry | None:
+    try:
+        line, image = _split(_contents(path))
+        head = json.loads(line) if len(line) <= _LONGEST_HEAD else None
+        if not isinstance(head, dict) or head.get("key") != path.name.removesuffix(_SUFFIX):
+            return None
+        source, arch, macros, by = (head[k] for k in ("source", "arch", "macros", "compiler"))
+    except (OSError, ValueError, KeyError, RecursionError):
+        return None
+    texts = [source, arch, by, *(macros.values() if isinstance(macros, dict) else [None])]
+    if not by or not all(isinstance(text, str) and text.isprintable() for text in texts):
+        return None
+    return Entry(path, source, arch, macros, by, bytes=len(image), used=used)
 
 
 def clear() -> int:
@@ -146,34 +221,25 @@ def clear() -> int:
     """
     with _lock:
         _memory.clear()
-    if not directory().exists():
+    folder = directory()
+    if not folder.exists():
         return 0
-    check(directory())
-    paths = _files(_SUFFIX) + _files(".tmp")
+    paths = [path for path, _ in _files(check(folder), _SUFFIX, ".tmp")]
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
 
 
 def _load_or_make(key: str, head: dict, make: Callable[[], Image]) -> Image:
-    folder = _usable_directory()
+    head = {"format": FORMAT, "key": key, **head}
+    folder = usable()
     path = folder / f"{key}{_SUFFIX}" if folder else None
-    image = _read(path) if path else None
+    image = _read(path, head) if path else None
     if image is None:
         image = make()
         if path:
-            _write(path, {"format": FORMAT, **head, "sha256": image.digest}, image)
+            _write(path, head, image)
     return image
-
-
-def _usable_directory() -> pathlib.Path | None:
-    folder = directory()
-    try:
-        check(folder)
-    except Refused as error:
-        _warn_once(str(error))
-        return None
-    return folder
 
 
 def _warn_once(reason: str) -> None:
@@ -186,14 +252,14 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def _read(path: pathlib.Path) -> Image | None:
-    """The image in `path`; None if there is none, or one that was damaged."""
+def _read(path: pathlib.Path, head: dict) -> Image | None:
+    """The image in `path`; None if there is none, or one that is not what `head` says."""
     try:
-        head, data = _split(path.read_bytes())
+        line, data = _split(_contents(path))
     except (OSError, ValueError):
         return None
     image = Image(data)
-    if image.digest != head.get("sha256"):
+    if line != _line(head, image):
         return None
     try:
         os.utime(path)  # what is evicted first is what was used longest ago
@@ -202,12 +268,32 @@ def _read(path: pathlib.Path) -> Image | None:
     return image
 
 
-def _split(raw: bytes) -> tuple[dict, bytes]:
+def _contents(path: pathlib.Path) -> bytes:
+    """Reads a file that nobody else could have written; a pipe or a device is not waited for.
+
+    Raises:
+      OSError, ValueError: if it is no such file.
+    """
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            raise ValueError("not an entry")
+        if status.st_uid not in _trusted() or _others_can_write(status):
+            raise ValueError("others can write to it")
+        return file.read()
+
+
+def _split(raw: bytes) -> tuple[bytes, bytes]:
     line, newline, data = raw.partition(b"\n")
-    head = json.loads(line)
-    if not newline or not isinstance(head, dict) or head.get("format") != FORMAT:
+    if not newline:
         raise ValueError("not an entry")
-    return head, data
+    return line, data
+
+
+def _line(head: dict, image: Image) -> bytes:
+    """The first line of an entry: all that is known of the image, so that it is compared whole."""
+    return json.dumps(head | {"sha256": image.digest}).encode()
 
 
 def _write(path: pathlib.Path, head: dict, image: Image) -> None:
@@ -216,7 +302,7 @@ def _write(path: pathlib.Path, head: dict, image: Image) -> None:
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(json.dumps(head).encode() + b"\n" + image.data)
+                file.write(_line(head, image) + b"\n" + image.data)
             os.replace(name, path)
         except BaseException:
             pathlib.Path(name).unlink(missing_ok=True)
@@ -228,27 +314,36 @@ def _write(path: pathlib.Path, head: dict, image: Image) -> None:
 
 def _evict(folder: pathlib.Path) -> None:
     """Removes what was used longest ago until the folder is within bounds."""
-    now = time.time()
-    kept = []
-    for entry in os.scandir(folder):
-        try:
-            status = entry.stat()
-            if entry.name.endswith(".tmp") and now - status.st_mtime > _STALE_SECONDS:
-                os.unlink(entry.path)
-            elif entry.name.endswith(_SUFFIX):
-                kept.append((status.st_mtime, status.st_size, entry.path))
-        except FileNotFoundError:  # another process was faster
-            continue
+    for path, status in _files(folder, ".tmp"):
+        if time.time() - status.st_mtime > _STALE_SECONDS:
+            path.unlink(missing_ok=True)
+    kept = [(status.st_mtime, status.st_size, path) for path, status in _files(folder, _SUFFIX)]
     total = sum(size for _, size, _ in kept)
     for _, size, path in sorted(kept):
         if total <= MAX_BYTES:
             return
-        pathlib.Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         total -= size
 
 
-def _files(suffix: str) -> list[pathlib.Path]:
+def _existing() -> pathlib.Path | None:
     try:
-        return [path for path in directory().iterdir() if path.name.endswith(suffix)]
+        return directory()
+    except Refused:
+        return None
+
+
+def _files(
+    folder: pathlib.Path | None, *suffixes: str
+) -> list[tuple[pathlib.Path, os.stat_result]]:
+    """The files of a folder whose names end so, without those that are gone by now."""
+    found = []
+    try:
+        for entry in os.scandir(folder) if folder else ():
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                status = entry.stat(follow_symlinks=False)
+                if entry.name.endswith(suffixes) and not stat.S_ISDIR(status.st_mode):
+                    found.append((pathlib.Path(entry.path), status))
     except OSError:
-        return []
+        pass
+    return found

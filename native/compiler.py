@@ -65,18 +65,65 @@ def kernel_source(name: str) -> Source:
     """Reads the kernel file `name` that comes with normfuse, and the headers it includes."""
     text = kernel_text(name)
     headers: dict[str, str] = {}
-    pending = _included(text)
+    pending = [*files_read(text)]
     while pending:
         header = pending.pop()
-        if header not in headers:
-            headers[header] = kernel_text(header)
-            pending += _included(headers[header])
+        if header.startswith('"') and header[1:-1] not in headers:
+            headers[header[1:-1]] = kernel_text(header[1:-1])
+            pending += files_read(headers[header[1:-1]])
     return Source(name, text, tuple(sorted(headers.items())))
 
 
 def kernel_text(name: str) -> str:
     """Returns the text of the file `name` in `native/kernels`."""
     return (_KERNELS / name).read_text()
+
+
+# What may hold a quote or the beginning of a comment that is none, in the order to try them.
+_TOKENS = (
+    r'(?P<raw>(?<!\w)(?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)")',
+    r"(?<![\w.])\.?\d[\w.]*(?:'\w[\w.]*)+",  # a number, such as 1'000
+    r'"(?:\\.|[^"\\\n])*"',
+    r"'(?:\\.|[^'\\\n])*'",
+    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))",
+)
+_TOKEN = re.compile("|".join(_TOKENS), re.DOTALL)
+_DIRECTIVE = re.compile(
+    r"^[ \t\f\v]*(?:#|%:|\?\?=)[ \t\f\v]*(?:include|include_next|import|embed)\b(?P<file>.*)"
+    r"|\b__has_(?:include|include_next|embed)\b",
+    re.MULTILINE,
+)
+
+
+@functools.lru_cache(maxsize=256)
+def files_read(text: str) -> tuple[str, ...]:
+    """Returns what a C++ text has the compiler read or look for, as its directives write it.
+
+    That is `"row.cuh"`, `<math.h>`, the name of a macro, `__has_include` or `.incbin`. Whether a
+    condition leaves the directive out is not considered.
+    """
+    lines = re.sub(r"\r\n?", "\n", text)
+    lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # a line that goes on in the next
+    bare = _TOKEN.sub(lambda m: '""' if m["raw"] else " " if m["comment"] else m[0], lines)
+    found = [(m["file"] or m[0]).strip() for m in _DIRECTIVE.finditer(bare)]
+    if re.search(r'\.inc(?:bin|lude)\s*\\?"', lines):  # the assembler's
+        found.append(".incbin")
+    return tuple(found)
+
+
+def check_self_contained(source: Source) -> None:
+    """Raises CompileError if `source` reads files of ours that are not among its headers.
+
+    The key in the cache holds the headers' texts, and would not change with another file.
+    """
+    headers = {f'"{name}"' for name, _ in source.headers}
+    for name, text in [(source.name, source.text), *source.headers]:
+        for file in files_read(text):
+            if file not in headers and not re.fullmatch("<[^>]+>", file):
+                raise CompileError(
+                    f"{name} reads {file}, which is not among the source's headers: pass its text "
+                    "as Source(headers=((name, text), ...)), so that a change is noticed"
+                )
 
 
 def compile_image(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
@@ -209,10 +256,6 @@ def _nearest(nvrtc: Any, arch: str) -> str:
     _, known = nvrtc.nvrtcGetSupportedArchs()
     number = re.fullmatch(r"sm_(\d+)", arch)
     return f"compute_{max(known)}" if number and int(number[1]) > max(known) else arch
-
-
-def _included(text: str) -> list[str]:
-    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, re.MULTILINE)
 
 
 def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[Image, str]:

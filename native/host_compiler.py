@@ -32,7 +32,7 @@ def library(name: str, text: str, arch: str) -> Image:
 
     Args:
       name: for messages and for `normfuse cache`.
-      text: the whole program.
+      text: the whole program; it reads the system's headers alone.
       arch: `host()`, or PORTABLE.
 
     Raises:
@@ -41,7 +41,8 @@ def library(name: str, text: str, arch: str) -> Image:
     """
     path, version = find()
     head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
-    described = ["host", text, arch, platform.machine(), version, _FLAGS]
+    folders = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+    described = ["host", text, arch, platform.machine(), version, _FLAGS, folders]
     return cache.fetch(described, head, lambda: _compile(path, name, text, arch))
 
 

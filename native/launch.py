@@ -4,6 +4,7 @@ A CUDA kernel is compiled for the `Target` of the lowering it is part of, and la
 """
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,6 +72,8 @@ def launch(
         aliases=aliases,
         image=np.frombuffer(image.data, np.uint8),
         digest=image.digest,
+        dtypes=signature(*([a.dtype.name for a in some] for some in (operands, results))),
+        elements=np.array([math.prod(a.shape) for a in (*operands, *results)], np.int64),
         kernel=kernel,
         grid=_three(grid),
         block=_three(block),
@@ -85,6 +88,11 @@ def launch(
 def _three(sizes: Dims) -> np.ndarray:
     sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
     return np.array(sizes + (1,) * (3 - len(sizes)), np.int64)
+
+
+def signature(operands: Iterable[str], results: Iterable[str]) -> str:
+    """Returns dtypes as handlers take them: "float32 bfloat16 -> float32"."""
+    return " ".join([*operands, "->", *results])
 
 
 def call_host(

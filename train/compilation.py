@@ -1,14 +1,14 @@
 """Compiling a run's step: the programs' cache, errors explained, and what the program calls."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import jax
-import platformdirs
 
+from ..native import cache
 from . import RunError, UsageError
 from .step import Program
 
@@ -21,19 +21,18 @@ _PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
 def keep_compiled_programs() -> None:
     """Turns JAX's persistent compilation cache on, unless the user has configured it.
 
-    Its folder is in `NORMFUSE_CACHE_DIR`, or else in the user's cache folder. Where that cannot be
-    written to, every process compiles again.
+    Its folder is `xla` in the kernel cache's, and has to meet the same conditions. Where it does
+    not, every process compiles again.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return
-    base = os.environ.get("NORMFUSE_CACHE_DIR") or platformdirs.user_cache_dir("normfuse")
-    folder = Path(base) / "xla"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError:
+    folder = cache.usable("xla")
+    if folder is None:
         return
-    if os.access(folder, os.W_OK):
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not os.access(folder, os.W_OK):  # else JAX warns for each program it cannot write
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered:

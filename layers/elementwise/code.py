@@ -6,6 +6,7 @@ from typing import Any
 
 from ...native.compiler import Source, kernel_source, kernel_text
 from ...native.dtypes import CUDA_TYPES, HOST_TYPES, VALUE_TYPES
+from ...native.launch import signature
 from .signature import resolve
 
 DTYPES = tuple(VALUE_TYPES)
@@ -77,6 +78,12 @@ class Layout:
     def is_complex(self) -> bool:
         """Whether a complex number is anywhere in the function."""
         return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
+
+    def __str__(self) -> str:
+        """As the handler on the CPU takes it: "float32 bfloat16 -> float32; 3 1; 2"."""
+        operands = len(self.masks)
+        dtypes = signature(self.stored[:operands], self.stored[operands:])
+        return f"{dtypes}; {' '.join(map(str, self.masks))}; {self.dimensions}"
 
     def value(self, type_: str) -> str:
         """Returns the C++ type that a value of the function's type `type_` is computed in."""
@@ -172,7 +179,10 @@ extern "C" __global__ void __launch_bounds__({THREADS})
 
 
 def host_source(function: Function, layout: Layout) -> str:
-    """`normfuse_elementwise(arrays, sizes, begin, end)`, for the system's compiler."""
+    """`normfuse_elementwise(arrays, sizes, begin, end)`, for the system's compiler.
+
+    `normfuse_layout` is what the handler compares with the arrays of a call.
+    """
     stored, values, masks = _arrays(function, layout, HOST_TYPES)
     inputs = range(len(layout.masks))
     partial = [k for k in inputs if masks[k] not in (0, layout.every)]
@@ -193,6 +203,7 @@ def host_source(function: Function, layout: Layout) -> str:
 {kernel_text("elementwise_host.hpp")}
 {_prelude(function, layout, "inline __attribute__((always_inline))")}
 using namespace normfuse_loop;
+extern "C" const char normfuse_layout[] = "{layout}";
 extern "C" void normfuse_elementwise(void* const* arrays, const int64_t* sizes,
                                      int64_t begin, int64_t end) {{
   {_each(range(len(stored)), pointer)}

@@ -15,7 +15,7 @@ from ..dense.epilogue import Scalar
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, called, key_of, of_some
 from .op import Loop, by_jax, call, compute_dtype
-from .signature import Signature, find, functions, resolve
+from .signature import Signature, check_self_contained, find, functions, resolve
 
 MOST = 8  # inputs, and outputs
 
@@ -40,11 +40,12 @@ def elementwise(
     bfloat16 are computed in float32 and rounded once.
 
     Args:
-      source: C++ that defines the function, and before it whatever it calls. Parameters named in
-        `scalars` are run-time scalars, `T&` is written to, and the others are inputs, 1 to 8. One
-        result is returned; several, up to 8, are what a void function writes to its references.
-        Types are template parameters (inputs of type T are promoted together), bool, integers,
-        float, double, complex<float>, complex<double>; for results also real_t<T> and complex<T>.
+      source: C++ that defines the function, and before it whatever it calls; only the compiler's
+        own headers may be included. Parameters named in `scalars` are run-time scalars, `T&` is
+        written to, and the others are inputs, 1 to 8. One result is returned; several, up to 8, are
+        what a void function writes to its references. Types are template parameters (inputs of type
+        T are promoted together), bool, integers, float, double, complex<float>, complex<double>;
+        for results also real_t<T> and complex<T>.
       name: which function; the last where None.
       derivative: what makes the op differentiable. A mapping from parameters (inputs or scalars) to
         the derivative with respect to each: C++ text of an expression in the function's parameters
@@ -402,6 +403,7 @@ def _partial(
         raise TypeError(
             f"{where} must be C++ text, an elementwise op or a function in plain JAX; got {given!r}"
         )
+    check_self_contained(where, given)
     own, type_ = f"{signature.name}_d_{name}" + (f"_{j}" if j else ""), signature.results[j]
     takes = ", ".join(f"{p.type} {p.name}" for p in operands)
     types = ", ".join(f"class {t}" for t in template)

@@ -174,8 +174,15 @@ def _on_cpu(arch: str, loop: Loop, *operands: Array) -> Results:
     layout, sizes = layout_of(loop, operands)
     image = _library(arch, loop, layout)
     data, lengths = np.frombuffer(image.data, np.uint8), np.array(sizes, np.int64)
-    name, types = "normfuse_elementwise", loop.types(operands)
-    return call_host(name, operands, types, image=data, digest=image.digest, sizes=lengths)
+    return call_host(
+        "normfuse_elementwise",
+        operands,
+        loop.types(operands),
+        image=data,
+        digest=image.digest,
+        layout=str(layout),
+        sizes=lengths,
+    )
 
 
 @_explaining

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from ...native.compiler import files_read
 from ...native.dtypes import NARROW
 
 SHAPE = "template <class T> T name(T x, T y, float scalar) { ... }"
@@ -15,6 +16,12 @@ _HEAD = re.compile(
 )
 _PARAMETER = re.compile(r"(?P<type>.+?)(?P<reference>&?)\s*\b(?P<name>[A-Za-z_]\w*)")
 _SPECIFIERS = re.compile(r"\b(static|inline|constexpr|const|__device__|__host__|__forceinline__)\b")
+# They come with the compiler, whose version is part of a compiled function's key.
+_SYSTEM_HEADER = re.compile(
+    r"<(?:(?:assert|complex|float|inttypes|limits|math|stdbool|stddef|stdint|stdlib|string)\.h"
+    r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
+    r"|complex|limits|type_traits|cuda_\w+\.h|cuda/std/\w+)>"
+)
 _NAMES = {
     "bool": ["bool"],
     "int8": ["signed char"],
@@ -84,10 +91,12 @@ def find(source: str, name: str | None = None) -> Signature:
 
     Raises:
       TypeError: if source is no text.
-      ValueError: if there is no such function, or one whose signature does not say what is needed.
+      ValueError: if source reads other files, or there is no such function, or one whose signature
+        does not say what is needed.
     """
     if not isinstance(source, str):
         raise TypeError(f"elementwise: source must be C++ text, got {type(source).__name__}")
+    check_self_contained("elementwise: source", source)
     found = {f.name: f for f in functions(source)}
     if not found:
         raise ValueError(
@@ -102,6 +111,19 @@ def find(source: str, name: str | None = None) -> Signature:
     one = dataclasses.replace(one, parameters=tuple(_parameters(name, one.declared)))
     _check(one)
     return one
+
+
+def check_self_contained(where: str, text: str) -> None:
+    """Raises ValueError if a C++ text reads files: a change in them would not be noticed.
+
+    The compiled function is kept by its text.
+    """
+    for file in files_read(text):
+        if not _SYSTEM_HEADER.fullmatch(file):
+            raise ValueError(
+                f"{where} reads {file}, and a change there would not be noticed; put that file's "
+                "text into the source"
+            )
 
 
 def functions(source: str) -> Iterator[Signature]:

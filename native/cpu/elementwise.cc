@@ -6,13 +6,18 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "sha256.h"
+#include "signature.h"
 
 namespace normfuse {
 namespace {
@@ -20,6 +25,7 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 constexpr int64_t kElementsPerTask = 1 << 14;
+constexpr size_t kMostDimensions = 62;  // a mask has a bit for each
 
 using Function = void (*)(void* const* arrays, const int64_t* sizes, int64_t begin, int64_t end);
 
@@ -46,55 +52,146 @@ bool WriteAll(int file, const char* data, size_t size) {
   return true;
 }
 
-// Loads the image, which need not be a file anywhere; returns null and says why where it cannot.
-Function Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failure) {
+// What arrays a function is for, from "float32 bfloat16 -> float32; 3 1; 2": their dtypes, the
+// collapsed dimensions that each operand has (bit 0: the last), and how many dimensions there are.
+struct Layout {
+  std::string text;
+  Signature signature;
+  std::vector<int64_t> masks;  // of the operands, then of the results, which have every dimension
+  size_t dimensions = 0;
+};
+
+// Returns what is wrong, or "".
+std::string Read(std::string_view text, Layout* layout) {
+  const std::string wrong = "its layout cannot be read: '" + std::string(text) + "'";
+  const size_t first = text.find(';'), second = text.rfind(';');
+  if (first == second) return wrong;
+  if (std::string failure = layout->signature.Read(text.substr(0, first)); !failure.empty()) {
+    return failure;
+  }
+  std::istringstream masks(std::string(text.substr(first + 1, second - first - 1)));
+  std::istringstream dimensions(std::string(text.substr(second + 1)));
+  layout->masks.assign(std::istream_iterator<int64_t>(masks), {});
+  dimensions >> layout->dimensions;
+  if (!masks.eof() || !dimensions || !dimensions.eof()) return wrong;
+  if (layout->dimensions < 1 || layout->dimensions > kMostDimensions ||
+      layout->masks.size() != layout->signature.operands() ||
+      layout->signature.arrays() == layout->masks.size()) {
+    return wrong;
+  }
+  const int64_t every = (int64_t{1} << layout->dimensions) - 1;
+  for (int64_t mask : layout->masks) {
+    if (mask < 0 || mask > every) return wrong;
+  }
+  layout->masks.resize(layout->signature.arrays(), every);
+  layout->text = text;
+  return "";
+}
+
+// Returns what does not fit about a call's sizes and buffers, or "".
+std::string Check(const Layout& layout, ffi::Span<const int64_t> sizes,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+  if (sizes.size() != layout.dimensions) {
+    return "has " + std::to_string(layout.dimensions) + " dimensions; got " +
+           std::to_string(sizes.size()) + " sizes";
+  }
+  std::vector<int64_t> elements;
+  elements.reserve(layout.masks.size());
+  for (int64_t mask : layout.masks) {
+    int64_t count = 1;
+    for (size_t bit = 0; bit < sizes.size(); ++bit) {
+      const int64_t size = sizes[sizes.size() - 1 - bit];
+      if (!(mask >> bit & 1)) continue;
+      if (size < 0 || __builtin_mul_overflow(count, size, &count)) return "has impossible sizes";
+    }
+    elements.push_back(count);
+  }
+  return layout.signature.Check(args, rets, elements);
+}
+
+// A loaded image.
+struct Library {
+  Function function = nullptr;
+  Layout layout;
+};
+
+// Loads the image, which need not be a file anywhere; says why where it cannot.
+Library Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failure) {
   int file = memfd_create("normfuse_elementwise", MFD_CLOEXEC);
   if (file < 0 || !WriteAll(file, reinterpret_cast<const char*>(image.begin()), image.size())) {
     *failure = "no memory for a compiled function";
     if (file >= 0) close(file);
-    return nullptr;
+    return {};
   }
-  void* library = dlopen(PathOf(file, serial).c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* handle = dlopen(PathOf(file, serial).c_str(), RTLD_NOW | RTLD_LOCAL);
   close(file);  // what is mapped stays
-  void* function = library != nullptr ? dlsym(library, "normfuse_elementwise") : nullptr;
-  if (function == nullptr) *failure = std::string("cannot be loaded: ") + dlerror();
-  return reinterpret_cast<Function>(function);
+  void* function = handle != nullptr ? dlsym(handle, "normfuse_elementwise") : nullptr;
+  void* layout = function != nullptr ? dlsym(handle, "normfuse_layout") : nullptr;
+  if (layout == nullptr) {
+    const char* reason = dlerror();
+    *failure = std::string("cannot be loaded: ") + (reason != nullptr ? reason : "unknown reason");
+    return {};
+  }
+  Library library{reinterpret_cast<Function>(function), {}};
+  *failure = Read(static_cast<const char*>(layout), &library.layout);
+  if (!failure->empty()) return {};
+  return library;
 }
 
-// The function of an image, loaded once in the process and never unloaded.
-Function Get(std::string_view digest, ffi::Span<const uint8_t> image, std::string* failure) {
+// The library of an image that fits a call; it is loaded once in the process and never unloaded.
+// Null, and says why, if the call does not fit or the image is not what the call says.
+const Library* Get(std::string_view digest, ffi::Span<const uint8_t> image, std::string_view layout,
+                   ffi::Span<const int64_t> sizes, const ffi::RemainingArgs& args,
+                   const ffi::RemainingRets& rets, std::string* failure) {
   static auto* mutex = new std::mutex;
-  static auto* loaded = new std::unordered_map<std::string, Function>;
+  static auto* loaded = new std::unordered_map<std::string, Library>;
   static uint32_t serial = 0;
   std::lock_guard<std::mutex> lock(*mutex);
-  Function& function = (*loaded)[std::string(digest)];
-  if (function == nullptr) function = Load(image, ++serial, failure);
-  return function;
+  const std::string key(digest);
+  auto found = loaded->find(key);
+  Layout described;
+  if (found == loaded->end()) *failure = Read(layout, &described);
+  if (!failure->empty()) return nullptr;
+  *failure = Check(found == loaded->end() ? described : found->second.layout, sizes, args, rets);
+  if (failure->empty() && found == loaded->end()) {
+    if (Sha256(image.begin(), image.size()) != digest) {
+      *failure = "was damaged: its SHA-256 is not its digest";
+      return nullptr;
+    }
+    Library library = Load(image, ++serial, failure);
+    if (library.function == nullptr) return nullptr;
+    found = loaded->emplace(key, std::move(library)).first;
+  }
+  if (failure->empty() && found->second.layout.text != layout) {
+    *failure = "was compiled for other arrays: " + found->second.layout.text;
+  }
+  return failure->empty() ? &found->second : nullptr;
 }
 
 ffi::Error ElementwiseImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                            ffi::Span<const uint8_t> image, std::string_view digest,
-                           ffi::Span<const int64_t> sizes) {
+                           std::string_view layout, ffi::Span<const int64_t> sizes) {
   std::string failure;
-  Function function = Get(digest, image, &failure);
-  if (function == nullptr) return Failure(digest, failure);
+  const Library* library = Get(digest, image, layout, sizes, args, rets, &failure);
+  if (library == nullptr) return Failure(digest, failure);
   std::vector<void*> arrays;
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
     arrays.push_back(buffer->untyped_data());
   }
-  int64_t count = 0;
+  int64_t count = 1;
+  for (int64_t size : sizes) count *= size;
   for (size_t i = 0; i < rets.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
     arrays.push_back((*buffer)->untyped_data());
-    count = static_cast<int64_t>((*buffer)->element_count());
   }
   const int64_t tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
   ParallelFor(pool, tasks, [&](int64_t task) {
     const int64_t begin = task * kElementsPerTask;
-    function(arrays.data(), sizes.begin(), begin, std::min(begin + kElementsPerTask, count));
+    library->function(arrays.data(), sizes.begin(), begin,
+                      std::min(begin + kElementsPerTask, count));
   });
   return ffi::Error::Success();
 }
@@ -109,4 +206,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseElementwise, normfuse::ElementwiseImpl,
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const uint8_t>>("image")
                                   .Attr<std::string_view>("digest")
+                                  .Attr<std::string_view>("layout")
                                   .Attr<xla::ffi::Span<const int64_t>>("sizes"));

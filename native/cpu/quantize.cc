@@ -207,7 +207,10 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
     if ((found != ffi::F8E4M3FN && found != ffi::F8E5M2) || (next > 0 && found != type)) {
       return Invalid(target, "codes are float8_e4m3fn or float8_e5m2");
     }
-    if ((*result)->element_count() != x.element_count()) return Invalid(target, "wrong shape");
+    const auto shape = (*result)->dimensions();
+    if (shape.size() != 2 || shape[which] != rows || shape[1 - which] != columns) {
+      return Invalid(target, which == 0 ? "q must have x's shape" : "qt must be x's transpose");
+    }
     type = found;
     codes[which] = static_cast<uint8_t*>((*result)->untyped_data());
     ++next;
@@ -215,6 +218,7 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
   auto scale = rets.get<ffi::BufferR1<ffi::F32>>(next);
   if (scale.has_error()) return scale.error();
   if ((*scale)->element_count() != 1) return Invalid(target, "the scale is one number");
+  if (maxima.element_count() == 0) return Invalid(target, "there are no maxima");
 
   uint32_t bound = 0;
   for (size_t i = 0; i < maxima.element_count(); ++i) {

@@ -46,7 +46,9 @@ ffi::Error Dispatch(Operands& operands, ffi::ThreadPool& pool, const Array& scal
   if (auto error = operands.error()) return *error;
   auto run = [&](auto kernel, auto zero) {
     using C = decltype(zero);
-    const Weight<C> weight(scale, scale_offset, operands.shape().n);
+    // Without lines n may be any number, and no memory stands behind it.
+    const int64_t n = operands.shape().lines() > 0 ? operands.shape().n : 0;
+    const Weight<C> weight(scale, scale_offset, n);
     if (weight.data() == nullptr) return OutOfMemory();
     kernel.shape = operands.shape();
     kernel.weight = weight.data();

@@ -26,6 +26,8 @@ Driver Open() {
   Find(library, "cuKernelGetAttribute", &d.KernelGetAttribute, &d.missing);
   Find(library, "cuKernelSetAttribute", &d.KernelSetAttribute, &d.missing);
   Find(library, "cuFuncGetAttribute", &d.FuncGetAttribute, &d.missing);
+  std::string older;
+  Find(library, "cuKernelGetParamInfo", &d.KernelGetParamInfo, &older);
   Find(library, "cuLaunchKernelEx", &d.LaunchKernelEx, &d.missing);
   Find(library, "cuStreamGetCtx", &d.StreamGetCtx, &d.missing);
   Find(library, "cuCtxPushCurrent_v2", &d.CtxPushCurrent, &d.missing);

@@ -3,6 +3,7 @@
 // which tests/native/test_cuda_driver_abi.py compares with these.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -61,6 +62,8 @@ struct Driver {
   Result (*KernelGetAttribute)(int*, int attribute, KernelHandle, Device);
   Result (*KernelSetAttribute)(int attribute, int value, KernelHandle, Device);
   Result (*FuncGetAttribute)(int*, int attribute, Function);
+  // Since CUDA 12.4; null in older drivers. Fails for a parameter that the kernel does not have.
+  Result (*KernelGetParamInfo)(KernelHandle, size_t index, size_t* offset, size_t* size);
   Result (*LaunchKernelEx)(const LaunchConfig*, Function, void** parameters, void** extra);
   Result (*StreamGetCtx)(Stream, Context*);
   Result (*CtxPushCurrent)(Context);
@@ -70,7 +73,7 @@ struct Driver {
   Result (*GetErrorName)(Result, const char**);
   Result (*GetErrorString)(Result, const char**);
 
-  // Why the entry points above cannot be called; empty when they can.
+  // Why the other entry points above cannot be called; empty when they can.
   std::string missing;
 
   // "CUDA_ERROR_INVALID_VALUE (invalid argument)".

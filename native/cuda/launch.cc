@@ -13,6 +13,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/library.h"
+#include "signature.h"
 
 namespace ffi = xla::ffi;
 
@@ -22,6 +23,8 @@ namespace {
 constexpr size_t kMaxParameters = 64;
 constexpr int kDefaultSharedBytes = 48 << 10;  // what a block may use without asking for more
 constexpr uint32_t kPortableClusterSize = 8;
+constexpr int64_t kMostSize = std::numeric_limits<uint32_t>::max();
+constexpr int64_t kMostCluster = 1024;  // more than any GPU has; the product of three fits
 
 using Dims = std::array<uint32_t, 3>;
 
@@ -33,6 +36,8 @@ struct Launch {
   std::string name;
   std::string digest;
   Library* library = nullptr;
+  Signature signature;
+  std::vector<int64_t> elements;  // of each operand and result
   Dims grid, block, cluster;
   uint32_t shared_bytes = 0;
   std::vector<int64_t> ints;
@@ -45,6 +50,9 @@ struct Launch {
 
   bool Empty() const { return grid[0] == 0 || grid[1] == 0 || grid[2] == 0; }
   uint32_t ClusterSize() const { return cluster[0] * cluster[1] * cluster[2]; }
+  size_t Parameters() const {
+    return signature.arrays() + ints.size() + floats.size() + doubles.size();
+  }
 };
 
 ffi::TypeId Launch::id = {};
@@ -63,25 +71,26 @@ ffi::Error Failure(const Launch& launch, const char* what, Result result) {
   return Failure(launch, std::string(what) + ": " + GetDriver().Describe(result));
 }
 
-bool DecodeDims(ffi::Span<const int64_t> values, int64_t least, Dims* dims) {
+bool DecodeDims(ffi::Span<const int64_t> values, int64_t least, int64_t most, Dims* dims) {
   if (values.size() != 3) return false;
   for (size_t i = 0; i < 3; ++i) {
-    if (values[i] < least || values[i] > std::numeric_limits<uint32_t>::max()) return false;
+    if (values[i] < least || values[i] > most) return false;
     (*dims)[i] = static_cast<uint32_t>(values[i]);
   }
   return true;
 }
 
 ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(
-    ffi::Span<const uint8_t> image, std::string_view digest, std::string_view kernel,
-    ffi::Span<const int64_t> grid, ffi::Span<const int64_t> block, ffi::Span<const int64_t> cluster,
-    int64_t shared, ffi::Span<const int64_t> ints, ffi::Span<const float> floats,
-    ffi::Span<const double> doubles) {
+    ffi::Span<const uint8_t> image, std::string_view digest, std::string_view dtypes,
+    ffi::Span<const int64_t> elements, std::string_view kernel, ffi::Span<const int64_t> grid,
+    ffi::Span<const int64_t> block, ffi::Span<const int64_t> cluster, int64_t shared,
+    ffi::Span<const int64_t> ints, ffi::Span<const float> floats, ffi::Span<const double> doubles) {
   auto launch = std::make_unique<Launch>();
   launch->name = kernel;
   launch->digest = digest;
-  if (!DecodeDims(grid, 0, &launch->grid) || !DecodeDims(block, 1, &launch->block) ||
-      !DecodeDims(cluster, 1, &launch->cluster) || shared < 0 ||
+  if (!DecodeDims(grid, 0, kMostSize, &launch->grid) ||
+      !DecodeDims(block, 1, kMostSize, &launch->block) ||
+      !DecodeDims(cluster, 1, kMostCluster, &launch->cluster) || shared < 0 ||
       shared > std::numeric_limits<int>::max()) {
     return ffi::Unexpected(
         Failure(*launch, "grid, block and cluster need three sizes each, and shared a byte count"));
@@ -90,8 +99,23 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(
   launch->ints.assign(ints.begin(), ints.end());
   launch->floats.assign(floats.begin(), floats.end());
   launch->doubles.assign(doubles.begin(), doubles.end());
+  std::string failure = launch->signature.Read(dtypes);
+  launch->elements.assign(elements.begin(), elements.end());
+  if (failure.empty() && launch->elements.size() != launch->signature.arrays()) {
+    failure = "its attributes describe " + std::to_string(launch->signature.arrays()) +
+              " dtypes and " + std::to_string(launch->elements.size()) + " sizes";
+  }
+  if (!failure.empty()) return ffi::Unexpected(Failure(*launch, failure));
+  if (launch->Parameters() > kMaxParameters) {
+    return ffi::Unexpected(Failure(*launch, "takes " + std::to_string(launch->Parameters()) +
+                                                " parameters, more than " +
+                                                std::to_string(kMaxParameters)));
+  }
   launch->library = Library::Get(
       digest, std::string_view(reinterpret_cast<const char*>(image.begin()), image.size()));
+  if (launch->library == nullptr) {
+    return ffi::Unexpected(Failure(*launch, "was damaged: its SHA-256 is not its digest"));
+  }
   return launch;
 }
 
@@ -138,6 +162,25 @@ ffi::Error RaiseLimits(const Launch& launch, Device device) {
   return ffi::Error::Success();
 }
 
+// Compares what the kernel takes with what it will be given: the driver reads as many addresses as
+// the kernel has parameters. Drivers older than 12.4 do not say.
+ffi::Error CheckParameters(const Launch& launch) {
+  const Driver& driver = GetDriver();
+  if (driver.KernelGetParamInfo == nullptr) return ffi::Error::Success();
+  const size_t doubles = launch.Parameters() - launch.doubles.size();
+  const size_t floats = doubles - launch.floats.size();
+  for (size_t i = 0; i <= launch.Parameters(); ++i) {
+    size_t offset = 0, size = 0;
+    const bool taken = driver.KernelGetParamInfo(launch.kernel, i, &offset, &size) == 0;
+    const bool given = i < launch.Parameters();
+    if (taken != given || (given && size != (i >= floats && i < doubles ? 4 : 8))) {
+      return Failure(launch, "does not take the " + std::to_string(launch.Parameters()) +
+                                 " parameters that it is given: see number " + std::to_string(i));
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error Prepare(Launch* launch, Stream stream) {
   const Driver& driver = GetDriver();
   if (!driver.missing.empty()) return Failure(*launch, driver.missing);
@@ -146,6 +189,10 @@ ffi::Error Prepare(Launch* launch, Stream stream) {
   if (launch->kernel == nullptr) {
     std::string failure = launch->library->GetKernel(launch->name, &launch->kernel);
     if (!failure.empty()) return Failure(*launch, failure);
+    if (ffi::Error error = CheckParameters(*launch); error.failure()) {
+      launch->kernel = nullptr;
+      return error;
+    }
   }
   Device device = 0;
   Result result = driver.CtxGetDevice(&device);
@@ -169,8 +216,10 @@ ffi::Error PrepareOnce(Launch* launch, Stream stream, int32_t ordinal) {
   return error;
 }
 
-ffi::Error Initialize(Stream stream, int32_t ordinal, Launch* launch, ffi::RemainingArgs,
-                      ffi::RemainingRets, ffi::Dictionary) {
+ffi::Error Initialize(Stream stream, int32_t ordinal, Launch* launch, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, ffi::Dictionary) {
+  const std::string failure = launch->signature.Check(args, rets, launch->elements);
+  if (!failure.empty()) return Failure(*launch, failure);
   return launch->Empty() ? ffi::Error::Success() : PrepareOnce(launch, stream, ordinal);
 }
 
@@ -180,7 +229,6 @@ struct Parameters {
   std::array<void*, kMaxParameters> addresses;
   size_t count = 0;
 
-  bool Fits(size_t more) const { return count + more <= kMaxParameters; }
   void AddPointer(void* pointer) {
     pointers[count] = pointer;
     addresses[count] = &pointers[count];
@@ -194,12 +242,8 @@ struct Parameters {
 
 ffi::Error Collect(Launch* launch, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                    Parameters* parameters) {
-  size_t count = args.size() + rets.size() + launch->ints.size() + launch->floats.size() +
-                 launch->doubles.size();
-  if (!parameters->Fits(count)) {
-    return Failure(*launch, "takes " + std::to_string(count) + " parameters, more than " +
-                                std::to_string(kMaxParameters));
-  }
+  const std::string failure = launch->signature.Check(args, rets, launch->elements);
+  if (!failure.empty()) return Failure(*launch, failure);
   for (size_t i = 0; i < args.size(); ++i) {
     auto buffer = args.get<ffi::AnyBuffer>(i);
     if (buffer.has_error()) return buffer.error();
@@ -257,6 +301,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseLaunchInstantiate, normfuse::cuda::Instant
                               ffi::Ffi::BindInstantiate()
                                   .Attr<ffi::Span<const uint8_t>>("image")
                                   .Attr<std::string_view>("digest")
+                                  .Attr<std::string_view>("dtypes")
+                                  .Attr<ffi::Span<const int64_t>>("elements")
                                   .Attr<std::string_view>("kernel")
                                   .Attr<ffi::Span<const int64_t>>("grid")
                                   .Attr<ffi::Span<const int64_t>>("block")

@@ -2,7 +2,9 @@
 //
 // Attributes (all needed):
 //   image    u8[]                  cubin or PTX text
-//   digest   string                names the image; equal digests share one loaded library
+//   digest   string                the image's SHA-256; equal digests share one loaded library
+//   dtypes   string                of the operands and results: "float32 bfloat16 -> float32"
+//   elements s64[]                 how many each of them has
 //   kernel   string                the entry point in the image
 //   grid, block, cluster  s64[3]   an empty grid runs nothing; cluster 1 1 1 is none
 //   shared   s64                   bytes of dynamic shared memory
@@ -10,7 +12,8 @@
 //   floats   f32[]                 scalars, passed as `float`
 //   doubles  f64[]                 scalars, passed as `double`
 // The kernel's parameters are the operands' pointers, the results' pointers, then the scalars, each
-// in the order given.
+// in the order given. Nothing is loaded unless the image has its digest, and nothing is launched
+// unless the buffers are those described and the kernel takes as many parameters of these sizes.
 #pragma once
 
 #include "xla/ffi/api/ffi.h"

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <map>
 
+#include "sha256.h"
+
 namespace normfuse::cuda {
 
 Library* Library::Get(std::string_view digest, std::string_view image) {
@@ -12,6 +14,7 @@ Library* Library::Get(std::string_view digest, std::string_view image) {
   std::lock_guard<std::mutex> lock(*mutex);
   auto found = libraries->find(digest);
   if (found == libraries->end()) {
+    if (Sha256(image.data(), image.size()) != digest) return nullptr;
     found = libraries->emplace(std::string(digest), new Library(image)).first;
   }
   return found->second;

@@ -13,7 +13,8 @@ namespace normfuse::cuda {
 // process: unloading would have to wait for every stream of every device, and an image is small.
 class Library {
  public:
-  // The one library of `digest`. `image` is copied by the first caller and ignored for the others.
+  // The one library of `digest`. `image` is copied by the first caller, who must give the one with
+  // that SHA-256, and ignored for the others. Null if it is not.
   static Library* Get(std::string_view digest, std::string_view image);
 
   // Finds `name` in the image, loading that if need be; the handle is good for every device.

@@ -143,6 +143,98 @@ def test_cache_refuses_folder_of_another_user(folder):
     refused("owned by user 65534")
 
 
+def test_cache_refuses_folder_that_others_can_replace(folder):
+    folder.parent.chmod(0o777)
+    refused("lets others replace it")
+    folder.parent.chmod(0o1777)  # sticky, as /tmp: only the owner can
+    cache.check(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_cache_refuses_folder_in_one_of_another_user(folder):
+    os.chown(folder.parent, 65534, -1)
+    refused("lets others replace it")
+
+
+def test_cache_refuses_what_a_link_to_a_folder_of_others_leads_to(folder, tmp_path):
+    target = tmp_path / "open" / "kernels"
+    target.mkdir(parents=True)
+    target.parent.chmod(0o777)
+    folder.symlink_to(target)
+    refused("lets others replace it")
+
+
+def test_cache_of_root_that_nobody_can_write_to_is_used(folder, monkeypatch):
+    """As in the image of a container: owned by another user, who is root, and read-only."""
+    image = get()[0]
+    folder.chmod(0o555)
+    (path,) = folder.iterdir()
+    path.chmod(0o444)
+    monkeypatch.setattr(cache.tempfile, "mkstemp", read_only)
+    if os.geteuid() == 0:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get() == (image, 0)
+    with pytest.warns(RuntimeWarning, match="Permission denied") as caught:
+        get(factor=11)
+        get(factor=12)
+    assert len(caught) == 1
+
+
+def test_cache_trusts_root_and_oneself(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert cache._trusted() == (0, 12345)
+
+
+def test_cache_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", "~/x")
+    get()
+    assert cache.directory() == tmp_path / "x" and len(list(tmp_path.joinpath("x").iterdir())) == 1
+
+
+def test_cache_in_a_home_folder_that_is_not_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", "~nobody-of-this-name/x")
+    with pytest.warns(RuntimeWarning, match="no such home folder") as caught:
+        get()
+        get(factor=7)
+    assert len(caught) == 1 and not list(tmp_path.iterdir())
+    assert cache.entries() == []
+    with pytest.raises(cache.Refused):
+        cache.clear()
+
+
+def test_folders_in_the_cache_follow_its_rule(folder, tmp_path):
+    """Where JAX loads programs: it looks at neither the folder nor the files."""
+    assert cache.usable("xla") == folder / "xla"
+    assert stat.S_IMODE((folder / "xla").stat().st_mode) == 0o700
+    program = folder / "xla" / "inner" / "program"
+    program.parent.mkdir()
+    program.write_text("")
+    program.chmod(0o666)
+    assert cache.usable("xla")  # nobody can reach it
+    (folder / "xla").chmod(0o755)
+    with pytest.warns(RuntimeWarning, match="program .* can be written to by others"):
+        assert cache.usable("xla") is None
+    program.chmod(0o644)
+    assert cache.usable("xla")
+    (folder / "xla").chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="xla: mode 0777"):
+        assert cache.usable("xla") is None
+    folder.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="kernels: mode 0777") as caught:
+        assert cache.usable("xla") is cache.usable() is None
+        get()
+    assert len(caught) == 1
+
+
+def read_only(*_, **__):
+    raise PermissionError(13, "Permission denied")
+
+
 def test_cache_refuses_a_file_in_its_place(folder):
     folder.write_text("")
     refused("File exists")
@@ -165,6 +257,85 @@ def test_cache_full_disk_warns_once(folder, monkeypatch):
         get()
     get(factor=7)
     assert len(caught) == 1 and not list(folder.iterdir())
+
+
+def test_cache_entry_under_another_name_is_not_loaded(folder):
+    image, other = get()[0], get(factor=3)[0]
+    paths = {cache._contents(path).partition(b"\n")[2]: path for path in folder.iterdir()}
+    paths[image.data].write_bytes(paths[other.data].read_bytes())
+    assert len(cache.entries()) == 1
+    forget()
+    assert get() == (image, 1)
+    forget()
+    assert get() == (image, 0) and get(factor=3) == (other, 0)
+
+
+def deep(path):
+    path.write_bytes(b'{"format": ' + b"[" * 100_000 + b"\n" + b"x")
+
+
+def long(path):
+    path.write_bytes(b"[" * (1 << 20))
+
+
+def directory(path):
+    path.mkdir()
+    (path / "file").write_text("")
+
+
+def elsewhere(path):
+    """A link to an entry that is as it should be."""
+    kept = path.parent.parent / "kept"
+    kept.write_bytes(elsewhere.entry)
+    path.symlink_to(kept)
+
+
+def writable(path):
+    path.write_bytes(elsewhere.entry)
+    path.chmod(0o666)
+
+
+def others(path):
+    path.write_bytes(elsewhere.entry)
+    os.chown(path, 65534, -1)
+
+
+def shown(path):
+    """A text that a terminal obeys; the image is as it should be."""
+    path.write_bytes(elsewhere.entry.replace(b'"scale.cu"', b'"\\u001b[2J"'))
+
+
+def listed(path):
+    path.write_bytes(elsewhere.entry.replace(b'{"FACTOR": "2"}', b'["FACTOR"]'))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, deep, long, directory, elsewhere, writable, others, shown, listed],
+    ids=lambda make: make.__name__,
+)
+def test_cache_entry_that_is_none_is_passed_over(folder, make):
+    if make is others and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    image = get()[0]
+    (path,) = folder.iterdir()
+    elsewhere.entry = path.read_bytes()
+    path.unlink()
+    make(path)
+    assert cache.entries() == []
+    forget()
+    if make is directory:  # it cannot be replaced
+        with pytest.warns(RuntimeWarning, match="Is a directory"):
+            assert get() == (image, 1)
+        assert cache.clear() == 0
+        return
+    assert get() == (image, 1)
+    forget()
+    assert get() == (image, 0) and stat.S_ISREG(path.lstat().st_mode)
+    path.unlink()
+    make(path)
+    assert cache.clear() == 1 and not list(folder.iterdir())
 
 
 def test_cache_evicts_what_was_used_longest_ago(folder, monkeypatch):

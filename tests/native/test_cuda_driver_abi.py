@@ -43,6 +43,7 @@ SAME(KernelGetFunction, cuKernelGetFunction);
 SAME(KernelGetAttribute, cuKernelGetAttribute);
 SAME(KernelSetAttribute, cuKernelSetAttribute);
 SAME(FuncGetAttribute, cuFuncGetAttribute);
+SAME(KernelGetParamInfo, cuKernelGetParamInfo);
 SAME(LaunchKernelEx, cuLaunchKernelEx);
 SAME(StreamGetCtx, cuStreamGetCtx);
 SAME(CtxPushCurrent, cuCtxPushCurrent_v2);

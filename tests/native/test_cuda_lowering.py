@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import re
 import sys
 import types
@@ -9,9 +10,12 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import export
 from norm_kernels import KERNELS, norm_of
 
+import normfuse
+from normfuse.layers.nnx import GatedMLP
 from normfuse.native import cache, compiler, implementation, launch
 from normfuse.native.implementation import NATIVE, Order, Unsupported
 from normfuse.native.launch import Target, named_target, target_for
@@ -224,3 +228,46 @@ def test_cuda_dtype_without_kernel_is_plain_hlo():
     assert "custom_call" not in text
     with pytest.raises(NotImplementedError, match="no CUDA kernel takes float8_e4m3fn"):
         lowered(forward(), *structs("float8_e4m3fn"))
+
+
+@pytest.mark.newest
+def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
+    """The driver reads as many addresses as a kernel has parameters; the handler compares them."""
+    arch("compute_90")
+    sizes = {"u64": 8, "u32": 4, "f32": 4, "f64": 8}
+    kernels = set()
+
+    def call_host(target, operands, results, *, image, dtypes, elements, kernel, **given):
+        entry = re.search(rf"\.entry\s+{kernel}\s*\((.*?)\)", bytes(image).decode(), re.DOTALL)
+        found = [sizes[one] for one in re.findall(r"\.param\s+\.(\w+)", entry[1])]
+        arrays = [*operands, *results]
+        scalars = [given[name] for name in ("ints", "floats", "doubles")]
+        assert found == [8] * len(arrays) + [n.itemsize for some in scalars for n in some], kernel
+        assert dtypes == launch.signature(*([a.dtype.name for a in s] for s in (operands, results)))
+        assert elements.tolist() == [math.prod(a.shape) for a in arrays]
+        kernels.add(kernel)
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(launch, "call_host", call_host)
+    total = lambda *results: sum(r.astype(jnp.float32).sum() for r in results)
+    scaled = normfuse.elementwise(
+        "template <class T> T scaled(T x, float by) { return x * by; }",
+        derivative={"x": "by"},
+        by=1,
+    )
+    mlp = lambda x, k: GatedMLP(64, 64, quantization="fp8", rngs=nnx.Rngs(0))(x) @ k
+
+    def every(x, kernel, scale):
+        y = normfuse.rms_norm(x, scale) + normfuse.rms_norm(x, axis=0)
+        y = normfuse.dense(y, kernel, activation="gelu", quantization="fp8")
+        labels = jnp.zeros(x.shape[0], jnp.int32)
+        return total(normfuse.linear_cross_entropy(mlp(scaled(y), kernel), kernel, labels))
+
+    bfloat16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    operands = bfloat16(256, 64), bfloat16(64, 64), bfloat16(64)
+    jax.jit(jax.value_and_grad(every, (0, 1, 2))).trace(*operands).lower(
+        lowering_platforms=("cuda",)
+    )
+    assert kernels >= {"rms_norm_forward", "rms_norm_backward", "epilogue_backward"}
+    assert kernels >= {"quantize_amax", "quantize_gated", "elementwise_scaled"}
+    assert any("softmax" in kernel for kernel in kernels), kernels

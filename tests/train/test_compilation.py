@@ -1,6 +1,8 @@
 """The compiled step: which implementation it says serves, and where its program is kept."""
 
 import dataclasses
+import math
+import os
 import re
 
 import jax
@@ -81,6 +83,41 @@ def test_a_run_prints_what_serves(finished):
     # What other tests of this process could not be served by may follow.
     assert re.search(r"^norms +(native|Pallas) kernels\b", finished[1], re.M)
     assert re.search(r"^activations +(native kernels|plain XLA)", finished[1], re.M)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_programs_of_others_are_not_loaded(mode, tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    (tmp_path / "xla").mkdir(0o700)
+    tmp_path.chmod(mode)
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with pytest.warns(RuntimeWarning, match="lets others write code") as caught:
+            compilation.keep_compiled_programs()
+            compilation.keep_compiled_programs()
+        assert len(caught) == 1
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_programs_are_read_where_none_can_be_written(tmp_path, monkeypatch):
+    """JAX would warn for each that it cannot write."""
+    kept = "jax_persistent_cache_"
+    names = [f"{kept}min_compile_time_secs", f"{kept}enable_xla_caches"]
+    names.append("jax_compilation_cache_dir")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        compilation.keep_compiled_programs()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "xla")
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == math.inf
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def test_programs_are_kept_without_being_asked(tmp_path, monkeypatch):
