@@ -33,6 +33,8 @@ from jax import Array
 
 from ..models.functional import Params
 from . import RunError, UsageError, distributed
+from .arguments import reason
+from .run_dir import is_step
 from .step import State
 
 # Exceptions of saves in the background, in this process. Orbax logs them at once; with several
@@ -59,17 +61,22 @@ class Checkpoints:
         _filter_logs()
         self.folder = folder.absolute()
         self._report = report
+        self._closed = False
         self._saved = -1
         self._failed_before = len(_failed_saves)
         # In the background, threads would wait for a folder that cannot be created, and outlive the
         # run by five minutes.
         at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=at_once)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            why = reason(error, self.folder)
+            raise RunError(f"{self.folder} cannot hold checkpoints: {why}") from None
 
     def steps(self) -> list[int]:
         """Returns the steps that were saved completely, ascending."""
-        return sorted(self._manager.all_steps())
+        return sorted(set(self._manager.all_steps()).intersection(self._numbered()))
 
     def record(self, step: int) -> dict[str, Any]:
         """Reads a checkpoint's record: configuration, text, checksums.
@@ -80,6 +87,8 @@ class Checkpoints:
         restored = self._read(step, record=ocp.args.JsonRestore())["record"]
         if not isinstance(restored, dict) or restored.pop("crc32", None) != _crc32(restored):
             raise Damaged("its record does not have the checksum it was saved with")
+        if restored.get("step") != step:
+            raise Damaged(f"its record is that of step {restored.get('step')}")
         return restored
 
     def newest_record(self) -> tuple[int, dict[str, Any]] | None:
@@ -115,8 +124,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until everything is written; raises a RunError if it cannot be."""
-        self._or_fail(self._finish, self._saved)
-        self._manager.close()
+        if not self._closed:
+            self._or_fail(self._finish, self._saved)
+            self._manager.close()
+            self._closed = True
 
     def restore(self, abstract: State) -> tuple[State, dict[str, Any]]:
         """Restores the newest undamaged checkpoint, onto the shardings of `abstract`.
@@ -152,8 +163,8 @@ class Checkpoints:
                 if step not in complete:
                     raise Damaged("it is not complete")
                 found = read(step)
-            except Damaged as reason:
-                self._report(f"checkpoint of step {step} is damaged and not used: {reason}")
+            except Damaged as damage:
+                self._report(f"checkpoint of step {step} is damaged and not used: {damage}")
                 damaged.append(step)
                 continue
             if move:
@@ -167,7 +178,7 @@ class Checkpoints:
 
     def _numbered(self) -> list[int]:
         """Returns the steps that have a folder, including those that orbax does not count."""
-        return [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in self.folder.iterdir() if is_step(path.name)]
 
     def _restore(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         record = self.record(step)
@@ -179,16 +190,16 @@ class Checkpoints:
         return state, record
 
     def _read(self, step: int, **items: Any) -> dict[str, Any]:
-        reason, found = None, {}
+        trouble, found = None, {}
         with _without_unraisable():
             try:
                 found = {name: self._item(step, name, args) for name, args in items.items()}
             except Exception as error:  # damaged bytes make orbax and TensorStore raise anything
-                reason = _first_line(error)
-            if reason is not None:
+                trouble = _first_line(error)
+            if trouble is not None:
                 gc.collect()
-        if distributed.anywhere(reason is not None):
-            raise Damaged(reason or "another process could not read its part")
+        if distributed.anywhere(trouble is not None):
+            raise Damaged(trouble or "another process could not read its part")
         return found
 
     def _item(self, step: int, name: str, args: Any) -> Any:
