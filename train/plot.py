@@ -20,6 +20,7 @@ from .metrics import NATS_PER_BIT  # noqa: E402
 from .run_dir import RunResults  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
+_LABEL = 60  # characters of a run's name
 _SIZE = {"dpi": 160, "layout": "constrained"}
 File = Path | BinaryIO
 
@@ -93,12 +94,14 @@ def plot_breakdown(file: File, runs: Sequence[RunResults]) -> None:
 
 
 def _coloured(runs: Sequence[RunResults]) -> list[tuple[str, RunResults]]:
-    """Pairs runs with colours. A space before `_` keeps a label in matplotlib's legends."""
-    shown = [
-        dataclasses.replace(run, label=f" {run.label}") if run.label.startswith("_") else run
-        for run in runs
-    ]
-    return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(shown)]
+    """Pairs runs with colours, under labels that fit a legend."""
+
+    def fitting(label: str) -> str:
+        label = f"…{label[-_LABEL:]}" if len(label) > _LABEL else label
+        return f" {label}" if label.startswith("_") else label  # else matplotlib leaves it out
+
+    named = [dataclasses.replace(run, label=fitting(run.label)) for run in runs]
+    return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(named)]
 
 
 def _last_step(runs: Sequence[RunResults]) -> int:

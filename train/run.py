@@ -21,7 +21,7 @@ from ..models.functional import Params, build
 from ..models.sharding import Sharding
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, plot, run_dir
-from .arguments import printable, reason
+from .arguments import expanded, printable, reason
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
 from .compilation import explained, implementations, keep_compiled_programs, lower
@@ -54,6 +54,8 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
       UsageError: the request cannot be carried out; nothing was compiled or written.
       RunError: the run failed.
     """
+    if config.out_dir is not None:
+        config = dataclasses.replace(config, out_dir=expanded(config.out_dir, "--out-dir"))
     check(config)
     text = read(config)
     distributed.initialize(config.distributed)

@@ -178,7 +178,7 @@ def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path):
         code, _, err = train(**bpe | {"steps": 3})
         assert code == 2 and err.count("\n") == 1
         assert f"{path} is not a valid tokenizer.json" in err and "Delete it" in err
-        assert main(["generate", str(tmp_path / "run")]) == 2
+    assert main(["generate", str(tmp_path / "run")]) == 2
     path.unlink()  # as the message says
     code, _, err = train(**bpe | {"steps": 3})
     assert (code, err) == (0, "") and path.read_text() == content
