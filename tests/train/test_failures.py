@@ -167,7 +167,7 @@ def test_run_goes_on_when_its_reader_leaves(flags, tmp_path, lines):
     assert max(x["step"] for x in lines(tmp_path / "run") if "loss" in x) == 6
 
 
-def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path):
+def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     bpe = {"data.tokenizer": "bpe:270", "model.vocab-size": 384, "steps": 2}
     assert train(**bpe)[0] == 0
@@ -178,7 +178,9 @@ def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path):
         code, _, err = train(**bpe | {"steps": 3})
         assert code == 2 and err.count("\n") == 1
         assert f"{path} is not a valid tokenizer.json" in err and "Delete it" in err
-    assert main(["generate", str(tmp_path / "run")]) == 2
     path.unlink()  # as the message says
     code, _, err = train(**bpe | {"steps": 3})
     assert (code, err) == (0, "") and path.read_text() == content
+    path.write_text("[]")
+    assert main(["generate", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: RUN {path} is not a valid tokenizer.json")
