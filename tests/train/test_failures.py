@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import processes
 import pytest
 
-from normfuse.train import plot, shutdown
+from normfuse.train import shutdown
 from normfuse.train.cli import main
 from normfuse.train.loop import Loop
+from normfuse.train.run import Run
 from normfuse.train.shutdown import Watchdog
 
 
@@ -51,7 +52,7 @@ def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
 def _hang(program: str, grace: int, tmp_path) -> subprocess.CompletedProcess:
     program = f"""
 import ctypes, pathlib, time
-from normfuse.train import plot, shutdown
+from normfuse.train import shutdown
 shutdown._GRACE = {grace}
 dog = shutdown.Watchdog(1, pathlib.Path("stacks.txt"))
 def stuck():
@@ -111,17 +112,18 @@ def test_run_tells_the_watchdog_of_all_it_does(options, train, monkeypatch):
 def test_full_disk_after_the_last_step_leaves_the_checkpoint(options, train, tmp_path, monkeypatch):
     """Files may not grow beyond 4 kB from then on, and a picture does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    draw = plot.plot_loss
+    draw = Run._plot
 
-    def limited(*arguments):
+    def limited(run):
+        run.checkpoints.close()  # what is written in the background has its room
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            draw(*arguments)
+            return draw(run)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     with monkeypatch.context() as patch:
-        patch.setattr(plot, "plot_loss", limited)
+        patch.setattr(Run, "_plot", limited)
         code, _, err = train(**options)
     _assert_saved(code, err, tmp_path / "run", "File too large")
     code, out, err = train(**options)  # the same command does the rest
