@@ -372,9 +372,7 @@ def _read_yaml(name: str) -> dict[str, tuple[Any, str]]:
     def construct(node: Any, name: str, where: str) -> Any:
         try:
             return loader.construct_object(node)
-        except (
-            Exception
-        ) as error:  # PyYAML raises whatever a tag, a date or a number makes it raise
+        except Exception as error:  # anything, of a tag, a date or a number
             why = getattr(error, "problem", None) or error
             raise UsageError(
                 f"{where}: {shown(name)} is {shown(node.value)}, which is no value: {one_line(why)}"
