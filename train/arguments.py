@@ -71,8 +71,9 @@ def reason(error: BaseException, known: Any = None) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     about = error.filename
-    other = about is not None and not isinstance(about, int) and str(about) != str(known)
-    return f"{os.fsdecode(about)}: {error.strerror}" if other else error.strerror
+    if about is None or isinstance(about, int) or str(about) == str(known):
+        return error.strerror
+    return f"{os.fsdecode(about)}: {error.strerror}"
 
 
 def expanded(path: Path | str, argument: str) -> Path:

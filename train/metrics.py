@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from . import RunError
 from .arguments import read_bytes, reason
@@ -177,7 +177,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [entry for line in content.split(b"\n") if (entry := _entry(line)) is not None]
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Returns whether a value read from JSON is a finite number, of a size that a plot can show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
