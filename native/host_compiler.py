@@ -20,6 +20,11 @@ PORTABLE = "generic"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-s", "-w", "-fdiagnostics-color=never")
 _FLAGS += ("-fno-math-errno", "-fno-trapping-math")
 _FLAGS += ("-ffp-contract=off",)  # the same values at every level
+# How a compiler says, in English, that something other than the text stopped it.
+_STOPPED = (
+    r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"
+    r"|Read-only file system|Cannot create temporary file|Cannot allocate memory|Killed"
+)
 _LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest first
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
     "x86-64-v3": "avx2 bmi1 bmi2 f16c fma abm movbe",
@@ -37,7 +42,8 @@ def library(name: str, text: str, arch: str) -> Image:
 
     Raises:
       CompilerMissing: if there is no compiler.
-      CompileError: if the text does not compile, with the compiler's log.
+      CompileError: if the text does not compile, with the compiler's log; or if the compiler could
+        not do its work, for want of disk or memory.
     """
     path, version = find()
     head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
@@ -85,12 +91,26 @@ def host() -> str:
 
 def _compile(path: str, name: str, text: str, arch: str) -> Image:
     level = [] if arch == PORTABLE else [f"-march={arch}"]
-    with tempfile.TemporaryDirectory() as folder:
-        output = pathlib.Path(folder, "library.so")
-        command = [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)]
-        english = os.environ | {"LC_ALL": "C"}
-        done = subprocess.run(command, input=text, capture_output=True, text=True, env=english)
-        if done.returncode:
-            raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
-        compiler.count_compilation()
-        return Image(output.read_bytes())
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            output = pathlib.Path(folder, "library.so")
+            command = [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)]
+            english = os.environ | {"LC_ALL": "C"}
+            done = subprocess.run(command, input=text, capture_output=True, text=True, env=english)
+            data = b"" if done.returncode else output.read_bytes()
+    except OSError as error:
+        raise CompileError(_stopped(path, name, str(error))) from error
+    if done.returncode:
+        for line in done.stderr.splitlines():
+            if re.search(_STOPPED, line):
+                raise CompileError(_stopped(path, name, line))
+        raise CompileError(f"{name} does not compile for the CPU ({path}):\n{done.stderr}")
+    compiler.count_compilation()
+    return Image(data)
+
+
+def _stopped(path: str, name: str, why: str) -> str:
+    return (
+        f"{path} could not compile {name}: {why}. Its temporary files are in TMPDIR, or else in "
+        "/tmp: give it room, or another folder."
+    )

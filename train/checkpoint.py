@@ -11,8 +11,8 @@ checksums catch all of these; and, as no codec can, data that is valid but anoth
 misdirected write), and data that changed between the computation and the write.
 """
 
+import asyncio
 import contextlib
-import gc
 import json
 import logging
 import re
@@ -20,7 +20,6 @@ import shutil
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,8 @@ from jax import Array
 
 from ..models.functional import Params
 from . import RunError, UsageError, distributed
+from .arguments import reason
+from .run_dir import is_step
 from .step import State
 
 # Exceptions of saves in the background, in this process. Orbax logs them at once; with several
@@ -59,17 +60,22 @@ class Checkpoints:
         _filter_logs()
         self.folder = folder.absolute()
         self._report = report
+        self._closed = False
         self._saved = -1
         self._failed_before = len(_failed_saves)
         # In the background, threads would wait for a folder that cannot be created, and outlive the
         # run by five minutes.
         at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, async_options=at_once)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            why = reason(error, self.folder)
+            raise RunError(f"{self.folder} cannot hold checkpoints: {why}") from None
 
     def steps(self) -> list[int]:
         """Returns the steps that were saved completely, ascending."""
-        return sorted(self._manager.all_steps())
+        return sorted(set(self._manager.all_steps()).intersection(self._numbered()))
 
     def record(self, step: int) -> dict[str, Any]:
         """Reads a checkpoint's record: configuration, text, checksums.
@@ -80,6 +86,8 @@ class Checkpoints:
         restored = self._read(step, record=ocp.args.JsonRestore())["record"]
         if not isinstance(restored, dict) or restored.pop("crc32", None) != _crc32(restored):
             raise Damaged("its record does not have the checksum it was saved with")
+        if restored.get("step") != step:
+            raise Damaged(f"its record is that of step {restored.get('step')}")
         return restored
 
     def newest_record(self) -> tuple[int, dict[str, Any]] | None:
@@ -115,8 +123,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until everything is written; raises a RunError if it cannot be."""
-        self._or_fail(self._finish, self._saved)
-        self._manager.close()
+        if not self._closed:
+            self._or_fail(self._finish, self._saved)
+            self._manager.close()
+            self._closed = True
 
     def restore(self, abstract: State) -> tuple[State, dict[str, Any]]:
         """Restores the newest undamaged checkpoint, onto the shardings of `abstract`.
@@ -152,8 +162,8 @@ class Checkpoints:
                 if step not in complete:
                     raise Damaged("it is not complete")
                 found = read(step)
-            except Damaged as reason:
-                self._report(f"checkpoint of step {step} is damaged and not used: {reason}")
+            except Damaged as damage:
+                self._report(f"checkpoint of step {step} is damaged and not used: {damage}")
                 damaged.append(step)
                 continue
             if move:
@@ -167,7 +177,7 @@ class Checkpoints:
 
     def _numbered(self) -> list[int]:
         """Returns the steps that have a folder, including those that orbax does not count."""
-        return [int(path.name) for path in self.folder.iterdir() if path.name.isdecimal()]
+        return [int(path.name) for path in self.folder.iterdir() if is_step(path.name)]
 
     def _restore(self, step: int, abstract: State) -> tuple[State, dict[str, Any]]:
         record = self.record(step)
@@ -179,16 +189,14 @@ class Checkpoints:
         return state, record
 
     def _read(self, step: int, **items: Any) -> dict[str, Any]:
-        reason, found = None, {}
-        with _without_unraisable():
+        trouble, found = None, {}
+        with _finished_reads():
             try:
                 found = {name: self._item(step, name, args) for name, args in items.items()}
             except Exception as error:  # damaged bytes make orbax and TensorStore raise anything
-                reason = _first_line(error)
-            if reason is not None:
-                gc.collect()
-        if distributed.anywhere(reason is not None):
-            raise Damaged(reason or "another process could not read its part")
+                trouble = _first_line(error)
+        if distributed.anywhere(trouble is not None):
+            raise Damaged(trouble or "another process could not read its part")
         return found
 
     def _item(self, step: int, name: str, args: Any) -> Any:
@@ -330,16 +338,30 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {line}"
 
 
+class _FinishingLoop(asyncio.SelectorEventLoop):
+    """An event loop that finishes its tasks before it closes."""
+
+    def close(self) -> None:
+        tasks = set() if self.is_closed() else asyncio.all_tasks(self)
+        if tasks:
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
 @contextlib.contextmanager
-def _without_unraisable() -> Iterator[None]:
-    """Silences errors of reads that nobody awaits, which orbax 0.12 leaves of a failed restore."""
-    hook = sys.unraisablehook
-    sys.unraisablehook = lambda _: None
+def _finished_reads() -> Iterator[None]:
+    """Leaves no read of a checkpoint unfinished.
+
+    At its first error orbax 0.12 closes the event loop that it has made, while TensorStore still
+    reads other arrays. The threads of that would later call into Python for tasks that nobody
+    awaits: to print errors after the run's own, and even while the interpreter exits.
+    """
+    made = asyncio.new_event_loop
+    asyncio.new_event_loop = _FinishingLoop
     try:
-        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            yield
+        yield
     finally:
-        sys.unraisablehook = hook
+        asyncio.new_event_loop = made
 
 
 def _filter_logs() -> None:

@@ -1,20 +1,24 @@
 """Checks of a configuration before anything is compiled or written: alone, and for a resume."""
 
-import math
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 from . import UsageError
+from .arguments import is_text, named, shown
 from .config import TrainConfig, as_dict
 
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")
+# ... but of a model's settings those that only say how it is computed may change ...
+_COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
 _FREE = (
     "distributed",
     "eval",
+    "lock_timeout",
     "out_dir",
     "preset",
     "profile",
@@ -24,6 +28,8 @@ _FREE = (
     "watchdog",
 )
 _FORMAT = 2  # of the record and of the state in a checkpoint
+_LAYERS = 10_000  # each is traced on its own, for some milliseconds
+_LEAST, _LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers of float32
 
 
 def check(config: TrainConfig) -> None:
@@ -32,6 +38,7 @@ def check(config: TrainConfig) -> None:
     Raises:
       UsageError: naming the flag, its value, the rule and a fix.
     """
+    _check_representable(config)
     _check_sizes(config)
     _check_optimizer(config)
     _check_mesh_sizes(config)
@@ -49,9 +56,11 @@ def guard_limit(guard: str) -> int:
     """Returns how many updates may be skipped: 0 for `stop`, N for `skip:N`."""
     if guard == "stop":
         return 0
-    match = re.fullmatch(r"skip:([1-9][0-9]*)", guard)
+    match = re.fullmatch(r"skip:([1-9][0-9]{0,8})", guard)
     if not match:
-        raise UsageError(f"--guard {guard!r} must be `stop` or `skip:N` with N of at least 1.")
+        raise UsageError(
+            f"--guard {guard!r} must be `stop` or `skip:N` with N of at least 1 and below 10**9."
+        )
     return int(match[1])
 
 
@@ -75,24 +84,21 @@ def check_resume(
     Raises:
       UsageError: a setting that must not differ does, or the text is another.
     """
-    if record.get("format") != _FORMAT:
-        raise UsageError(
-            f"the checkpoint in --out-dir is of format {record.get('format')}; this version reads "
-            f"and writes {_FORMAT}. Continue it with the version that wrote it, or start a new run "
-            "in another --out-dir."
-        )
+    check_format(record)
     saved, given = _flat(record["config"]), _flat(as_dict(config))
     different = {
         name: (saved.get(name), given.get(name))
         for name in sorted({*saved, *given})
         if saved.get(name) != given.get(name) and name.split(".")[0] not in (*_FREE, "data")
     }
-    refused = {name: both for name, both in different.items() if name.split(".")[0] in _FIXED}
+    refused = [name for name in different if _is_fixed(name)]
     if refused:
+        listed = "; ".join(
+            f"{name} saved {different[name][0]}, now {different[name][1]}" for name in refused
+        )
         raise UsageError(
-            "the checkpoint in --out-dir was made with other settings:\n"
-            + _table(refused)
-            + "\nGive the saved values to continue it, or another --out-dir to start a new run."
+            f"the checkpoint in --out-dir was made with other settings: {listed}. Give the saved "
+            "values to continue it, or another --out-dir to start a new run."
         )
     was = record["text"]
     if was["tokenizer"] != text_identity["tokenizer"]:
@@ -103,18 +109,54 @@ def check_resume(
         )
     if was["sha256"] != text_identity["sha256"]:
         raise UsageError(
-            "the checkpoint in --out-dir was trained on another text:\n"
-            f"  saved  {_describe(was)}\n  found  {_describe(text_identity)}\n"
-            "Give the same text by --data.path to continue it, or another --out-dir to start a new "
-            "run."
+            "the checkpoint in --out-dir was trained on another text: saved "
+            f"{_describe(was)}; found {_describe(text_identity)}. Give the same text by "
+            "--data.path to continue it, or another --out-dir to start a new run."
         )
     return _table(different).splitlines()
 
 
-def _require(valid: bool, flag: str, value: object, rule: str) -> None:
+def check_format(record: dict[str, Any]) -> None:
+    """Raises a UsageError unless this version reads checkpoints of a record's format."""
+    if record.get("format") != _FORMAT:
+        raise UsageError(
+            f"the checkpoint in --out-dir is of format {record.get('format')}; this version reads "
+            f"and writes {_FORMAT}. Continue it with the version that wrote it, or start a new run "
+            "in another --out-dir."
+        )
+
+
+def _is_fixed(name: str) -> bool:
+    group, _, field = name.partition(".")
+    return group in _FIXED and not (group == "model" and field in _COMPUTED)
+
+
+def require(valid: bool, flag: str, value: object, rule: str) -> None:
     """Raises a UsageError that names the flag, its value and the rule, unless `valid`."""
     if not valid:
         raise UsageError(f"--{flag} {value} {rule}")
+
+
+def _check_representable(config: TrainConfig) -> None:
+    """Checks that texts are UTF-8, and that numbers are ones that devices hold."""
+    for name, value in _flat(as_dict(config)).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, str):
+            rule = "must be UTF-8 text without zero bytes."
+            require(is_text(value), flag, shown(value), rule)
+        elif isinstance(value, int) and name != "seed":
+            require(-(2**31) <= value < 2**31, flag, shown(value), "must be below 2**31.")
+
+
+def check_float(flag: str, value: float, *, zero: bool) -> None:
+    """Checks that float32 holds a number as such, not as zero or infinity."""
+    rule = "must be finite and not negative" if zero else "must be finite and above 0"
+    rule += f": in float32 from {_LEAST:.0e} to {_LARGEST:.0e}{', or 0' if zero else ''}."
+    require(_LEAST <= value <= _LARGEST or (zero and value == 0), flag, value, rule)
+
+
+def _in_float32(value: float) -> float:
+    return struct.unpack("f", struct.pack("f", value))[0]
 
 
 def _check_sizes(config: TrainConfig) -> None:
@@ -132,64 +174,54 @@ def _check_sizes(config: TrainConfig) -> None:
         (1, "checkpoint.keep", config.checkpoint.keep),
         (0, "sample.tokens", config.sample.tokens),
         (0, "watchdog", config.watchdog),
+        (0, "lock-timeout", config.lock_timeout),
     ]
     for least, flag, value in at_least:
-        _require(value >= least, flag, value, f"must be at least {least}.")
-    _require(config.seed < 2**32, "seed", config.seed, "must be below 2**32.")
+        require(value >= least, flag, value, f"must be at least {least}.")
+    require(config.seed < 2**32, "seed", config.seed, "must be below 2**32.")
     longest = config.model.max_seq_len
     rule = f"is longer than --model.max-seq-len {longest}: lower the one or raise the other."
-    _require(config.seq_len <= longest, "seq-len", config.seq_len, rule)
+    require(config.seq_len <= longest, "seq-len", config.seq_len, rule)
     batch, unit = config.batch_size, config.pieces
     into = f"--microbatches {config.microbatches}"
     if config.mesh.parts > 1:
         into += f" of --mesh.parts {config.mesh.parts}"
     rule = f"cannot be split into {into}: take {near(batch, unit)}."
-    _require(batch % unit == 0, "batch-size", batch, rule)
+    require(batch % unit == 0, "batch-size", batch, rule)
+    rule = f"times --batch-size {batch} are more sequences than int64 counts."
+    require(config.steps * batch < 2**63, "steps", config.steps, rule)
+    layers, rule = config.model.num_layers, f"must be at most {_LAYERS}."
+    require(layers <= _LAYERS, "model.num-layers", layers, rule)
     spike, rule = config.spike, "must be finite and above 1, or 0 for no limit."
-    _require(spike == 0 or (math.isfinite(spike) and spike > 1), "spike", spike, rule)
-    heat = config.sample.temperature
-    rule = "must be finite and not negative."
-    _require(math.isfinite(heat) and heat >= 0, "sample.temperature", heat, rule)
+    require(spike == 0 or 1 < spike <= _LARGEST, "spike", spike, rule)
+    check_float("sample.temperature", config.sample.temperature, zero=True)
     prompt = config.sample.prompt
-    _require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
-    _require(_is_text(prompt), "sample.prompt", repr(prompt), "must be UTF-8 text.")
+    require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
     rule = f"must be shorter than --model.max-seq-len {longest}."
-    _require(len(prompt.encode()) < longest, "sample.prompt", repr(prompt), rule)
-
-
-def _is_text(argument: str) -> bool:
-    """Whether a command-line argument was UTF-8; Python keeps other bytes as surrogates."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    require(len(prompt.encode()) < longest, "sample.prompt", shown(prompt), rule)
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    o, finite = config.optim, math.isfinite
-    rule = "must be finite and above 0."
-    _require(finite(o.lr) and o.lr > 0, "optim.lr", o.lr, rule)
-    _require(finite(o.eps) and o.eps > 0, "optim.eps", o.eps, rule)
-    rule = "must be finite and not negative."
-    decay = o.weight_decay
-    _require(finite(decay) and decay >= 0, "optim.weight-decay", decay, rule)
-    _require(finite(o.clip) and o.clip >= 0, "optim.clip", o.clip, rule + " 0 disables clipping.")
+    o = config.optim
+    check_float("optim.lr", o.lr, zero=False)
+    check_float("optim.eps", o.eps, zero=False)
+    check_float("optim.weight-decay", o.weight_decay, zero=True)
+    check_float("optim.clip", o.clip, zero=True)
     rule = "is a fraction of --optim.lr, from 0 to 1."
-    _require(0 <= o.final_lr <= 1, "optim.final-lr", o.final_lr, rule)
-    rule = "must be at least 0 and below 1."
-    _require(0 <= o.b1 < 1, "optim.b1", o.b1, rule)
-    _require(0 <= o.b2 < 1, "optim.b2", o.b2, rule)
+    require(0 <= o.final_lr <= 1, "optim.final-lr", o.final_lr, rule)
+    rule = "must be at least 0 and below 1, in float32."
+    require(0 <= o.b1 <= 1 and _in_float32(o.b1) < 1, "optim.b1", o.b1, rule)
+    require(0 <= o.b2 <= 1 and _in_float32(o.b2) < 1, "optim.b2", o.b2, rule)
     rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
     if o.warmup is not None:
-        _require(0 <= o.warmup <= config.steps, "optim.warmup", o.warmup, rule)
+        require(0 <= o.warmup <= config.steps, "optim.warmup", o.warmup, rule)
 
 
 def _check_mesh_sizes(config: TrainConfig) -> None:
     sizes = {name: getattr(config.mesh, name) for name in ("data", "fsdp", "tensor")}
     for name, size in sizes.items():
         rule = "must be a number of devices, or -1 for all that are left."
-        _require(size == -1 or size >= 1, f"mesh.{name}", size, rule)
+        require(size == -1 or size >= 1, f"mesh.{name}", size, rule)
     filled = [f"--mesh.{name}" for name, size in sizes.items() if size == -1]
     if len(filled) > 1:
         raise UsageError(
@@ -206,7 +238,7 @@ def _check_mesh_sizes(config: TrainConfig) -> None:
 
 def _check_distributed(config: TrainConfig) -> None:
     given = config.distributed
-    _require(given.timeout >= 1, "distributed.timeout", given.timeout, "must be at least 1 second.")
+    require(given.timeout >= 1, "distributed.timeout", given.timeout, "must be at least 1 second.")
     one = given.num_processes is not None or given.process_id is not None
     if one and given.coordinator is None:
         raise UsageError(
@@ -218,29 +250,29 @@ def _check_distributed(config: TrainConfig) -> None:
     rule = "must be HOST:PORT, with a port from 1 to 65535."
     found = re.fullmatch(r".+:([0-9]{1,5})", given.coordinator)
     valid = found is not None and 1 <= int(found[1]) <= 65535
-    _require(valid, "distributed.coordinator", repr(given.coordinator), rule)
+    require(valid, "distributed.coordinator", repr(given.coordinator), rule)
     count, index = given.num_processes, given.process_id
     if count is None or index is None:
         raise UsageError(
             "--distributed.coordinator needs --distributed.num-processes and "
             "--distributed.process-id as well."
         )
-    _require(count >= 1, "distributed.num-processes", count, "must be at least 1.")
+    require(count >= 1, "distributed.num-processes", count, "must be at least 1.")
     rule = f"must be from 0 to {count - 1}, below --distributed.num-processes {count}."
-    _require(0 <= index < count, "distributed.process-id", index, rule)
+    require(0 <= index < count, "distributed.process-id", index, rule)
 
 
 def _check_out_dir(path: Path | None) -> None:
     """Checks that the folder exists or can be made, without making it."""
     path = path or Path("runs")
-    _require(_is_text(str(path)), "out-dir", repr(str(path)), "must be UTF-8 text.")
-    parent = path.absolute()
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UsageError(f"--out-dir {path}: {parent} is not a folder; choose another path.")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"--out-dir {path}: {parent} is not writable; choose another path.")
+    with named("--out-dir", path):
+        parent = path.absolute()
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise UsageError(f"--out-dir {path}: {parent} is not a folder; choose another path.")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise UsageError(f"--out-dir {path}: {parent} is not writable; choose another path.")
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

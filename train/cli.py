@@ -7,7 +7,9 @@ command needs it.
 import contextlib
 import dataclasses
 import difflib
+import io
 import os
+import re
 import signal
 import sys
 import time
@@ -21,6 +23,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subc
 
 from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
+from .arguments import one_line, printable, reason
 from .config import TrainConfig, defaults, preset_config
 from .shutdown import StopRequest
 
@@ -128,8 +131,8 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
     """Parses a command line.
 
     Raises:
-      UsageError: the file of `--config` has a mistake.
-      SystemExit: 2 for an unknown flag or value, 0 after `--help`.
+      UsageError: a flag or value is unknown, or the file of `--config` has a mistake.
+      SystemExit: after `--help`.
     """
     with _explained_imports():
         config = defaults(argv[1:]) if argv[0] == "train" else preset_config("tiny")
@@ -141,7 +144,37 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    return tyro.cli(commands, prog="normfuse", description=about, args=argv)
+    said, width = io.StringIO(), os.environ.get("COLUMNS")
+    if not {"-h", "--help"}.intersection(argv):
+        os.environ["COLUMNS"] = "100000"  # for a message without line breaks
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(commands, prog="normfuse", description=about, args=argv)
+    except SystemExit as exit:
+        if not exit.code:
+            raise
+        raise UsageError(_without_frame(said.getvalue())) from None
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if width is not None:
+            os.environ["COLUMNS"] = width
+
+
+def _without_frame(message: str) -> str:
+    """Returns tyro's message about a command line in one line, without frame and help."""
+    sentences, listing = [""], False
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
+    # tyro draws a frame where the output's encoding has its characters, else it indents.
+    for row in re.findall(r"^(?:│ |  )(.*?) *│?$", plain, re.MULTILINE):
+        if row.startswith(("For full helptext", "Argument helptext")):
+            break
+        if set(row) <= {"─", "-"}:
+            sentences.append("")
+        elif not row.startswith(8 * " "):  # a flag's help
+            flag = row.startswith(4 * " ")
+            sentences[-1] += (", " if flag and listing else " ") + row.strip()
+            listing = flag
+    return ". ".join(x.strip().rstrip(".") for x in sentences if x) + "."
 
 
 def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
@@ -161,7 +194,8 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
             options = {**vars(command), "fit": command.tokens is None}
             folder, prompts = options.pop("run"), options.pop("prompt") or ("def ",)
             tokens = _TOKENS if command.tokens is None else command.tokens
-            print("\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens})))
+            text = "\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens}))
+            print(printable(text) if sys.stdout.isatty() else text, flush=True)
         case Report():
             with _explained_imports():
                 from .report import report
@@ -241,19 +275,41 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
+    except OSError as error:  # a full disk, a file that vanished: no bug, so no traceback
+        return _fail(reason(error), 1)
     return 0
 
 
 def entry(argv: list[str] | None = None) -> NoReturn:
-    """Runs a command as `main` does, and exits; a signal during the exit changes nothing."""
+    """Runs a command as `main` does, and exits.
+
+    A Ctrl-C ends the process at once, until `train` notes it to save and stop. As Python's
+    KeyboardInterrupt it would be lost in whatever callback it interrupts: JAX runs one at every
+    garbage collection, and imports collect hundreds of times. A signal during the exit changes
+    nothing.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else ignored: `nohup … &`
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     StopRequest.afterwards = signal.SIG_IGN
-    sys.exit(main(argv))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # in a locale without all characters
+    code = main(argv)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter would flush again, and exit with 120
+        _close_output()
+    sys.exit(code)
+
+
+def _close_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: object, code: int) -> int:
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}error:{plain} {message}", file=sys.stderr)
+    print(f"{red}error:{plain} {one_line(message)}", file=sys.stderr)
     return code
 
 

@@ -7,6 +7,8 @@ once.
 
 import dataclasses
 import difflib
+import os
+import re
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
@@ -15,6 +17,7 @@ import tyro
 
 from ..models.config import PRESETS, TransformerConfig, num_parameters
 from . import UsageError
+from .arguments import expanded, named, one_line, read_bytes, shown
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 
@@ -167,6 +170,9 @@ class TrainConfig:
     resume: Literal["auto", "must", "never"] = "auto"
     """auto: continue the run in --out-dir if there is one; must: fail if there is none;
     never: fail if there is one."""
+    lock_timeout: int = 120
+    """Seconds to wait for another run that still uses --out-dir, as a requeued job may have to; 0:
+    fail at once."""
     steps: int
     """Optimizer steps."""
     batch_size: int
@@ -262,14 +268,15 @@ def preset_config(preset: Preset) -> TrainConfig:
 def defaults(argv: list[str]) -> TrainConfig:
     """Returns what the flags in `argv` override: the preset, as changed by the file of `--config`.
 
-    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`).
+    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`). The
+    file that a run keeps in its folder means the run in that folder, wherever it has been moved to.
 
     Raises:
       UsageError: the file cannot be read, or a key is unknown or its value of another type; the
         message begins with `FILE:LINE`.
     """
     path, preset = _flag(argv, "--config"), _flag(argv, "--preset")
-    entries = {} if path is None else _read_yaml(Path(path))
+    entries = {} if path is None else _read_yaml(path)
     if preset not in get_args(Preset):  # tyro reports an unknown one
         preset = _convert(*entries.get("preset", ("tiny", "")), Preset, "preset")
     config, known = preset_config(cast(Preset, preset)), _types(TrainConfig)
@@ -277,7 +284,27 @@ def defaults(argv: list[str]) -> TrainConfig:
         if name not in known:
             raise UsageError(_unknown(name, where))
         config = _replace(config, name.split("."), _convert(value, where, known[name], name))
-    return config
+    return config if path is None else _in_its_folder(config, expanded(path, "--config"))
+
+
+def absolute(data: DataConfig) -> DataConfig:
+    """Returns the settings of a text with absolute paths: the same from any folder."""
+    path = data.path and os.path.abspath(os.path.expanduser(data.path))
+    named_tokenizer = data.tokenizer == "byte" or re.fullmatch("bpe:[0-9]+", data.tokenizer)
+    tokenizer = os.path.expanduser(data.tokenizer)
+    return DataConfig(path, data.tokenizer if named_tokenizer else os.path.abspath(tokenizer))
+
+
+def _in_its_folder(config: TrainConfig, path: Path) -> TrainConfig:
+    """Returns the configuration of a file; if a run keeps it, with that run's folder as it is now.
+
+    A run writes text.json beside config.yaml.
+    """
+    folder = path.parent
+    if path.name != "config.yaml" or not (folder / "text.json").is_file():
+        return config
+    here = folder == Path()
+    return dataclasses.replace(config, out_dir=folder.absolute() if here else folder)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -309,31 +336,47 @@ def _flag(argv: list[str], name: str) -> str | None:
     return found
 
 
-def _read_yaml(path: Path) -> dict[str, tuple[Any, str]]:
+def _read_yaml(name: str) -> dict[str, tuple[Any, str]]:
     """Reads a YAML file as dotted names, each with its value and its place, `FILE:LINE`."""
     import yaml
 
+    path = expanded(name, "--config")
+    with named("--config", path):
+        content = read_bytes(path).decode()
     try:
-        root = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {path} is not YAML: {error}") from None
+        root = yaml.compose(content, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        nested = isinstance(error, RecursionError)
+        why = "it is nested too deeply" if nested else one_line(error)
+        raise UsageError(f"--config {path} is not YAML: {why}") from None
     found: dict[str, tuple[Any, str]] = {}
     loader = yaml.SafeLoader("")
 
     def collect(node: Any, prefix: str) -> None:
         for key, value in node.value:
             where = f"{path}:{key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise UsageError(f"{where}: the name of a setting must be a plain word.")
             name = prefix + str(key.value).replace("-", "_")
             if name in found:
-                raise UsageError(f"{where}: {name!r} is set twice, first at {found[name][1]}.")
-            if not isinstance(value, yaml.MappingNode):
-                found[name] = (loader.construct_object(value, deep=True), where)
+                raise UsageError(f"{where}: {shown(name)} is set twice, first at {found[name][1]}.")
+            if isinstance(value, yaml.SequenceNode):
+                raise UsageError(f"{where}: {shown(name)} is a list; it must be a single value.")
+            if isinstance(value, yaml.ScalarNode):
+                found[name] = (construct(value, name, where), where)
             elif any(known.startswith(f"{name}.") for known in _types(TrainConfig)):
                 collect(value, f"{name}.")
             else:
                 raise UsageError(_unknown(name, where))
+
+    def construct(node: Any, name: str, where: str) -> Any:
+        try:
+            return loader.construct_object(node)
+        except Exception as error:  # anything, of a tag, a date or a number
+            why = getattr(error, "problem", None) or error
+            raise UsageError(
+                f"{where}: {shown(name)} is {shown(node.value)}, which is no value: {one_line(why)}"
+            ) from None
 
     if isinstance(root, yaml.MappingNode):
         collect(root, "")
@@ -352,15 +395,14 @@ def _replace(config: Any, path: list[str], value: Any) -> Any:
 def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
     """Converts one YAML value to a field's type."""
     options = get_args(hint)
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(option for option in options if option is not type(None))
-    elif options:
+    if isinstance(hint, types.UnionType) or type(None) in options:
+        (hint,) = (option for option in options if option is not type(None))
+        return None if value is None else _convert(value, where, hint, name)
+    if options:
         if value in options:
             return value
         listed = ", ".join(map(str, options))
-        raise UsageError(f"{where}: {name} is {value!r}; it must be one of {listed}.")
+        raise UsageError(f"{where}: {name} is {shown(value)}; it must be one of {listed}.")
     if hint is float and type(value) in (int, float, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a string
@@ -368,9 +410,10 @@ def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
             pass
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if type(value) is hint:
+    if type(value) is hint and not (hint is int and abs(value) >= 2**63):
         return value
-    raise UsageError(f"{where}: {name} is {value!r}; it must be of type {hint.__name__}.")
+    kind = "a 64-bit int" if hint is int else f"of type {hint.__name__}"
+    raise UsageError(f"{where}: {name} is {shown(value)}; it must be {kind}.")
 
 
 def _types(cls: Any, prefix: str = "") -> dict[str, Any]:
@@ -389,4 +432,4 @@ def _unknown(name: str, where: str) -> str:
         last[match] for match in difflib.get_close_matches(name.rsplit(".")[-1], last, 1)
     ]
     hint = f"Did you mean {close[0]!r}?" if close else "`normfuse train --help` lists them."
-    return f"{where}: unknown setting {name!r}. {hint}"
+    return f"{where}: unknown setting {shown(name)}. {hint}"

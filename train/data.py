@@ -5,21 +5,25 @@ has no state to save: a run resumed at step k asks for batch k, whatever the num
 before and after.
 """
 
+import errno
 import glob
 import hashlib
 import math
+import os
 import platform
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grain
 import numpy as np
 
 from . import UsageError
+from .arguments import expanded, named, read_bytes
 from .config import TrainConfig
 from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
@@ -117,10 +121,8 @@ def load(
       UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
     """
     name, files = _standard_library() if path is None else _find(path)
-    try:
-        content = b"".join(file.read_bytes() for file in files)
-    except OSError as error:
-        raise UsageError(f"--data.path {path} cannot be read: {error}") from None
+    with named("--data.path", path):
+        content = b"".join(map(read_bytes, files))
     source = "--data.path " + path if path else name
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
@@ -244,15 +246,44 @@ def _standard_library() -> tuple[str, list[Path]]:
 
 
 def _find(path: str) -> tuple[str, list[Path]]:
-    root = Path(path).expanduser()
-    if root.is_dir():
-        files = sorted(file for file in root.rglob("*") if file.is_file())
-        return path, _some(path, files, "holds no files")
-    if root.exists():
-        return path, [root]
-    matches = [Path(match) for match in glob.glob(str(root), recursive=True)]
-    files = sorted(file for file in matches if file.is_file())
+    root = expanded(path, "--data.path")
+    with named("--data.path", path):
+        if root.is_dir():
+            return path, _some(path, sorted(_files_below(root)), "holds no files")
+        if root.exists():
+            return path, [root]
+        matches = [Path(match) for match in glob.glob(str(root), recursive=True)]
+        _check_folders(root)
+        files = sorted(filter(_is_file, matches))
     return path, _some(path, files, "does not exist and matches nothing")
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> NoReturn:
+        raise error  # a folder that cannot be read is not left out
+
+    for folder, _, names in os.walk(root, onerror=fail):
+        yield from filter(_is_file, (Path(folder, name) for name in names))
+
+
+def _is_file(path: Path) -> bool:
+    """Returns whether a path is a regular file; links to nothing are not.
+
+    Raises:
+      OSError: nobody can say, in a folder without permission.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _check_folders(pattern: Path) -> None:
+    """Raises an OSError for a folder on a pattern's way that `glob` has left out as unreadable."""
+    for part in pattern.parents:
+        for match in glob.glob(str(part), recursive=True):
+            if os.path.isdir(match) and not os.access(match, os.R_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), match)
 
 
 def _some(path: str, files: list[Path], otherwise: str) -> list[Path]:

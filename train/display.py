@@ -1,16 +1,19 @@
 """What a run shows to people: a live bar on a terminal, plain lines in a file or a pipe."""
 
+import contextlib
 import math
+import os
 import shlex
 import shutil
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
+
+from .arguments import printable
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,22 @@ class Display:
 
     def note(self, text: str, style: str | None = None) -> None:
         """Prints a line above the bar."""
-        if not self._quiet:
-            self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        self._print(Text(printable(text), style or ""))
 
     def fact(self, label: str, value: str) -> None:
         """Prints a labelled fact about the run."""
-        if not self._quiet:
-            line = Text(f"{label:<12}", style="cyan").append(value, style="default")
-            self.console.print(line, soft_wrap=True)
+        self._print(Text(f"{label:<12}", style="cyan").append(printable(value), style="default"))
 
     def show(self, drawing: RenderableType, plain: str) -> None:
         """Prints a drawing on a terminal, and its text elsewhere."""
+        terminal = self.console.is_terminal
+        self._print(drawing if terminal else Text(f"\n{printable(plain)}\n"), not terminal)
+
+    def _print(self, drawing: RenderableType, soft_wrap: bool = True) -> None:
         if not self._quiet:
-            terminal = self.console.is_terminal
-            self.console.print(
-                drawing if terminal else Text(f"\n{plain}\n"), soft_wrap=not terminal
-            )
+            # A reader that has left, or a log on a full disk, must not end the run.
+            with contextlib.suppress(OSError, SystemExit):  # which rich makes of a broken pipe
+                self.console.print(drawing, soft_wrap=soft_wrap)
 
     def start(self) -> None:
         """Shows the bar, on a terminal."""
@@ -108,10 +111,9 @@ def duration(seconds: float) -> str:
     """Formats seconds as `m:ss` or `h:mm:ss`."""
     if not math.isfinite(seconds):
         return "-:--"
-    clock = time.gmtime(seconds)
-    hours = int(seconds // 3600)
-    minutes = f"{clock.tm_min:02}" if hours else str(clock.tm_min)
-    return f"{hours}:{minutes}:{clock.tm_sec:02}" if hours else f"{minutes}:{clock.tm_sec:02}"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def short(number: float) -> str:
@@ -129,6 +131,15 @@ def shell_command(command: str) -> str:
         return f"{_shortest('normfuse', program)} {command}"
     module = "normfuse.train" if command == "train" else f"normfuse.train.cli {command}"
     return f"{_shortest('python', sys.executable)} -m {module}"
+
+
+def quoted(path: Path) -> str:
+    """Returns a path as one word of a shell's, which no program takes for a flag."""
+    text = f"./{path}" if str(path).startswith("-") else str(path)
+    if text.isprintable():
+        return shlex.quote(text)
+    plain = lambda byte: chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}"
+    return f"$'{''.join(map(plain, os.fsencode(text)))}'"
 
 
 def _shortest(name: str, path: str) -> str:

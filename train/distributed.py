@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..native.jax_private import coordination_client
 from . import RunError, UsageError
+from .arguments import one_line, shown
 from .config import DistributedConfig
 
 _ENVIRONMENT = {
@@ -128,8 +129,8 @@ def _with_environment(config: DistributedConfig) -> DistributedConfig:
 
     def number(name: str) -> int | None:
         text = found[name]
-        if text is not None and not text.isdecimal():
-            raise UsageError(f"{_ENVIRONMENT[name]}={text!r} must be a number.")
+        if text is not None and not (text.isdecimal() and len(text) < 10):
+            raise UsageError(f"{_ENVIRONMENT[name]}={shown(text)} must be a number.")
         return None if text is None else int(text)
 
     return DistributedConfig(
@@ -141,7 +142,8 @@ def _with_environment(config: DistributedConfig) -> DistributedConfig:
 
 
 def _in_cluster() -> bool:
-    if any(int(os.environ.get(name) or 1) > 1 for name in _TASKS):
+    counts = (os.environ.get(name, "") for name in _TASKS)
+    if any(count.isdecimal() and int(count) > 1 for count in counts):
         return True
     job = "KUBERNETES_SERVICE_HOST" in os.environ and "JOB_COMPLETION_INDEX" in os.environ
     return job and importlib.util.find_spec("kubernetes") is not None
@@ -224,7 +226,7 @@ class FailFast:
         if error is not None:
             code = 2 if isinstance(error, UsageError) else 1
             _call_later(4 * _GRACE, os._exit, code)  # should JAX's service not answer
-            self._tell(code, f"failed: {error or type(error).__name__}")
+            self._tell(code, f"failed: {one_line(error) or type(error).__name__}")
             atexit.register(self._exit, code)  # before JAX's own, which waits for the others
             # Python waits for orbax's threads before that, and those may wait for the others.
             _call_later(1, self._exit, code)

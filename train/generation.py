@@ -1,5 +1,6 @@
 """Text from a trained model: a run's sample, and `normfuse generate`."""
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +13,17 @@ from ..models.config import TransformerConfig
 from ..models.functional import Functional, Params, build
 from ..models.generate import generate
 from . import RunError, UsageError
+from .arguments import expanded, is_text, named, printable, shown
 from .checkpoint import Checkpoints
+from .checks import check_float, check_format, require
 from .compilation import keep_compiled_programs
+from .mesh import memory
 from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, read_tokenizer
+
+# Parameters of `sample` and `generate` to the flags of `normfuse generate`.
+_FLAGS = {name: name for name in ("samples", "stop", "temperature")}
+_FLAGS |= {"num_tokens": "tokens", "top_k": "top-k", "top_p": "top-p"}
 
 
 def sample(
@@ -44,12 +52,14 @@ def sample(
       **options: of `normfuse.models.generate.generate`.
 
     Raises:
-      ValueError: `stop` is not one token, or as `generate`.
+      ValueError: `stop` is not one token, the keys and values do not fit the machine, or as
+        `generate`.
     """
     ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
     if stop is not None and len(ends) != 1:
         raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
     encoded = [tokenizer.encode(prompt.encode())[0].astype(np.int32) for prompt in prompts]
+    _check_memory(model.config, samples, encoded, tokens)
     rows = [row for row in encoded for _ in range(samples)]
     if fit:  # of a prompt that leaves no room, `generate` raises the error
         room = model.config.max_seq_len - max(map(len, rows))
@@ -76,47 +86,93 @@ def continue_prompts(
       UsageError: the folder holds neither, or an argument is out of range.
       RunError: every checkpoint is damaged.
     """
-    if not all(prompts):
-        raise UsageError("--prompt '' must hold at least one character.")
-    if samples < 1:
-        raise UsageError(f"--samples {samples} must be at least 1.")
-    out = RunDir(folder)
-    if out.has_checkpoints():
-        model, params, tokenizer = _load_run(out)
-    elif (folder / "config.json").is_file():
-        model, params, tokenizer = _load_huggingface(folder)
-    else:
+    _check(prompts, tokens, samples, **options)
+    folder = expanded(folder, "RUN")
+    with named("RUN", folder):
+        out = RunDir(folder)
+        is_run, is_model = out.has_checkpoints(), (folder / "config.json").is_file()
+    if not is_run and not is_model:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
+    model, params, tokenizer = _load_run(out) if is_run else _load_huggingface(folder)
     try:
         return sample(model, params, tokenizer, prompts, tokens, samples=samples, **options)
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        flag = lambda match: f"--{_FLAGS[match[1]]} "
+        raise UsageError(re.sub(rf"\b({'|'.join(_FLAGS)})=", flag, str(error))) from None
+
+
+def _check(
+    prompts: Sequence[str],
+    tokens: int,
+    samples: int,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    stop: str | None,
+    seed: int,
+    **_: Any,
+) -> None:
+    """Checks the flags of `normfuse generate`, all that is known without the model."""
+    for text in prompts:
+        require(text != "", "prompt", "''", "must hold at least one character.")
+    for flag, texts in ("prompt", prompts), ("stop", [stop or ""]):
+        for text in texts:
+            require(is_text(text), flag, shown(text), "must be UTF-8 text without zero bytes.")
+    for flag, count in ("tokens", tokens), ("samples", samples), ("top-k", top_k):
+        rule = "must be at least 1 and below 2**31."
+        require(count is None or 1 <= count < 2**31, flag, shown(count), rule)
+    require(-(2**63) <= seed < 2**63, "seed", shown(seed), "must be an integer of 64 bits.")
+    check_float("temperature", temperature, zero=True)
+    if top_p is not None:
+        check_float("top-p", top_p, zero=False)
+        require(top_p <= 1, "top-p", top_p, "must be at most 1.")
+
+
+def _check_memory(
+    config: TransformerConfig, samples: int, prompts: Sequence[np.ndarray], tokens: int
+) -> None:
+    """Checks that a cache of all keys and values can fit one device."""
+    longest = min(max(map(len, prompts)) + tokens, config.max_seq_len)
+    wide = config.num_layers * config.num_kv_heads * config.head_dim
+    needed = 2 * samples * len(prompts) * longest * wide * np.dtype(config.dtype).itemsize
+    if needed > (here := memory(jax.devices()[0])):
+        raise ValueError(
+            f"samples={samples} of {len(prompts)} prompts need at least {needed / 1e9:,.1f} GB for "
+            f"their keys and values; a device has {here / 1e9:,.1f}."
+        )
 
 
 def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:
     """Restores a run's model, parameters and tokenizer, on the first device."""
     keep_compiled_programs()
-    checkpoints = Checkpoints(out.checkpoints, report=lambda text: print(text, file=sys.stderr))
+    report = lambda text: print(printable(text), file=sys.stderr)
+    checkpoints = Checkpoints(out.checkpoints, report=report)
     newest = checkpoints.newest_record()
     if newest is None:
         raise RunError(f"every checkpoint in {out.checkpoints} is damaged.")
+    check_format(newest[1])
     saved = newest[1]["config"]
-    model = build(saved["framework"], TransformerConfig(**saved["model"], dtype=saved["precision"]))
+    try:
+        config = TransformerConfig(**saved["model"], dtype=saved["precision"])
+    except TypeError as error:  # a later version's setting
+        raise UsageError(f"RUN {out.path} is of another version of normfuse: {error}") from None
+    model = build(saved["framework"], config)
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
     params = checkpoints.restore_params(jax.tree.map(place, model.abstract))
     is_bytes = newest[1]["text"].get("tokenizer") == Bytes.name
-    return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer)
+    return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer, "RUN")
 
 
 def _load_huggingface(folder: Path) -> tuple[Functional, Params, Tokenizer]:
     from ..models.huggingface import load
 
     keep_compiled_programs()
-    tokenizer = read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder, "RUN")
     try:
         model, params = load(folder, "nnx")
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..models.config import num_parameters
 from ..models.sharding import AXES, BATCH, Sharding, validate
 from . import UsageError
 from .checks import near
@@ -68,6 +70,39 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
             f"--batch-size {config.batch_size} must be a multiple of {unit}: mesh data x fsdp = "
             f"{replicas}, {times}. Take {near(config.batch_size, unit)}."
         )
+    _check_memory(config, mesh)
+
+
+def _check_memory(config: TrainConfig, mesh: Mesh) -> None:
+    """Checks that the memory can hold the least that a run needs.
+
+    That is each parameter with its two moments in float32, and the input of every block: of what
+    else the step keeps, the compiler decides.
+    """
+    model = config.transformer()
+    state = 12 * num_parameters(model) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    replicas = math.prod(mesh.shape[axis] for axis in BATCH)
+    tokens = config.batch_size // (replicas * config.pieces) * config.seq_len
+    inputs = tokens * model.dim * model.num_layers * np.dtype(model.dtype).itemsize
+    needed, device = state + inputs // mesh.shape["tensor"], mesh.local_devices[0]
+    here = memory(device)
+    if device.platform == "cpu":  # emulated devices share it
+        here //= len(mesh.local_devices)
+    if needed > here:
+        raise UsageError(
+            f"the run does not fit: parameters with their moments need {state / 1e9:,.1f} "
+            f"GB on each device, the inputs of the blocks {(needed - state) / 1e9:,.1f}, and a "
+            f"device has {here / 1e9:,.1f}. Take a smaller --preset, --batch-size or --seq-len, or "
+            "spread the parameters over more devices with --mesh.fsdp."
+        )
+
+
+def memory(device: jax.Device) -> int:
+    """Returns the bytes of a device's memory; of a CPU's, this machine's."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

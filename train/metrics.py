@@ -11,12 +11,14 @@ import contextlib
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from . import RunError
+from .arguments import read_bytes, reason
 
 NATS_PER_BIT = math.log(2)
 
@@ -67,7 +69,11 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 
 
 class Throughput:
-    """The speed of the last ten steps: neither flickering nor slowed by the run's first steps."""
+    """The speed at which steps run now: by the median of the last ten.
+
+    A mean would hold, for ten steps, whatever one of them waited for: at the start of the run for
+    the devices and the text, later for a checkpoint that is written at the same time.
+    """
 
     def __init__(self, tokens_per_step: int) -> None:
         self._tokens = tokens_per_step
@@ -80,7 +86,7 @@ class Throughput:
 
     @property
     def step_time_s(self) -> float:
-        return sum(self._seconds) / len(self._seconds)
+        return statistics.median_low(self._seconds)
 
 
 class MetricsLog:
@@ -110,12 +116,13 @@ class MetricsLog:
         self._path, self._file, self._events = path, None, None
         if path is None:
             return
-        kept = [] if from_step is None else [x for x in read(path) if _keeps(x, from_step, final)]
         whole = path.with_suffix(".tmp")
         with self._explained():
-            whole.write_text("".join(_line(entry) for entry in kept))
+            lines = [] if from_step is None else read(path)
+            kept = [x for x in lines if _keeps(x, from_step or 0, final)]
+            whole.write_text("".join(_line(entry) for entry in kept), encoding="utf-8")
             os.replace(whole, path)
-            self._file = path.open("a", buffering=1)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
         if tensorboard is not None:
             from tensorboardX import SummaryWriter
 
@@ -145,36 +152,54 @@ class MetricsLog:
         with self._explained():
             if self._file:
                 self._file.close()
-        if self._events:
-            self._events.close()
+            if self._events:
+                self._events.close()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise RunError(f"{self._path} could not be written: {error.strerror}") from error
+            why = reason(error, self._path)
+            raise RunError(f"{self._path} could not be written: {why}") from error
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl without a line cut off by a crash. A missing file is empty."""
-    found = []
-    for line in path.read_text(errors="replace").split("\n") if path.exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+    """Reads a metrics.jsonl without damaged lines, as one that a crash cut off. None is empty.
+
+    Raises:
+      OSError: the file is there and cannot be read.
+    """
+    try:
+        content = read_bytes(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [entry for line in content.split(b"\n") if (entry := _entry(line)) is not None]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Returns whether a value read from JSON is a finite number, of a size that a plot can show."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Reads a line; None if it is not one that a run writes."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    step = found.get("from_step" if found.get("event") == "resume" else "step")
+    return found if isinstance(step, int) and is_number(step) else None
 
 
 def _keeps(entry: dict[str, Any], from_step: int, final: int | None) -> bool:
-    if "event" in entry:
-        return entry.get("from_step", entry.get("step", 0)) <= from_step
+    if entry.get("event") == "resume":
+        return entry["from_step"] <= from_step
     if "val_loss" in entry and from_step == final:
         return entry["step"] < from_step
-    return entry.get("step", 0) <= from_step
+    return entry["step"] <= from_step
 
 
 def _line(entry: dict[str, Any]) -> str:

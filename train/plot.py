@@ -1,5 +1,7 @@
 """Plots of runs."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +20,7 @@ from .metrics import NATS_PER_BIT  # noqa: E402
 from .run_dir import RunResults  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
+_LABEL = 60  # characters of a run's name
 _SIZE = {"dpi": 160, "layout": "constrained"}
 File = Path | BinaryIO
 
@@ -57,7 +60,7 @@ def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
     figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
     tops, end = [], _last_step(runs)
     for colour, run in _coloured(runs):
-        steps = run.steps()
+        steps = run.steps("step", "tokens_per_s")
         y = np.array([line["tokens_per_s"] for line in steps])
         smooth = _smooth(y, np.median, end)
         axes.plot([line["step"] for line in steps], y, color=colour, linewidth=0.5, alpha=0.3)
@@ -65,7 +68,7 @@ def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
         axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
         tops.append(smooth.max())
     axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, end))
-    axes.set_ylim(0, 1.2 * max(tops))  # single fast or slow steps may leave the plot
+    axes.set_ylim(0, 1.2 * max(tops) or 1)  # single fast or slow steps may leave the plot
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _finish(figure, axes, file, loc="lower right")
 
@@ -91,22 +94,33 @@ def plot_breakdown(file: File, runs: Sequence[RunResults]) -> None:
 
 
 def _coloured(runs: Sequence[RunResults]) -> list[tuple[str, RunResults]]:
-    return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(runs)]
+    """Pairs runs with colours, under labels that fit a legend."""
+
+    def fitting(label: str) -> str:
+        label = f"…{label[-_LABEL:]}" if len(label) > _LABEL else label
+        return f" {label}" if label.startswith("_") else label  # else matplotlib leaves it out
+
+    named = [dataclasses.replace(run, label=fitting(run.label)) for run in runs]
+    return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(named)]
 
 
 def _last_step(runs: Sequence[RunResults]) -> int:
-    return max((line.get("step", 1) for run in runs for line in run.lines), default=1)
+    return max([1, *(line.get("step", 1) for run in runs for line in run.lines)])
 
 
 def _finish(figure: Figure, axes: Axes, file: File, **legend: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, **legend)
-    figure.savefig(file, format="png")
+    names = axes.legend(frameon=False, fontsize=9, **legend)
+    for text in (*names.get_texts(), *axes.texts, *axes.get_yticklabels()):
+        text.set_parse_math(False)  # a `$` in a name begins no formula
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)  # drawn as a box
+        figure.savefig(file, format="png")
     plt.close(figure)
 
 
 def _draw_loss(axes: Axes, run: RunResults, colour: str, end: int) -> None:
-    steps, checks = run.steps(), run.validations()
+    steps, checks = run.steps("step"), run.validations()
     x = np.array([line["step"] for line in steps])
     y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
     axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
@@ -124,7 +138,7 @@ def _draw_loss(axes: Axes, run: RunResults, colour: str, end: int) -> None:
 
 def _smooth(values: np.ndarray, average: Callable[..., Any], end: int) -> np.ndarray:
     """Averages each value with its neighbours, over a fiftieth of the longest run's steps."""
-    half = end // 100
+    half = min(end // 100, len(values))
     if half == 0:
         return values
     padded = np.pad(values, half, constant_values=np.nan)

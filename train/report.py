@@ -1,17 +1,21 @@
 """`normfuse report`: compares runs in a table and in one HTML page with plots."""
 
 import base64
+import contextlib
 import html
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from . import UsageError, plot
+from .arguments import expanded, named, printable, reason
 from .display import duration, short
 from .run_dir import RunDir, RunResults
 
@@ -41,12 +45,16 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     """
     if not folders:
         raise UsageError("RUN is missing: give the folders of one or more training runs.")
-    runs = [RunDir(folder).results(str(folder)) for folder in folders]
-    for run in runs:
-        if not run.steps():
+    runs = []
+    for folder in folders:
+        with named("RUN", folder):
+            runs.append(RunDir(expanded(folder, "RUN")).results(_label(folder)))
+        if not runs[-1].steps("step"):
             raise UsageError(
-                f"RUN {run.label} holds no metrics.jsonl with steps: is it a run's folder?"
+                f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
             )
+    page = expanded(page, "--html")
+    pictures = None if pictures is None else expanded(pictures, "--pictures")
     rows = [_row(run) for run in runs]
     console, table = Console(), _table(rows)
     if not console.is_terminal:  # a file or a pipe has no width to keep to
@@ -54,21 +62,36 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
         console.width = console.measure(table).maximum
     console.print(table)
     plots = _plots(runs)
-    try:
-        if pictures is not None:
+    if pictures is not None:
+        with _writing("--pictures", pictures):
             pictures.mkdir(parents=True, exist_ok=True)
             for name, png in plots.items():
                 (pictures / f"{name}.png").write_bytes(png)
-        page.write_text(_html(rows, plots))
+    with _writing("--html", page):
+        page.write_text(_html(rows, plots), encoding="utf-8")
+    print(f"page  {printable(str(page), kept='')}")
+
+
+def _label(folder: Path) -> str:
+    """Returns a folder's name as plots, tables and pages show it, whatever it holds."""
+    return printable(str(folder), kept="")
+
+
+@contextlib.contextmanager
+def _writing(flag: str, path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise UsageError(f"--html {page} cannot be written: {error}") from None
-    print(f"page  {page}")
+        why = reason(error, path)
+        raise UsageError(f"{flag} {path} cannot be written: {why}") from None
 
 
 def _row(run: RunResults) -> list[str]:
-    steps, checks = run.steps(), run.validations()
-    times = sorted(line["step_time_s"] for line in steps)
-    speed = steps[-1]["tokens"] / steps[-1]["step"] / times[len(times) // 2]
+    steps, checks = run.steps("step"), run.validations()
+    timed = run.steps("step", "step_time_s")
+    times = sorted(line["step_time_s"] for line in timed if line["step_time_s"] > 0)
+    counted = run.steps("step", "tokens")
+    tokens = counted[-1]["tokens"] / max(counted[-1]["step"], 1) if counted else 0
     return [
         run.label,
         str(steps[-1]["step"]),
@@ -76,8 +99,8 @@ def _row(run: RunResults) -> list[str]:
         f"{steps[-1]['loss']:.4f}",
         f"{checks[-1]['val_loss']:.4f}" if checks else "-",
         f"{checks[-1]['val_bits_per_byte']:.3f}" if checks else "-",
-        short(speed),
-        duration(math.fsum(times)),
+        short(tokens / times[len(times) // 2]) if times and tokens > 0 else "-",
+        duration(math.fsum(times)) if times else "-",
     ]
 
 
@@ -90,14 +113,17 @@ def _table(rows: list[list[str]]) -> Table:
             width = max(map(len, [*name.split(), *cells]))
             table.add_column(name, justify="right", min_width=width)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # a string would be read as rich's markup
     return table
 
 
 def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
     """Draws loss, throughput, and the breakdown of runs with a profile, as PNGs."""
     profiled = [run for run in runs if run.breakdown]
-    plots = {"loss": (plot.plot_loss, runs), "throughput": (plot.plot_throughput, runs)}
+    timed = [run for run in runs if run.steps("step", "tokens_per_s")]
+    plots: dict[str, tuple[Any, Sequence[RunResults]]] = {"loss": (plot.plot_loss, runs)}
+    if timed:
+        plots["throughput"] = (plot.plot_throughput, timed)
     if profiled:
         plots["breakdown"] = (plot.plot_breakdown, profiled)
     drawn = {}

@@ -1,9 +1,9 @@
 """A training run from its configuration to its last line."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -21,14 +21,16 @@ from ..models.functional import Params, build
 from ..models.sharding import Sharding
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, plot, run_dir
+from .arguments import expanded, printable, reason
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
 from .compilation import explained, implementations, keep_compiled_programs, lower
-from .config import TrainConfig, dump
+from .config import TrainConfig, absolute, dump
 from .data import Text, batches, looks_binary, read, reference_bits_per_byte
-from .display import Display, shell_command, short
+from .display import Display, quoted, shell_command, short
 from .evaluate import Evaluator, Validation
 from .generation import sample
+from .lock import FolderLock
 from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog, peak_flops
@@ -52,6 +54,8 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
       UsageError: the request cannot be carried out; nothing was compiled or written.
       RunError: the run failed.
     """
+    if config.out_dir is not None:
+        config = dataclasses.replace(config, out_dir=expanded(config.out_dir, "--out-dir"))
     check(config)
     text = read(config)
     distributed.initialize(config.distributed)
@@ -64,7 +68,6 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
         sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
         check_model(config, mesh, sharding)
         out = run_dir.choose(config, distributed.agree(int(time.time())))
-        config = dataclasses.replace(config, config=None, out_dir=out.path)
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
         stack.callback(display.stop)
         stop.tell = lambda name: display.note(
@@ -80,7 +83,7 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
 class Run:
     """The parts of one run, and its course."""
 
-    config: TrainConfig
+    config: TrainConfig  # with `out_dir` None for a new folder until that is made
     text: Text
     out: RunDir
     display: Display
@@ -121,16 +124,19 @@ class Run:
           stack: closes everything that is opened, however the run ends.
         """
         self.introduce()
-        resuming = self.out.has_checkpoints()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
-        if not resuming:
-            self._make_folder()
+        if not self._take_folder(stack):
+            return
+        resuming = self.first and run_dir.resumes(self.config, self.out)
+        resuming = bool(distributed.agree(resuming))
+        self.display.fact("folder", str(self.out.path))
         self.checkpoints = Checkpoints(
             self.out.checkpoints, keep=self.config.checkpoint.keep, report=self.display.note
         )
+        stack.callback(self._end_saving)
         if resuming:
             self._check_resume()
-            self._make_folder()
+        self._write_settings()
         self.display.start()
         self.watchdog.beat("compiling")
         with explained():
@@ -177,20 +183,46 @@ class Run:
             fact("peak", f"{self.peak / 1e12:g} TFLOP/s a device in {config.precision}, for MFU")
         elif jax.default_backend() != "cpu":
             fact("peak", f"unknown for {kind}: MFU is not shown")
-        fact("folder", str(config.out_dir))
 
-    def _make_folder(self) -> None:
-        if self.first:
+    def _take_folder(self, stack: ExitStack) -> bool:
+        """Makes and locks the run's folder; returns False if asked to stop before that."""
+        if self.config.out_dir is None:
+            count = distributed.agree(self.out.make_new() if self.first else 0)
+            self.out = RunDir(run_dir.numbered(self.out.path, count))
+            self.watchdog.stacks = self.out.stacks
+        elif self.first:
             self.out.make()
-            self.out.config.write_text(dump(dataclasses.replace(self.config, resume="auto")))
+        lock = FolderLock(self.out.lock, self.display.note)
+        stack.callback(lock.release)
+        seconds, waits = self.config.lock_timeout, f"waiting for --out-dir {self.out.path}"
+        taken = lock.take(seconds, lambda: bool(self.stop), lambda: self.watchdog.beat(waits))
+        if not taken:
+            self.display.note(f"stopped by {self._who_stopped()} while {waits}")
+        return taken
+
+    def _end_saving(self) -> None:
+        """Waits for a save in the background when the run fails: it ends before the lock does."""
+        if jax.process_count() == 1:  # several processes end each other
+            with contextlib.suppress(RunError):
+                self.checkpoints.close()
+
+    def _write_settings(self) -> None:
+        if self.first:
+            lasting = dataclasses.replace(
+                self.config,
+                resume="auto",
+                out_dir=self.out.path.absolute(),
+                data=absolute(self.config.data),
+            )
+            self.out.config.write_text(dump(lasting), encoding="utf-8")
             self._write_text_info({})
             if isinstance(self.text.tokenizer, Bpe):
-                self.out.tokenizer.write_text(self.text.tokenizer.content)
+                self.out.tokenizer.write_text(self.text.tokenizer.content, encoding="utf-8")
 
     def _write_text_info(self, more: dict) -> None:
         """Writes text.json: the text's identity, and what converts and judges losses on it."""
         info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
-        self.out.text.write_text(json.dumps(info, indent=2) + "\n")
+        self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
     def _phase(self, name: str) -> None:
         self.display.phase(name)
@@ -213,6 +245,7 @@ class Run:
     def _restored(self) -> tuple[State, int]:
         self._phase("restoring")
         state, record = self.checkpoints.restore(self.program.abstract())
+        check_resume(record, self.config, self.text.identity())  # may be older than the newest
         self.display.note(f"continuing after step {record['step']}")
         return state, record["step"]
 
@@ -299,6 +332,17 @@ class Run:
 
     def _finish(self, state: State) -> bool:
         """Validates, samples and plots; returns False if asked to stop before that was done."""
+        try:
+            return self._evaluated_and_plotted(state)
+        except OSError as error:
+            self.checkpoints.close()
+            raise RunError(
+                f"all {self.config.steps} steps are done and saved in "
+                f"{self.out.checkpoints / str(self.config.steps)}, but what follows could not be "
+                f"written: {reason(error)}. Once there is room, the same command does the rest."
+            ) from error
+
+    def _evaluated_and_plotted(self, state: State) -> bool:
         config, out = self.config, self.out
         self._phase("validating")
         found = self._evaluate(state.params, config.eval.final_tokens)
@@ -318,7 +362,7 @@ class Run:
                 temperature=config.sample.temperature,
                 seed=config.seed,
             )
-            out.sample.write_text(drawn)
+            out.sample.write_text(drawn, encoding="utf-8")
         self._phase("plotting")
         references = self._plot() if self.first else {}
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
@@ -330,6 +374,7 @@ class Run:
             f"({others} bits/byte)",
         )
         if drawn is not None:
+            drawn = printable(drawn)
             panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")
             self.display.show(panel, f"sample:\n{drawn}")
         written = {
@@ -342,7 +387,9 @@ class Run:
         for name, path in written.items():
             if path.exists():
                 self.display.fact(name, str(path))
-        self.display.fact("more text", f"{shell_command('generate')} {out.path} --prompt 'class '")
+        self.display.fact(
+            "more text", f"{shell_command('generate')} {quoted(out.path)} --prompt 'class '"
+        )
         return True
 
     def _plot(self) -> dict[str, float]:
@@ -357,8 +404,11 @@ class Run:
 
     def _print_how_to_resume(self, done: int) -> None:
         self.display.stop()
-        name = self.stop.signal.name if self.stop.signal else "another process"
         where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
-        self.display.note(f"stopped by {name} after step {done} of {self.config.steps}, {where}")
-        command = f"{shell_command('train')} --config {shlex.quote(str(self.out.config))}"
+        stopped = f"stopped by {self._who_stopped()} after step {done} of {self.config.steps}"
+        self.display.note(f"{stopped}, {where}")
+        command = f"{shell_command('train')} --config {quoted(self.out.config)}"
         self.display.note(f"continue with: {command}")
+
+    def _who_stopped(self) -> str:
+        return self.stop.signal.name if self.stop.signal else "another process"

@@ -1,14 +1,18 @@
 """The folder of a run: its files, whether a run may use it, and what reports read back from it."""
 
+import contextlib
+import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import UsageError, metrics
+from .arguments import named, printable, read_bytes, reason
 from .config import TrainConfig
+from .metrics import is_number
 
 
 class RunDir:
@@ -20,6 +24,7 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.lock = path / ".lock"
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
@@ -37,31 +42,52 @@ class RunDir:
     def has_checkpoints(self) -> bool:
         """Returns whether a step was saved completely; unfinished saves have other names."""
         folder = self.checkpoints
-        return folder.is_dir() and any(entry.name.isdigit() for entry in folder.iterdir())
+        return folder.is_dir() and any(is_step(entry.name) for entry in folder.iterdir())
+
+    def is_run(self) -> bool:
+        """Returns whether a run has used the folder."""
+        return self.config.exists() or self.has_checkpoints()
 
     def make(self) -> None:
-        """Creates the folder and checks that it can be written to.
+        """Creates the folder, if it is missing, and checks that it can be written to.
 
         Raises:
           UsageError: it cannot.
         """
-        try:
+        with _writable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
-        except OSError as error:
-            raise UsageError(f"--out-dir {self.path} cannot be written to: {error}") from None
+
+    def make_new(self) -> int:
+        """Creates a folder that no other run has; returns 1, or N where it is called `NAME-N`.
+
+        Raises:
+          UsageError: it cannot.
+        """
+        with _writable(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for count in itertools.count(1):
+                with contextlib.suppress(FileExistsError):
+                    numbered(self.path, count).mkdir()
+                    return count
+        raise AssertionError("unreachable")
 
     def results(self, label: str) -> "RunResults":
-        """Reads what a plot or report shows of the run; leaves out what is missing or cut off."""
+        """Reads what a plot or report shows of the run; leaves out what is missing or damaged.
+
+        Raises:
+          OSError: a file is there and cannot be read.
+        """
         text = _read_object(self.text)
+        per_byte, references = text.get("tokens_per_byte"), text.get("references")
         return RunResults(
             label,
             metrics.read(self.metrics),
-            text.get("tokens_per_byte", 1.0),
-            text.get("references", {}),
-            _read_object(self.profile / "breakdown.json"),
+            per_byte if is_number(per_byte) and per_byte > 0 else 1.0,
+            _numbers(references) if isinstance(references, dict) else {},
+            _numbers(_read_object(self.profile / "breakdown.json")),
         )
 
 
@@ -83,12 +109,14 @@ class RunResults:
     references: Mapping[str, float] = field(default_factory=dict)
     breakdown: Mapping[str, float] = field(default_factory=dict)
 
-    def steps(self) -> list[Mapping[str, Any]]:
-        """Returns the lines of steps with a finite loss."""
-        return [line for line in self.lines if line.get("loss") is not None and "lr" in line]
+    def steps(self, *names: str) -> list[Mapping[str, Any]]:
+        """Returns the lines of steps with a finite loss, and with numbers by these names, too."""
+        lines = [line for line in self.lines if "event" not in line]
+        return [x for x in lines if all(is_number(x.get(name)) for name in ("loss", *names))]
 
     def validations(self) -> list[Mapping[str, Any]]:
-        return [line for line in self.lines if line.get("val_loss") is not None]
+        names = ("val_loss", "val_bits_per_byte")
+        return [x for x in self.lines if all(is_number(x.get(name)) for name in names)]
 
     def bits_per_byte(self, loss: float) -> float:
         """Converts a loss in nats per token."""
@@ -110,38 +138,81 @@ def choose(config: TrainConfig, unix_time: int) -> RunDir:
             raise UsageError("--resume must needs --out-dir, the folder of the run to continue.")
         return RunDir(_new_folder(config.preset, unix_time))
     out = RunDir(config.out_dir)
-    if config.resume == "must" and not out.has_checkpoints():
-        raise UsageError(
-            f"--resume must: --out-dir {out.path} holds no checkpoint. Give the folder of a run "
-            "that has saved one, or --resume auto."
-        )
-    if not out.path.exists():
-        return out
-    is_run = out.config.exists() or out.has_checkpoints()
-    if config.resume == "never" and is_run:
-        raise UsageError(
-            f"--resume never: --out-dir {out.path} already holds a run. Give another --out-dir, "
-            "or --resume auto to continue it."
-        )
-    if not is_run and any(out.path.iterdir()):
-        raise UsageError(
-            f"--out-dir {out.path} is not empty and holds no run of normfuse. Give another."
-        )
+    _check(config, out)
     return out
 
 
+def _check(config: TrainConfig, out: RunDir) -> None:
+    with named("--out-dir", out.path):
+        found = list(out.path.iterdir()) if out.path.exists() else []
+        if found not in ([], [out.lock]) and not out.is_run():
+            raise UsageError(
+                f"--out-dir {out.path} is not empty and holds no run of normfuse. Give another."
+            )
+        if config.resume == "must" and not out.is_run():
+            raise _nothing_to_resume(out)
+        if config.resume == "never" and out.is_run():
+            raise UsageError(
+                f"--resume never: --out-dir {out.path} already holds a run. Give another "
+                "--out-dir, or --resume auto to continue it."
+            )
+
+
+def resumes(config: TrainConfig, out: RunDir) -> bool:
+    """Returns whether to continue what the folder holds, now that no other run writes there.
+
+    Raises:
+      UsageError: `--resume` forbids what another run may have left since `choose`.
+    """
+    if config.out_dir is None:
+        return False
+    _check(config, out)
+    with named("--out-dir", out.path):
+        found = out.has_checkpoints()
+    if config.resume == "must" and not found:
+        raise _nothing_to_resume(out)
+    return found
+
+
+def is_step(name: str) -> bool:
+    """Returns whether a checkpoint's folder has this name: a number as Python writes it."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _nothing_to_resume(out: RunDir) -> UsageError:
+    return UsageError(
+        f"--resume must: --out-dir {out.path} holds no checkpoint. Give the folder of a run that "
+        "has saved one, or --resume auto."
+    )
+
+
+def numbered(path: Path, count: int) -> Path:
+    """Returns the folder's name for the run that is the `count`th to want it."""
+    return path if count == 1 else path.with_name(f"{path.name}-{count}")
+
+
 def _new_folder(preset: str, unix_time: int) -> Path:
-    name = f"{preset}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(unix_time))}"
-    path, count = Path("runs") / name, 1
-    while path.exists():
-        count += 1
-        path = Path("runs") / f"{name}-{count}"
-    return path
+    return Path("runs") / f"{preset}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(unix_time))}"
+
+
+@contextlib.contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = reason(error, path)
+        raise UsageError(f"--out-dir {path} cannot be written to: {why}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object; a missing or damaged file is an empty one."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    shown = {printable(name, kept=""): value for name, value in found.items()}
+    return {name: value for name, value in shown.items() if is_number(value)}

@@ -94,10 +94,13 @@ class Watchdog:
     Args:
       seconds: how long nothing may happen; 0 disables.
       stacks: the file; its folder need not exist.
+
+    Attributes:
+      stacks: the file.
     """
 
     def __init__(self, seconds: int, stacks: Path) -> None:
-        self._seconds, self._stacks = seconds, stacks
+        self._seconds, self.stacks = seconds, stacks
         self._last, self._doing = time.monotonic(), "starting"
         self._ended = threading.Event()
 
@@ -129,13 +132,13 @@ class Watchdog:
         print(
             f"error: no progress for --watchdog {self._seconds} s while {self._doing}. Of several "
             "processes, another may be gone. The stacks of all threads follow, and are in "
-            f"{self._stacks}.",
+            f"{self.stacks}.",
             file=err,
             flush=True,
         )
         faulthandler.dump_traceback(err)
         try:
-            with self._stacks.open("w") as file:
+            with self.stacks.open("w") as file:
                 faulthandler.dump_traceback(file)
         except OSError:
             pass  # the standard error has them

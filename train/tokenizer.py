@@ -9,6 +9,7 @@ from typing import Any, AnyStr, Protocol
 import numpy as np
 
 from . import UsageError
+from .arguments import expanded, named, read_bytes, reason, shown
 
 _PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes for each
 _BATCH = 8  # pieces encoded in parallel
@@ -104,32 +105,42 @@ def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = Non
     if name == "byte":
         return Bytes()
     if match := re.fullmatch(r"bpe:([0-9]+)", name):
-        if saved is not None and saved.is_file():
-            return Bpe(saved.read_text(), name)
+        if len(match[1]) > 9:
+            raise UsageError(f"--data.tokenizer {shown(name)} must have fewer than 10**9 tokens.")
+        if saved is not None and saved.exists():
+            cure = " Delete it to train it on the text again."
+            return _read(saved, name, f"--data.tokenizer {name}:", cure)
         return Bpe(_trained(int(match[1]), content), name)
-    return read_tokenizer(Path(name))
+    return read_tokenizer(expanded(name, "--data.tokenizer"))
 
 
-def read_tokenizer(path: Path) -> Bpe:
+def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
     """Reads a `tokenizer.json`, or the one in a folder.
+
+    Args:
+      path: the file or folder.
+      argument: what names it, for messages.
 
     Raises:
       UsageError: as `make_tokenizer`.
     """
-    path = path / "tokenizer.json" if path.is_dir() else path
+    with named(argument, path):
+        path = path / "tokenizer.json" if path.is_dir() else path
+    cure = " Give `byte`, `bpe:N` or the path of a tokenizer.json." if argument[0] == "-" else ""
+    return _read(path, str(path), argument, cure)
+
+
+def _read(path: Path, name: str, argument: str, cure: str) -> Bpe:
     try:
-        return Bpe(path.read_text(), str(path))
+        return Bpe(read_bytes(path).decode(), name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--data.tokenizer {path} cannot be read: {error}. Give `byte`, `bpe:N` or the "
-            "path of a tokenizer.json."
-        ) from None
+        why = reason(error, path)
+        raise UsageError(f"{argument} {path} cannot be read: {why}.{cure}") from None
     except UsageError:
         raise
     except Exception as error:  # the package raises a bare Exception
-        raise UsageError(
-            f"--data.tokenizer {path} is not a valid tokenizer.json: {error}"
-        ) from None
+        text = f"{argument} {path} is not a valid tokenizer.json: {error}.{cure}"
+        raise UsageError(text) from None
 
 
 def _trained(vocab_size: int, content: Iterable[bytes]) -> str:

@@ -1,4 +1,4 @@
-"""Every mistake: exit 2, one message with argument, value and fix, nothing compiled or written."""
+"""Every mistake: exit 2, one line with argument, value and fix, nothing compiled or written."""
 
 import os
 import subprocess
@@ -33,6 +33,24 @@ _USAGE = [
     ({"optim.weight_decay": -0.1}, ["--optim.weight-decay -0.1"]),
     ({"optim.final-lr": 2}, ["--optim.final-lr 2.0", "from 0 to 1"]),
     ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
+    ({"optim.lr": 1e300}, ["--optim.lr 1e+300", "float32"]),
+    ({"optim.eps": 1e-50}, ["--optim.eps 1e-50", "float32"]),
+    ({"optim.clip": 1e39}, ["--optim.clip 1e+39", "float32"]),
+    ({"optim.b2": 0.99999999999}, ["--optim.b2 0.99999999999", "below 1, in float32"]),
+    ({"sample.temperature": 1e-50}, ["--sample.temperature 1e-50", "float32"]),
+    ({"spike": 1e300}, ["--spike 1e+300", "above 1"]),
+    ({"steps": 2**31}, ["--steps 2147483648", "below 2**31"]),
+    ({"eval.every": 2**63}, ["--eval.every 9223372036854775808", "below 2**31"]),
+    ({"watchdog": 10**400}, ["--watchdog 1000", "below 2**31"]),
+    ({"mesh.data": -(2**40)}, ["--mesh.data -1099511627776"]),
+    ({"distributed.timeout": 2**31}, ["--distributed.timeout 2147483648", "below 2**31"]),
+    ({"guard": f"skip:{10**30}"}, ["--guard 'skip:1000", "below 10**9"]),
+    ({"model.num-layers": 10_001}, ["--model.num-layers 10001", "at most 10000"]),
+    ({"model.dim": 2**30}, ["does not fit", "7,486.1 GB", "--mesh.fsdp"]),
+    ({"batch_size": 2**31 - 8}, ["does not fit", "inputs of the blocks", "--batch-size"]),
+    ({"data.tokenizer": f"bpe:{10**30}"}, ["--data.tokenizer 'bpe:1000", "fewer than 10**9"]),
+    ({"lock_timeout": -1}, ["--lock-timeout -1", "at least 0"]),
+    ({"out_dir": "~no-such-user/x"}, ["--out-dir ~no-such-user/x", "no home folder"]),
     ({"sample.temperature": -1}, ["--sample.temperature -1.0"]),
     ({"sample.prompt": ""}, ["--sample.prompt ''", "at least one"]),
     ({"sample.prompt": "\udcff"}, ["--sample.prompt '\\udcff'", "UTF-8"]),
@@ -98,6 +116,7 @@ def nothing_compiled(monkeypatch):
 def _assert_usage_error(code: int, error: str, parts: list[str]):
     assert code == 2
     assert "Traceback" not in error
+    assert error.count("\n") == 1
     for part in parts:
         assert part in error
 

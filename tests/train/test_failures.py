@@ -2,14 +2,19 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import processes
+import pytest
 
 from normfuse.train import shutdown
+from normfuse.train.cli import main
 from normfuse.train.loop import Loop
+from normfuse.train.run import Run
 from normfuse.train.shutdown import Watchdog
 
 
@@ -102,3 +107,82 @@ def test_run_tells_the_watchdog_of_all_it_does(options, train, monkeypatch):
     phases = ["compiling", *(f"taking step {i}" for i in range(1, 7)), "validating", "saving"]
     assert set(phases) | {"sampling", "plotting"} <= set(said)
     assert said.index("compiling") < said.index("taking step 1")
+
+
+def test_full_disk_after_the_last_step_leaves_the_checkpoint(options, train, tmp_path, monkeypatch):
+    """Files may not grow beyond 4 kB from then on, and a picture does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    draw = Run._plot
+
+    def limited(run):
+        run.checkpoints.close()  # what is written in the background has its room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            return draw(run)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_plot", limited)
+        code, _, err = train(**options)
+    _assert_saved(code, err, tmp_path / "run", "File too large")
+    code, out, err = train(**options)  # the same command does the rest
+    assert (code, err) == (0, "") and "validation " in out
+
+
+def test_sample_that_cannot_be_written_leaves_the_checkpoint(options, train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / "sample.txt").mkdir()
+    code, _, err = train(**options)
+    _assert_saved(code, err, tmp_path / "run", "sample.txt: Is a directory")
+
+
+def _assert_saved(code: int, error: str, run: Path, why: str):
+    assert code == 1 and error.count("\n") == 1
+    saved = run / "checkpoints" / "6"
+    assert error.startswith(f"error: all 6 steps are done and saved in {saved}, but what follows")
+    assert why in error and saved.is_dir()
+
+
+def test_log_that_cannot_be_written_does_not_end_a_run(spawn, tmp_path, lines):
+    """The standard output is on a full disk."""
+    process = spawn(program=("-c", _FULL_OUTPUT))
+    _, err = process.communicate()
+    assert (process.returncode, err) == (0, "")
+    assert [x["step"] for x in lines(tmp_path / "run") if "loss" in x] == [1, 2, 3, 4, 5, 6]
+
+
+_FULL_OUTPUT = """
+import os, sys
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+from normfuse.train.cli import entry
+entry(["train", *sys.argv[1:]])
+"""
+
+
+def test_run_goes_on_when_its_reader_leaves(flags, tmp_path, lines):
+    command = [sys.executable, "-m", "normfuse.train", *flags()]
+    pipe = ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *command]
+    done = subprocess.run(pipe, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("\n") == 1
+    assert max(x["step"] for x in lines(tmp_path / "run") if "loss" in x) == 6
+
+
+def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    bpe = {"data.tokenizer": "bpe:270", "model.vocab-size": 384, "steps": 2}
+    assert train(**bpe)[0] == 0
+    path = tmp_path / "run" / "tokenizer.json"
+    content = path.read_text()
+    for damage in ("", content[: len(content) // 2], "[]", "\0"):
+        path.write_text(damage)
+        code, _, err = train(**bpe | {"steps": 3})
+        assert code == 2 and err.count("\n") == 1
+        assert f"{path} is not a valid tokenizer.json" in err and "Delete it" in err
+    path.unlink()  # as the message says
+    code, _, err = train(**bpe | {"steps": 3})
+    assert (code, err) == (0, "") and path.read_text() == content
+    path.write_text("[]")
+    assert main(["generate", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: RUN {path} is not a valid tokenizer.json")

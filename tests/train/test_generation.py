@@ -57,10 +57,10 @@ def test_samples_are_drawn_at_once_and_end_before_a_stop(finished, capsys):
     ("arguments", "part"),
     [
         (["--samples", "0"], "--samples 0"),
-        (["--stop", "two"], "stop='two' must be one token"),
+        (["--stop", "two"], "--stop 'two' must be one token"),
         (["--prompt", ""], "--prompt ''"),
-        (["--temperature", "-1"], "temperature=-1.0"),
-        (["--top-k", "0"], "top_k=0"),
+        (["--temperature", "-1"], "--temperature -1.0"),
+        (["--top-k", "0"], "--top-k 0"),
     ],
 )
 def test_bad_arguments_are_explained(finished, capsys, arguments, part):

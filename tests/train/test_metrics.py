@@ -102,10 +102,10 @@ def test_figures_are_written_for_people():
 
 def test_throughput_is_that_of_the_last_ten_steps():
     throughput = Throughput(tokens_per_step=100)
-    assert throughput.add(4.0) == 25
-    assert throughput.add(2.0) == 100 / 3
-    assert throughput.step_time_s == 3
-    assert [throughput.add(0.5) for _ in range(10)][-1] == 200  # the slow first steps have left
+    assert [throughput.add(x) for x in (4.0, 0.5, 0.5)][-1] == 200  # not the mean since the start
+    assert throughput.step_time_s == 0.5
+    assert [throughput.add(0.25) for _ in range(10)][-1] == 400
+    assert throughput.add(60.0) == 400  # a checkpoint was written, say
 
 
 def test_peaks_are_found_by_device_kind():

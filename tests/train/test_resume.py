@@ -5,12 +5,16 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 import signalled
 
+from normfuse.train.checks import check_resume, make_record
 from normfuse.train.cli import main
+from normfuse.train.config import preset_config
 
 
 def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_path, losses, lines):
@@ -37,6 +41,70 @@ def test_other_mesh_and_microbatches_resume_within_1e_5(
     floats = lambda run: [float.fromhex(x) for x in losses(run).values()]
     found, expected = floats(tmp_path / "run"), floats(finished[0])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model.remat": "block"}, {"model.attention": "xla"}, {"model.quantization": "fp8"}]
+)
+def test_how_a_model_is_computed_may_change(interrupted, train, options, changes, losses, tmp_path):
+    """The message of a run that is out of memory advises `--model.remat block`."""
+    interrupted()
+    code, out, err = train(**options | changes)
+    assert (code, err) == (0, "") and max(losses(tmp_path / "run")) == 6
+    if changes != {"model.attention": "xla"}:
+        assert re.search(r"model\.\w+  saved none, now \w+", out, re.I)
+
+
+def test_settings_that_say_how_are_told_by_their_names():
+    """A setting that the checkpoint is older than is compared with what it was: None."""
+    config = preset_config("tiny")
+    text = {"tokenizer": "byte", "sha256": "f00d"}
+    record = make_record(config, text)
+    for name in ("attention", "implementation", "quantization", "remat"):
+        record["config"]["model"][name] = "another"
+    told = check_resume(record, config, text)
+    assert all(line.startswith("  model.") and "saved another" in line for line in told)
+    del record["config"]["model"]["quantization"]
+    assert not any("quantization" in line for line in check_resume(record, config, text))
+
+
+def test_config_of_a_run_continues_it_from_any_folder(
+    small_run, text_file, tmp_path, monkeypatch, capsys
+):
+    """In its own place, with its own text, though both were relative; also where it was moved."""
+    (tmp_path / "a" / "texts").mkdir(parents=True)
+    shutil.copy(text_file, tmp_path / "a" / "texts" / "text.txt")
+    monkeypatch.chdir(tmp_path / "a")
+    assert main(["train", *small_run("texts/text.txt", "runs/x", steps=2)]) == 0
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert main(["train", "--config", "../a/runs/x/config.yaml", "--steps", "4"]) == 0
+    assert "continuing after step 2" in capsys.readouterr().out
+    (tmp_path / "a" / "runs").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved" / "x")
+    assert main(["train", "--config", "config.yaml", "--steps", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "continuing after step 4" in out and f"folder      {tmp_path / 'moved' / 'x'}" in out
+    assert [path.name for path in (tmp_path / "b").iterdir()] == []
+    elsewhere = ["--out-dir", str(tmp_path / "b" / "y"), "--steps", "2"]
+    assert main(["train", "--config", "config.yaml", *elsewhere]) == 0
+    assert "continuing after" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["it's", "-x", "a b;c", "new\nline", "\x1b[31mé", "$HOME"])
+def test_printed_commands_quote_their_folder(
+    small_run, text_file, tmp_path, monkeypatch, capsys, name
+):
+    """As bash reads them, and without what a terminal would obey."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *small_run(text_file, name, steps=1)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    command = re.search(r"^more text +.* generate (.*)$", out, re.M)[1]
+    shell = ["bash", "-c", f'printf "%s\\0" {command}']
+    words = subprocess.run(shell, capture_output=True, check=True).stdout.decode().split("\0")
+    assert Path(words[0]) == Path(name) and not words[0].startswith("-")
+    assert words[1:] == ["--prompt", "class ", ""]
 
 
 def test_finished_run_is_only_validated_again(options, finished, train, tmp_path, losses, lines):

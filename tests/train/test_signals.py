@@ -98,3 +98,33 @@ def test_first_signal_only_asks():
         told.wait()
         assert stop.signal is signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_during_imports_ends_the_command():
+    """While a garbage collection runs a callback, as JAX's own: Python drops what that raises."""
+    program = """
+import gc, signal, sys
+def interrupt(*_):
+    if "jax" in sys.modules:
+        gc.callbacks.remove(interrupt)
+        signal.raise_signal(signal.SIGINT)
+gc.callbacks.append(interrupt)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+from normfuse.train.cli import entry
+entry(["train", "--steps", "0"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+def test_ctrl_c_is_ignored_where_the_command_was_started_so():
+    program = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from normfuse.train.cli import entry
+try:
+    entry(["--version"])
+finally:
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0

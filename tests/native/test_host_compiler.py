@@ -1,0 +1,59 @@
+"""The system's C++ compiler: whether the text or the machine is at fault."""
+
+import pytest
+
+from normfuse.native import cache, host_compiler
+from normfuse.native.compiler import CompileError
+
+_TEXT = 'extern "C" int one() { return 1; }'
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """Replaces the compiler by one that fails with a message."""
+
+    def fail(message: str):
+        path = tmp_path / "c++"
+        path.write_text(f"#!/bin/sh\n[ $1 = --version ] && echo 1.0 && exit\n{message}\nexit 1\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        monkeypatch.setattr(cache, "fetch", lambda described, head, make: make())
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "<stdin>:1: fatal error: error writing to /tmp/cc.s: No space left on device",
+        "/tmp/cc.s: Fatal error: can't write 3 bytes to section .text: 'No space left on device'",
+        "/usr/bin/ld: final link failed: Disk quota exceeded",
+        "g++: internal compiler error: File size limit exceeded signal terminated program as",
+        "c++: fatal error: Killed signal terminated program cc1plus",
+        "Cannot create temporary file in /tmp/: Read-only file system",
+        "LLVM ERROR: IO failure on output stream: No space left on device",
+    ],
+)
+def test_compiler_without_room_does_not_blame_the_text(compiler, message):
+    compiler(f'echo "a warning" >&2; echo "{message}" >&2')
+    with pytest.raises(CompileError) as caught:
+        host_compiler.library("<mine>", _TEXT, host_compiler.PORTABLE)
+    text = str(caught.value)
+    assert "could not compile <mine>" in text and message in text and "TMPDIR" in text
+    assert "does not compile" not in text and "\n" not in text
+
+
+def test_no_temporary_folder_does_not_either(compiler, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device", "/tmp/x")
+
+    compiler("")
+    monkeypatch.setattr(host_compiler.tempfile, "TemporaryDirectory", refuse)
+    with pytest.raises(CompileError, match="could not compile <mine>: .*No space left on device"):
+        host_compiler.library("<mine>", _TEXT, host_compiler.PORTABLE)
+
+
+def test_text_with_a_mistake_does_not_compile(compiler):
+    compiler('echo "<stdin>:1:5: error: expected initializer" >&2')
+    with pytest.raises(CompileError, match=r"(?s)<mine> does not compile.*expected initializer"):
+        host_compiler.library("<mine>", "int", host_compiler.PORTABLE)
