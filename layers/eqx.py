@@ -28,6 +28,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    check_concrete,
     check_rule,
     check_rules,
     conclude,
@@ -502,6 +503,7 @@ def _chosen(
     if not arrays and (parts or not callable(layer)):
         return None, layer
     try:
+        check_concrete(arrays.values())
         service = recognised(layer, base, _candidate(layer, base), implementation, FRAMEWORK)
         cls = subclass(service)
     except Different as different:

@@ -29,6 +29,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    check_concrete,
     check_rule,
     check_rules,
     conclude,
@@ -523,6 +524,7 @@ def _chosen(
     try:
         if not own and (len(parts) > 1 or not callable(module)):
             return None, None
+        check_concrete(jax.tree.leaves(nnx.state(module)))
         service = recognised(module, base, _candidate(module, base), implementation, FRAMEWORK)
         return row(service.name, error=service.error), subclass(service)
     except Different as different:

@@ -320,17 +320,21 @@ def _name(value: Any) -> str:
     return getattr(value, "__name__", type(value).__name__)
 
 
+def check_concrete(arrays: Iterable[Any]) -> None:
+    """Raises Different if one of the arrays is traced."""
+    if any(isinstance(array, Tracer) for array in arrays):
+        raise Different(TRACED)
+
+
 def parameter_of(
     names: Iterable[str], arrays: Sequence[Any]
 ) -> tuple[str | None, tuple[int, ...], str]:
     """Returns the attribute of a module's only parameter, its shape and its dtype.
 
     Raises:
-      Different: if there are several, or it is no floating vector, or it is traced.
+      Different: if there are several, or it is no floating vector.
     """
     names = list(names)
-    if any(isinstance(array, Tracer) for array in arrays):
-        raise Different(TRACED)
     if not names:
         return None, (), "float32"
     if len(names) > 1:

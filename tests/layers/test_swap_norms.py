@@ -218,6 +218,17 @@ def test_calls_that_were_not_verified_are_the_class_own():
     np.testing.assert_allclose(jax.vmap(whole)(x), jax.vmap(WholeInput(8))(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_served_where_the_parameters_are_traced(rank):
+    graph, state = nnx.split(ours_nnx.swap(nnx.Dict(a=DivideByRms(SIZE, rngs=nnx.Rngs(0)))))
+    module, _ = eqx.partition(ours_eqx.swap(StaticEps(SIZE)), eqx.is_array)
+    for dtype in (f32, bf16, f16):
+        x = jax.ShapeDtypeStruct((2, 3, 4, SIZE)[-rank:], dtype)
+        text = str(jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)["a"](x))(state, x))
+        assert text.count("normfuse_rms_norm[") == 1
+        assert str(jax.make_jaxpr(lambda m, x: m(x))(module, x)).count("normfuse_rms_norm[") == 1
+
+
 def test_implementation_reaches_found_norms():
     norm = ours_nnx.swap(DivideByRms(SIZE, rngs=nnx.Rngs(0)), implementation="native")
     native = type(norm)
