@@ -27,7 +27,7 @@ from .core.arguments import (
     unserved,
 )
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
+from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
 from .recognize import Candidate, Different
 from .rms_norm import rms_norm
@@ -183,6 +183,136 @@ class Dense(nn.Dense):
             "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
         }
         return unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
+
+
+class DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nn.DenseGeneral` does and has the same parameters, initial values and result
+    dtype. A product over the last axes of the input is one matrix product: axes are merged and
+    split, and nothing is moved. Flax's own product serves over other axes, with `batch_dims`, where
+    axes to be merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and
+    while the parameters are made.
+
+    Attributes:
+      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
+        `nn.DenseGeneral`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+        serves.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import DenseGeneral
+    >>> layer = DenseGeneral((2, 4), activation="gelu")
+    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
+    (5, 2, 4)
+    """
+
+    activation: Activation = _option(default=None)
+    implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
+
+    def __post_init__(self):
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "nn.DenseGeneral"
+        )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        """Multiplies `axis` of the inputs by the kernel."""
+        inputs = jnp.asarray(inputs)
+        call = lambda: super(DenseGeneral, self).__call__(inputs)
+        found = _general_product(self, inputs.ndim)
+        return _contract("nn.DenseGeneral", self, self, inputs, found, call)
+
+
+class Einsum(nn.Einsum):
+    """`flax.linen.Einsum` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nn.Einsum` does and has the same parameters, initial values and result dtype.
+    An equation that is one matrix product of the input and the kernel as they are stored
+    (`"BTD,DNH->BTNH"`, `"BTNH,NHD->BTD"`, `"...D,VD->...V"`) is computed as one: axes are merged
+    and split, and nothing is moved. Flax's own product serves for other equations, where axes to be
+    merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and while the
+    parameters are made.
+
+    Attributes:
+      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
+        `nn.Einsum`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+        serves.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import Einsum
+    >>> layer = Einsum((3, 2, 4), "TD,DNH->TNH", use_bias=False)
+    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
+    (5, 2, 4)
+    """
+
+    activation: Activation = _option(default=None)
+    implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
+
+    def __post_init__(self):
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "nn.Einsum"
+        )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
+        """Multiplies the inputs by the kernel; `einsum_str` is Flax's."""
+        inputs = jnp.asarray(inputs)
+        call = lambda: super(Einsum, self).__call__(inputs, einsum_str)
+        found = modules.product_of_einsum(einsum_str or self.einsum_str or "")
+        return _contract("nn.Einsum", self, self, inputs, found, call)
+
+
+def _general_product(module: nn.DenseGeneral, ndim: int) -> modules.MatrixProduct | str:
+    """Returns the matrix product that a DenseGeneral is for an x of `ndim` axes, or why none."""
+    axes = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
+    return modules.product_over(axes, ndim, bool(module.batch_dims))
+
+
+def _contract(
+    name: str,
+    module: Any,
+    given: Any,
+    inputs: Array,
+    found: modules.MatrixProduct | str,
+    call: Callable[[], Array],
+) -> Array:
+    """Computes a DenseGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve.
+
+    `given` has the activation, implementation and quantization.
+    """
+    if module.is_initializing() or not module.has_variable("params", "kernel"):
+        y = call()
+        return finish(y, None, given.activation, y.dtype)
+    read = lambda parameter: nn.unbox(module.get_variable("params", parameter))
+    kernel, bias = read("kernel"), read("bias") if module.use_bias else None
+    own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": module.precision is not None,
+        "a dot_general of its own": own != {None},
+        "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
+        "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
+    }
+    reason = unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
+    if not reason and not isinstance(found, str):
+        reason = modules.merged(found.count, inputs, kernel) or found.misfit(inputs, kernel)
+    if isinstance(found, str) or reason:
+        return modules.dense_by_framework(name, reason or str(found), given, call)
+    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
+    check_quantization(name, given.quantization, dtype)
+    options = {"activation": given.activation, "implementation": given.implementation}
+    return found.apply(
+        inputs, kernel, bias, dtype=dtype, quantization=given.quantization, **options
+    )
 
 
 def _rows(layer: str, inputs: Any) -> Array:
@@ -342,12 +472,13 @@ def swap(
     rules: Rules | None = None,
     report: Callable[[Report], Any] | None = None,
 ) -> M:
-    """Returns `model` so that normfuse computes its norms and its `nn.Dense` layers when applied.
+    """Returns `model` so that normfuse computes its norms and its dense layers when applied.
 
     Linen makes modules inside calls, so they are found there: while a method of the returned model
-    runs, each module's `__call__` is intercepted. An `nn.Dense` is computed by `normfuse.dense`. A
-    module with one vector of parameters, or none, is probed: where it computes an RMSNorm over the
-    last axis, whatever its names, epsilon, offset and casts are, `normfuse.rms_norm` computes it.
+    runs, each module's `__call__` is intercepted. `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` are
+    computed by `normfuse.dense`, except products that need a transposition. A module with one
+    vector of parameters, or none, is probed: where it computes an RMSNorm over the last axis,
+    whatever its names, epsilon, offset and casts are, `normfuse.rms_norm` computes it.
     Initialisation is the model's own.
 
     The returned model is a subclass of its own class, with the same fields, variables and names of
@@ -357,7 +488,7 @@ def swap(
     Args:
       model: a module, not bound.
       implementation: of the norms, as for `normfuse.rms_norm`. Dense layers multiply by XLA.
-      quantization: of the `nn.Dense` layers, as for `normfuse.dense`.
+      quantization: of the dense layers, as for `normfuse.dense`.
       rules: by class, a function of (bound module, x) that computes what its modules do, or None
         for modules to leave alone. Subclasses follow the rule of their nearest base class.
       report: called with a `Report` of each module, what serves it, or why not, whenever a method
@@ -494,10 +625,17 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
                 path, module, rule, parameters, call, FRAMEWORK.ranks
             )
         return row(service.name, error=str(service.verified[key])), service.compute
-    if base in (RMSNorm, Dense, NormDense, GatedMLP):
+    if base in (RMSNorm, Dense, DenseGeneral, Einsum, NormDense, GatedMLP):
         return row(f"normfuse {base.__name__}"), None
-    if base is nn.Dense:
-        return row("normfuse Dense"), functools.partial(_dense, options)
+    if base in _PRODUCTS:
+        found: Any = None
+        if isinstance(module, nn.DenseGeneral):
+            found = _general_product(module, 16)
+        elif isinstance(module, nn.Einsum):
+            found = modules.product_of_einsum(module.einsum_str or "")
+        if isinstance(found, str):
+            return row(reason=found), None
+        return row(f"normfuse {base.__name__}"), functools.partial(_PRODUCTS[base], options)
     variables = module.variables
     own = [value for value in variables.get("params", {}).values() if not isinstance(value, dict)]
     if not own and variables.get("params"):
@@ -528,6 +666,28 @@ def _dense(
     check_quantization("nn.Dense", options.quantization, dtype)
     given = {"activation": None, "implementation": None, "quantization": options.quantization}
     return apply_dense(inputs, kernel, bias, dtype=dtype, **given)
+
+
+def _product(options: _Options, module: Any, args: Any, kwargs: Any, own: Callable[[], Any]) -> Any:
+    """Computes an `nn.DenseGeneral` or an `nn.Einsum` as ours do."""
+    if len(args) != 1 or kwargs:
+        return own()
+    name, inputs = f"nn.{_original(module).__name__}", jnp.asarray(args[0])
+    if isinstance(module, nn.DenseGeneral):
+        found = _general_product(module, inputs.ndim)
+    else:
+        found = modules.product_of_einsum(module.einsum_str)
+    given = types.SimpleNamespace(
+        implementation=None, activation=None, quantization=options.quantization
+    )
+    return _contract(name, module, given, inputs, found, own)
+
+
+_PRODUCTS: dict[type, Callable[..., Any]] = {
+    nn.Dense: _dense,
+    nn.DenseGeneral: _product,
+    nn.Einsum: _product,
+}
 
 
 def _candidate(module: Any, base: type) -> Candidate:
