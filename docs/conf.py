@@ -67,6 +67,7 @@ reference/index
 
 Swap layers: Flax nnx <guides/swap_nnx>
 Swap layers: Equinox <guides/swap_equinox>
+Your own norm class <guides/own_norm>
 guides/dense
 The loss <guides/loss>
 FP8 <quantization>

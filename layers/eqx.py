@@ -1,11 +1,15 @@
 """Equinox modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
+import dataclasses
+import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ..native.dtypes import compute_dtype
@@ -16,7 +20,25 @@ from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
+from .recognize import Candidate, Different
 from .rms_norm import rms_norm
+from .swap import (
+    SERVED,
+    Framework,
+    Report,
+    Row,
+    Rules,
+    check_concrete,
+    check_rule,
+    check_rules,
+    conclude,
+    configuration,
+    parameter_of,
+    recognised,
+    rule_of,
+    service_of,
+    subclass,
+)
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()
@@ -345,26 +367,52 @@ class GatedMLP(eqx.Module):
 
 # ---------------------------------------------------------------- other people's models
 
+_OURS = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.Linear: Linear}
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+
 
 def swap(
-    model: M, *, implementation: Implementation = None, quantization: Quantization = None
+    model: M,
+    *,
+    implementation: Implementation = None,
+    quantization: Quantization = None,
+    rules: Rules | None = None,
+    report: Callable[[Report], Any] | None = None,
 ) -> M:
-    """Returns `model` with normfuse's layers for every `eqx.nn.RMSNorm` and `eqx.nn.Linear`.
+    """Returns `model` with normfuse's layers for its norms and every `eqx.nn.Linear`.
+
+    Every `eqx.nn.RMSNorm` and `eqx.nn.Linear` becomes normfuse's class. A module of any other class
+    that has one vector of parameters, or none, is probed: where it computes an RMSNorm over the
+    last axis, whatever its names, eps, offset and casts are, it becomes a subclass of its own class
+    that `normfuse.rms_norm` computes. Probing traces a copy, evaluates it with NumPy and verifies
+    the result in float64; calls it has not verified (other arguments, ranks, dtypes) are verified
+    when they first occur, or computed by the class's own code.
 
     Leaves, static fields and everything else are kept, as the same objects; a layer or module that
     occurs twice is still one object that occurs twice, and `eqx.nn.Shared` still ties what it tied.
-    Subclasses of Equinox's layers are left alone.
+    All that is not recognised stays.
 
     `model` may be any pytree. An optimiser's state holds copies of the model's structure, and Optax
-    compares structures: swap it too, with the same arguments, and training goes on.
+    compares structures: swap it too, after the model and with the same arguments, and training goes
+    on.
 
     Args:
       model: a module, or any pytree with modules in it.
-      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
-        normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
+      implementation: of the norms, as for `normfuse.rms_norm`; of those that are normfuse's
+        already, too, unless it is None. Linear layers multiply by XLA, as they did.
       quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
         are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
         better left out: swap the parts before it.
+      rules: by class, a function of (module, x) that computes what its modules do, or None for
+        modules to leave alone. Subclasses follow the rule of their nearest base class.
+      report: called with a `Report` of each module, what serves it, or why not: `report=print`.
+
+    Raises:
+      ValueError: for a rule that computes anything else than the class.
+      TypeError: for rules that do not map classes to functions.
+
+    Warns:
+      UserWarning: if nothing is served, or modules could not be probed because they are traced.
 
     >>> import equinox as eqx, jax
     >>> from normfuse.layers.eqx import swap, unswap
@@ -375,43 +423,176 @@ def swap(
     Array(True, dtype=bool)
     """
     implementation = modules.check_options(implementation, quantization=quantization)
+    rules, rows = check_rules(rules), []
 
-    def ours(layer: Any) -> Any:
-        again = type(layer) is RMSNorm and implementation is not None
-        if type(layer) is eqx.nn.RMSNorm or again:
-            return _convert(layer, RMSNorm, implementation=implementation)
-        if type(layer) is eqx.nn.Linear:
-            added = {"activation": None, "implementation": None, "quantization": quantization}
-            return _convert(layer, Linear, **added)
-        if type(layer) is Linear and quantization is not None:
-            return _convert(layer, Linear, quantization=quantization)
-        return layer
+    def ours(layer: Any, path: str) -> Any:
+        if not isinstance(layer, eqx.Module):
+            return layer
+        row, new = _chosen(layer, path, implementation, quantization, rules)
+        rows.extend([row] if row else [])
+        return new
 
-    def quantized(layer: Any) -> Any:
+    def quantized(layer: Any, path: str) -> Any:
         if type(layer) in (NormDense, GatedMLP):
             return _convert(layer, type(layer), quantization=quantization)
         return layer
 
-    model = _replace(model, ours, {})  # and what is in a NormDense or GatedMLP before it itself
-    return model if quantization is None else _replace(model, quantized, {})
+    new = _replace(model, ours, {})  # and what is in a NormDense or GatedMLP before it itself
+    conclude(rows, report, type(model).__name__, warn=isinstance(model, eqx.Module))
+    return new if quantization is None else _replace(new, quantized, {})
 
 
 def unswap(model: M) -> M:
-    """Returns `model` with Equinox's layers for every one of normfuse's: the inverse of `swap`.
+    """Returns `model` with the classes that its layers had: the inverse of `swap`.
 
     Raises:
       ValueError: for a Linear with an activation, which `eqx.nn.Linear` cannot express.
     """
 
-    def theirs(layer):
-        if type(layer) is RMSNorm:
-            return _convert(layer, eqx.nn.RMSNorm)
+    def theirs(layer: Any, path: str) -> Any:
         if type(layer) is Linear:
             modules.check_unswapped(layer, "eqx.nn.Linear", "make it a Linear without one")
-            return _convert(layer, eqx.nn.Linear)
-        return layer
+        if type(layer) in SERVED:
+            return _convert(layer, SERVED[type(layer)].base)
+        return _convert(layer, _THEIRS[type(layer)]) if type(layer) in _THEIRS else layer
 
     return _replace(model, theirs, {})
+
+
+def _chosen(
+    layer: eqx.Module,
+    path: str,
+    implementation: Implementation,
+    quantization: Quantization,
+    rules: Rules,
+) -> tuple[Row | None, Any]:
+    """Returns what to report of a module, if anything, and what it becomes.
+
+    Raises:
+      ValueError: for a rule that does not fit.
+    """
+    base = SERVED[type(layer)].base if type(layer) in SERVED else type(layer)
+    row = functools.partial(Row, path, base.__name__)
+    ruled, rule = rule_of(rules, base)
+    if ruled and rule is None:
+        return row(reason="a rule leaves it alone"), layer
+    if rule is not None:
+        error = check_rule(path, layer, rule, *_copies(layer, base), FRAMEWORK.ranks)
+        service = service_of(base, rule, implementation, FRAMEWORK)
+        return row(service.name, error=error), _convert(layer, subclass(service))
+    if base in (RMSNorm, eqx.nn.RMSNorm):
+        if base is eqx.nn.RMSNorm or implementation is not None:
+            layer = _convert(layer, RMSNorm, implementation=implementation)
+        return row("normfuse RMSNorm"), layer
+    if base in (Linear, eqx.nn.Linear):
+        if base is eqx.nn.Linear:
+            added = {"activation": None, "implementation": None, "quantization": quantization}
+            layer = _convert(layer, Linear, **added)
+        elif quantization is not None:
+            layer = _convert(layer, Linear, quantization=quantization)
+        return row("normfuse Linear"), layer
+    if base in (NormDense, GatedMLP):
+        return row(f"normfuse {base.__name__}"), layer
+    if type(layer) in SERVED:
+        service = SERVED[type(layer)]
+        if implementation not in (None, service.implementation):
+            service = service_of(base, service.how, implementation, FRAMEWORK)
+            layer = _convert(layer, subclass(service))
+        return row(service.name, error=service.error), layer
+    arrays, parts = _contents(layer)
+    if not arrays and (parts or not callable(layer)):
+        return None, layer
+    try:
+        check_concrete(arrays.values())
+        service = recognised(layer, base, _candidate(layer, base), implementation, FRAMEWORK)
+        cls = subclass(service)
+    except Different as different:
+        known = _known.get(_structure(layer), ((), None))
+        if known[1] is None or known[0] == _kinds(layer):
+            return row(reason=str(different)), layer
+        service = service_of(base, known[1], implementation, FRAMEWORK)
+        return row(service.name), _convert(layer, subclass(service))  # a filtered copy
+    _known[_structure(layer)] = _kinds(layer), service.how
+    return row(service.name, error=service.error), _convert(layer, cls)
+
+
+# Of each class and configuration that was recognised: what its fields held, and the formula. An
+# optimizer's state has modules with other things in their fields, or nothing.
+_known: dict[Any, tuple[Any, Any]] = {}
+
+
+def _kinds(layer: eqx.Module) -> tuple[Any, ...]:
+    array, number = eqx.is_array_like, jax.ShapeDtypeStruct
+    return tuple(
+        isinstance(value, number) or array(value) for _, value in sorted(vars(layer).items())
+    )
+
+
+def _structure(layer: eqx.Module) -> tuple[Any, ...]:
+    """The class of a module and its static fields, as a key."""
+    static = {f.name for f in dataclasses.fields(layer) if f.metadata.get("static", False)}
+    base = SERVED[type(layer)].base if type(layer) in SERVED else type(layer)
+    return base, tuple(item for item in configuration(vars(layer)) if item[0] in static)
+
+
+def _contents(layer: eqx.Module) -> tuple[dict[str, Any], list[str]]:
+    """Returns the arrays that a module holds itself, and the fields that hold other modules."""
+    arrays, parts = {}, []
+    for field in dataclasses.fields(layer):
+        value = vars(layer).get(field.name)
+        if field.metadata.get("static", False):
+            continue
+        if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            arrays[field.name] = value
+        elif any(map(_is_part, jax.tree.leaves(value, is_leaf=_is_part))):
+            parts.append(field.name)
+    return arrays, parts
+
+
+def _is_part(value: Any) -> bool:
+    array = isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    return array or isinstance(value, eqx.Module)
+
+
+def _candidate(layer: Any, base: type) -> Candidate:
+    """Returns a module as a candidate.
+
+    Raises:
+      Different: if it cannot be an RMSNorm.
+    """
+    if not callable(layer):
+        raise Different("it has no __call__")
+    arrays, parts = _contents(layer)  # pyright: ignore[reportArgumentType]
+    if parts:
+        raise Different(f"it holds other modules or arrays in {', '.join(parts)}")
+    parameters, call = _copies(layer, base)
+
+    def compute(values, x, changed):
+        return call(base.__call__, values, x, changed)
+
+    numbers = {n: v for n, v in vars(layer).items() if isinstance(v, int | float)}
+    return Candidate(compute, *parameter_of(arrays, parameters), numbers, FRAMEWORK.ranks)
+
+
+def _copies(layer: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns a module's arrays, and a function that calls a copy of it with others."""
+    is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    leaves, structure = jax.tree.flatten(_convert(layer, base))
+    at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+    def call(function, values, x, changed=types.MappingProxyType({})):
+        filled = list(leaves)
+        for i, value in zip(at, values):
+            filled[i] = value
+        copy = jax.tree.unflatten(structure, filled)
+        for name, value in changed.items():
+            object.__setattr__(copy, name, value)
+        return function(copy, x)
+
+    return [leaves[i] for i in at], call
+
+
+FRAMEWORK = Framework(home=__name__, read=getattr, candidate=_candidate, ranks=(1, 2, 3))
 
 
 def _convert(layer: eqx.Module, cls: type, **extra: Any) -> Any:
@@ -423,19 +604,25 @@ def _convert(layer: eqx.Module, cls: type, **extra: Any) -> Any:
     return new
 
 
-def _replace(node: Any, convert: Callable[[Any], Any], done: dict[int, tuple[Any, Any]]) -> Any:
+def _replace(
+    node: Any,
+    convert: Callable[[Any, str], Any],
+    done: dict[int, tuple[Any, Any]],
+    path: tuple[Any, ...] = (),
+) -> Any:
     """`node` with its layers converted; what holds none is returned as it is.
 
     `done` keeps each node beside its result: an id is a node's only while that node is alive.
     """
     if id(node) in done:
         return done[id(node)][1]
-    new = convert(node)
+    new = convert(node, jax.tree_util.keystr(path, simple=True, separator="."))
     if new is node:
-        children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
-        if not (len(children) == 1 and children[0] is node):
-            replaced = [_replace(child, convert, done) for child in children]
-            if any(a is not b for a, b in zip(children, replaced)):
+        below = lambda child: child is not node
+        children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=below)
+        if not (len(children) == 1 and children[0][1] is node):
+            replaced = [_replace(child, convert, done, path + key) for key, child in children]
+            if any(a is not b for (_, a), b in zip(children, replaced)):
                 new = jax.tree.unflatten(structure, replaced)
     done[id(node)] = (node, new)
     return new

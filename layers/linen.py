@@ -3,11 +3,16 @@
 The classes keep Linen's names, because Linen names parameters, and seeds them, by class name.
 """
 
+import contextlib
 import dataclasses
 import functools
-from typing import Any
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen import dtypes
 from jax import Array
@@ -22,10 +27,26 @@ from .core.arguments import (
     unserved,
 )
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation
+from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
+from .recognize import Candidate, Different
 from .rms_norm import rms_norm
+from .swap import (
+    Framework,
+    Report,
+    Row,
+    Rules,
+    check_rule,
+    check_rules,
+    conclude,
+    configuration,
+    parameter_of,
+    recognised,
+    rule_of,
+    service_of,
+)
 
+M = TypeVar("M", bound=nn.Module)
 _KERNEL = nn.linear.default_kernel_init
 _option: Any = functools.partial(dataclasses.field, kw_only=True)
 
@@ -164,6 +185,136 @@ class Dense(nn.Dense):
         return unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
 
 
+class DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nn.DenseGeneral` does and has the same parameters, initial values and result
+    dtype. A product over the last axes of the input is one matrix product: axes are merged and
+    split, and nothing is moved. Flax's own product serves over other axes, with `batch_dims`, where
+    axes to be merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and
+    while the parameters are made.
+
+    Attributes:
+      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
+        `nn.DenseGeneral`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+        serves.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import DenseGeneral
+    >>> layer = DenseGeneral((2, 4), activation="gelu")
+    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
+    (5, 2, 4)
+    """
+
+    activation: Activation = _option(default=None)
+    implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
+
+    def __post_init__(self):
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "nn.DenseGeneral"
+        )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array) -> Array:
+        """Multiplies `axis` of the inputs by the kernel."""
+        inputs = jnp.asarray(inputs)
+        call = lambda: super(DenseGeneral, self).__call__(inputs)
+        found = _general_product(self, inputs.ndim)
+        return _contract("nn.DenseGeneral", self, self, inputs, found, call)
+
+
+class Einsum(nn.Einsum):
+    """`flax.linen.Einsum` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nn.Einsum` does and has the same parameters, initial values and result dtype.
+    An equation that is one matrix product of the input and the kernel as they are stored
+    (`"BTD,DNH->BTNH"`, `"BTNH,NHD->BTD"`, `"...D,VD->...V"`) is computed as one: axes are merged
+    and split, and nothing is moved. Flax's own product serves for other equations, where axes to be
+    merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and while the
+    parameters are made.
+
+    Attributes:
+      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
+        `nn.Einsum`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+        serves.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import Einsum
+    >>> layer = Einsum((3, 2, 4), "TD,DNH->TNH", use_bias=False)
+    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
+    (5, 2, 4)
+    """
+
+    activation: Activation = _option(default=None)
+    implementation: Implementation = _option(default=None)
+    quantization: Quantization = _option(default=None)
+
+    def __post_init__(self):
+        self.implementation = modules.check_options(
+            self.implementation, self.activation, self.quantization, "nn.Einsum"
+        )
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
+        """Multiplies the inputs by the kernel; `einsum_str` is Flax's."""
+        inputs = jnp.asarray(inputs)
+        call = lambda: super(Einsum, self).__call__(inputs, einsum_str)
+        found = modules.product_of_einsum(einsum_str or self.einsum_str or "")
+        return _contract("nn.Einsum", self, self, inputs, found, call)
+
+
+def _general_product(module: nn.DenseGeneral, ndim: int) -> modules.MatrixProduct | str:
+    """Returns the matrix product that a DenseGeneral is for an x of `ndim` axes, or why none."""
+    axes = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
+    return modules.product_over(axes, ndim, bool(module.batch_dims))
+
+
+def _contract(
+    name: str,
+    module: Any,
+    given: Any,
+    inputs: Array,
+    found: modules.MatrixProduct | str,
+    call: Callable[[], Array],
+) -> Array:
+    """Computes a DenseGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve.
+
+    `given` has the activation, implementation and quantization.
+    """
+    if module.is_initializing() or not module.has_variable("params", "kernel"):
+        y = call()
+        return finish(y, None, given.activation, y.dtype)
+    read = lambda parameter: nn.unbox(module.get_variable("params", parameter))
+    kernel, bias = read("kernel"), read("bias") if module.use_bias else None
+    own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": module.precision is not None,
+        "a dot_general of its own": own != {None},
+        "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
+        "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
+    }
+    reason = unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
+    if not reason and not isinstance(found, str):
+        reason = modules.merged(found.count, inputs, kernel) or found.misfit(inputs, kernel)
+    if isinstance(found, str) or reason:
+        return modules.dense_by_framework(name, reason or str(found), given, call)
+    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
+    check_quantization(name, given.quantization, dtype)
+    options = {"activation": given.activation, "implementation": given.implementation}
+    return found.apply(
+        inputs, kernel, bias, dtype=dtype, quantization=given.quantization, **options
+    )
+
+
 def _rows(layer: str, inputs: Any) -> Array:
     """Returns the inputs as an array with features; ValueError otherwise."""
     x = jnp.asarray(inputs)
@@ -292,3 +443,302 @@ class GatedMLP(nn.Module):
         options = {"activation": self.activation, "implementation": self.implementation}
         options["quantization"] = self.quantization
         return gated_mlp(x, kernels, biases, dtype=dtype, **options)
+
+
+# ---------------------------------------------------------------- other people's models
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What a swapped model was swapped with, and what became of its modules."""
+
+    implementation: Implementation
+    quantization: Quantization
+    rules: tuple[tuple[type, Any], ...]
+    report: Callable[[Report], Any] | None
+    rows: dict[str, Row] = dataclasses.field(default_factory=dict, compare=False)
+
+
+# Part of the key of JAX's caches: what nn.jit traced outside a swapped model is not used inside it.
+_serving = jax.make_user_context(None)
+_ORIGINAL: dict[type, type] = {}  # each swapped class, and the one it was made of
+
+
+def swap(
+    model: M,
+    *,
+    implementation: Implementation = None,
+    quantization: Quantization = None,
+    rules: Rules | None = None,
+    report: Callable[[Report], Any] | None = None,
+) -> M:
+    """Returns `model` so that normfuse computes its norms and its dense layers when applied.
+
+    Linen makes modules inside calls, so they are found there: while a method of the returned model
+    runs, each module's `__call__` is intercepted. `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` are
+    computed by `normfuse.dense`, except products that need a transposition. A module with one
+    vector of parameters, or none, is probed: where it computes an RMSNorm over the last axis,
+    whatever its names, epsilon, offset and casts are, `normfuse.rms_norm` computes it.
+    Initialisation is the model's own.
+
+    The returned model is a subclass of its own class, with the same fields, variables and names of
+    variables, under `nn.jit`, `nn.scan`, `nn.remat`, `nn.tabulate` and `capture_intermediates`,
+    and as a part of other modules. `model` stays as it was.
+
+    Args:
+      model: a module, not bound.
+      implementation: of the norms, as for `normfuse.rms_norm`. Dense layers multiply by XLA.
+      quantization: of the dense layers, as for `normfuse.dense`.
+      rules: by class, a function of (bound module, x) that computes what its modules do, or None
+        for modules to leave alone. Subclasses follow the rule of their nearest base class.
+      report: called with a `Report` of each module, what serves it, or why not, whenever a method
+        that is not initialising has met other modules than before: `report=print`.
+
+    Raises:
+      ValueError: for a bound model; when applied, for a rule that computes anything else than the
+        class.
+      TypeError: for anything but a module, and for rules that do not map classes to functions.
+
+    Warns:
+      UserWarning: when applied, if nothing is served.
+
+    >>> import flax.linen as nn, jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import swap
+    >>> model = swap(nn.Sequential([nn.RMSNorm(), nn.Dense(2)]))
+    >>> x = jnp.ones((3, 4))
+    >>> model.apply(model.init(jax.random.key(0), x), x).shape
+    (3, 2)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"swap: model must be a linen Module, got {type(model).__name__}")
+    if model.scope is not None:
+        raise ValueError(
+            f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
+        )
+    implementation = modules.check_options(implementation, quantization=quantization)
+    options = _Options(implementation, quantization, tuple(check_rules(rules).items()), report)
+    return _as(model, _swapped(_original(model), options))
+
+
+def unswap(model: M) -> M:
+    """Returns `model` as it was before `swap`."""
+    return _as(model, _original(model))
+
+
+def _original(model: nn.Module) -> type:
+    """Returns the class that a module has, or had before `swap`."""
+    return _ORIGINAL.get(type(model), type(model))
+
+
+def _as(model: Any, cls: type) -> Any:
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
+    return cls(**(fields | {"parent": None}))
+
+
+def _swapped(base: type, options: _Options) -> type:
+    """Returns the subclass of `base` whose methods run with `options`."""
+
+    def serve(method):
+        @nn.nowrap  # the method itself is Linen's to wrap: its names, scopes and intermediates stay
+        @functools.wraps(method)
+        def served(self, *args, **kwargs):
+            with _served(options, base):
+                return method(self, *args, **kwargs)
+
+        return served
+
+    def reduce(self, protocol):
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
+        return _restore, (base, kept | {"parent": None}, options)
+
+    body = {name: serve(method) for name, method in _methods(base)}
+    about = {"__module__": base.__module__, "__qualname__": f"{base.__qualname__}[normfuse]"}
+    about |= {"__doc__": base.__doc__, "__reduce_ex__": nn.nowrap(reduce)}
+    cls = type(base)(base.__name__, (base,), body | about)
+    _ORIGINAL[cls] = base
+    return cls
+
+
+def _restore(base: type, fields: dict[str, Any], options: _Options) -> Any:
+    """Makes a swapped module again from its pickle."""
+    return _swapped(base, options)(**fields)
+
+
+def _methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the methods that a module's class and its bases define, but Linen's own."""
+    for name in dir(base):
+        method = inspect.getattr_static(base, name)
+        if name == "setup" or not inspect.isfunction(method) or hasattr(method, "nowrap"):
+            continue
+        if name != "__call__" and (name.startswith("_") or name in vars(nn.Module)):
+            continue
+        yield name, method
+
+
+@contextlib.contextmanager
+def _served(options: _Options, base: type) -> Iterator[None]:
+    """Computes modules with `options` within a block; the report comes after the outermost."""
+    if _serving.value == options:
+        yield
+        return
+    before = dict(options.rows)
+    with _serving(options), nn.intercept_methods(functools.partial(_intercept, options)):
+        yield
+    if options.rows != before:
+        rows = list(options.rows.values())
+        conclude(rows, options.report, base.__name__, warn=True)
+
+
+def _intercept(
+    options: _Options, call: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+    """Computes a call of a module's method, as Linen's interceptors do."""
+    module = context.module
+    own = lambda: call(*args, **kwargs)
+    if context.method_name != "__call__" or _serving.value != options or module.scope is None:
+        return own()
+    if module.is_initializing():
+        return own()
+    row, compute = _chosen(module, options)
+    if row is not None:
+        options.rows[row.path] = row
+    return own() if compute is None else compute(module, args, kwargs, own)
+
+
+def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[..., Any] | None]:
+    """Returns what to report of a module, and what computes it, where either is something.
+
+    Raises:
+      ValueError: for a rule that does not fit.
+    """
+    base = _original(module)
+    row = functools.partial(Row, ".".join(module.path), base.__name__)
+    ruled, rule = rule_of(dict(options.rules), base)
+    if ruled and rule is None:
+        return row(reason="a rule leaves it alone"), None
+    if rule is not None:
+        service = service_of(base, rule, options.implementation, FRAMEWORK)
+        key = *FRAMEWORK.configuration(module), *map(jnp.shape, jax.tree.leaves(module.variables))
+        if key not in service.verified:
+            path, (parameters, call) = ".".join(module.path), _copies(module, base)
+            service.verified[key] = check_rule(
+                path, module, rule, parameters, call, FRAMEWORK.ranks
+            )
+        return row(service.name, error=str(service.verified[key])), service.compute
+    if base in (RMSNorm, Dense, DenseGeneral, Einsum, NormDense, GatedMLP):
+        return row(f"normfuse {base.__name__}"), None
+    if base in _PRODUCTS:
+        found: Any = None
+        if isinstance(module, nn.DenseGeneral):
+            found = _general_product(module, 16)
+        elif isinstance(module, nn.Einsum):
+            found = modules.product_of_einsum(module.einsum_str or "")
+        if isinstance(found, str):
+            return row(reason=found), None
+        return row(f"normfuse {base.__name__}"), functools.partial(_PRODUCTS[base], options)
+    variables = module.variables
+    own = [value for value in variables.get("params", {}).values() if not isinstance(value, dict)]
+    if not own and variables.get("params"):
+        return None, None
+    try:
+        candidate = _candidate(module, base)
+        service = recognised(module, base, candidate, options.implementation, FRAMEWORK)
+        return row(service.name, error=service.error), service.compute
+    except Different as different:
+        return row(reason=str(different)), None
+
+
+def _dense(
+    options: _Options, module: nn.Dense, args: Any, kwargs: Any, own: Callable[[], Any]
+) -> Any:
+    """Computes an `nn.Dense` as `Dense` does."""
+    layer = types.SimpleNamespace(
+        implementation=None, activation=None, quantization=options.quantization
+    )
+    if len(args) != 1 or kwargs:
+        return modules.dense_by_framework("nn.Dense", "named arguments", layer, own)
+    inputs = jnp.asarray(args[0])
+    if reason := Dense._unserved(module, inputs):  # pyright: ignore[reportArgumentType]
+        return modules.dense_by_framework("nn.Dense", reason, layer, own)
+    kernel = FRAMEWORK.read(module, "kernel")
+    bias = FRAMEWORK.read(module, "bias") if module.use_bias else None
+    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
+    check_quantization("nn.Dense", options.quantization, dtype)
+    given = {"activation": None, "implementation": None, "quantization": options.quantization}
+    return apply_dense(inputs, kernel, bias, dtype=dtype, **given)
+
+
+def _product(options: _Options, module: Any, args: Any, kwargs: Any, own: Callable[[], Any]) -> Any:
+    """Computes an `nn.DenseGeneral` or an `nn.Einsum` as ours do."""
+    if len(args) != 1 or kwargs:
+        return own()
+    name, inputs = f"nn.{_original(module).__name__}", jnp.asarray(args[0])
+    if isinstance(module, nn.DenseGeneral):
+        found = _general_product(module, inputs.ndim)
+    else:
+        found = modules.product_of_einsum(module.einsum_str)
+    given = types.SimpleNamespace(
+        implementation=None, activation=None, quantization=options.quantization
+    )
+    return _contract(name, module, given, inputs, found, own)
+
+
+_PRODUCTS: dict[type, Callable[..., Any]] = {
+    nn.Dense: _dense,
+    nn.DenseGeneral: _product,
+    nn.Einsum: _product,
+}
+
+
+def _candidate(module: Any, base: type) -> Candidate:
+    """Returns a bound module as a candidate.
+
+    Raises:
+      Different: if it cannot be an RMSNorm.
+    """
+    variables = dict(module.variables)
+    parameters = nn.unbox(variables.pop("params", {}))
+    if held := [name for name, values in variables.items() if values]:
+        raise Different(f"it holds {', '.join(sorted(held))}")
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise Different("it holds other modules")
+    # Only their shapes and dtypes are read: inside a call they may well be traced.
+    shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in jax.tree.leaves(parameters)]
+    _, call = _copies(module, base)
+
+    def compute(values, x, changed):
+        return call(base.__call__, values, x, changed)
+
+    numbers = {n: v for n, v in _fields(module).items() if isinstance(v, int | float)}
+    return Candidate(compute, *parameter_of(parameters, shapes), numbers, FRAMEWORK.ranks)
+
+
+def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns a bound module's arrays, and a function that calls a copy of it with others."""
+    leaves, structure = jax.tree.flatten(nn.unbox(dict(module.variables)))
+    unbound = base(**_fields(module), parent=None)
+
+    def call(function, values, x, changed=types.MappingProxyType({})):
+        with _serving(None):  # the copy computes as its class does
+            copy = unbound.clone(**changed) if changed else unbound
+            variables = jax.tree.unflatten(structure, values)
+            y, after = nn.apply(function, copy, mutable=True)(variables, x)
+        after = jax.tree.leaves(after)
+        if len(after) != len(values) or any(a is not b for a, b in zip(after, values)):
+            raise Different("its call changes its variables")
+        return y
+
+    return leaves, call
+
+
+def _fields(module: nn.Module) -> dict[str, Any]:
+    fields = [f.name for f in dataclasses.fields(module) if f.init]
+    return {name: getattr(module, name) for name in fields if name not in ("parent", "name")}
+
+
+FRAMEWORK = Framework(
+    home=__name__,
+    read=lambda module, name: nn.unbox(module.get_variable("params", name)),
+    candidate=_candidate,
+    configuration=lambda module: configuration(_fields(module)),
+)

@@ -1,7 +1,9 @@
 """Flax NNX modules on normfuse's operations: drop-in layers, fused ones, and `swap`."""
 
+import functools
 import math
-from collections.abc import Container
+import types
+from collections.abc import Callable, Container
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +21,24 @@ from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
+from .recognize import Candidate, Different
 from .rms_norm import rms_norm
+from .swap import (
+    SERVED,
+    Framework,
+    Report,
+    Row,
+    Rules,
+    check_concrete,
+    check_rule,
+    check_rules,
+    conclude,
+    parameter_of,
+    recognised,
+    rule_of,
+    service_of,
+    subclass,
+)
 
 M = TypeVar("M")
 
@@ -175,6 +194,152 @@ class Linear(nnx.Linear):
         }
         own = kernel.dtype, bias if bias is None else bias.dtype, self.dtype
         return unserved(reasons, inputs.dtype, *own)
+
+
+class LinearGeneral(nnx.LinearGeneral):
+    """`flax.nnx.LinearGeneral` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nnx.LinearGeneral` does and has the same parameters, initial values, state and
+    result dtype. A product over the last axes of the input is one matrix product: axes are merged
+    and split, and nothing is moved. Flax's own product serves over other axes, with `batch_axis`,
+    where axes to be merged are split on an Explicit mesh, and for the options that `Linear` leaves
+    to it.
+
+    Args:
+      in_features, out_features: the lengths of the axes that are summed over, and of the output's.
+      activation, implementation, quantization: as for `normfuse.dense`.
+      **kwargs: `nnx.LinearGeneral`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization; when called, for a quantization beside
+        what only Flax serves.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import LinearGeneral
+    >>> LinearGeneral((2, 3), 4, axis=(-2, -1), rngs=nnx.Rngs(0))(jnp.ones((5, 2, 3))).shape
+    (5, 4)
+    """
+
+    activation: Activation
+    implementation: Implementation
+    quantization: Quantization
+
+    def __init__(
+        self,
+        in_features: Any,
+        out_features: Any,
+        *,
+        activation: Activation = None,
+        implementation: Implementation = None,
+        quantization: Quantization = None,
+        **kwargs: Any,
+    ):
+        implementation = modules.check_options(
+            implementation, activation, quantization, "nnx.LinearGeneral"
+        )
+        super().__init__(in_features, out_features, **kwargs)
+        self.activation, self.implementation = activation, implementation
+        self.quantization = quantization
+
+    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
+        """Multiplies `axis` of the inputs by the kernel; `out_sharding` is Flax's."""
+        inputs = jnp.asarray(inputs)
+        own = {None, jax.lax.dot_general}
+        options = {"a dot_general of its own": not {self.dot_general, self.dot_general_cls} <= own}
+        found = modules.product_over(self.axis, inputs.ndim, bool(self.batch_axis))
+        call = lambda: super(LinearGeneral, self).__call__(inputs, out_sharding=out_sharding)
+        return _contract("nnx.LinearGeneral", self, inputs, found, options, out_sharding, call)
+
+
+class Einsum(nnx.Einsum):
+    """`flax.nnx.Einsum` computed by `normfuse.dense`, with an optional activation.
+
+    Takes everything `nnx.Einsum` does and has the same parameters, initial values, state and result
+    dtype. An equation that is one matrix product of the input and the kernel as they are stored
+    (`"BTD,DNH->BTNH"`, `"BTNH,NHD->BTD"`, `"...D,VD->...V"`) is computed as one: axes are merged
+    and split, and nothing is moved. Flax's own product serves for other equations, where axes to be
+    merged are split on an Explicit mesh, for an `einsum_op` of your own, and for the options that
+    `Linear` leaves to it.
+
+    Args:
+      einsum_str, kernel_shape, bias_shape: `nnx.Einsum`'s.
+      activation, implementation, quantization: as for `normfuse.dense`.
+      **kwargs: `nnx.Einsum`'s.
+
+    Raises:
+      ValueError: for an unknown activation or quantization; when called, for a quantization beside
+        what only Flax serves.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import Einsum
+    >>> Einsum("TD,DNH->TNH", (3, 2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
+    (5, 2, 4)
+    """
+
+    activation: Activation
+    implementation: Implementation
+    quantization: Quantization
+
+    def __init__(
+        self,
+        einsum_str: str,
+        kernel_shape: Any,
+        bias_shape: Any = None,
+        *,
+        activation: Activation = None,
+        implementation: Implementation = None,
+        quantization: Quantization = None,
+        **kwargs: Any,
+    ):
+        implementation = modules.check_options(
+            implementation, activation, quantization, "nnx.Einsum"
+        )
+        super().__init__(einsum_str, kernel_shape, bias_shape, **kwargs)
+        self.activation, self.implementation = activation, implementation
+        self.quantization = quantization
+
+    def __call__(
+        self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
+    ) -> Array:
+        """Multiplies the inputs by the kernel; `einsum_str` and `out_sharding` are Flax's."""
+        inputs = jnp.asarray(inputs)
+        options = {"an einsum_op of its own": self.einsum_op is not jnp.einsum}
+        found = modules.product_of_einsum(einsum_str or self.einsum_str)
+        call = lambda: super(Einsum, self).__call__(inputs, einsum_str, out_sharding=out_sharding)
+        return _contract("nnx.Einsum", self, inputs, found, options, out_sharding, call)
+
+
+def _contract(
+    name: str,
+    layer: Any,
+    inputs: Array,
+    found: modules.MatrixProduct | str,
+    options: dict[str, bool],
+    out_sharding: Any,
+    call: Callable[[], Array],
+) -> Array:
+    """Computes a LinearGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
+    kernel, bias = _parameters(layer)
+    options |= {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": layer.preferred_element_type is not None,
+        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
+    }
+    own = kernel.dtype, None if bias is None else bias.dtype, layer.dtype
+    reason = found if isinstance(found, str) else unserved(options, inputs.dtype, *own)
+    if not reason and not isinstance(found, str):
+        reason = modules.merged(found.count, inputs, kernel) or found.misfit(inputs, kernel)
+        if found.contract and kernel.ndim - found.count > 1 and out_sharding is not None:
+            reason = "an out_sharding"
+    if reason or isinstance(found, str):
+        return modules.dense_by_framework(name, reason, layer, call)
+    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    check_quantization(name, layer.quantization, dtype)
+    given = {"activation": layer.activation, "implementation": layer.implementation}
+    given |= {"quantization": layer.quantization, "out_sharding": out_sharding}
+    return found.apply(inputs, kernel, bias, dtype=dtype, **given)
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -356,29 +521,58 @@ def _check_features(argument: str, x: Array, kernel: Array) -> None:
 
 # ---------------------------------------------------------------- other people's models
 
-_OURS = {nnx.RMSNorm: RMSNorm, nnx.Linear: Linear}
+_OURS = {
+    nnx.RMSNorm: RMSNorm,
+    nnx.Linear: Linear,
+    nnx.LinearGeneral: LinearGeneral,
+    nnx.Einsum: Einsum,
+}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+_FUSED = (NormDense, GatedMLP)
 
 
 def swap(
-    model: M, *, implementation: Implementation = None, quantization: Quantization = None
+    model: M,
+    *,
+    implementation: Implementation = None,
+    quantization: Quantization = None,
+    rules: Rules | None = None,
+    report: Callable[[Report], Any] | None = None,
 ) -> M:
-    """Turns every `nnx.RMSNorm` and `nnx.Linear` in `model` into normfuse's, in place.
+    """Turns the norms and the linear layers in `model` into normfuse's, in place.
+
+    Every `nnx.RMSNorm`, `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum` becomes normfuse's
+    class, except products that need a transposition. A module of any other class that has one
+    vector of parameters, or none, is probed: where it computes an RMSNorm over the last axis,
+    whatever its names, eps, offset and casts are, it becomes a subclass of its own class that
+    `normfuse.rms_norm` computes. Probing traces a copy, evaluates it with NumPy and verifies the
+    result in float64; calls it has not verified (other arguments, ranks, dtypes) are verified when
+    they first occur, or computed by the class's own code.
 
     The layers stay the same objects with the same Variables: parameters, metadata, tied layers,
-    optimizer state and checkpoints are untouched. Subclasses of Flax's layers are left alone.
+    optimizer state and checkpoints are untouched. All that is not recognised stays.
     Graph definitions (`nnx.graphdef`, `nnx.split`) taken before describe the model as it was.
 
     Args:
       model: a module, or any container of modules that NNX knows.
-      implementation: of the RMSNorm layers, as for `normfuse.rms_norm`; of those that are
-        normfuse's already, too, unless it is None. Linear layers multiply by XLA, as they did.
-      quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
-        are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
-        better left out: swap the parts before it.
+      implementation: of the norms, as for `normfuse.rms_norm`; of those that are normfuse's
+        already, too, unless it is None. Linear layers multiply by XLA, as they did.
+      quantization: of every linear layer, NormDense and GatedMLP, as for `normfuse.dense`; of those
+        that are normfuse's already, too, unless it is None. A model's last layer, which makes
+        logits, is better left out: swap the parts before it.
+      rules: by class, a function of (module, x) that computes what its modules do, or None for
+        modules to leave alone. Subclasses follow the rule of their nearest base class.
+      report: called with a `Report` of each module, what serves it, or why not: `report=print`.
 
     Returns:
       `model` itself.
+
+    Raises:
+      ValueError: for a rule that computes anything else than the class; nothing is changed then.
+      TypeError: for rules that do not map classes to functions.
+
+    Warns:
+      UserWarning: if nothing is served, or modules could not be probed because they are traced.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -390,33 +584,44 @@ def swap(
     'flax.nnx.nn.normalization'
     """
     implementation = modules.check_options(implementation, quantization=quantization)
-    for module in _layers(model, _OURS):
-        object.__setattr__(module, "__class__", _OURS[type(module)])  # Flax notes what it sets
-        module.implementation = implementation if isinstance(module, RMSNorm) else None
-        if isinstance(module, Linear):
-            module.activation = module.quantization = None
+    rules = check_rules(rules)
+    rows, classes = [], []
+    for path, module in _modules(model):
+        row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
+        rows += [row] if row else []
+        classes += [(module, cls)] if cls else []
+    for module, cls in classes:
+        object.__setattr__(module, "__class__", cls)  # Flax notes what it sets
+        if cls in _THEIRS:
+            module.implementation = implementation if isinstance(module, RMSNorm) else None
+            if not isinstance(module, RMSNorm):
+                module.activation = module.quantization = None
     if implementation is not None:
         for module in _layers(model, {RMSNorm}):
             module.implementation = implementation
     if quantization is not None:
-        for module in _layers(model, {Linear, NormDense, GatedMLP}):
+        for module in _layers(model, {Linear, LinearGeneral, Einsum, *_FUSED}):
             module.quantization = quantization
+    conclude(rows, report, type(model).__name__, warn=not isinstance(model, nnx.Optimizer))
     return model
 
 
 def unswap(model: M) -> M:
-    """Turns normfuse's layers in `model` back into Flax's, in place.
+    """Turns normfuse's layers in `model` back into the classes they were, in place.
 
     Raises:
-      ValueError: for a Linear with an activation, which `nnx.Linear` cannot express; nothing is
+      ValueError: for a linear layer with an activation, which Flax's cannot express; nothing is
         changed then.
     """
     layers = _layers(model, _THEIRS)
     for module in layers:
-        modules.check_unswapped(module, "nnx.Linear", "set it to None")
+        theirs = f"nnx.{type(module).__name__}"
+        modules.check_unswapped(module, theirs, "set it to None")
     for module in layers:
         object.__setattr__(module, "__class__", _THEIRS[type(module)])
         _forget(module, ("activation", "implementation", "quantization"))
+    for module in _layers(model, SERVED):
+        object.__setattr__(module, "__class__", SERVED[type(module)].base)
     return model
 
 
@@ -434,5 +639,99 @@ def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
 
 
 def _layers(model: Any, classes: Container[type]) -> list[Any]:
-    nodes = [node for _, node in nnx.iter_graph(model) if type(node) in classes]
-    return list({id(node): node for node in nodes}.values())
+    return [module for _, module in _modules(model) if type(module) in classes]
+
+
+def _modules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Every module in a model, once, with its path; in the order of definition."""
+    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    return list({id(node): (path, node) for path, node in nodes}.values())
+
+
+def _chosen(
+    module: Any, path: str, implementation: Implementation, rules: Rules
+) -> tuple[Row | None, type | None]:
+    """Returns what to report of a module, and the class it is to have, where either is something.
+
+    Raises:
+      ValueError: for a rule that does not fit.
+    """
+    base: type = SERVED[type(module)].base if type(module) in SERVED else type(module)
+    row = functools.partial(Row, path, base.__name__)
+    ruled, rule = rule_of(rules, base)
+    if ruled and rule is None:
+        return row(reason="a rule leaves it alone"), None
+    if rule is not None:
+        error = check_rule(path, module, rule, *_copies(module, base), FRAMEWORK.ranks)
+        service = service_of(base, rule, implementation, FRAMEWORK)
+        return row(service.name, error=error), subclass(service)
+    if base is nnx.Einsum and isinstance(why := modules.product_of_einsum(module.einsum_str), str):
+        return row(reason=why), None
+    if base is nnx.LinearGeneral:
+        why = modules.product_over(module.axis, 16, bool(module.batch_axis))
+        if isinstance(why, str):
+            return row(reason=why), None
+    if base in _OURS or base in _THEIRS or base in _FUSED:
+        return row(f"normfuse {_OURS.get(base, base).__name__}"), _OURS.get(base)
+    if type(module) in SERVED:
+        service = SERVED[type(module)]
+        if implementation is not None:
+            service = service_of(base, service.how, implementation, FRAMEWORK)
+        return row(service.name, error=service.error), subclass(service)
+    own = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
+    parts = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    try:
+        if not own and (len(parts) > 1 or not callable(module)):
+            return None, None
+        check_concrete(jax.tree.leaves(nnx.state(module)))
+        service = recognised(module, base, _candidate(module, base), implementation, FRAMEWORK)
+        return row(service.name, error=service.error), subclass(service)
+    except Different as different:
+        return row(reason=str(different)), None
+
+
+def _candidate(module: Any, base: type) -> Candidate:
+    """Returns a module as a candidate.
+
+    Raises:
+      Different: if it cannot be an RMSNorm.
+    """
+    if not callable(module):
+        raise Different("it has no __call__")
+    variables = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Variable)}
+    parameters, call = _copies(module, base)
+    if len(parameters) != len(variables):
+        raise Different("it holds other modules or state")
+    arguments = parameter_of(variables.keys(), parameters)
+
+    def compute(values, x, changed):
+        return call(base.__call__, values, x, changed)
+
+    numbers = {n: v for n, v in vars(module).items() if isinstance(v, int | float)}
+    return Candidate(compute, *arguments, numbers, FRAMEWORK.ranks)
+
+
+def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
+    """Returns a module's arrays, and a function that calls a copy of it with others."""
+    graph, state = nnx.split(module)
+    leaves, structure = jax.tree.flatten(state)
+
+    def call(function, values, x, changed=types.MappingProxyType({})):
+        copy = nnx.merge(graph, jax.tree.unflatten(structure, values))
+        object.__setattr__(copy, "__class__", base)
+        vars(copy).update(changed)
+        y = function(copy, x)
+        after = jax.tree.leaves(nnx.state(copy))
+        if len(after) != len(values) or any(a is not b for a, b in zip(after, values)):
+            raise Different("its call changes its state")
+        return y
+
+    return leaves, call
+
+
+FRAMEWORK = Framework(
+    home=__name__,
+    read=lambda module, name: getattr(module, name)[...],
+    candidate=_candidate,
+    options=lambda base: {"pytree": base._pytree__is_pytree},
+)

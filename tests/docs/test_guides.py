@@ -19,5 +19,12 @@ def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
 
 def test_there_is_a_guide_for_every_reader():
     names = {path.stem for path in GUIDES.glob("*.py")}
-    wanted = {"swap_nnx", "swap_equinox", "train_sharded", "elementwise_op", "add_kernel"}
+    wanted = {
+        "swap_nnx",
+        "swap_equinox",
+        "own_norm",
+        "train_sharded",
+        "elementwise_op",
+        "add_kernel",
+    }
     assert wanted <= names

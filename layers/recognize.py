@@ -1,0 +1,458 @@
+"""Whether a module computes an RMSNorm, found from values and not from names.
+
+The module's call is traced on a copy, and the trace is evaluated by NumPy on probe inputs: nothing
+is compiled, no device is touched, and no state of the module can change. From what comes out follow
+eps, the scale's offset and the order of casts; they are then verified against float64.
+"""
+
+import contextlib
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from ..native.dtypes import FLOATING, holds
+
+# Root mean squares of the probe rows: the mean square is far below eps, about as large, and above.
+_MAGNITUDES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+_EQUATIONS = 400  # of the longest trace that is evaluated
+
+
+Trace = Any  # a jax.extend.core.ClosedJaxpr, which type checkers do not find there
+
+
+class Different(Exception):
+    """A module does not compute an RMSNorm; the message says how it differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A module that may be an RMSNorm.
+
+    Attributes:
+      call: computes a copy of the module for (arrays of its parameters, x, changed attributes).
+      scale: the attribute that holds its only parameter; None if it has none.
+      shape: of the parameter, whose last axis is the features; the others are of stacked layers.
+      dtype: of the parameter.
+      attributes: the module's Python numbers, by attribute.
+      ranks: of probe inputs, until one is recognised.
+    """
+
+    call: Callable[[list[Any], Any, Mapping[str, float]], Any]
+    scale: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    attributes: Mapping[str, Any]
+    ranks: tuple[int, ...]
+
+    def trace(self, x: tuple[int, ...], x_dtype: str, dtype: str, **changed: float) -> Trace:
+        """Returns the call's trace for an x of a shape and dtype and a parameter of `dtype`.
+
+        Raises:
+          Different: if the call fails, or returns anything but one array like x.
+        """
+        parameters = [] if self.scale is None else [jax.ShapeDtypeStruct((x[-1],), dtype)]
+        call = lambda parameters, x: self.call(parameters, x, changed)
+        traced = trace(call, parameters, jax.ShapeDtypeStruct(x, x_dtype))
+        (out,) = traced.out_avals
+        if out.shape != x:
+            raise Different(f"it turns shape {x} into {out.shape}")
+        names = [equation.primitive.name for equation in _equations(traced.jaxpr)]
+        if len(names) > _EQUATIONS:
+            raise Different(f"it computes {len(names)} operations")
+        if random := next((n for n in names if n.startswith(("random_", "threefry"))), ""):
+            raise Different(f"it draws random numbers ({random})")
+        if placed := next((n for n in names if n in _PLACING), ""):
+            raise Different(f"it communicates or constrains sharding ({placed})")
+        return traced
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """`x / sqrt(mean(x²) + eps) · (scale_offset + scale)`, over the last axis.
+
+    Attributes:
+      scale: the attribute that holds the scale; None if there is none.
+      eps: its value, or the attribute that holds it.
+      scale_offset: as for `normfuse.rms_norm`.
+    """
+
+    scale: str | None
+    eps: float | str
+    scale_offset: float
+
+    def eps_of(self, module: Any) -> Any:
+        """Returns the eps of a module."""
+        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """The dtypes of an RMSNorm, for given ones of x and scale.
+
+    Attributes:
+      x, scale: what each is rounded to before the statistics; None where it is used as it is.
+      out: the result's.
+      error: the largest relative difference to the formula with these casts in float64.
+    """
+
+    x: str | None
+    scale: str | None
+    out: str
+    error: float
+
+
+def trace(call: Callable[..., Any], parameters: list[Any], x: Any) -> Trace:
+    """Returns the trace of `call(parameters, x)`.
+
+    Raises:
+      Different: if the call fails, or returns anything but one array.
+    """
+    try:
+        traced: Trace = jax.make_jaxpr(call)(parameters, x)
+    except Different:
+        raise
+    except Exception as error:  # the module's own, of any type
+        first = (str(error).strip() or "no message").splitlines()[0][:120]
+        raise Different(
+            f"its call fails for x of shape {x.shape}: {type(error).__name__}: {first}"
+        ) from None
+    if traced.effects:
+        raise Different("its call has side effects")
+    if len(traced.out_avals) != 1:
+        raise Different(f"it returns {len(traced.out_avals)} arrays")
+    if traced.out_avals[0].dtype.name not in FLOATING:
+        raise Different(f"it returns {traced.out_avals[0].dtype.name}")
+    return traced
+
+
+def formula(candidate: Candidate) -> tuple[Formula, int, int]:
+    """Returns what a module computes, and the rank and the features of x for which it was found.
+
+    Raises:
+      Different: if it is not an RMSNorm over the last axis.
+    """
+    sizes = list(candidate.shape[-1:])
+    if not sizes:  # the features are what an attribute says, or any number
+        ints = {v for v in candidate.attributes.values() if type(v) is int and 2 <= v <= 65536}
+        sizes = [64, *sorted(ints - {64})]
+    first = None
+    for size in sizes:
+        for rank in candidate.ranks:
+            try:
+                return _formula(candidate, size, rank), rank, size
+            except Different as error:
+                called = "its call fails" not in str(error)
+                if first is None or (called and "its call fails" in str(first)):
+                    first = error
+    assert first is not None
+    if len(candidate.shape) > 1 and "its call fails" in str(first):
+        raise Different(f"{candidate.scale} is not a vector: {candidate.shape}")
+    raise first
+
+
+def casts(
+    candidate: Candidate, found: Formula, rank: int, size: int, x_dtype: str, dtype: str
+) -> Casts:
+    """Returns the order of casts for a rank, features and dtype of x and a dtype of the parameter.
+
+    Raises:
+      Different: if the module does not compute the formula for them.
+    """
+    rows = 4
+    traced = candidate.trace(_shape(rows, size, rank), x_dtype, dtype)
+    x = (_rows(rows, size) * np.array([[0.37], [0.9], [1.7], [5.3]])).astype(x_dtype)
+    scale = _scale(size, 1, dtype)
+    y = _call(traced, scale, x, rank)
+    out, best = traced.out_avals[0].dtype.name, None
+    value = _attribute(candidate, found)
+    for x_cast in (None, *_narrower(x_dtype)):
+        for scale_cast in (None, *(_narrower(dtype) if found.scale else ())):
+            exact = _exact(_cast(x, x_cast), _cast(scale, scale_cast), found, value)
+            error = np.abs(y.astype(np.float64) - _cast(exact, out)) / np.abs(exact)
+            # Each element of theirs may be rounded more often; the mean tells the casts apart.
+            if best is None or error.mean() < 0.9 * best[0]:
+                best = error.mean(), Casts(x_cast, scale_cast, out, float(error.max()))
+    assert best is not None
+    allowed = tolerance_of(traced, size)
+    if not best[1].error <= allowed:
+        raise Different(
+            f"for {x_dtype} it differs from an RMSNorm by {best[1].error:.2g} of the value, where "
+            f"rounding explains {allowed:.2g}"
+        )
+    return best[1]
+
+
+def _formula(candidate: Candidate, size: int, rank: int) -> Formula:
+    rows = len(_MAGNITUDES) + 1
+    shape = _shape(rows, size, rank)
+    traced = candidate.trace(shape, "float32", "float32")
+    x = _rows(rows, size) * np.array([*_MAGNITUDES, 0.0])[:, None]
+    x = x.astype(np.float32)
+    scales = [_scale(size, seed, "float32") for seed in (1, 2)]
+    ys = [_call(traced, scale, x, rank).astype(np.float64) for scale in scales]
+    tolerance = tolerance_of(traced, size)
+    large = len(_MAGNITUDES) - 1
+    wide, mean_square = x.astype(np.float64), np.mean(x.astype(np.float64) ** 2, 1)
+
+    if any(np.any(y[-1] != 0) and np.all(np.isfinite(y[-1])) for y in ys):
+        raise Different("it adds to the normalised x: zeros do not stay zeros")
+    weights = [y[large] * np.sqrt(mean_square[large]) / wide[large] for y in ys]
+    if not np.all(np.isfinite(weights)):
+        raise Different("it returns values that are not finite")
+    second = [y[large - 1] * np.sqrt(mean_square[large - 1]) / wide[large - 1] for y in ys]
+    if not np.allclose(weights, second, rtol=4 * tolerance, atol=4 * tolerance):
+        centred = wide - wide.mean(1, keepdims=True)
+        again = [ys[0][i] * centred[i].std() / centred[i] for i in (large, large - 1)]
+        if np.allclose(*again, rtol=1e-3, atol=1e-3):
+            raise Different("it subtracts the mean, as a LayerNorm does")
+        raise Different("it is not x over its root mean square, row by row of the last axis")
+
+    # The weight is slope · scale + offset.
+    slope, offset = 0.0, float(np.mean(weights))
+    if candidate.scale is not None:
+        slope, offset = np.polyfit(np.ravel(scales), np.ravel(weights), 1)
+    elif np.any(np.abs(np.ravel(weights) - 1) > 4 * tolerance):
+        raise Different(f"it multiplies the normalised x by {offset:.6g}")
+    constants = [*_literals(traced.jaxpr), *_numbers(candidate.attributes).values()]
+    near = [c for c in (0.0, 1.0, *constants) if abs(c - offset) <= 4 * tolerance]
+    offset = near[0] if near else offset
+    line = slope * np.ravel(scales) + offset
+    if np.any(np.abs(np.ravel(weights) - line) > 4 * tolerance * (1 + np.abs(line))):
+        raise Different("its weight is not the parameter plus a constant")
+    if candidate.scale is not None and abs(slope - 1) > 4 * tolerance:
+        raise Different(
+            f"its weight is {slope:.6g} times the parameter: not the mean of the squares"
+            if abs(slope - 1 / np.sqrt(size)) < 1e-3
+            else f"its weight is {slope:.6g} times the parameter"
+        )
+    offset = 0.0 if candidate.scale is None else offset
+
+    weight = np.ravel(scales)[:size] + offset if candidate.scale else 1.0
+    ratio = np.median(np.abs(weight * wide[0] / ys[0][0]))
+    eps = max(float(ratio**2 - mean_square[0]), 0.0)
+    if not np.isfinite(eps):
+        raise Different("it is not an RMSNorm where x is small")
+    eps = 0.0 if eps < 1e-3 * mean_square[0] else eps
+    attribute, eps = _named_eps(candidate, traced, constants, eps, 4 * tolerance)
+    found = Formula(candidate.scale, eps, offset)
+    for scale, y in zip(scales, ys):
+        exact = _exact(x[:-1], scale, found, eps)
+        error = float(np.max(np.abs(y[:-1] - exact) / np.abs(exact)))
+        if not error <= 2 * tolerance:
+            at = int(np.argmax(np.max(np.abs(y[:-1] - exact) / np.abs(exact), 1)))
+            raise Different(
+                f"where the mean square of x is {mean_square[at]:.1g} it differs by {error:.2g} of "
+                f"the value from an RMSNorm with eps={eps:.6g}"
+            )
+    return dataclasses.replace(found, eps=attribute or eps)
+
+
+def _named_eps(
+    candidate: Candidate, traced: Trace, constants: list[float], eps: float, noise: float
+) -> tuple[str, float]:
+    """Returns the attribute that holds eps ("" if none does), and its exact value."""
+    near = lambda value: abs(value - eps) <= max(noise, 1e-4) * eps
+    for name, value in _numbers(candidate.attributes).items():
+        if eps and near(value):
+            shape = traced.in_avals[-1].shape
+            changed = candidate.trace(shape, "float32", "float32", **{name: 4 * value})
+            if sorted(_literals(changed.jaxpr)) != sorted(_literals(traced.jaxpr)):
+                return name, value
+    return "", min([c for c in constants if near(c)] or [eps], key=lambda c: abs(c - eps))
+
+
+# ---------------------------------------------------------------- probe inputs and references
+
+
+def _shape(rows: int, size: int, rank: int) -> tuple[int, ...]:
+    """Returns the shape of a probe input; for rank 1, of one row."""
+    return {1: (size,), 2: (rows, size)}.get(rank, (*[1] * (rank - 2), rows, size))
+
+
+def _rows(rows: int, size: int) -> np.ndarray:
+    """Rows with a mean square of about 1, away from zero, whose mean is not zero."""
+    rng = np.random.default_rng(0)
+    sign = np.where(rng.random((rows, size)) < 0.7, 1.0, -1.0)
+    x = sign * (0.5 + rng.random((rows, size)))
+    return x / np.sqrt(np.mean(x * x, 1, keepdims=True))
+
+
+def _scale(size: int, seed: int, dtype: str) -> np.ndarray:
+    return (0.5 + np.random.default_rng(seed).random(size)).astype(dtype)
+
+
+def _call(traced: Trace, scale: np.ndarray, x: np.ndarray, rank: int) -> np.ndarray:
+    parameters = [scale] if len(traced.in_avals) > 1 else []
+    if rank == 1:
+        return np.stack([evaluate(traced, *parameters, row) for row in x])
+    return evaluate(traced, *parameters, x.reshape(traced.in_avals[-1].shape)).reshape(x.shape)
+
+
+def _exact(x: np.ndarray, scale: np.ndarray, found: Formula, eps: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    normal = wide / np.sqrt(np.mean(wide * wide, 1, keepdims=True) + eps)
+    weight = 1.0 if found.scale is None else scale.astype(np.float64) + found.scale_offset
+    return normal * weight
+
+
+def _attribute(candidate: Candidate, found: Formula) -> float:
+    return candidate.attributes[found.eps] if isinstance(found.eps, str) else found.eps
+
+
+def _cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
+    return x if dtype is None else x.astype(dtype).astype(np.float64)
+
+
+def _narrower(dtype: str) -> list[str]:
+    return [d for d in ("float32", "bfloat16", "float16") if d != dtype and not holds(d, dtype)]
+
+
+def tolerance_of(traced: Trace, size: int) -> float:
+    """The relative error that rounding explains: a sum's, and four of the narrowest result."""
+    avals: list[Any] = [v.aval for e in _equations(traced.jaxpr) for v in e.outvars]
+    made = {aval.dtype.name for aval in avals if hasattr(aval, "dtype")}
+    eps = [float(jnp.finfo(dtype).eps) for dtype in made & set(FLOATING)] or [0.0]
+    wide = [e for e in eps if e < 1e-3] or [float(np.finfo(np.float32).eps)]
+    return 4 * max(eps) + (8 + np.sqrt(size)) * max(wide) / 2
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, float]:
+    real = lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return {name: float(value) for name, value in attributes.items() if real(value)}
+
+
+def _literals(jaxpr: core.Jaxpr) -> list[float]:
+    """The numbers in a trace, with as many digits as their dtypes hold."""
+    found = []
+    for equation in _equations(jaxpr):
+        for atom in list[Any](equation.invars):
+            if np.shape(getattr(atom, "val", (0,))) == ():
+                value = np.asarray(atom.val)
+                if value.dtype.kind not in "fiu":
+                    value = value.astype(np.float32)
+                found.append(float(str(value)))
+    return found
+
+
+# ---------------------------------------------------------------- evaluation by NumPy
+
+_PLACING = {"sharding_constraint", "reshard", "mesh_cast", "psum", "all_gather", "shard_map"}
+
+
+def _wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of values in float64: the caller rounds its result once."""
+    return lambda *args, **params: function(*(a.astype(np.float64) for a in args), **params)
+
+
+def _broadcast(x: np.ndarray, shape: Any, broadcast_dimensions: Any, **_: Any) -> np.ndarray:
+    unit = np.ones(len(shape), int)
+    for dimension, size in zip(broadcast_dimensions, x.shape):
+        unit[dimension] = size
+    return np.broadcast_to(x.reshape(unit), shape)
+
+
+# Operations that norms are written with; all others are evaluated by JAX, which compiles them.
+_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "abs": np.abs,
+    "max": np.maximum,
+    "min": np.minimum,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rsqrt": _wide(lambda x, **_: 1 / np.sqrt(x)),
+    "pow": _wide(np.power),
+    "exp": _wide(lambda x, **_: np.exp(x)),
+    "integer_pow": _wide(lambda x, y: x**y),
+    "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
+    "squeeze": lambda x, dimensions: x.squeeze(dimensions),
+    "transpose": lambda x, permutation: x.transpose(permutation),
+    "reduce_sum": _wide(lambda x, axes, **_: x.sum(tuple(axes))),
+    "copy": lambda x: x,
+    "copy_p": lambda x: x,
+    "stop_gradient": lambda x: x,
+    "optimization_barrier": lambda x: x,
+}
+
+
+def evaluate(traced: Trace, *args: np.ndarray) -> np.ndarray:
+    """Returns the only result of a trace, each operation rounded to its own dtype."""
+    try:
+        with np.errstate(all="ignore"):
+            return _run(traced.jaxpr, traced.consts, args)[0]
+    except Exception as error:  # of an operation that JAX evaluates
+        raise Different(f"it cannot be evaluated here: {error}") from None
+
+
+def _run(jaxpr: core.Jaxpr, consts: Any, args: Any) -> list[np.ndarray]:
+    env: dict[core.Var, np.ndarray] = {}
+
+    def read(atom: Any) -> np.ndarray:
+        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else env[atom]
+
+    env.update(zip(jaxpr.constvars, map(np.asarray, consts)))
+    env.update(zip(jaxpr.invars, args))
+    for equation in jaxpr.eqns:
+        values = [read(atom) for atom in equation.invars]
+        name, inner = equation.primitive.name, _inner(equation)
+        if inner is not None:
+            results = _run(*inner, values)
+        elif name in _NUMPY and len(equation.outvars) == 1:
+            results = [_NUMPY[name](*values, **_parameters(name, equation.params))]
+        else:
+            results = _by_jax(equation, values)
+        for var, value in zip(equation.outvars, results):
+            aval: Any = var.aval
+            env[var] = np.asarray(value).astype(aval.dtype, copy=False)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _by_jax(equation: core.JaxprEqn, values: list[np.ndarray]) -> list[Any]:
+    """Evaluates one operation on the CPU, or where JAX has none, on the default device."""
+    try:
+        host = jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:
+        host = contextlib.nullcontext()
+    with jax.ensure_compile_time_eval(), host:
+        results = equation.primitive.bind(*map(jnp.asarray, values), **equation.params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _parameters(name: str, params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """NumPy's functions take none of an element-wise operation's parameters."""
+    return {} if isinstance(_NUMPY[name], np.ufunc) else params
+
+
+def _inner(equation: core.JaxprEqn) -> tuple[core.Jaxpr, Any] | None:
+    """Returns the jaxpr and the constants that an equation calls once; None for anything else."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if (inner := equation.params.get(name)) is not None:
+            return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+    return None
+
+
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        if (inner := _inner(equation)) is not None:
+            yield from _equations(inner[0])
+        else:
+            yield equation

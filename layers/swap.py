@@ -1,0 +1,478 @@
+"""The parts of `swap` that frameworks share: served subclasses, a user's rules, and the report."""
+
+import collections
+import dataclasses
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..native.dtypes import FLOATING, narrowed, rounded
+from ..native.implementation import Implementation
+from . import modules, recognize
+from .recognize import Candidate, Casts, Different, Formula
+from .rms_norm import rms_norm
+
+Rule = Callable[..., Any]
+Rules = Mapping[type, Rule | None]
+
+
+# ---------------------------------------------------------------- the report
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What became of one module.
+
+    Attributes:
+      path: of the module in the model.
+      layer: its class, as it was.
+      served: what computes it now; "" where it stays as it was.
+      reason: why it stays; "" where it is served.
+      error: the largest relative difference to the formula, by dtype of x; "" where the class is
+        the framework's own, or stays.
+    """
+
+    path: str
+    layer: str
+    served: str = ""
+    reason: str = ""
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `swap` did; its printed form is a table, in which `*` stands for several numbers.
+
+    Attributes:
+      rows: one for each module that is served, or has parameters, or was probed.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def swapped(self) -> tuple[Row, ...]:
+        """The modules that normfuse serves."""
+        return tuple(row for row in self.rows if row.served)
+
+    @property
+    def left(self) -> tuple[Row, ...]:
+        """The modules that stay as they were."""
+        return tuple(row for row in self.rows if not row.served)
+
+    def __str__(self) -> str:
+        groups = collections.Counter(
+            dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path)) for row in self.rows
+        )
+        first = {}
+        for row in self.rows:
+            first.setdefault(dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path)), row.path)
+        table = [("module", "class", "served by, or why not", "verified error")]
+        for row, count in groups.items():
+            path = f"{row.path} ({count})" if count > 1 else first[row]
+            table.append((path, row.layer, row.served or f"not: {row.reason}", row.error))
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        lines = ["  ".join([*map(str.ljust, line, widths), line[3]]).rstrip() for line in table]
+        count = f"{len(self.swapped)} of {len(self.rows)} modules are served by normfuse"
+        return "\n".join([*lines, count])
+
+
+def conclude(
+    rows: Sequence[Row], report: Callable[[Report], Any] | None, model: str, warn: bool
+) -> None:
+    """Hands the report over, and warns where a swap did nothing, or could not look."""
+    if report is not None:
+        report(Report(tuple(rows)))
+    traced = [row for row in rows if row.reason == TRACED]
+    if traced:
+        warnings.warn(f"swap: {traced[0].path} stays as it is: {TRACED}", stacklevel=3)
+    elif warn and rows and not any(row.served for row in rows):
+        reasons = collections.Counter(f"{row.layer}: {row.reason}" for row in rows)
+        most = "; ".join(reason for reason, _ in reasons.most_common(3))
+        warnings.warn(
+            f"swap: nothing in {model} is served by normfuse ({most}); "
+            "swap(model, report=print) lists every module",
+            stacklevel=3,
+        )
+
+
+TRACED = (
+    "its arrays are traced: call swap outside of jit, grad, vmap and other transformations, where "
+    "modules can be probed"
+)
+
+
+# ---------------------------------------------------------------- served subclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """What `swap` needs to know of a framework.
+
+    Attributes:
+      home: the module that defines it, as FRAMEWORK.
+      read: returns the array that a module holds by a name.
+      candidate: returns a Candidate for a module, called as an object of another class.
+      ranks: of the x that its modules are called with, the usual first.
+      configuration: returns all of a module but its arrays, as a key.
+      options: the class arguments of a subclass.
+    """
+
+    home: str
+    read: Callable[[Any, str], Any]
+    candidate: Callable[[Any, type], Candidate]
+    ranks: tuple[int, ...] = (2, 3)
+    configuration: Callable[[Any], tuple[Any, ...]] = lambda module: configuration(vars(module))
+    options: Callable[[type], dict[str, Any]] = lambda base: {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Service:
+    """How modules of a class are served: by a formula that was recognised, or by a user's rule."""
+
+    base: type
+    how: Formula | Rule
+    implementation: Implementation
+    framework: Framework
+    verified: dict[Any, Casts | str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What serves, for the report."""
+        return "rms_norm" if isinstance(self.how, Formula) else f"rule {_name(self.how)}"
+
+    @property
+    def error(self) -> str:
+        """The largest verified error for each dtype of x, for the report."""
+        errors: dict[str, float] = {}
+        for key, casts in self.verified.items():
+            if isinstance(casts, Casts):
+                errors[key[2]] = max(casts.error, errors.get(key[2], 0.0))
+        return ", ".join(f"{dtype} {error:.1g}" for dtype, error in errors.items())
+
+    def casts(
+        self, how: Formula, module: Any, rank: int, size: int, x_dtype: str, dtype: str
+    ) -> Casts | str:
+        """Returns the casts of a module for an x and a dtype of scale, or why it is not served."""
+        key = rank, size, x_dtype, dtype, self.framework.configuration(module)
+        if key not in self.verified:
+            try:
+                candidate = self.framework.candidate(module, self.base)
+                found = recognize.casts(candidate, how, rank, size, x_dtype, dtype)
+            except Different as different:
+                found = str(different)
+            self.verified[key] = found
+        return self.verified[key]
+
+    def compute(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[[], Any]
+    ) -> Any:
+        """Returns what a call of a module does; `own` calls the class's own code."""
+        if not isinstance(how := self.how, Formula):
+            return how(module, *args, **kwargs)
+        served = self._operands(how, module, args, kwargs)
+        if isinstance(served, str):
+            return modules.by_framework(self.base.__name__, served, self, own)
+        x, scale, eps, casts = served
+        if casts.x is not None:
+            x = narrowed(x, casts.x)
+        if scale is not None and casts.scale is not None:
+            scale = rounded(scale, casts.scale)
+        return rms_norm(
+            x,
+            scale,
+            eps=eps,
+            scale_offset=how.scale_offset,
+            dtype=casts.out,
+            implementation=self.implementation,
+        )
+
+    def _operands(
+        self, how: Formula, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns (x, scale, eps, casts), or why the class's own code computes a call."""
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if not args and len(given) == 1:
+            (name,) = given
+            args, given = (given[name],), {}
+            if name != _first_parameter(self.base):
+                return f"the argument {name}"
+        args = args[:1] if all(value is None for value in args[1:]) else args
+        if len(args) != 1 or given:
+            return (
+                f"other arguments than x: {len(args)} positional, {', '.join(given) or 'no'} named"
+            )
+        x = args[0]
+        if not isinstance(x, jax.Array | np.ndarray) or x.dtype.name not in FLOATING or not x.ndim:
+            return f"x of type {type(x).__name__}, {getattr(x, 'dtype', None)}"
+        scale, eps = None, how.eps_of(module)
+        if isinstance(eps, jax.Array):
+            return "an eps that is an array"
+        if how.scale is not None:
+            scale = self.framework.read(module, how.scale)
+            if not isinstance(scale, jax.Array | np.ndarray) or scale.dtype.name not in FLOATING:
+                return f"a parameter of type {type(scale).__name__}"
+            if scale.shape != x.shape[-1:]:
+                return f"x of shape {x.shape} and a parameter of shape {scale.shape}"
+        dtype = "float32" if scale is None else scale.dtype.name
+        casts = self.casts(how, module, x.ndim, x.shape[-1], x.dtype.name, dtype)
+        return casts if isinstance(casts, str) else (jnp.asarray(x), scale, float(eps), casts)
+
+
+_services: dict[Any, Service] = {}
+
+
+def service_of(
+    base: type, how: Formula | Rule, implementation: Implementation, framework: Framework
+) -> Service:
+    """Returns the Service of these parts, always the same one."""
+    key = base, how, implementation
+    return _services.setdefault(key, Service(base, how, implementation, framework))
+
+
+SERVED: dict[type, Service] = {}
+"""Each served subclass, and how it is served."""
+
+
+def subclass(service: Service) -> type:
+    """Returns the subclass of `service.base` that `service` serves, always the same one.
+
+    Raises:
+      Different: if the class cannot have a subclass.
+    """
+    base = service.base
+    if known := next((cls for cls, made in SERVED.items() if made is service), None):
+        return known
+
+    def call(self, *args, **kwargs):
+        own = lambda: base.__call__(self, *args, **kwargs)
+        return service.compute(self, args, kwargs, own)
+
+    def reduce(self, protocol):
+        function, args, *rest = super(cls, self).__reduce_ex__(protocol)
+        args = tuple(base if arg is type(self) else arg for arg in args)
+        options = service.how, service.implementation
+        return _restore, (service.framework.home, base, *options, function, args), *rest
+
+    call.__name__, call.__qualname__ = "__call__", f"{base.__qualname__}.__call__"
+    call.__doc__ = base.__call__.__doc__
+    call.__signature__ = inspect.signature(base.__call__)
+    body = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "__module__": base.__module__,
+        "__qualname__": f"{base.__qualname__}[normfuse]",
+        "__doc__": base.__doc__,
+    }
+    try:
+        meta: Any = type(base)
+        cls: Any = meta(base.__name__, (base,), body, **service.framework.options(base))
+    except Exception as error:
+        raise Different(f"its class cannot have a subclass: {error}") from None
+    SERVED[cls] = service
+    return cls
+
+
+def _restore(
+    home: str,
+    base: type,
+    how: Formula | Rule,
+    implementation: Implementation,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> Any:
+    """Makes a served module again from its pickle."""
+    module = function(*args)
+    framework = importlib.import_module(home).FRAMEWORK
+    cls = subclass(service_of(base, how, implementation, framework))
+    object.__setattr__(module, "__class__", cls)
+    return module
+
+
+def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the attributes that are no arrays, as a key."""
+    items = []
+    for name, value in sorted(attributes.items()):
+        if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct) or "__" in name:
+            continue
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            continue
+        try:
+            hash(value)
+        except TypeError:
+            value = repr(value)
+        items.append((name, value))
+    return tuple(items)
+
+
+def _first_parameter(base: type) -> str:
+    return next(iter([*inspect.signature(base.__call__).parameters][1:]), "")
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def check_concrete(arrays: Iterable[Any]) -> None:
+    """Raises Different if one of the arrays is traced."""
+    if any(isinstance(array, Tracer) for array in arrays):
+        raise Different(TRACED)
+
+
+def parameter_of(
+    names: Iterable[str], arrays: Sequence[Any]
+) -> tuple[str | None, tuple[int, ...], str]:
+    """Returns the attribute of a module's only parameter, its shape and its dtype.
+
+    Raises:
+      Different: if there are several, or it is no floating vector.
+    """
+    names = list(names)
+    if not names:
+        return None, (), "float32"
+    if len(names) > 1:
+        raise Different(f"it has {len(names)} arrays: {', '.join(sorted(names))}")
+    (name,), (array,) = names, arrays
+    dtype = getattr(getattr(array, "dtype", None), "name", "unknown")
+    if dtype not in FLOATING:
+        raise Different(f"its array {name} is {dtype}")
+    if array.ndim == 0:
+        raise Different(f"its parameter {name} is a scalar")
+    return name, tuple(array.shape), dtype
+
+
+# ---------------------------------------------------------------- recognition, once a configuration
+
+_recognised: dict[Any, tuple[Formula, int, int] | str] = {}
+
+
+def recognised(
+    module: Any,
+    base: type,
+    candidate: Candidate,
+    implementation: Implementation,
+    framework: Framework,
+) -> Service:
+    """Returns how a module whose class is or was `base` is served.
+
+    Raises:
+      Different: if it is not an RMSNorm.
+    """
+    key = base, candidate.scale, candidate.shape, candidate.dtype, framework.configuration(module)
+    if key not in _recognised:
+        try:
+            _recognised[key] = recognize.formula(candidate)
+        except Different as different:
+            _recognised[key] = str(different)
+    found = _recognised[key]
+    if isinstance(found, str):
+        raise Different(found)
+    how, rank, size = found
+    service = service_of(base, how, implementation, framework)
+    for dtype in ("float32", "bfloat16"):
+        casts = service.casts(how, module, rank, size, dtype, candidate.dtype)
+        if isinstance(casts, str) and dtype == "float32":
+            raise Different(casts)
+    return service
+
+
+# ---------------------------------------------------------------- rules
+
+
+def check_rules(rules: Rules | None) -> Rules:
+    """Returns the rules.
+
+    Raises:
+      TypeError: unless they map classes to functions of (module, x), or to None.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"swap: rules must map classes to functions, got {rules!r}")
+    for cls, rule in rules.items():
+        if not isinstance(cls, type) or not (rule is None or callable(rule)):
+            raise TypeError(
+                "swap: rules must map classes to functions of (module, x), or to None for modules "
+                f"to leave alone, got {cls!r}: {rule!r}"
+            )
+    return rules
+
+
+def rule_of(rules: Rules, base: type) -> tuple[bool, Rule | None]:
+    """Returns whether a class has a rule, and the rule: its own, or its nearest base class's."""
+    for cls in base.__mro__:
+        if cls in rules:
+            return True, rules[cls]
+    return False, None
+
+
+def check_rule(
+    path: str,
+    module: Any,
+    rule: Rule,
+    parameters: Sequence[Any],
+    call: Callable[[Callable[..., Any], list[Any], Any], Any],
+    ranks: tuple[int, ...],
+) -> str:
+    """Returns the largest relative difference of a rule to the class's own call, for the report.
+
+    Args:
+      path, module: the module, named in errors.
+      rule: the user's.
+      ranks: of the x to compare them for, until the class's call takes one.
+      parameters: the module's arrays: only their shapes and dtypes are used.
+      call: computes a copy of the module for (function of (module, x), parameters, x).
+
+    Raises:
+      ValueError: if the rule fails, or returns anything else than the class.
+    """
+    base = SERVED[type(module)].base if type(module) in SERVED else type(module)
+    name = f"the rule for {base.__name__} does not fit {path or 'the model'}"
+    rng = np.random.default_rng(0)
+    values = [
+        (0.5 + rng.random(p.shape)).astype(p.dtype)
+        if p.dtype.name in FLOATING
+        else np.zeros_like(p)
+        for p in parameters
+    ]
+    sizes = [p.shape[-1] for p in parameters if p.ndim == 1] or [64]
+    errors, own_failure = [], ""
+    for dtype in ("float32", "bfloat16"):
+        for shape in ((2, 3, sizes[0])[-rank:] for rank in ranks):
+            x = jax.ShapeDtypeStruct(shape, dtype)
+            try:
+                own = recognize.trace(lambda p, x: call(base.__call__, p, x), values, x)
+            except Different as different:
+                own_failure = own_failure or str(different)
+                continue
+            try:
+                ours = recognize.trace(lambda p, x: call(rule, p, x), values, x)
+            except Different as different:
+                raise ValueError(f"swap: {name}: {different}") from None
+            (want,), (got,) = own.out_avals, ours.out_avals
+            if (got.shape, got.dtype) != (want.shape, want.dtype):
+                raise ValueError(
+                    f"swap: {name}: for x {dtype}{list(shape)} it returns {got.str_short()}, the "
+                    f"class {want.str_short()}"
+                )
+            at = (rng.standard_normal(shape) * 2 + 0.5).astype(dtype)
+            y, exact = (recognize.evaluate(t, *values, at).astype(np.float64) for t in (ours, own))
+            size = float(np.max(np.abs(exact), initial=0)) or 1.0
+            error = float(np.max(np.abs(y - exact), initial=0)) / size
+            rounding = float(jnp.finfo(want.dtype).eps)
+            allowed = recognize.tolerance_of(own, sizes[0]) + rounding
+            if not error <= allowed:
+                raise ValueError(
+                    f"swap: {name}: for x {dtype}{list(shape)} it differs from the class by "
+                    f"{error:.2g} of the largest value, where rounding explains {allowed:.2g}"
+                )
+            errors.append(f"{dtype} {error:.1g}")
+            break
+    return ", ".join(errors) or f"not verified: {own_failure}"

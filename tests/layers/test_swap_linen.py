@@ -1,0 +1,205 @@
+"""`swap` on Linen models, whose modules are made inside calls, under its transforms and tools."""
+
+import pickle
+
+import flax.linen as nn
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from foreign_norms import LinenNorm
+
+from normfuse import rms_norm
+from normfuse.layers.linen import RMSNorm, swap, unswap
+
+KEY, f32 = jax.random.key(0), jnp.float32
+X = jax.random.normal(KEY, (3, 16))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.silu(nn.Dense(32)(LinenNorm()(x)))
+        return x + nn.Dense(x.shape[-1], use_bias=False)(y), None
+
+
+def wrapped(wrap):
+    axes = {"params": 0, "intermediates": 0}
+    options = {"variable_axes": axes, "split_rngs": {"params": True}}
+    return {
+        "none": lambda: Block,
+        "jit": lambda: nn.jit(Block),
+        "remat": lambda: nn.remat(Block),
+        "vmap": lambda: nn.vmap(Block, in_axes=None, axis_size=2, **options),
+        "scan of remat": lambda: nn.scan(nn.remat(Block, prevent_cse=False), length=3, **options),
+    }[wrap]()
+
+
+class Model(nn.Module):
+    """A block under a transform, a norm of Linen's, and a method beside `__call__`."""
+
+    wrap: str = "none"
+
+    def setup(self):
+        self.block = wrapped(self.wrap)()
+        self.norm = nn.RMSNorm()
+        self.last = nn.LayerNorm()
+
+    def __call__(self, x):
+        return self.last(self.norm(self.block(x, None)[0]))
+
+    def embed(self, x):
+        return self.norm(x)
+
+
+def norms(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args)).count("normfuse_rms_norm[")
+
+
+@pytest.mark.parametrize("wrap", ["none", "jit", "remat", "vmap", "scan of remat"])
+def test_a_swapped_model_under_a_transform(wrap):
+    model = Model(wrap)
+    variables = jax.jit(model.init)(KEY, X)
+    both = lambda m: jax.jit(jax.value_and_grad(lambda v: jnp.sum(jnp.sin(m.apply(v, X)))))
+    want = both(model)(variables)  # nn.jit has traced the block without normfuse
+    ours = swap(model)
+    assert isinstance(ours, Model) and ours.wrap == wrap
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, both(ours)(variables), want)
+    assert norms(ours.apply, variables, X) == 2 and norms(model.apply, variables, X) == 0
+    assert norms(ours.init, KEY, X) == 0  # initialisation is the model's own
+
+
+@pytest.mark.parametrize("wrap", ["none", "jit", "scan of remat"])
+def test_linen_tools_see_the_same_model(wrap):
+    model, variables = Model(wrap), jax.jit(Model(wrap).init)(KEY, X)
+    capture = lambda m: m.apply(variables, X, capture_intermediates=True, mutable=["intermediates"])
+    want, got = (jax.jit(capture, static_argnums=0)(m) for m in (model, swap(model)))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, got, want)
+    width = {"width": 160}
+    assert nn.tabulate(swap(model), KEY, console_kwargs=width)(X) == nn.tabulate(
+        model, KEY, console_kwargs=width
+    )(X)
+
+
+def test_other_methods_bind_and_parents():
+    model = swap(Model())
+    variables = model.init(KEY, X)
+    assert norms(lambda v: model.apply(v, X, method="embed"), variables) == 1
+    assert norms(lambda v: model.apply(v, X, method=Model.__call__), variables) in (0, 2)
+    assert norms(lambda v: model.bind(v)(X), variables) == 2
+    assert norms(lambda v: nn.apply(lambda m, x: m(x), model)(v, X), variables) == 2
+
+    class Parent(nn.Module):
+        child: nn.Module
+
+        def __call__(self, x):
+            return nn.RMSNorm(name=None, use_scale=False, parent=None).apply({}, self.child(x))
+
+    assert (
+        norms(lambda v: Parent(model).apply({"params": {"child": v["params"]}}, X), variables) == 2
+    )
+
+
+def test_unswap_pickle_and_again():
+    model = swap(Model(), implementation="xla")
+    variables = model.init(KEY, X)
+    again = pickle.loads(pickle.dumps(model))
+    assert norms(again.apply, variables, X) == norms(model.apply, variables, X) == 0
+    assert norms(swap(model).apply, variables, X) == 2
+    assert type(unswap(model)) is Model and unswap(model) == Model() and unswap(Model()) == Model()
+
+
+def test_the_report_comes_when_modules_are_met(capsys):
+    model = swap(Model(), report=print)
+    variables = model.init(KEY, X)
+    assert not capsys.readouterr().out  # initialisation is the model's own
+    model.apply(variables, X)
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()[:3]) for line in lines[1:]] == [
+        "block.LinenNorm_0 LinenNorm rms_norm",
+        "block.Dense_* (2) Dense",
+        "norm RMSNorm rms_norm",
+        "last LayerNorm not:",
+        "4 of 5",
+    ]
+    model.apply(variables, X)
+    assert not capsys.readouterr().out
+
+
+class Sown(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.sow("intermediates", "x", x)
+        return x * self.param("scale", nn.initializers.ones_init(), (16,))
+
+
+def test_what_is_no_norm_stays():
+    reports = []
+    model = nn.Sequential(
+        [Sown(), nn.LayerNorm(use_bias=False), nn.Dropout(0.5, deterministic=True)]
+    )
+    ours = swap(model, report=reports.append)
+    variables = model.init(KEY, X)
+    with pytest.warns(UserWarning, match="nothing in Sequential is served by normfuse"):
+        got = ours.apply(variables, X, mutable=["intermediates"])
+    want = model.apply(variables, X, mutable=["intermediates"])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    reasons = {row.layer: row.reason for row in reports[0].left}
+    assert "changes its variables" in reasons["Sown"] or "holds intermediates" in reasons["Sown"]
+    assert "subtracts the mean" in reasons["LayerNorm"]
+
+
+def test_rules_and_options(rng):
+    rule = lambda norm, x: rms_norm(x, norm.get_variable("params", "scale"), scale_offset=1.0)
+    variables = Model().init(KEY, X)
+    want = Model().apply(variables, X)
+    ours = swap(Model(), rules={LinenNorm: rule, nn.RMSNorm: None})
+    np.testing.assert_allclose(ours.apply(variables, X), want, rtol=1e-5, atol=1e-5)
+    assert norms(ours.apply, variables, X) == 1
+    wrong = lambda norm, x: rms_norm(x, norm.get_variable("params", "scale"))
+    with pytest.raises(ValueError, match=r"the rule for LinenNorm does not fit block\.LinenNorm_0"):
+        swap(Model(), rules={LinenNorm: wrong}).apply(variables, X)
+    fp8 = swap(Model(), quantization="fp8").apply(variables, X)
+    assert 1e-4 < float(jnp.max(jnp.abs(fp8 - want))) < 0.3
+    with pytest.raises(NotImplementedError, match="LinenNorm: .* cannot serve here"):
+        swap(LinenNorm(), implementation="native").apply(
+            {"params": {"scale": jnp.ones(16)}}, X.astype(int)
+        )
+
+
+def test_partitioned_parameters_and_dtypes(rng):
+    class Boxed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.normal(0.1), ("features",))
+            scale = self.param("scale", init, (x.shape[-1],), jnp.bfloat16)
+            variance = jnp.mean(jnp.square(x.astype(f32)), -1, keepdims=True)
+            return (x * jax.lax.rsqrt(variance + 1e-6)).astype(x.dtype) * scale
+
+    model, ours = Boxed(), swap(Boxed())
+    variables = model.init(KEY, X)
+    for dtype in (f32, jnp.bfloat16):
+        got, want = (m.apply(variables, X.astype(dtype)) for m in (ours, model))
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(np.asarray(got, f32), np.asarray(want, f32), rtol=0.02)
+    compiled = jax.jit(ours.apply).lower(variables, X).compile()
+    assert hlo.calls(compiled) == {"forward": 1}
+
+
+def test_models_of_our_own_layers_and_bad_input():
+    class Own(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return RMSNorm()(x)
+
+    ours = swap(Own())
+    assert norms(ours.apply, ours.init(KEY, X), X) == 1
+    with pytest.raises(TypeError, match="swap: model must be a linen Module, got int"):
+        swap(3)
+    with pytest.raises(ValueError, match="swap: Model is bound to variables"):
+        swap(Model().bind(Model().init(KEY, X)))
+    with pytest.raises(ValueError, match="quantization must be"):
+        swap(Model(), quantization="int4")

@@ -1,0 +1,451 @@
+"""`swap` finds other people's norms by what they compute, and leaves the rest alone."""
+
+import copy
+import pickle
+import re
+
+import equinox as eqx
+import foreign_norms
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from foreign_norms import DivideByRms, OnePlusScale, StaticEps, WholeInput
+
+from normfuse import rms_norm
+from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import nnx as ours_nnx
+
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+SIZE = 48
+
+
+def report_of(swap, model, **options):
+    reports = []
+    swap(model, report=reports.append, **options)
+    return reports[0]
+
+
+def assert_rounding(got, want, dtypes):
+    """Equal but for the roundings of two results, each by a few of its narrowest dtype."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    eps = max(float(jnp.finfo(d).eps) for d in (got.dtype, *dtypes))
+    got, want = (np.asarray(a).astype(np.float64) for a in (got, want))
+    # 8 + √n float32 roundings of the sum, four of the narrowest dtype: as swap itself allows
+    allowed = 4 * eps + (8 + np.sqrt(SIZE)) * float(jnp.finfo(f32).eps)
+    np.testing.assert_allclose(got, want, rtol=allowed, atol=allowed * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", foreign_norms.NNX)
+def test_nnx_norms_are_served(rng, name):
+    theirs, norm = foreign_norms.NNX[name](SIZE), foreign_norms.NNX[name](SIZE)
+    graph, base = nnx.graphdef(norm), type(norm)
+    report = report_of(ours_nnx.swap, norm)
+    assert [row.served for row in report.rows] == ["rms_norm"] and "float32" in str(report)
+    assert type(norm) is not base and isinstance(norm, base)
+    for shape, dtype in [((3, SIZE), f32), ((2, 3, SIZE), bf16), ((SIZE,), f16)]:
+        x = jnp.asarray(rng.standard_normal((*shape[:-1], SIZE)) * 3, dtype)
+        scale = [v.get_value().dtype for v in jax.tree.leaves(nnx.state(norm), is_leaf=variable)]
+        own = bf16 if getattr(theirs, "dtype", f32) == bf16 else dtype
+        assert_rounding(norm(x), theirs(x), (dtype, own, *scale))
+        assert hlo.calls(jax.jit(lambda x: norm(x)).lower(x).compile()) == {"forward": 1}
+    assert nnx.graphdef(ours_nnx.unswap(norm)) == graph and type(norm) is base
+
+
+def variable(leaf):
+    return isinstance(leaf, nnx.Variable)
+
+
+@pytest.mark.parametrize("name", foreign_norms.NNX)
+def test_nnx_gradients(rng, name):
+    theirs, norm = foreign_norms.NNX[name](SIZE), ours_nnx.swap(foreign_norms.NNX[name](SIZE))
+    x = jnp.asarray(rng.standard_normal((5, SIZE)), f32)
+    dy = jnp.asarray(rng.standard_normal((5, SIZE)), f32)
+    loss = lambda m, x: jnp.sum(m(x).astype(f32) * dy)
+    got, want = (jax.jit(nnx.grad(loss, argnums=(0, 1)))(m, x) for m in (norm, theirs))
+    tolerance = 2e-2 if getattr(theirs, "dtype", f32) == bf16 else 2e-5  # a sum of 5 or 48 terms
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max()))
+
+
+def test_the_casts_are_the_class_own(rng):
+    # x and scale rounded to bfloat16 first: a norm of the float32 values is further away.
+    norm = foreign_norms.NNX["a dtype of its own"](SIZE)
+    x = jnp.asarray(rng.standard_normal((64, SIZE)), f32)
+    want, scale = norm(x), norm.scale[...]
+    ours_nnx.swap(norm)
+    plain = rms_norm(x, scale, eps=norm.epsilon, dtype=bf16)
+    different = lambda y: float(jnp.mean(y != want))
+    assert different(norm(x)) < 0.02 < 0.2 < different(plain)
+
+
+def test_eps_and_offset_are_the_class_own():
+    x = jnp.full((1, SIZE), 1e-3)  # its mean square is the eps
+    for norm in (
+        DivideByRms(SIZE, norm_eps=1e-6, rngs=nnx.Rngs(0)),
+        OnePlusScale(SIZE, rngs=nnx.Rngs(0)),
+    ):
+        want = norm(x)
+        np.testing.assert_allclose(ours_nnx.swap(norm)(x), want, rtol=1e-5)
+    norm = ours_nnx.swap(DivideByRms(SIZE, rngs=nnx.Rngs(0)))
+    norm.norm_eps = 0.5  # an attribute that is changed later
+    want = DivideByRms(SIZE, norm_eps=0.5, rngs=nnx.Rngs(0))(x)
+    np.testing.assert_allclose(norm(x), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", foreign_norms.NO_NORM)
+def test_what_is_no_norm_stays_with_its_reason(name):
+    make, why = foreign_norms.NO_NORM[name]
+    module, other = make(), ours_nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    rows = report_of(ours_nnx.swap, nnx.Dict(a=module, b=other)).left
+    assert [row.path for row in rows] == ["a"] and why in rows[0].reason, rows
+    assert nnx.graphdef(module) == graph
+    jax.tree.map(np.testing.assert_array_equal, key_data(nnx.state(module)), key_data(state))
+
+
+def key_data(tree):
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
+
+
+class Model(nnx.Module):
+    """Norms of several kinds, twice, one of them tied."""
+
+    def __init__(self, rngs):
+        make = lambda: nnx.Dict(a=DivideByRms(16, rngs=rngs), b=OnePlusScale(16, rngs=rngs))
+        self.layers = nnx.List([make(), make()])
+        self.norm = self.layers[0]["a"]
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+        self.last = nnx.LayerNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + layer["b"](layer["a"](x))
+        return self.last(self.head(self.norm(x)))
+
+
+def test_a_model_keeps_its_state_and_its_training(rng):
+    x = jnp.asarray(rng.standard_normal((4, 16)), f32)
+
+    def train(swapped):
+        model = Model(nnx.Rngs(0))
+        paths = [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        if swapped:
+            assert ours_nnx.swap(ours_nnx.swap(model)) is model  # the second finds them swapped
+            assert type(model.norm) is type(model.layers[1]["a"]) is not DivideByRms
+            assert model.norm is model.layers[0]["a"]
+            assert [path for path, _ in nnx.to_flat_state(nnx.state(model))] == paths
+
+        @nnx.jit
+        def step(model, optimizer):
+            value, grads = nnx.value_and_grad(lambda m: jnp.mean(jnp.sin(m(x)) ** 2))(model)
+            optimizer.update(model, grads)
+            return value
+
+        return [float(step(model, optimizer)) for _ in range(4)]
+
+    np.testing.assert_allclose(train(True), train(False), rtol=1e-4)
+
+
+def test_swapped_modules_pickle_and_copy(rng):
+    x = jnp.asarray(rng.standard_normal((3, SIZE)), f32)
+    norm = ours_nnx.swap(DivideByRms(SIZE, rngs=nnx.Rngs(0)), implementation="xla")
+    module = ours_eqx.swap(StaticEps(SIZE))
+    for model in (norm, module):
+        for again in (pickle.loads(pickle.dumps(model)), copy.copy(model), copy.deepcopy(model)):
+            assert type(again) is type(model)
+            np.testing.assert_array_equal(again(x), model(x))
+    assert type(nnx.clone(norm)) is type(norm) and nnx.graphdef(nnx.clone(norm)) == nnx.graphdef(
+        norm
+    )
+
+
+def test_abstract_and_stacked_models_are_probed(rng):
+    model = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    assert len(report_of(ours_nnx.swap, model).swapped) == 5
+    stack = nnx.vmap(lambda key: DivideByRms(SIZE, rngs=nnx.Rngs(key)))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    x = jnp.asarray(rng.standard_normal((2, SIZE)), f32)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, x):
+        return 2 * layer(x)
+
+    want = forward(stack, x)
+    np.testing.assert_allclose(forward(ours_nnx.swap(stack), x), want, rtol=1e-5)
+    graph, state = nnx.split(stack)
+    text = str(jax.make_jaxpr(lambda s, x: forward(nnx.merge(graph, s), x))(state, x))
+    assert text.count("normfuse_rms_norm[") == 1
+
+
+def test_a_sharded_model_is_probed(rng, eight_devices):
+    for axis_type in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,), devices=eight_devices)
+        norm, theirs = (DivideByRms(SIZE, rngs=nnx.Rngs(0)) for _ in range(2))
+        x = jnp.asarray(rng.standard_normal((16, SIZE)), bf16)
+        want = theirs(x)
+        with jax.set_mesh(mesh):
+            features = jax.P("data" if axis_type is jax.sharding.AxisType.Auto else None)
+            weight = jax.device_put(norm.w.get_value(), jax.NamedSharding(mesh, features))
+            norm.w.set_value(weight)
+            x = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+            assert report_of(ours_nnx.swap, norm).swapped
+            assert_rounding(nnx.jit(lambda m, x: m(x))(norm, x), want, (bf16,))
+
+
+def test_calls_that_were_not_verified_are_the_class_own():
+    norm = ours_nnx.swap(foreign_norms.NNX["float32 out"](SIZE))
+    x = jnp.ones((2, SIZE))
+    calls = lambda *args, **kwargs: str(jax.make_jaxpr(lambda: norm(*args, **kwargs))()).count(
+        "normfuse_rms_norm["
+    )
+    assert calls(x) == calls(x=x) == calls(x, None) == calls(x, out_sharding=None) == 1
+    with pytest.raises(AssertionError):
+        norm(x, out_sharding=3)
+    assert calls(jnp.ones((2, SIZE), int)) == 0
+    norm.weight = nnx.Param(jnp.ones((2, SIZE)))
+    assert calls(x) == 0
+    whole = ours_eqx.swap(WholeInput(8))
+    x = jnp.arange(16.0).reshape(2, 8)
+    np.testing.assert_array_equal(whole(x), WholeInput(8)(x))  # the mean over both rows
+    np.testing.assert_allclose(jax.vmap(whole)(x), jax.vmap(WholeInput(8))(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_served_where_the_parameters_are_traced(rank):
+    graph, state = nnx.split(ours_nnx.swap(nnx.Dict(a=DivideByRms(SIZE, rngs=nnx.Rngs(0)))))
+    module, _ = eqx.partition(ours_eqx.swap(StaticEps(SIZE)), eqx.is_array)
+    for dtype in (f32, bf16, f16):
+        x = jax.ShapeDtypeStruct((2, 3, 4, SIZE)[-rank:], dtype)
+        text = str(jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)["a"](x))(state, x))
+        assert text.count("normfuse_rms_norm[") == 1
+        assert str(jax.make_jaxpr(lambda m, x: m(x))(module, x)).count("normfuse_rms_norm[") == 1
+
+
+def test_implementation_reaches_found_norms():
+    norm = ours_nnx.swap(DivideByRms(SIZE, rngs=nnx.Rngs(0)), implementation="native")
+    native = type(norm)
+    assert type(ours_nnx.swap(norm)) is native  # says nothing of implementation
+    assert type(ours_nnx.swap(norm, implementation="xla")) is not native
+    ours_nnx.swap(norm, implementation="native")
+    with pytest.raises(NotImplementedError, match="DivideByRms: .* cannot serve here"):
+        norm(jnp.ones((2, SIZE), int))
+
+
+# ---------------------------------------------------------------- Equinox
+
+
+@pytest.mark.parametrize("name", foreign_norms.EQX)
+def test_equinox_norms_are_served(rng, name):
+    theirs = foreign_norms.EQX[name](SIZE)
+    norm = ours_eqx.swap(theirs)
+    assert isinstance(norm, type(theirs)) and type(norm) is not type(theirs)
+    for dtype in (f32, bf16):
+        x = jnp.asarray(rng.standard_normal((5, SIZE)), dtype)
+        loss = lambda m, x: jnp.sum(jnp.sin(jax.vmap(m)(x).astype(f32)))
+        assert_rounding(jax.vmap(norm)(x), jax.vmap(theirs)(x), (dtype,))
+        f = eqx.filter_jit(eqx.filter_grad(loss))
+        tolerance = 40 * float(jnp.finfo(dtype).eps)  # sums of five rows of sines
+        for a, b in zip(jax.tree.leaves(f(norm, x)), jax.tree.leaves(f(theirs, x)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    arrays, static = eqx.partition(norm, eqx.is_array)
+    program = jax.jit(lambda arrays, x: jax.vmap(eqx.combine(arrays, static))(x)).lower(arrays, x)
+    assert hlo.calls(program.compile()) == {"forward": 1}
+    back = ours_eqx.unswap(norm)
+    assert jax.tree.structure(back) == jax.tree.structure(theirs)
+    assert all(a is b for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(theirs)))
+
+
+class Net(eqx.Module):
+    norms: list
+    shared: eqx.Module
+    head: eqx.nn.Linear
+
+    def __init__(self):
+        self.norms = [WholeInput(8), StaticEps(8), StaticEps(8, use_weight=False)]
+        self.shared = self.norms[0]
+        self.head = eqx.nn.Linear(8, 2, key=jax.random.key(0))
+
+    def __call__(self, x):
+        for norm in (*self.norms, self.shared):
+            x = x + norm(x)
+        return self.head(x)
+
+
+def test_equinox_optimizer_state_is_swapped_likewise(rng):
+    x = jnp.asarray(rng.standard_normal((4, 8)), f32)
+    optimizer = optax.adamw(1e-2, mu_dtype=bf16)
+
+    @eqx.filter_jit
+    def step(model, state):
+        loss = lambda m: jnp.mean(jnp.sin(jax.vmap(m)(x)) ** 2)
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    def train(swap_at):
+        model = Net()
+        state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
+        for i in range(4):
+            if i == swap_at:
+                model, state = ours_eqx.swap(model), ours_eqx.swap(state)
+                fresh = optimizer.init(eqx.filter(model, eqx.is_array))
+                assert jax.tree.structure(state) == jax.tree.structure(fresh)
+            model, state, value = step(model, state)
+            losses.append(float(value))
+        return losses
+
+    # the first moment is bfloat16, so the norms' last bits move the steps by up to 2^-8 of them
+    np.testing.assert_allclose(train(2), train(None), rtol=1e-3)
+
+
+def test_equinox_tied_norms_stay_tied():
+    swapped = ours_eqx.swap(Net())
+    assert swapped.shared is swapped.norms[0] and type(swapped.shared) is not WholeInput
+
+
+def test_equinox_no_norm_stays():
+    class Groups(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            parts = x.reshape(*x.shape[:-1], 2, -1)
+            return foreign_norms.normal(parts).reshape(x.shape) * self.w
+
+    class Keyed(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x, *, key):
+            return foreign_norms.normal(x) * self.w * jax.random.normal(key, x.shape)
+
+    model = [Groups(jnp.ones(8)), Keyed(jnp.ones(8)), eqx.nn.LayerNorm(8), eqx.nn.RMSNorm(8)]
+    report = report_of(ours_eqx.swap, model)
+    reasons = {row.layer: row.reason for row in report.left}
+    assert "row by row" in reasons["Groups"] and "its call fails" in reasons["Keyed"]
+    assert "2 arrays: bias, weight" in reasons["LayerNorm"] and len(report.swapped) == 1
+
+
+# ---------------------------------------------------------------- rules
+
+
+class Biased(nnx.Module):
+    def __init__(self):
+        self.scale, self.bias = nnx.Param(jnp.ones(8)), nnx.Param(jnp.ones(8))
+
+    def __call__(self, x):
+        return foreign_norms.normal(x) * self.scale[...] + self.bias[...]
+
+
+def fitting(norm, x):
+    return rms_norm(x, norm.scale[...]) + norm.bias[...]
+
+
+def test_a_rule_serves_what_is_not_recognised(rng):
+    model = nnx.Dict(a=Biased(), b=DivideByRms(8, rngs=nnx.Rngs(0)))
+    x = jnp.asarray(rng.standard_normal((3, 8)), f32)
+    want = model["a"](x)
+    report = report_of(ours_nnx.swap, model, rules={Biased: fitting, DivideByRms: None})
+    assert [row.served for row in report.rows] == ["rule fitting", ""]
+    assert report.left[0].reason == "a rule leaves it alone" and type(model["b"]) is DivideByRms
+    np.testing.assert_allclose(model["a"](x), want, rtol=1e-5, atol=1e-6)
+    assert hlo.calls(jax.jit(lambda x: model["a"](x)).lower(x).compile()) == {"forward": 1}
+    again = pickle.loads(pickle.dumps(model["a"]))
+    np.testing.assert_array_equal(again(x), model["a"](x))
+    assert type(ours_nnx.unswap(model)["a"]) is Biased
+
+
+@pytest.mark.parametrize(
+    "rule, why",
+    [
+        (lambda m, x: rms_norm(x, m.scale[...], eps=0.1) + m.bias[...], r"differs from .* by 0\.0"),
+        (lambda m, x: rms_norm(x, m.scale[...]), "differs from the class by"),
+        (lambda m, x: fitting(m, x).astype(bf16), r"returns bfloat16\[3,8\], the class float32"),
+        (lambda m, x: rms_norm(x, m.weight[...]), "its call fails .* AttributeError"),
+    ],
+)
+def test_a_rule_that_does_not_fit(rule, why):
+    model = nnx.Dict(block=nnx.List([DivideByRms(8, rngs=nnx.Rngs(0)), Biased()]))
+    graph = nnx.graphdef(model)
+    with pytest.raises(ValueError, match=rf"the rule for Biased does not fit block\.1: .*{why}"):
+        ours_nnx.swap(model, rules={Biased: rule})
+    assert nnx.graphdef(model) == graph  # nothing has changed
+
+
+def test_rules_of_the_wrong_kind():
+    for rules in ([Biased], {"Biased": fitting}, {Biased: 3}):
+        with pytest.raises(TypeError, match="swap: rules must map classes to functions"):
+            ours_nnx.swap(nnx.Dict(a=Biased()), rules=rules)
+
+
+def test_equinox_rules(rng):
+    model = Net()
+    x = jnp.asarray(rng.standard_normal(8), f32)
+    promoted = lambda norm, x: jnp.result_type(norm.weight, x)
+    rule = lambda norm, x: rms_norm(x, norm.weight, eps=norm.eps, dtype=promoted(norm, x))
+    swapped = ours_eqx.swap(model, rules={WholeInput: rule})
+    np.testing.assert_allclose(swapped(x), model(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"the rule for StaticEps does not fit norms\.1: .*'float'"
+    ):
+        ours_eqx.swap(model, rules={StaticEps: lambda norm, x: norm.eps[x]})
+
+
+# ---------------------------------------------------------------- the report and warnings
+
+
+def test_the_printed_report(capsys):
+    ours_nnx.swap(Model(nnx.Rngs(0)), report=print)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"module +class +served by, or why not +verified error$", lines[0])
+    assert any(
+        re.match(r"layers\.\*\.b \(2\) +OnePlusScale +rms_norm +float32 \d", l) for l in lines
+    )
+    assert any(re.match(r"last +LayerNorm +not: it has 2 arrays: bias, scale$", l) for l in lines)
+    assert lines[-1] == "5 of 6 modules are served by normfuse"
+
+
+def test_replacing_nothing_warns():
+    model = nnx.Dict(a=nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    with pytest.warns(
+        UserWarning, match="nothing in Dict is served by normfuse .LayerNorm: it has 2 arrays"
+    ):
+        ours_nnx.swap(model)
+    with pytest.warns(UserWarning, match="nothing in LayerNorm is served"):
+        ours_eqx.swap(eqx.nn.LayerNorm(4))
+    swapped = ours_nnx.swap(Model(nnx.Rngs(0)))
+    ours_nnx.swap(swapped)  # all is swapped already
+    net = eqx.nn.LayerNorm(4)
+    ours_eqx.swap(optax.adam(1e-3).init(eqx.filter(net, eqx.is_array)))  # an optimizer's state
+    ours_nnx.swap(nnx.Optimizer(swapped, optax.adam(1e-3), wrt=nnx.Param))
+
+
+def test_swapping_inside_jit_says_why_not():
+    model = nnx.Dict(a=DivideByRms(8, rngs=nnx.Rngs(0)), b=nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    swapped = lambda state: ours_nnx.swap(nnx.merge(graph, state))["b"](jnp.ones(8))
+    with pytest.warns(UserWarning, match="a stays as it is: its arrays are traced: .* outside of"):
+        jax.jit(swapped)(state)
+    with pytest.warns(UserWarning, match="stays as it is: its arrays are traced"):
+        eqx.filter_jit(lambda m: ours_eqx.swap(m)(jnp.ones(8)))(WholeInput(8))
+
+
+def test_probing_is_done_once_a_configuration(monkeypatch):
+    from normfuse.layers import recognize
+
+    probed = []
+    formula = recognize.formula
+    monkeypatch.setattr(recognize, "formula", lambda c: probed.append(c) or formula(c))
+
+    class Norm(DivideByRms):
+        pass
+
+    make = lambda eps: Norm(8, norm_eps=eps, rngs=nnx.Rngs(0))
+    ours_nnx.swap(nnx.List([make(1e-6), make(1e-6), make(1e-5), make(1e-6)]))
+    assert len(probed) == 2
