@@ -122,7 +122,7 @@ def linear_cross_entropy(
 
     def serve(spec: Spec, order: Order) -> Any:
         operands = _operands(x.astype(dtype), kernel, labels, mask)
-        return _reduced(spec, order, reduction, with_lse, *operands)
+        return _reduced(spec, order, reduction, ignore, with_lse, *operands)
 
     return choose(
         _OP,
@@ -312,6 +312,7 @@ def _reduced(
     spec: Spec,
     order: Order,
     reduction: str,
+    ignore: int | None,
     with_lse: bool,
     x: Array,
     labels: Array,
@@ -325,7 +326,9 @@ def _reduced(
         return (each, lse) if with_lse else each
     scale = jnp.ones((), mask.dtype)
     if reduction == "mean":
-        scale = 1 / jnp.maximum(jnp.sum(mask != 0), 1).astype(mask.dtype)
+        # Without ignored labels the devices need not count them.
+        count = mask.size if ignore is None else jnp.sum(mask != 0)
+        scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
     loss = Loss(spec, order, with_lse)
     results = reduced(loss, x, labels, mask, scale, *kernels)
     return tuple(results) if with_lse else results[0]

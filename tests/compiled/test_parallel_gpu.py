@@ -155,7 +155,9 @@ def test_parts_of_a_batch_hide_what_the_others_communicate():
     activation, times = ROWS * SEQ * DIM, 4 * LAYERS + 2
     found = hlo.communicated(program)
     assert found["all-gather", "bf16"] == times * activation
-    assert found["reduce-scatter", "bf16"] == times * activation // 8
+    # The gradient of what the loss reads is halved before its part is taken, so XLA sums it whole.
+    assert found["reduce-scatter", "bf16"] == (times - 1) * activation // 8
+    assert found["all-reduce", "bf16"] == activation
     assert not transposed(program)
     hidden = sum(gemms > 0 for kind, gemms in hlo.overlapped(program) if kind != "all-reduce")
     moves = sum(c.kind != "all-reduce" for c in hlo.collectives(program))
