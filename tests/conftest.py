@@ -75,3 +75,14 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield counts
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def hasty_compiler(monkeypatch):
+    """XLA leaves optimisations out, here and in processes started here: programs run once."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    monkeypatch.setenv(name.upper(), "1")
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
