@@ -37,6 +37,22 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item):
+    """On CPUs, LLVM optimizes the programs of tests marked `optimized` alone: others run once.
+
+    It changes how values are rounded, so the tests of values are marked; it knows nothing of the
+    transformation or the mesh that a program comes from, and leaves what serves it as it is.
+    """
+    if jax.default_backend() == "cpu":
+        hasty = item.get_closest_marker("optimized") is None
+        name = "jax_disable_most_optimizations"
+        os.environ[name.upper()] = str(int(hasty))  # in processes that the test starts
+        if jax.config.values[name] != hasty:
+            jax.config.update(name, hasty)
+            jax.clear_caches()
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator seeded by the test's own name: reproducible, and different for every test."""
@@ -75,14 +91,3 @@ def compilations():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield counts
     jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.fixture
-def hasty_compiler(monkeypatch):
-    """XLA leaves optimisations out, here and in processes started here: programs run once."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.values[name]
-    monkeypatch.setenv(name.upper(), "1")
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)

@@ -18,8 +18,6 @@ from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
-
 f32, bf16 = jnp.float32, jnp.bfloat16
 DIM, HIDDEN, COUNT = 16, 24, 4
 

@@ -12,8 +12,6 @@ from flax import nnx
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import nnx as ours_nnx
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
-
 KEY = jax.random.key(0)
 EPS32 = float(jnp.finfo(jnp.float32).eps)
 

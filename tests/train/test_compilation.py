@@ -15,8 +15,6 @@ from normfuse.train.compilation import implementations
 from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
-
 
 def program_text(**changes) -> str:
     """The compiled step of the tiny model with `changes` of its configuration."""

@@ -15,7 +15,6 @@ from normfuse.train import UsageError, distributed
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.config import DistributedConfig
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
 NEWEST = pytest.mark.newest  # the oldest stack ends processes together in other tests
 
 _TRAIN = ("-m", "normfuse.train")

@@ -5,8 +5,6 @@ import pytest
 
 from normfuse.train import step
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
-
 
 def test_loss_that_is_not_finite_stops_before_the_update(train, tmp_path, lines):
     code, _, err = train(**{"optim.lr": 1e30, "optim.clip": 0, "checkpoint.every": 1})

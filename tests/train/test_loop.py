@@ -76,7 +76,6 @@ def _program(mesh) -> Program:
     return Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0, 3.0)
 
 
-@pytest.mark.usefixtures("hasty_compiler")
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_compiled_step_updates_its_state_in_place(shape):
     """Every array of the state is donated, and no parameter or moment is copied."""

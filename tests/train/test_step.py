@@ -14,8 +14,6 @@ from normfuse.train.config import OptimConfig
 from normfuse.train.mesh import batch_sharding, on_devices
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
-pytestmark = pytest.mark.usefixtures("hasty_compiler")
-
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
 
 
