@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, gated_product
 
-pytestmark = pytest.mark.optimized
-
 f32, bf16 = jnp.float32, jnp.bfloat16
 TOKENS, DIM, HIDDEN = 16384, 4096, 14336
 WIDE, LARGE = 2 * TOKENS * DIM, 2 * TOKENS * HIDDEN  # bytes of x, and of the hidden layer

@@ -17,8 +17,6 @@ from normfuse import accumulate_gradients, dense, gated_product, norm_dense, nor
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization import kernel_codes_saveable, product
 
-pytestmark = pytest.mark.optimized
-
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 f32, bf16 = jnp.float32, jnp.bfloat16
 M, N, K = 2048, 1024, 512

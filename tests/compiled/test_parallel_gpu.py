@@ -23,8 +23,6 @@ from normfuse.models.sharding import BATCH, Sharding
 from normfuse.train.mesh import AXES
 from normfuse.train.step import loss_and_gradient
 
-pytestmark = pytest.mark.optimized
-
 ROWS, SEQ, LAYERS, DIM = 16, 1024, 2, 2048
 CONFIG = TransformerConfig(
     vocab_size=16384,

@@ -16,8 +16,6 @@ from normfuse.train.config import preset_config
 from normfuse.train.mesh import AXES
 from normfuse.train.step import Program, make_optimizer, schedule
 
-pytestmark = pytest.mark.optimized
-
 GB = 10**9
 
 
