@@ -12,19 +12,17 @@ that know nothing of each other, and with one quantized x, whose scale comes fro
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 
+from parts import emit, run_parts
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
+
 SHAPES = [(16384, 4096, 14336), (2048, 4096, 14336), (16384, 2048, 8192)]
 GEMM = ("nvjet", "gemm", "cutlass", "xmma", "cublas")
-
-
-def emit(**line) -> None:
-    print(json.dumps(line), flush=True)
 
 
 def measured(run, sets, runs: int = 7) -> tuple[float, float, list]:
@@ -235,38 +233,15 @@ def table(lines: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("product", "mlp", "full"), help="only this part")
     parser.add_argument("--seconds", type=float, default=40, help="for each part")
     parser.add_argument("--versions", nargs="*", default=[], help="of the MLP, by name; all")
     parser.add_argument("--kernels", action="store_true", help="list products' kernels too")
-    parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.inside:
-        here = pathlib.Path(__file__).parent
-        sys.path[:0] = [str(here), str(here.parent / "tests")]
-        if arguments.part == "mlp":
-            return mlps(arguments.seconds, arguments.kernels, arguments.versions)
-        return products(arguments.seconds, full=arguments.part == "full")
-    lines = []
-    for part in [arguments.part] if arguments.part else ["mlp", "product"]:
-        # In a process of its own: a failure ends one part only.
-        command = [sys.executable, __file__, "--inside", "--part", part]
-        command += ["--seconds", str(arguments.seconds)] + ["--kernels"] * arguments.kernels
-        command += ["--versions", *arguments.versions]
-        try:
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                for text in process.stdout or ():
-                    print(text, end="", flush=True)
-                    if text.startswith("{"):
-                        lines.append(json.loads(text))
-        except KeyboardInterrupt:
-            break
-        if process.returncode:
-            print(f"{part}: ended with {process.returncode}")
-    table(lines)
-    if arguments.json:
-        arguments.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts = {
+        "product": lambda arguments: products(arguments.seconds, full=False),
+        "mlp": lambda arguments: mlps(arguments.seconds, arguments.kernels, arguments.versions),
+        "full": lambda arguments: products(arguments.seconds, full=True),
+    }
+    run_parts(parser, parts, ["mlp", "product"], table)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,13 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-import json
 import multiprocessing
 import os
-import pathlib
 import statistics
-import subprocess
-import sys
 import time
 import unittest.mock
+
+from parts import emit, run_parts
 
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
@@ -430,10 +428,6 @@ def beside_xla(seconds: float) -> None:
                 )
 
 
-def emit(**line) -> None:
-    print(json.dumps(line), flush=True)
-
-
 def table(lines: list[dict]) -> None:
     for line in lines:
         if "us" in line:
@@ -446,29 +440,12 @@ def table(lines: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("layouts", "xla"), help="only this part")
     parser.add_argument("--seconds", type=float, default=28, help="for each part")
-    parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.inside:
-        sys.path.insert(0, str(pathlib.Path(__file__).parent))
-        return {"layouts": sweep, "xla": beside_xla}[arguments.part](arguments.seconds)
-    lines = []
-    for part in [arguments.part] if arguments.part else ["layouts", "xla"]:
-        # In a process of its own: JAX takes the GPU's memory, and a failure ends one part only.
-        command = [sys.executable, __file__, "--inside", "--part", part]
-        command += ["--seconds", str(arguments.seconds)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            for text in process.stdout or ():
-                print(text, end="", flush=True)
-                if text.startswith("{"):
-                    lines.append(json.loads(text))
-        if process.returncode:
-            print(f"{part}: ended with {process.returncode}")
-    table(lines)
-    if arguments.json:
-        arguments.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts = {
+        "layouts": lambda arguments: sweep(arguments.seconds),
+        "xla": lambda arguments: beside_xla(arguments.seconds),
+    }
+    run_parts(parser, parts, ["layouts", "xla"], table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import zlib
 
 # Before JAX is imported: the emulated devices stand in for a mesh on machines without accelerators.
 _flag = "--xla_force_host_platform_device_count"
@@ -21,9 +22,11 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--thin", type=int, default=1, help="run one of so many cases of each test")
     parser.addoption("--cases", type=int, default=2000, help="random cases of the slow properties")
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has selected by marks
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:  # tests count kernels at sizes where XLA's norm would serve
@@ -35,6 +38,41 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if config.getoption("--thin") > 1:
+        _thin(config, items)
+
+
+def _thin(config, items):
+    """Keeps one of `--thin` cases of each test of three or more, and any test's first two.
+
+    The order is that of a checksum of their names, so that every parameter loses some values only.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("skip", "every_case")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    dropped = set()
+    for found in cases.values():
+        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        dropped.update(found[max(2, -(-len(found) // config.getoption("--thin"))) :])
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item):
+    """On CPUs, LLVM optimizes the programs of tests marked `optimized` alone: others run once.
+
+    It changes how values are rounded, so the tests of values are marked; it knows nothing of the
+    transformation or the mesh that a program comes from, and leaves what serves it as it is.
+    """
+    if jax.default_backend() == "cpu":
+        hasty = item.get_closest_marker("optimized") is None
+        name = "jax_disable_most_optimizations"
+        os.environ[name.upper()] = str(int(hasty))  # in processes that the test starts
+        if jax.config.values[name] != hasty:
+            jax.config.update(name, hasty)
+            jax.clear_caches()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import importlib.metadata
 import pathlib
 import re
 import shutil
-import statistics
 import struct
 import subprocess
 import sys
@@ -121,15 +120,15 @@ def test_pytest_collects_the_tests_of_a_checkout(tmp_path):
     assert "test_pytest_collects" in done.stdout
 
 
-def test_import_takes_at_most_50_ms_beyond_jax():
+def test_import_loads_two_modules_beyond_jax():
+    """Which takes a millisecond; everything else is loaded by the first use of a name."""
     program = """
-import time, jax
-began = time.perf_counter()
+import sys, jax
+before = set(sys.modules)
 import normfuse
-print(time.perf_counter() - began)
+print(sorted(set(sys.modules) - before))
 """
-    # The median: one run in a busy machine says nothing.
-    assert statistics.median(float(run(program)) for _ in range(5)) < 0.050
+    assert run(program) == "['normfuse', 'normfuse.native']"
 
 
 @pytest.mark.parametrize("statement", ["import normfuse", "from normfuse import rms_norm, dense"])

@@ -100,9 +100,8 @@ def test_other_presets_fit_gpus_of_80_gb(step, preset, axes):
     assert needed(program) < 80 * GB
 
 
-@pytest.mark.parametrize("axes", [(2, 4, 1), (2, 2, 2)], ids=str)
-def test_sharded_state_is_updated_in_place(step, axes):
-    program, state = step("tiny", mesh(*axes), attention="xla")
+def test_sharded_state_is_updated_in_place(step):
+    program, state = step("tiny", mesh(2, 2, 2), attention="xla")
     check_state_is_donated(program, state)
     assert copied(program, state) == []
 

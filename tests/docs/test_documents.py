@@ -57,6 +57,8 @@ def test_every_script_takes_the_flags_that_are_given():
         text = (ROOT / "benchmarks" / f"{name.rstrip('.,;:)')}.py").read_text()
         if name == "add_rms_norm":
             text += (ROOT / "benchmarks" / "rms_norm.py").read_text()
+        if "run_parts(" in text:
+            text += (ROOT / "benchmarks" / "parts.py").read_text()
         for flag in re.findall(r"(?<![\w-])--[a-z-]+", command):
             assert f'"{flag}"' in text, f"{command}: {name} has no {flag}"
 

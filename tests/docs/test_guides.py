@@ -8,6 +8,7 @@ import pytest
 GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.py")), ids=lambda path: path.stem)
 def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
     monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))

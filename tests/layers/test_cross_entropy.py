@@ -14,6 +14,8 @@ from reference import wide
 from normfuse import accumulate_gradients, linear_cross_entropy
 from normfuse.layers.cross_entropy.op import chunk_rows
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 SHAPE, N, VOCABULARY, IGNORE = (3, 14), 24, 57, -100
 

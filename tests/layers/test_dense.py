@@ -13,6 +13,8 @@ from jax.test_util import check_grads
 from normfuse import dense
 from normfuse.layers.dense.epilogue import ACTIVATIONS
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 
 

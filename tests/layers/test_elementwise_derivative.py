@@ -9,6 +9,8 @@ from elementwise_cases import GATED, gated, gcd, phase, sine_and_cosine, twin
 
 from normfuse import elementwise
 
+pytestmark = pytest.mark.optimized
+
 CUBE = "template <class T> T cube(T x, T w) { return w * x * x * x; }"
 cube = elementwise(
     CUBE,

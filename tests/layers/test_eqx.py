@@ -14,6 +14,8 @@ from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers.eqx import Linear, RMSNorm
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(x, p) for x in (f32, bf16, f16) for p in (f32, bf16, f16)]
 KEY = jax.random.key(3)

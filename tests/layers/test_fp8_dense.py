@@ -33,6 +33,8 @@ from normfuse import (
 from normfuse.layers.dense.fp8 import products_saveable
 from normfuse.layers.quantization import kernel_codes_saveable
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 ROWS, IN, OUT = (8, 6), 32, 48
 fp8 = functools.partial(dense, quantization="fp8")

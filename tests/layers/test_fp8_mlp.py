@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization.gated import SLOPES
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, DIM, HIDDEN = (8, 6), 32, 48
 

@@ -16,6 +16,8 @@ from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.rms_norm import op as rms_norm_op
 from normfuse.layers.rms_norm.spec import Norm
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, IN, OUT = (3, 5), 16, 24
 EPS = 1e-6

@@ -1,7 +1,10 @@
 """What `normfuse info` and `normfuse cache` print and do."""
 
+import contextlib
 import functools
+import io
 import re
+import shutil
 import sys
 
 import jax
@@ -39,6 +42,20 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_memory", {})
     monkeypatch.setattr(cache, "_warned", set())
     return tmp_path / "kernels"
+
+
+WARM = ("cache", "warm", "96", "--activation", "silu", "--arch")
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory):
+    """A cache that `WARM` filled for sm_90, not to be changed, and what the command printed."""
+    kernels, out = tmp_path_factory.mktemp("warmed") / "kernels", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setenv("NORMFUSE_CACHE_DIR", str(kernels))
+        patch.setattr(cache, "_memory", {})
+        assert main([*WARM, "sm_90"]) == 0
+    return kernels, out.getvalue()
 
 
 def printed(capsys, *argv):
@@ -89,25 +106,26 @@ def test_info_of_a_refused_cache(folder):
     assert "not used: kernel cache" in text
 
 
-def test_cache_warm_then_show_then_clear(capsys, monkeypatch):
-    few = ("cache", "warm", "96", "--activation", "silu", "--arch")
-    text = printed(capsys, *few, "sm_90")
+def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
+    kernels, text = warmed
+    shutil.copytree(kernels, folder)
     count = int(re.search(r"compiled (\d+) kernels for sm_90", text)[1])
     assert count == len(cache.entries()) > 40
     assert {entry.macros.get("FEATURES") for entry in cache.entries()} == {"96", None}
     assert "rms_norm_backward" in text and "__nv_bfloat16/float/__nv_bfloat16" in text
-    assert "compiled 0 kernels" in printed(capsys, *few, "9.0")
+    assert "compiled 0 kernels" in printed(capsys, *WARM, "9.0")
     monkeypatch.setattr(cache, "_memory", {})
-    assert "compiled 0 kernels" in printed(capsys, *few, "90")
+    assert "compiled 0 kernels" in printed(capsys, *WARM, "90")
     assert printed(capsys, "cache").count("n=96") > 20
     assert f"removed {count} files" in printed(capsys, "cache", "clear")
     assert printed(capsys, "cache", "show").count("\n") == 1
 
 
-def test_cache_warm_has_what_every_op_uses(monkeypatch):
+def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     """Whatever the number of rows; the norm's width and the hidden layer's are the warmed one."""
     n, f32, bf16 = 96, jnp.float32, jnp.bfloat16
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    shutil.copytree(warmed[0], folder)
     report.warm([n], ["sm_90"], activations=("silu", "gelu"), quantization="fp8")
     total = lambda *results: sum(jnp.sum(r.astype(f32)) for r in results)
 

@@ -14,6 +14,8 @@ from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers.linen import Dense, RMSNorm
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(x, p, d) for x in (f32, bf16, f16) for p in (f32, bf16, f16) for d in (None, bf16, f32)]
 SOME = [

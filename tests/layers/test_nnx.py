@@ -15,6 +15,8 @@ from normfuse.layers.dense.epilogue import resolve
 from normfuse.layers.nnx import Linear, RMSNorm
 from normfuse.native import implementation
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(x, p, d) for x in (f32, bf16, f16) for p in (f32, bf16, f16) for d in (None, bf16, f32)]
 SOME = [

@@ -18,6 +18,8 @@ from normfuse.layers.dense import product_gradient
 from normfuse.layers.dense.gated import apply_product
 from normfuse.native import implementation
 
+pytestmark = pytest.mark.optimized
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, HIDDEN, OUT = (4, 6), 16, 24
 # Results of the two are rounded to bfloat16 at the same places, after sums in other orders.

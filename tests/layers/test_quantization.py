@@ -16,6 +16,8 @@ from normfuse.layers.quantization import gated
 from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
 from normfuse.native.implementation import Order
 
+pytestmark = pytest.mark.optimized
+
 INPUTS = [np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("float16")]
 FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
 SHAPES = [(0, 16), (16, 0), (1, 1), (1, 37), (63, 64), (65, 130), (128, 256), (200, 1)]

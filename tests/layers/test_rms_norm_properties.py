@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rms_norm_cases import Batch, Case, stack
 
+pytestmark = pytest.mark.optimized
+
 SHAPES = [  # with axis
     ((6, 16), -1),
     ((16, 8), -1),

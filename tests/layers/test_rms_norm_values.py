@@ -13,6 +13,8 @@ from rms_norm_cases import Case
 
 from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
 
+pytestmark = pytest.mark.optimized
+
 OPS = ("rms_norm", "add_rms_norm", "rms_norm_with_rstd")
 FLOATS = ("float32", "bfloat16", "float16")
 SMALL = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)

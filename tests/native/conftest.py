@@ -1,6 +1,7 @@
 """What tests of the compiled handlers share."""
 
 import functools
+import shutil
 
 import jax
 import numpy as np
@@ -28,3 +29,19 @@ def call():
 
     with jax.enable_x64(True):
         yield run
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    """Emulated kernels run on one stack: on every one, g++ compiles the same sources."""
+    for item in items:
+        if "emulator_folder" in getattr(item, "fixturenames", ()):
+            item.add_marker("newest")
+
+
+@pytest.fixture(scope="session")
+def emulator_folder(tmp_path_factory):
+    """Where the emulator compiles its headers, once, and every kernel."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return tmp_path_factory.mktemp("emulator")

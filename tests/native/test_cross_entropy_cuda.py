@@ -2,7 +2,6 @@
 
 import functools
 import re
-import shutil
 
 import cross_entropy_reference as reference
 import jax
@@ -29,17 +28,10 @@ LAYOUTS = {  # words, and threads on a row of them
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    return tmp_path_factory.mktemp("emulator")
-
-
 @pytest.fixture
-def emulated(folder, monkeypatch):
+def emulated(emulator_folder, monkeypatch):
     def make(layout, shift=0):
-        emulator = Emulator(folder, shift)
+        emulator = Emulator(emulator_folder, shift)
         monkeypatch.setattr(softmax, "launch", emulator.launch)
         monkeypatch.setattr(softmax, "layout", lambda *_, **__: layout)
         return emulator

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -42,17 +41,10 @@ def derivative(name, z):
     return value(z + 1e-30j).imag / 1e-30  # a complex step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    return tmp_path_factory.mktemp("emulator")
-
-
 @pytest.fixture
-def emulated(folder, monkeypatch):
+def emulated(emulator_folder, monkeypatch):
     def make(shift=0):
-        emulator = Emulator(folder, shift)
+        emulator = Emulator(emulator_folder, shift)
         monkeypatch.setattr(epilogue, "launch", emulator.launch)
         return emulator
 
@@ -126,7 +118,7 @@ extern "C" __global__ void all(const double* x, double* values, double* slopes, 
 """
 
 
-def test_every_activation_is_its_jax_function_and_its_derivative(folder):
+def test_every_activation_is_its_jax_function_and_its_derivative(emulator_folder):
     """In float64; the derivative's text against differences of the value's."""
     x = np.linspace(-9, 9, 61) + 1e-3  # away from the kinks at 0
     body, text = [], '#include "scalar.cuh"\n#include "vector.cuh"\n'
@@ -139,7 +131,7 @@ def test_every_activation_is_its_jax_function_and_its_derivative(folder):
 
     def run(x):
         sizes = {"target": SM90, "grid": 1, "block": 32, "ints": (x.size,)}
-        return Emulator(folder).launch(source, "all", [x], [shape, shape], **sizes)
+        return Emulator(emulator_folder).launch(source, "all", [x], [shape, shape], **sizes)
 
     values, slopes = run(x)
     h = 1e-5

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import shutil
 import time
 
 import elementwise_cases as cases
@@ -130,19 +129,12 @@ def test_the_cache_holds_kernels_by_name(monkeypatch, tmp_path):
 # ---------------------------------------------------------------- what they compute
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulator")
-
-
 @pytest.fixture
-def emulated(folder, monkeypatch):
+def emulated(emulator_folder, monkeypatch):
     """`emulated(op, shift=0)`: what runs the op on emulated CUDA, and its launches."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
 
     def make(op, shift=0):
-        emulator = Emulator(folder, shift)
+        emulator = Emulator(emulator_folder, shift)
         monkeypatch.setattr(elementwise, "launch", emulator.launch)
 
         def run(operands, placed, dtype, out):

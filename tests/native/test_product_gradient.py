@@ -70,9 +70,11 @@ def interpreted(monkeypatch):
 
 
 # Rows and columns beyond the last tile, blocks with several tiles, and a slot's every use.
-@pytest.mark.parametrize("gated", [False, True], ids=["one operand", "two"])
-@pytest.mark.parametrize("stages, staging, contract", [(4, 2, 0), (4, 2, 1), (3, 5, 1)])
-def test_values_match_float64(interpreted, monkeypatch, gated, stages, staging, contract):
+@pytest.mark.parametrize(
+    "stages, staging, contract, gated",
+    [(4, 2, 0, True), (4, 2, 1, True), (3, 5, 1, True), (4, 2, 0, False)],
+)
+def test_values_match_float64(interpreted, monkeypatch, stages, staging, contract, gated):
     shape = functools.partial(interpreted.Shape, stages, staging)
     monkeypatch.setattr(interpreted, "Shape", shape)
     arrays = operands(264, 192, 576, gated, "float16" if gated else "bfloat16")
@@ -134,6 +136,7 @@ def test_it_lowers_to_one_kernel_in_place_of_its_operands(arch, dtype, contract)
         assert place in call
 
 
+@pytest.mark.newest  # the oldest stack lowers one of them in the test above
 def test_it_lowers_for_every_activation(arch):
     arch("sm_90")
     types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128, 64), (256, 64), (128, 256))]

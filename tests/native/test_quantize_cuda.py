@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 
 import fp8_reference
 import jax.numpy as jnp
@@ -22,21 +21,16 @@ pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SMALL = CastLayout(width=8, height=8, batch=4, group=2)  # tiles of 128 x 64
 FLAGS = {"has_q": True, "has_qt": True}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulator")
+NEWEST = pytest.mark.newest  # the oldest compiler compiles the same for other architectures
+NEWER = [pytest.param(arch, marks=NEWEST) for arch in ("sm_89", "sm_100", "sm_120")]
 
 
 @pytest.fixture
-def emulated(folder, monkeypatch):
+def emulated(emulator_folder, monkeypatch):
     """`emulated(layout, shift=0)`: a target whose kernels are emulated, and the launches made."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
 
     def make(layout=SMALL, shift=0):
-        emulator = Emulator(folder, shift)
+        emulator = Emulator(emulator_folder, shift)
         monkeypatch.setattr(kernels, "launch", emulator.launch)
         choose = lambda *_, after_amax: dataclasses.replace(layout, backwards=after_amax)
         monkeypatch.setattr(kernels, "cast_layout", choose)
@@ -250,12 +244,13 @@ def compiled(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "compute_80"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "compute_80", *NEWER])
 def test_cuda_quantizer_compiles(compiled, arch):
     for kernel, log in compiled(arch, "bfloat16", "float8_e4m3fn").items():
         assert "warning" not in log, (kernel, log)
 
 
+@pytest.mark.newest  # the oldest assembler compiles the kernels of the test above
 @pytest.mark.parametrize("x", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_cuda_quantizer_spills_no_registers_on_hopper(compiled, x, dtype):
@@ -264,7 +259,7 @@ def test_cuda_quantizer_spills_no_registers_on_hopper(compiled, x, dtype):
         assert spilled == 0, (kernel, log)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", pytest.param("sm_100", marks=NEWEST)])
 def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
     logs = {}
 
@@ -277,13 +272,13 @@ def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
     monkeypatch.setattr(gated, "launch", launch)
     x, target = jnp.zeros((64, 64), BF16), named_target(arch)
     flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
-    for up in ([x], []):
+    for up in ([x], []) if arch == "sm_90" else ([x],):  # a part of the text with `up`
         scales, bounds = jnp.ones(1 + len(up)), jnp.ones((1, 1))
         gated.cuda_amax(target, x, *up, scales, function=SILU)
         gated.cuda_forward(target, x, *up, scales, bounds, **flags)
         scales, bounds = jnp.ones(2 + len(up)), jnp.ones((1 + len(up), 1))
         gated.cuda_gradient(target, x, x, *up, scales, bounds, **flags)
-    assert len(logs) == 6
+    assert len(logs) == (6 if arch == "sm_90" else 3)
     for kernel, log in logs.items():
         assert "warning" not in log, (kernel, log)
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))

@@ -17,6 +17,7 @@ import signalled
 import train_state
 from jax.experimental.compilation_cache import compilation_cache
 
+from normfuse.native import implementation
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import main
 from normfuse.train.loop import Loop
@@ -42,10 +43,15 @@ _FLAGS = {
 
 @pytest.fixture(scope="package", autouse=True)
 def _cache(tmp_path_factory):
-    """Programs compiled by these tests are shared among them, and with nothing else."""
-    folder = tmp_path_factory.mktemp("cache")
+    """Programs compiled by these tests, in any worker, are for these tests alone."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "cache of train"
+    folder.mkdir(mode=0o700, exist_ok=True)
     settings = {
         "jax_compilation_cache_dir": str(folder / "xla"),
+        "jax_compilation_cache_max_size": 1 << 30,  # with a limit, JAX locks what it writes
         "jax_persistent_cache_min_compile_time_secs": 0.1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
@@ -54,7 +60,8 @@ def _cache(tmp_path_factory):
     compilation_cache.reset_cache()  # JAX looks at its folder only once
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NORMFUSE_CACHE_DIR", str(folder))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")  # in other processes
+        for name in list(settings)[1:]:  # in other processes
+            patch.setenv(name.upper(), str(settings[name]))
         yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -147,7 +154,8 @@ def finished(_cache, tmp_path_factory, text_file, small_run, options):
     """The folder of a run that nothing interrupted, and what it printed. Not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        patch.setattr(implementation, "_plain", {})  # other tests of this process fell back too
         assert main(["train", *small_run(text_file, folder, **options)]) == 0
     return folder, out.getvalue()
 

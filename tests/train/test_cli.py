@@ -1,5 +1,6 @@
 """The command itself: what it says of itself, and that saying it is quick."""
 
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -69,32 +70,38 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
 _EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tensorboardX tokenizers yaml"
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "said"),
-    [
-        (["info"], 0, "normfuse "),
-        (["cache"], 0, "kernel cache: "),
-        (["train", "--help"], 0, "--steps"),
-        (["generate", "--help"], 0, "--prompt"),
-        (["train"], 2, "pip install 'normfuse[train]'"),
-        (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
-        (["generate", "run"], 2, "pip install 'normfuse[train]'"),
-        (["report", "run"], 2, "pip install 'normfuse[train]'"),
-    ],
-    ids=lambda value: " ".join(value)[:20] if isinstance(value, list) else None,
-)
-def test_commands_without_the_extras(argv, code, said):
+# Arguments, exit code, and a part of what is said.
+_COMMANDS = [
+    (["info"], 0, "normfuse "),
+    (["cache"], 0, "kernel cache: "),
+    (["train", "--help"], 0, "--steps"),
+    (["generate", "--help"], 0, "--prompt"),
+    (["train"], 2, "pip install 'normfuse[train]'"),
+    (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
+    (["generate", "run"], 2, "pip install 'normfuse[train]'"),
+    (["report", "run"], 2, "pip install 'normfuse[train]'"),
+]
+
+
+def test_commands_without_the_extras():
     """`info` and `cache` need none; the others name the one they need, in one line."""
     program = f"""
-import sys
+import contextlib, io, json, sys
 sys.modules.update(dict.fromkeys({_EXTRAS.split()!r}))
 from normfuse.train.cli import main
-sys.exit(main({argv!r}))
+for argv in {[argv for argv, *_ in _COMMANDS]!r}:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            code = main(argv)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert said in (done.stderr if code else done.stdout)
-    assert not code or done.stderr.count("\n") == 1
+    assert done.returncode == 0, done.stderr
+    found = map(json.loads, done.stdout.splitlines())
+    for (argv, expected, said), (code, out, err) in zip(_COMMANDS, found, strict=True):
+        assert code == expected, (argv, err)
+        assert said in (err if code else out), argv
+        assert not code or err.count("\n") == 1, argv
 
 
 def test_reader_that_leaves_early_is_no_error():

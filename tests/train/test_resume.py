@@ -178,6 +178,7 @@ def _random_kills(count: int) -> list[str]:
     return kills
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "kills",
     [

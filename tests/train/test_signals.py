@@ -15,6 +15,7 @@ from normfuse.train.evaluate import Evaluator
 from normfuse.train.shutdown import StopRequest
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "restoring"])
 def test_signal_in_any_phase_ends_well(
     options, finished, train, flags, monkeypatch, tmp_path, losses, phase
