@@ -52,6 +52,7 @@ def table() -> str:
     both = {name: forward[name] + backward[name] for name in forward if name in backward}
     few = rms_norm("backward", 64, 4096, "small")
     mlp, step = whole("SwiGLU MLP"), whole("1b step")
+    mlp_fp8, step_fp8 = whole("SwiGLU MLP in FP8"), whole("1b step in FP8")
     rows = [
         (
             "RMSNorm, forward and backward, 32768 × 4096",
@@ -78,6 +79,21 @@ def table() -> str:
                 "`torch.compile`": step["torch.compile"],
             },
             step["normfuse"],
+            "{:.1f} ms",
+        ),
+        (
+            "The same MLP in FP8",
+            {"plain jnp, bfloat16": mlp_fp8["plain jnp"]},
+            mlp_fp8["normfuse"],
+            "{:.1f} ms",
+        ),
+        (
+            "The same training step in FP8",
+            {
+                "ours, bfloat16": step_fp8["normfuse in bfloat16"],
+                "`torch.compile`, bfloat16": step_fp8["torch.compile"],
+            },
+            step_fp8["normfuse"],
             "{:.1f} ms",
         ),
     ]
