@@ -358,7 +358,7 @@ class GatedMLP(eqx.Module):
         options |= {"dtype": dtype, "contract": 1}
         return apply_gated_product(gate, up, down.weight, down.bias, self.activation, **options)
 
-    def _is_as_made(self, linear: eqx.nn.Linear, x: Array) -> bool:
+    def _is_as_made(self, linear: Any, x: Array) -> bool:
         """Whether a part may be computed together with the others."""
         if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
             return False

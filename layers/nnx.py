@@ -466,8 +466,12 @@ class GatedMLP(nnx.Module):
         self.up = make(in_features, hidden_features)
         self.down = make(hidden_features, in_features)
 
-    def __call__(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
-        """Applies the MLP to the last axis of x, placed as `normfuse.gated_product` says."""
+    def __call__(self, x: Array) -> Array:
+        """Applies the MLP to the last axis of x."""
+        return self.apply(x)
+
+    def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
+        """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
         linears = {"gate": self.gate, "up": self.up, "down": self.down}
         if self.quantization is None or not all(map(self._is_as_made, linears.values(), [x] * 3)):
             return self.combine(self.gate(x), self.up(x), hidden_sharding)
@@ -482,7 +486,7 @@ class GatedMLP(nnx.Module):
         options |= {"quantization": self.quantization, "activation": self.activation}
         return gated_mlp(x, kernels, biases, dtype=dtype, **options)
 
-    def _is_as_made(self, linear: nnx.Linear, x: Array) -> bool:
+    def _is_as_made(self, linear: Any, x: Array) -> bool:
         """Whether a part may be computed together with the others."""
         if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
             return False

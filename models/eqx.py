@@ -199,8 +199,9 @@ class Transformer(eqx.Module):
 
 
 def _linear(config: TransformerConfig, n: int, m: int, **options: Any) -> Linear:
-    shared = {"dtype": config.param_dtype, "implementation": config.implementation}
-    return Linear(n, m, **{"use_bias": False} | shared | options)
+    shared: dict[str, Any] = {"use_bias": False, "dtype": config.param_dtype}
+    shared |= {"implementation": config.implementation}
+    return Linear(n, m, **shared | options)
 
 
 def _norm(config: TransformerConfig, n: int) -> RMSNorm:

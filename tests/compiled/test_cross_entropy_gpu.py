@@ -108,7 +108,8 @@ def test_microbatches_take_one_extra_pass_of_the_kernels_gradient_each():
     adding = [b for b in bodies if re.search(rf"= {shape}\S* (fusion|add)\(.*kLoop", b)]
     passes = re.findall(rf"= {shape}\S* fusion\(.*kLoop", "\n".join(adding))
     assert len(passes) == 1, passes
-    assert temporaries(program) <= LOGITS + KERNEL + 2 * TOKENS // 4 * DIM + SMALL  # and its rows
+    sums = KERNEL * (2 if jax.__version_info__ < (0, 11) else 1)  # JAX 0.10's XLA copies it
+    assert temporaries(program) <= LOGITS + sums + 2 * TOKENS // 4 * DIM + SMALL  # and its rows
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

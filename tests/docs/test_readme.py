@@ -145,9 +145,11 @@ def test_the_microbatches_run():
 
 
 def test_the_fp8_product_runs():
-    (block,) = (b for b in blocks("docs/guides/dense.md") if "fp8" in b)
-    names = run("docs/guides/dense.md", block)
+    product, mlp = (b for b in blocks("docs/guides/dense.md") if "fp8" in b)
+    names = run("docs/guides/dense.md", product)
     assert names["y"].dtype == jnp.bfloat16 and (names["y"] != names["exact"]).any()
+    names = run("docs/guides/dense.md", mlp)
+    assert (names["y"] != names["exact"]).any()
 
 
 def test_the_sharded_model_runs(eight_devices):
