@@ -73,7 +73,7 @@ def copied(program, state) -> list[tuple[int, ...]]:
 
 
 def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
-    """At 16384 tokens a step, in place, with the remat of the preset: it keeps what GEMMs gave."""
+    """At 16384 tokens a step, in place, with the remat of the preset, none."""
     config = preset_config("1b")
     assert config.tokens_per_step == 16384 and config.microbatches == 1
     program, state = step("1b", mesh())
@@ -81,7 +81,7 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
     assert copied(program, state) == []
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert state_bytes > 12 * 1.23e9  # float32 parameters and both moments: nothing was left out
-    assert state_bytes < needed(program) < 80 * GB
+    assert state_bytes < needed(program) < 44 * GB  # 35, and logits would be 8 or 16 more
     # Seven products with weights in a block and one with the vocabulary, each once forward and
     # twice backward.
     assert hlo.text(program).count('custom_call_target="__cublas') <= 3 * (7 * 16 + 1)
