@@ -189,7 +189,9 @@ def apply_product(
 
     def pallas(strict):
         if quantization is not None:
-            raise NotImplementedError(f"{op}: implementation='pallas' takes no quantization")
+            raise NotImplementedError(
+                f"{op}: implementation='pallas' takes no quantization; leave one of them out"
+            )
         return kernels(BEST, Order(("pallas",), strict))
 
     def xla(strict):
