@@ -339,7 +339,7 @@ class GatedMLP(eqx.Module):
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
         linears = {"gate": self.gate, "up": self.up, "down": self.down}
-        if self.quantization and all(map(self._is_as_made, linears.values(), [x] * 3)):
+        if self.quantization and all(self._is_as_made(linear, x) for linear in linears.values()):
             x = _checked("GatedMLP", "gate", x, self.gate.weight.shape[1:])
             kernels = {name: linear.weight for name, linear in linears.items()}
             biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
@@ -434,7 +434,7 @@ def swap(
 
     def quantized(layer: Any, path: str) -> Any:
         if type(layer) in (NormDense, GatedMLP):
-            return _convert(layer, type(layer), quantization=quantization)
+            return modules.converted(layer, type(layer), quantization=quantization)
         return layer
 
     new = _replace(model, ours, {})  # and what is in a NormDense or GatedMLP before it itself
@@ -453,8 +453,8 @@ def unswap(model: M) -> M:
         if type(layer) is Linear:
             modules.check_unswapped(layer, "eqx.nn.Linear", "make it a Linear without one")
         if type(layer) in SERVED:
-            return _convert(layer, SERVED[type(layer)].base)
-        return _convert(layer, _THEIRS[type(layer)]) if type(layer) in _THEIRS else layer
+            return modules.converted(layer, SERVED[type(layer)].base)
+        return modules.converted(layer, _THEIRS[type(layer)]) if type(layer) in _THEIRS else layer
 
     return _replace(model, theirs, {})
 
@@ -479,17 +479,17 @@ def _chosen(
     if rule is not None:
         error = check_rule(path, layer, rule, *_copies(layer, base), FRAMEWORK.ranks)
         service = service_of(base, rule, implementation, FRAMEWORK)
-        return row(service.name, error=error), _convert(layer, subclass(service))
+        return row(service.name, error=error), modules.converted(layer, subclass(service))
     if base in (RMSNorm, eqx.nn.RMSNorm):
         if base is eqx.nn.RMSNorm or implementation is not None:
-            layer = _convert(layer, RMSNorm, implementation=implementation)
+            layer = modules.converted(layer, RMSNorm, implementation=implementation)
         return row("normfuse RMSNorm"), layer
     if base in (Linear, eqx.nn.Linear):
         if base is eqx.nn.Linear:
             added = {"activation": None, "implementation": None, "quantization": quantization}
-            layer = _convert(layer, Linear, **added)
+            layer = modules.converted(layer, Linear, **added)
         elif quantization is not None:
-            layer = _convert(layer, Linear, quantization=quantization)
+            layer = modules.converted(layer, Linear, quantization=quantization)
         return row("normfuse Linear"), layer
     if base in (NormDense, GatedMLP):
         return row(f"normfuse {base.__name__}"), layer
@@ -497,7 +497,7 @@ def _chosen(
         service = SERVED[type(layer)]
         if implementation not in (None, service.implementation):
             service = service_of(base, service.how, implementation, FRAMEWORK)
-            layer = _convert(layer, subclass(service))
+            layer = modules.converted(layer, subclass(service))
         return row(service.name, error=service.error), layer
     arrays, parts = _contents(layer)
     if not arrays and (parts or not callable(layer)):
@@ -511,9 +511,9 @@ def _chosen(
         if known[1] is None or known[0] == _kinds(layer):
             return row(reason=str(different)), layer
         service = service_of(base, known[1], implementation, FRAMEWORK)
-        return row(service.name), _convert(layer, subclass(service))  # a filtered copy
+        return row(service.name), modules.converted(layer, subclass(service))  # a filtered copy
     _known[_structure(layer)] = _kinds(layer), service.how
-    return row(service.name, error=service.error), _convert(layer, cls)
+    return row(service.name, error=service.error), modules.converted(layer, cls)
 
 
 # Of each class and configuration that was recognised: what its fields held, and the formula. An
@@ -577,7 +577,7 @@ def _candidate(layer: Any, base: type) -> Candidate:
 def _copies(layer: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
     """Returns a module's arrays, and a function that calls a copy of it with others."""
     is_array = lambda leaf: isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
-    leaves, structure = jax.tree.flatten(_convert(layer, base))
+    leaves, structure = jax.tree.flatten(modules.converted(layer, base))
     at = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
 
     def call(function, values, x, changed=types.MappingProxyType({})):
@@ -593,15 +593,6 @@ def _copies(layer: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
 
 
 FRAMEWORK = Framework(home=__name__, read=getattr, candidate=_candidate, ranks=(1, 2, 3))
-
-
-def _convert(layer: eqx.Module, cls: type, **extra: Any) -> Any:
-    """`layer` as a `cls`: its fields as they are, whatever they hold (None, in a filtered tree)."""
-    fields = {name: vars(layer)[name] for name in cls.__dataclass_fields__ if name not in extra}
-    new = object.__new__(cls)
-    for name, value in (fields | extra).items():
-        object.__setattr__(new, name, value)
-    return new
 
 
 def _replace(

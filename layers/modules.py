@@ -141,6 +141,18 @@ def merged(count: int, *arrays: jax.Array) -> str:
     return "merged axes on an Explicit mesh" if count > 1 and any(map(explicit, arrays)) else ""
 
 
+def converted(layer: Any, cls: type, **extra: Any) -> Any:
+    """Returns a dataclass module as a `cls`: its fields as they are, but for those in `extra`.
+
+    They may hold anything: None, in a filtered tree.
+    """
+    fields = {name: vars(layer)[name] for name in cls.__dataclass_fields__ if name not in extra}
+    new = object.__new__(cls)
+    for name, value in (fields | extra).items():
+        object.__setattr__(new, name, value)
+    return new
+
+
 def replaced(layer: Any, expected: type) -> str:
     """Returns how a part of a fused module differs from what the module made, or ""."""
     if type(layer) is not expected:

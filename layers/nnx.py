@@ -473,7 +473,9 @@ class GatedMLP(nnx.Module):
     def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
         linears = {"gate": self.gate, "up": self.up, "down": self.down}
-        if self.quantization is None or not all(map(self._is_as_made, linears.values(), [x] * 3)):
+        if self.quantization is None or not all(
+            self._is_as_made(linear, x) for linear in linears.values()
+        ):
             return self.combine(self.gate(x), self.up(x), hidden_sharding)
         kernels = {name: linear.kernel[...] for name, linear in linears.items()}
         biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}

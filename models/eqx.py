@@ -15,6 +15,7 @@ from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.dense.gated import mlp as apply_mlp
 from ..layers.eqx import Linear, RMSNorm
+from ..layers.modules import converted
 from ..layers.rms_norm import add_rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -50,15 +51,7 @@ def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Ar
 
 def _unquantized(module: eqx.Module) -> eqx.Module:
     is_linear = lambda node: isinstance(node, Linear)
-
-    def plain(node: Any) -> Any:
-        if not is_linear(node):
-            return node
-        copy = object.__new__(Linear)
-        for name, value in (vars(node) | {"quantization": None}).items():
-            object.__setattr__(copy, name, value)
-        return copy
-
+    plain = lambda node: converted(node, Linear, quantization=None) if is_linear(node) else node
     return jax.tree.map(plain, module, is_leaf=is_linear)
 
 

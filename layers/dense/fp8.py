@@ -160,6 +160,12 @@ class Fp8:
         """Whether the kernel is stored (out, in)."""
         return self.product.kernel[0] != self.labels[1]
 
+    def with_batch(self) -> "Fp8":
+        """Returns the same of rows with one more dimension, the first."""
+        product = self.product
+        x, _, out = batched((product.x, product.kernel, product.out), (0, None))
+        return replace(self, product=replace(product, x=x, out=out))
+
     def contraction(self, a: str, b: str, out: str, dtype: Any, sharding: Any) -> Contraction:
         """Returns a product of codes with these letters."""
         return Contraction(self.op, a, b, out, jnp.dtype(dtype).name, self.dtype, sharding)
@@ -376,10 +382,7 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
         moved += [batch_at(x, at[2], 1, size), x_scale]
     moved += [batch_at(tangents[0], at[4][0], 0, size)] if spec.moves[0] else []
     moved += [t for t in tangents[1:] if t is not None]
-    product = spec.fp8.product
-    letters, _, out = batched((product.x, product.kernel, product.out), (0, None))
-    fp8 = replace(spec.fp8, product=replace(product, x=letters, out=out))
-    return op(replace(spec, fp8=fp8), *moved, order=order), [0]
+    return op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order), [0]
 
 
 tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=_transpose)

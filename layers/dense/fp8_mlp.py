@@ -39,7 +39,7 @@ from .fp8 import (
     product_with_x,
     x_codes,
 )
-from .matmul import Product, batched, equally_varying, with_main_gradient
+from .matmul import Product, equally_varying, with_main_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,26 +47,24 @@ class Mlp:
     """All that is known of the MLP when it is traced.
 
     Attributes:
-      first: the products with the kernels of gate and up.
-      second: the product with that of down.
+      fp8: each of the products; all have the same letters.
       gated: the activation between them.
       hidden_sharding: where the hidden arrays lie on a mesh of Auto axes.
     """
 
-    first: Fp8
-    second: Fp8
+    fp8: Fp8
     gated: gated.Gated
     hidden_sharding: jax.P | None = None
 
     @property
     def op(self) -> str:
         """The function the user called."""
-        return self.first.op
+        return self.fp8.op
 
     @property
     def order(self) -> Order:
         """Which kernels are to serve."""
-        return self.first.order
+        return self.fp8.order
 
 
 def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
@@ -89,9 +87,9 @@ def multiply_mlp(
 ) -> Array:
     """Returns `f(x · kernels[0]) · (x · kernels[1]) · down` for operands that `serves` allows."""
     dtype = jnp.dtype(dtype).name
-    first = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
+    fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
     hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
-    spec = Mlp(first, first, hidden, hidden_sharding)
+    spec = Mlp(fp8, hidden, hidden_sharding)
     given = [with_main_gradient(kernel) for kernel in (*kernels, down)]
     flat = equally_varying(x.astype(dtype), *[part for pair in given for part in pair])
     return _mlp(spec, *flat)
@@ -120,20 +118,20 @@ def _products(
     """The result, and the residuals in the order of `Residuals`."""
     *firsts, down = operands[::2]
     first_moves, down_moves = any(moves[1:-2]), any(moves[-2:])
-    xq = x_codes(spec.first, x, transposed=first_moves)
-    codes = [kernel_codes(spec.first, w, forward=True, backward=moves[0]) for w in firsts]
-    arrays = [placed(forward(spec.first, x, xq, w), spec.hidden_sharding) for w in codes]
+    xq = x_codes(spec.fp8, x, transposed=first_moves)
+    codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts]
+    arrays = [placed(forward(spec.fp8, x, xq, w), spec.hidden_sharding) for w in codes]
     hidden = gated.Hidden(*gated.hidden(spec.gated, *arrays, order=spec.order))
     before_down = moves[0] or first_moves
-    wd = kernel_codes(spec.second, down, forward=True, backward=before_down)
+    wd = kernel_codes(spec.fp8, down, forward=True, backward=before_down)
     hq = Quantized(hidden.q, hidden.qt, hidden.scale)
-    y = forward(spec.second, arrays[0], hq, wd)
+    y = forward(spec.fp8, arrays[0], hq, wd)
     absent = jnp.zeros((), jnp.float32)
     back = lambda product, w, like, there: backward_codes(product, w, like) if there else absent
     return y, [
         *(xq.qt if first_moves else absent, xq.scale),
-        *(r for w in codes for r in (back(spec.first, w, x, moves[0]), w.scale)),
-        *(back(spec.second, wd, arrays[0], before_down), wd.scale),
+        *(r for w in codes for r in (back(spec.fp8, w, x, moves[0]), w.scale)),
+        *(back(spec.fp8, wd, arrays[0], before_down), wd.scale),
         *(arrays if before_down else [absent] * len(arrays)),
         *(hidden.activation, hidden.up),
         *(hidden.qt if down_moves else absent, hidden.scale),
@@ -207,14 +205,14 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     if r.linear[0] is not None or any(t is not None for pair in of_firsts for t in pair):
         moved = []
         for array, kernel, dkernels in zip(r.arrays, r.kernels, of_firsts):
-            parts = [product_with_x(mlp.first, *r.x, d) for d in dkernels if d is not None]
+            parts = [product_with_x(mlp.fp8, *r.x, d) for d in dkernels if d is not None]
             if r.linear[0] is not None:
-                parts.append(product_with_kernel(mlp.first, r.linear[0], *kernel))
+                parts.append(product_with_kernel(mlp.fp8, r.linear[0], *kernel))
             moved.append(functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array))
         h = lambda *arrays: _hidden(mlp.gated, *arrays)
         _, dh = jax.jvp(h, tuple(r.arrays), tuple(moved))
-        terms.append(product_with_kernel(mlp.second, dh, *r.down))
-    terms += [product_with_x(mlp.second, *r.hidden, d) for d in of_down if d is not None]
+        terms.append(product_with_kernel(mlp.fp8, dh, *r.down))
+    terms += [product_with_x(mlp.fp8, *r.hidden, d) for d in of_down if d is not None]
     return [functools.reduce(jnp.add, terms)]
 
 
@@ -234,25 +232,25 @@ def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[An
     found: list[Any] = [None] * len(r.linear)
     x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
     before_down = wanted(x) or any(map(any_of, of_firsts))
-    g = gradient_codes(mlp.second, dy, q=before_down, qt=any_of(of_down))
+    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=any_of(of_down))
     for i, d in enumerate(of_down, len(found) - 2):
         if wanted(d):
-            found[i] = kernel_gradient(mlp.second, *r.hidden, g, d.aval)
+            found[i] = kernel_gradient(mlp.fp8, *r.hidden, g, d.aval)
     if before_down:
-        dh = input_gradient(mlp.second, g, *r.down, jax.typeof(r.arrays[0]))
+        dh = input_gradient(mlp.fp8, g, *r.down, jax.typeof(r.arrays[0]))
         dh = placed(dh, mlp.hidden_sharding)
         codes = gated.hidden_gradients(mlp.gated, dh, *r.arrays, *r.maxima, order=mlp.order)
         gradients = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
         if wanted(x):
             terms = [
-                input_gradient(mlp.first, gradient, *kernel, x.aval)
+                input_gradient(mlp.fp8, gradient, *kernel, x.aval)
                 for gradient, kernel in zip(gradients, r.kernels)
             ]
             found[0] = functools.reduce(jnp.add, terms)
         for i, (gradient, tangents) in enumerate(zip(gradients, of_firsts)):
             for j, d in enumerate(tangents, 1 + 2 * i):
                 if wanted(d):
-                    found[j] = kernel_gradient(mlp.first, *r.x, gradient, d.aval)
+                    found[j] = kernel_gradient(mlp.fp8, *r.x, gradient, d.aval)
     residuals = len(operands) - sum(spec.moves)
     return [None] * residuals + [f for f, moved in zip(found, spec.moves) if moved]
 
@@ -273,14 +271,8 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
     moved += [] if r.linear[0] is None else [batch_at(r.linear[0], at.linear[0], 0, size)]
     moved += [t for t in r.linear[1:] if t is not None]
-    mlp = replace(spec.mlp, first=_with_batch(spec.mlp.first), second=_with_batch(spec.mlp.second))
+    mlp = replace(spec.mlp, fp8=spec.mlp.fp8.with_batch())
     return op(replace(spec, mlp=mlp), *moved, order=order), [0]
-
-
-def _with_batch(fp8: Fp8) -> Fp8:
-    product = fp8.product
-    x, _, out = batched((product.x, product.kernel, product.out), (0, None))
-    return replace(fp8, product=replace(product, x=x, out=out))
 
 
 tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=_transpose)
