@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
     from .layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .layers.dense import clamped_swiglu as clamped_swiglu
     from .layers.dense import dense as dense
     from .layers.dense import gated_dense as gated_dense
     from .layers.dense import gated_product as gated_product
     from .layers.dense import norm_dense as norm_dense
     from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
+    from .layers.layer_norm import add_layer_norm as add_layer_norm
+    from .layers.layer_norm import layer_norm as layer_norm
     from .layers.rms_norm import add_rms_norm as add_rms_norm
     from .layers.rms_norm import rms_norm as rms_norm
     from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
@@ -39,12 +42,15 @@ _register_with_jax()
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
+    "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",
+    "clamped_swiglu": ".layers.dense",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
+    "layer_norm": ".layers.layer_norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "norm_dense": ".layers.dense",
     "norm_gated_dense": ".layers.dense",

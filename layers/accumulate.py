@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 from ..native.dtypes import NARROW
 from ..native.jaxpr import inner, results_of, value_of
 from .dense.matmul import kernel_p
+from .quantization.op import kernel_codes_saveable
 
 _OP = "accumulate_gradients"
 _MAIN = ("float32", "bfloat16", "float16")
 Link = Array | None
+Codes = dict[tuple[int, ...], list[Array]]  # by the places of their equations, the outermost first
 
 
 def accumulate_gradients(
@@ -38,6 +40,9 @@ def accumulate_gradients(
     differentiation alone: tied weights, remat, scans over layers and any framework's modules work
     as they do under `jax.grad`, and where a kernel cannot be followed to its layer (through a
     `cond`, say) its gradient is the ordinary one.
+
+    With `quantization="fp8"` kernels are quantized once, before the first microbatch; those that a
+    `cond`, a `while_loop` or a `shard_map` within `loss_fn` quantizes, in each microbatch.
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
@@ -62,8 +67,9 @@ def accumulate_gradients(
 
     Raises:
       ValueError: for batches without a leading axis of one length, rows that the replicas do not
-        divide, a loss that is not a scalar, or an axis that the mesh does not have as Auto.
-      TypeError: for another main_grad_dtype.
+        divide, a loss that is not a scalar, an axis that the mesh does not have as Auto, or specs
+        without the structure of `params`.
+      TypeError: for another main_grad_dtype, or specs that are no PartitionSpecs.
 
     References:
       Shoeybi et al., Megatron-LM, arXiv:1909.08053 (`gradient_accumulation_fusion`).
@@ -76,14 +82,12 @@ def accumulate_gradients(
     >>> float(value), gradient.dtype, gradient.ravel().tolist()
     (6.0, dtype('float32'), [3.0, 3.0])
     """
-    main = jnp.dtype(main_grad_dtype)
-    if main.name not in _MAIN:
-        main_dtypes = ", ".join(_MAIN)
-        raise TypeError(f"{_OP}: main_grad_dtype must be one of {main_dtypes}, got {main.name}")
+    main = _main_dtype(main_grad_dtype)
     count = _microbatches(batches)
     parts = 1 if replicas is None else _replicas(replicas, batches)
     leaves, structure = jax.tree.flatten(params)
-    chosen = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+    is_floating = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
+    chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
     of_all = count * parts
     # Halving is exact, so the loss may be divided instead of what is as large as the parameters;
     # but not in float16, where gradients are small enough to lose bits.
@@ -106,23 +110,25 @@ def accumulate_gradients(
         rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
         batches = jax.tree.map(lambda a: _placed(rows(a), None, None, split), batches)
         gradient = jax.vmap(gradient, spmd_axis_name=split)
-    listed = [None] * len(leaves) if specs is None else structure.flatten_up_to(specs)
+    listed = [None] * len(leaves) if specs is None else _specs(specs, structure)
     lead = () if split is None else (split,)
 
-    def microbatch(i: Any) -> tuple[Array, Any, list[Array]]:
-        take = lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False)
-        return gradient(jax.tree.map(take, batches))
+    def batch_at(i: Any) -> Any:
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), batches)
+
+    first = batch_at(0)
+    gradient = _with_codes_once(gradient, first)
 
     def placed(sums: Sequence[Array]) -> list[Array]:
         return [_placed(s, listed[i], *lead) for s, i in zip(sums, chosen)]
 
     def add(sums: list[Array], i: Any) -> tuple[list[Array], Any]:
-        *outputs, new = microbatch(i)
+        *outputs, new = gradient(batch_at(i))
         return placed([s + g for s, g in zip(sums, new)]), outputs
 
     # The first gradients are the first sums: zeros to begin with would be written and read, and XLA
     # would fill one array and copy it to all of its shape.
-    *outputs, sums = microbatch(0)
+    *outputs, sums = gradient(first)
     sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], outputs)
     if count > 1:
         sums, more = lax.scan(add, sums, jnp.arange(1, count))
@@ -163,6 +169,28 @@ def _gradient(
         return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]
 
     return gradient
+
+
+def _main_dtype(given: jax.typing.DTypeLike) -> jnp.dtype:
+    try:
+        main = jnp.dtype(given)
+    except TypeError:
+        main = given
+    if not isinstance(main, jnp.dtype) or main.name not in _MAIN:
+        raise TypeError(f"{_OP}: main_grad_dtype must be one of {', '.join(_MAIN)}, got {main}")
+    return main
+
+
+def _specs(specs: Any, structure: Any) -> list[P | None]:
+    try:
+        listed = structure.flatten_up_to(specs)
+    except ValueError as error:
+        raise ValueError(f"{_OP}: specs must have the structure of params: {error}") from None
+    if others := [spec for spec in listed if not isinstance(spec, P | None)]:
+        raise TypeError(
+            f"{_OP}: specs must be a PartitionSpec or None for each parameter, got {others[0]!r}"
+        )
+    return listed
 
 
 def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Array, Any]:
@@ -219,10 +247,6 @@ def _replicas(axis: str, batches: Any) -> int:
     return parts
 
 
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 # ---------------------------------------------------------------- following kernels
 # `kernel_p` stands in a program wherever a dense layer multiplies with a narrow kernel. Such a
 # kernel is followed from a parameter to its products: through transposes, reshapes and slices, and
@@ -252,21 +276,16 @@ def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
 
 
 def run_linked(
-    jaxpr: Any, operands: Sequence[Array], links: Sequence[Link]
+    program: Any, operands: Sequence[Array], links: Sequence[Link]
 ) -> tuple[list[Array], list[Link]]:
-    """Evaluates a jaxpr with constants (`jax.make_jaxpr`'s result, or a `jit`'s).
+    """Evaluates a jaxpr, with constants (`jax.make_jaxpr`'s result, or a `jit`'s) or without.
 
     Args:
       operands: for its arguments.
       links: for each, zeros of its shape that are to have its main gradient, or None.
     Returns: its results, and the zeros that belong to them where they are parameters still.
     """
-    return _run(jaxpr.jaxpr, jaxpr.consts, operands, links)
-
-
-def _run(
-    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Array], links: Sequence[Link]
-) -> tuple[list[Array], list[Link]]:
+    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     linked: dict[Any, Link] = dict(zip(jaxpr.invars, links, strict=True))
     values |= zip(jaxpr.invars, operands, strict=True)
@@ -302,8 +321,7 @@ def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], l
 
 
 def _checkpoint(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
-    jaxpr = eqn.params["jaxpr"]
-    body = lambda given, zeros: _run(jaxpr, getattr(jaxpr, "consts", ()), given, zeros)[0]
+    body = lambda given, zeros: run_linked(eqn.params["jaxpr"], given, zeros)[0]
     options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
     return jax.checkpoint(body, **options)(given, zeros)
 
@@ -311,12 +329,8 @@ def _checkpoint(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
 def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
     """Constants and slices stay linked; what is carried is not."""
     body = eqn.params["jaxpr"]
-    within = body.jaxpr
-    ndim = lambda atom: len(atom.aval.shape)
-    is_sliced = [ndim(v) > ndim(w) for v, w in zip(eqn.invars, within.invars, strict=True)]
-    carries = sum(ndim(v) == ndim(w) for v, w in zip(eqn.outvars, within.outvars, strict=True))
-    sliced = len(is_sliced) - sum(is_sliced)  # where they begin
-    first = sliced - carries
+    first, sliced = _operands_of_scan(eqn)
+    carries = sliced - first
 
     def step(carry, slices):
         operands = [*given[:first], *carry, *slices[0]]
@@ -324,7 +338,165 @@ def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
         results, _ = run_linked(body, operands, links)
         return results[:carries], results[carries:]
 
-    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
     slices = (given[sliced:], zeros[sliced:])
-    carry, stacked = lax.scan(step, given[first:sliced], slices, **options)
+    carry, stacked = lax.scan(step, given[first:sliced], slices, **_options_of_scan(eqn))
     return [*carry, *stacked]
+
+
+def _operands_of_scan(eqn: Any) -> tuple[int, int]:
+    """Returns where a scan's operands that are carried begin, and those that are sliced."""
+    within = eqn.params["jaxpr"].jaxpr
+    ndim = lambda atom: len(atom.aval.shape)
+    is_sliced = [ndim(v) > ndim(w) for v, w in zip(eqn.invars, within.invars, strict=True)]
+    carries = sum(ndim(v) == ndim(w) for v, w in zip(eqn.outvars, within.outvars, strict=True))
+    sliced = len(is_sliced) - sum(is_sliced)
+    return sliced - carries, sliced
+
+
+def _options_of_scan(eqn: Any) -> dict[str, Any]:
+    return {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+
+
+# ---------------------------------------------------------------- codes of kernels, once a step
+# What quantizes a kernel in the program of one microbatch is evaluated before the loop, with what
+# it needs, if that is parameters alone; the program then takes these codes. So it is within
+# functions that are jitted, rematerialised (which would quantize once more) or scanned (whose codes
+# are made by a scan of their own, and stacked as the kernels are).
+
+_CALLS = ("jit", "pjit", "custom_jvp_call")  # evaluated as if they were part of the program
+_REMAT = ("remat2", "checkpoint")
+
+
+def _with_codes_once(gradient: Callable[[Any], Any], batch: Any) -> Callable[[Any], Any]:
+    """Returns the same function of batches like `batch`, all of which share codes of kernels."""
+    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(batch)
+    codes = {}
+    if _quantizes(program.jaxpr):
+        codes = _codes(program.jaxpr, dict(zip(program.jaxpr.constvars, program.consts)))
+
+    def run(batch: Any) -> Any:
+        results = _run_with(program.jaxpr, program.consts, jax.tree.leaves(batch), codes)
+        like = jax.tree.leaves(shapes)
+        results = [jnp.asarray(r, s.dtype) for r, s in zip(results, like, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+def _makes_codes(eqn: Any) -> bool:
+    return kernel_codes_saveable(eqn.primitive, **eqn.params)
+
+
+def _quantizes(jaxpr: Any) -> bool:
+    """Whether kernels are quantized in a program, or in a part of it."""
+    return any(_makes_codes(eqn) or any(map(_quantizes, inner(eqn))) for eqn in jaxpr.eqns)
+
+
+def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the program of a call, and its constants."""
+    body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
+
+
+def _codes(jaxpr: Any, values: dict[Any, Any]) -> Codes:
+    """Evaluates what depends on `values` alone, of variables; returns the codes of kernels."""
+    found: Codes = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        known = [hasattr(v, "val") or v in values for v in eqn.invars]
+        given = [value_of(v, values) if k else None for v, k in zip(eqn.invars, known)]
+        with eqn.ctx.manager:
+            within = _codes_within(eqn, given, known)
+            found |= {(i, *path): codes for path, codes in within.items()}
+            if all(known) and not eqn.effects:
+                results = within[()] if _makes_codes(eqn) else results_of(eqn, given)
+                values |= zip(eqn.outvars, results, strict=True)
+    return found
+
+
+def _codes_within(eqn: Any, given: list[Any], known: list[bool]) -> Codes:
+    """Returns the codes that one operation makes, those of a scan behind 0 (of all) or 1 (each)."""
+    if _makes_codes(eqn):
+        return {(): results_of(eqn, given)} if all(known) else {}
+    name = eqn.primitive.name
+    if name not in (*_CALLS, *_REMAT, "scan") or not any(map(_quantizes, inner(eqn))):
+        return {}
+    body, consts = _body(eqn)
+    values = dict(zip(body.constvars, consts, strict=True))
+    operands = [(v, g) for v, g, k in zip(body.invars, given, known, strict=True) if k]
+    if name != "scan":
+        return _codes(body, values | dict(operands))
+    first, sliced = _operands_of_scan(eqn)
+    values |= {v: g for v, g in operands if v in body.invars[:first]}
+    slices = [(v, g) for v, g in operands if v in body.invars[sliced:]]
+    of_all = _codes(body, dict(values))
+
+    def step(_: None, slices: Sequence[Array]) -> tuple[None, Codes]:
+        each = _codes(body, values | dict(zip(names, slices)))
+        return None, {path: codes for path, codes in each.items() if path not in of_all}
+
+    names = [v for v, _ in slices]
+    _, each = lax.scan(step, None, [g for _, g in slices], length=eqn.params["length"])
+    return {(0, *p): codes for p, codes in of_all.items()} | {(1, *p): c for p, c in each.items()}
+
+
+def _run_with(
+    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], codes: Codes
+) -> list[Any]:
+    """Evaluates a jaxpr, but for what made these codes."""
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= zip(jaxpr.invars, operands, strict=True)
+    for i, eqn in enumerate(jaxpr.eqns):
+        given = [value_of(v, values) for v in eqn.invars]
+        with eqn.ctx.manager:
+            values |= zip(eqn.outvars, _step_with(eqn, given, _behind(codes, i)), strict=True)
+    return [value_of(v, values) for v in jaxpr.outvars]
+
+
+def _behind(codes: Codes, place: int) -> Codes:
+    return {path[1:]: found for path, found in codes.items() if path[0] == place}
+
+
+def _step_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
+    if not codes:
+        return results_of(eqn, given)
+    if () in codes:
+        return codes[()]
+    if eqn.primitive.name == "scan":
+        return _scan_with(eqn, given, codes)
+    body, consts = _body(eqn)
+    if eqn.primitive.name in _CALLS:
+        return _run_with(body, consts, given, codes)
+    # Not `jax.checkpoint`, because this one has been differentiated.
+    run = lambda *operands: _run_with(body, operands[0], *operands[1:])
+    operands = consts, given, codes
+    again = jax.make_jaxpr(run)(*operands)
+    params = {**eqn.params, "jaxpr": again.jaxpr if body is eqn.params["jaxpr"] else again}
+    return eqn.primitive.bind(*jax.tree.leaves(operands), **params)
+
+
+def _scan_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
+    """Stacked codes are one more thing to slice, and not stacked again where they are results."""
+    body, consts = _body(eqn)
+    first, sliced = _operands_of_scan(eqn)
+    carries = sliced - first
+    of_all, stacked = _behind(codes, 0), _behind(codes, 1)
+    kept: dict[int, Array] = {}  # results that are codes
+
+    def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
+        each: Codes = slices[1]
+        operands = [*given[:first], *carry, *slices[0]]
+        results = _run_with(body, consts, operands, of_all | each)
+        places = {id(code): (path, i) for path in each for i, code in enumerate(each[path])}
+        kept.clear()
+        for i, result in enumerate(results[carries:]):
+            if id(result) in places:
+                path, j = places[id(result)]
+                kept[i] = stacked[path][j]
+        others = [r for i, r in enumerate(results[carries:]) if i not in kept]
+        return results[:carries], others
+
+    slices = (given[sliced:], stacked)
+    carry, more = lax.scan(step, given[first:sliced], slices, **_options_of_scan(eqn))
+    others = iter(more)
+    count = len(eqn.outvars) - carries
+    return [*carry, *(kept[i] if i in kept else next(others) for i in range(count))]

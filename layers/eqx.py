@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -14,13 +15,15 @@ from jax import Array
 
 from ..native.dtypes import compute_dtype
 from ..native.implementation import Implementation
-from . import modules
-from .core.arguments import Quantization, check_quantization, unserved
+from . import modules, named
+from .core.arguments import Quantization, options_of, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
+from .layer_norm import layer_norm
 from .recognize import Candidate, Different
+from .recognize_mlp import GatedCandidate, GatedFormula
 from .rms_norm import rms_norm
 from .swap import (
     SERVED,
@@ -35,6 +38,7 @@ from .swap import (
     configuration,
     parameter_of,
     recognised,
+    recognised_mlp,
     rule_of,
     service_of,
     subclass,
@@ -91,12 +95,7 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         """Normalises all of x; `state` is passed through, `key` is ignored."""
-        x = _checked("eqx.nn.RMSNorm", "norm", x, self.shape)
-        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
-            raise TypeError(
-                f"eqx.nn.RMSNorm: x must be floating, got {x.dtype}; cast it first, for example "
-                "x.astype(jnp.float32)"
-            )
+        x = _floating("eqx.nn.RMSNorm", x, self.shape)
         if reason := self._unserved(x):
             call = lambda: super(RMSNorm, self).__call__(x, key=key)
             y = modules.by_framework("eqx.nn.RMSNorm", reason, self, call)
@@ -120,7 +119,73 @@ class RMSNorm(eqx.nn.RMSNorm):
         return unserved(reasons, x.dtype, None if weight is None else weight.dtype)
 
 
-class Linear(eqx.nn.Linear):
+class LayerNorm(eqx.nn.LayerNorm):
+    """`equinox.nn.LayerNorm` computed by `normfuse.layer_norm`.
+
+    Takes what `eqx.nn.LayerNorm` does and has the same leaves, initial values and result: always
+    x's dtype, computed in float32 (float64), weight and bias in the same pass. For one example, of
+    exactly `shape`; batch it with `jax.vmap`, any number of times, and the kernel sees one batch.
+    Equinox's own code serves what `RMSNorm` leaves to it; integer x is refused.
+
+    Args:
+      shape: of the input.
+      eps: added to the variance.
+      use_weight, use_bias: whether to multiply by a weight, and to add a bias.
+      dtype: of the weight and the bias.
+      elementwise_affine: Equinox's deprecated way to set both of `use_weight` and `use_bias`.
+      implementation: as for `normfuse.layer_norm`.
+
+    Raises:
+      ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
+      TypeError: when called, for integer x.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.eqx import LayerNorm
+    >>> jax.vmap(LayerNorm(4))(jnp.full((2, 4), 3.0)).shape
+    (2, 4)
+    """
+
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        shape: int | Sequence[int],
+        eps: float = 1e-5,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+        *,
+        elementwise_affine: bool | None = None,
+        implementation: Implementation = None,
+    ):
+        modules.check_eps("eqx.nn.LayerNorm", "eps", eps)
+        affine = {"elementwise_affine": elementwise_affine}
+        super().__init__(shape, eps, use_weight, use_bias, dtype, **affine)
+        self.implementation = modules.check_options(implementation)
+
+    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+        """Normalises all of x; `state` is passed through, `key` is ignored."""
+        x = _floating("eqx.nn.LayerNorm", x, self.shape)
+        weight = self.weight if self.use_weight else None
+        bias = self.bias if self.use_bias else None
+        reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(self.eps, Array)}
+        own = [None if a is None else a.dtype for a in (weight, bias)]
+        if reason := unserved(reasons, x.dtype, *own):
+            call = lambda: super(LayerNorm, self).__call__(x, key=key)
+            y = modules.by_framework("eqx.nn.LayerNorm", reason, self, call)
+        else:
+            options = {"axis": tuple(range(x.ndim)), "implementation": self.implementation}
+            y = layer_norm(x, weight, bias, eps=self.eps, **options)
+        return y if state is _NOT_GIVEN else (y, state)
+
+
+class _Options(eqx.Module):
+    activation: Activation = eqx.field(static=True)
+    implementation: Implementation = eqx.field(static=True)
+    quantization: Quantization = eqx.field(static=True)
+
+
+class Linear(eqx.nn.Linear, _Options):
     """`equinox.nn.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes what `eqx.nn.Linear` does and has the same leaves, initial values and result dtype (what x
@@ -148,10 +213,6 @@ class Linear(eqx.nn.Linear):
     (2, 4)
     """
 
-    activation: Activation = eqx.field(static=True)
-    implementation: Implementation = eqx.field(static=True)
-    quantization: Quantization = eqx.field(static=True)
-
     def __init__(
         self,
         in_features: int | Literal["scalar"],
@@ -165,10 +226,7 @@ class Linear(eqx.nn.Linear):
         quantization: Quantization = None,
     ):
         super().__init__(in_features, out_features, use_bias, dtype, key=key)
-        self.activation, self.quantization = activation, quantization
-        self.implementation = modules.check_options(
-            implementation, activation, quantization, "eqx.nn.Linear"
-        )
+        modules.set_options(self, "eqx.nn.Linear", activation, implementation, quantization)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Multiplies x by the weight; `key` is ignored."""
@@ -178,10 +236,8 @@ class Linear(eqx.nn.Linear):
             return modules.dense_by_framework("eqx.nn.Linear", reason, self, call)
         x = _checked("eqx.nn.Linear", "linear", x, self.weight.shape[1:])
         dtype = jnp.result_type(self.weight, x)
-        check_quantization("eqx.nn.Linear", self.quantization, dtype)
-        options = {"activation": self.activation, "implementation": self.implementation}
-        options |= {"quantization": self.quantization, "contract": 1}
-        return apply_dense(x, self.weight, self.bias, dtype=dtype, **options)
+        options = options_of("eqx.nn.Linear", self, dtype)
+        return apply_dense(x, self.weight, self.bias, contract=1, **options)
 
     def _unserved(self, x: Array) -> str:
         """Returns what only Equinox serves, or ""."""
@@ -208,10 +264,21 @@ def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
     return x
 
 
+def _floating(layer: str, x: Any, shape: tuple[int, ...]) -> Array:
+    """Returns a norm's x as an array of `shape`; TypeError for an integer one."""
+    x = _checked(layer, "norm", x, shape)
+    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+        raise TypeError(
+            f"{layer}: x must be floating, got {x.dtype}; cast it first, for example "
+            "x.astype(jnp.float32)"
+        )
+    return x
+
+
 # ---------------------------------------------------------------- layers of several operations
 
 
-class NormDense(eqx.Module):
+class NormDense(_Options):
     """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
 
     `norm` and `linear` are modules of their own: leaves and initial values are those of the two in
@@ -238,10 +305,7 @@ class NormDense(eqx.Module):
 
     norm: RMSNorm
     linear: Linear
-    activation: Activation = eqx.field(static=True)
     recompute: bool = eqx.field(static=True)
-    implementation: Implementation = eqx.field(static=True)
-    quantization: Quantization = eqx.field(static=True)
 
     def __init__(
         self,
@@ -257,15 +321,12 @@ class NormDense(eqx.Module):
         implementation: Implementation = None,
         quantization: Quantization = None,
     ):
-        self.implementation = modules.check_options(
-            implementation, activation, quantization, "NormDense"
-        )
-        self.quantization = quantization
+        modules.set_options(self, "NormDense", activation, implementation, quantization)
         self.norm = RMSNorm(in_features, eps, use_bias=False, dtype=dtype)
         self.linear = Linear(
             in_features, out_features, use_bias, dtype, key=key, quantization=quantization
         )
-        self.activation, self.recompute = activation, recompute
+        self.recompute = recompute
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Normalises x and multiplies it by the weight; `key` is ignored."""
@@ -282,7 +343,7 @@ class NormDense(eqx.Module):
         return modules.norm_dense(self, x, scale, linear.weight, linear.bias, dtype, **options)
 
 
-class GatedMLP(eqx.Module):
+class GatedMLP(_Options):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
@@ -310,9 +371,6 @@ class GatedMLP(eqx.Module):
     gate: Linear
     up: Linear
     down: Linear
-    activation: Activation = eqx.field(static=True)
-    implementation: Implementation = eqx.field(static=True)
-    quantization: Quantization = eqx.field(static=True)
 
     def __init__(
         self,
@@ -326,10 +384,8 @@ class GatedMLP(eqx.Module):
         implementation: Implementation = None,
         quantization: Quantization = None,
     ):
-        self.implementation = modules.check_options(
-            implementation, activation, quantization, "GatedMLP"
-        )
-        self.activation, self.quantization = activation, quantization
+        options = activation, implementation, quantization
+        modules.set_options(self, "GatedMLP", *options, gated=True)
         gate, up, down = jax.random.split(key, 3)
         make = lambda n, m, key: Linear(n, m, use_bias, dtype, key=key, quantization=quantization)
         self.gate = make(in_features, hidden_features, gate)
@@ -338,36 +394,37 @@ class GatedMLP(eqx.Module):
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
-        linears = {"gate": self.gate, "up": self.up, "down": self.down}
-        if self.quantization and all(self._is_as_made(linear, x) for linear in linears.values()):
-            x = _checked("GatedMLP", "gate", x, self.gate.weight.shape[1:])
-            kernels = {name: linear.weight for name, linear in linears.items()}
-            biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
-            dtype = jnp.result_type(x, *kernels.values())
-            check_quantization("GatedMLP", self.quantization, dtype)
-            options = {"implementation": self.implementation, "quantization": self.quantization}
-            options |= {"activation": self.activation, "contract": 1}
-            return gated_mlp(x, kernels, biases, dtype=dtype, **options)
-        gate, up, down = self.gate(x), self.up(x), self.down
-        if reason := modules.replaced(down, Linear) or down._unserved(gate):
-            call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
-            return modules.by_framework("GatedMLP", reason, self, call, down)
-        dtype = jnp.result_type(down.weight, gate)
-        check_quantization("GatedMLP", self.quantization, dtype)
-        options = {"implementation": self.implementation, "quantization": self.quantization}
-        options |= {"dtype": dtype, "contract": 1}
-        return apply_gated_product(gate, up, down.weight, down.bias, self.activation, **options)
+        return _apply_gated(self, x)
 
-    def _is_as_made(self, linear: Any, x: Array) -> bool:
+
+def _apply_gated(mlp: Any, x: Array) -> Array:
+    """Applies a GatedMLP, or what has its layers and options."""
+    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+
+    def as_made(linear: Any) -> bool:
         """Whether a part may be computed together with the others."""
-        if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
+        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
             return False
         return not linear._unserved(jnp.asarray(x))
+
+    if mlp.quantization and all(map(as_made, linears.values())):
+        x = _checked("GatedMLP", "gate", x, mlp.gate.weight.shape[1:])
+        kernels = {name: linear.weight for name, linear in linears.items()}
+        biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
+        options = options_of("GatedMLP", mlp, jnp.result_type(x, *kernels.values()))
+        return gated_mlp(x, kernels, biases, contract=1, **options)
+    gate, up, down = mlp.gate(x), mlp.up(x), mlp.down
+    if reason := modules.replaced(down, Linear) or down._unserved(gate):
+        call = lambda: down(finish(gate, None, mlp.activation, gate.dtype, up))
+        return modules.by_framework("GatedMLP", reason, mlp, call, down)
+    options = options_of("GatedMLP", mlp, jnp.result_type(down.weight, gate))
+    return apply_gated_product(gate, up, down.weight, down.bias, contract=1, **options)
 
 
 # ---------------------------------------------------------------- other people's models
 
-_OURS = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.Linear: Linear}
+_NORMS = {eqx.nn.RMSNorm: RMSNorm, eqx.nn.LayerNorm: LayerNorm}
+_OURS = _NORMS | {eqx.nn.Linear: Linear}
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 
 
@@ -381,12 +438,16 @@ def swap(
 ) -> M:
     """Returns `model` with normfuse's layers for its norms and every `eqx.nn.Linear`.
 
-    Every `eqx.nn.RMSNorm` and `eqx.nn.Linear` becomes normfuse's class. A module of any other class
-    that has one vector of parameters, or none, is probed: where it computes an RMSNorm over the
-    last axis, whatever its names, eps, offset and casts are, it becomes a subclass of its own class
-    that `normfuse.rms_norm` computes. Probing traces a copy, evaluates it with NumPy and verifies
-    the result in float64; calls it has not verified (other arguments, ranks, dtypes) are verified
-    when they first occur, or computed by the class's own code.
+    Every `eqx.nn.RMSNorm`, `eqx.nn.LayerNorm` and `eqx.nn.Linear` becomes normfuse's class. A
+    module of any other class that has one vector of parameters, or none, is probed: where it
+    computes an RMSNorm over the last axis, whatever its names, eps, offset and casts are, it
+    becomes a subclass of its own class that `normfuse.rms_norm` computes. Probing traces a copy,
+    evaluates it with NumPy and verifies the result in float64; calls it has not verified (other
+    arguments, ranks, dtypes) are verified when they first occur, or computed by the class's own
+    code. A module of three linear layers is probed likewise: where it computes
+    `down(activation(gate(x)) · up(x))`, and holds nothing else, `normfuse.gated_product` computes
+    it, which keeps less for the backward. haliax's norms are found likewise, and every
+    `haliax.nn.Linear` is computed by `normfuse.dense`.
 
     Leaves, static fields and everything else are kept, as the same objects; a layer or module that
     occurs twice is still one object that occurs twice, and `eqx.nn.Shared` still ties what it tied.
@@ -399,7 +460,8 @@ def swap(
     Args:
       model: a module, or any pytree with modules in it.
       implementation: of the norms, as for `normfuse.rms_norm`; of those that are normfuse's
-        already, too, unless it is None. Linear layers multiply by XLA, as they did.
+        already, too, unless it is None. Linear layers multiply by XLA, as they did, and MLPs
+        that are found are computed by the best that can serve.
       quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
         are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
         better left out: swap the parts before it.
@@ -409,7 +471,7 @@ def swap(
 
     Raises:
       ValueError: for a rule that computes anything else than the class.
-      TypeError: for rules that do not map classes to functions.
+      TypeError: for rules that do not map classes to functions, or a report that is no function.
 
     Warns:
       UserWarning: if nothing is served, or modules could not be probed because they are traced.
@@ -423,7 +485,7 @@ def swap(
     Array(True, dtype=bool)
     """
     implementation = modules.check_options(implementation, quantization=quantization)
-    rules, rows = check_rules(rules), []
+    rules, rows = check_rules(rules, report), []
 
     def ours(layer: Any, path: str) -> Any:
         if not isinstance(layer, eqx.Module):
@@ -480,10 +542,11 @@ def _chosen(
         error = check_rule(path, layer, rule, *_copies(layer, base), FRAMEWORK.ranks)
         service = service_of(base, rule, implementation, FRAMEWORK)
         return row(service.name, error=error), modules.converted(layer, subclass(service))
-    if base in (RMSNorm, eqx.nn.RMSNorm):
-        if base is eqx.nn.RMSNorm or implementation is not None:
-            layer = modules.converted(layer, RMSNorm, implementation=implementation)
-        return row("normfuse RMSNorm"), layer
+    for theirs, ours in _NORMS.items():
+        if base in (theirs, ours):
+            if base is theirs or implementation is not None:
+                layer = modules.converted(layer, ours, implementation=implementation)
+            return row(f"normfuse {ours.__name__}"), layer
     if base in (Linear, eqx.nn.Linear):
         if base is eqx.nn.Linear:
             added = {"activation": None, "implementation": None, "quantization": quantization}
@@ -493,22 +556,30 @@ def _chosen(
         return row("normfuse Linear"), layer
     if base in (NormDense, GatedMLP):
         return row(f"normfuse {base.__name__}"), layer
+    if named.is_linear(base):
+        if type(layer) not in SERVED or quantization is not None:
+            service = service_of(base, named.Linear(quantization), None, FRAMEWORK)
+            layer = modules.converted(layer, subclass(service))
+        return row(SERVED[type(layer)].name), layer
     if type(layer) in SERVED:
         service = SERVED[type(layer)]
-        if implementation not in (None, service.implementation):
+        mlp = isinstance(service.how, GatedFormula)
+        if implementation not in (None, service.implementation) and not mlp:
             service = service_of(base, service.how, implementation, FRAMEWORK)
             layer = modules.converted(layer, subclass(service))
         return row(service.name, error=service.error), layer
     arrays, parts = _contents(layer)
-    if not arrays and (parts or not callable(layer)):
-        return None, layer
     try:
-        check_concrete(arrays.values())
-        service = recognised(layer, base, _candidate(layer, base), implementation, FRAMEWORK)
+        service = recognised_mlp(layer, base, FRAMEWORK)
+        if service is None:
+            if not arrays and (parts or not callable(layer)):
+                return None, layer
+            check_concrete(arrays.values())
+            service = recognised(layer, base, _candidate(layer, base), implementation, FRAMEWORK)
         cls = subclass(service)
     except Different as different:
         known = _known.get(_structure(layer), ((), None))
-        if known[1] is None or known[0] == _kinds(layer):
+        if known[1] is None or not _is_filtered(_kinds(layer), known[0]):
             return row(reason=str(different)), layer
         service = service_of(base, known[1], implementation, FRAMEWORK)
         return row(service.name), modules.converted(layer, subclass(service))  # a filtered copy
@@ -521,11 +592,15 @@ def _chosen(
 _known: dict[Any, tuple[Any, Any]] = {}
 
 
-def _kinds(layer: eqx.Module) -> tuple[Any, ...]:
-    array, number = eqx.is_array_like, jax.ShapeDtypeStruct
-    return tuple(
-        isinstance(value, number) or array(value) for _, value in sorted(vars(layer).items())
-    )
+def _is_filtered(kinds: tuple[bool, ...], known: tuple[bool, ...]) -> bool:
+    """Whether some arrays of the known module are no arrays, and no others are."""
+    return kinds != known and len(kinds) == len(known) and all(map(operator.le, kinds, known))
+
+
+def _kinds(layer: eqx.Module) -> tuple[bool, ...]:
+    array, shape = eqx.is_array_like, jax.ShapeDtypeStruct
+    leaves = jax.tree.leaves(layer, is_leaf=lambda value: value is None)
+    return tuple(isinstance(value, shape) or array(value) for value in leaves)
 
 
 def _structure(layer: eqx.Module) -> tuple[Any, ...]:
@@ -539,10 +614,9 @@ def _contents(layer: eqx.Module) -> tuple[dict[str, Any], list[str]]:
     """Returns the arrays that a module holds itself, and the fields that hold other modules."""
     arrays, parts = {}, []
     for field in dataclasses.fields(layer):
-        value = vars(layer).get(field.name)
-        if field.metadata.get("static", False):
-            continue
-        if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        value = named.array_of(vars(layer).get(field.name))
+        static = field.metadata.get("static", False)
+        if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct) and not static:
             arrays[field.name] = value
         elif any(map(_is_part, jax.tree.leaves(value, is_leaf=_is_part))):
             parts.append(field.name)
@@ -566,12 +640,23 @@ def _candidate(layer: Any, base: type) -> Candidate:
     if parts:
         raise Different(f"it holds other modules or arrays in {', '.join(parts)}")
     parameters, call = _copies(layer, base)
+    axis = named.axis_of(layer)
 
     def compute(values, x, changed):
-        return call(base.__call__, values, x, changed)
+        if axis is None:
+            return call(base.__call__, values, x, changed)
+        function = lambda copy, x: base.__call__(_unstacked(copy, axis), x)  # pyright: ignore
+        return named.call_of_norm(axis, lambda x: call(function, values, x, changed), x)
 
     numbers = {n: v for n, v in vars(layer).items() if isinstance(v, int | float)}
     return Candidate(compute, *parameter_of(arrays, parameters), numbers, FRAMEWORK.ranks)
+
+
+def _unstacked(copy: Any, axis: Any) -> Any:
+    """Returns a haliax norm of one layer, where its parameters are those of several."""
+    arrays = {n: value for n, value in vars(copy).items() if named.is_named(value)}
+    one = {name: type(value)(value.array, (axis,)) for name, value in arrays.items()}
+    return modules.converted(copy, type(copy), **one)
 
 
 def _copies(layer: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
@@ -592,7 +677,67 @@ def _copies(layer: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
     return [leaves[i] for i in at], call
 
 
-FRAMEWORK = Framework(home=__name__, read=getattr, candidate=_candidate, ranks=(1, 2, 3))
+def _linears(layer: Any) -> dict[str, eqx.nn.Linear]:
+    linear = lambda value: type(value) in (eqx.nn.Linear, Linear)
+    features = lambda value: "scalar" not in (value.in_features, value.out_features)
+    return {n: v for n, v in vars(layer).items() if linear(v) and features(v)}
+
+
+def _mlp(layer: Any, base: type) -> GatedCandidate:
+    """Returns a module of three linear layers as a candidate.
+
+    Raises:
+      Different: if it cannot be a gated MLP.
+    """
+    linears, (arrays, parts) = _linears(layer), _contents(layer)
+    if others := sorted({*arrays, *parts} - linears.keys()):
+        raise Different(f"beside three linear layers it holds {', '.join(others)}")
+    if any(getattr(linear, "activation", None) is not None for linear in linears.values()):
+        raise Different("a linear layer has an activation")
+    theirs = {n: modules.converted(linear, eqx.nn.Linear) for n, linear in linears.items()}
+    parameters = {"weight": "kernel", "bias": "bias"}
+    held = [
+        (name, field, getattr(linear, field))
+        for name, linear in theirs.items()
+        for field in ("weight", "bias")[: 1 + linear.use_bias]
+    ]
+    if any(not isinstance(array, jax.Array | jax.ShapeDtypeStruct) for *_, array in held):
+        raise Different("its layers hold no arrays")
+
+    def call(values, x, wide):
+        del wide
+        copies = {name: modules.converted(linear, eqx.nn.Linear) for name, linear in theirs.items()}
+        for (name, field, _), value in zip(held, values):
+            object.__setattr__(copies[name], field, value)
+        copy = modules.converted(layer, base, **copies)
+        return base.__call__(copy, x)  # pyright: ignore[reportCallIssue]
+
+    sizes: Any = {n: (linear.in_features, linear.out_features) for n, linear in linears.items()}
+    named = tuple((name, parameters[field], array.dtype.name) for name, field, array in held)
+    return GatedCandidate(call, named, sizes, 1, FRAMEWORK.ranks)
+
+
+def _apply_mlp(how: GatedFormula, layer: Any, x: Array) -> Array:
+    parts = {name: getattr(layer, getattr(how, name)) for name in ("gate", "up", "down")}
+    quantization = getattr(parts["down"], "quantization", None)
+    options = {"implementation": None, "quantization": quantization}
+    mlp = types.SimpleNamespace(**parts, activation=how.activation, **options)
+    call = functools.partial(_apply_gated, mlp)
+    for _ in range(x.ndim - 1):
+        call = jax.vmap(call)
+    return call(x)
+
+
+FRAMEWORK = Framework(
+    home=__name__,
+    read=lambda layer, name: named.array_of(getattr(layer, name)),
+    unwrap=named.unwrapped,
+    candidate=_candidate,
+    ranks=(1, 2, 3),
+    linears=_linears,
+    mlp=_mlp,
+    apply_mlp=_apply_mlp,
+)
 
 
 def _replace(
@@ -608,12 +753,17 @@ def _replace(
     if id(node) in done:
         return done[id(node)][1]
     new = convert(node, jax.tree_util.keystr(path, simple=True, separator="."))
-    if new is node:
-        below = lambda child: child is not node
-        children, structure = jax.tree_util.tree_flatten_with_path(node, is_leaf=below)
-        if not (len(children) == 1 and children[0][1] is node):
+    if new is node or _is_mlp(node) or _is_mlp(new):
+        top = new
+        below = lambda child: child is not top
+        children, structure = jax.tree_util.tree_flatten_with_path(top, is_leaf=below)
+        if not (len(children) == 1 and children[0][1] is top):
             replaced = [_replace(child, convert, done, path + key) for key, child in children]
             if any(a is not b for (_, a), b in zip(children, replaced)):
                 new = jax.tree.unflatten(structure, replaced)
     done[id(node)] = (node, new)
     return new
+
+
+def _is_mlp(node: Any) -> bool:
+    return type(node) in SERVED and isinstance(SERVED[type(node)].how, GatedFormula)

@@ -36,28 +36,33 @@ def kernels() -> dict[str, dict[str, Example]]:
 
     from .cross_entropy import softmax
     from .dense import epilogue, one_kernel
+    from .layer_norm import op as layer_norm
     from .quantization import gated
     from .quantization import kernels as quantization
+    from .quantization import norm as quantized_norm
     from .rms_norm import op as rms_norm
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    found: dict[str, dict[str, Example]] = {
-        "rms_norm": {},
-        "dense": {},
-        "activation": {},
-        "loss": {},
+
+    def by_name(examples: Iterable[Example]) -> dict[str, Example]:
+        found: dict[str, Example] = {}
+        for example in examples:  # the first of each
+            found.setdefault(example[0].name, example)
+        return found
+
+    types = 128, "bfloat16", "float32", "bfloat16"
+    silu = epilogue.examples(128, "bfloat16", rows=8, activations=["silu"])
+    gated_silu = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
+    norm = quantized_norm.examples(64, "bfloat16", "float32", rows=64)
+    quantized = *quantization.examples(64, "bfloat16", rows=64), *gated_silu, *norm
+    return {
+        "rms_norm": by_name(rms_norm.examples(*types, rows=8)),
+        "layer_norm": by_name(layer_norm.examples(*types, rows=8)),
+        "dense": {"dense": (one_kernel.kernel, one_kernel.Dense(), [x, x])},
+        "activation": by_name(example for example in silu if example[1].has_up),
+        "loss": by_name(softmax.examples(128, "bfloat16", rows=8)),
+        "quantize": {example[0].name: example for example in quantized},
     }
-    found["dense"]["dense"] = (one_kernel.kernel, one_kernel.Dense(), [x, x])
-    for example in rms_norm.examples(128, "bfloat16", "float32", "bfloat16", rows=8):
-        found["rms_norm"].setdefault(example[0].name, example)
-    for example in epilogue.examples(128, "bfloat16", rows=8):
-        if example[1].has_up and example[1].function.name == "silu":
-            found["activation"].setdefault(example[0].name, example)
-    for example in softmax.examples(128, "bfloat16", rows=8):
-        found["loss"].setdefault(example[0].name, example)
-    of_gated = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
-    of_all = *quantization.examples(64, "bfloat16", rows=64), *of_gated
-    return found | {"quantize": {example[0].name: example for example in of_all}}
 
 
 def support(
@@ -116,11 +121,12 @@ def warm(
 
     from .cross_entropy import softmax
     from .dense import epilogue
+    from .layer_norm import op as layer_norm
     from .rms_norm import cuda
     from .rms_norm import op as rms_norm
 
     for name in activations or ():
-        epilogue.resolve(name, "cache warm")
+        epilogue.resolve(name, "cache warm", gated=True)
     for dtype in dtypes:
         check_quantization("cache warm", quantization, dtype)
     cache.check(cache.directory())
@@ -133,26 +139,33 @@ def warm(
                 for rows in cuda.row_counts(n, target, x, scale, out):
                     offset = {"scale_offset": scale_offset}
                     examples += rms_norm.examples(n, x, scale, out, rows=rows, **offset)
+                    examples += layer_norm.examples(n, x, scale, out, rows=rows, **offset)
                 for rows in epilogue.ROW_COUNTS:
                     examples += epilogue.examples(n, x, rows=rows, activations=activations)
                 if quantization is not None:
-                    examples += _quantized(n, x, activations)
+                    examples += _quantized(n, x, scale, scale_offset, activations)
                 examples += softmax.examples(n, x, rows=8)
                 for kernel, spec, structs in examples:
                     jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     return compiler.compilations() - before
 
 
-def _quantized(n: int, dtype: str, activations: Sequence[str] | None) -> Iterator[Example]:
-    """Yields the kernels of layers in FP8, of activations and kernels with rows of `n`."""
-    from .dense.epilogue import SCALARS
-    from .quantization import gated, kernels
+def _quantized(
+    n: int, dtype: str, scale: str, scale_offset: float, activations: Sequence[str] | None
+) -> Iterator[Example]:
+    """Yields the kernels of layers in FP8, of norms, activations and kernels with rows of `n`."""
+    import jax
+
+    from .dense.epilogue import SCALARS, scalar_of
+    from .quantization import gated, kernels, norm
 
     for rows in kernels.row_counts(n):
+        if norm.serves(*(jax.ShapeDtypeStruct((), of) for of in (dtype, scale))):
+            yield from norm.examples(n, dtype, scale, rows=rows, scale_offset=scale_offset)
         for of in dict.fromkeys((dtype, "float32")):  # of activations, and of stored kernels
             yield from kernels.examples(n, of, rows=rows)
-        for function in {SCALARS[name] for name in activations or SCALARS}:
-            if function.name in gated.SLOPES:
+        for function in set(map(scalar_of, activations or SCALARS)):
+            if function and function.name in gated.SLOPES:
                 yield from gated.examples(n, dtype, rows=rows, function=function)
 
 

@@ -14,21 +14,17 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen import dtypes
 from jax import Array
 
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import (
-    Quantization,
-    check_quantization,
-    dimensions_of,
-    floating,
-    unserved,
-)
+from .core.arguments import Quantization, dimensions_of, floating, options_of, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
+from .layer_norm import layer_norm
 from .recognize import Candidate, Different
 from .rms_norm import rms_norm
 from .swap import (
@@ -87,34 +83,106 @@ class RMSNorm(nn.RMSNorm):
     @nn.compact
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
-        x = jnp.asarray(x)
-        axes = dimensions_of("nn.RMSNorm", x, self.reduction_axes)
-        if reason := self._unserved(x, axes, mask):
-            call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return modules.by_framework("nn.RMSNorm", reason, self, call)
-        scale = None
-        if self.use_scale:
-            shape = [x.shape[i] for i in axes]
-            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
-        return rms_norm(x, scale, dtype=dtype, **options)
-
-    @nn.nowrap
-    def _unserved(self, x: Array, axes: tuple[int, ...], mask: Array | None) -> str:
-        """Returns the option that only Flax serves, or ""."""
-        features = axes if not self.use_scale else dimensions_of("nn.RMSNorm", x, self.feature_axes)
-        reasons = {
-            "a mask": mask is not None,
-            "an axis_name": self.axis_name is not None,
-            "feature_axes that differ from reduction_axes": features != axes,
-            "force_float32_reductions=False": not self.force_float32_reductions,
-            "an epsilon that is an array": isinstance(self.epsilon, Array),
-        }
-        return unserved(reasons, x.dtype, self.param_dtype if self.use_scale else None, self.dtype)
+        call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
+        options = {"implementation": self.implementation, "make": self.param}
+        return _normalised("nn.RMSNorm", rms_norm, self, jnp.asarray(x), mask, call, **options)
 
 
-class Dense(nn.Dense):
+class LayerNorm(nn.LayerNorm):
+    """`flax.linen.LayerNorm` computed by `normfuse.layer_norm`.
+
+    Takes everything `nn.LayerNorm` does and has the same parameters, initial values and result
+    dtype. As there, x, scale and bias are used as they are and only the result is rounded to
+    `dtype` (None: what they promote to); nothing is widened in memory. The variance is always that
+    of `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
+    says. Flax's default, a difference of two means, loses its digits where the mean is large.
+
+    Flax's own code serves what `RMSNorm` leaves to it.
+
+    Attributes:
+      implementation: as for `normfuse.layer_norm`; keyword only. The rest are `nn.LayerNorm`'s.
+
+    Raises:
+      ValueError: for an epsilon that is negative or not finite.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse.layers.linen import LayerNorm
+    >>> norm = LayerNorm()
+    >>> params = norm.init(jax.random.key(0), jnp.ones((1, 2)))
+    >>> norm.apply(params, jnp.array([[3.0, 5.0]])).round(5)[0]
+    Array([-1.,  1.], dtype=float32)
+    """
+
+    implementation: Implementation = _option(default=None)
+
+    def __post_init__(self):
+        modules.check_eps("nn.LayerNorm", "epsilon", self.epsilon)
+        self.implementation = modules.check_options(self.implementation)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalises x over `reduction_axes`; `mask` is Flax's."""
+        call = lambda: super(LayerNorm, self).__call__(x, mask=mask)
+        options = {"implementation": self.implementation, "make": self.param}
+        return _normalised("nn.LayerNorm", layer_norm, self, jnp.asarray(x), mask, call, **options)
+
+
+def _normalised(
+    name: str,
+    norm: Callable[..., Array],
+    layer: Any,
+    x: Array,
+    mask: Array | None,
+    call: Callable[[], Array],
+    *,
+    implementation: Implementation,
+    make: Callable[..., Array],
+) -> Array:
+    """Computes a norm by `norm`, or by Flax where an option asks for what it does not do.
+
+    `make` makes a parameter, or finds it, as `Module.param` does.
+    """
+    axes = dimensions_of(name, x, layer.reduction_axes)
+    uses = {"scale": layer.use_scale, "bias": getattr(layer, "use_bias", False)}
+    features = dimensions_of(name, x, layer.feature_axes) if any(uses.values()) else axes
+    reasons = {
+        "a mask": mask is not None,
+        "an axis_name": layer.axis_name is not None,
+        "feature_axes that differ from reduction_axes": features != axes,
+        "force_float32_reductions=False": not layer.force_float32_reductions,
+        "an epsilon that is an array": isinstance(layer.epsilon, Array),
+    }
+    own = layer.param_dtype if any(uses.values()) else None
+    if reason := unserved(reasons, x.dtype, own, layer.dtype):
+        chosen = types.SimpleNamespace(implementation=implementation)
+        return modules.by_framework(name, reason, chosen, call)
+    shape = [x.shape[i] for i in axes]
+    init = lambda key: (key, getattr(layer, f"{key}_init"), shape, layer.param_dtype)
+    given = {key: make(*init(key)) for key, used in uses.items() if used}
+    dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=layer.dtype)
+    options = {"eps": layer.epsilon, "axis": axes, "implementation": implementation}
+    return norm(x, **given, dtype=dtype, **options)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Linear:
+    """The options of our linear layers, and their check."""
+
+    activation: Activation = None
+    implementation: Implementation = None
+    quantization: Quantization = None
+
+    def __post_init__(self):
+        ours = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
+        options = self.activation, self.quantization, f"nn.{ours}" if hasattr(nn, ours) else ours
+        self.implementation = modules.check_options(
+            self.implementation, *options, gated=isinstance(self, GatedMLP)
+        )
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Dense(_Linear, nn.Dense):
     """`flax.linen.Dense` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nn.Dense` does and has the same parameters, initial values and result dtype;
@@ -139,21 +207,11 @@ class Dense(nn.Dense):
     (2, 4)
     """
 
-    activation: Activation = _option(default=None)
-    implementation: Implementation = _option(default=None)
-    quantization: Quantization = _option(default=None)
-
-    def __post_init__(self):
-        self.implementation = modules.check_options(
-            self.implementation, self.activation, self.quantization, "nn.Dense"
-        )
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
         """Multiplies the last axis of `inputs` by the kernel."""
         inputs = jnp.asarray(inputs)
-        if reason := self._unserved(inputs):
+        if reason := _unserved(self, inputs):
             call = lambda: super(Dense, self).__call__(inputs)
             return modules.dense_by_framework("nn.Dense", reason, self, call)
         inputs = _rows("nn.Dense", inputs)
@@ -169,23 +227,10 @@ class Dense(nn.Dense):
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
-        check_quantization("nn.Dense", self.quantization, dtype)
-        options = {"activation": self.activation, "implementation": self.implementation}
-        options["quantization"] = self.quantization
-        return apply_dense(inputs, kernel, bias, dtype=dtype, **options)
-
-    @nn.nowrap
-    def _unserved(self, inputs: Array) -> str:
-        """Returns the option that only Flax serves, or ""."""
-        reasons = {
-            "a precision": self.precision is not None,
-            "a dot_general of its own": {self.dot_general, self.dot_general_cls} != {None},
-            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
-        }
-        return unserved(reasons, inputs.dtype, self.param_dtype, self.dtype)
+        return apply_dense(inputs, kernel, bias, **options_of("nn.Dense", self, dtype))
 
 
-class DenseGeneral(nn.DenseGeneral):
+class DenseGeneral(_Linear, nn.DenseGeneral):
     """`flax.linen.DenseGeneral` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nn.DenseGeneral` does and has the same parameters, initial values and result
@@ -209,26 +254,16 @@ class DenseGeneral(nn.DenseGeneral):
     (5, 2, 4)
     """
 
-    activation: Activation = _option(default=None)
-    implementation: Implementation = _option(default=None)
-    quantization: Quantization = _option(default=None)
-
-    def __post_init__(self):
-        self.implementation = modules.check_options(
-            self.implementation, self.activation, self.quantization, "nn.DenseGeneral"
-        )
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
         """Multiplies `axis` of the inputs by the kernel."""
         inputs = jnp.asarray(inputs)
         call = lambda: super(DenseGeneral, self).__call__(inputs)
-        found = _general_product(self, inputs.ndim)
+        found = _matrix_product(self, inputs.ndim)
         return _contract("nn.DenseGeneral", self, self, inputs, found, call)
 
 
-class Einsum(nn.Einsum):
+class Einsum(_Linear, nn.Einsum):
     """`flax.linen.Einsum` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nn.Einsum` does and has the same parameters, initial values and result dtype.
@@ -253,16 +288,6 @@ class Einsum(nn.Einsum):
     (5, 2, 4)
     """
 
-    activation: Activation = _option(default=None)
-    implementation: Implementation = _option(default=None)
-    quantization: Quantization = _option(default=None)
-
-    def __post_init__(self):
-        self.implementation = modules.check_options(
-            self.implementation, self.activation, self.quantization, "nn.Einsum"
-        )
-        super().__post_init__()
-
     @nn.compact
     def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
         """Multiplies the inputs by the kernel; `einsum_str` is Flax's."""
@@ -272,10 +297,14 @@ class Einsum(nn.Einsum):
         return _contract("nn.Einsum", self, self, inputs, found, call)
 
 
-def _general_product(module: nn.DenseGeneral, ndim: int) -> modules.MatrixProduct | str:
-    """Returns the matrix product that a DenseGeneral is for an x of `ndim` axes, or why none."""
-    axes = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
-    return modules.product_over(axes, ndim, bool(module.batch_dims))
+def _matrix_product(module: Any, ndim: int) -> modules.MatrixProduct | str:
+    """Returns the matrix product that a module is for an x of `ndim` axes, or why none."""
+    if isinstance(module, nn.DenseGeneral):
+        axes = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
+        return modules.product_over(axes, ndim, bool(module.batch_dims))
+    if isinstance(module, nn.Einsum):
+        return modules.product_of_einsum(module.einsum_str or "")
+    return modules.MatrixProduct(1)
 
 
 def _contract(
@@ -295,6 +324,17 @@ def _contract(
         return finish(y, None, given.activation, y.dtype)
     read = lambda parameter: nn.unbox(module.get_variable("params", parameter))
     kernel, bias = read("kernel"), read("bias") if module.use_bias else None
+    reason = _unserved(module, inputs)
+    if not reason and not isinstance(found, str):
+        reason = found.misfit(inputs, kernel)
+    if isinstance(found, str) or reason:
+        return modules.dense_by_framework(name, reason or str(found), given, call)
+    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
+    return found.apply(inputs, kernel, bias, **options_of(name, given, dtype))
+
+
+def _unserved(module: Any, inputs: Array) -> str:
+    """Returns the option of a linear layer that only Flax serves, or ""."""
     own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
     reasons = {
         "a precision": module.precision is not None,
@@ -302,17 +342,7 @@ def _contract(
         "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
         "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
     }
-    reason = unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
-    if not reason and not isinstance(found, str):
-        reason = modules.merged(found.count, inputs, kernel) or found.misfit(inputs, kernel)
-    if isinstance(found, str) or reason:
-        return modules.dense_by_framework(name, reason or str(found), given, call)
-    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
-    check_quantization(name, given.quantization, dtype)
-    options = {"activation": given.activation, "implementation": given.implementation}
-    return found.apply(
-        inputs, kernel, bias, dtype=dtype, quantization=given.quantization, **options
-    )
+    return unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:
@@ -323,7 +353,7 @@ def _rows(layer: str, inputs: Any) -> Array:
     return x
 
 
-class NormDense(nn.Module):
+class NormDense(_Linear, nn.Module):
     """RMSNorm into a dense layer, the normalised input computed again in the backward.
 
     Its parameters are its own, `scale`, `kernel` and `bias`: made by the initialisers of
@@ -353,16 +383,10 @@ class NormDense(nn.Module):
     kernel_init: Any = _KERNEL
     bias_init: Any = nn.initializers.zeros_init()
     epsilon: float = 1e-6
-    activation: Activation = _option(default=None)
     recompute: bool = _option(default=True)
-    implementation: Implementation = _option(default=None)
-    quantization: Quantization = _option(default=None)
 
     def __post_init__(self):
         modules.check_eps("NormDense", "epsilon", self.epsilon)
-        self.implementation = modules.check_options(
-            self.implementation, self.activation, self.quantization, "NormDense"
-        )
         super().__post_init__()
 
     @nn.compact
@@ -383,7 +407,7 @@ class NormDense(nn.Module):
         return modules.norm_dense(self, x, scale, kernel, bias, compute, eps=self.epsilon)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(_Linear, nn.Module):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
@@ -414,14 +438,6 @@ class GatedMLP(nn.Module):
     kernel_init: Any = _KERNEL
     bias_init: Any = nn.initializers.zeros_init()
     activation: Activation = _option(default="silu")
-    implementation: Implementation = _option(default=None)
-    quantization: Quantization = _option(default=None)
-
-    def __post_init__(self):
-        self.implementation = modules.check_options(
-            self.implementation, self.activation, self.quantization, "GatedMLP"
-        )
-        super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: Array) -> Array:
@@ -439,10 +455,7 @@ class GatedMLP(nn.Module):
             if self.use_bias
         }
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=self.dtype)
-        check_quantization("GatedMLP", self.quantization, dtype)
-        options = {"activation": self.activation, "implementation": self.implementation}
-        options["quantization"] = self.quantization
-        return gated_mlp(x, kernels, biases, dtype=dtype, **options)
+        return gated_mlp(x, kernels, biases, **options_of("GatedMLP", self, dtype))
 
 
 # ---------------------------------------------------------------- other people's models
@@ -457,6 +470,12 @@ class _Options:
     rules: tuple[tuple[type, Any], ...]
     report: Callable[[Report], Any] | None
     rows: dict[str, Row] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def dense(self) -> Any:
+        """The options of a dense layer."""
+        options = {"implementation": None, "activation": None, "quantization": self.quantization}
+        return types.SimpleNamespace(**options)
 
 
 # Part of the key of JAX's caches: what nn.jit traced outside a swapped model is not used inside it.
@@ -475,11 +494,11 @@ def swap(
     """Returns `model` so that normfuse computes its norms and its dense layers when applied.
 
     Linen makes modules inside calls, so they are found there: while a method of the returned model
-    runs, each module's `__call__` is intercepted. `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` are
-    computed by `normfuse.dense`, except products that need a transposition. A module with one
-    vector of parameters, or none, is probed: where it computes an RMSNorm over the last axis,
-    whatever its names, epsilon, offset and casts are, `normfuse.rms_norm` computes it.
-    Initialisation is the model's own.
+    runs, each module's `__call__` is intercepted. `nn.LayerNorm` is computed by
+    `normfuse.layer_norm`, `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` by `normfuse.dense`, except
+    products that need a transposition. A module with one vector of parameters, or none, is probed:
+    where it computes an RMSNorm over the last axis, whatever its names, epsilon, offset and casts
+    are, `normfuse.rms_norm` computes it. Initialisation is the model's own.
 
     The returned model is a subclass of its own class, with the same fields, variables and names of
     variables, under `nn.jit`, `nn.scan`, `nn.remat`, `nn.tabulate` and `capture_intermediates`,
@@ -497,7 +516,8 @@ def swap(
     Raises:
       ValueError: for a bound model; when applied, for a rule that computes anything else than the
         class.
-      TypeError: for anything but a module, and for rules that do not map classes to functions.
+      TypeError: for anything but a module, for rules that do not map classes to functions, and for
+        a report that is no function.
 
     Warns:
       UserWarning: when applied, if nothing is served.
@@ -516,7 +536,9 @@ def swap(
             f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
         )
     implementation = modules.check_options(implementation, quantization=quantization)
-    options = _Options(implementation, quantization, tuple(check_rules(rules).items()), report)
+    options = _Options(
+        implementation, quantization, tuple(check_rules(rules, report).items()), report
+    )
     return _as(model, _swapped(_original(model), options))
 
 
@@ -625,17 +647,14 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
                 path, module, rule, parameters, call, FRAMEWORK.ranks
             )
         return row(service.name, error=str(service.verified[key])), service.compute
-    if base in (RMSNorm, Dense, DenseGeneral, Einsum, NormDense, GatedMLP):
+    if base in (RMSNorm, LayerNorm, Dense, DenseGeneral, Einsum, NormDense, GatedMLP):
         return row(f"normfuse {base.__name__}"), None
+    if base is nn.LayerNorm:
+        return row("normfuse LayerNorm"), functools.partial(_layer_norm, options)
     if base in _PRODUCTS:
-        found: Any = None
-        if isinstance(module, nn.DenseGeneral):
-            found = _general_product(module, 16)
-        elif isinstance(module, nn.Einsum):
-            found = modules.product_of_einsum(module.einsum_str or "")
-        if isinstance(found, str):
-            return row(reason=found), None
-        return row(f"normfuse {base.__name__}"), functools.partial(_PRODUCTS[base], options)
+        if isinstance(why := _matrix_product(module, 16), str):
+            return row(reason=why), None
+        return row(f"normfuse {base.__name__}"), functools.partial(_product, options)
     variables = module.variables
     own = [value for value in variables.get("params", {}).values() if not isinstance(value, dict)]
     if not own and variables.get("params"):
@@ -648,46 +667,30 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
         return row(reason=str(different)), None
 
 
-def _dense(
-    options: _Options, module: nn.Dense, args: Any, kwargs: Any, own: Callable[[], Any]
+def _layer_norm(
+    options: _Options, module: nn.LayerNorm, args: Any, kwargs: Any, own: Callable[[], Any]
 ) -> Any:
-    """Computes an `nn.Dense` as `Dense` does."""
-    layer = types.SimpleNamespace(
-        implementation=None, activation=None, quantization=options.quantization
-    )
-    if len(args) != 1 or kwargs:
-        return modules.dense_by_framework("nn.Dense", "named arguments", layer, own)
-    inputs = jnp.asarray(args[0])
-    if reason := Dense._unserved(module, inputs):  # pyright: ignore[reportArgumentType]
-        return modules.dense_by_framework("nn.Dense", reason, layer, own)
-    kernel = FRAMEWORK.read(module, "kernel")
-    bias = FRAMEWORK.read(module, "bias") if module.use_bias else None
-    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
-    check_quantization("nn.Dense", options.quantization, dtype)
-    given = {"activation": None, "implementation": None, "quantization": options.quantization}
-    return apply_dense(inputs, kernel, bias, dtype=dtype, **given)
+    """Computes an `nn.LayerNorm` as `LayerNorm` does."""
+    chosen, name = options.implementation, "nn.LayerNorm"
+    if len(args) != 1 or {*kwargs} - {"mask"}:
+        layer = types.SimpleNamespace(implementation=chosen)
+        return modules.by_framework(name, "named arguments", layer, own)
+    given = module, jnp.asarray(args[0]), kwargs.get("mask"), own
+    make = lambda name, *_: FRAMEWORK.read(module, name)
+    return _normalised(name, layer_norm, *given, implementation=chosen, make=make)
+
+
+_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 
 
 def _product(options: _Options, module: Any, args: Any, kwargs: Any, own: Callable[[], Any]) -> Any:
-    """Computes an `nn.DenseGeneral` or an `nn.Einsum` as ours do."""
+    """Computes an `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum` as ours do."""
+    name = f"nn.{_original(module).__name__}"
     if len(args) != 1 or kwargs:
-        return own()
-    name, inputs = f"nn.{_original(module).__name__}", jnp.asarray(args[0])
-    if isinstance(module, nn.DenseGeneral):
-        found = _general_product(module, inputs.ndim)
-    else:
-        found = modules.product_of_einsum(module.einsum_str)
-    given = types.SimpleNamespace(
-        implementation=None, activation=None, quantization=options.quantization
-    )
-    return _contract(name, module, given, inputs, found, own)
-
-
-_PRODUCTS: dict[type, Callable[..., Any]] = {
-    nn.Dense: _dense,
-    nn.DenseGeneral: _product,
-    nn.Einsum: _product,
-}
+        return modules.dense_by_framework(name, "named arguments", options.dense, own)
+    inputs = jnp.asarray(args[0])
+    found = _matrix_product(module, inputs.ndim)
+    return _contract(name, module, options.dense, inputs, found, own)
 
 
 def _candidate(module: Any, base: type) -> Candidate:
@@ -702,6 +705,10 @@ def _candidate(module: Any, base: type) -> Candidate:
         raise Different(f"it holds {', '.join(sorted(held))}")
     if any(isinstance(value, dict) for value in parameters.values()):
         raise Different("it holds other modules")
+    is_array = lambda value: isinstance(value, jax.Array | np.ndarray)
+    fields = _fields(module)
+    if arrays := [name for name in fields if any(map(is_array, jax.tree.leaves(fields[name])))]:
+        raise Different(f"it holds arrays in {', '.join(arrays)}")
     # Only their shapes and dtypes are read: inside a call they may well be traced.
     shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in jax.tree.leaves(parameters)]
     _, call = _copies(module, base)
@@ -709,7 +716,7 @@ def _candidate(module: Any, base: type) -> Candidate:
     def compute(values, x, changed):
         return call(base.__call__, values, x, changed)
 
-    numbers = {n: v for n, v in _fields(module).items() if isinstance(v, int | float)}
+    numbers = {n: v for n, v in fields.items() if isinstance(v, int | float)}
     return Candidate(compute, *parameter_of(parameters, shapes), numbers, FRAMEWORK.ranks)
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import Quantization, check_quantization
+from .core.arguments import Quantization, check_quantization, options_of
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish, resolve
 from .dense.norm_dense import apply as apply_norm_dense
@@ -32,8 +31,12 @@ def check_options(
     activation: Activation = None,
     quantization: Quantization = None,
     layer: str = "swap",
+    *,
+    gated: bool = False,
 ) -> Implementation:
     """Returns `implementation`, hashable as a static attribute must be.
+
+    With `gated` the activation may be a function of gate and up.
 
     Raises:
       ValueError: for a name or a quantization that is not known.
@@ -41,7 +44,7 @@ def check_options(
     """
     requested(implementation)
     check_quantization(layer, quantization)
-    function: Any = resolve(activation)
+    function: Any = resolve(activation, gated=gated)
     if isinstance(function, functools.partial):
         function = function.func, function.args, function.keywords
     if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(function)):
@@ -50,6 +53,22 @@ def check_options(
             "layer's output instead"
         )
     return implementation if isinstance(implementation, str | None) else tuple(implementation)
+
+
+def set_options(
+    layer: Any,
+    name: str,
+    activation: Activation,
+    implementation: Implementation,
+    quantization: Quantization,
+    *,
+    gated: bool = False,
+) -> None:
+    """Sets the options that our layers have and their framework's have not; checks them first."""
+    layer.implementation = check_options(
+        implementation, activation, quantization, name, gated=gated
+    )
+    layer.activation, layer.quantization = activation, quantization
 
 
 def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
@@ -67,21 +86,17 @@ def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """A product of x and a kernel that is one matrix product after reshapes that cost nothing.
+    """A product of x and a kernel that is one matrix product after reshapes that cost nothing."""
 
-    Attributes:
-      count: of axes of x that are summed over: its last ones.
-      contract: 0 where they are the kernel's first axes, 1 where they are its last.
-      ndims: of x and of the kernel; None for any.
-    """
-
-    count: int
-    contract: int = 0
-    ndims: tuple[int | None, int | None] = (None, None)
+    count: int  # of axes of x that are summed over: its last ones
+    contract: int = 0  # 0 where they are the kernel's first axes, 1 where they are its last
+    ndims: tuple[int | None, int | None] = (None, None)  # of x and of the kernel; None for any
 
     def misfit(self, x: jax.Array, kernel: jax.Array) -> str:
-        """Returns why x and the kernel do not fit, for the framework to say; or ""."""
+        """Returns why x and the kernel are for the framework, or ""."""
         count = self.count
+        if reason := merged(count, x, kernel):
+            return reason
         first = kernel.shape[:count] if self.contract == 0 else kernel.shape[kernel.ndim - count :]
         fits = x.ndim >= count and x.shape[x.ndim - count :] == first
         fits &= all(n in (None, a.ndim) for n, a in zip(self.ndims, (x, kernel)))
@@ -172,11 +187,8 @@ def norm_dense(
     **options: Any,
 ) -> jax.Array:
     """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
-    options |= {"recompute": layer.recompute, "implementation": layer.implementation}
-    options["quantization"] = layer.quantization
-    check_quantization("NormDense", layer.quantization, dtype)
-    dtype = jnp.dtype(dtype).name
-    return apply_norm_dense(x, scale, kernel, bias, layer.activation, dtype, **options)
+    options |= options_of("NormDense", layer, dtype) | {"recompute": layer.recompute}
+    return apply_norm_dense(x, scale, kernel, bias, **options)
 
 
 def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:

@@ -15,13 +15,16 @@ from jax import Array
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import Quantization, check_quantization, dimensions_of, unserved
+from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .core.op import placed
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
+from .dense.gated import norm_mlp
+from .layer_norm import layer_norm
 from .recognize import Candidate, Different
+from .recognize_mlp import GatedCandidate, GatedFormula
 from .rms_norm import rms_norm
 from .swap import (
     SERVED,
@@ -33,8 +36,10 @@ from .swap import (
     check_rule,
     check_rules,
     conclude,
+    configuration,
     parameter_of,
     recognised,
+    recognised_mlp,
     rule_of,
     service_of,
     subclass,
@@ -83,39 +88,105 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalises x over `reduction_axes`; `mask` is Flax's."""
         x = jnp.asarray(x)
-        axes = dimensions_of("nnx.RMSNorm", x, self.reduction_axes)
-        scale = None if self.scale is None else self.scale[...]
-        if reason := self._unserved(x, scale, axes, mask):
-            call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-            return modules.by_framework("nnx.RMSNorm", reason, self, call)
-        dtype = dtypes.canonicalize_dtype(x, scale, dtype=self.dtype)
-        if scale is not None:
-            shape = tuple(x.shape[i] for i in axes)
-            if scale.size != math.prod(shape):
-                raise ValueError(
-                    f"nnx.RMSNorm: x must have num_features={scale.size} features on axis "
-                    f"{self.feature_axes}, got shape {x.shape}"
-                )
-            scale = rounded(scale.reshape(shape), dtype)
-        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
-        return rms_norm(narrowed(x, dtype), scale, dtype=dtype, **options)
-
-    def _unserved(
-        self, x: Array, scale: Array | None, axes: tuple[int, ...], mask: Array | None
-    ) -> str:
-        """Returns the option that only Flax serves, or ""."""
-        features = axes if scale is None else dimensions_of("nnx.RMSNorm", x, self.feature_axes)
-        reasons = {
-            "a mask": mask is not None,
-            "an axis_name": self.axis_name is not None,
-            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
-            "feature_axes that differ from reduction_axes": features != axes,
-            "an epsilon that is an array": isinstance(self.epsilon, Array),
-        }
-        return unserved(reasons, x.dtype, scale if scale is None else scale.dtype, self.dtype)
+        call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
+        return _normalised("nnx.RMSNorm", rms_norm, self, x, [self.scale], mask, call)
 
 
-class Linear(nnx.Linear):
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` computed by `normfuse.layer_norm`.
+
+    Takes everything `nnx.LayerNorm` does and has the same parameters, initial values, state and
+    result dtype. As there, x, scale and bias are rounded to `dtype` (None: what they promote to)
+    before the statistics, which are in float32; unlike there, nothing is widened in memory and the
+    gradients of float32 parameters are not rounded. The variance is always that of
+    `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
+    says. Flax's default, a difference of two means, loses its digits where the mean is large.
+
+    Flax's own code serves what `RMSNorm` leaves to it.
+
+    Args:
+      num_features: the length of the normalised axis.
+      implementation: as for `normfuse.layer_norm`.
+      **kwargs: `nnx.LayerNorm`'s.
+
+    Raises:
+      ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
+        have `num_features` features.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import LayerNorm
+    >>> norm = LayerNorm(2, rngs=nnx.Rngs(0))
+    >>> norm(jnp.array([[3.0, 5.0]])).round(5)[0]
+    Array([-1.,  1.], dtype=float32)
+    """
+
+    implementation: Implementation
+
+    def __init__(self, num_features: int, *, implementation: Implementation = None, **kwargs: Any):
+        modules.check_eps("nnx.LayerNorm", "epsilon", kwargs.get("epsilon", 1e-6))
+        super().__init__(num_features, **kwargs)
+        self.implementation = modules.check_options(implementation)
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalises x over `reduction_axes`; `mask` is Flax's."""
+        x = jnp.asarray(x)
+        call = lambda: super(LayerNorm, self).__call__(x, mask=mask)
+        parameters = [self.scale, self.bias]
+        return _normalised("nnx.LayerNorm", layer_norm, self, x, parameters, mask, call)
+
+
+def _normalised(
+    name: str,
+    norm: Callable[..., Array],
+    layer: Any,
+    x: Array,
+    parameters: list[Any],
+    mask: Array | None,
+    call: Callable[[], Array],
+) -> Array:
+    """Computes a norm by `norm`, or by Flax where an option asks for what it does not do."""
+    axes = dimensions_of(name, x, layer.reduction_axes)
+    arrays = [None if p is None else p[...] for p in parameters]
+    given = [p for p in arrays if p is not None]
+    if reason := _norm_unserved(name, layer, x, given, axes, mask):
+        return modules.by_framework(name, reason, layer, call)
+    dtype = dtypes.canonicalize_dtype(x, *given, dtype=layer.dtype)
+    shape = tuple(x.shape[i] for i in axes)
+    for parameter in given:
+        if parameter.size != math.prod(shape):
+            raise ValueError(
+                f"{name}: x must have num_features={parameter.size} features on axis "
+                f"{layer.feature_axes}, got shape {x.shape}"
+            )
+    own = [p if p is None else rounded(p.reshape(shape), dtype) for p in arrays]
+    options = {"eps": layer.epsilon, "axis": axes, "implementation": layer.implementation}
+    return norm(narrowed(x, dtype), *own, dtype=dtype, **options)
+
+
+def _norm_unserved(
+    name: str, layer: Any, x: Array, given: list[Array], axes: tuple[int, ...], mask: Array | None
+) -> str:
+    """Returns the option of a norm with these parameters that only Flax serves, or ""."""
+    features = dimensions_of(name, x, layer.feature_axes) if given else axes
+    reasons = {
+        "a mask": mask is not None,
+        "an axis_name": layer.axis_name is not None,
+        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
+        "feature_axes that differ from reduction_axes": features != axes,
+        "an epsilon that is an array": isinstance(layer.epsilon, Array),
+    }
+    return unserved(reasons, x.dtype, *[p.dtype for p in given], layer.dtype)
+
+
+class _Options:
+    __slots__ = ()  # `swap` sets the class of Flax's layers
+    activation: Activation
+    implementation: Implementation
+    quantization: Quantization
+
+
+class Linear(nnx.Linear, _Options):
     """`flax.nnx.Linear` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nnx.Linear` does and has the same parameters, initial values, state and result
@@ -143,10 +214,6 @@ class Linear(nnx.Linear):
     (2, 4)
     """
 
-    activation: Activation
-    implementation: Implementation
-    quantization: Quantization
-
     def __init__(
         self,
         in_features: int,
@@ -157,9 +224,7 @@ class Linear(nnx.Linear):
         quantization: Quantization = None,
         **kwargs: Any,
     ):
-        implementation = modules.check_options(
-            implementation, activation, quantization, "nnx.Linear"
-        )
+        modules.set_options(self, "nnx.Linear", activation, implementation, quantization)
         try:
             super().__init__(in_features, out_features, **kwargs)
         except ZeroDivisionError:
@@ -167,36 +232,21 @@ class Linear(nnx.Linear):
                 "nnx.Linear: in_features and out_features must be at least 1 for this kernel_init, "
                 f"got {in_features} and {out_features}"
             ) from None
-        self.activation, self.implementation = activation, implementation
-        self.quantization = quantization
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies the last axis of `inputs` by the kernel; `out_sharding` is Flax's."""
         inputs = jnp.asarray(inputs)
         kernel, bias = _parameters(self)
         _check_features("nnx.Linear: inputs", inputs, kernel)
-        if reason := self._unserved(inputs, kernel, bias):
+        if reason := _unserved(self, inputs):
             call = lambda: super(Linear, self).__call__(inputs, out_sharding=out_sharding)
             return modules.dense_by_framework("nnx.Linear", reason, self, call)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
-        check_quantization("nnx.Linear", self.quantization, dtype)
-        options = {"activation": self.activation, "implementation": self.implementation}
-        options |= {"quantization": self.quantization, "out_sharding": out_sharding}
-        return apply_dense(inputs, kernel, bias, dtype=dtype, **options)
-
-    def _unserved(self, inputs: Array, kernel: Array, bias: Array | None) -> str:
-        """Returns the option that only Flax serves, or ""."""
-        reasons = {
-            "a precision": self.precision is not None,
-            "a preferred_element_type": self.preferred_element_type is not None,
-            "a dot_general of its own": self.dot_general is not jax.lax.dot_general,
-            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
-        }
-        own = kernel.dtype, bias if bias is None else bias.dtype, self.dtype
-        return unserved(reasons, inputs.dtype, *own)
+        options = options_of("nnx.Linear", self, dtype)
+        return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
 
-class LinearGeneral(nnx.LinearGeneral):
+class LinearGeneral(nnx.LinearGeneral, _Options):
     """`flax.nnx.LinearGeneral` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nnx.LinearGeneral` does and has the same parameters, initial values, state and
@@ -221,10 +271,6 @@ class LinearGeneral(nnx.LinearGeneral):
     (5, 4)
     """
 
-    activation: Activation
-    implementation: Implementation
-    quantization: Quantization
-
     def __init__(
         self,
         in_features: Any,
@@ -235,24 +281,18 @@ class LinearGeneral(nnx.LinearGeneral):
         quantization: Quantization = None,
         **kwargs: Any,
     ):
-        implementation = modules.check_options(
-            implementation, activation, quantization, "nnx.LinearGeneral"
-        )
+        modules.set_options(self, "nnx.LinearGeneral", activation, implementation, quantization)
         super().__init__(in_features, out_features, **kwargs)
-        self.activation, self.implementation = activation, implementation
-        self.quantization = quantization
 
     def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
         """Multiplies `axis` of the inputs by the kernel; `out_sharding` is Flax's."""
         inputs = jnp.asarray(inputs)
-        own = {None, jax.lax.dot_general}
-        options = {"a dot_general of its own": not {self.dot_general, self.dot_general_cls} <= own}
         found = modules.product_over(self.axis, inputs.ndim, bool(self.batch_axis))
         call = lambda: super(LinearGeneral, self).__call__(inputs, out_sharding=out_sharding)
-        return _contract("nnx.LinearGeneral", self, inputs, found, options, out_sharding, call)
+        return _contract("nnx.LinearGeneral", self, inputs, found, out_sharding, call)
 
 
-class Einsum(nnx.Einsum):
+class Einsum(nnx.Einsum, _Options):
     """`flax.nnx.Einsum` computed by `normfuse.dense`, with an optional activation.
 
     Takes everything `nnx.Einsum` does and has the same parameters, initial values, state and result
@@ -278,10 +318,6 @@ class Einsum(nnx.Einsum):
     (5, 2, 4)
     """
 
-    activation: Activation
-    implementation: Implementation
-    quantization: Quantization
-
     def __init__(
         self,
         einsum_str: str,
@@ -293,22 +329,17 @@ class Einsum(nnx.Einsum):
         quantization: Quantization = None,
         **kwargs: Any,
     ):
-        implementation = modules.check_options(
-            implementation, activation, quantization, "nnx.Einsum"
-        )
+        modules.set_options(self, "nnx.Einsum", activation, implementation, quantization)
         super().__init__(einsum_str, kernel_shape, bias_shape, **kwargs)
-        self.activation, self.implementation = activation, implementation
-        self.quantization = quantization
 
     def __call__(
         self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
     ) -> Array:
         """Multiplies the inputs by the kernel; `einsum_str` and `out_sharding` are Flax's."""
         inputs = jnp.asarray(inputs)
-        options = {"an einsum_op of its own": self.einsum_op is not jnp.einsum}
         found = modules.product_of_einsum(einsum_str or self.einsum_str)
         call = lambda: super(Einsum, self).__call__(inputs, einsum_str, out_sharding=out_sharding)
-        return _contract("nnx.Einsum", self, inputs, found, options, out_sharding, call)
+        return _contract("nnx.Einsum", self, inputs, found, out_sharding, call)
 
 
 def _contract(
@@ -316,36 +347,42 @@ def _contract(
     layer: Any,
     inputs: Array,
     found: modules.MatrixProduct | str,
-    options: dict[str, bool],
     out_sharding: Any,
     call: Callable[[], Array],
 ) -> Array:
     """Computes a LinearGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
     kernel, bias = _parameters(layer)
-    options |= {
-        "a precision": layer.precision is not None,
-        "a preferred_element_type": layer.preferred_element_type is not None,
-        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
-    }
-    own = kernel.dtype, None if bias is None else bias.dtype, layer.dtype
-    reason = found if isinstance(found, str) else unserved(options, inputs.dtype, *own)
+    reason = found if isinstance(found, str) else _unserved(layer, inputs)
     if not reason and not isinstance(found, str):
-        reason = modules.merged(found.count, inputs, kernel) or found.misfit(inputs, kernel)
+        reason = found.misfit(inputs, kernel)
         if found.contract and kernel.ndim - found.count > 1 and out_sharding is not None:
             reason = "an out_sharding"
     if reason or isinstance(found, str):
         return modules.dense_by_framework(name, reason, layer, call)
     dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    check_quantization(name, layer.quantization, dtype)
-    given = {"activation": layer.activation, "implementation": layer.implementation}
-    given |= {"quantization": layer.quantization, "out_sharding": out_sharding}
-    return found.apply(inputs, kernel, bias, dtype=dtype, **given)
+    options = options_of(name, layer, dtype)
+    return found.apply(inputs, kernel, bias, out_sharding=out_sharding, **options)
+
+
+def _unserved(layer: Any, inputs: Array) -> str:
+    """Returns the option of a linear layer that only Flax serves, or ""."""
+    kernel, bias = _parameters(layer)
+    products = getattr(layer, "dot_general", None), getattr(layer, "dot_general_cls", None)
+    reasons = {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": layer.preferred_element_type is not None,
+        "a dot_general of its own": not {*products} <= {None, jax.lax.dot_general},
+        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
+        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
+    }
+    own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
+    return unserved(reasons, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations
 
 
-class NormDense(nnx.Module):
+class NormDense(nnx.Module, _Options):
     """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
 
     `norm` and `linear` are modules of their own, so parameters, initial values and checkpoints are
@@ -392,11 +429,8 @@ class NormDense(nnx.Module):
         self.linear = Linear(
             in_features, out_features, quantization=quantization, **shared, **kwargs
         )
-        self.activation, self.recompute, self.dtype = activation, recompute, dtype
-        self.quantization = quantization
-        self.implementation = modules.check_options(
-            implementation, activation, quantization, "NormDense"
-        )
+        self.recompute, self.dtype = recompute, dtype
+        modules.set_options(self, "NormDense", activation, implementation, quantization)
 
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of x and multiplies it by the kernel."""
@@ -409,15 +443,16 @@ class NormDense(nnx.Module):
         last = (x.ndim - 1,)
         if dimensions_of("NormDense", x, self.norm.reduction_axes) != last:
             return modules.unfused_norm_dense(self, x, "other axes that are normalised")
-        norm_unserved = self.norm._unserved(x, scale, last, None)
-        if reason := norm_unserved or self.linear._unserved(x, kernel, bias):
+        given = [] if scale is None else [scale]
+        norm_unserved = _norm_unserved("nnx.RMSNorm", self.norm, x, given, last, None)
+        if reason := norm_unserved or _unserved(self.linear, x):
             return modules.unfused_norm_dense(self, x, reason)
         dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
         x, scale = narrowed(x, dtype), None if scale is None else rounded(scale, dtype)
         return modules.norm_dense(self, x, scale, kernel, bias, dtype, eps=self.norm.epsilon)
 
 
-class GatedMLP(nnx.Module):
+class GatedMLP(nnx.Module, _Options):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
@@ -456,10 +491,8 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
         **kwargs: Any,
     ):
-        self.implementation = modules.check_options(
-            implementation, activation, quantization, "GatedMLP"
-        )
-        self.activation, self.quantization = activation, quantization
+        options = activation, implementation, quantization
+        modules.set_options(self, "GatedMLP", *options, gated=True)
         kwargs |= {"use_bias": use_bias, "quantization": quantization, "rngs": rngs}
         make = lambda n, m: Linear(n, m, **kwargs)
         self.gate = make(in_features, hidden_features)
@@ -472,45 +505,72 @@ class GatedMLP(nnx.Module):
 
     def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
-        linears = {"gate": self.gate, "up": self.up, "down": self.down}
-        if self.quantization is None or not all(
-            self._is_as_made(linear, x) for linear in linears.values()
-        ):
-            return self.combine(self.gate(x), self.up(x), hidden_sharding)
-        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
-        biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
-        _check_features("GatedMLP: x", x, kernels["gate"])
-        dtype = dtypes.canonicalize_dtype(
-            x, *kernels.values(), *biases.values(), dtype=self.gate.dtype
-        )
-        check_quantization("GatedMLP", self.quantization, dtype)
-        options = {"implementation": self.implementation, "hidden_sharding": hidden_sharding}
-        options |= {"quantization": self.quantization, "activation": self.activation}
-        return gated_mlp(x, kernels, biases, dtype=dtype, **options)
+        return _apply_gated(self, x, hidden_sharding)
 
-    def _is_as_made(self, linear: Any, x: Array) -> bool:
-        """Whether a part may be computed together with the others."""
-        if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
-            return False
-        same = linear.dtype == self.gate.dtype
-        return same and not linear._unserved(jnp.asarray(x), *_parameters(linear))
+    def after_norm(
+        self,
+        x: Array,
+        residual: Array,
+        scale: Array,
+        eps: float,
+        hidden_sharding: jax.P | None = None,
+    ) -> tuple[Array, Array] | None:
+        """`(mlp(n), x + residual)`, n the RMSNorm of the sum, as one function in FP8.
+
+        None for an MLP that is not quantized as one function, or that has biases.
+        """
+        linears = {"gate": self.gate, "up": self.up, "down": self.down}
+        biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
+        if biased or not _is_quantized(self, x):
+            return None
+        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
+        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.gate.dtype)
+        options = options_of("GatedMLP", self, dtype)
+        options["hidden_sharding"] = hidden_sharding
+        return norm_mlp(x, residual, scale, kernels, eps=eps, **options)
 
     def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
-        down = self.down
+        return _combine(self, gate, up, hidden_sharding)
 
-        def call():
-            hidden = finish(gate, None, self.activation, gate.dtype, up)
-            return down(placed(hidden, hidden_sharding))
 
-        if reason := modules.replaced(down, Linear) or down._unserved(gate, *_parameters(down)):
-            return modules.by_framework("GatedMLP", reason, self, call, down)
-        kernel, bias = _parameters(down)
-        dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
-        check_quantization("GatedMLP", self.quantization, dtype)
-        options = {"implementation": self.implementation, "hidden_sharding": hidden_sharding}
-        options["quantization"] = self.quantization
-        return apply_gated_product(gate, up, kernel, bias, self.activation, dtype=dtype, **options)
+def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
+    """Applies a GatedMLP, or what has its layers and options."""
+    if not _is_quantized(mlp, x):
+        return _combine(mlp, mlp.gate(x), mlp.up(x), hidden_sharding)
+    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    kernels = {name: linear.kernel[...] for name, linear in linears.items()}
+    biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
+    _check_features("GatedMLP: x", x, kernels["gate"])
+    dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=mlp.gate.dtype)
+    options = options_of("GatedMLP", mlp, dtype)
+    return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
+
+
+def _is_quantized(mlp: Any, x: Array) -> bool:
+    """Whether all parts may be computed together, in FP8."""
+
+    def as_made(linear: Any) -> bool:
+        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
+            return False
+        return linear.dtype == mlp.gate.dtype and not _unserved(linear, jnp.asarray(x))
+
+    return mlp.quantization is not None and all(map(as_made, (mlp.gate, mlp.up, mlp.down)))
+
+
+def _combine(mlp: Any, gate: Array, up: Array, hidden_sharding: jax.P | None) -> Array:
+    down = mlp.down
+
+    def call():
+        hidden = finish(gate, None, mlp.activation, gate.dtype, up)
+        return down(placed(hidden, hidden_sharding))
+
+    if reason := modules.replaced(down, Linear) or _unserved(down, gate):
+        return modules.by_framework("GatedMLP", reason, mlp, call, down)
+    kernel, bias = _parameters(down)
+    dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
+    options = options_of("GatedMLP", mlp, dtype)
+    return apply_gated_product(gate, up, kernel, bias, hidden_sharding=hidden_sharding, **options)
 
 
 def _parameters(linear: nnx.Linear) -> tuple[Array, Array | None]:
@@ -529,11 +589,13 @@ def _check_features(argument: str, x: Array, kernel: Array) -> None:
 
 _OURS = {
     nnx.RMSNorm: RMSNorm,
+    nnx.LayerNorm: LayerNorm,
     nnx.Linear: Linear,
     nnx.LinearGeneral: LinearGeneral,
     nnx.Einsum: Einsum,
 }
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+_NORMS = (RMSNorm, LayerNorm)
 _FUSED = (NormDense, GatedMLP)
 
 
@@ -547,13 +609,15 @@ def swap(
 ) -> M:
     """Turns the norms and the linear layers in `model` into normfuse's, in place.
 
-    Every `nnx.RMSNorm`, `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum` becomes normfuse's
-    class, except products that need a transposition. A module of any other class that has one
-    vector of parameters, or none, is probed: where it computes an RMSNorm over the last axis,
-    whatever its names, eps, offset and casts are, it becomes a subclass of its own class that
+    Every `nnx.RMSNorm`, `nnx.LayerNorm`, `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum` becomes
+    normfuse's class, except products that need a transposition. A module of any other class that
+    has one vector of parameters, or none, is probed: where it computes an RMSNorm over the last
+    axis, whatever its names, eps, offset and casts are, it becomes a subclass of its own class that
     `normfuse.rms_norm` computes. Probing traces a copy, evaluates it with NumPy and verifies the
     result in float64; calls it has not verified (other arguments, ranks, dtypes) are verified when
-    they first occur, or computed by the class's own code.
+    they first occur, or computed by the class's own code. A module of three linear layers is probed
+    likewise: where it computes `down(activation(gate(x)) · up(x))`, and holds nothing else,
+    `normfuse.gated_product` computes it, which keeps less for the backward.
 
     The layers stay the same objects with the same Variables: parameters, metadata, tied layers,
     optimizer state and checkpoints are untouched. All that is not recognised stays.
@@ -562,7 +626,8 @@ def swap(
     Args:
       model: a module, or any container of modules that NNX knows.
       implementation: of the norms, as for `normfuse.rms_norm`; of those that are normfuse's
-        already, too, unless it is None. Linear layers multiply by XLA, as they did.
+        already, too, unless it is None. Linear layers multiply by XLA, as they did, and MLPs
+        that are found are computed by the best that can serve.
       quantization: of every linear layer, NormDense and GatedMLP, as for `normfuse.dense`; of those
         that are normfuse's already, too, unless it is None. A model's last layer, which makes
         logits, is better left out: swap the parts before it.
@@ -575,7 +640,7 @@ def swap(
 
     Raises:
       ValueError: for a rule that computes anything else than the class; nothing is changed then.
-      TypeError: for rules that do not map classes to functions.
+      TypeError: for rules that do not map classes to functions, or a report that is no function.
 
     Warns:
       UserWarning: if nothing is served, or modules could not be probed because they are traced.
@@ -590,7 +655,7 @@ def swap(
     'flax.nnx.nn.normalization'
     """
     implementation = modules.check_options(implementation, quantization=quantization)
-    rules = check_rules(rules)
+    rules = check_rules(rules, report)
     rows, classes = [], []
     for path, module in _modules(model):
         row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
@@ -599,11 +664,11 @@ def swap(
     for module, cls in classes:
         object.__setattr__(module, "__class__", cls)  # Flax notes what it sets
         if cls in _THEIRS:
-            module.implementation = implementation if isinstance(module, RMSNorm) else None
-            if not isinstance(module, RMSNorm):
+            module.implementation = implementation if isinstance(module, _NORMS) else None
+            if not isinstance(module, _NORMS):
                 module.activation = module.quantization = None
     if implementation is not None:
-        for module in _layers(model, {RMSNorm}):
+        for module in _layers(model, set(_NORMS)):
             module.implementation = implementation
     if quantization is not None:
         for module in _layers(model, {Linear, LinearGeneral, Einsum, *_FUSED}):
@@ -681,12 +746,14 @@ def _chosen(
         return row(f"normfuse {_OURS.get(base, base).__name__}"), _OURS.get(base)
     if type(module) in SERVED:
         service = SERVED[type(module)]
-        if implementation is not None:
+        if implementation is not None and not isinstance(service.how, GatedFormula):
             service = service_of(base, service.how, implementation, FRAMEWORK)
         return row(service.name, error=service.error), subclass(service)
     own = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
     parts = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
     try:
+        if service := recognised_mlp(module, base, FRAMEWORK):
+            return row(service.name, error=service.error), subclass(service)
         if not own and (len(parts) > 1 or not callable(module)):
             return None, None
         check_concrete(jax.tree.leaves(nnx.state(module)))
@@ -726,13 +793,72 @@ def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
         copy = nnx.merge(graph, jax.tree.unflatten(structure, values))
         object.__setattr__(copy, "__class__", base)
         vars(copy).update(changed)
-        y = function(copy, x)
-        after = jax.tree.leaves(nnx.state(copy))
-        if len(after) != len(values) or any(a is not b for a, b in zip(after, values)):
-            raise Different("its call changes its state")
-        return y
+        return _call_copy(function, copy, x, values)
 
     return leaves, call
+
+
+def _call_copy(function: Callable[..., Any], copy: Any, x: Any, arrays: list[Any]) -> Any:
+    """Returns `function(copy, x)` for a copy of a module, which holds these arrays.
+
+    Raises:
+      Different: if the call changes the copy.
+    """
+    held = vars(copy)  # shares Python's containers with the module itself
+    held |= {n: type(v)(v) for n, v in held.items() if type(v) in (list, dict, set)}
+    before = configuration(held)
+    y = function(copy, x)
+    after = jax.tree.leaves(nnx.state(copy))
+    if len(after) != len(arrays) or any(a is not b for a, b in zip(after, arrays)):
+        raise Different("its call changes its state")
+    if configuration(held) != before:
+        raise Different("its call changes its attributes")
+    return y
+
+
+def _linears(module: Any) -> dict[str, nnx.Linear]:
+    linear = lambda value: type(value) in (nnx.Linear, Linear)
+    return {name: value for name, value in vars(module).items() if linear(value)}
+
+
+def _mlp(module: Any, base: type) -> GatedCandidate:
+    """Returns a module of three linear layers as a candidate.
+
+    Raises:
+      Different: if it cannot be a gated MLP.
+    """
+    linears, (graph, state) = _linears(module), nnx.split(module)
+    known = {id(module), *map(id, linears.values())}
+    parts = [(path, node) for path, node in nnx.iter_graph(module) if id(node) not in known]
+    for path, part in parts:
+        if isinstance(part, nnx.Module) or len(path) == 1 and isinstance(part, nnx.Variable):
+            raise Different(f"beside three linear layers it holds {path[-1]}")
+    if any(getattr(linear, "activation", None) is not None for linear in linears.values()):
+        raise Different("a linear layer has an activation")
+    paths, structure = jax.tree_util.tree_flatten_with_path(state)
+    key = lambda entry: str(getattr(entry, "key", getattr(entry, "name", "")))
+    parameters = [(key(path[0]), key(path[1]), leaf.dtype.name) for path, leaf in paths]
+    if len(paths) != sum(1 + linear.use_bias for linear in linears.values()):
+        raise Different("it shares layers or parameters")
+
+    def call(values, x, wide):
+        copy = nnx.merge(graph, jax.tree.unflatten(structure, values))
+        object.__setattr__(copy, "__class__", base)
+        for name in linears:
+            part = getattr(copy, name)
+            object.__setattr__(part, "__class__", nnx.Linear)
+            vars(part)["dtype"] = None if wide else part.dtype
+        return _call_copy(base.__call__, copy, x, values)  # pyright: ignore
+
+    sizes = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+    return GatedCandidate(call, tuple(parameters), sizes, 0, FRAMEWORK.ranks)
+
+
+def _apply_mlp(how: GatedFormula, module: Any, x: Array) -> Array:
+    parts = {name: getattr(module, getattr(how, name)) for name in ("gate", "up", "down")}
+    quantization = getattr(parts["down"], "quantization", None)
+    options = {"implementation": None, "quantization": quantization}
+    return _apply_gated(types.SimpleNamespace(**parts, activation=how.activation, **options), x)
 
 
 FRAMEWORK = Framework(
@@ -740,4 +866,7 @@ FRAMEWORK = Framework(
     read=lambda module, name: getattr(module, name)[...],
     candidate=_candidate,
     options=lambda base: {"pytree": base._pytree__is_pytree},
+    linears=_linears,
+    mlp=_mlp,
+    apply_mlp=_apply_mlp,
 )

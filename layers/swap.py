@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,8 +17,9 @@ from jax.core import Tracer
 
 from ..native.dtypes import FLOATING, narrowed, rounded
 from ..native.implementation import Implementation
-from . import modules, recognize
+from . import modules, recognize, recognize_mlp
 from .recognize import Candidate, Casts, Different, Formula
+from .recognize_mlp import GatedCandidate, GatedFormula
 from .rms_norm import rms_norm
 
 Rule = Callable[..., Any]
@@ -112,25 +114,41 @@ TRACED = (
 # ---------------------------------------------------------------- served subclasses
 
 
+def _found_once(known: dict[Any, Any], key: Any, find: Callable[[], Any]) -> Any:
+    """Returns what `find` returned the first time for a key, or why it raised Different."""
+    if key not in known:
+        try:
+            known[key] = find()
+        except Different as different:
+            known[key] = str(different)
+    return known[key]
+
+
+def _array(module: Any, x: Any) -> tuple[Any, int, Callable[[Any], Any]]:
+    return x, -1, lambda y: y
+
+
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """What `swap` needs to know of a framework.
+    """What `swap` needs to know of a framework."""
 
-    Attributes:
-      home: the module that defines it, as FRAMEWORK.
-      read: returns the array that a module holds by a name.
-      candidate: returns a Candidate for a module, called as an object of another class.
-      ranks: of the x that its modules are called with, the usual first.
-      configuration: returns all of a module but its arrays, as a key.
-      options: the class arguments of a subclass.
-    """
-
-    home: str
-    read: Callable[[Any, str], Any]
+    home: str  # the module that defines it, as FRAMEWORK
+    read: Callable[[Any, str], Any]  # returns the array that a module holds by a name
+    # Returns a Candidate for a module, called as an object of another class.
     candidate: Callable[[Any, type], Candidate]
-    ranks: tuple[int, ...] = (2, 3)
+    # Returns the array in a module's input, the dimension that a norm is over, and a function that
+    # makes the module's result of an array.
+    unwrap: Callable[[Any, Any], tuple[Any, int, Callable[[Any], Any]]] = _array
+    ranks: tuple[int, ...] = (2, 3)  # of the x that its modules are called with, the usual first
+    # Returns all of a module but its arrays, as a key.
     configuration: Callable[[Any], tuple[Any, ...]] = lambda module: configuration(vars(module))
-    options: Callable[[type], dict[str, Any]] = lambda base: {}
+    options: Callable[[type], dict[str, Any]] = lambda base: {}  # the class arguments of a subclass
+    # Returns a module's linear layers, by attribute.
+    linears: Callable[[Any], dict[str, Any]] = lambda module: {}
+    # Returns a GatedCandidate for a module, called as an object of another class.
+    mlp: Callable[[Any, type], GatedCandidate] | None = None
+    # Computes a module by a GatedFormula for (formula, module, x).
+    apply_mlp: Callable[[GatedFormula, Any, Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +156,7 @@ class Service:
     """How modules of a class are served: by a formula that was recognised, or by a user's rule."""
 
     base: type
-    how: Formula | Rule
+    how: Formula | GatedFormula | Rule
     implementation: Implementation
     framework: Framework
     verified: dict[Any, Casts | str] = dataclasses.field(default_factory=dict)
@@ -146,7 +164,12 @@ class Service:
     @property
     def name(self) -> str:
         """What serves, for the report."""
-        return "rms_norm" if isinstance(self.how, Formula) else f"rule {_name(self.how)}"
+        if isinstance(self.how, GatedFormula):
+            return f"gated_product, {self.how.activation}"
+        if isinstance(self.how, Formula):
+            return "rms_norm"
+        name = getattr(self.how, "__name__", type(self.how).__name__)
+        return getattr(self.how, "served", "") or f"rule {name}"
 
     @property
     def error(self) -> str:
@@ -162,56 +185,96 @@ class Service:
     ) -> Casts | str:
         """Returns the casts of a module for an x and a dtype of scale, or why it is not served."""
         key = rank, size, x_dtype, dtype, self.framework.configuration(module)
-        if key not in self.verified:
-            try:
-                candidate = self.framework.candidate(module, self.base)
-                found = recognize.casts(candidate, how, rank, size, x_dtype, dtype)
-            except Different as different:
-                found = str(different)
-            self.verified[key] = found
-        return self.verified[key]
+        candidate = lambda: self.framework.candidate(module, self.base)
+        find = lambda: recognize.casts(candidate(), how, rank, size, x_dtype, dtype)
+        return _found_once(self.verified, key, find)
 
     def compute(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[[], Any]
     ) -> Any:
         """Returns what a call of a module does; `own` calls the class's own code."""
-        if not isinstance(how := self.how, Formula):
+        if isinstance(how := self.how, GatedFormula):
+            x = self._mlp_input(how, module, args, kwargs)
+            if isinstance(x, str):
+                return modules.by_framework(self.base.__name__, x, self, own)
+            assert self.framework.apply_mlp is not None
+            return self.framework.apply_mlp(how, module, x)
+        if not isinstance(how, Formula):
             return how(module, *args, **kwargs)
         served = self._operands(how, module, args, kwargs)
         if isinstance(served, str):
             return modules.by_framework(self.base.__name__, served, self, own)
-        x, scale, eps, casts = served
+        x, scale, eps, casts, axis, result = served
         if casts.x is not None:
             x = narrowed(x, casts.x)
         if scale is not None and casts.scale is not None:
             scale = rounded(scale, casts.scale)
-        return rms_norm(
+        y = rms_norm(
             x,
             scale,
             eps=eps,
+            axis=axis,
             scale_offset=how.scale_offset,
+            cast=casts.cast,
             dtype=casts.out,
             implementation=self.implementation,
         )
+        return result(y)
 
-    def _operands(
-        self, how: Formula, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Returns (x, scale, eps, casts), or why the class's own code computes a call."""
+    def _input(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns `framework.unwrap` of x, or why the class's own code computes a call."""
         given = {name: value for name, value in kwargs.items() if value is not None}
         if not args and len(given) == 1:
             (name,) = given
             args, given = (given[name],), {}
-            if name != _first_parameter(self.base):
+            if [name] != [*inspect.signature(self.base.__call__).parameters][1:2]:
                 return f"the argument {name}"
         args = args[:1] if all(value is None for value in args[1:]) else args
         if len(args) != 1 or given:
             return (
                 f"other arguments than x: {len(args)} positional, {', '.join(given) or 'no'} named"
             )
-        x = args[0]
+        x, axis, result = self.framework.unwrap(module, args[0])
         if not isinstance(x, jax.Array | np.ndarray) or x.dtype.name not in FLOATING or not x.ndim:
             return f"x of type {type(x).__name__}, {getattr(x, 'dtype', None)}"
+        return x, axis, result
+
+    def _mlp_input(
+        self, how: GatedFormula, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns x, or why the class's own code computes a call."""
+        given = self._input(module, args, kwargs)
+        if isinstance(given, str):
+            return given
+        x = given[0]
+        casts = self.mlp_casts(how, module, x.ndim, x.dtype.name, isinstance(x, Tracer))
+        return casts if isinstance(casts, str) else jnp.asarray(x)
+
+    def mlp_casts(
+        self, how: GatedFormula, module: Any, rank: int, x_dtype: str, traced: bool = False
+    ) -> Casts | str:
+        """Returns the dtypes of an MLP for an x, or why it is not served."""
+        key = rank, 0, x_dtype, _mlp_key(module, self.framework)
+        if key in self.verified and not traced:
+            return self.verified[key]
+        try:
+            assert self.framework.mlp is not None
+            candidate = self.framework.mlp(module, self.base)
+            # Whether hidden arrays are placed on a mesh depends on the mesh at hand.
+            recognize_mlp.traced(candidate, rank, x_dtype)
+        except Different as different:
+            return str(different)
+        find = lambda: recognize_mlp.casts(candidate, how, rank, x_dtype)
+        return _found_once(self.verified, key, find)
+
+    def _operands(
+        self, how: Formula, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns (x, scale, eps, casts, axis, result), or why the class's own code computes."""
+        given = self._input(module, args, kwargs)
+        if isinstance(given, str):
+            return given
+        x, axis, result = given
         scale, eps = None, how.eps_of(module)
         if isinstance(eps, jax.Array):
             return "an eps that is an array"
@@ -219,18 +282,23 @@ class Service:
             scale = self.framework.read(module, how.scale)
             if not isinstance(scale, jax.Array | np.ndarray) or scale.dtype.name not in FLOATING:
                 return f"a parameter of type {type(scale).__name__}"
-            if scale.shape != x.shape[-1:]:
+            if scale.shape != (x.shape[axis],):
                 return f"x of shape {x.shape} and a parameter of shape {scale.shape}"
         dtype = "float32" if scale is None else scale.dtype.name
-        casts = self.casts(how, module, x.ndim, x.shape[-1], x.dtype.name, dtype)
-        return casts if isinstance(casts, str) else (jnp.asarray(x), scale, float(eps), casts)
+        casts = self.casts(how, module, x.ndim, x.shape[axis], x.dtype.name, dtype)
+        if isinstance(casts, str):
+            return casts
+        return jnp.asarray(x), scale, float(eps), casts, axis, result
 
 
 _services: dict[Any, Service] = {}
 
 
 def service_of(
-    base: type, how: Formula | Rule, implementation: Implementation, framework: Framework
+    base: type,
+    how: Formula | GatedFormula | Rule,
+    implementation: Implementation,
+    framework: Framework,
 ) -> Service:
     """Returns the Service of these parts, always the same one."""
     key = base, how, implementation
@@ -239,6 +307,7 @@ def service_of(
 
 SERVED: dict[type, Service] = {}
 """Each served subclass, and how it is served."""
+_subclassing = threading.RLock()
 
 
 def subclass(service: Service) -> type:
@@ -247,9 +316,13 @@ def subclass(service: Service) -> type:
     Raises:
       Different: if the class cannot have a subclass.
     """
+    with _subclassing:
+        known = next((cls for cls, made in SERVED.items() if made is service), None)
+        return known or _new_subclass(service)
+
+
+def _new_subclass(service: Service) -> type:
     base = service.base
-    if known := next((cls for cls, made in SERVED.items() if made is service), None):
-        return known
 
     def call(self, *args, **kwargs):
         own = lambda: base.__call__(self, *args, **kwargs)
@@ -283,7 +356,7 @@ def subclass(service: Service) -> type:
 def _restore(
     home: str,
     base: type,
-    how: Formula | Rule,
+    how: Formula | GatedFormula | Rule,
     implementation: Implementation,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -300,9 +373,9 @@ def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the attributes that are no arrays, as a key."""
     items = []
     for name, value in sorted(attributes.items()):
-        if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct) or "__" in name:
-            continue
-        if hasattr(value, "shape") and hasattr(value, "dtype"):
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        is_number = isinstance(value, type | np.generic)  # or a dtype, as np.float32
+        if is_array and not is_number or name.startswith("_pytree__"):  # Flax's notes
             continue
         try:
             hash(value)
@@ -310,14 +383,6 @@ def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
             value = repr(value)
         items.append((name, value))
     return tuple(items)
-
-
-def _first_parameter(base: type) -> str:
-    return next(iter([*inspect.signature(base.__call__).parameters][1:]), "")
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", type(value).__name__)
 
 
 def check_concrete(arrays: Iterable[Any]) -> None:
@@ -366,12 +431,7 @@ def recognised(
       Different: if it is not an RMSNorm.
     """
     key = base, candidate.scale, candidate.shape, candidate.dtype, framework.configuration(module)
-    if key not in _recognised:
-        try:
-            _recognised[key] = recognize.formula(candidate)
-        except Different as different:
-            _recognised[key] = str(different)
-    found = _recognised[key]
+    found = _found_once(_recognised, key, lambda: recognize.formula(candidate))
     if isinstance(found, str):
         raise Different(found)
     how, rank, size = found
@@ -383,15 +443,61 @@ def recognised(
     return service
 
 
+def recognised_mlp(module: Any, base: type, framework: Framework) -> Service | None:
+    """Returns how a module that may be a gated MLP is served; None if it has no such layers.
+
+    Raises:
+      Different: if it has, and is not a gated MLP.
+    """
+    linears = framework.linears(module)
+    sizes = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
+    if framework.mlp is None or not callable(module) or not recognize_mlp.roles(sizes):
+        return None
+    key = base, _mlp_key(module, framework)
+    candidate = framework.mlp(module, base)
+    found = _found_once(_recognised_mlps, key, lambda: recognize_mlp.gated(candidate))
+    if isinstance(found, str):
+        raise Different(found)
+    how, rank = found
+    service = service_of(base, how, None, framework)  # as for its linear layers
+    dtypes = "float32", "bfloat16"
+    refused = [service.mlp_casts(how, module, rank, dtype) for dtype in dtypes]
+    if all(isinstance(reason, str) for reason in refused):
+        raise Different(str(refused[0]))
+    return service
+
+
+_recognised_mlps: dict[Any, tuple[GatedFormula, int] | str] = {}
+
+
+def _mlp_key(module: Any, framework: Framework) -> tuple[Any, ...]:
+    """Returns all of a module and its linear layers but the values of arrays."""
+    linears = framework.linears(module)
+    own = {name: value for name, value in vars(module).items() if name not in linears}
+    dtypes = lambda layer: [
+        (name, str(value.dtype))
+        for name, value in sorted(vars(layer).items())
+        if hasattr(value, "shape") and hasattr(value, "dtype")
+    ]
+    layers = [
+        (name, type(layer), configuration(vars(layer)), *dtypes(layer))
+        for name, layer in sorted(linears.items())
+    ]
+    return configuration(own), tuple(layers)
+
+
 # ---------------------------------------------------------------- rules
 
 
-def check_rules(rules: Rules | None) -> Rules:
+def check_rules(rules: Rules | None, report: Any) -> Rules:
     """Returns the rules.
 
     Raises:
-      TypeError: unless they map classes to functions of (module, x), or to None.
+      TypeError: unless they map classes to functions of (module, x), or to None; or if the report
+        cannot be called.
     """
+    if report is not None and not callable(report):
+        raise TypeError(f"swap: report must be a function of a Report, as print, got {report!r}")
     if rules is None:
         return {}
     if not isinstance(rules, Mapping):
@@ -433,6 +539,8 @@ def check_rule(
     Raises:
       ValueError: if the rule fails, or returns anything else than the class.
     """
+    if any(jnp.issubdtype(p.dtype, jax.dtypes.prng_key) for p in parameters):
+        return "not verified: it holds keys of random numbers"
     base = SERVED[type(module)].base if type(module) in SERVED else type(module)
     name = f"the rule for {base.__name__} does not fit {path or 'the model'}"
     rng = np.random.default_rng(0)

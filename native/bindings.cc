@@ -3,9 +3,7 @@
 
 #include <type_traits>
 
-#include "cpu/elementwise.h"
-#include "cpu/quantize.h"
-#include "cpu/rms_norm.h"
+#include "cpu/handlers.h"
 #include "cuda/launch.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -30,6 +28,12 @@ py::dict Registrations() {
                  "normfuse_rms_norm_backward"_a = Capsule(NormfuseRmsNormBackward),
                  "normfuse_rms_norm_row_dots"_a = Capsule(NormfuseRmsNormRowDots),
                  "normfuse_rms_norm_backward_apply"_a = Capsule(NormfuseRmsNormBackwardApply),
+                 "normfuse_layer_norm_forward"_a = Capsule(NormfuseLayerNormForward),
+                 "normfuse_layer_norm_row_statistics"_a = Capsule(NormfuseLayerNormRowStatistics),
+                 "normfuse_layer_norm_apply"_a = Capsule(NormfuseLayerNormApply),
+                 "normfuse_layer_norm_backward"_a = Capsule(NormfuseLayerNormBackward),
+                 "normfuse_layer_norm_row_dots"_a = Capsule(NormfuseLayerNormRowDots),
+                 "normfuse_layer_norm_backward_apply"_a = Capsule(NormfuseLayerNormBackwardApply),
                  "normfuse_elementwise"_a = Capsule(NormfuseElementwise),
                  "normfuse_quantize_amax"_a = Capsule(NormfuseQuantizeAmax),
                  "normfuse_quantize_cast"_a = Capsule(NormfuseQuantizeCast));

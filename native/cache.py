@@ -28,6 +28,7 @@ MAX_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that died
 _SUFFIX = ".image"
 _LONGEST_HEAD = 1 << 16  # bytes
+_CURE = "set NORMFUSE_CACHE_DIR to a folder of your own"
 
 _lock = threading.Lock()
 _memory: dict[str, Image] = {}
@@ -56,9 +57,7 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
     """The image of `source` for `arch`, compiled only if it is neither in memory nor on disk.
 
     Threads asking for one image at the same time compile it once; processes may each compile it.
-
-    Raises:
-      CompilerMissing, CompileError, ValueError: as `compiler.compile_image`.
+    Raises what `compiler.compile_image` does.
     """
     compiler.check_self_contained(source)
     described = [dataclasses.astuple(source), compiler.options(macros, arch), compiler.version()]
@@ -72,12 +71,9 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
 
 
 def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
-    """The image that `described` determines, made only if it is neither in memory nor on disk.
+    """The image that `described`, which JSON can write, determines: as `get`, made by `make`.
 
-    Args:
-      described: whatever decides what the image is, as JSON can write it.
-      head: what `entries` shows: "source", "arch", "macros" and "compiler".
-      make: compiles it.
+    `head` is what `entries` shows: "source", "arch", "macros" and "compiler".
     """
     key = hashlib.sha256(json.dumps([FORMAT, described]).encode()).hexdigest()
     with _lock:
@@ -87,18 +83,22 @@ def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
     with compiling:
         image = _memory.get(key)
         if image is None:
-            image = _memory[key] = _load_or_make(key, head, make)
+            head = {"format": FORMAT, "key": key, **head}
+            folder = usable()
+            path = folder / f"{key}{_SUFFIX}" if folder else None
+            image = _read(path, head) if path else None
+            if image is None:
+                image = make()
+                if path:
+                    _write(path, head, image)
+            _memory[key] = image
     with _lock:
         _in_progress.pop(key, None)
     return image
 
 
 def directory() -> pathlib.Path:
-    """Returns where images are kept; the folder need not exist.
-
-    Raises:
-      Refused: if the folder is in a home folder that is not known.
-    """
+    """Returns where images are kept, which need not exist; Refused for an unknown home folder."""
     named = os.environ.get("NORMFUSE_CACHE_DIR")
     if not named:
         import platformdirs
@@ -107,10 +107,7 @@ def directory() -> pathlib.Path:
     try:
         return pathlib.Path(named).expanduser()
     except RuntimeError:
-        raise Refused(
-            f"kernel cache {named}: there is no such home folder; set NORMFUSE_CACHE_DIR to a "
-            "folder of your own"
-        ) from None
+        raise Refused(f"kernel cache {named}: there is no such home folder; {_CURE}") from None
 
 
 def usable(part: str = "") -> pathlib.Path | None:
@@ -131,10 +128,8 @@ def check(folder: pathlib.Path) -> pathlib.Path:
     """Makes `folder`, mode 0700, if it is missing; returns it without symbolic links.
 
     Nobody but the user and root may own it or write to it, or be able to put another one in its
-    place. Groups are trusted with the folders above it: on many systems each user has a group.
-
-    Raises:
-      Refused: if it cannot be made, is not a folder, or others could have written what is in it.
+    place: else Refused, as where it cannot be made or is no folder. Groups are trusted with the
+    folders above it: on many systems each user has a group.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -148,7 +143,7 @@ def check(folder: pathlib.Path) -> pathlib.Path:
     if status.st_uid not in _trusted():
         raise Refused(
             f"kernel cache {folder}: owned by user {status.st_uid}, not by you ({os.geteuid()}); "
-            "set NORMFUSE_CACHE_DIR to a folder of your own"
+            + _CURE
         )
     if _others_can_write(status):
         raise Refused(
@@ -161,8 +156,7 @@ def check(folder: pathlib.Path) -> pathlib.Path:
         if open_to_all or status.st_uid not in _trusted():
             raise Refused(
                 f"kernel cache {folder}: {parent} (mode {mode:04o}, owned by user "
-                f"{status.st_uid}) lets others replace it; set NORMFUSE_CACHE_DIR to a folder of "
-                "your own"
+                f"{status.st_uid}) lets others replace it; {_CURE}"
             )
     return real
 
@@ -194,13 +188,17 @@ def _others_can_write(status: os.stat_result) -> bool:
 
 def entries() -> list[Entry]:
     """Returns every readable entry of the folder, the one used last first."""
-    found = [_entry(path, status.st_mtime) for path, status in _files(_existing(), _SUFFIX)]
+    try:
+        files = _files(directory(), _SUFFIX)
+    except Refused:
+        return []
+    found = [_entry(path, status.st_mtime) for path, status in files]
     return sorted(filter(None, found), key=lambda entry: -entry.used)
 
 
 def _entry(path: pathlib.Path, used: float) -> Entry | None:
     try:
-        line, image = _split(_contents(path))
+        line, image = _contents(path)
         head = json.loads(line) if len(line) <= _LONGEST_HEAD else None
         if not isinstance(head, dict) or head.get("key") != path.name.removesuffix(_SUFFIX):
             return None
@@ -216,8 +214,7 @@ def _entry(path: pathlib.Path, used: float) -> Entry | None:
 def clear() -> int:
     """Forgets every image, in memory and on disk; returns how many files went.
 
-    Raises:
-      Refused: if the folder is not ours to clear.
+    Raises Refused if the folder is not ours to clear.
     """
     with _lock:
         _memory.clear()
@@ -228,18 +225,6 @@ def clear() -> int:
     for path in paths:
         path.unlink(missing_ok=True)
     return len(paths)
-
-
-def _load_or_make(key: str, head: dict, make: Callable[[], Image]) -> Image:
-    head = {"format": FORMAT, "key": key, **head}
-    folder = usable()
-    path = folder / f"{key}{_SUFFIX}" if folder else None
-    image = _read(path, head) if path else None
-    if image is None:
-        image = make()
-        if path:
-            _write(path, head, image)
-    return image
 
 
 def _warn_once(reason: str) -> None:
@@ -255,24 +240,21 @@ def _warn_once(reason: str) -> None:
 def _read(path: pathlib.Path, head: dict) -> Image | None:
     """The image in `path`; None if there is none, or one that is not what `head` says."""
     try:
-        line, data = _split(_contents(path))
+        line, data = _contents(path)
     except (OSError, ValueError):
         return None
     image = Image(data)
     if line != _line(head, image):
         return None
-    try:
+    with contextlib.suppress(OSError):
         os.utime(path)  # what is evicted first is what was used longest ago
-    except OSError:
-        pass
     return image
 
 
-def _contents(path: pathlib.Path) -> bytes:
-    """Reads a file that nobody else could have written; a pipe or a device is not waited for.
+def _contents(path: pathlib.Path) -> tuple[bytes, bytes]:
+    """Reads the head and the image of an entry that nobody else could have written.
 
-    Raises:
-      OSError, ValueError: if it is no such file.
+    Raises OSError or ValueError if it is no such file; a pipe or a device is not waited for.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
@@ -281,11 +263,7 @@ def _contents(path: pathlib.Path) -> bytes:
             raise ValueError("not an entry")
         if status.st_uid not in _trusted() or _others_can_write(status):
             raise ValueError("others can write to it")
-        return file.read()
-
-
-def _split(raw: bytes) -> tuple[bytes, bytes]:
-    line, newline, data = raw.partition(b"\n")
+        line, newline, data = file.read().partition(b"\n")
     if not newline:
         raise ValueError("not an entry")
     return line, data
@@ -326,24 +304,13 @@ def _evict(folder: pathlib.Path) -> None:
         total -= size
 
 
-def _existing() -> pathlib.Path | None:
-    try:
-        return directory()
-    except Refused:
-        return None
-
-
-def _files(
-    folder: pathlib.Path | None, *suffixes: str
-) -> list[tuple[pathlib.Path, os.stat_result]]:
+def _files(folder: pathlib.Path, *suffixes: str) -> list[tuple[pathlib.Path, os.stat_result]]:
     """The files of a folder whose names end so, without those that are gone by now."""
     found = []
-    try:
-        for entry in os.scandir(folder) if folder else ():
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 status = entry.stat(follow_symlinks=False)
                 if entry.name.endswith(suffixes) and not stat.S_ISDIR(status.st_mode):
                     found.append((pathlib.Path(entry.path), status))
-    except OSError:
-        pass
     return found

@@ -142,7 +142,10 @@ def compile_with_log(
 ) -> tuple[Image, str]:
     """As `compile_image`, with further options for NVRTC; also returns the compiler's log."""
     nvrtc = _nvrtc()
-    arch = _nearest(nvrtc, arch)
+    _, known = nvrtc.nvrtcGetSupportedArchs()
+    number = re.fullmatch(r"sm_(\d+)", arch)
+    if number and int(number[1]) > max(known):  # newer than NVRTC: PTX for the newest it knows
+        arch = f"compute_{max(known)}"
     arguments = [*options(macros, arch), *source.options, *extra]
     folders = filter(None, (include_directory(), standard_library()))
     arguments += [f"--include-path={folder}" for folder in folders]
@@ -249,13 +252,6 @@ def _open_builtins() -> None:
     for path in beside.glob("libnvrtc-builtins.so*"):
         with contextlib.suppress(OSError):
             ctypes.CDLL(str(path))
-
-
-def _nearest(nvrtc: Any, arch: str) -> str:
-    """Returns `arch`; where the GPU is newer than NVRTC, PTX for the newest that NVRTC knows."""
-    _, known = nvrtc.nvrtcGetSupportedArchs()
-    number = re.fullmatch(r"sm_(\d+)", arch)
-    return f"compute_{max(known)}" if number and int(number[1]) > max(known) else arch
 
 
 def _run(nvrtc: Any, source: Source, arguments: list[str], arch: str) -> tuple[Image, str]:

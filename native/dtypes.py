@@ -63,7 +63,13 @@ def rounded(parameter: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _rounded(parameter: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return parameter.astype(dtype).astype(compute_dtype(parameter.dtype))
+    # On GPUs XLA drops a cast there and back. It keeps this, which has no subnormals of its own.
+    info, wide = jnp.finfo(dtype), parameter.astype(compute_dtype(parameter.dtype))
+    value = jax.lax.reduce_precision(wide, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(wide.dtype).nexp:
+        return value
+    small = jnp.abs(wide) < info.smallest_normal
+    return jnp.where(small, wide.astype(dtype).astype(wide.dtype), value)
 
 
 @_rounded.defjvp

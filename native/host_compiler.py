@@ -35,10 +35,8 @@ _LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest fi
 def library(name: str, text: str, arch: str) -> Image:
     """Returns the shared library of C++ `text`, from the cache if it has been compiled before.
 
-    Args:
-      name: for messages and for `normfuse cache`.
-      text: the whole program; it reads the system's headers alone.
-      arch: `host()`, or PORTABLE.
+    `name` is for messages and for `normfuse cache`; `text` is the whole program and reads the
+    system's headers alone; `arch` is `host()`, or PORTABLE.
 
     Raises:
       CompilerMissing: if there is no compiler.
@@ -55,8 +53,7 @@ def library(name: str, text: str, arch: str) -> Image:
 def find() -> tuple[str, str]:
     """Returns (path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
 
-    Raises:
-      CompilerMissing: if none is.
+    Raises CompilerMissing if none is.
     """
     return _find(os.environ.get("CXX"))
 

@@ -87,11 +87,8 @@ def order_of(implementation: Implementation) -> Order | None:
 def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
     """Calls the implementation asked for.
 
-    Args:
-      op: the operation's name, for errors.
-      implementation: as the user gave it.
-      serve: for each implementation that exists, a function of `strict`: whether plain HLO may not
-        stand in for it (it may where "xla" follows, or where nothing was asked for).
+    `serve` has for each implementation that exists a function of `strict`: whether plain HLO may
+    not stand in for it (it may where "xla" follows, or where nothing was asked for).
 
     Raises:
       NotImplementedError: if the only implementation asked for cannot serve.
@@ -126,17 +123,10 @@ def report(
     names: Sequence[str] = ("native",),
     by: str = "plain HLO",
 ) -> None:
-    """Logs once per (op, reason) that another implementation than the first serves `op`.
+    """Logs once per (op, reason) that `by` serves `op` instead of `names`, which were asked for.
 
-    Args:
-      op: the operation's name.
-      reason: why, for all of `names` or for each.
-      strict: whether the caller rules plain HLO out.
-      names: the implementations that were asked for.
-      by: what serves instead.
-
-    Raises:
-      NotImplementedError: if `strict`; an ExceptionGroup of them for several `names`.
+    `reason` says why, for all of `names` or for each. Where `strict` rules plain HLO out it raises
+    NotImplementedError; an ExceptionGroup of them for several `names`.
     """
     reasons = {n: reason for n in names or ("native",)} if isinstance(reason, str) else dict(reason)
     if strict:

@@ -76,8 +76,9 @@ class Kernel:
         return [update(shape=t.shape, dtype=t.dtype, sharding=place(t)) for t in types]
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Any, order: Order) -> Any:
+        plain = functools.partial(lower, functools.partial(self.definition, spec), ctx)
         if not order.names and self._is_plain_fastest(platform, ctx, spec):
-            return lower(functools.partial(self.definition, spec), ctx, *values)
+            return plain(*values)
         where, reasons = "/".join(ctx.module_context.platforms), {}
         bodies = {"native": self._native_body, "pallas": self._pallas_body}
         for name in order.names or self._fastest(platform, ctx, spec):
@@ -96,7 +97,7 @@ class Kernel:
             return results
         if order.strict or "pallas" in order.names or not self.fused_by_xla(platform):
             report(spec.op, reasons, strict=order.strict)
-        return lower(functools.partial(self.definition, spec), ctx, *values)
+        return plain(*values)
 
     def fused_by_xla(self, platform: str | None) -> bool:
         """Returns whether the definition is meant to serve: XLA fuses it into one loop on CPUs."""

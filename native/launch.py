@@ -103,12 +103,9 @@ def call_host(
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> list[jax.Array]:
-    """Calls the C++ handler registered as `target`, which runs on the host, on a device's arrays.
+    """Calls the C++ handler that `native/bindings.cc` registers as `target`, as `launch` does.
 
-    Args:
-      target: `normfuse_...`, as `native/bindings.cc` registers it.
-      operands, results, aliases: as for `launch`.
-      **attributes: the handler's; numbers are NumPy scalars of the types it declares.
+    `attributes` are the handler's; numbers are NumPy scalars of the types it declares.
     """
     call = jax.ffi.ffi_call(target, list(results), input_output_aliases=dict(aliases or {}))
     return list(call(*operands, **attributes))
@@ -124,11 +121,7 @@ def uninitialized(after: jax.Array, result: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def cuda_compute_dtype(dtypes: Iterable[jnp.dtype]) -> jnp.dtype:
-    """Returns float64 if one operand or result is float64, else float32.
-
-    Raises:
-      Unsupported: for a dtype that no kernel takes.
-    """
+    """Returns float64 if one dtype is, else float32; Unsupported for one that no kernel takes."""
     dtypes = list(dtypes)
     for dtype in dtypes:
         if dtype.name not in FLOATING:
@@ -205,11 +198,8 @@ def target_for(ctx: Any) -> Target:
     """Returns the target of a lowering: `ctx` is JAX's LoweringRuleContext.
 
     The attached device being lowered for; else `NORMFUSE_CUDA_ARCH`; else (export, text checks, no
-    GPU) PTX for compute capability 8.0.
-
-    Raises:
-      Unsupported: for a GPU of compute capability below 8.0.
-      ValueError: if `NORMFUSE_CUDA_ARCH` names no architecture.
+    GPU) PTX for compute capability 8.0. Raises Unsupported for a GPU below that, ValueError if
+    `NORMFUSE_CUDA_ARCH` names no architecture.
     """
     module = ctx.module_context
     for device in () if module.lowering_parameters.for_export else _devices(module):
@@ -234,9 +224,7 @@ def compute_capability_of(ctx: Any) -> int | None:
 def named_target(name: str) -> Target:
     """Returns the target called `sm_90`, `90`, `9.0`, `sm_90a` or, for PTX, `compute_90`.
 
-    Raises:
-      ValueError: if `name` is none of these.
-      Unsupported: for compute capability below 8.0.
+    Raises ValueError for any other name, Unsupported for compute capability below 8.0.
     """
     match = re.fullmatch(r"(sm_|compute_|)(\d+)(\.(?=\d))?(\d)([af]?)", name.strip())
     if match is None:
@@ -259,8 +247,7 @@ def compute_capability(device: Any) -> int | None:
 def attached_target(device: Any, capability: int) -> Target:
     """Returns the target of a JAX device that has this compute capability, times ten.
 
-    Raises:
-      Unsupported: for compute capability below 8.0.
+    Raises Unsupported below 8.0.
     """
     _require(capability, f"{device.device_kind} ({device})")
     cores = int(getattr(device, "core_count", 0)) or _assumed(capability)

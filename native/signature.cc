@@ -47,6 +47,12 @@ std::string Text(ffi::DataType dtype) {
   return "XLA data type " + std::to_string(static_cast<int>(dtype));
 }
 
+ffi::ErrorOr<ffi::AnyBuffer> BufferOf(const ffi::RemainingRets& rets, size_t i) {
+  auto result = rets.get<ffi::AnyBuffer>(i);
+  if (result.has_error()) return ffi::Unexpected(result.error());
+  return **result;
+}
+
 }  // namespace
 
 std::string Signature::Read(std::string_view dtypes) {
@@ -71,33 +77,26 @@ std::string Signature::Read(std::string_view dtypes) {
 }
 
 std::string Signature::Check(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                             const std::vector<int64_t>& elements) const {
+                             const std::vector<int64_t>& elements, void** addresses) const {
   const size_t results = dtypes_.size() - operands_;
   if (args.size() != operands_ || rets.size() != results) {
     return "takes " + std::to_string(operands_) + " operands and " + std::to_string(results) +
            " results; got " + std::to_string(args.size()) + " and " + std::to_string(rets.size());
   }
   for (size_t i = 0; i < dtypes_.size(); ++i) {
-    std::string wrong;
-    if (i < operands_) {
-      auto buffer = args.get<ffi::AnyBuffer>(i);
-      wrong = buffer.has_value() ? CheckBuffer(i, *buffer, elements[i]) : buffer.error().message();
-    } else {
-      auto buffer = rets.get<ffi::AnyBuffer>(i - operands_);
-      wrong = buffer.has_value() ? CheckBuffer(i, **buffer, elements[i]) : buffer.error().message();
+    const bool is_result = i >= operands_;
+    const size_t number = is_result ? i - operands_ : i;
+    auto buffer = is_result ? BufferOf(rets, number) : args.get<ffi::AnyBuffer>(number);
+    if (buffer.has_error()) return buffer.error().message();
+    const auto count = static_cast<int64_t>(buffer->element_count());
+    if (buffer->element_type() != dtypes_[i] || count != elements[i]) {
+      return (is_result ? "result " : "operand ") + std::to_string(number) + " must be " +
+             std::to_string(elements[i]) + " of " + Text(dtypes_[i]) + "; got " +
+             std::to_string(count) + " of " + Text(buffer->element_type());
     }
-    if (!wrong.empty()) return wrong;
+    if (addresses != nullptr) addresses[i] = buffer->untyped_data();
   }
   return "";
-}
-
-std::string Signature::CheckBuffer(size_t i, const ffi::AnyBuffer& buffer, int64_t elements) const {
-  const auto count = static_cast<int64_t>(buffer.element_count());
-  if (buffer.element_type() == dtypes_[i] && count == elements) return "";
-  const bool result = i >= operands_;
-  return std::string(result ? "result " : "operand ") + std::to_string(result ? i - operands_ : i) +
-         " must be " + std::to_string(elements) + " of " + Text(dtypes_[i]) + "; got " +
-         std::to_string(count) + " of " + Text(buffer.element_type());
 }
 
 }  // namespace normfuse

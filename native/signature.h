@@ -18,16 +18,14 @@ class Signature {
   std::string Read(std::string_view dtypes);
 
   // Returns what does not fit about the buffers of a call, or "". `elements` has how many elements
-  // each operand has, and then each result.
+  // each operand has, and then each result; `addresses`, unless null, gets where each one is.
   std::string Check(const xla::ffi::RemainingArgs& args, const xla::ffi::RemainingRets& rets,
-                    const std::vector<int64_t>& elements) const;
+                    const std::vector<int64_t>& elements, void** addresses) const;
 
   size_t operands() const { return operands_; }
   size_t arrays() const { return dtypes_.size(); }
 
  private:
-  std::string CheckBuffer(size_t i, const xla::ffi::AnyBuffer& buffer, int64_t elements) const;
-
   size_t operands_ = 0;
   std::vector<xla::ffi::DataType> dtypes_;
 };

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _thin(config, items):
-    """Keeps one of `--thin` cases of each test of three or more, and any test's first two.
+    """Keeps one of `--thin` cases of each test, and one at least.
 
     The order is that of a checksum of their names, so that every parameter loses some values only.
     """
@@ -54,7 +54,7 @@ def _thin(config, items):
     dropped = set()
     for found in cases.values():
         found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        dropped.update(found[max(2, -(-len(found) // config.getoption("--thin"))) :])
+        dropped.update(found[-(-len(found) // config.getoption("--thin")) :])
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 

@@ -82,6 +82,55 @@ def check_forward(run: Run, case: Case) -> None:
         assert_close(result, want, case.compute)
 
 
+def check_cast_before(run: Run, case: Case) -> None:
+    """`forward` and `apply` round to the dtype of what is normalised before they multiply."""
+    x, _, other, scale = case.draw(5)
+    flags = case.flags | {"eps": EPS, "out_dtype": jnp.dtype(case.out), "cast_before": True}
+    more = {"has_residual": case.residual, "with_rstd": True}
+    y, *h, rstd = run("forward", [x, *[other] * case.residual, scale], flags | more)
+    h = reference.add(x, other) if case.residual else x
+    want, known = reference.round_before_weight(h, scale, eps=EPS, axes=1, out=case.out)
+    assert known.mean() > 0.98 and y.dtype == case.out
+    assert y[known].tobytes() == want[known].tobytes()
+    (again,) = run("apply", [h, scale, rstd], flags)
+    assert again.tobytes() == y.tobytes()
+
+
+def check_heads(run: Run, case: Case, heads: int) -> None:
+    """All kernels on (outer, heads, n) give what they give of each head alone, within rounding."""
+    outer, n, _ = case.shape
+    shape = (outer, heads, n)
+    x, dy, dh = (
+        a.reshape(shape) for a in dataclasses.replace(case, shape=(outer, heads * n, 1)).draw(6)[:3]
+    )
+    scale = 1 + 0.25 * np.random.default_rng(n).standard_normal((heads, n))
+    scale = scale.astype(jnp.dtype(case.scale))
+    seen = {"axes": (2,), "heads": (1,), "has_residual": case.residual} | case.flags
+    more, out = [dh] * case.residual, {"eps": EPS, "out_dtype": jnp.dtype(case.out)}
+    y, *h, rstd = run("forward", [x, *more, scale], seen | out | {"with_rstd": True})
+    h = h[0] if h else x
+    (again,) = run("apply", [h, scale, rstd], seen | out)
+    assert again.tobytes() == y.tobytes()
+    (sums,) = run("row_sums", [h], {"axes": (2,), "heads": (1,)})
+    seen["with_dscale"] = True
+    dx, dscale = run("backward", [dy, h, scale, rstd, *more], seen)
+    (dots,) = run("row_dots", [dy, h, scale], seen)
+    known = [dy, h, scale, rstd, *more, dots]
+    halves = run("backward_apply", known, seen | {"count": float(n)})
+    assert rstd.shape == sums.shape == dots.shape == shape[:2] and dscale.shape == (heads, n)
+    options = {"eps": EPS, "scale_offset": case.offset}
+    for i in range(heads):
+        of_y, of_rstd = reference.forward(h[:, i], scale[i], **options)
+        of_dx, of_dscale = reference.backward(
+            dy[:, i], h[:, i], scale[i], dh[:, i] if case.residual else None, **options
+        )
+        assert_close(y[:, i], of_y, case.compute)
+        assert_close(rstd[:, i], of_rstd, case.compute)
+        for a, b in ((dx, dscale), halves):
+            assert_close(a[:, i], of_dx, case.compute)
+            assert_close(b[i], of_dscale, case.compute)
+
+
 def check_backward(run: Run, case: Case) -> None:
     """`backward` gives dx and dscale within rounding."""
     x, dy, dh, scale = case.draw(2)

@@ -200,15 +200,39 @@ def outside(m, x):
     return x / (jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) + 1e-6) * m.weight[...]
 
 
+def detached(m, x):
+    return x * jax.lax.stop_gradient(jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6))
+
+
+@jax.custom_vjp
+def straight_through(m, x):
+    return normal(x)
+
+
+straight_through.defvjp(
+    lambda m, x: (normal(x), m), lambda m, g: (jax.tree.map(jnp.zeros_like, m), g)
+)
+
+
+def counting(m, x):
+    m.calls = m.calls + 1
+    return normal(x) * m.weight[...]
+
+
+def listing(m, x):
+    m.calls.append(x.shape)
+    return normal(x) * m.weight[...]
+
+
 def centred(m, x):
     return normal(x - x.mean(-1, keepdims=True)) * m.weight[...]
 
 
 W = lambda m: m.weight[...]
 NO_NORM = {  # name: (module, why it stays)
-    "LayerNorm": (lambda: nnx.LayerNorm(8, rngs=nnx.Rngs(0)), "2 arrays: bias, scale"),
+    "scale and bias": (lambda: nnx.GroupNorm(8, 2, rngs=nnx.Rngs(0)), "2 arrays: bias, scale"),
     "LayerNorm without bias": (
-        lambda: nnx.LayerNorm(8, use_bias=False, rngs=nnx.Rngs(0)),
+        lambda: type("Centred", (nnx.LayerNorm,), {})(8, use_bias=False, rngs=nnx.Rngs(0)),
         "subtracts the mean",
     ),
     "centred": (lambda: Scaled(centred), "subtracts the mean"),
@@ -224,6 +248,17 @@ NO_NORM = {  # name: (module, why it stays)
         "2 arrays: bias, weight",
     ),
     "over rows": (lambda: Scaled(lambda m, x: normal(x, axis=0) * W(m)), "row by row"),
+    "over a batch": (lambda: Scaled(lambda m, x: normal(x, axis=(0, -1)) * W(m)), "row by row"),
+    "stops gradients": (
+        lambda: Scaled(lambda m, x: detached(m, x) * W(m)),
+        "its derivative is not",
+    ),
+    "another derivative": (
+        lambda: Scaled(lambda m, x: straight_through(0.0, x) * W(m)),
+        "its derivative is not that of what it computes (custom_vjp_call)",
+    ),
+    "a counter": (lambda: Scaled(counting, calls=0), "changes its attributes"),
+    "a list": (lambda: Scaled(listing, calls=nnx.static([])), "changes its attributes"),
     "twice": (lambda: Scaled(lambda m, x: 2 * normal(x) * W(m)), "2 times the parameter"),
     "squared": (lambda: Scaled(lambda m, x: normal(x) * W(m) ** 2), "plus a constant"),
     "the weight alone": (lambda: Scaled(lambda m, x: x * W(m)), "not x over its root mean square"),

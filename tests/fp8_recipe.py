@@ -78,6 +78,17 @@ class Near:
         return Near(middle, np.maximum(*(np.abs(f(codes, 0) - middle) for f in (np.max, np.min))))
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounded(Near):
+    """Numbers that are quantized with a bound of their own."""
+
+    bound: np.float32
+
+    def quantized(self, bound=None):
+        assert bound is None
+        return super().quantized(exact(self.bound))
+
+
 def decoded(values, bound=None):
     codes, scale = fp8_reference.quantize(values, bound=bound)
     return np.asarray(codes, np.float64) * np.float64(scale)
@@ -128,13 +139,21 @@ def dense_recipe(x: Near, kernels, bias, dy: Near, dtype, activation):
     return y.rounded(dtype), dx, found
 
 
-def with_norm(recipe, x, scale, dtype):
-    """The same of rms_norm(x) · scale."""
-    wide = rows(x)
-    mean = (wide * wide).sum(1).value / x.shape[-1]
-    rstd = Near(1 / np.sqrt(mean + 1e-6), arithmetic(1 / np.sqrt(mean), x.shape[-1]))
+def normalised(x, scale) -> tuple[Near, Near, Bounded]:
+    """(rstd, x · rstd, rms_norm(x) · scale), which is quantized from float32 by its bound."""
+    wide, n = rows(x), x.shape[-1]
+    mean = (wide * wide).sum(1).value / n
+    rstd = Near(1 / np.sqrt(mean + 1e-6), arithmetic(1 / np.sqrt(mean + 1e-6), n))
     unscaled = wide * rstd
-    y, dn, found = recipe((unscaled * exact(scale)).rounded(dtype))
+    y = unscaled * exact(scale)
+    bound = np.sqrt(np.float32(n)) * np.max(np.abs(np.asarray(scale, np.float32)))
+    return rstd, unscaled, Bounded(y.value, y.slack, bound)
+
+
+def with_norm(recipe, x, scale):
+    """The same of rms_norm(x) · scale."""
+    rstd, unscaled, normal = normalised(x, scale)
+    y, dn, found = recipe(normal)
     moved = dn * exact(scale)
     along = (moved * unscaled).sum(1) * exact(-1 / x.shape[-1])
     dx = (rstd * (moved + unscaled * along)).rounded(x.dtype)
@@ -164,7 +183,7 @@ def recipe(layer, args, dy, activation="silu"):
     scale = rest.pop(0) if "norm" in layer else None
     kernels, bias = (rest, None) if "gated" in layer else (rest[:1], (*rest[1:], None)[0])
     if scale is not None:
-        return with_norm(lambda n: of(n, kernels, bias), x, scale, dtype)
+        return with_norm(lambda n: of(n, kernels, bias), x, scale)
     y, dx, found = of(rows(x), kernels, bias)
     return y, [dx, *found]
 

@@ -21,7 +21,12 @@ from jax.sharding import Mesh
 _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
 # No GPU is there to time GEMMs on, and without a time XLA would guess Triton where cuBLAS wins.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# What LLVM makes of the kernels is not read: they are compiled without its optimizations.
+OPTIONS = {
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_backend_optimization_level": 0,
+    "xla_gpu_ptx_compiler_extra_flags": "-O0",
+}
 
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:

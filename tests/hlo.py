@@ -37,6 +37,37 @@ def calls(compiled, prefix: str = "rms_norm_") -> dict[str, int]:
     return {name.removeprefix(prefix): count for name, count in sorted(found.items())}
 
 
+def runs(compiled, prefix: str) -> dict[tuple[str, str], int]:
+    """How often a run of the program calls each of our kernels, by name and first result.
+
+    Loops count as often as they go round; the name is without `prefix`.
+    """
+    bodies, name, lines = {}, "", []
+    for line in text(compiled).splitlines():
+        if begun := re.match(r"(?:ENTRY )?(%\S+) .*\{$", line):
+            name = begun[1]
+            bodies["ENTRY" if line.startswith("ENTRY") else name] = lines = []
+        elif name:
+            lines.append(line)
+
+    def count(name: str) -> collections.Counter:
+        found = collections.Counter()
+        for line in bodies[name]:
+            for kernel, type_ in _kernels(line):
+                if kernel.startswith(prefix):
+                    found[
+                        kernel.removeprefix(prefix), "{}[{}]".format(*_ARRAY.search(type_).groups())
+                    ] += 1
+            times = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for called in re.findall(r"(?:body|to_apply|calls)=(%[\w.-]+)", line):
+                for key, n in count(called).items():
+                    found[key] += n * (int(times[1]) if times else 1)
+            assert times or " while(" not in line, "a loop of unknown length"
+        return found
+
+    return dict(count("ENTRY"))
+
+
 def results(compiled) -> list[int]:
     """How many results each call of our kernels has, in order of the kernel's name."""
     return [len(_ARRAY.findall(type_)) for _, type_ in sorted(_kernels(compiled))]

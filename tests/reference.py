@@ -1,4 +1,4 @@
-"""RMSNorm and its derivatives in float64 numpy, and how far from them a computation may be.
+"""The norms and their derivatives in float64 numpy, and how far from them a computation may be.
 
 The formulas are written for the normalised row x̂ = x · rstd, and take complex arrays, so that a
 derivative of any of them is the imaginary part of a complex step: exact to float64.
@@ -94,6 +94,19 @@ def normalise(x, scale, *, eps=1e-6, axes=-1, scale_offset=0.0) -> tuple[Array, 
     return x * np.expand_dims(rstd, axes) * _weight(scale, scale_offset, rows), rstd
 
 
+def round_before_weight(x, scale, *, eps=1e-6, axes=-1, out="float32") -> tuple[Array, Array]:
+    """y with x̂ rounded to the dtype of x first, and where it is known to the last bit.
+
+    That is all but where 16 roundings in float32 move x̂ past a tie: about one element in 2¹² of
+    bfloat16, in 2⁹ of float16.
+    """
+    normal = normalise(x, None, eps=eps, axes=axes)[0]
+    near = [(normal * (1 + e * 2**-20)).astype(x.dtype) for e in (-1, 0, 1)]
+    weight = _weight(scale, 0.0, dims(x, axes)[1]).astype(np.float32)
+    y = (near[1].astype(np.float32) * weight).astype(jnp.dtype(out))
+    return y, (near[0] == near[1]) & (near[1] == near[2])
+
+
 def push(x, scale, dx, dscale, *, eps=1e-6, axes=-1, scale_offset=0.0) -> Array:
     """The tangent of y."""
     x, dx = wide(x), wide(dx)
@@ -170,3 +183,79 @@ def backward(dy, x, scale=None, dh=None, **options) -> tuple[Expected, Expected]
 def _magnitude(scale, options, rows):
     offset = abs(options.get("scale_offset", 0.0))
     return np.ones(()) if scale is None else np.expand_dims(np.abs(wide(scale)) + offset, rows)
+
+
+# ---------------------------------------------------------------- LayerNorm
+# x̂ = (x − mean) · rstd. Both x and the mean are rounded: what is left of their difference has an
+# error of eps · (|x| + mean|x|), which is therefore the size of (x − mean) in every tolerance. A
+# variance that was a difference of means would have one of eps · mean², far beyond it.
+
+
+def layer_normal(x, axes, eps=1e-6) -> tuple[Array, Array, Array]:
+    """x̂, rstd and mean, the last two against x."""
+    mean = wide(x).mean(axes, keepdims=True)
+    centred = wide(x) - mean
+    rstd = 1 / np.sqrt((centred * centred).mean(axes, keepdims=True) + eps)
+    return centred * rstd, rstd, mean
+
+
+def _layer(x, scale, *, eps=1e-6, axes=-1, scale_offset=0.0):
+    """x̂, rstd, w, the magnitudes of x̂ and of w, elements of a row, the axes and the rows."""
+    axes, rows = dims(np.asarray(x), axes)
+    normal, rstd, _ = layer_normal(x, axes, eps)
+    magnitude = (np.abs(wide(x)) + np.abs(wide(x)).mean(axes, keepdims=True)) * rstd
+    larger = _magnitude(scale, {"scale_offset": scale_offset}, rows)
+    n = x.size // max(rstd.size, 1)
+    return normal, rstd, _weight(scale, scale_offset, rows), magnitude, larger, n, axes, rows
+
+
+def layer_forward(x, scale=None, bias=None, **options) -> Expected:
+    """y."""
+    normal, _, w, magnitude, larger, n, _, rows = _layer(x, scale, **options)
+    b = 0.0 if bias is None else np.expand_dims(wide(bias), rows)
+    return Expected(normal * w + b, magnitude * larger + np.abs(b), n)
+
+
+def layer_pull(dy, x, scale, **options) -> tuple[Array, Array, Array]:
+    """`(dx, dscale, dbias)`, without what reaches x by another way."""
+    normal, rstd, w, _, _, _, axes, rows = _layer(x, scale, **options)
+    dy, mean = wide(dy), lambda a: a.mean(axes, keepdims=True)
+    g = dy * w
+    dx = rstd * (g - mean(g) - normal * mean(g * normal))
+    return dx, (dy * normal).sum(rows), dy.sum(rows)
+
+
+def layer_backward(dy, x, scale=None, dh=None, **options) -> tuple[Expected, Expected, Expected]:
+    """dx, dscale and dbias."""
+    _, rstd, _, magnitude, larger, n, axes, rows = _layer(x, scale, **options)
+    dx, dscale, dbias = layer_pull(dy, x, scale, **options)
+    dh = np.zeros(()) if dh is None else wide(dh)
+    dy, mean = np.abs(wide(dy)), lambda a: a.mean(axes, keepdims=True)
+    g = dy * larger
+    size = rstd * (g + mean(g) + magnitude * mean(g * magnitude)) + np.abs(dh)
+    terms = rstd.size + n  # each term of dscale has an rstd, itself a sum of n terms
+    return (
+        Expected(dx + dh, size, n),
+        Expected(dscale, (dy * magnitude).sum(rows), terms),
+        Expected(dbias, dy.sum(rows), terms),
+    )
+
+
+def layer_tangent(x, scale, dx, dscale=None, dbias=None, **options) -> Expected:
+    """The tangent of y."""
+    normal, rstd, w, magnitude, larger, n, axes, rows = _layer(x, scale, **options)
+    dx, mean = wide(dx), lambda a: a.mean(axes, keepdims=True)
+    of = lambda d: np.zeros(()) if d is None else np.expand_dims(wide(d), rows)
+    along = dx - mean(dx) - normal * mean(normal * dx)
+    size = np.abs(dx) + mean(np.abs(dx)) + magnitude * mean(magnitude * np.abs(dx))
+    value = w * rstd * along + normal * of(dscale) + of(dbias)
+    size = larger * rstd * size + magnitude * np.abs(of(dscale)) + np.abs(of(dbias))
+    return Expected(value, size, n)
+
+
+def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
+    """gpt-oss's function of gate and up in NumPy, and its derivatives by both."""
+    c, u = np.minimum(z, limit), np.clip(up, -limit, limit) + 1
+    s = 1 / (1 + np.exp(-alpha * c))
+    slope = s * (1 + alpha * c * (1 - s))
+    return u * c * s, np.where(z > limit, 0, u * slope), np.where(np.abs(up) > limit, 0, c * s)

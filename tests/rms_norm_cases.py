@@ -1,11 +1,12 @@
-"""One of the RMSNorm ops on one set of random operands, and what it and its derivatives must give.
+"""One of the norms on one set of random operands, and what it and its derivatives must give.
 
-Every op is called as a function of `(x[, residual][, scale])` that returns a tuple, and is
+Every op is called as a function of `(x[, residual][, scale][, bias])` that returns a tuple, and is
 differentiated through `loss`: the sum of its results times given cotangents.
 """
 
 import copy
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import Expected, assert_close
 
-from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
+from normfuse import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+    rms_norm_with_rstd,
+)
 
 _OPS = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
     "rms_norm_with_rstd": rms_norm_with_rstd,
+    "layer_norm": layer_norm,
+    "add_layer_norm": add_layer_norm,
 }
 
 
@@ -30,7 +39,7 @@ class Case:
     Args:
       op: the name of a public function.
       shape: of x.
-      x, residual, scale: dtypes; scale None for no scale.
+      x, residual, scale, bias: dtypes; scale or bias None for none. A bias is a LayerNorm's.
       fill: turns standard normal values into an operand's.
       seed: of the random values.
       options: given to the op.
@@ -44,17 +53,20 @@ class Case:
         x="float32",
         residual="float32",
         scale="float32",
+        bias=None,
         fill=lambda values: values,
         seed=0,
         **options,
     ):
         rng = np.random.default_rng(seed)
         draw = lambda shape, dtype: fill(rng.standard_normal(shape)).astype(jnp.dtype(dtype))
-        self.op, self.options, self.has_residual = op, options, op == "add_rms_norm"
+        self.op, self.options, self.has_residual = op, options, op.startswith("add_")
+        self.has_scale, self.has_bias = scale is not None, bias is not None
         self.axes, _ = reference.dims(np.empty(shape), options.get("axis", -1))
         operands = [(shape, x)]
         operands += [(shape, residual)] * self.has_residual
-        operands += [(tuple(shape[a] for a in self.axes), scale)] * (scale is not None)
+        own = tuple(shape[a] for a in self.axes)
+        operands += [(own, dtype) for dtype in (scale, bias) if dtype is not None]
         self.args = tuple(draw(*operand) for operand in operands)
         self.tangents = tuple(draw(*operand) for operand in operands)
         dtypes = [a.dtype for a in self.args] + [jnp.dtype(options.get("dtype") or x)]
@@ -69,13 +81,19 @@ class Case:
 
     def __call__(self, *args, **options):
         """The op's results, always a tuple; `options` on top of the case's own."""
-        args, rest = args[: 1 + self.has_residual], args[1 + self.has_residual :]
-        out = _OPS[self.op](*args, *rest, **{**self.options, **options})
+        given = {**self.options, **options}
+        if self.has_bias:
+            *args, given["bias"] = args
+        out = _OPS[self.op](*args, **given)
         return out if isinstance(out, tuple) else (out,)
 
     @property
     def scale(self):
-        return self.args[-1] if len(self.args) > 1 + self.has_residual else None
+        return self.args[1 + self.has_residual] if self.has_scale else None
+
+    @property
+    def bias(self):
+        return self.args[-1] if self.has_bias else None
 
     @property
     def h(self):
@@ -110,6 +128,9 @@ class Case:
 
     def values(self) -> list[Expected]:
         """What the op returns."""
+        if "layer_norm" in self.op:
+            y = reference.layer_forward(self.h, self.scale, self.bias, **self._options)
+            return [y, Expected(reference.wide(self.h), np.zeros(()))][: 1 + self.has_residual]
         y, rstd = reference.forward(self.h, self.scale, **self._options)
         if self.has_residual:
             return [y, Expected(reference.wide(self.h), np.zeros(()))]
@@ -118,6 +139,11 @@ class Case:
     def gradients(self) -> list[Expected]:
         """What `grad` returns."""
         dh = self.cts[1] if self.has_residual else None
+        if "layer_norm" in self.op:
+            found = self.cts[0], self.h, self.scale, dh
+            dx, dscale, dbias = reference.layer_backward(*found, **self._options)
+            grads = [dx] * (1 + self.has_residual)
+            return grads + [dscale] * self.has_scale + [dbias] * self.has_bias
         dx, dscale = reference.backward(self.cts[0], self.h, self.scale, dh, **self._options)
         if self.op == "rms_norm_with_rstd":
             more = self._through_rstd(lambda rstd: rstd * reference.wide(self.cts[1]))
@@ -129,11 +155,16 @@ class Case:
 
     def pushed(self) -> list[Expected]:
         """The tangents of the results along `tangents`."""
-        dscale = self.tangents[-1] if self.scale is not None else None
+        dscale = self.tangents[1 + self.has_residual] if self.has_scale else None
         dh = self.tangents[0]
         if self.has_residual:
             dh = reference.add(*self.tangents[:2])
-        dy = reference.tangent(self.h, self.scale, dh, dscale, **self._options)
+        if "layer_norm" in self.op:
+            dbias = self.tangents[-1] if self.has_bias else None
+            parameters = dscale, dbias
+            dy = reference.layer_tangent(self.h, self.scale, dh, *parameters, **self._options)
+        else:
+            dy = reference.tangent(self.h, self.scale, dh, dscale, **self._options)
         if self.has_residual:
             # XLA may keep more of the sum's tangent than its dtype holds: one rounding either way
             ratio = float(jnp.finfo(dh.dtype).eps / jnp.finfo(self.cts[0].dtype).eps)
@@ -242,3 +273,30 @@ def put(mesh, case, spec, scale=REPLICATED) -> tuple[list[jax.Array], list[jax.A
     return [place(a, spec) for a in big] + [place(last, scale)], [
         place(ct, spec) for ct in case.cts
     ]
+
+
+def both(case: Case, **options):
+    """The op and its pullback as one compiled function of (operands, cotangents)."""
+
+    @jax.jit
+    def run(args, cts):
+        out, pullback = jax.vjp(lambda *args: case(*args, **options), *args)
+        return out, pullback(cts)
+
+    return run
+
+
+def check_both(case: Case, **options):
+    out, grads = both(case, **options)(case.args, case.cts)
+    case.check(out, case.values())
+    case.check(grads, case.gradients())
+
+
+# ---------------------------------------------------------------- tables
+
+FLOATS = ("float32", "bfloat16", "float16")
+MIXES = [*itertools.product(FLOATS, (*FLOATS, None), FLOATS)]
+WIDE = [
+    m for m in itertools.product(("float64", "float32", "bfloat16"), repeat=3) if "float64" in m
+]
+AXES = [-1, 0, 1, -2, (0,), (1, 2), (2, 1), (0, 2), (-1, 0), (0, 1, 2, 3), (1, 3), (0, 1)]

@@ -32,7 +32,7 @@ def floating(op: str, argument: str, value: Any) -> jax.Array:
     return array
 
 
-def floating_dtype(op: str, dtype: Any, default: Any) -> str:
+def floating_dtype(op: str, dtype: Any, default: Any, argument: str = "dtype") -> str:
     """Returns the name of `dtype`, or of `default` where it is None; TypeError if not floating.
 
     float64 becomes float32 where JAX's 64-bit types are off, with JAX's own warning.
@@ -42,7 +42,7 @@ def floating_dtype(op: str, dtype: Any, default: Any) -> str:
     except TypeError:
         name = repr(dtype)
     if name not in FLOATING:
-        raise TypeError(f"{op}: dtype must be one of {', '.join(FLOATING)}, got {name}")
+        raise TypeError(f"{op}: {argument} must be one of {', '.join(FLOATING)}, got {name}")
     if name == "float64":
         name = jax.eval_shape(lambda: jnp.empty((), name)).dtype.name
     return name
@@ -59,6 +59,13 @@ def check_quantization(op: str, quantization: Any, dtype: Any = None) -> None:
             f"{op}: quantization='fp8' takes float32, bfloat16 and float16, got float64; leave "
             "quantization out, or set dtype"
         )
+
+
+def options_of(name: str, layer: Any, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """Returns a linear layer's options and its compute dtype, as our ops take them; checks them."""
+    check_quantization(name, layer.quantization, dtype)
+    options = {"activation": layer.activation, "implementation": layer.implementation}
+    return options | {"quantization": layer.quantization, "dtype": jnp.dtype(dtype).name}
 
 
 def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:

@@ -73,50 +73,45 @@ class Split:
 
 @dataclasses.dataclass(eq=False)
 class Op:
-    """An operation on global arrays.
+    """An operation on global arrays, in functions of its `spec`.
 
-    Attributes:
-      name: the primitive is `normfuse_<name>`.
-      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`. `spec` is a
-        frozen dataclass of all that is known when the operation is traced; its `op` is the function
-        the user called, for errors.
-      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
-        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
-        operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
-        body serves on one device alone; elsewhere its definition is split, part by part.
-      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
-        operation that is plain HLO everywhere (a tangent, say).
-      leads: the leading operands, one or two; their shardings decide. The first has all rows. Or
-        `spec -> leads`.
-      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: an operand that is
-        stored in parts along one is gathered.
-      unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
-        batch well, for vmap where a parameter or its gradient has a batch dimension.
-      batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
-      batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
-      before: `(ctx, spec, order) -> Order`, called before the operation is lowered.
-      jvp: `(primals, tangents, spec, order) -> (results, tangents)`; the definition's own
-        derivative, plain HLO, where None.
-      transpose: `(cotangents, *operands, spec, order) -> gradients`, for what is linear.
-      backward: the operation that is the first-order gradient, for readers and for listings.
-      without_last: `spec -> spec` of the same operation without its last result, for a program that
-        does not use it; None where that result is not computed anyway.
+    That is a frozen dataclass of all that is known when the operation is traced; its `op` is the
+    function the user called, for errors.
     """
 
-    name: str
-    definition: Body
+    name: str  # the primitive is `normfuse_<name>`
+    definition: Body  # the operation in plain JAX, `(spec, *operands) -> list of arrays`
     _: dataclasses.KW_ONLY
+    # `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
+    # `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
+    # operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
+    # body serves on one device alone; elsewhere its definition is split, part by part.
     dims: Callable[..., Dims] | None = None
+    # `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
+    # operation that is plain HLO everywhere (a tangent, say).
     body: Body | None = None
+    # The leading operands, one or two; their shardings decide. The first has all rows.
     leads: Leads | Callable[[Any], Leads] = (0,)
+    # `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is gathered.
     undivided: Callable[..., Dimensions] | None = None
+    # `(spec, *operands, order) -> list`, the values of `definition` by operations that batch well,
+    # for vmap where a parameter or its gradient has a batch dimension.
     unfused: Body | None = None
+    # `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
     batched: Callable[[Any, int], Any] = lambda spec, at: spec
+    # A batching rule in place of the general one, `(op, operands, batched, spec, order)`.
     batch: Callable[..., Any] | None = None
-    before: Callable[[Any, Any, Order], Order] | None = None
+    # How devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
+    # partitioning: `(spec, sizes of mesh axes, operands' shapes, PartitionSpecs of operands and
+    # results) -> (these specs as they must be, one device's function)`.
+    share: Callable[..., tuple[list[P], Callable[..., Results]]] | None = None
+    before: Callable[[Any, Any, Order], Order] | None = None  # `(ctx, spec, order)`, when lowered
+    # `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
     jvp: Callable[..., Any] | None = None
-    transpose: Callable[..., Any] | None = None
-    backward: "Op | None" = None
+    transpose: Callable[..., Any] | None = None  # `(cotangents, *operands, spec, order)`, if linear
+    backward: "Op | None" = None  # the first-order gradient, for readers and for listings
+    # `spec -> spec` of the same operation without its last result, for a program that does not use
+    # it; None where that result is not computed anyway.
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):
@@ -151,7 +146,7 @@ class Op:
 
     def _abstract_eval(self, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        if self.dims is None:
+        if self.dims is None or self.share is not None:
             return jax.make_jaxpr(functools.partial(self.plain, spec))(*operands).out_avals
         types = result_types(self.definition, spec, tuple((a.shape, a.dtype) for a in operands))
         inputs, outputs = self._dims(spec, operands)
@@ -173,6 +168,14 @@ class Op:
         where = where_lowered(ctx, avals[leads[0]])
         lower_as = lambda fn: mlir.lower_fun(fn, multiple_results=True)(ctx, *values)
         plain = functools.partial(self.plain, spec)
+        mixed = avals[leads[0]].sharding.mesh.explicit_axes  # and Auto ones
+        if self.share is not None and where == _Where() and not mixed:
+            devices = devices_of(ctx)
+            share = functools.partial(self.share, spec)
+            rule = shardy_rule(*self._dims(spec, avals))
+            results = lower_as(_shared(plain, share, rule, devices))
+            self._name(ctx, results, devices, spec, order)
+            return results
         if self.body is None:
             return lower_as(plain)
         if where.plain:
@@ -191,14 +194,28 @@ class Op:
         if self.undivided is not None:
             undivided = self.undivided(spec, *[avals[lead].ndim for lead in leads])
         if where.explicit:
-            return lower_as(_split_by_types(body, dims, leads, undivided, avals, where.explicit))
+            mesh, (inputs, outputs) = avals[leads[0]].sharding.mesh, dims
+            specs = [avals[lead].sharding.spec for lead in leads]
+            split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
+            mapped = jax.shard_map(
+                _on(body, split),
+                mesh=mesh,
+                in_specs=tuple(split.spec(d) for d in inputs),
+                out_specs=[split.spec(d) for d in outputs],
+                axis_names=set(where.explicit),
+                check_vma=False,
+            )
+            return lower_as(mapped)
         devices = devices_of(ctx)
         results = lower_as(_partitioned(body, dims, leads, undivided, devices))
-        # all that the callback depends on: calls of one name share one callback
-        about = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
-        shapes = [a.str_short() for a in avals]
-        _name_callback(results, f"{self.name}{spec}{order}{dims}{shapes}{about}")
+        self._name(ctx, results, devices, spec, order, dims)
         return results
+
+    def _name(self, ctx: Any, results: Any, devices: Sequence[jax.Device], *about: Any) -> None:
+        """Names a callback by all that it depends on: calls of one name share it."""
+        context = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
+        shapes = [a.str_short() for a in ctx.avals_in]
+        _name_callback(results, f"{self.name}{about}{shapes}{context}")
 
     def _batch(
         self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
@@ -224,10 +241,9 @@ class Op:
                 lead = moved[leads[0]]
                 moved = [match(a, lead, d) if rows(d) else a for a, d in zip(moved, inputs)]
                 return self(spec, *moved, order=order), [place(d) for d in outputs]
+        one = functools.partial(self.plain, spec)
         if self.unfused is not None:
             one = functools.partial(self.unfused, spec, order=order)
-        else:
-            one = functools.partial(self.plain, spec)
         results = jax.vmap(one, tuple(batched), axis_size=size)(*args)
         return list(results), [0] * len(results)
 
@@ -238,12 +254,12 @@ class Op:
 
 
 def _drop_last(without_last: Callable[[Any], Any], used: list[bool], *live_and_eqn: Any) -> Any:
-    """Dead code: the last result is not computed when nobody uses it."""
+    """Dead code: the last results are not computed when nobody uses them."""
     eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    spec = None if used[-1] else without_last(eqn.params["spec"])
-    if spec is not None:
+    while not used[-1] and (spec := without_last(eqn.params["spec"])) is not None:
+        used = used[:-1]
         eqn = eqn.replace(outvars=eqn.outvars[:-1], params={**eqn.params, "spec": spec})
     return [True] * len(eqn.invars), eqn
 
@@ -300,34 +316,8 @@ def _split(
     return Split(tuple(axes[d] for d in order), tuple(shape[d] for d in order))
 
 
-def _split_by_types(
-    body: Body,
-    dims: Dims,
-    leads: Leads,
-    undivided: Dimensions,
-    avals: Sequence[Any],
-    axes: Set[str],
-) -> Callable[..., Any]:
-    """Returns `body` under shard_map, split as the leading operands' types say."""
-    mesh, (inputs, outputs) = avals[leads[0]].sharding.mesh, dims
-    specs = [avals[lead].sharding.spec for lead in leads]
-    split = _split(inputs, leads, avals, specs, dict(mesh.shape), undivided)
-    return jax.shard_map(
-        _on(body, split),
-        mesh=mesh,
-        in_specs=tuple(split.spec(d) for d in inputs),
-        out_specs=[split.spec(d) for d in outputs],
-        axis_names=set(axes),
-        check_vma=False,
-    )
-
-
 def _partitioned(
-    body: Body,
-    dims: Dims,
-    leads: Leads,
-    undivided: Dimensions,
-    devices: Sequence[jax.Device],
+    body: Body, dims: Dims, leads: Leads, undivided: Dimensions, devices: Sequence[jax.Device]
 ) -> Callable[..., Results]:
     """Returns `body` as a function of global arrays on a mesh of `devices`, with Auto axes."""
     (inputs, outputs), x64 = dims, jax.config.jax_enable_x64
@@ -360,6 +350,44 @@ def _partitioned(
         infer_sharding_from_operands=infer,
         sharding_rule=shardy_rule(inputs, outputs),
         decode_shardings=False,  # mesh_and_spec does: JAX fails where a reshape split an axis
+    )
+    return lambda *operands: list(call(*operands))
+
+
+def _shared(
+    plain: Callable[..., Results],
+    share: Callable[..., Any],
+    rule: str,
+    devices: Sequence[jax.Device],
+) -> Callable[..., Results]:
+    """Returns `plain` as a function of global arrays on Auto axes, shared as `share` says."""
+    x64 = jax.config.jax_enable_x64
+
+    @custom_partitioning
+    def call(*operands):
+        return tuple(without_mesh(plain, x64)(*operands))
+
+    def parts(operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        found = [mesh_and_spec(a.sharding, len(a.shape), devices) for a in (*operands, *results)]
+        mesh, specs = on_one_mesh(found)
+        specs, function = share(dict(mesh.shape), [a.shape for a in operands], specs)
+        return mesh, [NamedSharding(mesh, spec) for spec in specs], function
+
+    def partition(_mesh, operands, results):
+        mesh, shardings, function = parts(operands, results)
+        local = without_mesh(function, x64)
+        count = len(operands)
+        fn = lambda *values: tuple(local(*values))
+        return mesh, fn, tuple(shardings[count:]), tuple(shardings[:count])
+
+    def infer(_mesh, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
+        return tuple(parts(operands, results)[1][len(operands) :])
+
+    call.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=rule,
+        decode_shardings=False,
     )
     return lambda *operands: list(call(*operands))
 

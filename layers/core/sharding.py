@@ -145,10 +145,7 @@ def factor(tiles: np.ndarray) -> tuple[list[int], list[list[int]]]:
     """Returns the mesh sizes, and for each dimension of `tiles` the mesh axes it is the product of.
 
     `tiles` has at each place the position of the device that holds the tile; on the mesh, devices
-    are in order of position.
-
-    Raises:
-      ValueError: if no mesh has these tiles.
+    are in order of position. Raises ValueError if no mesh has these tiles.
     """
     lines = [np.moveaxis(tiles, d, -1).ravel()[:n] for d, n in enumerate(tiles.shape)]
     by_dimension = [_axes_of(line) for line in lines]

@@ -12,7 +12,7 @@ from jax import Array
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
-from ...native.dtypes import compute_dtype, holds
+from ...native.dtypes import NARROW, compute_dtype, holds
 from ...native.implementation import BEST, Implementation, Order, choose, native_or_best
 from ..core.arguments import array_of, finite, floating, floating_dtype
 from ..core.op import Op, batch_at, match, reshard_like
@@ -145,23 +145,20 @@ def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
         )
     if x.ndim < 1:
         raise ValueError(f"{_OP}: x must be (*rows, n), got a scalar; reshape it to (1,)")
-    stored = "(n, vocab)" if contract == 0 else "(vocab, n)"
+    forms = "(n, vocab)", "(vocab, n)"
+    stored = forms[contract]
     if kernel.ndim != 2:
         raise ValueError(f"{_OP}: kernel must be {stored}, got shape {kernel.shape}")
     if kernel.shape[contract] != x.shape[-1]:
         hint = ""
         if kernel.shape[1 - contract] == x.shape[-1]:
-            hint = f"; pass contract={1 - contract} if it is stored {_other(stored)}"
+            hint = f"; pass contract={1 - contract} if it is stored {forms[1 - contract]}"
         raise ValueError(
             f"{_OP}: kernel, {stored}, must have x's last axis of {x.shape[-1]} for n; got kernel "
             f"of shape {kernel.shape} and x of shape {x.shape}{hint}"
         )
     if kernel.shape[1 - contract] == 0:
         raise ValueError(f"{_OP}: kernel has no words, its shape is {kernel.shape}")
-
-
-def _other(stored: str) -> str:
-    return "(vocab, n)" if stored == "(n, vocab)" else "(n, vocab)"
 
 
 def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tuple[Array, Array]:
@@ -260,12 +257,8 @@ def match_spec(array: Array, lead: Array, spec: P) -> Array:
     return array if jax.typeof(array).sharding.spec == spec else reshard_like(array, lead, spec)
 
 
-def _as_read(spec: Spec, x: Array, kernel: Array) -> Array:
-    """Returns the kernel as the GEMMs read it: rounded, and gathered over axes that split x."""
-    return _gathered(spec, x, kernel.astype(x.dtype))
-
-
 def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
+    """Returns the kernel, on an Explicit mesh gathered over the axes that split x."""
     sharding = jax.typeof(kernel).sharding
     if not jax.typeof(x).sharding.mesh.explicit_axes:
         return kernel
@@ -290,17 +283,11 @@ def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, b
 
 
 class Loss(NamedTuple):
-    """What is known of the loss when it is traced.
+    """What is known of the loss when it is traced."""
 
-    Attributes:
-      spec: of its operations.
-      order: which kernels are to serve.
-      with_lse: whether a reduction also returns the log-sum-exps.
-    """
-
-    spec: Spec
-    order: Order
-    with_lse: bool = False
+    spec: Spec  # of its operations
+    order: Order  # which kernels are to serve
+    with_lse: bool = False  # whether a reduction also returns the log-sum-exps
 
     @property
     def op(self) -> str:
@@ -352,7 +339,7 @@ def define_statistics(
 ) -> list[Array]:
     """`(x, labels, kernel[, main]) -> (lse, picked)`."""
     del main
-    w = _as_read(loss.spec, x, kernel)
+    w = _gathered(loss.spec, x, kernel.astype(x.dtype))
     return ops.statistics(loss.spec, x, w, labels, order=loss.order)
 
 
@@ -376,7 +363,7 @@ def _statistics_tangent(
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     del order
     x, labels, kernel, *_ = primals
-    w = _as_read(spec.spec, x, kernel)  # once for both ways
+    w = _gathered(spec.spec, x, kernel.astype(x.dtype))  # once for both ways
     lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
     wanted, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
     return [lse, picked], _statistics_tangent(spec, x, w, labels, lse, wanted, moving)
@@ -390,11 +377,16 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     if not moving:
         results = define_reduced(spec, *primals)
         return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
-    w = _as_read(spec.spec, x, kernel)
+    w = _gathered(spec.spec, x, kernel.astype(x.dtype))
     # The mean's divisor is part of the gradients, but for float16: they would be too small for it.
     folded = x.dtype != jnp.float16
     weights = mask * scale if folded else mask
-    alone = replace(spec.spec, wanted=wanted)
+    # Rounded by its product where that product's own operands have the kernel's dtype, and no main
+    # gradient is asked for.
+    moved = [type(d) is not ad.Zero for d in tangents[4:]]
+    dtype = kernel.dtype.name
+    rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW
+    alone = replace(spec.spec, wanted=wanted, dkernel=dtype if rounds else None)
     lse, picked, *found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
     results = [_total(spec.spec, lse, picked, mask, scale)]
     along = lambda g, t: jnp.sum(g.astype(mask.dtype) * t.astype(mask.dtype))

@@ -36,27 +36,17 @@ _MULTIPLE = 128  # rows of a GEMM's tile
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """All that is known of the loss when it is traced.
+    """All that is known of the loss when it is traced."""
 
-    Attributes:
-      softmax: of the logits.
-      contract: the kernel's summed axis: 0 for `(n, vocab)`, 1 for `(vocab, n)`.
-      logits: the dtype of the logits.
-      precision: of the products.
-      chunk: rows of a chunk; None for the best.
-      plain: whether the kernels of the softmax are not to serve.
-      wanted: of the gradients of x and the kernel, which are.
-      groups: leading dimensions of x that have a kernel's gradient each.
-    """
-
-    softmax: Softmax = Softmax()
-    contract: int = 0
-    logits: str = "bfloat16"
-    precision: str | None = None
-    chunk: int | None = None
-    plain: bool = False
-    wanted: tuple[bool, bool] = (True, True)
-    groups: int = 0
+    softmax: Softmax = Softmax()  # of the logits
+    contract: int = 0  # the kernel's summed axis: 0 for `(n, vocab)`, 1 for `(vocab, n)`
+    logits: str = "bfloat16"  # the dtype of the logits
+    precision: str | None = None  # of the products
+    chunk: int | None = None  # rows of a chunk; None for the best
+    plain: bool = False  # whether the kernels of the softmax are not to serve
+    wanted: tuple[bool, bool] = (True, True)  # of the gradients of x and the kernel, which are
+    groups: int = 0  # leading dimensions of x that have a kernel's gradient each
+    dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
 
     @property
     def op(self) -> str:
@@ -64,9 +54,9 @@ class Spec:
         return self.softmax.op
 
 
-def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
-    """Returns how many rows make a chunk: as equal as multiples of 128 allow."""
-    most = max(CHUNK_BYTES // max(vocabulary * itemsize, 1), 1)
+def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYTES) -> int:
+    """Returns how many rows make a chunk of so many bytes: as equal as multiples of 128 allow."""
+    most = max(bytes // max(vocabulary * itemsize, 1), 1)
     if rows <= most:
         return rows
     unit = min(_MULTIPLE, most)
@@ -96,8 +86,10 @@ def _gradients(spec: Spec, x: Array, w: Array, g: Array) -> list[Array]:
         rows = tuple(range(spec.groups, x.ndim - 1))
         first, second = (x, g) if spec.contract == 0 else (g, x)
         dims, sums = ((rows, rows), (groups, groups)), compute_dtype(x.dtype)
-        options = {"precision": spec.precision, "preferred_element_type": sums}
-        found.append(lax.dot_general(first, second, dims, **options))
+        dtype = jnp.dtype(spec.dkernel or sums)
+        options = {"precision": spec.precision, "preferred_element_type": dtype}
+        # XLA drops this cast and the caller's back.
+        found.append(lax.dot_general(first, second, dims, **options).astype(sums))
     return found
 
 
@@ -176,9 +168,8 @@ def _in_chunks(
 ) -> list[Array]:
     """Returns `chunk`'s results for all rows, `size` at a time: rows, then sums.
 
-    Args:
-      chunk: `(sums or None, *arrays) -> (rows' results, sums)`, of a part of the rows.
-      arrays: whose first dimension is the rows.
+    `chunk` is `(sums or None, *arrays) -> (rows' results, sums)` for a part of the rows, the first
+    dimension of each of the arrays.
     """
     rows = arrays[0].shape[0]
     # What is left over is first: the sums begin with it, not with zeros that are written and read.
@@ -200,10 +191,25 @@ def _in_chunks(
     return [*every, *sums]
 
 
-def _size(spec: Spec, x: Array, w: Array) -> int:
-    rows = x.shape[0]
-    best = chunk_rows(rows, w.shape[1 - spec.contract], jnp.dtype(spec.logits).itemsize)
+def _size(spec: Spec, x: Array, w: Array, bytes: int = CHUNK_BYTES) -> int:
+    rows, itemsize = x.shape[0], jnp.dtype(spec.logits).itemsize
+    best = chunk_rows(rows, w.shape[1 - spec.contract], itemsize, bytes)
     return min(rows, spec.chunk or best)
+
+
+def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spec, int]:
+    """Returns the spec of a chunk of x, which had `lead` dimensions, and its rows.
+
+    One chunk has the kernel's gradient from one product, which rounds it for the caller; several
+    chunks', and devices', are added up in float32. One may therefore take that sum's memory too.
+    """
+    several = replace(spec, dkernel=None)
+    if spec.dkernel is None or split.over(range(spec.groups, lead - 1)):
+        return several, _size(spec, x, w)
+    alone = CHUNK_BYTES + w.size * compute_dtype(x.dtype).itemsize
+    if (size := _size(spec, x, w, alone)) == x.shape[0]:
+        return spec, size
+    return several, _size(spec, x, w)
 
 
 def _statistics_body(
@@ -262,7 +268,7 @@ def _loss_gradients_body(
         return define_loss_gradients(spec, x, w, labels, weights)
     part = _part(spec, split, x, w)
 
-    def chunk(sums, x, labels, weights):
+    def chunk(spec, sums, x, labels, weights):
         z = logits(spec, x, w)
         if part.axes:
             found = _kernel(spec, softmax.statistics, order)(z, labels)
@@ -274,26 +280,18 @@ def _loss_gradients_body(
         dx, dw = _added(spec, sums, x, w, g)
         return [*found, *dx], dw
 
-    def run(x, labels, weights):
-        return _in_chunks(chunk, [x, labels, weights], _size(spec, x, w))
+    def run(*arrays):
+        own, size = _parts(spec, split, x.ndim, arrays[0], w)
+        return _in_chunks(functools.partial(chunk, own), arrays, size)
 
     return _each_group(spec, split, run, x, part.local(labels), weights, results=2)
 
 
 def _gradients_body(
-    spec: Spec,
-    split: Split,
-    x: Array,
-    w: Array,
-    labels: Array,
-    lse: Array,
-    a: Array,
-    b: Array,
-    *,
-    order: Order,
+    spec: Spec, split: Split, x: Array, w: Array, labels: Array, *rows: Array, order: Order
 ) -> list[Array]:
     if 0 in x.shape:
-        return define_gradients(spec, x, w, labels, lse, a, b)
+        return define_gradients(spec, x, w, labels, *rows)
     kernel = _kernel(spec, softmax.gradient, order)
 
     def chunk(sums, x, *rows):
@@ -304,54 +302,36 @@ def _gradients_body(
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
 
     labels = _part(spec, split, x, w).local(labels)
-    return _each_group(spec, split, run, x, labels, lse, a, b, results=0)
+    return _each_group(spec, split, run, x, labels, *rows, results=0)
 
 
 # ---------------------------------------------------------------- sharding and batching
 
 
-def _dims(spec: Spec, x_ndim: int, kernel: bool = True) -> tuple[Any, Any, Any]:
-    """Returns the dimensions of x, the kernel, and what there is one of for each row.
+def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
+    """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    The kernel's summed dimension is not x's: as FSDP stores it, it would drive x's.
+    These are x, w (the kernel), r (a number for each row), t (the tangents that there are, of x and
+    the kernel) and g (their gradients).
     """
-    n, v = x_ndim, x_ndim + 1
-    return tuple(range(x_ndim)), (n, v) if spec.contract == 0 else (v, n), tuple(range(x_ndim - 1))
+
+    def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
+        del w_ndim
+        # The kernel's summed dimension is not x's: as FSDP stores it, it would drive x's.
+        x, n, v = tuple(range(x_ndim)), x_ndim, x_ndim + 1
+        w = (n, v) if spec.contract == 0 else (v, n)
+        found: dict[str, list[Any]] = {"x": [x], "w": [w], "r": [x[:-1]]}
+        for letter, groups in ("t", ()), ("g", range(spec.groups)):
+            found[letter] = [x] * spec.wanted[0] + [(*groups, *w)] * spec.wanted[1]
+        each = lambda text: tuple(dims for letter in text for dims in found[letter])
+        return each(operands), each(results)
+
+    return dims
 
 
 def _undivided(spec: Spec, x_ndim: int, w_ndim: int) -> tuple[int, ...]:
     del spec, w_ndim
     return x_ndim - 1, x_ndim
-
-
-def _results(spec: Spec, x_ndim: int) -> list[Any]:
-    x, w, _ = _dims(spec, x_ndim)
-    return [x] * spec.wanted[0] + [(*range(spec.groups), *w)] * spec.wanted[1]
-
-
-def _statistics_dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
-    del w_ndim
-    x, w, rows = _dims(spec, x_ndim)
-    return (x, w, rows), (rows, rows)
-
-
-def _loss_gradients_dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
-    del w_ndim
-    x, w, rows = _dims(spec, x_ndim)
-    return (x, w, rows, rows), (rows, rows, *_results(spec, x_ndim))
-
-
-def _gradients_dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
-    del w_ndim
-    x, w, rows = _dims(spec, x_ndim)
-    return (x, w, *[rows] * 4), tuple(_results(spec, x_ndim))
-
-
-def _tangent_dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
-    del w_ndim
-    x, w, rows = _dims(spec, x_ndim)
-    moving = [x] * spec.wanted[0] + [w] * spec.wanted[1]
-    return (x, w, rows, rows, *moving), (rows, rows)
 
 
 def batch_rows(
@@ -404,38 +384,33 @@ def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> li
     return [None] * 4 + linear
 
 
-statistics = Op(
+_op = functools.partial(Op, leads=(0, 1))
+_chunked = functools.partial(_op, undivided=_undivided)
+statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_statistics_dims,
+    dims=_dims("xwr", "rr"),
     body=_statistics_body,
-    leads=(0, 1),
-    undivided=_undivided,
     batch=batch_rows,
 )
-loss_gradients = Op(
+loss_gradients = _chunked(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    dims=_loss_gradients_dims,
+    dims=_dims("xwrr", "rrg"),
     body=_loss_gradients_body,
-    leads=(0, 1),
-    undivided=_undivided,
     batch=_batch_groups,
 )
-gradients = Op(
+gradients = _chunked(
     "cross_entropy_gradients",
     define_gradients,
-    dims=_gradients_dims,
+    dims=_dims("xwrrrr", "g"),
     body=_gradients_body,
-    leads=(0, 1),
-    undivided=_undivided,
     batch=_batch_groups,
 )
-tangent = Op(
+tangent = _op(
     "cross_entropy_tangent",
     define_tangent,
-    dims=_tangent_dims,
-    leads=(0, 1),
+    dims=_dims("xwrrt", "rr"),
     transpose=_transpose_tangent,
 )
 

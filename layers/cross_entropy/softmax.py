@@ -9,7 +9,7 @@ that lies elsewhere matches none. With one part the statistics and the gradient 
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,12 @@ from ...native.launch import Target, cuda_compute_dtype, launch
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """All that is known of the softmax when it is traced.
+    """All that is known of the softmax when it is traced."""
 
-    Attributes:
-      softcap: what bounds |c|; None without a bound.
-      z_loss: what lse² is multiplied by in the loss.
-      dtype: of the gradient.
-      op: the function the user called.
-    """
-
-    softcap: float | None = None
-    z_loss: float = 0.0
-    dtype: str = "bfloat16"
-    op: str = "linear_cross_entropy"
+    softcap: float | None = None  # what bounds |c|; None without a bound
+    z_loss: float = 0.0  # what lse² is multiplied by in the loss
+    dtype: str = "bfloat16"  # of the gradient
+    op: str = "linear_cross_entropy"  # the function the user called
 
 
 # ---------------------------------------------------------------- definition, in plain JAX
@@ -87,6 +80,8 @@ _MOST_SLICES = 8  # of a cluster, on every device that has clusters
 _MOST_THREADS = 1024
 _SLICE_THREADS = 256  # beyond which a row is divided over blocks
 _STREAMING_THREADS = 128
+_RESIDENT_THREADS = 1024  # of a multiprocessor
+_RESIDENT_THREADS_ON_HOPPER = 1280  # a few bytes spill, and cost less than idle threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +103,15 @@ class Layout:
 def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True) -> Layout:
     """Returns threads that hold a row in their registers, in one cluster if need be.
 
-    Where that cannot be they read it twice. Sizes are from measurements on an H200
-    (benchmarks/results).
-
-    Args:
-      twice: whether a row is used twice, for its statistics and its gradient.
+    Where that cannot be they read it twice: a row is used `twice`, for its statistics and its
+    gradient. Sizes are from measurements on an H200 (benchmarks/results).
     """
     vector = math.gcd(vocabulary, 16 // itemsize)
     batch = 8  # 32 registers, or fewer
     threads = -(-vocabulary // (vector * batch))  # that hold a row
     if not twice:
         each = min(_STREAMING_THREADS, -(-threads // 32) * 32)
-        return Layout(vector, each, batch, 1, _MOST_THREADS // _STREAMING_THREADS)
+        return Layout(vector, each, batch, 1, _RESIDENT_THREADS // _STREAMING_THREADS)
     slices = 1
     while slices < _MOST_SLICES and threads > _SLICE_THREADS * slices and target.clusters:
         slices *= 2
@@ -128,95 +120,66 @@ def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True
         return Layout(vector, _MOST_THREADS, batch, 1, 1)
     while slices > 1 and (slices - 1) * each * vector * batch >= vocabulary:
         slices //= 2  # the last would have nothing
-    return Layout(vector, each, batch, slices, max(1, _MOST_THREADS // each))
+    resident = _RESIDENT_THREADS_ON_HOPPER if target.capability == 90 else _RESIDENT_THREADS
+    return Layout(vector, each, batch, slices, max(1, resident // each))
 
 
-def _run(
-    target: Target,
-    spec: Softmax,
-    kernel: str,
-    operands: dict[str, Array],
-    results: dict[str, jax.ShapeDtypeStruct],
-) -> list[Array]:
-    z = operands["Z"]
-    rows, vocabulary = z.shape
-    compute = cuda_compute_dtype([z.dtype, jnp.dtype(spec.dtype)])
-    has_g, has_lse = "G" in results, "LSE" in results
-    chosen = layout(vocabulary, z.dtype.itemsize, target, twice=has_g)
-    macros = {
-        "KERNEL": kernel,
-        "COMPUTE_TYPE": CUDA_TYPES[compute.name],
-        "Z_TYPE": CUDA_TYPES[z.dtype.name],
-        "STATISTICS": int(has_lse),
-        "GRADIENT": int(has_g),
-        "SOFTCAP": int(spec.softcap is not None),
-        "APPROXIMATE": int(z.dtype.itemsize == 2),
-        "FEATURES": vocabulary,
-        "VECTOR": chosen.vector,
-        "CHUNKS": chosen.chunks(vocabulary),
-        "BATCH": chosen.batch,
-        "ROW_THREADS": chosen.threads,
-        "BLOCK_ROWS": 1,
-        "SLICES": chosen.slices,
-        "CLUSTER": chosen.slices,
-        "MIN_BLOCKS": chosen.min_blocks,
-    }
-    if has_g:
-        macros["G_TYPE"] = CUDA_TYPES[spec.dtype]
-    slots = 2 * 2 * chosen.slices * -(-chosen.threads // 32)  # two sets of two numbers
-    numbers = (spec.softcap or 0.0, spec.z_loss)
-    return launch(
-        "softmax.cu",
-        kernel,
-        list(operands.values()),
-        list(results.values()),
-        target=target,
-        macros=macros,
-        grid=(rows, chosen.slices),
-        block=chosen.threads,
-        cluster=(1, chosen.slices),
-        shared=16 * (chosen.slices > 1) + slots * compute.itemsize if has_lse else 0,
-        ints=(rows,),
-        floats=numbers if compute.itemsize == 4 else (),
-        doubles=numbers if compute.itemsize == 8 else (),
-        aliases={0: 0} if has_g and spec.dtype == z.dtype.name else None,
-    )
+def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[Array]]:
+    """Returns a kernel's launch; the gradient takes the place of logits that have its dtype."""
 
+    def run(target: Target, spec: Softmax, z: Array, *of_rows: Array) -> list[Array]:
+        rows, vocabulary = z.shape
+        compute = cuda_compute_dtype([z.dtype, jnp.dtype(spec.dtype)])
+        chosen = layout(vocabulary, z.dtype.itemsize, target, twice=has_g)
+        macros = {
+            "KERNEL": kernel,
+            "COMPUTE_TYPE": CUDA_TYPES[compute.name],
+            "Z_TYPE": CUDA_TYPES[z.dtype.name],
+            "STATISTICS": int(has_lse),
+            "GRADIENT": int(has_g),
+            "SOFTCAP": int(spec.softcap is not None),
+            "APPROXIMATE": int(z.dtype.itemsize == 2),
+            "FEATURES": vocabulary,
+            "VECTOR": chosen.vector,
+            "CHUNKS": chosen.chunks(vocabulary),
+            "BATCH": chosen.batch,
+            "ROW_THREADS": chosen.threads,
+            "BLOCK_ROWS": 1,
+            "SLICES": chosen.slices,
+            "CLUSTER": chosen.slices,
+            "MIN_BLOCKS": chosen.min_blocks,
+        }
+        if has_g:
+            macros["G_TYPE"] = CUDA_TYPES[spec.dtype]
+        slots = 2 * 2 * chosen.slices * -(-chosen.threads // 32)  # two sets of two numbers
+        numbers = (spec.softcap or 0.0, spec.z_loss)
+        g = jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.dtype))
+        statistic = jax.ShapeDtypeStruct((rows,), compute_dtype(z.dtype))
+        return launch(
+            "softmax.cu",
+            kernel,
+            [z, *of_rows],
+            [g] * has_g + [statistic] * 2 * has_lse,
+            target=target,
+            macros=macros,
+            grid=(rows, chosen.slices),
+            block=chosen.threads,
+            cluster=(1, chosen.slices),
+            shared=16 * (chosen.slices > 1) + slots * compute.itemsize if has_lse else 0,
+            ints=(rows,),
+            floats=numbers if compute.itemsize == 4 else (),
+            doubles=numbers if compute.itemsize == 8 else (),
+            aliases={0: 0} if has_g and spec.dtype == z.dtype.name else None,
+        )
 
-def _types(spec: Softmax, z: Array) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns those of a gradient, and of a number for each row."""
-    return (
-        jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.dtype)),
-        jax.ShapeDtypeStruct(z.shape[:1], compute_dtype(z.dtype)),
-    )
-
-
-def cuda_statistics(target: Target, spec: Softmax, z: Array, labels: Array) -> list[Array]:
-    """`define_statistics` on a GPU."""
-    row = _types(spec, z)[1]
-    results = {"LSE": row, "PICKED": row}
-    return _run(target, spec, "softmax_statistics", {"Z": z, "LABELS": labels}, results)
-
-
-def cuda_gradient(target: Target, spec: Softmax, z: Array, *rows: Array) -> list[Array]:
-    """`define_gradient` on a GPU, in the place of the logits if they have its dtype."""
-    labels, lse, a, b = rows
-    operands = {"Z": z, "LABELS": labels, "LSE": lse, "A": a, "B": b}
-    return _run(target, spec, "softmax_gradient", operands, {"G": _types(spec, z)[0]})
-
-
-def cuda_both(
-    target: Target, spec: Softmax, z: Array, labels: Array, weights: Array
-) -> list[Array]:
-    """`define_both` on a GPU, in the place of the logits if they have the gradient's dtype."""
-    g, row = _types(spec, z)
-    operands = {"Z": z, "LABELS": labels, "WEIGHTS": weights}
-    results = {"G": g, "LSE": row, "PICKED": row}
-    return _run(target, spec, "softmax_statistics_and_gradient", operands, results)
+    return run
 
 
 # ---------------------------------------------------------------- kernels
 
+cuda_statistics = _on_cuda("softmax_statistics", has_g=False, has_lse=True)
+cuda_gradient = _on_cuda("softmax_gradient", has_g=True, has_lse=False)
+cuda_both = _on_cuda("softmax_statistics_and_gradient", has_g=True, has_lse=True)
 statistics = Kernel("softmax_statistics", define_statistics, {"cuda": cuda_statistics})
 gradient = Kernel("softmax_gradient", define_gradient, {"cuda": cuda_gradient})
 both = Kernel("softmax_statistics_and_gradient", define_both, {"cuda": cuda_both})

@@ -44,8 +44,8 @@ def dense(
       bias: `(*out,)`.
       activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
         "relu", "silu", "squared_relu", "tanh" and the rest of
-        `normfuse.layers.activations.ACTIVATIONS`; or a pure function, which is given float32. For
-        "pallas" one that is element-wise.
+        `normfuse.layers.dense.epilogue.ACTIVATIONS`; or a pure function, which is given float32.
+        For "pallas" one that is element-wise.
       dtype: of the product and the result; x's where None.
       quantization: "fp8" for products of FP8 operands, forward and backward
         (docs/quantization.md); parameters, results and gradients keep their dtypes.

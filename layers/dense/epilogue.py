@@ -2,15 +2,17 @@
 
     y = activation(z + bias) · up
 
-`up` is the second product of a gated layer; it has all dimensions of z, the bias its last ones. On
-CUDA the forward is one pass, and so are all gradients together; on CPUs and elsewhere both are
-plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders are plain HLO.
+`up` is the second product of a gated layer; it has all dimensions of z, the bias its last ones. Or
+z has both, gate and up, along one of its dimensions, of length 2 (`stack`). An activation may also
+be a function of both (`GatedScalar`), y = activation(z + bias, up). On CUDA the forward is one
+pass, and so are all gradients together; on CPUs and elsewhere both are plain JAX, which XLA fuses
+into one loop itself. Forward mode and higher orders are plain HLO.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
 from ...native.implementation import BEST, Order, Unsupported, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
+from ..core.arguments import finite
 from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
 
 # ---------------------------------------------------------------- activations
@@ -33,25 +36,20 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A function of one number, and its derivative, in plain JAX and as source text for kernels.
+    """A function of one number, and its derivative, in plain JAX and as source text for kernels."""
 
-    Attributes:
-      name: the C++ function's; its derivative's is `name_derivative`. Not that of a function of
-        CUDA's own (`tanh`), which the text could then not call.
-      source: the definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for
-        T float and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
-      derivative: the same of `name_derivative`; "" for a function without one, which cannot be
-        part of a backward kernel.
-      function: the function in plain JAX: what it means, and what is differentiated in forward
-        mode and to higher orders.
-      parameters: (name, value) of what follows x; constants of the compiled kernel.
-    """
-
+    # The C++ function's. Not that of a function of CUDA's own (`tanh`), which `source` could then
+    # not call.
     name: str
+    # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
+    # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
     source: str
-    derivative: str
-    function: Callable[[Array], Array] = dataclasses.field(repr=False)
-    parameters: tuple[tuple[str, float], ...] = ()
+    derivative: str  # the same of `name_derivative`; "" for none, and then no backward kernel
+    # What it means, and what is differentiated in forward mode and to higher orders.
+    function: Callable[..., Array] = dataclasses.field(repr=False)
+    parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of what follows x; constants
+
+    operands = ("x",)  # what the texts take before the parameters
 
     def __post_init__(self):
         if not _NAME.fullmatch(self.name):
@@ -61,35 +59,61 @@ class Scalar:
         """The function in plain JAX."""
         return self.function(x)
 
+    def gated(self, x: Array, up: Array) -> Array:
+        """What a gated layer makes of both its products, in plain JAX."""
+        return self(x) * up
+
+    def _texts(self) -> dict[str, str]:
+        """The texts by what follows the name."""
+        return {"": self.source, "_derivative": self.derivative}
+
     def code(self, alias: str = "activation") -> str:
         """Returns C++ text of `alias(x)` and, with a derivative, of `alias_derivative(x)`."""
-        values = "".join(f", T({value!r})" for _, value in self.parameters)
-        parts = [self.source, _alias(alias, self.name, values)]
-        if self.derivative:
-            name = f"{self.name}_derivative"
-            parts += [self.derivative, _alias(f"{alias}_derivative", name, values)]
-        return "\n".join(part.strip() for part in parts) + "\n"
+        takes = ", ".join(f"T {operand}" for operand in self.operands)
+        values = ", ".join([*self.operands, *(f"T({value!r})" for _, value in self.parameters)])
+        parts = []
+        for end, text in self._texts().items():
+            if text:
+                call = f"return {self.name}{end}({values});"
+                head = f"template <typename T>\n__device__ inline T {alias}{end}({takes})"
+                parts += [text.strip(), f"{head} {{ {call} }}"]
+        return "\n".join(parts) + "\n"
 
 
-def _alias(alias: str, name: str, values: str) -> str:
-    return (
-        f"template <typename T>\n__device__ inline T {alias}(T x) {{ return {name}(x{values}); }}"
-    )
+@dataclasses.dataclass(frozen=True)
+class GatedScalar(Scalar):
+    """A function of two numbers, x and up: what gated layers take in place of `activation(x) · up`.
+
+    Its texts take `(T x, T up, T parameter, ...)`, and `function` the parameters by name.
+    `derivative` is that with respect to x.
+    """
+
+    up_derivative: str = ""  # the text of `name_up_derivative`, as `derivative`
+
+    operands = ("x", "up")
+
+    def __call__(self, x: Array, up: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The function in plain JAX."""
+        return self.function(x, up, **dict(self.parameters))
+
+    gated = __call__
+
+    def _texts(self) -> dict[str, str]:
+        return super()._texts() | {"_up_derivative": self.up_derivative}
+
+
+def _text(name: str, body: str, takes: Iterable[str]) -> str:
+    """Returns C++ of a function, given its body or what it returns."""
+    body = body if "return" in body else f"return {body};"
+    given = ", ".join(f"T {parameter}" for parameter in takes)
+    return f"template <typename T>\n__device__ inline T {name}({given}) {{\n  {body}\n}}"
 
 
 def _scalar(name: str, function, value: str, derivative: str, **parameters: float) -> Scalar:
-    """Returns a Scalar of two function bodies."""
-    takes = "".join(f", T {parameter}" for parameter in parameters)
-    text = lambda name, body: (
-        f"template <typename T>\n__device__ inline T {name}(T x{takes}) {{\n  {body}\n}}"
-    )
-    return Scalar(
-        name,
-        text(name, value),
-        text(f"{name}_derivative", derivative),
-        function,
-        tuple(parameters.items()),
-    )
+    """Returns a Scalar of two function bodies, or of what they return."""
+    takes = ["x", *parameters]
+    sources = _text(name, value, takes), _text(f"{name}_derivative", derivative, takes)
+    return Scalar(name, *sources, function, tuple(parameters.items()))
 
 
 def squared_relu(x: Array) -> Array:
@@ -112,23 +136,18 @@ def gelu_tanh(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-_SWISH = "return sigmoid_of(k * x) + k * x * sigmoid_slope(k * x);"  # of x · sigmoid(k x)
+_SWISH = "sigmoid_of(k * x) + k * x * sigmoid_slope(k * x)"  # of x · sigmoid(k x)
 # gelu_tanh(x) = x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³): fewer operations than tanh takes.
 _TWO_U = "const T u = T(1.5957691216057308) * (x + T(0.044715) * x * x * x);"
 
 SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
-        _scalar(
-            "elu",
-            jax.nn.elu,
-            "return x > T(0) ? x : T(expm1(x));",
-            "return x > T(0) ? T(1) : T(exp(x));",
-        ),
+        _scalar("elu", jax.nn.elu, "x > T(0) ? x : T(expm1(x))", "x > T(0) ? T(1) : T(exp(x))"),
         _scalar(
             "gelu",
             gelu,
-            "return T(0.5) * x * T(erfc(T(-0.70710678118654752) * x));",
+            "T(0.5) * x * T(erfc(T(-0.70710678118654752) * x))",
             "const T density = T(0.39894228040143268) * T(exp(T(-0.5) * x * x));\n"
             "  return T(0.5) * T(erfc(T(-0.70710678118654752) * x)) + x * density;",
         ),
@@ -142,34 +161,29 @@ SCALARS: dict[str, Scalar] = {
         _scalar(
             "leaky_relu",
             jax.nn.leaky_relu,
-            "return x >= T(0) ? x : slope * x;",
-            "return x >= T(0) ? T(1) : slope;",
+            "x >= T(0) ? x : slope * x",
+            "x >= T(0) ? T(1) : slope",
             slope=0.01,
         ),
         _scalar(
             "mish",
             jax.nn.mish,
-            "return x * T(tanh(softplus_of(x)));",
+            "x * T(tanh(softplus_of(x)))",
             "const T t = T(tanh(softplus_of(x)));\n"
             "  return t + x * (T(1) - t * t) * sigmoid_of(x);",
         ),
-        _scalar("quick_gelu", quick_gelu, "return x * sigmoid_of(k * x);", _SWISH, k=1.702),
+        _scalar("quick_gelu", quick_gelu, "x * sigmoid_of(k * x)", _SWISH, k=1.702),
+        _scalar("relu", jax.nn.relu, "x > T(0) ? x : T(0)", "x > T(0) ? T(1) : T(0)"),
+        _scalar("sigmoid", jax.nn.sigmoid, "sigmoid_of(x)", "sigmoid_slope(x)"),
+        _scalar("silu", jax.nn.silu, "x * sigmoid_of(k * x)", _SWISH, k=1.0),
+        _scalar("softplus", jax.nn.softplus, "softplus_of(x)", "sigmoid_of(x)"),
         _scalar(
-            "relu", jax.nn.relu, "return x > T(0) ? x : T(0);", "return x > T(0) ? T(1) : T(0);"
-        ),
-        _scalar("sigmoid", jax.nn.sigmoid, "return sigmoid_of(x);", "return sigmoid_slope(x);"),
-        _scalar("silu", jax.nn.silu, "return x * sigmoid_of(k * x);", _SWISH, k=1.0),
-        _scalar("softplus", jax.nn.softplus, "return softplus_of(x);", "return sigmoid_of(x);"),
-        _scalar(
-            "squared_relu",
-            squared_relu,
-            "return x > T(0) ? x * x : T(0);",
-            "return x > T(0) ? T(2) * x : T(0);",
+            "squared_relu", squared_relu, "x > T(0) ? x * x : T(0)", "x > T(0) ? T(2) * x : T(0)"
         ),
         _scalar(
             "hyperbolic_tangent",
             jnp.tanh,
-            "return T(tanh(x));",
+            "T(tanh(x))",
             "const T t = T(tanh(x)); return T(1) - t * t;",
         ),
     )
@@ -179,7 +193,66 @@ SCALARS["swish"] = SCALARS["silu"]
 SCALARS["tanh"] = SCALARS.pop("hyperbolic_tangent")
 
 
-Activation = str | Callable[[Array], Array] | None
+Activation = str | Callable[..., Array] | None
+
+
+def _clamped_swiglu(x: Array, up: Array, alpha: float, limit: float) -> Array:
+    # Not jnp.clip, whose gradient is halved at the limit.
+    x, up = (jnp.where(a > limit, limit, a) for a in (x, up))
+    return (jnp.where(up < -limit, -limit, up) + 1) * x * jax.nn.sigmoid(alpha * x)
+
+
+_CLAMPED = "const T c = x > limit ? limit : x;\n  "
+_SHIFTED = "(up > limit ? limit : up < -limit ? -limit : up) + T(1)"
+
+
+def clamped_swiglu(*, alpha: float = 1.702, limit: float = 7.0) -> GatedScalar:
+    """The activation of gpt-oss, for gated layers: a clamped SwiGLU with 1 added to up.
+
+        c = min(gate, limit)        y = (clip(up, -limit, limit) + 1) · c · sigmoid(alpha · c)
+
+    `activation="clamped_swiglu"` is the same with these defaults. A number that is clamped has no
+    gradient; one at the limit has.
+
+    Args:
+      alpha: a number.
+      limit: a positive number.
+
+    Returns:
+      What `gated_dense`, `norm_gated_dense`, `gated_product` (with an `up`) and `GatedMLP` take as
+      `activation`.
+
+    Raises:
+      ValueError: for an alpha that is not finite, or a limit that is not finite and positive.
+
+    References:
+      OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import clamped_swiglu, gated_dense
+    >>> one = jnp.eye(1)
+    >>> gated_dense(jnp.array([[2.0]]), one, one, activation=clamped_swiglu(alpha=0.0, limit=1.5))
+    Array([[1.875]], dtype=float32)
+    """
+    name, takes = "clamped_swiglu", ("x", "up", "alpha", "limit")
+    alpha, limit = finite(name, "alpha", alpha), finite(name, "limit", limit)
+    if limit <= 0:
+        raise ValueError(f"{name}: limit must be positive, got {limit}")
+    slope = "sigmoid_of(alpha * c) + alpha * c * sigmoid_slope(alpha * c)"
+    derivative = f"{_CLAMPED}return x > limit ? T(0) : ({_SHIFTED}) * ({slope});"
+    of_up = f"{_CLAMPED}return up > limit || up < -limit ? T(0) : c * sigmoid_of(alpha * c);"
+    return GatedScalar(
+        name,
+        _text(name, f"{_CLAMPED}return ({_SHIFTED}) * c * sigmoid_of(alpha * c);", takes),
+        _text(f"{name}_derivative", derivative, takes),
+        _clamped_swiglu,
+        (("alpha", alpha), ("limit", limit)),
+        _text(f"{name}_up_derivative", of_up, takes),
+    )
+
+
+GATED: dict[str, GatedScalar] = {"clamped_swiglu": clamped_swiglu()}
+"""The functions of gate and up that kernels know, by name."""
 
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -188,31 +261,35 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
 
 
-def resolve(activation: Activation, op: str = "") -> Callable[[Array], Array] | None:
-    """Returns the function that `activation` names or is; None for none.
+def resolve(
+    activation: Activation, op: str = "", *, gated: bool = False
+) -> Callable[..., Array] | None:
+    """Returns the function that `activation` names or is; None for none. Errors name `op`.
 
-    Args:
-      activation: as the user gave it.
-      op: what it was given to, for errors.
+    With `gated` it may be one of two numbers.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: for an unknown name, or a function of two numbers where there is one.
       TypeError: for anything but None, a name or a callable.
     """
-    if activation is None or callable(activation):
-        return activation
     prefix = op and f"{op}: "
-    if not isinstance(activation, str):
+    if activation is not None and not callable(activation) and not isinstance(activation, str):
         raise TypeError(
             f"{prefix}activation must be None, a name or a function, got "
             f"{type(activation).__name__}"
         )
-    if activation not in ACTIVATIONS:
+    known = ACTIVATIONS | GATED if gated else ACTIVATIONS
+    if isinstance(activation, str) and activation not in {*known, *GATED}:
         raise ValueError(
-            f"{prefix}activation must be one of {', '.join(map(repr, ACTIVATIONS))}, or a "
-            f"function, got {activation!r}"
+            f"{prefix}activation must be one of {', '.join(map(repr, known))}, or a function, got "
+            f"{activation!r}"
         )
-    return ACTIVATIONS[activation]
+    if not gated and isinstance(scalar := scalar_of(activation), GatedScalar):
+        raise ValueError(
+            f"{prefix}activation {scalar.name!r} is a function of gate and up, and here is no up; "
+            "use gated_dense, norm_gated_dense, gated_product with up=, or GatedMLP"
+        )
+    return known[activation] if isinstance(activation, str) else activation
 
 
 def scalar_of(activation: Activation) -> Scalar | None:
@@ -221,7 +298,7 @@ def scalar_of(activation: Activation) -> Scalar | None:
     A function that has its C++ with it says so by an attribute `scalar`.
     """
     if isinstance(activation, str):
-        return SCALARS[activation]
+        return GATED.get(activation) or SCALARS[activation]
     return activation if isinstance(activation, Scalar) else getattr(activation, "scalar", None)
 
 
@@ -230,91 +307,89 @@ def scalar_of(activation: Activation) -> Scalar | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """All that is known of an epilogue, or of a derivative of it, when it is traced.
+    """All that is known of an epilogue, or of a derivative of it, when it is traced."""
 
-    Attributes:
-      op: the function the user called.
-      function: the activation.
-      axes: the bias's dimensions of z; kernels see arrays as (rows, columns).
-      has_up, has_bias: whether there are these operands.
-      out_dtype: of y.
-      with_dbias, with_value: whether a backward returns the bias's gradient, and y once more.
-      moves: which of z, up and bias have a tangent.
-    """
-
-    op: str = "dense"
-    function: Scalar
-    axes: tuple[int, ...] = (1,)
+    op: str = "dense"  # the function the user called
+    function: Scalar  # the activation
+    axes: tuple[int, ...] = (1,)  # the bias's dimensions of z; kernels see (rows, columns)
     has_up: bool = False
+    stack: int | None = None  # z's dimension of gate and up, if one has both; then no bias
     has_bias: bool = False
-    out_dtype: str = ""
-    with_dbias: bool = False
-    with_value: bool = False
-    moves: tuple[bool, bool, bool] = (False, False, False)
+    out_dtype: str = ""  # of y
+    with_dbias: bool = False  # whether a backward returns the bias's gradient,
+    with_value: bool = False  # and y once more
+    moves: tuple[bool, bool, bool] = (False, False, False)  # which of z, up, bias have a tangent
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX
 
 
-def _up_and_bias(spec: Epilogue, operands: Any, ndim: int, dtype: jnp.dtype) -> tuple[Array, Array]:
-    """(up or 1, bias or 0) in `dtype`, against the whole array."""
-    up = operands[0].astype(dtype) if spec.has_up else jnp.ones((), dtype)
+def _halves(z: Array, stack: int) -> list[Array]:
+    return [jax.lax.index_in_dim(z, i, stack, keepdims=False) for i in range(2)]
+
+
+def _inputs(spec: Epilogue, operands: Any, dtype: jnp.dtype) -> list[Array]:
+    """`[z + bias]` or `[z + bias, up]`, in `dtype`."""
+    z, *rest = [a.astype(dtype) for a in operands]
+    if spec.stack is not None:
+        return _halves(z, spec.stack)
     bias = jnp.zeros((), dtype)
     if spec.has_bias:
-        bias = jnp.expand_dims(operands[-1].astype(dtype), _rows(spec, ndim))
-    return up, bias
+        bias = jnp.expand_dims(rest[-1], _rows(spec, z.ndim))
+    return [z + bias, *rest[: spec.has_up]]
+
+
+def _function(spec: Epilogue) -> Callable[..., Array]:
+    gated = spec.has_up or spec.stack is not None
+    return spec.function.gated if gated else spec.function
 
 
 def _rows(spec: Epilogue, ndim: int) -> list[int]:
     return [d for d in range(ndim) if d not in spec.axes]
 
 
-def define_forward(spec: Epilogue, z: Array, *rest: Array) -> list[Array]:
+def define_forward(spec: Epilogue, *operands: Array) -> list[Array]:
     """`(z[, up][, bias]) -> (y,)`."""
-    dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), spec.out_dtype)
-    up, bias = _up_and_bias(spec, rest, z.ndim, dtype)
-    y = spec.function(z.astype(dtype) + bias)
-    return [(y * up if spec.has_up else y).astype(spec.out_dtype)]
+    dtype = compute_dtype(*(a.dtype for a in operands), spec.out_dtype)
+    return [_function(spec)(*_inputs(spec, operands, dtype)).astype(spec.out_dtype)]
 
 
-def define_backward(spec: Epilogue, dy: Array, z: Array, *rest: Array) -> list[Array]:
+def define_backward(spec: Epilogue, dy: Array, *operands: Array) -> list[Array]:
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`; value is y, in dy's dtype."""
-    dtype = compute_dtype(dy.dtype, z.dtype, *(a.dtype for a in rest))
-    up, bias = _up_and_bias(spec, rest, z.ndim, dtype)
-    wide = dy.astype(dtype)
-    y, pull = jax.vjp(spec.function, z.astype(dtype) + bias)
-    (dz,) = pull(wide * up if spec.has_up else wide)
-    results = [dz.astype(z.dtype)]
-    if spec.has_up:
-        results.append((wide * y).astype(rest[0].dtype))
+    dtype = compute_dtype(dy.dtype, *(a.dtype for a in operands))
+    y, pull = jax.vjp(_function(spec), *_inputs(spec, operands, dtype))
+    gradients = pull(dy.astype(dtype))
+    if spec.stack is not None:
+        gradients = [jnp.stack(gradients, spec.stack)]
+    results = [d.astype(a.dtype) for d, a in zip(gradients, operands)]
     if spec.with_dbias:
-        results.append(jnp.sum(dz, _rows(spec, z.ndim)))
+        results.append(jnp.sum(gradients[0], _rows(spec, dy.ndim)))
     if spec.with_value:
-        results.append((y * up if spec.has_up else y).astype(dy.dtype))
+        results.append(y.astype(dy.dtype))
     return results
 
 
-def define_tangent(spec: Epilogue, z: Array, *rest: Array) -> list[Array]:
+def define_tangent(spec: Epilogue, *operands: Array) -> list[Array]:
     """`(z[, up][, bias][, dz][, dup][, dbias]) -> (dy,)`."""
-    dtype = compute_dtype(z.dtype, *(a.dtype for a in rest), spec.out_dtype)
-    count = spec.has_up + spec.has_bias
-    up, bias = _up_and_bias(spec, rest[:count], z.ndim, dtype)
-    given = iter(rest[count:])
+    z, count = operands[0], 1 + spec.has_up + spec.has_bias
+    dtype = compute_dtype(*(a.dtype for a in operands[:count]), spec.out_dtype)
+    given = iter(operands[count:])
     dz, dup, dbias = (next(given).astype(dtype) if moved else None for moved in spec.moves)
     shift = jnp.zeros(z.shape, dtype) if dz is None else dz
     if dbias is not None:
         shift = shift + jnp.expand_dims(dbias, _rows(spec, z.ndim))
-    y, dy = jax.jvp(spec.function, (z.astype(dtype) + bias,), (shift,))
-    if spec.has_up:
-        dy = dy * up
-    if dup is not None:
-        dy = dy + y * dup
+    at, moving = _inputs(spec, operands[:count], dtype), [shift, *[dup] * (dup is not None)]
+    if spec.stack is not None:
+        moving = _halves(shift, spec.stack)
+    fixed = at[len(moving) :]
+    moved = lambda *moving: _function(spec)(*moving, *fixed)
+    _, dy = jax.jvp(moved, at[: len(moving)], moving)
     return [dy.astype(spec.out_dtype)]
 
 
 # ---------------------------------------------------------------- kernels, on (rows, columns)
-# or on arrays of any shape where there is no bias. The activation's text becomes part of the
-# kernel's.
+# or on arrays of any shape where there is no bias; z with gate and up is (rows, 2, columns). The
+# activation's text becomes part of the kernel's.
 
 
 _MAX_GRID_Y = 65535
@@ -322,25 +397,16 @@ _MAX_GRID_Y = 65535
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How threads share an array, seen as (rows, columns).
-
-    Attributes:
-      rows, columns: of the array.
-      vector: elements that move together; divides `columns`.
-      width, height: threads of a block along columns (each with a vector) and rows.
-      grid_y: blocks along the rows, which they go through with a stride.
-      unroll: rows of a thread that are on their way together.
-      min_blocks: blocks that a multiprocessor's registers must be enough for.
-    """
+    """How threads share an array, seen as (rows, columns)."""
 
     rows: int
     columns: int
-    vector: int
-    width: int
-    height: int
-    grid_y: int
-    unroll: int
-    min_blocks: int
+    vector: int  # elements that move together; divides `columns`
+    width: int  # threads of a block along columns, each with a vector,
+    height: int  # and along rows
+    grid_y: int  # blocks along the rows, which they go through with a stride
+    unroll: int  # rows of a thread that are on their way together
+    min_blocks: int  # blocks that a multiprocessor's registers must be enough for
 
     @property
     def tiles(self) -> int:
@@ -351,12 +417,8 @@ class Layout:
 def flat_layout(size: int, itemsize: int, kernel: str, arrays: int) -> Layout:
     """Without a bias an array has no columns: it is a row, or several that a thread takes together.
 
-    How many, and how many threads to a multiprocessor, is from measurements on an H200.
-
-    Args:
-      itemsize: bytes of the widest element.
-      kernel: "forward" or "backward".
-      arrays: how many are read and written.
+    How many, and how many threads to a multiprocessor, is from measurements on an H200. `itemsize`
+    is of the widest element, `arrays` how many the "forward" or "backward" reads and writes.
     """
     vector = math.gcd(size, 16 // itemsize)
     chosen = {("forward", 2): (2, 8), ("forward", 3): (1, 8)}
@@ -368,7 +430,8 @@ def flat_layout(size: int, itemsize: int, kernel: str, arrays: int) -> Layout:
 
 
 def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Layout:
-    """With a bias a thread keeps its columns, and blocks go through the rows."""
+    """With a bias, or gate and up in one array, a thread keeps its columns, and blocks go through
+    the rows."""
     vector = math.gcd(columns, 16 // itemsize)
     width = min(32, 1 << (columns // vector - 1).bit_length())
     layout = Layout(rows, columns, vector, width, 256 // width, 1, 1, 2)
@@ -381,8 +444,9 @@ def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[
     """`(z[, up][, bias]) -> (y,)`."""
     names = ["Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
     operands = dict(zip(names, (z, *rest), strict=True))
-    results = {"Y": jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.out_dtype))}
-    return _launch(target, "forward", spec.function, operands, results)
+    shape = tuple(n for d, n in enumerate(z.shape) if d != spec.stack)
+    results = {"Y": jax.ShapeDtypeStruct(shape, jnp.dtype(spec.out_dtype))}
+    return _launch(target, "forward", spec, operands, results)
 
 
 def backward_on_cuda(target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any) -> list[Array]:
@@ -399,29 +463,32 @@ def backward_on_cuda(target: Target, spec: Epilogue, dy: Any, z: Any, *rest: Any
         results["PARTIAL"] = None
     if spec.with_value:
         results["VALUE"] = like(dy)
-    return _launch(target, "backward", spec.function, operands, results)
+    return _launch(target, "backward", spec, operands, results)
 
 
 def _launch(
-    target: Target, kernel: str, function: Scalar, operands: dict[str, Any], results: dict[str, Any]
+    target: Target, kernel: str, spec: Epilogue, operands: dict[str, Any], results: dict[str, Any]
 ) -> list[Array]:
     dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
     compute = cuda_compute_dtype(dtypes)
     itemsize = max(d.itemsize for d in dtypes)
-    if "BIAS" in operands:  # (rows, columns)
-        rows, columns = operands["Z"].shape
+    if "BIAS" in operands or spec.stack is not None:
+        rows, *_, columns = operands["Z"].shape
         layout = column_layout(rows, columns, itemsize, target)
     else:
         layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))
     if "PARTIAL" in results:
         results["PARTIAL"] = jax.ShapeDtypeStruct((layout.grid_y, layout.columns), compute)
     macros = type_macros(operands) | type_macros(results)
+    macros |= {"GATED": "1"} if isinstance(spec.function, GatedScalar) else {}
+    if spec.stack is not None:
+        macros |= {"STACKED": "1", "UP_TYPE": macros["Z_TYPE"]}
     macros |= {
         "KERNEL": f"epilogue_{kernel}",
         "COMPUTE_TYPE": CUDA_TYPES[compute.name],
         "APPROXIMATE": int(itemsize == 2),
         "GRADIENT": int(kernel == "backward"),
-        "HAS_UP": int("UP" in operands),
+        "HAS_UP": int("UP_TYPE" in macros),
         "HAS_BIAS": int("BIAS" in operands),
         "WITH_DBIAS": int("PARTIAL" in results),
         "WITH_VALUE": int("VALUE" in results),
@@ -431,8 +498,11 @@ def _launch(
         "UNROLL": layout.unroll,
         "MIN_BLOCKS": layout.min_blocks,
     }
+    places = {"DZ": "Z", "DUP": "UP", "VALUE": "DY"}
+    # In which the rows of a block add their bias gradients.
+    shared = layout.width * layout.height * layout.vector * compute.itemsize
     done = launch(
-        _source(function),
+        _source(spec.function),
         f"epilogue_{kernel}",
         list(operands.values()),
         list(results.values()),
@@ -440,29 +510,18 @@ def _launch(
         grid=(layout.tiles, layout.grid_y),
         block=layout.width * layout.height,
         macros=macros,
-        shared=_shared(layout, compute) if "PARTIAL" in results else 0,
+        shared=shared if "PARTIAL" in results else 0,
         ints=(layout.rows, layout.columns),
-        aliases=_in_place(operands, results),
+        aliases={  # gradients take the place of what they are the gradients of, read no more
+            list(operands).index(places[name]): i
+            for i, (name, result) in enumerate(results.items())
+            if name in places and result.dtype == operands[places[name]].dtype
+        },
     )
     named = dict(zip(results, done, strict=True))
     if "PARTIAL" in named:
         named["PARTIAL"] = column_sum(launch, target, named["PARTIAL"])
     return list(named.values())
-
-
-def _shared(layout: Layout, compute: jnp.dtype) -> int:
-    """Bytes in which the rows of a block add their bias gradients."""
-    return layout.width * layout.height * layout.vector * compute.itemsize
-
-
-def _in_place(operands: dict[str, Any], results: dict[str, Any]) -> dict[int, int]:
-    """Gradients take the place of what they are the gradients of, which is read no more."""
-    places = {"DZ": "Z", "DUP": "UP", "VALUE": "DY"}
-    return {
-        list(operands).index(places[name]): i
-        for i, (name, result) in enumerate(results.items())
-        if name in places and result.dtype == operands[places[name]].dtype
-    }
 
 
 def _source(function: Scalar) -> Source:
@@ -484,9 +543,10 @@ def examples(
     """Yields every kernel on rows of `n` as dense layers call it: (kernel, spec, operand types)."""
     z = jax.ShapeDtypeStruct((rows, n), jnp.dtype(dtype))
     b = jax.ShapeDtypeStruct((n,), compute_dtype(dtype))
-    chosen = SCALARS.values() if activations is None else [SCALARS[name] for name in activations]
-    for function in {scalar.name: scalar for scalar in chosen}.values():
-        for up, bias in (([], []), ([z], []), ([], [b])):
+    chosen = map(scalar_of, [*SCALARS, *GATED] if activations is None else activations)
+    for function in {scalar.name: scalar for scalar in chosen if scalar}.values():
+        gated = isinstance(function, GatedScalar)
+        for up, bias in [([z], [])] if gated else (([], []), ([z], []), ([], [b])):
             flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
             spec = Epilogue(function=function, out_dtype=dtype, **flags)
             yield forward_kernel, spec, [z, *up, *bias]
@@ -494,37 +554,45 @@ def examples(
                 for value in (False, True) if not bias else (False,):
                     gradient = replace(spec, with_dbias=dbias, with_value=value)
                     yield backward_kernel, gradient, [z, z, *up, *bias]
+        stacked = Epilogue(function=function, out_dtype=dtype, axes=(), stack=1)
+        both = jax.ShapeDtypeStruct((rows, 2, n), z.dtype)
+        yield forward_kernel, stacked, [both]
+        for value in (False, True):
+            yield backward_kernel, replace(stacked, with_value=value), [z, both]
 
 
 # ---------------------------------------------------------------- one device's share
 
 
-def _flat(spec: Epilogue, array: Array) -> Array:
-    """Returns (rows, columns), the columns being `axes`; the array itself without a bias."""
-    axes = spec.axes
-    if not axes:
-        return array
-    ndim, count = array.ndim, len(axes)
-    last = tuple(range(ndim - count, ndim))
-    if axes != last:
-        array = jnp.moveaxis(array, axes, last)
-    return array.reshape(math.prod(array.shape[: ndim - count]), -1)
+def _flattened(spec: Epilogue, large: Sequence[Array], rest: Sequence[Array]) -> list[Any]:
+    """Returns the spec and operands of a kernel: (rows, columns), the columns being `axes`.
+
+    Without a bias arrays stay as they are.
+    """
+    if spec.stack is not None:
+        *others, z = large
+        rows = math.prod(z.shape[: spec.stack])
+        flat = [a.reshape(rows, -1) for a in others]
+        return [replace(spec, stack=1), *flat, z.reshape(rows, 2, -1)]
+    large, bias = [*large, *rest[: spec.has_up]], rest[spec.has_up :]
+    if not spec.axes:
+        return [spec, *large]
+    last = range(large[0].ndim - len(spec.axes), large[0].ndim)
+    moved = [jnp.moveaxis(a, spec.axes, last) for a in large]
+    flat = [a.reshape(math.prod(a.shape[: last.start]), -1) for a in moved]
+    return [replace(spec, axes=(1,)), *flat, *[b.reshape(-1) for b in bias]]
 
 
 def _restored(spec: Epilogue, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_flat`."""
-    axes = spec.axes
-    if not axes:
+    """The inverse of `_flattened`, for an array as large as z, or half as large."""
+    if spec.stack is not None:
+        one = tuple(n for d, n in enumerate(shape) if d != spec.stack)
+        return array.reshape(shape if array.ndim == 3 else one)
+    if not spec.axes:
         return array
-    ndim, count = len(shape), len(axes)
-    last = tuple(range(ndim - count, ndim))
-    others = [n for d, n in enumerate(shape) if d not in axes]
-    array = array.reshape(*others, *[shape[d] for d in axes])
-    return array if axes == last else jnp.moveaxis(array, last, axes)
-
-
-def _local(spec: Epilogue) -> Epilogue:
-    return replace(spec, axes=(1,) if spec.axes else ())
+    others = [n for d, n in enumerate(shape) if d not in spec.axes]
+    array = array.reshape(*others, *[shape[d] for d in spec.axes])
+    return jnp.moveaxis(array, range(len(others), len(shape)), spec.axes)
 
 
 def _forward_body(
@@ -533,9 +601,7 @@ def _forward_body(
     del split
     if z.size == 0:
         return define_forward(spec, z, *rest)
-    large = [_flat(spec, a) for a in (z, *rest[: spec.has_up])]
-    bias = [a.reshape(-1) for a in rest[spec.has_up :]]
-    (y,) = forward_kernel(_local(spec), *large, *bias, order=order)
+    (y,) = forward_kernel(*_flattened(spec, [z], rest), order=order)
     return [_restored(spec, y, z.shape)]
 
 
@@ -545,9 +611,7 @@ def _backward_body(
     if z.size == 0:
         results = define_backward(spec, dy, z, *rest)
     else:
-        large = [_flat(spec, a) for a in (dy, z, *rest[: spec.has_up])]
-        bias = [a.reshape(-1) for a in rest[spec.has_up :]]
-        results = backward_kernel(_local(spec), *large, *bias, order=order)
+        results = backward_kernel(*_flattened(spec, [dy, z], rest), order=order)
         shape = [z.shape[d] for d in spec.axes]
         results = [
             r.reshape(shape) if r.ndim == 1 and spec.axes else _restored(spec, r, z.shape)
@@ -567,24 +631,34 @@ def _operands(spec: Epilogue, ndim: int) -> tuple[tuple[int, ...], ...]:
     return (z, *[z] * spec.has_up, *[Loose(spec.axes)] * spec.has_bias)
 
 
+def _result(spec: Epilogue, ndim: int) -> tuple[int, ...]:
+    """y's dimensions."""
+    return tuple(d for d in range(ndim) if d != spec.stack)
+
+
 def _forward_dims(spec: Epilogue, ndim: int) -> Dims:
-    return _operands(spec, ndim), (tuple(range(ndim)),)
+    return _operands(spec, ndim), (_result(spec, ndim),)
 
 
 def _backward_dims(spec: Epilogue, ndim: int) -> Dims:
-    z = tuple(range(ndim))
-    more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[z] * spec.with_value]
-    return (z, *_operands(spec, ndim)), (z, *more)
+    z, y = tuple(range(ndim)), _result(spec, ndim)
+    more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[y] * spec.with_value]
+    return (y, *_operands(spec, ndim)), (z, *more)
 
 
 def _tangent_dims(spec: Epilogue, ndim: int) -> Dims:
     z = tuple(range(ndim))
     tangents = [dims for dims, moved in zip((z, z, Loose(spec.axes)), spec.moves) if moved]
-    return (*_operands(spec, ndim), *tangents), (z,)
+    return (*_operands(spec, ndim), *tangents), (_result(spec, ndim),)
+
+
+def _stack(spec: Epilogue, ndim: int) -> tuple[int, ...]:
+    return () if spec.stack is None else (spec.stack,)
 
 
 def _batched(spec: Epilogue, at: int) -> Epilogue:
-    return replace(spec, axes=tuple(a + (a >= at) for a in spec.axes))
+    stack = None if spec.stack is None else spec.stack + (spec.stack >= at)
+    return replace(spec, axes=tuple(a + (a >= at) for a in spec.axes), stack=stack)
 
 
 # ---------------------------------------------------------------- derivative
@@ -648,6 +722,7 @@ backward = Op(
     "epilogue_gradient",
     define_backward,
     dims=_backward_dims,
+    undivided=_stack,
     body=_backward_body,
     leads=(1,),
     batched=_batched,
@@ -657,6 +732,7 @@ forward = Op(
     "epilogue",
     define_forward,
     dims=_forward_dims,
+    undivided=_stack,
     body=_forward_body,
     batched=_batched,
     jvp=_forward_jvp,
@@ -676,8 +752,11 @@ def finish_natively(
     dtype: jax.typing.DTypeLike,
     *,
     strict: bool,
+    stack: int | None = None,
 ) -> Array:
     """`activation(z + bias) · up` on kernels, in one pass in each direction.
+
+    Where z has gate and up, `stack` is its dimension of length 2.
 
     Raises:
       NotImplementedError: if there is nothing to do or no kernel knows the activation.
@@ -691,6 +770,7 @@ def finish_natively(
         function=function,
         axes=(),
         has_up=up is not None,
+        stack=stack,
         has_bias=bias is not None,
         out_dtype=jnp.dtype(dtype).name,
     )
@@ -732,17 +812,25 @@ def finish(
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     up: Array | None = None,
+    *,
+    stack: int | None = None,
 ) -> Array:
     """`activation(y + bias) · up`: one pass in float32 (or wider), rounded once, to `dtype`.
 
+    Where y has gate and up, `stack` is its dimension of length 2.
+
     The activation's derivative is recomputed from y: nothing of y's size is kept in float32.
     """
-    function = resolve(activation)
-    if up is not None:
-        wide = compute_dtype(dtype)
+    if up is not None or stack is not None:
+        wide, scalar = compute_dtype(dtype), scalar_of(activation)
         gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
+        if isinstance(scalar, GatedScalar):
+            gate = lambda y, up: scalar(y.astype(wide), up.astype(wide))
         gated = lambda y, up: gate(y, up).astype(dtype)
+        if stack is not None:
+            return jax.checkpoint(lambda y: gated(*_halves(y, stack)), prevent_cse=False)(y)
         return jax.checkpoint(gated, prevent_cse=False)(y, up)
+    function = resolve(activation)
     if bias is None and function is None:
         return y.astype(dtype)
     compute = dtype if jnp.issubdtype(dtype, jnp.complexfloating) else compute_dtype(dtype)

@@ -11,6 +11,7 @@ there is no second derivative.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +26,14 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import BEST, Order, report
 from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
-from ..core.op import Op, batch_at
+from ..core.op import Loose, Op, batch_at, match
+from ..core.sharding import axes_of, whole
+from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
+from ..quantization.norm import NormCodes
 from ..quantization.op import Quantized, decoded, quantize
+from ..rms_norm import op as rms_norm
+from ..rms_norm.spec import Norm
 from .matmul import (
     Product,
     batched,
@@ -56,21 +62,18 @@ def fits(kernel: Any, contract: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """`einsum(f"{a},{b}->{out}")` of codes, times a scale.
+    """`einsum(f"{a},{b}->{out}")` of codes, times a scale."""
 
-    Attributes:
-      op: the function the user called.
-      dtype: of the result.
-      wide: what codes are widened to where FP8 products cannot serve.
-    """
-
-    op: str
+    op: str  # the function the user called
     a: str
     b: str
     out: str
-    dtype: str
-    wide: str
+    dtype: str  # of the result
+    wide: str  # what codes are widened to where FP8 products cannot serve
     out_sharding: NamedSharding | jax.P | None = None
+    # (0 or 1, letters) of an operand whose codes are also there in this order, as one more operand:
+    # devices that gather codes gather these.
+    others: tuple[tuple[int, str], ...] = ()
 
     def sizes(self, a: Any, b: Any) -> list[int]:
         """Returns the sizes of the product as one of matrices, for each example of a batch."""
@@ -81,9 +84,26 @@ class Contraction:
         return [math.prod(of[d] for d in group) for group in (*groups, summed)]
 
 
-def define_product(spec: Contraction, a: Array, b: Array, scale: Array) -> list[Array]:
-    """`(a, b, scale) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow."""
-    a, b = decoded(a), decoded(b)
+def define_product(
+    spec: Contraction,
+    a: Array,
+    b: Array,
+    scale: Array,
+    *others: Array,
+    over: tuple[str, ...] = (),
+    scatter: tuple[tuple[str, int], ...] = (),
+    arriving: Sequence[int] = (),
+) -> list[Array]:
+    """`(a, b, scale, *others) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow.
+
+    Each device's part of the sum is added `over` mesh axes, and over those of `scatter`, which are
+    left to split a dimension of the result. Operands that are `arriving` are made of `others`.
+    """
+    operands = [a, b]
+    for (i, text), other in zip(spec.others, others):
+        if i in arriving:
+            operands[i] = jnp.transpose(other, [text.index(c) for c in (spec.a, spec.b)[i]])
+    a, b = map(decoded, operands)
     # Sums of codes go beyond float16; bfloat16 has float32's range.
     sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)
     options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
@@ -93,11 +113,15 @@ def define_product(spec: Contraction, a: Array, b: Array, scale: Array) -> list[
         raw = jax.lax.platform_dependent(a, b, cuda=multiply, default=widened)
     else:
         raw = widened(a, b)
-    return [(raw * scale.astype(sums)).astype(spec.dtype)]
+    y = raw * scale.astype(sums)
+    for name, dim in scatter:
+        y = jax.lax.psum_scatter(y, name, scatter_dimension=dim, tiled=True)
+    return [(jax.lax.psum(y, over) if over else y).astype(spec.dtype)]
 
 
 def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Order) -> Any:
     """A batch dimension is one more letter, of those operands that have it."""
+    spec, args, dims = replace(spec, others=()), args[:3], dims[:3]
     a, b, scale = args
     if dims[2] is not None:
         results = jax.vmap(functools.partial(define_product, spec), tuple(dims))(*args)
@@ -116,7 +140,74 @@ def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
     return order
 
 
-product = Op("fp8_product", define_product, batch=_batch_product, before=_require_fp8)
+def _product_dims(spec: Contraction, *_: int) -> tuple[list[Any], list[Any]]:
+    letters = list(dict.fromkeys(spec.a + spec.b))
+    a, b, out = (tuple(map(letters.index, text)) for text in (spec.a, spec.b, spec.out))
+    return [a, b, (), *[Loose(map(letters.index, text)) for _, text in spec.others]], [out]
+
+
+def _share_product(
+    spec: Contraction, sizes: Mapping[str, int], shapes: Sequence[Any], specs: Sequence[jax.P]
+) -> tuple[list[jax.P], Callable[..., list[Array]]]:
+    """How devices share a product: each scales its part before it is summed, in one dtype.
+
+    XLA would sum before the multiplication, so that it could not add up what two products sum.
+    Codes are gathered where an operand is split otherwise than the result, which decides. Where
+    they are there in two orders, all products gather one of them, once, and transpose it.
+    """
+    texts, of = (spec.a, spec.b, "", *[text for _, text in spec.others], spec.out), []
+    length = dict(zip(spec.a, shapes[0])) | dict(zip(spec.b, shapes[1]))
+    for text, one in zip(texts, specs):
+        of.append(dict.fromkeys(length, ()) | dict(zip(text, map(axes_of, whole(one, len(text))))))
+    axes: dict[str, tuple[str, ...]] = dict.fromkeys(length, ())
+
+    def take(letter: str, wanted: Sequence[str]) -> None:
+        taken = {name for names in axes.values() for name in names}
+        free = tuple(name for name in wanted if name not in taken)
+        if not axes[letter] and length[letter] % math.prod(sizes[name] for name in free) == 0:
+            axes[letter] = free
+
+    summed = [letter for letter in length if letter not in spec.out]
+    for letter in summed:
+        take(letter, [name for name in of[0][letter] if name in of[1][letter]])
+    for places in (of[-1], of[0], of[1]):
+        for letter in spec.out:
+            take(letter, places[letter])
+    for letter in summed:
+        take(letter, of[0][letter] or of[1][letter])
+    over = [name for letter in summed for name in axes[letter]]
+    found = [jax.P(*[axes[letter] or None for letter in text]) for text in texts]
+    parts = lambda letter, names: (
+        () if length[letter] % math.prod(map(sizes.__getitem__, names)) else names
+    )
+    arriving = [i for i, _ in spec.others if any(set(of[i][c]) - set(axes[c]) for c in texts[i])]
+    for i in arriving:  # nobody reads these: they stay where they are
+        found[i] = jax.P(*[parts(letter, of[i][letter]) or None for letter in texts[i]])
+    # One sum and a slice of it is a reduce-scatter to XLA, but not if only some of its axes split
+    # the result (a kernel's gradient over "data" and "fsdp").
+    scatter = []
+    out = of[-1]
+    if set(over) - {name for letter in spec.out for name in out[letter]}:
+        for dim, letter in enumerate(spec.out):
+            name = out[letter][-1] if out[letter] else None
+            wanted = math.prod(sizes[one] for one in out[letter])
+            if name in over and out[letter][:-1] == axes[letter] and not length[letter] % wanted:
+                scatter.append((name, dim))
+                over.remove(name)
+                axes[letter] = out[letter]
+    found[-1] = jax.P(*[axes[letter] or None for letter in spec.out])
+    options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving}
+    return found, functools.partial(define_product, spec, **options)
+
+
+product = Op(
+    "fp8_product",
+    define_product,
+    dims=_product_dims,
+    batch=_batch_product,
+    share=_share_product,
+    before=_require_fp8,
+)
 
 
 def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -135,19 +226,12 @@ def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """All that is known of the layer's product when it is traced.
+    """All that is known of the layer's product when it is traced."""
 
-    Attributes:
-      op: the function the user called.
-      product: the operands' dimensions, as letters.
-      dtype: the compute dtype.
-      order: which kernels are to serve.
-    """
-
-    op: str
-    product: Product
-    dtype: str
-    order: Order = BEST
+    op: str  # the function the user called
+    product: Product  # the operands' dimensions, as letters
+    dtype: str  # the compute dtype
+    order: Order = BEST  # which kernels are to serve
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -195,29 +279,89 @@ def multiply(
         return matmul(x, kernel, **options)
     product = Product.of(x.ndim, kernel.ndim, contract, None, out_sharding)
     spec = Fp8(op, product, jnp.dtype(dtype).name, order)
-    return _matmul(spec, *equally_varying(x.astype(dtype), *with_main_gradient(kernel)))
+    (y,) = products(Input(spec), *operands_of(x.astype(dtype), None, None, [kernel]))
+    return y
+
+
+def moves(tangent: Any) -> bool:
+    """Returns whether there is a tangent, in a rule with symbolic zeros."""
+    return tangent is not None and not isinstance(tangent, SymbolicZero)
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """What FP8 products read: x, or the norm of `(x[, residual][, scale])`."""
+
+    fp8: Fp8  # of the products
+    norm: Norm | None = None  # None for x itself
+    plain: bool = False  # whether the norm is plain HLO
+
+    def codes(self, args: Sequence[Array], *, transposed: bool) -> Any:
+        """Returns the codes: `q`, `scale`, with a gradient of a kernel `qt`; and the norm's own."""
+        if self.norm is None:
+            return x_codes(self.fp8, args[0], transposed=transposed)
+        codes = Codes(FORMAT, True, transposed, self.fp8.op)
+        spec = NormCodes(self.norm, codes, self.plain)
+        return quantized_norm.quantize(spec, *args, order=self.fp8.order)
+
+    def results(self, made: Any) -> list[Array]:
+        """Returns the results besides those of the products: x + residual, where that is made."""
+        return [made.h] if self.norm is not None and self.norm.has_residual else []
+
+    def tangents(self, made: Any, args: Sequence[Array], dargs: Sequence[Any]) -> list[Any]:
+        """Returns the tangents of what is read and of `results`."""
+        if self.norm is None:
+            return [dargs[0] if moves(dargs[0]) else None]
+        norm, (*large, scale) = self.norm, [*dargs, *[None] * (not self.norm.has_scale)]
+        parts = [dx.astype(made.h.dtype) for dx in large if moves(dx)]
+        moving = [functools.reduce(jnp.add, parts)] if parts else []
+        moving += [scale] if moves(scale) else []
+        dh = [jnp.zeros_like(made.h)] * (norm.has_residual and not parts)
+        if not moving:
+            return [None, *dh]
+        given = [made.h, *[args[-1]] * norm.has_scale, made.rstd, *moving]
+        spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
+        return [*rms_norm.tangent(spec, *given, order=self.fp8.order), *dh]
+
+
+def operands_of(
+    x: Array, residual: Array | None, scale: Array | None, kernels: Sequence[Array]
+) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    """Returns the norm's operands, and each kernel and its main gradient, placed alike."""
+    given = [with_main_gradient(kernel) for kernel in kernels]
+    flat = [part for pair in given for part in pair]
+    x, residual, scale, *flat = equally_varying(x, residual, scale, *flat)
+    args = [x]
+    args += [] if residual is None else [match(residual, x, range(x.ndim))]
+    args += [] if scale is None else [match(scale, x, [x.ndim - 1])]
+    return tuple(args), tuple(flat)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul(spec: Fp8, x: Array, kernel: Array, main: Array | None) -> Array:
-    del main
-    w = kernel_codes(spec, kernel, forward=True, backward=False)
-    return forward(spec, x, x_codes(spec, x, transposed=False), w)
+def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
+    """Returns the product with each kernel; `args` and `operands` are those of `operands_of`."""
+    made = spec.codes(args, transposed=False)
+    kernels = [kernel_codes(spec.fp8, w, forward=True, backward=False) for w in operands[::2]]
+    return tuple(forward(spec.fp8, args[0], made, w) for w in kernels)
 
 
-@functools.partial(_matmul.defjvp, symbolic_zeros=True)
+@functools.partial(products.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
-    x, kernel, _ = primals
-    moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in tangents)
-    xq = x_codes(spec, x, transposed=moves[1] or moves[2])
-    w = kernel_codes(spec, kernel, forward=True, backward=moves[0])
-    y = forward(spec, x, xq, w)
-    if not any(moves):
-        return y, jnp.zeros_like(y)
-    kept = [backward_codes(spec, w, x), w.scale] if moves[0] else []
-    kept += [xq.qt, xq.scale] if moves[1] or moves[2] else []
-    moving = [t for t, moved in zip(tangents, moves) if moved]
-    return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
+    (args, operands), (dargs, doperands) = primals, tangents
+    of_kernels = [list(map(moves, doperands[i : i + 2])) for i in range(0, len(operands), 2)]
+    x_moves, w_moves = any(map(moves, dargs)), any(map(any, of_kernels))
+    made = spec.codes(args, transposed=w_moves)
+    (dn,) = spec.tangents(made, args, dargs)
+    results, dresults = [], []
+    for i, (kernel, moved) in enumerate(zip(operands[::2], of_kernels)):
+        w = kernel_codes(spec.fp8, kernel, forward=True, backward=x_moves)
+        results.append(forward(spec.fp8, args[0], made, w))
+        kept = [backward_codes(spec.fp8, w, args[0]), w.scale] if x_moves else []
+        kept += [made.qt, made.scale] if any(moved) else []
+        moving = [dn] * x_moves + [d for d in doperands[2 * i : 2 * i + 2] if moves(d)]
+        linear = Tangent(spec.fp8, (x_moves, *moved))
+        dresults += tangent(linear, *kept, *moving) if moving else [jnp.zeros_like(results[-1])]
+    return tuple(results), tuple(dresults)
 
 
 def x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
@@ -242,17 +386,32 @@ def _codes(spec: Fp8, w: Quantized, *, forward: bool) -> Any:
 def backward_codes(spec: Fp8, w: Quantized, x: Array) -> Array:
     """Returns the kernel's codes (in, out), as the gradient of x reads them."""
     _, summed, outs = spec.labels
-    return gathered(spec.product, _codes(spec, w, forward=False), summed + outs, x, spec.product.x)
+    codes = _codes(spec, w, forward=False)
+    return gathered(spec.product, codes, summed + outs, x, spec.product.x, summed=True)
 
 
 def forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
     """Returns the product of codes; x says how its rows lie."""
     rows, summed, outs = spec.labels
-    codes = gathered(spec.product, _codes(spec, w, forward=True), outs + summed, x, spec.product.x)
+    stored, other = _codes(spec, w, forward=True), _codes(spec, w, forward=False)
+    codes = gathered(spec.product, stored, outs + summed, x, spec.product.x, summed=True)
+    if codes is not stored and other is not None:
+        codes = jnp.moveaxis(backward_codes(spec, w, x), 0, -1)
     dot = spec.contraction(
         rows + summed, outs + summed, rows + outs, spec.dtype, spec.product.out_sharding
     )
-    return product(dot, xq.q, codes, xq.scale * w.scale, order=spec.order)[0]
+    # What the backward reads, so that nothing more is kept, and one gather serves both.
+    others = {} if xq.qt is None else {(0, summed + rows): xq.qt}
+    others |= {} if other is None else {(1, summed + outs): other}
+    return multiply_codes(dot, xq.q, codes, xq.scale * w.scale, others, spec.order)
+
+
+def multiply_codes(
+    spec: Contraction, a: Array, b: Array, scale: Array, others: dict[Any, Array], order: Order
+) -> Array:
+    """Returns the product of codes, of which `others` are there in another order, too."""
+    spec = replace(spec, others=tuple(others))
+    return product(spec, a, b, scale, *others.values(), order=order)[0]
 
 
 # ---------------------------------------------------------------- the tangent
@@ -263,11 +422,13 @@ class Tangent:
     """The tangent of the product, in the directions of x, the kernel and its main gradient.
 
     Its operands are the kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows) and
-    scale where the kernel does; then the tangents.
+    scale where the kernel does; then the tangents. In `vmaps` over kernels, the outermost first,
+    those that are marked have one more dimension, the first.
     """
 
     fp8: Fp8
     moves: tuple[bool, ...]
+    vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @property
     def op(self) -> str:
@@ -285,6 +446,8 @@ class Tangent:
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     """`(..., tangents) -> (dy,)`, of the dequantized operands."""
+    if spec.vmaps:
+        return vmapped(define_tangent, spec)(*operands)
     w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(operands)
     fp8 = spec.fp8
     terms = [] if dx is None else [product_with_kernel(fp8, dx, w, w_scale)]
@@ -316,25 +479,14 @@ def product_with_x(fp8: Fp8, x: Array, x_scale: Array, dkernel: Array) -> Array:
     return dot(labels, widened(fp8, x, x_scale), dkernel)
 
 
-def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
-    del order
-    (dy,) = cts
-    nothing = [None] * len(operands)
-    if type(dy) is ad.Zero:
-        return nothing
-    w, w_scale, x, x_scale, linear = spec.read(operands)
+def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
+    """The gradient for each tangent, given by its type; None for one without a type."""
+    w, w_scale, x, x_scale, linear = spec.read([*residuals, *likes])
     fp8, (dx, *dkernels) = spec.fp8, linear
-    wanted = lambda t: t is not None and ad.is_undefined_primal(t)
-    g = gradient_codes(fp8, dy, q=wanted(dx), qt=any(map(wanted, dkernels)))
-    found: list[Any] = [None, None, None]
-    if wanted(dx):
-        found[0] = input_gradient(fp8, g, w, w_scale, dx.aval)
-    for i, d in enumerate(dkernels, 1):
-        if wanted(d):
-            found[i] = kernel_gradient(fp8, x, x_scale, g, d.aval)
-    return nothing[: len(operands) - sum(spec.moves)] + [
-        f for f, moved in zip(found, spec.moves) if moved
-    ]
+    g = gradient_codes(fp8, dy, q=dx is not None, qt=any(d is not None for d in dkernels))
+    found = [None if dx is None else input_gradient(fp8, g, w, w_scale, dx)]
+    found += [d if d is None else kernel_gradient(fp8, x, x_scale, g, d) for d in dkernels]
+    return [f for f, moved in zip(found, spec.moves) if moved]
 
 
 def gradient_codes(fp8: Fp8, dy: Array, *, q: bool, qt: bool) -> Quantized:
@@ -358,8 +510,9 @@ def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any)
     dtype = like.dtype if like.dtype in (jnp.dtype(fp8.dtype), sums) else sums
     a, b = (x, summed + rows), (g.qt, outs + rows)
     a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
+    others = {} if g.q is None else {(0 if fp8.contract else 1, rows + outs): g.q}
     dot = fp8.contraction(a[1], b[1], fp8.product.kernel, dtype, _explicit(like))
-    return product(dot, a[0], b[0], x_scale * g.scale, order=fp8.order)[0].astype(like.dtype)
+    return multiply_codes(dot, a[0], b[0], x_scale * g.scale, others, fp8.order).astype(like.dtype)
 
 
 def _explicit(aval: Any) -> NamedSharding | None:
@@ -369,11 +522,11 @@ def _explicit(aval: Any) -> NamedSharding | None:
 def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
     """A batch dimension of the rows is one more dimension of them, the first."""
     w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(dims)
-    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
     of_kernels = [w, w_scale, x_scale, *dkernels]
-    if any(d is not None for d in of_kernels) or spec.fp8.product.out_sharding is not None:
-        fn = functools.partial(define_tangent, spec)
-        return jax.vmap(fn, tuple(dims), axis_size=size)(*operands), [0]
+    in_parts = spec.vmaps or spec.fp8.product.out_sharding is not None
+    if in_parts or any(d is not None for d in of_kernels):
+        return vmap_tangent(op, operands, dims, spec, order)
+    size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
     del x, dx
     w, w_scale, x, x_scale, tangents = spec.read(operands)
     at = spec.read(dims)
@@ -385,4 +538,57 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     return op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order), [0]
 
 
-tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=_transpose)
+# ---------------------------------------------------------------- tangents and their transposes
+
+
+def vmap_tangent(op: Op, operands: Any, dims: Any, spec: Any, order: Order) -> Any:
+    """The batching rule of a tangent whose kernels have a batch dimension: one more of `vmaps`."""
+    moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims)]
+    has = tuple(d is not None for d in dims)
+    return op(replace(spec, vmaps=(has, *spec.vmaps)), *moved, order=order), [0]
+
+
+def vmapped(function: Callable[..., Any], spec: Any, *lead: int) -> Callable[..., Any]:
+    """Returns `function` of a tangent's operands in the outermost of its vmaps."""
+    axes = [0 if has else None for has in spec.vmaps[0]]
+    one = functools.partial(function, replace(spec, vmaps=spec.vmaps[1:]))
+    return jax.vmap(one, (*lead, *axes))
+
+
+def transposed(gradients: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Returns the transpose of a tangent by `gradients(spec, dy, residuals, likes)`.
+
+    `likes` are the types of what has a gradient, None for other tangents.
+    """
+
+    def in_vmaps(spec: Any, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+        if not spec.vmaps:
+            return gradients(spec, dy, residuals, likes)
+        has = spec.vmaps[0][len(residuals) :]
+        inner = [like if like is None or not h else _unstacked(like) for like, h in zip(likes, has)]
+        one = lambda spec, dy, *residuals: in_vmaps(spec, dy, residuals, inner)
+        within = replace(spec, vmaps=(spec.vmaps[0][: len(residuals)], *spec.vmaps[1:]))
+        found = vmapped(one, within, 0)(dy, *residuals)
+        summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, has)]
+        return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
+
+    def transpose(cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
+        del order
+        (dy,) = cts
+        if type(dy) is ad.Zero:
+            return [None] * len(operands)
+        count = len(operands) - sum(spec.moves)
+        tangents = operands[count:]
+        likes = [t.aval if ad.is_undefined_primal(t) else None for t in tangents]
+        return [None] * count + in_vmaps(spec, dy, operands[:count], likes)
+
+    return transpose
+
+
+def _unstacked(aval: Any) -> Any:
+    """Returns the type of one of the arrays that are stacked."""
+    sharding = NamedSharding(aval.sharding.mesh, jax.P(*aval.sharding.spec[1:]))
+    return aval.update(shape=aval.shape[1:], sharding=sharding)
+
+
+tangent = Op("fp8_tangent", define_tangent, batch=_batch, transpose=transposed(_gradients))

@@ -5,29 +5,31 @@
 Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds its
 maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
 pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
-(docs/quantization.md). Without W_up b is 1.
+(docs/quantization.md). Without W_up b is 1. x may be the norm of something, whose pass then writes
+codes (`fp8_norm`).
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, placed
 from ..quantization import gated
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized
+from ..rms_norm.spec import Norm
 from .epilogue import Scalar
 from .fp8 import (
     FORMAT,
     Fp8,
+    Input,
     backward_codes,
     fits,
     forward,
@@ -35,26 +37,29 @@ from .fp8 import (
     input_gradient,
     kernel_codes,
     kernel_gradient,
+    moves,
+    operands_of,
     product_with_kernel,
     product_with_x,
-    x_codes,
+    transposed,
+    vmap_tangent,
+    vmapped,
 )
-from .matmul import Product, equally_varying, with_main_gradient
+from .matmul import Product
 
 
 @dataclasses.dataclass(frozen=True)
 class Mlp:
-    """All that is known of the MLP when it is traced.
+    """All that is known of the MLP when it is traced."""
 
-    Attributes:
-      fp8: each of the products; all have the same letters.
-      gated: the activation between them.
-      hidden_sharding: where the hidden arrays lie on a mesh of Auto axes.
-    """
+    input: Input  # what gate and up read, and each of the products; all have the same letters
+    gated: gated.Gated  # the activation between them
+    hidden_sharding: jax.P | None = None  # where the hidden arrays lie on a mesh of Auto axes
 
-    fp8: Fp8
-    gated: gated.Gated
-    hidden_sharding: jax.P | None = None
+    @property
+    def fp8(self) -> Fp8:
+        """Each of the products."""
+        return self.input.fp8
 
     @property
     def op(self) -> str:
@@ -84,41 +89,50 @@ def multiply_mlp(
     contract: int = 0,
     hidden_sharding: jax.P | None = None,
     order: Order = BEST,
-) -> Array:
-    """Returns `f(x · kernels[0]) · (x · kernels[1]) · down` for operands that `serves` allows."""
+    norm: Norm | None = None,
+    scale: Array | None = None,
+    residual: Array | None = None,
+) -> list[Array]:
+    """Returns `[f(n · kernels[0]) · (n · kernels[1]) · down]` for operands that `serves` allows.
+
+    n is x or, with a `norm`, that of x and its scale; or of x + residual, which is returned too.
+    """
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
     hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
-    spec = Mlp(fp8, hidden, hidden_sharding)
-    given = [with_main_gradient(kernel) for kernel in (*kernels, down)]
-    flat = equally_varying(x.astype(dtype), *[part for pair in given for part in pair])
-    return _mlp(spec, *flat)
+    spec = Mlp(Input(fp8, norm), hidden, hidden_sharding)
+    x = x.astype(dtype) if norm is None else x
+    args, operands = operands_of(x, residual, scale, [*kernels, down])
+    return list(_mlp(spec, args, operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _mlp(spec: Mlp, x: Array, *operands: Array | None) -> Array:
+def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
     """Operands: a kernel and its main gradient, of gate, up and down."""
-    return _products(spec, x, operands, (False,) * (1 + len(operands)))[0]
+    made = spec.input.codes(args, transposed=False)
+    y, _ = _products(spec, args[0], made, operands, (False,) * (1 + len(operands)))
+    return y, *spec.input.results(made)
 
 
 @functools.partial(_mlp.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
-    x, *operands = primals
-    moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in tangents)
-    y, kept = _products(spec, x, operands, moves)
-    if not any(moves):
-        return y, jnp.zeros_like(y)
-    moving = [t for t, moved in zip(tangents, moves) if moved]
-    return y, tangent(Tangent(spec, moves), *kept, *moving)[0]
+    (args, operands), (dargs, doperands) = primals, tangents
+    of_x, moved = any(map(moves, dargs)), tuple(map(moves, doperands))
+    made = spec.input.codes(args, transposed=any(moved[:-2]))
+    dn, *dh = spec.input.tangents(made, args, dargs)
+    y, kept = _products(spec, args[0], made, operands, (of_x, *moved))
+    moving = [dn] * of_x + [t for t in doperands if moves(t)]
+    linear = Tangent(spec, (of_x, *moved))
+    dy = tangent(linear, *kept, *moving)[0] if moving else jnp.zeros_like(y)
+    return (y, *spec.input.results(made)), (dy, *dh)
 
 
 def _products(
-    spec: Mlp, x: Array, operands: Any, moves: tuple[bool, ...]
+    spec: Mlp, x: Array, xq: Any, operands: Any, moves: tuple[bool, ...]
 ) -> tuple[Array, list[Array]]:
-    """The result, and the residuals in the order of `Residuals`."""
+    """The result of what has the codes `xq`, and the residuals in the order of `Residuals`."""
     *firsts, down = operands[::2]
     first_moves, down_moves = any(moves[1:-2]), any(moves[-2:])
-    xq = x_codes(spec.fp8, x, transposed=first_moves)
     codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts]
     arrays = [placed(forward(spec.fp8, x, xq, w), spec.hidden_sharding) for w in codes]
     hidden = gated.Hidden(*gated.hidden(spec.gated, *arrays, order=spec.order))
@@ -146,11 +160,12 @@ class Tangent:
     """The tangent of the MLP, in the directions of x, the kernels and their main gradients.
 
     Its operands are those of `Residuals`, then the tangents that there are. A residual that no
-    tangent needs is a scalar zero.
+    tangent needs is a scalar zero. `vmaps` are as in `fp8`.
     """
 
     mlp: Mlp
     moves: tuple[bool, ...]
+    vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @property
     def op(self) -> str:
@@ -171,24 +186,15 @@ class Tangent:
 
 @dataclasses.dataclass
 class Residuals:
-    """What the forward kept, and the tangents; pairs are codes and their scale.
+    """What the forward kept, and the tangents; pairs are codes and their scale."""
 
-    Attributes:
-      x: codes of xᵀ.
-      kernels: codes (in, out) of gate and up.
-      down: codes (in, out) of down.
-      arrays: a and b, before the activation.
-      maxima: of |f(a)| and |b|.
-      hidden: codes of hᵀ.
-      linear: the tangents of x, and of each kernel and its main gradient; None where there is none.
-    """
-
-    x: tuple[Any, Any]
-    kernels: list[tuple[Any, Any]]
-    down: tuple[Any, Any]
-    arrays: list[Any]
-    maxima: tuple[Any, Any]
-    hidden: tuple[Any, Any]
+    x: tuple[Any, Any]  # codes of xᵀ
+    kernels: list[tuple[Any, Any]]  # codes (in, out) of gate and up
+    down: tuple[Any, Any]  # codes (in, out) of down
+    arrays: list[Any]  # a and b, before the activation
+    maxima: tuple[Any, Any]  # of |f(a)| and |b|
+    hidden: tuple[Any, Any]  # codes of hᵀ
+    # The tangents of x, and of each kernel and its main gradient; None where there is none.
     linear: list[Any]
 
     @property
@@ -199,6 +205,8 @@ class Residuals:
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     """`(residuals, tangents) -> (dy,)`, of the dequantized operands in the compute dtype."""
+    if spec.vmaps:
+        return vmapped(define_tangent, spec)(*operands)
     mlp, r = spec.mlp, spec.read(operands)
     *of_firsts, of_down = r.of_kernels
     terms = []
@@ -221,38 +229,26 @@ def _hidden(spec: gated.Gated, *arrays: Array) -> Array:
     return h.astype(arrays[0].dtype)
 
 
-def _transpose(cts: Any, *operands: Any, spec: Tangent, order: Order) -> list[Any]:
-    del order
-    (dy,) = cts
-    if type(dy) is ad.Zero:
-        return [None] * len(operands)
-    mlp, r = spec.mlp, spec.read(operands)
-    wanted = lambda t: t is not None and ad.is_undefined_primal(t)
-    any_of = lambda tangents: any(map(wanted, tangents))
-    found: list[Any] = [None] * len(r.linear)
+def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
+    """The gradient for each tangent, given by its type; None for one without a type."""
+    mlp, r = spec.mlp, spec.read([*residuals, *likes])
+    there = lambda tangents: any(d is not None for d in tangents)
     x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
-    before_down = wanted(x) or any(map(any_of, of_firsts))
-    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=any_of(of_down))
-    for i, d in enumerate(of_down, len(found) - 2):
-        if wanted(d):
-            found[i] = kernel_gradient(mlp.fp8, *r.hidden, g, d.aval)
+    before_down = x is not None or any(map(there, of_firsts))
+    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=there(of_down))
+    one = lambda x, g, d: None if d is None else kernel_gradient(mlp.fp8, x[0], x[1], g, d)
+    each = lambda x, g, of: [one(x, g, d) for d in of]
+    found: list[Any] = [None] * (len(r.linear) - 2) + each(r.hidden, g, of_down)
     if before_down:
         dh = input_gradient(mlp.fp8, g, *r.down, jax.typeof(r.arrays[0]))
         dh = placed(dh, mlp.hidden_sharding)
         codes = gated.hidden_gradients(mlp.gated, dh, *r.arrays, *r.maxima, order=mlp.order)
-        gradients = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
-        if wanted(x):
-            terms = [
-                input_gradient(mlp.fp8, gradient, *kernel, x.aval)
-                for gradient, kernel in zip(gradients, r.kernels)
-            ]
+        ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
+        if x is not None:
+            terms = [input_gradient(mlp.fp8, way, *w, x) for way, w in zip(ways, r.kernels)]
             found[0] = functools.reduce(jnp.add, terms)
-        for i, (gradient, tangents) in enumerate(zip(gradients, of_firsts)):
-            for j, d in enumerate(tangents, 1 + 2 * i):
-                if wanted(d):
-                    found[j] = kernel_gradient(mlp.fp8, *r.x, gradient, d.aval)
-    residuals = len(operands) - sum(spec.moves)
-    return [None] * residuals + [f for f, moved in zip(found, spec.moves) if moved]
+        found[1:-2] = [f for way, of in zip(ways, of_firsts) for f in each(r.x, way, of)]
+    return [f for f, moved in zip(found, spec.moves) if moved]
 
 
 def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
@@ -261,9 +257,8 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     r, at = spec.read(operands), spec.read(dims)
     scales = [at.x[1], at.hidden[1], *at.maxima]
     of_kernels = [d for pair in (*at.kernels, at.down, *at.of_kernels) for d in pair]
-    if any(d is not None for d in [*scales, *of_kernels]):
-        results = jax.vmap(functools.partial(define_tangent, spec), tuple(dims), axis_size=size)
-        return results(*operands), [0]
+    if spec.vmaps or any(d is not None for d in [*scales, *of_kernels]):
+        return vmap_tangent(op, operands, dims, spec, order)
     place = lambda a, d, to: batch_at(a, d, to, size) if a.ndim else a
     moved = [place(r.x[0], at.x[0], 1), r.x[1]]
     moved += [part for pair in (*r.kernels, r.down) for part in pair]
@@ -271,8 +266,8 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
     moved += [] if r.linear[0] is None else [batch_at(r.linear[0], at.linear[0], 0, size)]
     moved += [t for t in r.linear[1:] if t is not None]
-    mlp = replace(spec.mlp, fp8=spec.mlp.fp8.with_batch())
+    mlp = replace(spec.mlp, input=replace(spec.mlp.input, fp8=spec.mlp.fp8.with_batch()))
     return op(replace(spec, mlp=mlp), *moved, order=order), [0]
 
 
-tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=_transpose)
+tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=transposed(_gradients))

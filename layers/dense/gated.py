@@ -1,5 +1,7 @@
 """Gated dense layers: two projections of one input, one gating the other."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -9,17 +11,20 @@ from ...native.implementation import BEST, Implementation, Order, choose, native
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
+from ..quantization import norm as quantized_norm
+from ..rms_norm.op import add_rms_norm, rms_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
+from .fp8_norm import norm_of
 from .remat import Activated, products
 
 
 def gated_dense(
     x: Array,
     kernel_gate: Array,
-    kernel_up: Array,
+    kernel_up: Array | None = None,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
@@ -36,8 +41,12 @@ def gated_dense(
 
     Args:
       x: `(*rows, in)`.
-      kernel_gate, kernel_up: `(in, *out)`, of one shape.
-      activation: a name or a function, as for `dense`.
+      kernel_gate, kernel_up: `(in, *out)`, of one shape. Or `kernel_gate` alone has both,
+        the gate's first: `(in, 2, *out)`, as MaxText stores them; Gemma 3's `(2, out, in)` is
+        `jnp.moveaxis(kernel, -1, 0)`. That is one product with one gradient, and no copy.
+      activation: a name or a function, as for `dense`; or a function of both products, which y then
+        is: "clamped_swiglu" (`normfuse.clamped_swiglu`), or an op of `normfuse.elementwise` with
+        two inputs of one type.
       dtype, quantization, out_sharding: as for `dense`.
       implementation: None, "native" or "xla": of what follows the products, which are XLA's.
 
@@ -61,17 +70,16 @@ def gated_dense(
     """
     op = "gated_dense"
     x = floating(op, "x", x)
-    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
+    kernels = gate_and_up(op, x, kernel_gate, kernel_up, activation, out_sharding)
     dtype = floating_dtype(op, dtype, x.dtype)
-    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
-    check_gated(op, *kernels, activation)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
-    z, up = (multiply(op, x, k, **options) for k in kernels)
-    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
+    z, *rest = (multiply(op, x, k, **options) for k in kernels)
+    up, stack = (rest[0], None) if rest else (None, x.ndim - 1)
+    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up, stack=stack)}
     if scalar_of(activation) is not None:
         serve["native"] = lambda strict: finish_natively(
-            op, z, up, None, activation, dtype, strict=strict
+            op, z, up, None, activation, dtype, strict=strict, stack=stack
         )
     return choose(op, implementation, serve)
 
@@ -83,6 +91,7 @@ def gated_product(
     bias: Array | None = None,
     *,
     activation: Activation = "silu",
+    stacked: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
     quantization: Quantization = None,
@@ -95,15 +104,19 @@ def gated_product(
         y = (activation(gate) · up) · kernel + bias
 
     The gated activation, as large as `gate`, is computed again by the pass of the backward that
-    computes the gradients of `gate` and `up`.
+    computes the gradients of `gate` and `up`. Alone, without the product, it is an op of
+    `normfuse.elementwise`; the guide's gallery has it.
 
     Args:
       gate: `(*rows, in)`, before its activation.
       up: `(*rows, in)`; None for an MLP without a gate.
+      stacked: whether `gate` has both, `(*rows, 2, in)`, as `dense` makes them of a kernel
+        `(in, 2, *out)`; `up` is None then.
       kernel: `(in, *out)`.
       bias: `(*out,)`.
-      hidden_sharding: on a mesh of Auto axes, where `gate`, `up`, what is made of them and their
-        gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's choice where None.
+      hidden_sharding: on a mesh of Auto axes, where `gate` and `up` (unless `stacked`), what is
+        made of them and their gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's
+        choice where None.
       recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
       implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
@@ -128,15 +141,23 @@ def gated_product(
     up = None if up is None else floating(op, "up", up)
     dtype = floating_dtype(op, dtype, gate.dtype)
     bias = None if bias is None else floating(op, "bias", bias)
-    check_shapes(op, gate, kernel, bias, x_name="gate", out_sharding=out_sharding)
-    sharding.check(op, "hidden_sharding", hidden_sharding, gate.shape, AxisType.Auto)
+    hidden: Any = gate
+    if stacked:
+        if up is not None or gate.ndim < 2 or gate.shape[-2] != 2:
+            raise ValueError(
+                f"{op}: with stacked=True gate must be (*rows, 2, in) and up None, got gate of "
+                f"shape {gate.shape} and {'no up' if up is None else 'an up'}"
+            )
+        hidden = jax.ShapeDtypeStruct((*gate.shape[:-2], gate.shape[-1]), gate.dtype)
+    check_shapes(op, hidden, kernel, bias, x_name="gate", out_sharding=out_sharding)
+    sharding.check(op, "hidden_sharding", hidden_sharding, hidden.shape, AxisType.Auto)
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
-    check_activated(op, activation)
+    check_activated(op, activation, stacked or up is not None)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
     options["quantization"] = quantization
-    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
+    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute, "stacked": stacked}
     return apply_product(gate, up, kernel, bias, activation, **options)
 
 
@@ -154,17 +175,19 @@ def apply_product(
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
+    stacked: bool = False,
 ) -> Array:
     """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     op = "gated_product"
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
-    gate = placed(gate, hidden_sharding)
+    stack = gate.ndim - 2 if stacked else None
+    gate = gate if stacked else placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
     def kernels(order, gradient):
         assert function is not None
-        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
+        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding, stacked)
         args = (gate,) if up is None else (gate, up)
         how = {"gradient": gradient, "keep": not recompute}
         (y,) = products(producer, args, (kernel,), **how, **shared)
@@ -172,10 +195,10 @@ def apply_product(
 
     def quantized(order: Order) -> Array:
         if function is None:
-            hidden = finish(gate, None, activation, dtype, up)
+            hidden = finish(gate, None, activation, dtype, up, stack=stack)
         else:
-            strict = order.strict
-            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
+            flags = {"strict": order.strict, "stack": stack}
+            hidden = finish_natively(op, gate, up, None, activation, dtype, **flags)
         hidden = placed(hidden, hidden_sharding)
         options = {"dtype": dtype, "quantization": quantization, "order": order}
         return finish(multiply(op, hidden, kernel, **options, **shared), bias, None, dtype)
@@ -196,7 +219,7 @@ def apply_product(
 
     def xla(strict):
         del strict
-        hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
+        hidden = placed(finish(gate, None, activation, dtype, up, stack=stack), hidden_sharding)
         product = multiply(op, hidden, kernel, dtype=dtype, quantization=quantization, **shared)
         return finish(product, bias, None, dtype)
 
@@ -238,7 +261,7 @@ def mlp(
     def in_fp8(strict: bool) -> Array:
         assert function is not None
         shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
-        y = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
+        (y,) = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
         return finish(y, biases.get("down"), None, dtype)
 
     without_biases = not biases.keys() & {"gate", "up"}
@@ -248,18 +271,80 @@ def mlp(
     return choose(op, implementation, serve)
 
 
-def check_gated(op: str, gate: Array, up: Array, activation: Activation) -> None:
-    """Raises ValueError unless both kernels have one shape and there is an activation."""
-    if gate.shape != up.shape:
+def norm_mlp(
+    x: Array,
+    residual: Array | None,
+    scale: Array | None,
+    kernels: dict[str, Array],
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation,
+    activation: Activation,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """`mlp` without biases of `rms_norm(x + residual)`, and the sum; or of x without a residual.
+
+    In FP8 one pass adds, normalises and writes codes.
+    """
+    op = "GatedMLP"
+    first, down = [kernels["gate"], kernels["up"]], kernels["down"]
+    contract, function = options.get("contract", 0), scalar_of(activation)
+    dtype = jnp.dtype(dtype).name
+
+    def apart(implementation: Implementation) -> tuple[Array, Array]:
+        shared = {"eps": eps, "dtype": dtype, "implementation": implementation}
+        if residual is None:
+            n, h = rms_norm(x, scale, **shared), x
+        else:
+            n, h = add_rms_norm(x, residual, scale, **shared)
+        shared = {"activation": activation, "dtype": dtype, "implementation": implementation}
+        return mlp(n, kernels, {}, **shared, **options), h
+
+    def in_fp8(strict: bool) -> tuple[Array, Array]:
+        assert function is not None
+        shared = {name: options[name] for name in options.keys() - {"quantization"}}
+        shared |= {"dtype": dtype, "order": native_or_best(strict)}
+        norm = norm_of(op, x, scale, dtype, residual=residual is not None, eps=eps)
+        shared |= {"norm": norm, "scale": scale, "residual": residual}
+        y, *h = multiply_mlp(op, x, first, down, function, **shared)
+        return y, h[0] if h else x
+
+    fits = serves([*first, down], contract, function) and quantized_norm.serves(x, residual, scale)
+    if options.get("quantization") is None or not fits:
+        return apart(implementation)
+    return choose(op, implementation, {"native": in_fp8, "xla": lambda strict: apart("xla")})
+
+
+def gate_and_up(
+    op: str, x: Array, gate: Array, up: Array | None, activation: Activation, out_sharding: Any
+) -> list[Array]:
+    """Returns a gated layer's kernels: two, or one that has both.
+
+    Raises:
+      TypeError: for integer or complex kernels.
+      ValueError: unless kernels and `out_sharding` fit and there is an activation.
+    """
+    kernels = [floating(op, "kernel_gate", gate)]
+    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
+    shape = kernels[0].shape
+    if up is not None:
+        kernels.append(floating(op, "kernel_up", up))
+        if kernels[1].shape != shape:
+            raise ValueError(
+                f"{op}: kernel_up must have kernel_gate's shape {shape}, got {kernels[1].shape}"
+            )
+    elif len(shape) < 3 or shape[1] != 2:
         raise ValueError(
-            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
+            f"{op}: kernel_gate without kernel_up must have both, (in, 2, *out), got shape {shape}"
         )
-    check_activated(op, activation)
+    check_activated(op, activation, True)
+    return kernels
 
 
-def check_activated(op: str, activation: Activation) -> None:
-    """Raises ValueError unless there is an activation."""
-    if resolve(activation, op) is None:
+def check_activated(op: str, activation: Activation, gated: bool) -> None:
+    """Raises ValueError unless there is an activation, of one number or with `gated` of two."""
+    if resolve(activation, op, gated=gated) is None:
         raise ValueError(
             f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "
             "lambda z: z"

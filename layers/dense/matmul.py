@@ -81,14 +81,10 @@ def matmul(
 ) -> Array:
     """Returns the product of x's last axis with the kernel's axis `contract`, computed in `dtype`.
 
-    Args:
-      x: `(*rows, n)`.
-      kernel: any rank; its axis `contract` has n elements, the others follow x's rows in the
-        result. Its gradient has its dtype, and for float32 (float64) is the GEMM's own output.
-      dtype: of both operands of the GEMM and of the result; sums run in float32 or wider.
-      contract: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`.
-      out_sharding: of the result, where both operands are split over the summed axis on an Explicit
-        mesh, as for `jax.lax.dot_general`.
+    That is 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`; the kernel's other axes follow
+    x's rows in the result. Its gradient has its dtype, and for float32 (float64) is the GEMM's own
+    output. Sums run in float32 or wider. `out_sharding` is as for `jax.lax.dot_general`: needed
+    where both operands are split over the summed axis on an Explicit mesh.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     product = Product.of(x.ndim, kernel.ndim, contract, precision, out_sharding)
@@ -132,10 +128,13 @@ def operand_of(product: Product, x: Any, kernel: Array) -> Array:
     return gathered(product, kernel.astype(x.dtype), product.kernel, x, product.x)
 
 
-def gathered(product: Product, kernel: Array, labels: str, x: Any, x_labels: str) -> Array:
+def gathered(
+    product: Product, kernel: Array, labels: str, x: Any, x_labels: str, *, summed: bool = False
+) -> Array:
     """Returns the kernel, on an Explicit mesh gathered over the axes that split the rows of x.
 
     The letters are those of `product`; either operand's dimensions may be in another order there.
+    The `summed` dimension is left to XLA unless asked for.
     """
     sharding = jax.typeof(kernel).sharding
     if not sharding.mesh.explicit_axes:
@@ -144,7 +143,7 @@ def gathered(product: Product, kernel: Array, labels: str, x: Any, x_labels: str
     taken = {axis for letter, entry in rows if letter in product.out for axis in axes_of(entry)}
     stored = whole(sharding.spec, kernel.ndim)
     spec = tuple(
-        entry if letter in product.x else without(entry, taken)
+        entry if letter in product.x and not summed else without(entry, taken)
         for letter, entry in zip(labels, stored)
     )
     return kernel if spec == stored else jax.sharding.reshard(kernel, jax.P(*spec))

@@ -8,19 +8,14 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from ...native.implementation import Implementation, choose, native_or_best
-from ..core.arguments import (
-    Quantization,
-    check_quantization,
-    finite,
-    floating,
-    floating_dtype,
-)
+from ..core.arguments import Quantization, check_quantization, finite, floating, floating_dtype
 from ..core.op import match, vary, varying_axes
 from ..rms_norm.op import rms_norm
+from . import fp8_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply
-from .gated import check_gated
+from .gated import gate_and_up
 from .remat import Normalised, products
 
 
@@ -128,7 +123,7 @@ def norm_gated_dense(
     x: Array,
     scale: Array | None,
     kernel_gate: Array,
-    kernel_up: Array,
+    kernel_up: Array | None = None,
     *,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
@@ -143,7 +138,8 @@ def norm_gated_dense(
 
         n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
 
-    Takes and raises what `norm_dense` does, and both kernels `(in, *out)` of one shape.
+    Takes and raises what `norm_dense` does, and kernels and an `activation` as `gated_dense`: two
+    kernels `(in, *out)`, or one `(in, 2, *out)`.
 
     Returns:
       `(*rows, *out)` in `dtype`.
@@ -155,25 +151,25 @@ def norm_gated_dense(
     (2, 4)
     """
     op = "norm_gated_dense"
-    kernels = (floating(op, "kernel_gate", kernel_gate), floating(op, "kernel_up", kernel_up))
     x, scale, dtype, options = _check(op, x, scale, eps, scale_offset, dtype)
-    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
-    check_gated(op, *kernels, activation)
+    kernels = tuple(gate_and_up(op, x, kernel_gate, kernel_up, activation, out_sharding))
     check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
     options["quantization"] = quantization
     project = functools.partial(_project, op, x, scale, kernels, dtype, **options)
+    stack = None if len(kernels) > 1 else x.ndim - 1
 
     def native(strict):
-        z, up = project(strict=strict)
+        z, *up = project(strict=strict)
         if scalar_of(activation) is None and not strict:
-            return finish(z, None, activation, dtype, up)
-        return finish_natively(op, z, up, None, activation, dtype, strict=strict)
+            return finish(z, None, activation, dtype, *up, stack=stack)
+        options = {"strict": strict, "stack": stack}
+        return finish_natively(op, z, up[0] if up else None, None, activation, dtype, **options)
 
     def xla(strict):
         del strict
-        z, up = project(norm="xla")
-        return finish(z, None, activation, dtype, up)
+        z, *up = project(norm="xla")
+        return finish(z, None, activation, dtype, *up, stack=stack)
 
     return choose(op, implementation, {"native": native, "xla": xla})
 
@@ -216,6 +212,10 @@ def _project(
 ) -> tuple[Array, ...]:
     """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
     shared: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
+    if quantization and fp8_norm.serves(x, scale, kernels, contract):
+        of = fp8_norm.norm_of(op, x, scale, dtype, eps=eps, scale_offset=scale_offset)
+        shared |= {"order": native_or_best(strict), "plain": norm == "xla"}
+        return fp8_norm.multiply_normalised(of, x, scale, kernels, **shared)
     if norm or not recompute or quantization:
         norm = "native" if strict else norm
         options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}

@@ -34,23 +34,14 @@ from .matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense:
-    """All that is known of the layer when it is traced.
+    """All that is known of the layer when it is traced."""
 
-    Attributes:
-      op: the function the user called.
-      activation: one that a kernel can compute, as the user gave it.
-      contract: the kernel's summed axis.
-      has_bias: whether there is a bias.
-      keep: whether z is a result.
-      precision: of the product.
-    """
-
-    op: str = "dense"
-    activation: Activation = None
-    contract: int = 0
+    op: str = "dense"  # the function the user called
+    activation: Activation = None  # one that a kernel can compute, as the user gave it
+    contract: int = 0  # the kernel's summed axis
     has_bias: bool = False
-    keep: bool = False
-    precision: str | None = None
+    keep: bool = False  # whether z is a result
+    precision: str | None = None  # of the product
 
     @property
     def function(self) -> Callable[[Array], Array] | None:
@@ -167,16 +158,11 @@ def dense_in_one_kernel(
     contract: int = 0,
     order: Order,
 ) -> Array:
-    """Returns `activation(x · kernel + bias)`, rounded once to `dtype`.
+    """Returns `activation(x · kernel + bias)` for x `(*rows, n)`, rounded once to `dtype`.
 
-    Args:
-      x: `(*rows, n)`.
-      kernel: any rank; its axis `contract` has n elements, the others follow x's rows in y.
-      bias: of the kernel's other axes.
-      activation: element-wise, given float32 (float64 for float64).
-      dtype: of the operands of the product, and of y.
-      contract: see kernel.
-      order: which kernels are to serve.
+    The kernel has any rank; its axis `contract` has n elements, and the others, which are the
+    bias's, follow x's rows in the result. The activation is element-wise, given float32 (float64
+    for float64). `order` says which kernels are to serve.
 
     Raises:
       NotImplementedError: for what no kernel of `order` can serve, if it is strict; and for an

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
@@ -19,8 +20,6 @@ from ...native.implementation import Unsupported
 from ...native.pallas import lowering, portable
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, before, cdiv, clear, power_of_two, result_type
-
-Array = jax.Array
 
 
 @dataclasses.dataclass(frozen=True)

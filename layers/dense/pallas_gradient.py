@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -27,9 +27,8 @@ from ...native.launch import uninitialized
 from ...native.pallas import portable
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, cdiv
+from .epilogue import GatedScalar
 from .pallas_hopper import EVERY
-
-Array = jax.Array
 
 TILE = 128, 256  # of the result, one a block at a time
 PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
@@ -61,6 +60,9 @@ def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> lis
     smooth, with_value = portable.differentiable(spec.epilogue.function), spec.epilogue.with_value
 
     def epilogue(dh, z, *up):
+        if isinstance(spec.epilogue.function, GatedScalar):
+            y, pull = jax.vjp(smooth, z, *up)
+            return [*pull(dh), *[y] * with_value]
         y, dz = jax.jvp(smooth, (z,), (dh * up[0] if up else dh,))
         return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
 

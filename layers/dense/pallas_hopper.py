@@ -15,16 +15,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, cdiv, result_type
 
-Array = jax.Array
 _SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
 _WARPGROUPS = 2
 # JAX 0.10 asks for an index, which later versions deprecate

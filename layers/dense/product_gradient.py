@@ -23,23 +23,17 @@ from ...native.kernel import Kernel
 from ...native.launch import Target
 from ..core.op import Op, Split, is_for_one_device, placed
 from . import epilogue
-from .epilogue import Epilogue
+from .epilogue import Epilogue, GatedScalar
 from .matmul import Product, input_gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """All that is known of the gradient when it is traced.
+    """All that is known of the gradient when it is traced."""
 
-    Attributes:
-      epilogue: of the activation; it has no bias.
-      product: whose left operand the activation is.
-      sharding: of the activation and its gradient, on a mesh of Auto axes.
-    """
-
-    epilogue: Epilogue
-    product: Product
-    sharding: jax.P | None = None
+    epilogue: Epilogue  # of the activation; it has no bias
+    product: Product  # whose left operand the activation is
+    sharding: jax.P | None = None  # of the activation and its gradient, on a mesh of Auto axes
 
     @property
     def op(self) -> str:
@@ -55,6 +49,8 @@ class Gradient:
 def unfit(spec: Gradient, dy: Any, kernel: Any) -> str:
     """Returns why no fused kernel could serve; empty if one could."""
     product = spec.product
+    if spec.epilogue.stack is not None:
+        return "gate and up are one array"
     if product.kernel.index(product.x[-1]) not in (0, len(product.kernel) - 1):
         return "the kernel's summed axis is between others"
     if dy.dtype.itemsize != 2 or kernel.dtype != dy.dtype:
@@ -116,15 +112,16 @@ _FLOPS, _SLOWER, _SAVED = 820e6, 0.035, 1.4e-6  # in a microsecond; of the produ
 def fused_is_faster(target: Target, spec: Gradient, dy: Any, w: Any, z: Any, *up: Any) -> bool:
     """Returns whether one kernel takes less time than cuBLAS and a pass.
 
-    It does on Hopper, for bfloat16, which was measured: for kernels stored (in, out) as in Flax and
-    (out, in) as in Equinox. Others it serves where it is asked for. Its tiles are of one size:
-    where multiprocessors have nothing to do in the last round, that is lost time, in which cuBLAS
-    would have smaller ones.
+    It does on Hopper, for bfloat16 and activations of one number, which was measured: for kernels
+    stored (in, out) as in Flax and (out, in) as in Equinox. Others it serves where it is asked for.
+    Its tiles are of one size: where multiprocessors have nothing to do in the last round, that is
+    lost time, in which cuBLAS would have smaller ones.
     """
     del w, up
     (m, k), n = dy.shape, z.shape[1]
     hopper = target.capability == 90 and not target.portable
-    if not (hopper and dy.dtype == jnp.bfloat16):
+    gated = isinstance(spec.epilogue.function, GatedScalar)
+    if gated or not (hopper and dy.dtype == jnp.bfloat16):
         return False
     from .pallas_gradient import TILE, fits  # Pallas is imported when it is first used
 

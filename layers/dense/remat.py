@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding
 
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, match, placed
+from ..core.sharding import whole
 from ..rms_norm import op as rms_norm
 from ..rms_norm.spec import Norm
 from . import epilogue, product_gradient
@@ -124,7 +125,7 @@ class Normalised:
 
     def tangent(self, args, kept, dargs):
         moving = [d for d in dargs if d is not None]
-        moves = dargs[0] is not None, any(d is not None for d in dargs[1:])
+        moves = dargs[0] is not None, any(d is not None for d in dargs[1:]), False
         norm = self._norm(args, moves=moves)
         return rms_norm.tangent(norm, *args, *kept, *moving, order=self.order)[0]
 
@@ -150,7 +151,10 @@ class Normalised:
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says."""
+    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says.
+
+    If `stacked`, z is `(*rows, 2, in)` and has both.
+    """
 
     op: str
     function: Scalar
@@ -158,20 +162,22 @@ class Activated:
     dtype: str
     order: Order
     sharding: jax.P | None = None
+    stacked: bool = False
 
-    def epilogue(self, **flags: Any) -> Epilogue:
-        """Returns the epilogue, or a derivative of it."""
+    def epilogue(self, args: Sequence[Any], **flags: Any) -> Epilogue:
+        """Returns the epilogue of `args`, or a derivative of it."""
         return Epilogue(
             op=self.op,
             function=self.function,
             axes=(),
             has_up=self.has_up,
+            stack=args[0].ndim - 2 if self.stacked else None,
             out_dtype=self.dtype,
             **flags,
         )
 
     def forward(self, *args):
-        (value,) = epilogue.forward(self.epilogue(), *args, order=self.order)
+        (value,) = epilogue.forward(self.epilogue(args), *args, order=self.order)
         return [placed(value, self.sharding)]
 
     def again(self, args, kept):
@@ -182,19 +188,25 @@ class Activated:
         del kept
         moving = [d for d in dargs if d is not None]
         moves = dargs[0] is not None, any(d is not None for d in dargs[1:]), False
-        spec = self.epilogue(moves=moves)
+        spec = self.epilogue(args, moves=moves)
         return epilogue.tangent(spec, *args, *moving, order=self.order)[0]
 
     def backward(self, dvalue, args, kept, wanted, with_value):
         del kept
         dvalue = placed(dvalue, self.sharding)  # and not as the gradient of the layer's output
-        spec = self.epilogue(with_value=with_value)
+        spec = self.epilogue(args, with_value=with_value)
         found = epilogue.backward(spec, dvalue, *args, order=self.order)
         value = found.pop() if with_value else None
         return [g.astype(a.dtype) if w else None for g, a, w in zip(found, args, wanted)], value
 
     def value_type(self, args):
-        return jax.typeof(args[0]).update(dtype=jnp.dtype(self.dtype), weak_type=False)
+        z = jax.typeof(args[0])
+        if self.stacked:
+            half = lambda entries: (*entries[:-2], entries[-1])
+            spec = jax.P(*half(whole(z.sharding.spec, z.ndim)))
+            sharding = NamedSharding(z.sharding.mesh, spec)
+            z = z.update(shape=half(z.shape), sharding=sharding)
+        return z.update(dtype=jnp.dtype(self.dtype), weak_type=False)
 
     def rows(self, count):
         return [True] * count
@@ -210,22 +222,14 @@ class Activated:
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """What is known when the products are traced.
+    """What is known when the products are traced."""
 
-    Attributes:
-      producer: how the left operand is made.
-      contract: the kernels' summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`.
-      precision, out_sharding: of the products.
-      gradient: which kernels are to make the left operand's gradient and pull it back.
-      keep: whether the left operand is kept after all.
-    """
-
-    producer: Producer
-    contract: int
-    precision: str | None
-    out_sharding: NamedSharding | jax.P | None
-    gradient: Order
-    keep: bool
+    producer: Producer  # how the left operand is made
+    contract: int  # the kernels' summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`
+    precision: str | None  # of the products
+    out_sharding: NamedSharding | jax.P | None  # of the products
+    gradient: Order  # which kernels are to make the left operand's gradient and pull it back
+    keep: bool  # whether the left operand is kept after all
 
     def of(self, value: Any, kernel: Any) -> Product:
         """Returns the product with one kernel."""
@@ -244,9 +248,9 @@ def products(
 ) -> tuple[Array, ...]:
     """Returns the products of the value of `producer` with each kernel, in its dtype.
 
-    Gradients are those of `matmul.matmul`; of the left operand nothing is kept, or
-    itself if `keep`.
-    `gradient` says which kernels are to make it again and pull its gradient back, if not the best.
+    Gradients are those of `matmul.matmul`; of the left operand nothing is kept, or itself if
+    `keep`. `gradient` says which kernels are to make it again and pull its gradient back, if not
+    the best.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     gradient = gradient or BEST
@@ -291,17 +295,11 @@ def _(spec, primals, tangents):
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """The tangent of products, and which of their operands move.
-
-    Attributes:
-      products: what it is the tangent of.
-      moves: for each of args, kernels and main gradients, whether it has a tangent.
-      sizes: how many args, kept arrays and kernels there are.
-    """
+    """The tangent of products, and which of their operands move."""
 
     products: Products
-    moves: tuple[bool, ...]
-    sizes: tuple[int, int, int]
+    moves: tuple[bool, ...]  # for each of args, kernels and main gradients: it has a tangent
+    sizes: tuple[int, int, int]  # how many args, kept arrays and kernels there are
 
     @property
     def op(self) -> str:
@@ -400,7 +398,8 @@ def _pull_back(
     """
     (product, dy, kernel), *others = products
     if isinstance(producer, Activated) and not others:
-        spec = Gradient(producer.epilogue(with_value=with_value), product, producer.sharding)
+        spec = producer.epilogue(args, with_value=with_value)
+        spec = Gradient(spec, product, producer.sharding)
         if reason := product_gradient.unfit(spec, dy, kernel):
             product_gradient.report_unfused(spec, reason, order)
         else:

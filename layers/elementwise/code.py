@@ -17,26 +17,16 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Function:
-    """A scalar function as text, of one type for each operand and result.
+    """A scalar function as text, of one type for each operand and result."""
 
-    Attributes:
-      name: for messages and profiles.
-      pieces: C++ text, in order, each under the file name that the compiler's messages give it.
-      operands, results: (C++ type, variable) of each.
-      template: the type parameters.
-      body: a statement that sets the results' variables from the operands'.
-      definition: the same on arrays in plain JAX, `(*operands) -> sequence of results`; or None.
-      key: the same in every process for the same text.
-    """
-
-    name: str
-    pieces: Pairs
-    operands: Pairs
+    name: str  # for messages and profiles
+    pieces: Pairs  # C++ text, in order, each under the file name for the compiler's messages
+    operands: Pairs  # (C++ type, variable) of each
     results: Pairs
-    template: tuple[str, ...]
-    body: str
-    definition: Callable[..., Sequence[Any]] | None
-    key: str
+    template: tuple[str, ...]  # the type parameters
+    body: str  # a statement that sets the results' variables from the operands'
+    definition: Callable[..., Sequence[Any]] | None  # `(*operands) -> results`, in plain JAX
+    key: str  # the same in every process for the same text
 
     def __repr__(self) -> str:
         return self.key
@@ -44,25 +34,15 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a loop is compiled for.
+    """What a loop is compiled for; from `vector` on for CUDA alone."""
 
-    Attributes:
-      bound: the dtype of each template parameter.
-      stored: dtypes in memory of the operands, then of the results.
-      masks: for each operand the collapsed dimensions it has, bit 0 for the last.
-      dimensions: how many collapsed dimensions there are.
-      vector: how many neighbouring elements a thread moves at once (CUDA).
-      packs: how many times a thread does that (CUDA).
-      wide: whether indices need 64 bits (CUDA).
-    """
-
-    bound: Pairs
-    stored: tuple[str, ...]
-    masks: tuple[int, ...]
-    dimensions: int
-    vector: int = 1
-    packs: int = 1
-    wide: bool = True
+    bound: Pairs  # the dtype of each template parameter
+    stored: tuple[str, ...]  # dtypes in memory of the operands, then of the results
+    masks: tuple[int, ...]  # for each operand the collapsed dimensions it has, bit 0 for the last
+    dimensions: int  # how many collapsed dimensions there are
+    vector: int = 1  # how many neighbouring elements a thread moves at once
+    packs: int = 1  # how many times a thread does that
+    wide: bool = True  # whether indices need 64 bits
 
     @property
     def every(self) -> int:

@@ -11,7 +11,7 @@ from jax import Array
 
 from ...native.implementation import Implementation, Order, choose, requested
 from ..core.arguments import array_of
-from ..dense.epilogue import Scalar
+from ..dense.epilogue import GatedScalar, Scalar
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, called, key_of, of_some
 from .op import Loop, by_jax, call, compute_dtype
@@ -159,27 +159,35 @@ class Elementwise:
     @functools.cached_property
     def scalar(self) -> Scalar | None:
         """The function as kernels of other ops take it, with its scalars' defaults; None unless it
-        is `template <class T> T name(T x, scalars)`."""
-        signature, own = self._signature, self._signature.parameters
+        is `template <class T> T name(T x, scalars)`, or `(T x, T up, scalars)`."""
+        signature, own, count = self._signature, self._signature.parameters, len(self.inputs)
         types = {p.type for p in own if not p.output and p.name not in self.scalars}
-        if self.inputs != (own[0].name,) or {*types, signature.result} != set(signature.template):
+        first = tuple(p.name for p in own[:count])
+        fits = count <= 2 and {*types, signature.result} == set(signature.template)
+        if not fits or self.inputs != first:
             return None
-        partial = dict(self._function.partials).get(0)
-        text, name = "", f"{self.name}_derivative"
-        if isinstance(partial, tuple):
-            *before, (_, source) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
-            if before:  # an expression, between a head and an end
-                text = "\n".join(piece for _, piece in partial[0].pieces[1:])
-                text = _device(text).replace(partial[0].name, name, 1)
-            else:
-                declared = ", ".join(f"{p.type} {p.name}" for p in own)
-                call = called(partial[0].name, (), list(self._operands))
-                text = (
-                    f"{_device(source)}\ntemplate <class {own[0].type}> __device__ inline "
-                    f"{signature.result} {name}({declared}) {{ return {call}; }}"
-                )
-        parameters = tuple((p.name, float(self.scalars[p.name])) for p in own[1:])
-        return Scalar(self.name, _device(self.source), text, self, parameters)
+        texts = list(map(self._slope_on_device, range(count), ("derivative", "up_derivative")))
+        parameters = tuple((p.name, float(self.scalars[p.name])) for p in own[count:])
+        slope, *of_up = texts if all(texts) else [""] * count
+        kind = GatedScalar if of_up else Scalar
+        return kind(self.name, _device(self.source), slope, self, parameters, *of_up)
+
+    def _slope_on_device(self, k: int, end: str) -> str:
+        """Returns C++ of the derivative with respect to input k, as `name_end`; or ""."""
+        partial, name = dict(self._function.partials).get(k), f"{self.name}_{end}"
+        if not isinstance(partial, tuple):
+            return ""
+        *before, (_, source) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
+        if before:  # an expression, between a head and an end
+            text = "\n".join(piece for _, piece in partial[0].pieces[1:])
+            return _device(text).replace(partial[0].name, name, 1)
+        own, result = self._signature.parameters, self._signature.result
+        declared = ", ".join(f"{p.type} {p.name}" for p in own)
+        call = called(partial[0].name, (), list(self._operands))
+        return (
+            f"{_device(source)}\ntemplate <class {own[0].type}> __device__ inline "
+            f"{result} {name}({declared}) {{ return {call}; }}"
+        )
 
     def _serve(self, loop: Loop, operands: list[Array]) -> list[Array]:
         native = lambda strict: call(loop, operands, Order(("native",), strict))

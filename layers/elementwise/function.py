@@ -27,25 +27,16 @@ Numbers = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Primal(Function):
-    """The function itself.
+    """The function itself."""
 
-    Attributes:
-      names: of the operands, as the user called them.
-      partials: (operand, its derivative) where there is one: a Primal of one result for each
-        result, or a function in plain JAX that returns one array for each.
-      differentiable: the function in plain JAX where that is what JAX differentiates; else None.
-    """
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of the operands, as the user called them
+    # (operand, its derivative) where there is one: a Primal of one result for each result, or a
+    # function in plain JAX that returns one array for each.
     partials: tuple[tuple[int, Any], ...] = ()
-    differentiable: Plain | None = None
+    differentiable: Plain | None = None  # the function, where JAX is to differentiate it
 
     def partial(self, k: int) -> Any:
-        """Returns the derivative with respect to operand k.
-
-        Raises:
-          TypeError: if the user gave none.
-        """
+        """Returns the derivative with respect to operand k; TypeError if the user gave none."""
         found = dict(self.partials)
         if k not in found:
             name = self.names[k]

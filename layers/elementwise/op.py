@@ -31,7 +31,7 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch, target_for
-from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
+from ..core.op import Dims, Loose, Op, match, vary, varying_axes
 from . import code
 from .code import THREADS, Function, Layout, Pairs
 from .function import Linear, Plain, Primal, of_some
@@ -44,21 +44,13 @@ _WORD = 16  # bytes that a thread loads at once
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """All that is known of a call when it is traced.
+    """All that is known of a call when it is traced."""
 
-    Attributes:
-      function: applied to every element.
-      placed: for each operand, the dimensions of the result it has.
-      bound: the dtype of each template parameter.
-      out: the results' dtypes.
-      lead: the operand whose sharding decides; it has every dimension.
-    """
-
-    function: Function
-    placed: tuple[tuple[int, ...], ...]
-    bound: Pairs
-    out: tuple[str, ...]
-    lead: int = 0
+    function: Function  # applied to every element
+    placed: tuple[tuple[int, ...], ...]  # for each operand, the dimensions of the result it has
+    bound: Pairs  # the dtype of each template parameter
+    out: tuple[str, ...]  # the results' dtypes
+    lead: int = 0  # the operand whose sharding decides; it has every dimension
 
     @property
     def op(self) -> str:
@@ -271,11 +263,6 @@ def _definition(loop: Loop, *operands: Array) -> Results:
     return served_by(loop, *operands)
 
 
-def _body(loop: Loop, split: Split, *operands: Array, order: Order) -> Results:
-    del split
-    return kernel(loop, *operands, order=order)
-
-
 def _dims(loop: Loop, ndim: int) -> Dims:
     whole = tuple(range(ndim))
     inputs = [whole if have == whole else Loose(have) for have in loop.placed]
@@ -433,7 +420,7 @@ elementwise = Op(
     _definition,
     leads=lambda loop: (loop.lead,),
     dims=_dims,
-    body=_body,
+    body=lambda loop, split, *operands, order: kernel(loop, *operands, order=order),
     batch=_batch,
     before=_compile_early,
     jvp=_jvp,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from ...native.compiler import files_read
-from ...native.dtypes import NARROW
+from ...native.dtypes import NARROW, VALUE_TYPES
 
 SHAPE = "template <class T> T name(T x, T y, float scalar) { ... }"
 _IGNORED = re.compile(
@@ -22,23 +22,13 @@ _SYSTEM_HEADER = re.compile(
     r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
     r"|complex|limits|type_traits|cuda_\w+\.h|cuda/std/\w+)>"
 )
-_NAMES = {
-    "bool": ["bool"],
-    "int8": ["signed char"],
-    "uint8": ["unsigned char"],
-    "int16": ["short"],
-    "uint16": ["unsigned short"],
-    "int32": ["int"],
-    "uint32": ["unsigned", "unsigned int"],
-    "int64": ["long", "long long"],
-    "uint64": ["unsigned long", "unsigned long long"],
-    "float32": ["float"],
-    "float64": ["double"],
-    "complex64": ["complex<float>"],
-    "complex128": ["complex<double>"],
+_NUMBERS = {
+    type_.removeprefix("normfuse_user::"): dtype
+    for dtype, type_ in VALUE_TYPES.items()
+    if dtype not in NARROW
 }
-_NUMBERS = {name: dtype for dtype, names in _NAMES.items() for name in names}
-_NUMBERS |= {f"{dtype}_t": dtype for dtype in _NAMES if "int" in dtype}
+_NUMBERS |= {"unsigned int": "uint32", "long": "int64", "unsigned long": "uint64"}
+_NUMBERS |= {f"{dtype}_t": dtype for dtype in VALUE_TYPES if "int" in dtype}
 _REAL = {"complex64": "float32", "complex128": "float64"}
 _COMPLEX = {"float64": "complex128"} | dict.fromkeys((*NARROW, "float32"), "complex64")
 
@@ -89,10 +79,8 @@ class Signature:
 def find(source: str, name: str | None = None) -> Signature:
     """Returns the signature of the function called `name`, or of the last in `source`.
 
-    Raises:
-      TypeError: if source is no text.
-      ValueError: if source reads other files, or there is no such function, or one whose signature
-        does not say what is needed.
+    Raises TypeError if source is no text; ValueError if it reads other files, or there is no such
+    function, or one whose signature does not say what is needed.
     """
     if not isinstance(source, str):
         raise TypeError(f"elementwise: source must be C++ text, got {type(source).__name__}")

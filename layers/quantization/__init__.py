@@ -35,17 +35,13 @@ _MULTIPLE = 16  # of every dimension of an FP8 product in cuBLASLt
 
 
 class Quantized(NamedTuple):
-    """`x ≈ scale · q`, elementwise.
+    """`x ≈ scale · q`, elementwise."""
 
-    Attributes:
-      q: (rows, columns), float8_e4m3fn or float8_e5m2; None where it was not asked for.
-      qt: (columns, rows), its transpose, contiguous; None where it was not asked for.
-      scale: (), float32, a power of two; NaN where the bound was not finite.
-    """
-
+    # (rows, columns), float8_e4m3fn or float8_e5m2; None where it was not asked for.
     q: jax.Array | None
+    # (columns, rows), its transpose, contiguous; None where it was not asked for.
     qt: jax.Array | None
-    scale: jax.Array
+    scale: jax.Array  # (), float32, a power of two; NaN where the bound was not finite
 
 
 def amax(x: jax.Array, *, order: Order = BEST) -> jax.Array:

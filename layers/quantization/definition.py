@@ -16,20 +16,14 @@ _FLOAT32_NAN = 0x7FC00000
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """An FP8 format.
+    """An FP8 format."""
 
-    Attributes:
-      dtype: its name in JAX.
-      mantissa_bits, exponent_bias: of a code.
-      largest: its largest number.
-      beyond: the smallest float32 that rounds beyond the largest number.
-    """
-
-    dtype: str
+    dtype: str  # its name in JAX
+    # mantissa_bits, exponent_bias: of a code.
     mantissa_bits: int
     exponent_bias: int
-    largest: float
-    beyond: float
+    largest: float  # its largest number
+    beyond: float  # the smallest float32 that rounds beyond the largest number
 
 
 E4M3 = Format("float8_e4m3fn", 3, 7, 448.0, 464.00003)

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from ...native.compiler import Source, kernel_source
 from ...native.dtypes import CUDA_TYPES
-from ...native.implementation import BEST, Order, Unsupported
+from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch
 from ..core.op import Dims, Op, Split, batch_at
 from . import kernels
-from .definition import FORMATS, define_amax, define_cast
-from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes, second_derivative
+from .definition import define_amax, define_cast
+from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes
 from .op import as_bytes
 
 if TYPE_CHECKING:  # the layers of `dense` import this module
@@ -35,18 +34,12 @@ _AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """All that is known of a quantized activation, or of its gradients, when it is traced.
+    """All that is known of a quantized activation, or of its gradients, when it is traced."""
 
-    Attributes:
-      function: the activation.
-      codes: what is made of h and of the gradients.
-      op: the function the user called.
-      has_up: whether the activation is multiplied by a second array; kernels see it themselves.
-    """
-
-    function: "Scalar"
-    codes: Codes = Codes()
-    op: str = "gated_product"
+    function: "Scalar"  # the activation
+    codes: Codes = Codes()  # what is made of h and of the gradients
+    op: str = "gated_product"  # the function the user called
+    # Whether the activation is multiplied by a second array; kernels see it themselves.
     has_up: bool = True
 
     @property
@@ -55,94 +48,17 @@ class Gated:
         return {"function": self.function, **self.codes.flags}
 
 
-class Maxima(NamedTuple):
-    """The largest finite magnitudes, () float32 each.
-
-    Attributes:
-      h: of activation(a) · up.
-      activation: of activation(a).
-      up: of up; 1 without one.
-    """
-
-    h: jax.Array
-    activation: jax.Array
-    up: jax.Array
-
-
-def amax(
-    activation: "Scalar",
-    a: jax.Array,
-    a_scale: jax.Array,
-    up: jax.Array | None = None,
-    up_scale: jax.Array | None = None,
-    *,
-    order: Order = BEST,
-) -> Maxima:
-    """The maxima that `quantize` and `quantize_gradients` need: one pass that writes nothing."""
-    operands, scales = _operands((a, a_scale), (up, up_scale))
-    found = amax_kernel(Gated(activation), *operands, scales, order=order)
-    h, *rest = (maximum.reshape(()) for maximum in found)
-    return Maxima(h, *rest) if rest else Maxima(h, h, jnp.ones((), jnp.float32))
-
-
-def quantize(
-    activation: "Scalar",
-    a: jax.Array,
-    a_scale: jax.Array,
-    up: jax.Array | None = None,
-    up_scale: jax.Array | None = None,
-    *,
-    bound: jax.Array,
-    dtype: DTypeLike = jnp.float8_e4m3fn,
-    plain: bool = True,
-    transpose: bool = True,
-    order: Order = BEST,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """`(q, qt, scale)` of h = activation(a) · up, whose |h| the largest of `bound` bounds."""
-    operands, scales = _operands((a, a_scale), (up, up_scale))
-    spec = Gated(activation, _codes(dtype, plain, transpose))
-    bounds = jnp.ravel(bound).astype(jnp.float32)[None]
-    *codes, scale = forward_kernel(spec, *operands, scales, bounds, order=order)
-    return codes[0] if plain else None, codes[-1] if transpose else None, scale.reshape(())
-
-
-def quantize_gradients(
-    activation: "Scalar",
-    dh: jax.Array,
-    dh_scale: jax.Array,
-    a: jax.Array,
-    a_scale: jax.Array,
-    up: jax.Array | None = None,
-    up_scale: jax.Array | None = None,
-    *,
-    bounds: Sequence[jax.Array],
-    dtype: DTypeLike = jnp.float8_e4m3fn,
-    order: Order = BEST,
-) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """`(q, qt, scale)` of da and, with `up`, of dup; `bounds` bound |da| and |dup|.
-
-    Raises:
-      ValueError: if there are not as many bounds as gradients.
-    """
-    operands, scales = _operands((dh, dh_scale), (a, a_scale), (up, up_scale))
-    if len(bounds) != len(operands) - 1:
-        raise ValueError(f"bounds must be of {len(operands) - 1} gradients, got {len(bounds)}")
-    spec = Gated(activation, _codes(dtype, True, True))
-    given = jnp.stack([jnp.asarray(b, jnp.float32).reshape(1) for b in bounds])
-    results = gradient_kernel(spec, *operands, scales, given, order=order)
-    triples = [results[i : i + 3] for i in range(0, len(results), 3)]
-    return [(q, qt, scale.reshape(())) for q, qt, scale in triples]
-
-
-def gradient_bounds(dh: jax.Array, maxima: Maxima, slope: float) -> tuple[jax.Array, jax.Array]:
+def gradient_bounds(
+    dh: jax.Array, activation: jax.Array, up: jax.Array, slope: float
+) -> tuple[jax.Array, jax.Array]:
     """Bounds of |da| and |dup|: max|dh| · max|up| · slope and max|dh| · max|activation(a)|.
 
     Args:
       dh: max|dh|, dh's scale included.
-      maxima: those of the forward pass.
+      activation, up: the other two, found in the forward pass.
       slope: what no |activation'| exceeds (`SLOPES`).
     """
-    return dh * maxima.up * jnp.float32(slope), dh * maxima.activation
+    return dh * up * jnp.float32(slope), dh * activation
 
 
 # What no |activation'| exceeds, rounded up; squared_relu's has no bound.
@@ -159,25 +75,6 @@ SLOPES = {
     "softplus": 1.0,
     "hyperbolic_tangent": 1.0,
 }
-
-
-def _operands(*pairs) -> tuple[list[jax.Array], jax.Array]:
-    """The raw arrays that are there, of one dtype, and their scales as one array."""
-    given = [(array, scale) for array, scale in pairs if array is not None]
-    for array, _ in given:
-        kernels.check_matrix(array)
-        if array.dtype != given[0][0].dtype or array.shape != given[0][0].shape:
-            kinds = ", ".join(f"{a.dtype}{a.shape}" for a, _ in given)
-            raise ValueError(f"raw products must have one shape and dtype, got {kinds}")
-    scales = jnp.stack([jnp.asarray(scale, jnp.float32).reshape(()) for _, scale in given])
-    return [array for array, _ in given], scales
-
-
-def _codes(dtype: DTypeLike, plain: bool, transpose: bool) -> Codes:
-    name = jnp.dtype(dtype).name
-    if name not in FORMATS:
-        raise TypeError(f"dtype must be {' or '.join(FORMATS)}, got {name}")
-    return Codes(name, plain, transpose)
 
 
 # ---------------------------------------------------------------- definitions
@@ -203,9 +100,12 @@ def define_gradients(*operands: jax.Array, function: "Scalar") -> list[jax.Array
     return [da, dh * value] if up else [da]
 
 
-def _define_amax(*operands, function):
-    h, value, *up = define_h(*operands, function=function)
-    return [define_amax(array)[0] for array in ([h, value, *up] if up else [h])]
+def _amax_by(amax):
+    def maxima(*operands, function, **_):
+        h, value, *up = define_h(*operands, function=function)
+        return [amax(array)[0] for array in ([h, value, *up] if up else [h])]
+
+    return maxima
 
 
 def _forward_by(cast):
@@ -253,8 +153,8 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     }
 
 
-def cuda_amax(target: Target, *operands: jax.Array, function: "Scalar") -> list[jax.Array]:
-    """`_define_amax` on a GPU."""
+def cuda_amax(target: Target, *operands: jax.Array, function: "Scalar", **_) -> list[jax.Array]:
+    """`define_maxima` on a GPU."""
     *raw, scales = operands
     size, has_up = raw[0].size, len(raw) == 2
     blocks = _AMAX_LAYOUT.blocks(size, raw[0].dtype.itemsize, target)
@@ -305,37 +205,15 @@ cuda_gradient = functools.partial(_cuda, True)
 define_forward, define_gradient = _forward_by(define_cast), _gradient_by(define_cast)
 
 
-def _cpu_amax(*operands, function):
-    h, value, *up = define_h(*operands, function=function)
-    return [kernels.cpu_amax(array)[0] for array in ([h, value, *up] if up else [h])]
-
-
-amax_kernel = Kernel(
-    "quantize_gated_amax",
-    lambda spec, *operands: _define_amax(*operands, function=spec.function),
-    {
-        "cpu": lambda spec, *operands: _cpu_amax(*operands, function=spec.function),
-        "cuda": lambda target, spec, *operands: cuda_amax(
-            target, *operands, function=spec.function
-        ),
-    },
+define_maxima = _amax_by(define_amax)
+amax_kernel = kernels.by_flags(
+    "quantize_gated_amax", define_maxima, _amax_by(kernels.cpu_amax), cuda_amax
 )
-cpu_forward, cpu_gradient = _forward_by(kernels.cpu_cast), _gradient_by(kernels.cpu_cast)
-forward_kernel = Kernel(
-    "quantize_gated",
-    lambda spec, *operands: define_forward(*operands, **spec.flags),
-    {
-        "cpu": lambda spec, *operands: cpu_forward(*operands, **spec.flags),
-        "cuda": lambda target, spec, *operands: cuda_forward(target, *operands, **spec.flags),
-    },
+forward_kernel = kernels.by_flags(
+    "quantize_gated", define_forward, _forward_by(kernels.cpu_cast), cuda_forward
 )
-gradient_kernel = Kernel(
-    "quantize_gated_gradient",
-    lambda spec, *operands: define_gradient(*operands, **spec.flags),
-    {
-        "cpu": lambda spec, *operands: cpu_gradient(*operands, **spec.flags),
-        "cuda": lambda target, spec, *operands: cuda_gradient(target, *operands, **spec.flags),
-    },
+gradient_kernel = kernels.by_flags(
+    "quantize_gated_gradient", define_gradient, _gradient_by(kernels.cpu_cast), cuda_gradient
 )
 
 
@@ -354,20 +232,13 @@ def examples(
 
 
 class Hidden(NamedTuple):
-    """The codes of h = activation(a) · up, and the maxima that its gradients' bounds need.
+    """The codes of h = activation(a) · up, and the maxima that its gradients' bounds need."""
 
-    Attributes:
-      q: uint8, of a's shape.
-      qt: the same with the last dimension first.
-      scale: (), float32, a power of two.
-      activation, up: as in `Maxima`.
-    """
-
-    q: jax.Array
-    qt: jax.Array
-    scale: jax.Array
-    activation: jax.Array
-    up: jax.Array
+    q: jax.Array  # uint8, of a's shape
+    qt: jax.Array  # the same with the last dimension first
+    scale: jax.Array  # (), float32, a power of two
+    activation: jax.Array  # the largest finite |activation(a)|, () float32
+    up: jax.Array  # the largest finite |up|, likewise; 1 without one
 
 
 def _matrices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -388,7 +259,7 @@ def _scales(count: int) -> jax.Array:
 
 def _define_hidden(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
     matrices, scales = _matrices(arrays), _scales(len(arrays))
-    h, *rest = _define_amax(*matrices, scales, function=spec.function)
+    h, *rest = define_maxima(*matrices, scales, function=spec.function)
     codes = define_forward(*matrices, scales, h[None], **spec.flags)
     return [*_codes_of(codes, arrays[0]), *_maxima(h, rest)]
 
@@ -431,8 +302,8 @@ def _hidden_gradients(
 def _gradients_by(spec: Gated, kernel, maximum, dh, *rest) -> list[jax.Array]:
     *arrays, activation, up = rest
     matrices, scales = _matrices([dh, *arrays]), _scales(1 + len(arrays))
-    found = Maxima(maximum, activation.reshape(1), up.reshape(1))
-    bounds = gradient_bounds(maximum, found, SLOPES[spec.function.name])[: len(arrays)]
+    slope = SLOPES[spec.function.name]
+    bounds = gradient_bounds(maximum, activation.reshape(1), up.reshape(1), slope)[: len(arrays)]
     results = kernel(*matrices, scales, jnp.stack(bounds), **spec.flags)
     triples = [results[i : i + 3] for i in range(0, len(results), 3)]
     return [r for triple in triples for r in _codes_of(triple, dh)]
@@ -456,18 +327,13 @@ def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> A
     return op(spec, *moved, order=order), [out.index(0) if out else None for out in outputs]
 
 
-def _no_second_derivative(primals: Any, tangents: Any, *, spec: Gated, order: Order) -> Any:
-    del primals, tangents, order
-    raise second_derivative(spec.op)
-
-
 hidden_gradients = Op(
     "quantize_hidden_gradients",
     _define_hidden_gradients,
     dims=_gradient_dims,
     body=_hidden_gradients,
     batch=_batch_rows,
-    jvp=_no_second_derivative,
+    jvp=kernels.no_second_derivative,
 )
 """`(dh, a[, up], activation, up) -> (q, qt, scale)` of da and, with `up`, of dup.
 
@@ -479,7 +345,7 @@ hidden = Op(
     dims=_hidden_dims,
     body=_hidden,
     batch=_batch_rows,
-    jvp=_no_second_derivative,
+    jvp=kernels.no_second_derivative,
     backward=hidden_gradients,
 )
 """`(a[, up]) -> Hidden`, its codes with the largest |h| of all devices as the bound."""

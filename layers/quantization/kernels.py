@@ -1,7 +1,7 @@
 """The quantizer's kernels: C++ on CPUs, CUDA on NVIDIA GPUs, the definition elsewhere."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,18 +20,13 @@ _LARGE = 2**27  # elements: more tiles than the multiprocessors take in a few ro
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """All that is known of a quantized matrix when it is traced.
+    """All that is known of a quantized matrix when it is traced."""
 
-    Attributes:
-      dtype: the format's name.
-      has_q, has_qt: whether the codes as they lie and their transpose are results.
-      op: the function the user called.
-    """
-
-    dtype: str = "float8_e4m3fn"
+    dtype: str = "float8_e4m3fn"  # the format's name
+    # has_q, has_qt: whether the codes as they lie and their transpose are results.
     has_q: bool = True
     has_qt: bool = True
-    op: str = "quantize"
+    op: str = "quantize"  # the function the user called
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -41,22 +36,15 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class CastLayout:
-    """How the threads of quantize_cast.cu share a matrix.
+    """How the threads of quantize_cast.cu share a matrix."""
 
-    Attributes:
-      width, height: threads of a block along columns (8 each) and rows (16 each).
-      batch: rows of a thread that are loaded together.
-      min_blocks: blocks that a multiprocessor's registers must be enough for.
-      group: rows of tiles that are taken together.
-      backwards: whether the last tile is first.
-    """
-
+    # width, height: threads of a block along columns (8 each) and rows (16 each).
     width: int = 16
     height: int = 8
-    batch: int = 8
-    min_blocks: int = 6
-    group: int = 8
-    backwards: bool = False
+    batch: int = 8  # rows of a thread that are loaded together
+    min_blocks: int = 6  # blocks that a multiprocessor's registers must be enough for
+    group: int = 8  # rows of tiles that are taken together
+    backwards: bool = False  # whether the last tile is first
 
     def blocks(self, rows: int, columns: int) -> int:
         """How many tiles a matrix has."""
@@ -70,15 +58,10 @@ class CastLayout:
 
 @dataclasses.dataclass(frozen=True)
 class AmaxLayout:
-    """How the threads of quantize_amax.cu share an array.
+    """How the threads of quantize_amax.cu share an array."""
 
-    Attributes:
-      blocks_each: blocks for each multiprocessor.
-      unroll: vectors of 16 bytes of a thread that are on their way together.
-    """
-
-    blocks_each: int = 4
-    unroll: int = 4
+    blocks_each: int = 4  # blocks for each multiprocessor
+    unroll: int = 4  # vectors of 16 bytes of a thread that are on their way together
 
     def blocks(self, size: int, itemsize: int, target: Target) -> int:
         """How many blocks there are: at least one, which writes 0 for an empty array."""
@@ -228,11 +211,26 @@ def check_matrix(x: jax.Array) -> None:
         raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
 
 
-def second_derivative(op: str) -> TypeError:
-    """Returns the error of what has no second derivative."""
-    return TypeError(  # `choose` reads NotImplementedError as "try another implementation"
-        f"{op}: quantization='fp8' has first derivatives only; take second ones of the layer "
+def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) -> Any:
+    """The tangent rule of operations that have none: a TypeError that says what to do."""
+    del primals, tangents, order
+    raise TypeError(  # `choose` reads NotImplementedError as "try another implementation"
+        f"{spec.op}: quantization='fp8' has first derivatives only; take second ones of the layer "
         "with quantization=None"
+    )
+
+
+def by_flags(
+    name: str, define: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]
+) -> Kernel:
+    """Returns a kernel of functions that take the flags of a `spec`, not the spec."""
+    return Kernel(
+        name,
+        lambda spec, *operands: define(*operands, **spec.flags),
+        {
+            "cpu": lambda spec, *operands: cpu(*operands, **spec.flags),
+            "cuda": lambda target, spec, *operands: cuda(target, *operands, **spec.flags),
+        },
     )
 
 
@@ -245,22 +243,8 @@ amax = Kernel(
         "cuda": lambda target, spec, x: cuda_amax(target, x),
     },
 )
-cast = Kernel(
-    "quantize_cast",
-    lambda spec, x, maxima: define_cast(x, maxima, **spec.flags),
-    {
-        "cpu": lambda spec, x, maxima: cpu_cast(x, maxima, **spec.flags),
-        "cuda": lambda target, spec, x, maxima: cuda_cast(target, x, maxima, **spec.flags),
-    },
-)
-quantize = Kernel(
-    "quantize",
-    lambda spec, x: define_quantize(x, **spec.flags),
-    {
-        "cpu": lambda spec, x: _cpu_quantize(x, **spec.flags),
-        "cuda": lambda target, spec, x: cuda_quantize(target, x, **spec.flags),
-    },
-)
+cast = by_flags("quantize_cast", define_cast, cpu_cast, cuda_cast)
+quantize = by_flags("quantize", define_quantize, _cpu_quantize, cuda_quantize)
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
 
 

@@ -25,17 +25,12 @@ from .kernels import Codes
 
 @dataclasses.dataclass(frozen=True)
 class Quantize:
-    """All that is known of a quantized array when it is traced.
+    """All that is known of a quantized array when it is traced."""
 
-    Attributes:
-      codes: what is made of the matrix.
-      split: how many dimensions are its rows.
-      rows: whether a dimension that vmap adds is one more of rows, with the same scale; otherwise
-        the arrays that it stacks have a scale each.
-    """
-
-    codes: Codes
-    split: int
+    codes: Codes  # what is made of the matrix
+    split: int  # how many dimensions are its rows
+    # Whether a dimension that vmap adds is one more of rows, with the same scale; otherwise the
+    # arrays that it stacks have a scale each.
     rows: bool
 
     @property
@@ -45,17 +40,11 @@ class Quantize:
 
 
 class Quantized(NamedTuple):
-    """`x ≈ scale · decoded(q)`.
+    """`x ≈ scale · decoded(q)`."""
 
-    Attributes:
-      q: uint8, of x's shape; None where it was not asked for.
-      qt: its transpose, the columns' dimensions before the rows'; None where not asked for.
-      scale: (), float32, a power of two.
-    """
-
-    q: Any
-    qt: Any
-    scale: Array
+    q: Any  # uint8, of x's shape; None where it was not asked for
+    qt: Any  # its transpose, the columns' dimensions before the rows'; None where not asked for
+    scale: Array  # (), float32, a power of two
 
 
 def _matrix(spec: Quantize, x: Array) -> Array:
@@ -115,12 +104,8 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any
     return results, [*[0] * codes.has_q, *[columns] * codes.has_qt, None]
 
 
-def _jvp(primals: Any, tangents: Any, *, spec: Quantize, order: Order) -> Any:
-    del primals, tangents, order
-    raise kernels.second_derivative(spec.op)
-
-
-op = Op("quantize_array", define, dims=_dims, body=_body, batch=_batch, jvp=_jvp)
+_rules = {"batch": _batch, "jvp": kernels.no_second_derivative}
+op = Op("quantize_array", define, dims=_dims, body=_body, **_rules)
 
 
 def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -10,8 +10,9 @@ measured ones.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,16 +29,13 @@ WARP = 32
 MAX_THREADS = 1024  # of a block
 MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
+_REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is.
-
-    `max_stages` is the backward kernel's alone, `thread_rows` the forward's: rows a thread has at
-    once.
-    """
+    """Threads on rows of contiguous elements; `kernels/row.cuh` says what each number is."""
 
     features: int
     vector: int
@@ -47,8 +45,9 @@ class RowLayout:
     slices: int = 1
     min_blocks: int = 1
     hold: bool = False
-    max_stages: int = 0
-    thread_rows: int = 1
+    max_stages: int = 0  # the backward kernel's alone
+    thread_rows: int = 1  # that a thread has at once: the forward kernel's alone
+    sums: int = 1  # that are taken over each row at a time
 
     @property
     def threads(self) -> int:
@@ -59,6 +58,12 @@ class RowLayout:
     def tile(self) -> int:
         """Columns of a block."""
         return self.row_threads * self.vector * self.chunks
+
+    @property
+    def registers(self) -> int:
+        """Of 4 bytes, that each thread can have."""
+        threads = self.min_blocks * round_up(self.threads, 4 * WARP)
+        return min(248, _REGISTERS // threads // 8 * 8)
 
     def blocks_for(self, rows: int) -> int:
         """Blocks along the rows that cover `rows` once."""
@@ -80,26 +85,22 @@ class RowLayout:
             return 0
         slots = cluster_size * -(-self.row_threads // WARP)
         inboxes = 16 if cluster_size > 1 else 0
-        return inboxes + 2 * self.block_rows * self.thread_rows * slots * compute.itemsize
+        rows = self.block_rows * self.thread_rows
+        return inboxes + 2 * rows * self.sums * slots * compute.itemsize
 
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
-        """Whether shared memory has two rows of every block."""
+        """Whether shared memory has two rows of every block, `read_bytes` for one element."""
         return self._shared(2, read_bytes, compute, cluster) <= self._block_shared(target)
 
     def pipeline(
         self, target: Target, read_bytes: int, compute: np.dtype, *, cluster: bool
     ) -> tuple[int, int]:
-        """Rows on their way to a block of the backward kernel, and its shared memory in bytes.
-
-        Args:
-          read_bytes: what is read for one element.
-        """
+        """Rows on their way to a block of the backward kernel, and its shared memory in bytes."""
+        shared = lambda depth: self._shared(depth, read_bytes, compute, cluster)
         depth = self.max_stages
-        while depth > 2 and self._shared(depth, read_bytes, compute, cluster) > self._block_shared(
-            target
-        ):
+        while depth > 2 and shared(depth) > self._block_shared(target):
             depth -= 1
-        return depth, self._shared(depth, read_bytes, compute, cluster)
+        return depth, shared(depth)
 
     def _shared(self, depth, read_bytes, compute, cluster) -> int:
         """Shared memory of a block with `depth` rows on their way; dscale is there in the end."""
@@ -147,22 +148,20 @@ class Step(NamedTuple):
         """For a row of so many features, `vector` of which move together."""
         vectors = features // vector
         row_threads = threads_for(-(-vectors // self.slices), self.chunks)
-        layout = RowLayout(
+        block_rows = max(1, self.fill // row_threads)
+        by_threads = max(1, self.threads // (row_threads * block_rows))
+        return RowLayout(
             features,
             vector,
             self.chunks,
             row_threads,
-            block_rows=max(1, self.fill // row_threads),
+            block_rows,
             slices=-(-vectors // (row_threads * self.chunks)),
-            min_blocks=self.blocks,
+            min_blocks=by_threads if self.threads else self.blocks,
             hold=self.hold,
             max_stages=self.stages,
             thread_rows=self.rows,
         )
-        if self.threads:
-            blocks = max(1, self.threads // layout.threads)
-            layout = dataclasses.replace(layout, min_blocks=blocks)
-        return layout
 
 
 def strided_block(features: int, inner: int) -> tuple[int, int]:
@@ -193,8 +192,6 @@ def round_up(value: int, multiple: int) -> int:
 
 
 # ---------------------------------------------------------------- layouts of the forward
-
-_REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,11 +262,8 @@ def forward_layout(
 ) -> RowLayout | None:
     """A layout whose threads hold a few vectors of a row, so that many blocks fit at a time.
 
-    Args:
-      itemsize: bytes of the widest element that moves.
-      compute: the compute type.
-      whole_rows: a row's blocks must form one cluster; otherwise each may work alone.
-    Returns: None if a row is longer than a block, or a cluster, can hold.
+    `itemsize` is that of the widest element that moves. With `whole_rows` a row's blocks must form
+    one cluster; otherwise each may work alone. None if a row is longer than these can hold.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
@@ -325,15 +319,11 @@ def _held_layout(features: int, vector: int, slices: int, held: _Held) -> RowLay
 
 def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
     """As many blocks to a multiprocessor as its registers allow."""
-    needed, blocks = registers[layout.chunks - 1], MOST_THREADS // layout.threads
-    while blocks > 1 and _registers(layout.threads, blocks) < needed:
-        blocks -= 1
-    return dataclasses.replace(layout, min_blocks=blocks)
-
-
-def _registers(threads: int, blocks: int) -> int:
-    """What each thread may use for `blocks` blocks to run on a multiprocessor."""
-    return _REGISTERS // (blocks * round_up(threads, 4 * WARP)) // 8 * 8
+    needed = registers[layout.chunks - 1]
+    layout = dataclasses.replace(layout, min_blocks=MOST_THREADS // layout.threads)
+    while layout.min_blocks > 1 and layout.registers < needed:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    return layout
 
 
 # ---------------------------------------------------------------- layouts of the backward
@@ -418,18 +408,14 @@ def backward_layout(
     residual: bool,
     whole_rows: bool,
     value: bool = False,
+    sums: int = 1,
 ) -> RowLayout | None:
     """A layout of a few blocks to a multiprocessor, for a persistent grid.
 
     A thread has the scale and dscale of its columns in registers, and shared memory has two rows or
-    more of every block.
-
-    Args:
-      read_bytes: what is read for one element.
-      compute: the compute type.
-      residual: whether there is a residual's gradient to be added.
-      value: whether x normalised again is written.
-      The others are those of `forward_layout`.
+    more of every block, `read_bytes` for one element. With `residual` a residual's gradient is
+    added, with `value` x normalised again is written, and `sums` are taken over each row. The
+    others are `forward_layout`'s.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
@@ -443,7 +429,7 @@ def backward_layout(
         for step in steps:
             if vectors > step.vectors:
                 continue
-            layout = step.layout(features, vector)
+            layout = dataclasses.replace(step.layout(features, vector), sums=sums)
             if (layout.slices == 1 or target.clusters) and layout.fits(target, **options):
                 return layout
             break
@@ -466,6 +452,7 @@ def backward_layout(
                 slices=-(-vectors // (row_threads * chunks)),
                 min_blocks=max(1, MAX_THREADS // round_up(row_threads * block_rows, 4 * WARP)),
                 max_stages=4,
+                sums=sums,
             )
             while layout.min_blocks > 1 and not layout.fits(target, **options):
                 layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
@@ -483,15 +470,10 @@ def backward_layout(
 
 @dataclasses.dataclass(frozen=True)
 class OneLaunch:
-    """How the two kinds of blocks share threads.
+    """How the two kinds of blocks share threads."""
 
-    Attributes:
-      rows: the blocks that make dx. The others have as many threads.
-      lanes: threads side by side along a row, in the blocks that make dscale.
-    """
-
-    rows: RowLayout
-    lanes: int
+    rows: RowLayout  # the blocks that make dx; the others have as many threads
+    lanes: int  # threads side by side along a row, in the blocks that make dscale
 
     @property
     def column_blocks(self) -> int:
@@ -508,7 +490,7 @@ class OneLaunch:
         return max(tile, self.rows.sum_bytes(compute, cluster=False))
 
     def macros(self) -> dict[str, int]:
-        """For the kernel."""
+        """The layout as macros."""
         sizes = {"LANES": self.lanes, "COLUMN_BLOCKS": self.column_blocks}
         return self.rows.macros(cluster=False) | sizes
 
@@ -521,13 +503,8 @@ def one_launch_layout(
 ) -> OneLaunch | None:
     """A layout for so many rows; None where another kernel is faster, or rows are too long.
 
-    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the
-    best of some 50, but for 17 % at 1024 features and as many rows or more.
-
-    Args:
-      itemsize: bytes of the widest element that moves.
-      read_bytes: of the elements of dy and x that are read for one of dx.
-      residual: whether there is a residual's gradient to be added.
+    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the best of some
+    50, but for 17 % at 1024 features and as many rows or more. Arguments are `backward_layout`'s.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
@@ -557,7 +534,7 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
     sizes = [jnp.dtype(dtype).itemsize for dtype in (x, out)]
     read, widest = sum(sizes), max(sizes)
     found: dict[Any, int] = {}
-    for rows in _row_range(target):
+    for rows in [*range(1, 64 * target.multiprocessors), *(1 << power for power in range(14, 25))]:
         layouts: list[Any] = []
         for residual in (False, True):
             shared: dict[str, Any] = {"rows": rows, "compute": compute, "residual": residual}
@@ -574,27 +551,57 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
     return list(found.values())
 
 
-def _row_range(target: Target) -> Iterator[int]:
-    yield from range(1, 64 * target.multiprocessors)
-    yield from (1 << power for power in range(14, 25))
-
-
 # ---------------------------------------------------------------- the kernels
 
 _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
 
 
+def by_rows(body: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    """Makes a body take and return arrays with heads as well: see `Norm.heads`."""
+
+    @functools.wraps(body)
+    def run(target: Target, norm: Norm, *operands: Any, **options: Any) -> list[jax.Array]:
+        if not norm.heads:
+            return body(target, norm, *operands, **options)
+        shape = operands[0].shape
+        results = body(target, dataclasses.replace(norm, heads=()), *flat(operands), **options)
+        # x-like, a parameter's, a row statistic
+        shapes = {3: shape, 1: shape[1:], 2: shape[:2]}
+        return [a.reshape(shapes[a.ndim]) for a in results]
+
+    return run
+
+
+def flat(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Arrays with heads as one row after another: (outer, heads, n) as (outer · heads, n, 1).
+
+    The first matrix is the scale, (heads, n), which stays.
+    """
+    scale = next((i for i, a in enumerate(operands) if a.ndim == 2), None)
+    return tuple(a.reshape(flat_struct(a, i == scale).shape) for i, a in enumerate(operands))
+
+
+def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
+    """The type of an array with heads as kernels take it."""
+    rows = math.prod(array.shape[:2])
+    shape = (rows, array.shape[2], 1) if array.ndim == 3 else (rows, 1)
+    return jax.ShapeDtypeStruct(array.shape if is_parameter else shape, array.dtype)
+
+
+@by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
     """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual."""
-    operands = _named(rest, X=x, RESIDUAL=norm.has_residual, SCALE=norm.has_scale)
-    call = _Call(target, "forward", operands, _compute_dtype(operands, norm.out_dtype))
+    operands = named(rest, X=x, RESIDUAL=norm.has_residual, SCALE=norm.has_scale)
+    dtypes = filter(None, (norm.out_dtype, norm.residual_dtype))
+    call = Call(target, "forward", operands, compute_of(operands, *dtypes))
     call.result("Y", x.shape, norm.out_dtype)
     if norm.has_residual:
-        call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
+        promoted = jnp.promote_types(x.dtype, rest[0].dtype)
+        call.result("H", x.shape, norm.residual_dtype or promoted)
     if norm.with_rstd:
         call.result("RSTD", call.row_shape, call.compute)
-    done = _forward(call, norm.eps, norm.scale_offset)
+    done = _forward(call, norm, norm.eps)
     if done is not None:
         return done
 
@@ -607,26 +614,28 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
     return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
 
+@by_rows
 def row_sums(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list[jax.Array]:
     """`x -> Σ x²`, one value a row."""
-    del norm
-    call = _Call(target, "row_sums", {"X": x}, compute or _compute_dtype({"X": x}))
+    call = Call(target, "row_sums", {"X": x}, compute or compute_of({"X": x}))
     call.result("SUMS", call.row_shape, call.compute)
-    return _found(_forward(call))
+    return call.over_slices(found(_forward(call, norm)))
 
 
+@by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
     """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
-    operands = _named(rest, X=x, SCALE=norm.has_scale, RSTD=True)
-    call = _Call(target, "apply", operands, _compute_dtype(operands, norm.out_dtype))
+    operands = named(rest, X=x, SCALE=norm.has_scale, RSTD=True)
+    call = Call(target, "apply", operands, compute_of(operands, norm.out_dtype))
     call.result("Y", x.shape, norm.out_dtype)
-    return _found(_forward(call, scale_offset=norm.scale_offset))
+    return found(_forward(call, norm))
 
 
+@by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
     """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale])`."""
-    operands = _named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
-    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
+    call = Call(target, "backward", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
     if norm.with_dscale:
         done = _backward_in_one_launch(call, norm.scale_offset)
@@ -643,60 +652,76 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[ja
 
 def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
     """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them takes dy's place."""
-    operands = _named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
+    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
     options: dict[str, Any] = {"with_dscale": norm.with_dscale, "with_value": norm.with_value}
     options["in_place"] = {"DY": "VALUE" if norm.with_value else "DX"}
-    call = _Call(target, "backward", operands, _compute_dtype(operands))
+    call = Call(target, "backward", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
     done = _backward(call, norm.scale_offset, **options)
     if done is not None:
         return done
 
     (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
-    call = _Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
+    call = Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
     call.result("DX", x.shape, x.dtype)
-    return _found(_backward(call, norm.scale_offset, x.shape[1], **options))
+    return found(_backward(call, norm.scale_offset, x.shape[1], **options))
 
 
+@by_rows
 def row_dots(
     target: Target, norm: Norm, dy: Any, x: Any, *scale: Any, compute: Any = None
 ) -> list[jax.Array]:
     """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
-    operands = _named(scale, DY=dy, X=x, SCALE=norm.has_scale)
-    call = _Call(target, "row_dots", operands, compute or _compute_dtype(operands))
+    operands = named(scale, DY=dy, X=x, SCALE=norm.has_scale)
+    call = Call(target, "row_dots", operands, compute or compute_of(operands))
     call.result("DOTS", call.row_shape, call.compute)
-    return _found(_backward(call, norm.scale_offset))
+    return call.over_slices(found(_backward(call, norm.scale_offset)))
 
 
+@by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
     """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
-    operands = _named(
+    operands = named(
         rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual, DOTS=True
     )
-    call = _Call(target, "backward_apply", operands, _compute_dtype(operands))
+    call = Call(target, "backward_apply", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
-    return _found(_backward(call, norm.scale_offset, norm.count, with_dscale=norm.with_dscale))
+    return found(_backward(call, norm.scale_offset, norm.count, with_dscale=norm.with_dscale))
 
 
-def _found(results: list[jax.Array] | None) -> list[jax.Array]:
+def found(results: list[jax.Array] | None) -> list[jax.Array]:
     """The results of a kernel that splits a row over blocks, which takes every length."""
     assert results is not None
     return results
 
 
-class _Call:
+_STATISTICS = ("MEAN", "RSTD", "SUMS", "DOTS")  # values of a row, in the compute type
+
+
+class Call:
     """One launch: operands and results by their names in the kernel, in their order there."""
 
-    def __init__(self, target: Target, kernel: str, operands: dict[str, Any], compute: jnp.dtype):
+    def __init__(
+        self,
+        target: Target,
+        kernel: str,
+        operands: dict[str, Any],
+        compute: jnp.dtype,
+        op: str = "rms_norm",
+    ):
         self.target = target
+        self.op = op
         self.kernel = kernel
         self.compute = compute
         self.operands = {
-            name: array.astype(compute) if name in ("RSTD", "DOTS") else array
+            name: array.astype(compute) if name in _STATISTICS else array
             for name, array in operands.items()
         }
         self.results: dict[str, jax.ShapeDtypeStruct] = {}
         self.in_place: dict[str, str] = {}  # operand -> result that takes its place
+        self.layout: RowLayout | None = None  # of a kernel for contiguous rows
+        scale = operands.get("SCALE")
+        self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
@@ -704,10 +729,11 @@ class _Call:
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    def more_gradients(self, blocks: tuple[int, int], with_dscale: bool, with_value: bool) -> None:
-        """The backward kernel's results after dx: dscale of each block, and x normalised again."""
-        if with_dscale:
-            self.result("PARTIAL", blocks, self.compute)
+    def more_gradients(self, blocks: int, columns: int, with_value: bool) -> None:
+        """The backward kernel's results after dx: sums over each block's rows for `columns` vectors
+        of parameters, and x normalised again."""
+        if columns:
+            self.result("PARTIAL", (blocks, columns * self.features), self.compute)
         if with_value:
             self.result("VALUE", self.operands["X"].shape, self.operands["DY"].dtype)
 
@@ -731,11 +757,13 @@ class _Call:
 
     def rows(self, source: str, macros, scalars, layout: RowLayout, grid: int, shared: int):
         """Launches a kernel for contiguous rows."""
+        self.layout = layout
         results = dict(self.results)
-        sums = [name for name in ("SUMS", "DOTS") if name in results]
-        for name in sums:  # one for each slice of a row
-            results[name] = jax.ShapeDtypeStruct((self.outer, layout.slices), self.compute)
-        done = self._launch(
+        if not self.whole_rows:  # a statistic for each slice of a row
+            for name, result in results.items():
+                if result.shape == self.row_shape:
+                    results[name] = jax.ShapeDtypeStruct((self.outer, layout.slices), self.compute)
+        return self.launch(
             source,
             macros | layout.macros(cluster=self.whole_rows),
             results,
@@ -746,12 +774,16 @@ class _Call:
             ints=(self.outer,),
             **scalars,
         )
-        return [jnp.sum(done[0], axis=1, keepdims=True)] if sums and layout.slices > 1 else done
+
+    def over_slices(self, sums: list[jax.Array]) -> list[jax.Array]:
+        """Sums over each row, from those over its slices."""
+        add = lambda a: jnp.sum(a, axis=1, keepdims=True) if a.shape != self.row_shape else a
+        return [add(a) for a in sums]
 
     def strided(self, source: str, macros, scalars, grid: int):
         """Launches a kernel for rows whose elements are `inner` apart."""
         width, height = strided_block(self.features, self.inner)
-        return self._launch(
+        return self.launch(
             source,
             macros | {"FEATURES": self.features, "BLOCK_X": width, "BLOCK_Y": height},
             self.results,
@@ -762,14 +794,10 @@ class _Call:
             **scalars,
         )
 
-    def whole(self, source: str, macros, scalars, **sizes):
-        """Launches a kernel whose blocks have whole rows, or whole columns."""
-        return self._launch(source, macros, self.results, ints=(self.outer,), **sizes, **scalars)
-
-    def _launch(self, source: str, macros, results, **sizes):
+    def launch(self, source: str, macros, results, **sizes):
         types = type_macros(self.operands) | type_macros(results)
         types |= {
-            "KERNEL": f"rms_norm_{self.kernel}",
+            "KERNEL": f"{self.op}_{self.kernel}",
             "COMPUTE_TYPE": CUDA_TYPES[self.compute.name],
         }
         return launch(
@@ -779,32 +807,41 @@ class _Call:
             list(results.values()),
             target=self.target,
             macros=types | {name: int(value) for name, value in macros.items()},
-            aliases=self._aliases(results),
+            aliases={  # `in_place` by position, where the two are as large
+                list(self.operands).index(operand): list(results).index(result)
+                for operand, result in self.in_place.items()
+                if self.operands[operand].dtype == results[result].dtype
+            },
             **sizes,
         )
 
-    def _aliases(self, results) -> dict[int, int]:
-        """`in_place` by position, where the two are as large."""
-        return {
-            list(self.operands).index(operand): list(results).index(result)
-            for operand, result in self.in_place.items()
-            if self.operands[operand].dtype == results[result].dtype
-        }
 
-
-def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
-    """Launches a kernel of rms_norm_forward.cu; None where its rows are too long to be held."""
-    if 0 in call.row_shape:
-        return call.empty()
+def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None:
     macros = {
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
         "WITH_RSTD": "RSTD" in call.results,
-        **call.flags(scale_offset),
+        "CAST_BEFORE": "Y" in call.results and norm.cast_before,
+        "HEADS": call.heads,
+        **call.flags(norm.scale_offset),
     }
-    scalars = _scalars(call.compute, eps, scale_offset)
+    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset))
+
+
+def launch_forward(
+    call: Call,
+    macros: dict[str, Any],
+    scalars: Any,
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
+) -> list[jax.Array] | None:
+    """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
+
+    `ease` makes of RMSNorm's layout one for a kernel that needs more registers.
+    """
+    if 0 in call.row_shape:
+        return call.empty()
     if call.inner != 1:
-        return call.strided("rms_norm_forward_strided.cu", macros, scalars, _MAX_GRID)
+        return call.strided(f"{call.op}_forward_strided.cu", macros, scalars, _MAX_GRID)
     layout = forward_layout(
         call.features,
         max(call.moving_bytes()),
@@ -816,34 +853,51 @@ def _forward(call: _Call, eps=0.0, scale_offset=0.0) -> list[jax.Array] | None:
     )
     if layout is None:
         return None
+    layout = ease(layout)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
     grid = min(layout.blocks_for(call.outer), _MAX_GRID)
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
-    return call.rows("rms_norm_forward.cu", macros, scalars, layout, grid, shared)
+    return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 
 
 def _backward(
-    call: _Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
+    call: Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
 ) -> list[jax.Array] | None:
-    """Launches a kernel of rms_norm_backward.cu, and for dscale the sum over its blocks."""
-    n = call.features
     call.in_place = in_place or {}
-    if 0 in call.row_shape:
-        dscale = [jnp.zeros(n, call.compute)] if with_dscale else []
-        return call.empty() + dscale + ([call.operands["DY"]] if with_value else [])
     macros = {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": "DX" in call.results,
         "WITH_DSCALE": with_dscale,
         "WITH_VALUE": with_value,
+        "HEADS": call.heads,
         **call.flags(scale_offset),
     }
-    scalars = _scalars(call.compute, scale_offset, n if count is None else count)
-    most = max(1, _MAX_PARTIAL_BYTES // (n * call.compute.itemsize)) if with_dscale else _MAX_GRID
+    scalars = scalars_of(call.compute, scale_offset, call.features if count is None else count)
+    return launch_backward(call, macros, scalars, int(with_dscale), with_value=with_value)
+
+
+def launch_backward(
+    call: Call,
+    macros: dict[str, Any],
+    scalars: Any,
+    columns: int,
+    *,
+    with_value: bool = False,
+    sums_of_row: int = 1,
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
+) -> list[jax.Array] | None:
+    """Launches a kernel of OP_backward.cu, and for `columns` vectors of parameters the sum over its
+    blocks; None where its rows are too long to be held. `ease` is as for `launch_forward`."""
+    n = call.features
+    if 0 in call.row_shape:
+        sums = [jnp.zeros(n, call.compute)] * columns
+        return call.empty() + sums + ([call.operands["DY"]] if with_value else [])
+    row_bytes = columns * n * call.compute.itemsize
+    most = max(1, _MAX_PARTIAL_BYTES // row_bytes) if columns else _MAX_GRID
     if call.inner != 1:
         grid = min(most, strided_blocks(call.outer, n, call.inner, call.target))
-        call.more_gradients((grid, n), with_dscale, with_value)
-        done = call.strided("rms_norm_backward_strided.cu", macros, scalars, grid)
+        call.more_gradients(grid, columns, with_value)
+        done = call.strided(f"{call.op}_backward_strided.cu", macros, scalars, grid)
     else:
         read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
         layout = backward_layout(
@@ -856,26 +910,33 @@ def _backward(
             residual="DH" in call.operands,
             whole_rows=call.whole_rows,
             value=with_value,
+            sums=sums_of_row,
         )
         if layout is None:
             return None
+        layout = ease(layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
+        if call.heads > 1:  # rows of a group of threads are of one head
+            unit = call.heads // math.gcd(call.heads, layout.block_rows)
+            grid = max(grid // unit, 1) * unit
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
         macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
-        call.more_gradients((grid, n), with_dscale, with_value)
-        done = call.rows("rms_norm_backward.cu", macros, scalars, layout, grid, shared)
-    if with_dscale:
-        partial = done[1]
-        done[1] = partial[0] if grid == 1 else column_sum(launch, call.target, partial)
+        sums = grid if call.heads == 1 else grid * layout.block_rows
+        call.more_gradients(sums, columns, with_value)
+        done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)
+    if columns:
+        partial = done[1].reshape(-1, call.heads * columns * n)
+        sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
+        done[1:2] = jnp.split(sums, columns) if columns > 1 else [sums]
     return done
 
 
-def _backward_in_one_launch(call: _Call, scale_offset) -> list[jax.Array] | None:
+def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
     """Launches rms_norm_backward_in_one_launch.cu, where rows are few and contiguous."""
-    if call.inner != 1 or 0 in call.row_shape:
+    if call.inner != 1 or call.heads > 1 or 0 in call.row_shape:
         return None
     read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
     layout = one_launch_layout(
@@ -889,17 +950,19 @@ def _backward_in_one_launch(call: _Call, scale_offset) -> list[jax.Array] | None
     if layout is None:
         return None
     call.result("DSCALE", (call.features,), call.compute)
-    return call.whole(
+    return call.launch(
         "rms_norm_backward_in_one_launch.cu",
         layout.macros() | call.flags(scale_offset),
-        _scalars(call.compute, scale_offset, call.features),
+        call.results,
+        ints=(call.outer,),
+        **scalars_of(call.compute, scale_offset, call.features),
         grid=layout.blocks_for(call.outer),
         block=layout.rows.threads,
         shared=layout.shared(call.compute),
     )
 
 
-def _named(rest, **present) -> dict[str, Any]:
+def named(rest, **present) -> dict[str, Any]:
     """Names the operands: each is given, or taken from `rest` if True, or absent if False."""
     left = list(rest)
     named = {}
@@ -911,9 +974,9 @@ def _named(rest, **present) -> dict[str, Any]:
     return named
 
 
-def _compute_dtype(operands: dict[str, Any], *more) -> jnp.dtype:
+def compute_of(operands: dict[str, Any], *more) -> jnp.dtype:
     return cuda_compute_dtype([*(a.dtype for a in operands.values()), *map(jnp.dtype, more)])
 
 
-def _scalars(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:
+def scalars_of(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:
     return {"doubles" if compute == jnp.float64 else "floats": values}

@@ -2,9 +2,11 @@
 
 With w = scale + scale_offset, all sums in float32 (float64 where an operand is float64):
 
-    y = x · rstd · w            rstd = 1 / sqrt(mean(x²) + eps)
+    y = x̂ · w                   x̂ = x · rstd        rstd = 1 / sqrt(mean(x²) + eps)
     dx = rstd · g − x · rstd³ · mean(g · x)      g = dy · w
-    dscale = Σ_rows dy · x · rstd
+    dscale = Σ_rows dy · x̂
+
+`cast="before"` rounds x̂ to the dtype of x in y; the derivative is as if it did not round.
 
 References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 """
@@ -12,7 +14,7 @@ References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:19
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax import Array
 from jax.interpreters import ad
 
 from ...native import registry
-from ...native.dtypes import compute_dtype
+from ...native.dtypes import compute_dtype, rounded
 from ...native.implementation import Implementation, Order, order_of
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
@@ -32,6 +34,9 @@ from .spec import Norm
 
 # ---------------------------------------------------------------- the functions
 
+Cast = Literal["after", "before"]
+"""When x̂ is rounded: after it is multiplied by scale, or before as well."""
+
 
 def rms_norm(
     x: Array,
@@ -40,6 +45,7 @@ def rms_norm(
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
+    cast: Cast = "after",
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Array:
@@ -54,9 +60,15 @@ def rms_norm(
     Args:
       x: any shape; float64, float32, bfloat16 or float16.
       scale: the shape of x's normalised axes, in increasing order of axis; any of those dtypes.
+        Where these are x's last axes, scale may have more of them, with a weight for each head:
+        (heads, features) for x (..., heads, features) and axis=-1. Heads may be split over mesh
+        axes without communication. Pallas kernels take no heads.
       eps: added to the mean square; finite, at least 0.
       axis: the normalised axis, or several.
       scale_offset: added to scale; 1 for checkpoints that store scale − 1.
+      cast: "after" rounds once, the product, to `dtype`. "before" rounds x / sqrt(mean(x²) + eps)
+        to x's dtype before it is multiplied, as Hugging Face's Llama does: the same bits, but where
+        another order of the mean's sum moves a value past a tie. This rounding has no derivative.
       dtype: of the result; x's where None.
       implementation: None, "native", "pallas" or "xla", or several to try in order; see
         `normfuse info` for what serves here.
@@ -66,8 +78,8 @@ def rms_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale that does not fit, an axis out of range, or an eps that is not finite
-        or negative.
+      ValueError: for a scale that does not fit, an axis out of range, an eps that is not finite
+        or negative, or an unknown cast.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -80,8 +92,9 @@ def rms_norm(
     >>> [round(value, 3) for value in y.tolist()]
     [0.849, 2.263]
     """
-    norm, x, scale = _check("rms_norm", x, scale, eps, axis, scale_offset, dtype)
-    return _call(norm, x, [], scale, implementation)[0]
+    options = eps, axis, scale_offset, dtype, cast
+    norm, x, scale = check("rms_norm", x, scale, *options, per_head=True)
+    return call(forward, norm, x, [], [scale], implementation)[0]
 
 
 def rms_norm_with_rstd(
@@ -91,6 +104,7 @@ def rms_norm_with_rstd(
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
+    cast: Cast = "after",
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Array, Array]:
@@ -101,8 +115,9 @@ def rms_norm_with_rstd(
     Returns:
       `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
     """
-    norm, x, scale = _check("rms_norm_with_rstd", x, scale, eps, axis, scale_offset, dtype)
-    y, rstd = _call(norm, x, [], scale, implementation)
+    options = eps, axis, scale_offset, dtype, cast
+    norm, x, scale = check("rms_norm_with_rstd", x, scale, *options, per_head=True)
+    y, rstd = call(forward, norm, x, [], [scale], implementation)
     return y, rstd
 
 
@@ -114,7 +129,9 @@ def add_rms_norm(
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
     scale_offset: float = 0.0,
+    cast: Cast = "after",
     dtype: jax.typing.DTypeLike | None = None,
+    residual_dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Array, Array]:
     """Adds a residual to x and normalises the sum: the step between two blocks of a transformer.
@@ -126,8 +143,9 @@ def add_rms_norm(
     not x's.
 
     Returns:
-      `(y, new_residual)`: y has `dtype` (x's where None); new_residual has the promoted dtype of x
-      and residual, and is what is normalised, after rounding to that dtype.
+      `(y, new_residual)`: y has `dtype` (x's where None); new_residual has `residual_dtype` (the
+      promoted dtype of x and residual where None), and is what is normalised, after rounding to
+      that dtype. `cast="before"` rounds to that dtype too.
 
     >>> import jax.numpy as jnp
     >>> from normfuse import add_rms_norm
@@ -135,103 +153,156 @@ def add_rms_norm(
     >>> [round(value, 3) for value in y.tolist()], h.tolist()
     ([0.849, 1.131], [3.0, 4.0])
     """
-    norm, x, scale = _check("add_rms_norm", x, scale, eps, axis, scale_offset, dtype)
-    residual = floating("add_rms_norm", "residual", residual)
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"add_rms_norm: residual must have x's shape {x.shape}, got {residual.shape}; "
-            "broadcast it first with jnp.broadcast_to"
-        )
-    norm = replace(norm, has_residual=True)
-    y, new_residual, _ = _call(norm, x, [residual], scale, implementation)
+    options = eps, axis, scale_offset, dtype, cast
+    norm, x, scale = check("add_rms_norm", x, scale, *options, per_head=True)
+    residual = check_residual("add_rms_norm", x, residual)
+    if residual_dtype is not None:
+        residual_dtype = floating_dtype("add_rms_norm", residual_dtype, None, "residual_dtype")
+    norm = replace(norm, has_residual=True, residual_dtype=residual_dtype or "")
+    y, new_residual, _ = call(forward, norm, x, [residual], [scale], implementation)
     return y, new_residual
 
 
-def _call(
-    norm: Norm, x: Array, residual: list[Array], scale: Array | None, implementation: Implementation
-) -> list[Array]:
-    lead = vary(x, varying_axes(x, *residual, scale))
-    if residual and not any(jax.typeof(x).sharding.spec):
-        lead = match(lead, residual[0], range(x.ndim))
-    operands = [lead, *[match(a, lead, range(x.ndim)) for a in residual]]
-    if scale is not None:
-        operands.append(match(scale, lead, norm.axes))
-    order = order_of(implementation)
-    return (
-        forward.plain(norm, *operands) if order is None else forward(norm, *operands, order=order)
-    )
+# `check` to `call`, and below all that is public and no definition, serve `layer_norm` too.
 
 
-def _check(
-    op: str, x: Any, scale: Any, eps: Any, axis: Any, scale_offset: Any, dtype: Any
+def check(
+    op: str,
+    x: Any,
+    scale: Any,
+    eps: Any,
+    axis: Any,
+    scale_offset: Any,
+    dtype: Any,
+    cast: Any = "after",
+    per_head: bool = False,  # whether scale may have heads
 ) -> tuple[Norm, Array, Array | None]:
     """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
     x = floating(op, "x", x)
-    axes = dimensions(op, x, axis)
-    if scale is not None:
-        scale = floating(op, "scale", scale)
-        wanted = tuple(x.shape[a] for a in axes)
-        if scale.shape != wanted:
-            raise ValueError(
-                f"{op}: scale must have the shape of x's normalised axes, {wanted} for x of shape "
-                f"{x.shape} and axis={axis}; got {scale.shape}"
-            )
+    check_cast(op, cast)
+    axes, heads = dimensions(op, x, axis), ()
+    if per_head and scale is not None and axes == tuple(range(axes[0], x.ndim)):
+        heads = tuple(range(max(0, x.ndim - np.ndim(scale)), axes[0]))
     norm = Norm(
         op=op,
         axes=axes,
+        heads=heads,
         eps=finite(op, "eps", eps, least=0),
         scale_offset=finite(op, "scale_offset", scale_offset),
         out_dtype=floating_dtype(op, dtype, x.dtype),
         has_scale=scale is not None,
+        cast_before=cast == "before",
         with_rstd=True,
     )
-    return norm, x, scale
+    return norm, x, check_parameter(norm, "scale", scale, x, axis)
+
+
+def check_cast(op: str, cast: Any) -> None:
+    """Raises ValueError for an unknown `cast`."""
+    if not isinstance(cast, str) or cast not in get_args(Cast):
+        raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
+
+
+def check_parameter(norm: Norm, name: str, value: Any, x: Array, axis: Any) -> Array | None:
+    """Returns a parameter as an array of the shape it must have, or None as it is."""
+    if value is None:
+        return None
+    value = floating(norm.op, name, value)
+    if value.shape != tuple(x.shape[a] for a in (*norm.heads, *norm.axes)):
+        wanted = tuple(x.shape[a] for a in norm.axes)
+        heads = f", or heads before it, {x.shape[norm.heads[0] :]}" if norm.heads else ""
+        raise ValueError(
+            f"{norm.op}: {name} must have the shape of x's normalised axes, {wanted}{heads}, for x "
+            f"of shape {x.shape} and axis={axis}; got {value.shape}"
+        )
+    return value
+
+
+def check_residual(op: str, x: Array, residual: Any) -> Array:
+    """Returns the residual as an array of x's shape."""
+    residual = floating(op, "residual", residual)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"{op}: residual must have x's shape {x.shape}, got {residual.shape}; "
+            "broadcast it first with jnp.broadcast_to"
+        )
+    return residual
+
+
+def call(
+    op: Op,
+    norm: Norm,
+    x: Array,
+    residual: list[Array],
+    parameters: Sequence[Array | None],
+    implementation: Implementation,
+) -> list[Array]:
+    """Applies `op` to operands placed like x."""
+    given = [a for a in parameters if a is not None]
+    lead = vary(x, varying_axes(x, *residual, *given))
+    if residual and not any(jax.typeof(x).sharding.spec):
+        lead = match(lead, residual[0], range(x.ndim))
+    operands = [lead, *[match(a, lead, range(x.ndim)) for a in residual]]
+    operands += [match(a, lead, (*norm.heads, *norm.axes)) for a in given]
+    order = order_of(implementation)
+    return op.plain(norm, *operands) if order is None else op(norm, *operands, order=order)
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX
-# Every kernel is held to these. `scale` has the shape of the normalised axes, in increasing order;
-# `rstd`, `sums` and `dots` have that of the other dimensions of x.
+# Every kernel is held to these. `scale` has the shape of the normalised axes, in increasing order,
+# after that of the heads; `rstd`, `sums` and `dots` have that of all but the normalised axes of x.
 
 
-def _rows(norm: Norm, x: Any) -> tuple[int, ...]:
-    return tuple(i for i in range(x.ndim) if i not in norm.axes)
+def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
+    """Returns the dimensions of x that parameters do not have."""
+    return tuple(i for i in range(x.ndim) if i not in (*norm.heads, *norm.axes))
 
 
-def _along_rows(norm: Norm, value: Array) -> Array:
+def along_rows(norm: Norm, value: Array) -> Array:
     """Broadcasts one value a row against x."""
     return jnp.expand_dims(value, norm.axes)
 
 
-def _weight(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array:
+def weight_of(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array:
     """Takes scale off `operands`; returns scale + scale_offset against x, or 1 if there is none."""
     if not norm.has_scale:
         return jnp.ones((), dtype)
     scale = operands.pop(0).astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
-    return jnp.expand_dims(scale, _rows(norm, x))
+    return jnp.expand_dims(scale, rows_of(norm, x))
 
 
-def _dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
+def normal_of(norm: Norm, wide: Array, rstd: Array, dtype: jnp.dtype) -> Array:
+    """Returns x̂ as it is multiplied by the weight, for an x of `dtype`."""
+    normal = wide * along_rows(norm, rstd)
+    return rounded(normal, dtype) if norm.cast_before else normal
+
+
+def dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
     return compute_dtype(*(a.dtype for a in operands), out)
+
+
+def forward_dtype(norm: Norm, *operands: Array) -> jnp.dtype:
+    return compute_dtype(dtype_of(*operands, out=norm.out_dtype), norm.residual_dtype or None)
 
 
 def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual being what is normalised."""
-    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    dtype, others = forward_dtype(norm, x, *rest), list(rest)
     h = []
     if norm.has_residual:
-        x = _sum(x, others.pop(0), dtype)
+        x = add(x, others.pop(0), dtype, norm.residual_dtype)
         h.append(x)
     wide = x.astype(dtype)
     rstd = jax.lax.rsqrt(jnp.mean(wide * wide, norm.axes) + jnp.asarray(norm.eps, dtype))
-    w = _weight(norm, others, x, dtype)
-    y = (wide * _along_rows(norm, rstd) * w).astype(norm.out_dtype)
+    w = weight_of(norm, others, x, dtype)
+    y = (normal_of(norm, wide, rstd, x.dtype) * w).astype(norm.out_dtype)
     return [y, *h, *[rstd] * norm.with_rstd]
 
 
-def _sum(x: Array, residual: Array, dtype: jnp.dtype) -> Array:
-    """Returns x + residual in the dtype they promote to, added in `dtype`."""
+def add(x: Array, residual: Array, dtype: jnp.dtype, out: str = "") -> Array:
+    """Returns x + residual in `out`, or the dtype they promote to, added in `dtype`."""
     return (x.astype(dtype) + residual.astype(dtype)).astype(
-        jnp.promote_types(x.dtype, residual.dtype)
+        out or jnp.promote_types(x.dtype, residual.dtype)
     )
 
 
@@ -243,30 +314,30 @@ def define_row_sums(norm: Norm, x: Array) -> list[Array]:
 
 def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
-    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = _weight(norm, others, x, dtype)
-    rstd = _along_rows(norm, others.pop(0).astype(dtype))
-    return [(x.astype(dtype) * rstd * w).astype(norm.out_dtype)]
+    dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    w = weight_of(norm, others, x, dtype)
+    rstd = others.pop(0).astype(dtype)
+    return [(normal_of(norm, x.astype(dtype), rstd, x.dtype) * w).astype(norm.out_dtype)]
 
 
 def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
     """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
-    dtype = _dtype_of(dy, x, *scale)
-    w = _weight(norm, list(scale), x, dtype)
+    dtype = dtype_of(dy, x, *scale)
+    w = weight_of(norm, list(scale), x, dtype)
     return [jnp.sum(dy.astype(dtype) * w * x.astype(dtype), norm.axes)]
 
 
 def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
-    dtype, others = _dtype_of(dy, x, *rest), list(rest)
-    w = _weight(norm, others, x, dtype)
-    rstd = _along_rows(norm, others.pop(0).astype(dtype))
+    dtype, others = dtype_of(dy, x, *rest), list(rest)
+    w = weight_of(norm, others, x, dtype)
+    rstd = along_rows(norm, others.pop(0).astype(dtype))
     dh = others.pop(0).astype(dtype) if norm.has_residual else jnp.zeros((), dtype)
-    mean = _along_rows(norm, others.pop(0).astype(dtype)) / jnp.asarray(norm.count, dtype)
+    mean = along_rows(norm, others.pop(0).astype(dtype)) / jnp.asarray(norm.count, dtype)
     dy, normal = dy.astype(dtype), x.astype(dtype) * rstd
     # x · rstd³ · mean in an order that rstd³ cannot overflow or vanish in
     dx = (rstd * (dy * w - normal * (rstd * mean)) + dh).astype(x.dtype)
-    return [dx, *[jnp.sum(dy * normal, _rows(norm, x)) for _ in range(norm.with_dscale)]]
+    return [dx, *[jnp.sum(dy * normal, rows_of(norm, x)) for _ in range(norm.with_dscale)]]
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
@@ -287,9 +358,9 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 
     h is a result only with a residual, and only moves if dh does.
     """
-    dtype, others = _dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = _weight(norm, others, x, dtype)
-    rstd = _along_rows(norm, others.pop(0).astype(dtype))
+    dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
+    w = weight_of(norm, others, x, dtype)
+    rstd = along_rows(norm, others.pop(0).astype(dtype))
     normal, dy, dh = x.astype(dtype) * rstd, jnp.zeros((), dtype), []
     if norm.moves[0]:
         dx = others.pop(0)
@@ -297,7 +368,7 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
         mean = jnp.mean(normal * dx.astype(dtype), norm.axes, keepdims=True)
         dy = w * rstd * (dx.astype(dtype) - normal * mean)
     if norm.moves[1]:
-        dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), _rows(norm, x))
+        dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
     return [dy.astype(norm.out_dtype), *dh]
 
 
@@ -317,14 +388,20 @@ def _plain_forward_on_cuda(norm: Norm, x: Any, *_: Any) -> bool:
     return not norm.with_rstd and x.shape[0] > 1 and x.size <= PLAIN_ELEMENTS
 
 
-def _cpu(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
+def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
     def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
+        flat = types
+        if norm.heads:
+            operands = cuda.flat(operands)
+            first = 1 if norm.with_dscale else None
+            flat = [cuda.flat_struct(t, i == first) for i, t in enumerate(types)]
         values = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        return call_host(f"normfuse_{name}", operands, types, aliases=aliases, **values)
+        results = call_host(f"normfuse_{name}", operands, flat, aliases=aliases, **values)
+        return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
 
     return call
 
@@ -357,7 +434,7 @@ def _kernel(
         return pallas.KERNELS[on_pallas or name](target, norm, *operands)
 
     full = f"rms_norm_{name}"
-    cpu = on_cpu or _cpu(full, definition, *attributes)
+    cpu = on_cpu or cpu_body(full, definition, *attributes)
     return Kernel(full, definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options)
 
 
@@ -368,11 +445,11 @@ forward_kernel = _kernel(
     "forward",
     define_forward,
     cuda.forward,
-    *("eps", *_WEIGHT, "has_residual", "with_rstd"),
+    *("eps", *_WEIGHT, "cast_before", "has_residual", "with_rstd"),
     plain_on_cuda=_plain_forward_on_cuda,
 )
 row_sums_kernel = _kernel("row_sums", define_row_sums, cuda.row_sums)
-apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT)
+apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT, "cast_before")
 backward_kernel = _kernel("backward", define_backward, cuda.backward, *_GRADIENT)
 row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
 backward_apply_kernel = _kernel(
@@ -436,11 +513,16 @@ def examples(
 # ---------------------------------------------------------------- one device's share
 
 
-def _canonical(norm: Norm, array: Array) -> Array:
+def canonical(norm: Norm, array: Array) -> Array:
     """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
 
-    A reshape where the axes are neighbours, which costs nothing; otherwise a transpose before it.
+    With heads: (outer, heads, n). A reshape where the axes are neighbours, which costs nothing;
+    otherwise a transpose before it.
     """
+    if norm.heads:
+        sizes = [math.prod(array.shape[d] for d in dims) for dims in (norm.heads, norm.axes)]
+        last = (*norm.heads, *norm.axes)
+        return jnp.moveaxis(array, last, range(-len(last), 0)).reshape(-1, *sizes)
     axes, first = norm.axes, norm.axes[0]
     if axes != tuple(range(first, first + len(axes))):
         array = jnp.moveaxis(array, axes, range(first, first + len(axes)))
@@ -449,8 +531,13 @@ def _canonical(norm: Norm, array: Array) -> Array:
     return array.reshape(*sizes, math.prod(shape[first + len(axes) :]))
 
 
-def _restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_canonical`."""
+def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `canonical`."""
+    if norm.heads:
+        last = (*norm.heads, *norm.axes)
+        others = [n for i, n in enumerate(shape) if i not in last]
+        array = array.reshape(*others, *[shape[d] for d in last])
+        return jnp.moveaxis(array, range(-len(last), 0), last)
     axes, first = norm.axes, norm.axes[0]
     block = tuple(range(first, first + len(axes)))
     others = [n for i, n in enumerate(shape) if i not in axes]
@@ -458,24 +545,70 @@ def _restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     return array if axes == block else jnp.moveaxis(array, block, axes)
 
 
-def _row_values(norm: Norm, array: Array) -> Array:
-    """Returns a row statistic as kernels see it: (outer, inner)."""
+def row_values(norm: Norm, array: Array) -> Array:
+    """Returns a row statistic as kernels see it: (outer, inner), or (outer, heads)."""
+    if norm.heads:
+        heads = _heads_of_rows(norm)
+        array = jnp.moveaxis(array, heads, range(-len(heads), 0))
+        return array.reshape(-1, math.prod(array.shape[-len(heads) :]))
     return array.reshape(math.prod(array.shape[: norm.axes[0]]), -1)
 
 
+def restore_row_values(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
+    """The inverse of `row_values`, for x of this shape."""
+    rows = [n for i, n in enumerate(shape) if i not in norm.axes]
+    if not norm.heads:
+        return array.reshape(rows)
+    heads = _heads_of_rows(norm)
+    others = [n for i, n in enumerate(rows) if i not in heads]
+    array = array.reshape(*others, *[rows[i] for i in heads])
+    return jnp.moveaxis(array, range(-len(heads), 0), heads)
+
+
+def _heads_of_rows(norm: Norm) -> tuple[int, ...]:
+    """The heads among the dimensions of a row statistic."""
+    return tuple(h - sum(a < h for a in norm.axes) for h in norm.heads)
+
+
+def local(norm: Norm, **changes: Any) -> Norm:
+    """The norm as kernels see it."""
+    if norm.heads:
+        return replace(norm, axes=(2,), heads=(1,), **changes)
+    return replace(norm, axes=(1,), **changes)
+
+
+def parameter_values(norm: Norm, array: Array) -> Array:
+    """Returns a parameter as kernels see it: (n,), or (heads, n)."""
+    if not norm.heads:
+        return array.reshape(-1)
+    return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
+
+
 def _forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
+    kernel, apart = forward_kernel, _forward_over_devices
+    return forward_on(kernel, apart, norm, split, x, *rest, order=order)
+
+
+def forward_on(
+    kernel: Kernel,
+    over_devices: Callable[..., list[Array]],
+    norm: Norm,
+    split: Split,
+    x: Array,
+    *rest: Array,
+    order: Order,
+) -> list[Array]:
+    """The forward by `kernel`, or by `over_devices` where devices have parts of each row."""
     if x.size == 0:
-        return define_forward(norm, x, *rest)
-    rows_shape = tuple(n for i, n in enumerate(x.shape) if i not in norm.axes)
-    large = [_canonical(norm, a) for a in (x, *rest[: norm.has_residual])]
-    scale = [a.reshape(-1) for a in rest[norm.has_residual :]]
-    local = replace(norm, axes=(1,))
+        return list(kernel.definition(norm, x, *rest))
+    large = [canonical(norm, a) for a in (x, *rest[: norm.has_residual])]
+    parameters = [parameter_values(norm, a) for a in rest[norm.has_residual :]]
     if split.over(norm.axes):
-        results = _forward_over_devices(norm, split, large, scale, order)
+        results = over_devices(norm, split, large, parameters, order)
     else:
-        results = forward_kernel(local, *large, *scale, order=order)
+        results = kernel(local(norm), *large, *parameters, order=order)
     return [
-        _restore(norm, a, x.shape) if i <= norm.has_residual else a.reshape(rows_shape)
+        (restore if i <= norm.has_residual else restore_row_values)(norm, a, x.shape)
         for i, a in enumerate(results)
     ]
 
@@ -484,12 +617,12 @@ def _forward_over_devices(
     norm: Norm, split: Split, large: list[Array], scale: list[Array], order: Order
 ) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
-    local, dtype = replace(norm, axes=(1,)), _dtype_of(*large, *scale, out=norm.out_dtype)
-    h = _sum(large[0], large[1], dtype) if norm.has_residual else large[0]
+    here, dtype = local(norm), forward_dtype(norm, *large, *scale)
+    h = add(large[0], large[1], dtype, norm.residual_dtype) if norm.has_residual else large[0]
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # row_sums sees no scale, no dtype of y
-    sums = split.psum(row_sums_kernel(local, wide, order=order)[0], norm.axes)
+    sums = split.psum(row_sums_kernel(here, wide, order=order)[0], norm.axes)
     rstd = jax.lax.rsqrt(sums / split.count(norm.axes) + jnp.asarray(norm.eps, sums.dtype))
-    y = apply_kernel(local, h, *scale, rstd, order=order)
+    y = apply_kernel(here, h, *scale, rstd, order=order)
     return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
 
@@ -499,99 +632,119 @@ def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) 
     if x.size == 0:
         return define_apply(norm, x, *rest)
     *scale, rstd = rest
-    operands = [_canonical(norm, x), *[a.reshape(-1) for a in scale], _row_values(norm, rstd)]
-    (y,) = apply_kernel(replace(norm, axes=(1,)), *operands, order=order)
-    return [_restore(norm, y, x.shape)]
+    scale = [parameter_values(norm, a) for a in scale]
+    operands = [canonical(norm, x), *scale, row_values(norm, rstd)]
+    (y,) = apply_kernel(local(norm), *operands, order=order)
+    return [restore(norm, y, x.shape)]
 
 
 def _backward_body(
     norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
 ) -> list[Array]:
-    return _gradients(backward_kernel, norm, split, dy, x, rest, order)
+    kernel, apart = backward_kernel, _backward_over_devices
+    return gradients_on(kernel, apart, norm, split, dy, x, *rest, order=order)
 
 
 def _pullback_body(
     norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
 ) -> list[Array]:
     if x.size and not split.over(norm.axes):
-        return _gradients(pullback_kernel, norm, split, dy, x, rest, order)
+        apart = _backward_over_devices
+        return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
     alone = replace(norm, with_value=False)
-    results = _gradients(backward_kernel, alone, split, dy, x, rest, order)
+    results = _backward_body(alone, split, dy, x, *rest, order=order)
     if norm.with_value:
         again = replace(norm, out_dtype=dy.dtype.name)
         results += _apply_body(again, split, x, *rest, order=order)
     return results
 
 
-def _gradients(
+def gradients_on(
     kernel: Kernel,
+    over_devices: Callable[..., list[Array]],
     norm: Norm,
     split: Split,
     dy: Array,
     x: Array,
-    rest: tuple[Array, ...],
+    *rest: Array,
     order: Order,
 ) -> list[Array]:
-    """dx, and if asked for dscale and the value, by `kernel` where a device has whole rows."""
-    rows = [i for i in range(len(split.shape)) if i not in norm.axes]
+    """dx, then what was asked for of dscale, dbias and the value; by `kernel`, or `over_devices`
+    where devices have parts of each row."""
+    rows = rows_of(norm, x)
     if x.size == 0:
-        dx, *dscale = define_backward(norm, dy, x, *rest)
-        return [dx, *[split.psum(d, rows) for d in dscale]]
-    scale, (rstd, *dh) = [a.reshape(-1) for a in rest[: norm.has_scale]], rest[norm.has_scale :]
-    large = [_canonical(norm, a) for a in (dy, x)]
-    operands = [*large, *scale, _row_values(norm, rstd), *[_canonical(norm, a) for a in dh]]
-    local = replace(norm, axes=(1,))
+        dx, *more = kernel.definition(norm, dy, x, *rest)
+        return [dx, *[split.psum(d, rows) for d in more]]
+    scale, statistics = rest[: norm.has_scale], rest[norm.has_scale :]
+    statistics, dh = statistics[: 1 + norm.centred], statistics[1 + norm.centred :]
+    large = [canonical(norm, a) for a in (dy, x)]
+    operands = [*large, *[parameter_values(norm, a) for a in scale]]
+    operands += [row_values(norm, a) for a in statistics]
+    operands += [canonical(norm, a) for a in dh]
     if split.over(norm.axes):
-        (dots,) = row_dots_kernel(local, *large, *scale, order=order)
-        local = replace(local, count=float(split.count(norm.axes)))
-        dots = split.psum(dots, norm.axes)
-        dx, *more = backward_apply_kernel(local, *operands, dots, order=order)
+        dx, *more = over_devices(norm, split, operands, order)
     else:
-        dx, *more = kernel(local, *operands, order=order)
-    value = [_restore(norm, more.pop(), x.shape)] if norm.with_value else []
-    shape = tuple(x.shape[a] for a in norm.axes)
-    # dscale is summed over exactly the mesh axes that the rows use
-    dscale = [split.psum(d, rows).reshape(shape) for d in more]
-    return [_restore(norm, dx, x.shape), *dscale, *value]
+        dx, *more = kernel(local(norm), *operands, order=order)
+    value = [restore(norm, more.pop(), x.shape)] if norm.with_value else []
+    shape = tuple(x.shape[a] for a in (*norm.heads, *norm.axes))
+    # dscale and dbias are summed over exactly the mesh axes that the rows use
+    sums = [split.psum(d, rows).reshape(shape) for d in more]
+    return [restore(norm, dx, x.shape), *sums, *value]
+
+
+def _backward_over_devices(
+    norm: Norm, split: Split, operands: list[Array], order: Order
+) -> list[Array]:
+    """Each device has a part of every row: one sum over the devices between two kernels."""
+    here = local(norm, count=float(split.count(norm.axes)))
+    (dots,) = row_dots_kernel(here, *operands[: 2 + norm.has_scale], order=order)
+    return backward_apply_kernel(here, *operands, split.psum(dots, norm.axes), order=order)
 
 
 # ---------------------------------------------------------------- sharding
 # Operands and results by the dimensions of x they have: all of them, the rows, or the axes.
 
 
-def _dims(norm: Norm, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...], Loose]:
+def dims_of(norm: Norm, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...], Loose]:
+    """The dimensions of x, of a row's statistic and of a parameter."""
     rows = tuple(i for i in range(ndim) if i not in norm.axes)
-    return tuple(range(ndim)), rows, Loose(norm.axes)
+    return tuple(range(ndim)), rows, Loose((*norm.heads, *norm.axes))
 
 
-def _forward_dims(norm: Norm, ndim: int) -> Dims:
-    x, rows, scale = _dims(norm, ndim)
+def forward_dims(norm: Norm, ndim: int) -> Dims:
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`"""
+    x, rows, scale = dims_of(norm, ndim)
     more = [x] * norm.has_residual
-    return (x, *more, *[scale] * norm.has_scale), (x, *more, *[rows] * norm.with_rstd)
+    parameters = [scale] * (norm.has_scale + norm.has_bias)
+    return (x, *more, *parameters), (x, *more, *[rows] * (norm.with_mean + norm.with_rstd))
 
 
-def _backward_dims(norm: Norm, ndim: int) -> Dims:
-    x, rows, scale = _dims(norm, ndim)
-    return (
-        (x, x, *[scale] * norm.has_scale, rows, *[x] * norm.has_residual),
-        (x, *[scale] * norm.with_dscale, *[x] * norm.with_value),
-    )
+def backward_dims(norm: Norm, ndim: int) -> Dims:
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`"""
+    x, rows, scale = dims_of(norm, ndim)
+    known = [*[scale] * norm.has_scale, *[rows] * (1 + norm.centred)]
+    sums = [scale] * (norm.with_dscale + norm.with_dbias)
+    return (x, x, *known, *[x] * norm.has_residual), (x, *sums, *[x] * norm.with_value)
 
 
 def _apply_dims(norm: Norm, ndim: int) -> Dims:
-    x, rows, scale = _dims(norm, ndim)
+    x, rows, scale = dims_of(norm, ndim)
     return (x, *[scale] * norm.has_scale, rows), (x,)
 
 
-def _tangent_dims(norm: Norm, ndim: int) -> Dims:
-    x, rows, scale = _dims(norm, ndim)
-    moving = [*[x] * norm.moves[0], *[scale] * norm.moves[1]]
+def tangent_dims(norm: Norm, ndim: int) -> Dims:
+    """`(h[, scale][, mean], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`"""
+    x, rows, scale = dims_of(norm, ndim)
+    known = [*[scale] * norm.has_scale, *[rows] * (1 + norm.centred)]
+    moving = [*[x] * norm.moves[0], *[scale] * sum(norm.moves[1:])]
     results = (x, *[x] * (norm.has_residual and norm.moves[0]))
-    return (x, *[scale] * norm.has_scale, rows, *moving), results
+    return (x, *known, *moving), results
 
 
-def _batched(norm: Norm, at: int) -> Norm:
-    return replace(norm, axes=tuple(a + (a >= at) for a in norm.axes))
+def batched(norm: Norm, at: int) -> Norm:
+    """The norm of an x with one more dimension, at `at`."""
+    moved = lambda dims: tuple(d + (d >= at) for d in dims)
+    return replace(norm, axes=moved(norm.axes), heads=moved(norm.heads))
 
 
 # ---------------------------------------------------------------- vmap over a parameter
@@ -599,28 +752,29 @@ def _batched(norm: Norm, at: int) -> Norm:
 
 def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[Array]:
     """Normalises on kernels, and multiplies by a scale of each example's own in plain JAX."""
-    dtype = _dtype_of(x, *rest, out=norm.out_dtype)
+    dtype = forward_dtype(norm, x, *rest)
     *operands, scale = rest if norm.has_scale else (*rest, None)
-    alone = replace(norm, has_scale=False, scale_offset=0.0, out_dtype=dtype.name)
+    alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0, out_dtype=dtype.name)
     y, *others = forward(alone, x, *operands, order=order)
     if scale is not None:
         weight = scale.astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
-        y = y * jnp.expand_dims(weight, _rows(norm, x))
+        y = y * jnp.expand_dims(weight, rows_of(norm, x))
     return [y.astype(norm.out_dtype), *others]
 
 
 def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
     """dx on kernels, with dy scaled by each example's own scale; dscale as a sum in plain JAX."""
-    dtype, rows = _dtype_of(dy, x, *rest), _rows(norm, x)
+    dtype, rows = dtype_of(dy, x, *rest), rows_of(norm, x)
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
     wide = g = dy.astype(dtype)
     if norm.has_scale:
         weight = scale[0].astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
         g = g * jnp.expand_dims(weight, rows)
-    alone = replace(norm, has_scale=False, scale_offset=0.0, with_dscale=False, with_value=False)
+    alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
+    alone = replace(alone, with_dscale=False, with_value=False)
     results = backward(alone, g, x, rstd, *dh, order=order)
     if norm.with_dscale:
-        normal = x.astype(dtype) * _along_rows(norm, rstd)
+        normal = x.astype(dtype) * along_rows(norm, rstd)
         results.append(jnp.sum(wide * normal, rows))
     if norm.with_value:
         results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
@@ -634,31 +788,55 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
-    """The tangent takes the sum h = x + residual, so its transpose, the backward kernel, adds the
-    residual's gradient itself."""
+    return push(forward, tangent, _rstd_tangent, primals, tangents, spec, order)
+
+
+def push(
+    forward: Op,
+    tangent: Op,
+    of_statistics: Callable[..., list[Any]],
+    primals: Any,
+    tangents: Any,
+    spec: Norm,
+    order: Order,
+) -> Any:
+    """Returns the results of `forward` and their tangents, those of statistics where wanted.
+
+    The tangent takes the sum h = x + residual, so its transpose, the backward kernel, adds the
+    residual's gradient itself.
+    """
     x, *rest = primals
     dx, *drest = tangents
-    y, *h, rstd = forward(replace(spec, with_rstd=True), *primals, order=order)
+    known = replace(spec, with_mean=spec.centred, with_rstd=True)
+    y, *more = forward(known, *primals, order=order)
+    h, statistics = more[: spec.has_residual], more[spec.has_residual :]
     if spec.has_residual:
         dx = ad.add_tangents(_cast(dx, h[0].dtype), _cast(drest.pop(0), h[0].dtype))
         rest.pop(0)
     here = h[0] if h else x
-    given = [type(t) is not ad.Zero for t in (dx, *drest)]
     moving = [t for t in (dx, *drest) if type(t) is not ad.Zero]
-    norm = replace(spec, with_rstd=False, moves=(given[0], any(given[1:])))
-    dy, *dh = tangent(norm, here, *rest, rstd, *moving, order=order)
+    moves = _moves([type(t) is not ad.Zero for t in (dx, *drest)], spec.has_scale, spec.has_bias)
+    norm = replace(spec, with_mean=False, with_rstd=False, moves=moves)
+    dy, *dh = tangent(norm, here, *rest[: spec.has_scale], *statistics, *moving, order=order)
     results, dresults = [y, *h], [dy, *(dh or [dx] * len(h))]
-    if spec.with_rstd:
-        results.append(rstd)
-        dresults.append(_rstd_tangent(spec, here, rstd, dx))
+    wanted = [*[spec.with_mean] * spec.centred, spec.with_rstd]
+    if any(wanted):
+        dstatistics = of_statistics(spec, here, *statistics, dx)
+        results += [value for value, want in zip(statistics, wanted) if want]
+        dresults += [value for value, want in zip(dstatistics, wanted) if want]
     return results, dresults
 
 
-def _rstd_tangent(norm: Norm, x: Array, rstd: Array, dx: Any) -> Any:
+def _moves(given: list[bool], scale: bool, bias: bool) -> tuple[bool, bool, bool]:
+    """`given` says what moves of x, scale and bias, as far as there is a scale and a bias."""
+    return given[0], scale and given[1], bias and given[-1]
+
+
+def _rstd_tangent(norm: Norm, x: Array, rstd: Array, dx: Any) -> list[Any]:
     if type(dx) is ad.Zero:
-        return ad.Zero(jax.typeof(rstd).to_tangent_aval())
-    normal = x.astype(rstd.dtype) * _along_rows(norm, rstd)
-    return -rstd * (rstd * jnp.mean(normal * dx.astype(rstd.dtype), norm.axes))
+        return [ad.Zero(jax.typeof(rstd).to_tangent_aval())]
+    normal = x.astype(rstd.dtype) * along_rows(norm, rstd)
+    return [-rstd * (rstd * jnp.mean(normal * dx.astype(rstd.dtype), norm.axes))]
 
 
 def _cast(tangent: Any, dtype: Any) -> Any:
@@ -668,28 +846,40 @@ def _cast(tangent: Any, dtype: Any) -> Any:
     return tangent.astype(dtype)
 
 
-def _transpose_tangent(cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -> list[Any]:
-    constants, linear = rest[: spec.has_scale + 1], rest[spec.has_scale + 1 :]
-    nothing = [None] * (1 + len(constants))
+def _transpose_tangent(cts: Any, *operands: Any, spec: Norm, order: Order) -> list[Any]:
+    return pull(backward, cts, *operands, spec=spec, order=order)
+
+
+def pull(backward: Op, cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -> list[Any]:
+    """The transpose of a tangent, by `backward`."""
+    count = spec.has_scale + 1 + spec.centred
+    linear, nothing = rest[count:], [None] * (1 + count)
     dy, *dh = cts
     dh = [ct for ct in dh if type(ct) is not ad.Zero]
     if type(dy) is ad.Zero:
         return nothing + [*dh, *[None] * (len(linear) - len(dh))]
-    norm = replace(spec, has_residual=bool(dh), with_dscale=spec.moves[1], moves=(False, False))
-    results = backward(norm, dy, x, *constants, *dh, order=order)
-    results = [r for r, moved in zip(results, spec.moves) if moved]
+    asked = {"with_dscale": spec.moves[1], "with_dbias": spec.moves[2]}
+    norm = replace(spec, has_residual=bool(dh), moves=(False, False, False), **asked)
+    results = backward(norm, dy, x, *rest[:count], *dh, order=order)
+    results = results if spec.moves[0] else results[1:]
     return nothing + [
         r.astype(t.aval.dtype) if ad.is_undefined_primal(t) else None
         for r, t in zip(results, linear, strict=True)
     ]
 
 
-def _transpose_backward(
-    cts: Any, dy: Any, x: Any, *rest: Any, spec: Norm, order: Order
+def _transpose_backward(cts: Any, *operands: Any, spec: Norm, order: Order) -> list[Any]:
+    return pull_again(tangent, cts, *operands, spec=spec, order=order)
+
+
+def pull_again(
+    tangent: Op, cts: Any, dy: Any, x: Any, *rest: Any, spec: Norm, order: Order
 ) -> list[Any]:
-    constants, dh = rest[: spec.has_scale + 1], rest[spec.has_scale + 1 :]
+    """The transpose of a backward, by `tangent`."""
+    count = spec.has_scale + 1 + spec.centred
+    constants, dh = rest[:count], rest[count:]
     given = [type(ct) is not ad.Zero for ct in cts]
-    out: list[Any] = [None] * (2 + len(constants) + len(dh))
+    out: list[Any] = [None] * (2 + len(rest))
     if dh and ad.is_undefined_primal(dh[0]) and given[0]:
         out[-1] = cts[0].astype(dh[0].aval.dtype)
     if ad.is_undefined_primal(dy) and any(given):
@@ -698,7 +888,8 @@ def _transpose_backward(
             spec,
             has_residual=False,
             with_dscale=False,
-            moves=(given[0], any(given[1:])),
+            with_dbias=False,
+            moves=_moves(given, spec.with_dscale, spec.with_dbias),
             out_dtype=dy.aval.dtype.name,
         )
         out[0] = tangent(norm, x, *constants, *moving, order=order)[0]
@@ -710,43 +901,43 @@ def _transpose_backward(
 tangent = Op(
     "rms_norm_tangent",
     define_tangent,
-    dims=_tangent_dims,
-    batched=_batched,
+    dims=tangent_dims,
+    batched=batched,
     transpose=_transpose_tangent,
 )
 backward = Op(
     "rms_norm_gradient",
     define_backward,
-    dims=_backward_dims,
+    dims=backward_dims,
     body=_backward_body,
     leads=(1,),
     unfused=_backward_unfused,
-    batched=_batched,
+    batched=batched,
     transpose=_transpose_backward,
     without_last=lambda norm: replace(norm, with_dscale=False) if norm.with_dscale else None,
 )
 forward = Op(
     "rms_norm",
     define_forward,
-    dims=_forward_dims,
+    dims=forward_dims,
     body=_forward_body,
     unfused=_forward_unfused,
-    batched=_batched,
+    batched=batched,
     jvp=_forward_jvp,
     backward=backward,
     without_last=lambda norm: replace(norm, with_rstd=False) if norm.with_rstd else None,
 )
-apply = Op("rms_norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=_batched)
+apply = Op("rms_norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=batched)
 """`(x[, scale], rstd) -> (y,)`: the forward once more, where rstd is known."""
 
 pullback = Op(
     "rms_norm_pullback",
     define_backward,
-    dims=_backward_dims,
+    dims=backward_dims,
     body=_pullback_body,
     leads=(1,),
     unfused=_backward_unfused,
-    batched=_batched,
+    batched=batched,
 )
 """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`: `backward` for a layer that takes y.
 

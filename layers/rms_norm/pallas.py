@@ -10,18 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ...native.dtypes import compute_dtype
+from ...native.implementation import Unsupported
 from ...native.pallas import lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Arrays, Call, Out
 from .spec import Norm
 
-Array = jax.Array
 Body = Callable[..., list[Array]]
 
 
-def _kernel(run: Callable[..., list[Array]], lead: int, with_columns: bool = False) -> Body:
+def kernel_of(
+    run: Callable[..., list[Array]], lead: int, with_columns: bool = False, op: str = "rms_norm"
+) -> Body:
     """Returns the kernel `run` as a body; its operand `lead` is x.
 
     `run` takes and returns flat arrays; a vector is one value a row, or one a column
@@ -35,11 +38,14 @@ def _kernel(run: Callable[..., list[Array]], lead: int, with_columns: bool = Fal
         return array if with_columns else array.reshape(outer, inner)
 
     def call(target: Target, norm: Norm, *operands: Array) -> list[Array]:
-        dtypes = [a.dtype for a in operands] + ([norm.out_dtype] if lead == 0 else [])
+        if norm.heads:
+            raise Unsupported("Pallas kernels take one scale for all heads")
+        dtypes = [a.dtype for a in operands]
+        dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
-        name = f"pallas_rms_norm{run.__name__}"  # of "_forward" and the like
-        rows = _Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
+        name = f"pallas_{op}{run.__name__}"  # of "_forward" and the like
+        rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
         return [restored(r, *operands[lead].shape) for r in results]
 
@@ -54,7 +60,7 @@ def _flat(array: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """The kernels of a platform for rows of n elements."""
 
     target: Target
@@ -87,14 +93,21 @@ class _Rows:
         return self._backend.run(self.target, call)
 
 
-def _weight(columns: Arrays, norm: Norm) -> Any:
+def weight_of(columns: Arrays, norm: Norm) -> Any:
     """Returns scale + scale_offset, or 1."""
     return columns[0] + norm.scale_offset if columns else 1
 
 
-def _forward(rows: _Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
+def _normal_of(norm: Norm, h: Any, rstd: Any, dtype: jnp.dtype) -> Any:
+    """Returns x̂ as it is multiplied by the weight, h being of `dtype`."""
+    normal = h * rstd
+    return normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
+
+
+def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, scale = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
+    h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
     if not rows.fit():
         h = x
         if residual:
@@ -109,7 +122,7 @@ def _forward(rows: _Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
         if residual:  # what is normalised is the sum after rounding
             h = (h + tiles[1]).astype(h_dtype).astype(rows.compute)
         rstd = jax.lax.rsqrt(jnp.sum(h * h, 1, keepdims=True) / rows.n + norm.eps)
-        y = h * rstd * _weight(columns, norm)
+        y = _normal_of(norm, h, rstd, h_dtype) * weight_of(columns, norm)
         return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
     outs = [Out("tile", jnp.dtype(norm.out_dtype)), *[Out("tile", h_dtype)] * norm.has_residual]
@@ -117,27 +130,30 @@ def _forward(rows: _Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     return rows(body, [x, *residual], scale, [], outs, whole=True)
 
 
-def _row_sums(rows: _Rows, norm: Norm, x: Array) -> list[Array]:
+def _row_sums(rows: Rows, norm: Norm, x: Array) -> list[Array]:
     del norm
     body = lambda tiles, *_: [jnp.sum(tiles[0] * tiles[0], 1, keepdims=True)]
     return rows(body, [x], [], [], [Out("row sum", rows.compute)])
 
 
-def _apply(rows: _Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
+def _apply(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     *scale, rstd = rest
-    body = lambda tiles, columns, stats: [tiles[0] * stats[0] * _weight(columns, norm)]
+
+    def body(tiles, columns, stats):
+        return [_normal_of(norm, tiles[0], stats[0], x.dtype) * weight_of(columns, norm)]
+
     return rows(body, [x], scale, [rstd], [Out("tile", jnp.dtype(norm.out_dtype))])
 
 
-def _row_dots(rows: _Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
+def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
     def body(tiles, columns, _):
-        dots = tiles[0] * _weight(columns, norm) * tiles[1]
+        dots = tiles[0] * weight_of(columns, norm) * tiles[1]
         return [jnp.sum(dots, 1, keepdims=True)]
 
     return rows(body, [dy, x], scale, [], [Out("row sum", rows.compute)])
 
 
-def _backward(rows: _Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
     if not rows.fit():
         (dots,) = _row_dots(rows, norm, dy, x, *scale)
@@ -147,7 +163,7 @@ def _backward(rows: _Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> lis
 
         def body(tiles, columns, stats):
             dy, x, *dh = tiles
-            dots = jnp.sum(dy * _weight(columns, norm) * x, 1, keepdims=True)
+            dots = jnp.sum(dy * weight_of(columns, norm) * x, 1, keepdims=True)
             return _gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
 
         outs = _gradient_outs(rows, norm, x)
@@ -157,7 +173,7 @@ def _backward(rows: _Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> lis
     return results
 
 
-def _backward_apply(rows: _Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, (rstd, *dh, dots) = rest[: norm.has_scale], rest[norm.has_scale :]
 
     def body(tiles, columns, stats):
@@ -172,20 +188,20 @@ def _gradients(
 ) -> list[Any]:
     """Returns dx of a tile, and what it adds to dscale; products in the definition's order."""
     normal = x * rstd
-    dx = rstd * (dy * _weight(columns, norm) - normal * (rstd * mean))
+    dx = rstd * (dy * weight_of(columns, norm) - normal * (rstd * mean))
     dx = dx + dh[0] if dh else dx
     return [dx, *[jnp.sum(dy * normal, 0, keepdims=True)] * norm.with_dscale]
 
 
-def _gradient_outs(rows: _Rows, norm: Norm, x: Array) -> list[Out]:
+def _gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
     return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * norm.with_dscale]
 
 
 KERNELS = {
-    "forward": _kernel(_forward, 0),
-    "row_sums": _kernel(_row_sums, 0),
-    "apply": _kernel(_apply, 0),
-    "backward": _kernel(_backward, 1, with_columns=True),
-    "row_dots": _kernel(_row_dots, 1),
-    "backward_apply": _kernel(_backward_apply, 1, with_columns=True),
+    "forward": kernel_of(_forward, 0),
+    "row_sums": kernel_of(_row_sums, 0),
+    "apply": kernel_of(_apply, 0),
+    "backward": kernel_of(_backward, 1, with_columns=True),
+    "row_dots": kernel_of(_row_dots, 1),
+    "backward_apply": kernel_of(_backward_apply, 1, with_columns=True),
 }

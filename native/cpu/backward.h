@@ -9,6 +9,8 @@ namespace normfuse {
 
 template <typename C>
 struct Backward {
+  static constexpr int kPerLine = 1, kColumns = 1;
+
   Shape shape;
   Array dy, x, rstd, dh;  // dh: where there is a residual
   Array given_dots;       // BackwardApply only
@@ -19,7 +21,7 @@ struct Backward {
 
   bool reduces() const { return !given_dots; }
   bool applies() const { return static_cast<bool>(dx); }
-  C* dscale() const { return static_cast<C*>(dscale_result.data); }
+  C* column_sums(int) const { return static_cast<C*>(dscale_result.data); }
 
   void Reduce(const Range& lines, const Range& features, double* sums) const {
     C a[kTileSize<C>], b[kTileSize<C>];

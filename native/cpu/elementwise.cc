@@ -1,5 +1,3 @@
-#include "cpu/elementwise.h"
-
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -15,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/handlers.h"
 #include "cpu/parallel.h"
 #include "sha256.h"
 #include "signature.h"
@@ -52,8 +51,7 @@ bool WriteAll(int file, const char* data, size_t size) {
   return true;
 }
 
-// What arrays a function is for, from "float32 bfloat16 -> float32; 3 1; 2": their dtypes, the
-// collapsed dimensions that each operand has (bit 0: the last), and how many dimensions there are.
+// What arrays a function is for, read from the text of an attribute (handlers.h).
 struct Layout {
   std::string text;
   Signature signature;
@@ -88,9 +86,10 @@ std::string Read(std::string_view text, Layout* layout) {
   return "";
 }
 
-// Returns what does not fit about a call's sizes and buffers, or "".
+// Returns what does not fit about a call's sizes and buffers, or "" and where the buffers are.
 std::string Check(const Layout& layout, ffi::Span<const int64_t> sizes,
-                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) {
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                  std::vector<void*>* arrays) {
   if (sizes.size() != layout.dimensions) {
     return "has " + std::to_string(layout.dimensions) + " dimensions; got " +
            std::to_string(sizes.size()) + " sizes";
@@ -106,7 +105,8 @@ std::string Check(const Layout& layout, ffi::Span<const int64_t> sizes,
     }
     elements.push_back(count);
   }
-  return layout.signature.Check(args, rets, elements);
+  arrays->resize(elements.size());
+  return layout.signature.Check(args, rets, elements, arrays->data());
 }
 
 // A loaded image.
@@ -134,7 +134,6 @@ Library Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failu
   }
   Library library{reinterpret_cast<Function>(function), {}};
   *failure = Read(static_cast<const char*>(layout), &library.layout);
-  if (!failure->empty()) return {};
   return library;
 }
 
@@ -142,25 +141,26 @@ Library Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failu
 // Null, and says why, if the call does not fit or the image is not what the call says.
 const Library* Get(std::string_view digest, ffi::Span<const uint8_t> image, std::string_view layout,
                    ffi::Span<const int64_t> sizes, const ffi::RemainingArgs& args,
-                   const ffi::RemainingRets& rets, std::string* failure) {
+                   const ffi::RemainingRets& rets, std::vector<void*>* arrays,
+                   std::string* failure) {
   static auto* mutex = new std::mutex;
   static auto* loaded = new std::unordered_map<std::string, Library>;
   static uint32_t serial = 0;
   std::lock_guard<std::mutex> lock(*mutex);
   const std::string key(digest);
   auto found = loaded->find(key);
-  Layout described;
-  if (found == loaded->end()) *failure = Read(layout, &described);
+  Library library;
+  if (found == loaded->end()) *failure = Read(layout, &library.layout);
   if (!failure->empty()) return nullptr;
-  *failure = Check(found == loaded->end() ? described : found->second.layout, sizes, args, rets);
+  const Library& described = found == loaded->end() ? library : found->second;
+  *failure = Check(described.layout, sizes, args, rets, arrays);
   if (failure->empty() && found == loaded->end()) {
-    if (Sha256(image.begin(), image.size()) != digest) {
+    if (Sha256(image.begin(), image.size()) == digest) {
+      library = Load(image, ++serial, failure);
+    } else {
       *failure = "was damaged: its SHA-256 is not its digest";
-      return nullptr;
     }
-    Library library = Load(image, ++serial, failure);
-    if (library.function == nullptr) return nullptr;
-    found = loaded->emplace(key, std::move(library)).first;
+    if (failure->empty()) found = loaded->emplace(key, std::move(library)).first;
   }
   if (failure->empty() && found->second.layout.text != layout) {
     *failure = "was compiled for other arrays: " + found->second.layout.text;
@@ -172,21 +172,11 @@ ffi::Error ElementwiseImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
                            ffi::Span<const uint8_t> image, std::string_view digest,
                            std::string_view layout, ffi::Span<const int64_t> sizes) {
   std::string failure;
-  const Library* library = Get(digest, image, layout, sizes, args, rets, &failure);
-  if (library == nullptr) return Failure(digest, failure);
   std::vector<void*> arrays;
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    arrays.push_back(buffer->untyped_data());
-  }
+  const Library* library = Get(digest, image, layout, sizes, args, rets, &arrays, &failure);
+  if (library == nullptr) return Failure(digest, failure);
   int64_t count = 1;
   for (int64_t size : sizes) count *= size;
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    arrays.push_back((*buffer)->untyped_data());
-  }
   const int64_t tasks = (count + kElementsPerTask - 1) / kElementsPerTask;
   ParallelFor(pool, tasks, [&](int64_t task) {
     const int64_t begin = task * kElementsPerTask;

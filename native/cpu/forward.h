@@ -1,7 +1,9 @@
-// h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight
+// h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight, with h * rstd
+// rounded to the dtype of h first if cast_before
 #pragma once
 
 #include <cmath>
+#include <vector>
 
 #include "cpu/convert.h"
 #include "cpu/run.h"
@@ -10,16 +12,19 @@ namespace normfuse {
 
 template <typename C>
 struct Forward {
+  static constexpr int kPerLine = 1, kColumns = 1;
+
   Shape shape;
   Array x, residual, h;       // residual and h: both or neither
   Array given_rstd;           // Apply only
   Array y, rstd, sums;        // results, each where wanted
   const C* weight = nullptr;  // (n,), where y is wanted
   double eps = 0;
+  bool cast_before = false;
 
   bool reduces() const { return !given_rstd; }
   bool applies() const { return static_cast<bool>(y); }
-  C* dscale() const { return nullptr; }
+  C* column_sums(int) const { return nullptr; }
 
   void Reduce(const Range& lines, const Range& features, double* sums) const {
     C a[kTileSize<C>], b[kTileSize<C>];
@@ -46,11 +51,23 @@ struct Forward {
   }
 
   void Apply(const Range& lines, const Range& features, const C* values, C*) const {
+    static const std::vector<C> ones(kTileSize<C>, 1);
     C a[kTileSize<C>], b[kTileSize<C>];
+    const Array normalised = residual ? h : x;
+    const bool rounds = cast_before && normalised.dtype != kComputeDtype<C>;
     ForEachTile<C>(shape, lines, features, [&](int64_t offset, int64_t feature, Tile<C> tile) {
-      tile.x = Read(residual ? h : x, offset, tile.size(), a);
-      tile.weight = weight + feature;
+      tile.x = Read(normalised, offset, tile.size(), a);
       tile.rstd = values;
+      if (rounds) {
+        Tile<C> once = tile;
+        once.weight = ones.data(), once.heads = 1;
+        Normalise(once, a);
+        const Array narrow{b, normalised.dtype};
+        Narrow(a, narrow, 0, tile.size());
+        Widen(narrow, 0, tile.size(), a);
+        tile.rstd = ones.data();
+      }
+      tile.weight = weight + feature;
       C* target = Target(y, offset, b);
       Normalise(tile, target);
       Commit(target, y, offset, tile.size());

@@ -11,8 +11,8 @@
 
 namespace normfuse {
 
-// Shapes: (outer, n, inner), (n,) and (outer, inner). Statistics, and a scale that is a result,
-// have the compute type.
+// Shapes: (outer, n, inner), (n,) or, with several heads, (heads, n), and (outer, inner).
+// Statistics, and a scale that is a result, have the compute type.
 enum Kind { kActivation, kScale, kStatistics };
 
 // The first mistake is kept and every later take returns an absent array: check `error()` once.
@@ -43,7 +43,7 @@ class Operands {
   const xla::ffi::RemainingRets rets_;
   size_t next_arg_ = 0, next_ret_ = 0;
   Shape shape_;
-  bool has_shape_ = false, has_double_ = false;
+  bool has_shape_ = false, has_double_ = false, has_scale_ = false;
   std::vector<std::pair<std::string, xla::ffi::DataType>> of_compute_type_;
   std::string message_;
 };

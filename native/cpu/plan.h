@@ -7,9 +7,10 @@
 
 namespace normfuse {
 
-// x is (outer, n, inner), normalised over n: outer * inner lines of n elements.
+// x is (outer, n, inner), normalised over n: outer * inner lines of n elements. Parameters are
+// (heads, n), those of line i at i % heads; with more than one head inner is 1.
 struct Shape {
-  int64_t outer = 0, n = 0, inner = 0;
+  int64_t outer = 0, n = 0, inner = 0, heads = 1;
 
   int64_t lines() const { return outer * inner; }
 };
@@ -47,9 +48,9 @@ class Plan {
     } else {
       int64_t groups_per_block = std::max<int64_t>(1, kBlockSize / group_size);
       if (sums_across_lines) {
-        // A block keeps a row of n partial sums: few blocks, yet at most kSumLines lines in a sum.
+        // A block keeps n partial sums a head: few blocks, yet at most kSumLines lines in a sum.
         groups_per_block = std::min(std::max(groups_per_block, CeilDiv(groups_, kBlocks)),
-                                    std::max<int64_t>(1, kSumLines / group_lines_));
+                                    std::max<int64_t>(1, kSumLines * shape.heads / group_lines_));
       }
       blocks_ = CeilDiv(groups_, groups_per_block);
     }

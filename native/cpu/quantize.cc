@@ -1,18 +1,20 @@
-#include "cpu/quantize.h"
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
 #include "cpu/convert.h"
+#include "cpu/handlers.h"
 #include "cpu/parallel.h"
 #include "cpu/vec.h"
+#include "kernels/elementwise_host.hpp"
 
 namespace normfuse {
 namespace {
 
 namespace ffi = ::xla::ffi;
+
+using normfuse_loop::bit_cast;
 
 constexpr int64_t kElementsPerTask = 1 << 16;
 constexpr int64_t kSide = 64;    // of a tile, whose codes stay in the cache
@@ -25,18 +27,6 @@ ffi::Error Invalid(const char* target, const std::string& what) {
 
 bool IsInput(ffi::DataType dtype) {
   return dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
-}
-
-uint32_t Bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-float FromBits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
 }
 
 // The largest magnitude of finite elements, as bits of the element's own type. An infinity or NaN
@@ -77,7 +67,7 @@ ffi::Error AmaxImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::ResultBufferR1<
   if (maximum->element_count() != 1) return Invalid(target, "the maximum is one number");
   float* to = maximum->typed_data();
   if (x.element_type() == ffi::F32) {
-    *to = FromBits(Maximum<uint32_t, int32_t>(pool, x.untyped_data(), count, 0x00800000u));
+    *to = bit_cast<float>(Maximum<uint32_t, int32_t>(pool, x.untyped_data(), count, 0x00800000u));
     return ffi::Error::Success();
   }
   const uint16_t one = x.element_type() == ffi::BF16 ? 0x0080 : 0x0400;
@@ -100,11 +90,10 @@ struct Scale {
 
 Scale ScaleOf(uint32_t bound, const Format& format) {
   const int exponent = static_cast<int>(bound >> 23);
-  if (exponent == 255) return {FromBits(0x7fc00000), FromBits(0x7fc00000)};
+  if (exponent == 255) return {bit_cast<float>(0x7fc00000), bit_cast<float>(0x7fc00000)};
   const int shift = std::min(
       format.largest_exponent + 127 - exponent - ((bound & 0x7fffff) > 0x600000), kLargestShift);
-  return {FromBits(static_cast<uint32_t>(127 + shift) << 23),
-          FromBits(static_cast<uint32_t>(127 - shift) << 23)};
+  return {bit_cast<float>((127 + shift) << 23), bit_cast<float>((127 - shift) << 23)};
 }
 
 // codes[i] = the code of from[i] · multiplier: rounded to nearest, ties to even; NaN where that is
@@ -119,22 +108,14 @@ struct EncodeLoop {
     constexpr uint32_t magic = (127 + 24 - format.exponent_bias - format.mantissa_bits) << 23;
     constexpr uint32_t smallest_normal = (128 - format.exponent_bias) << 23;
     constexpr uint32_t half = (1u << (shift - 1)) - 1;
-    uint32_t beyond;
-    float unit;
-    std::memcpy(&beyond, &format.beyond, sizeof(beyond));
-    std::memcpy(&unit, &magic, sizeof(unit));
+    const uint32_t beyond = bit_cast<uint32_t>(format.beyond);
     for (int64_t i = 0; i < count; ++i) {
-      const float value = from[i] * multiplier;
-      uint32_t bits, sum;
-      std::memcpy(&bits, &value, sizeof(bits));
+      const uint32_t bits = bit_cast<uint32_t>(from[i] * multiplier);
       const uint32_t top = bits & 0x7fffffffu, rebased = top - smallest_normal + (1u << 23);
       const uint32_t normal = (rebased + half + (rebased >> shift & 1)) >> shift;
       // A number below the smallest normal is added to one whose last bit is the smallest
       // subnormal.
-      float magnitude;
-      std::memcpy(&magnitude, &top, sizeof(magnitude));
-      magnitude += unit;
-      std::memcpy(&sum, &magnitude, sizeof(sum));
+      const uint32_t sum = bit_cast<uint32_t>(bit_cast<float>(top) + bit_cast<float>(magic));
       const uint32_t below = -static_cast<uint32_t>(top < smallest_normal);
       const uint32_t is_nan = -static_cast<uint32_t>(top >= beyond);
       const uint32_t code = (below & (sum - magic)) | (~below & normal) | (bits >> 24 & 0x80u);
@@ -222,7 +203,7 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
 
   uint32_t bound = 0;
   for (size_t i = 0; i < maxima.element_count(); ++i) {
-    bound = std::max(bound, Bits(maxima.typed_data()[i]) & 0x7fffffffu);
+    bound = std::max(bound, bit_cast<uint32_t>(maxima.typed_data()[i]) & 0x7fffffffu);
   }
   const bool e5m2 = type == ffi::F8E5M2;
   const Scale by = ScaleOf(bound, e5m2 ? kFormatE5m2 : kFormatE4m3);

@@ -5,62 +5,19 @@
 // y, dy, dh, dx (outer, n, inner); scale, dscale (n,); rstd, sums, dots (outer, inner). Operands
 // marked [] are there when the attribute says so. weight = scale + scale_offset, or 1 without a
 // scale.
-#include "cpu/rms_norm.h"
-
 #include "cpu/backward.h"
 #include "cpu/forward.h"
-#include "cpu/operands.h"
+#include "cpu/handler.h"
+#include "cpu/handlers.h"
 
 namespace normfuse {
 namespace {
 
 namespace ffi = ::xla::ffi;
 
-// The weights in the compute type; they are the scale's own memory where nothing is to be done.
-template <typename C>
-class Weight {
- public:
-  Weight(const Array& scale, double offset, int64_t n) {
-    if (scale && scale.dtype == kComputeDtype<C> && offset == 0) {
-      data_ = static_cast<const C*>(scale.data);
-      return;
-    }
-    owned_ = Allocate<C>(n);
-    data_ = owned_.get();
-    if (!owned_) return;
-    if (scale) Widen(scale, 0, n, owned_.get());
-    for (int64_t i = 0; i < n; ++i) owned_[i] = scale ? owned_[i] + static_cast<C>(offset) : C{1};
-  }
-
-  const C* data() const { return data_; }  // null when there is no memory
-
- private:
-  std::unique_ptr<C[]> owned_;
-  const C* data_;
-};
-
-// Runs a kernel, given in both compute types, in the one that the operands ask for.
-template <template <typename> class Kernel, typename Fill>
-ffi::Error Dispatch(Operands& operands, ffi::ThreadPool& pool, const Array& scale,
-                    double scale_offset, const Fill& fill) {
-  if (auto error = operands.error()) return *error;
-  auto run = [&](auto kernel, auto zero) {
-    using C = decltype(zero);
-    // Without lines n may be any number, and no memory stands behind it.
-    const int64_t n = operands.shape().lines() > 0 ? operands.shape().n : 0;
-    const Weight<C> weight(scale, scale_offset, n);
-    if (weight.data() == nullptr) return OutOfMemory();
-    kernel.shape = operands.shape();
-    kernel.weight = weight.data();
-    fill(kernel);
-    return Run<C>(kernel, pool);
-  };
-  return operands.compute_in_double() ? run(Kernel<double>(), double{}) : run(Kernel<float>(), 0.f);
-}
-
 ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       double scale_offset, bool has_scale, double eps, bool has_residual,
-                       bool with_rstd) {
+                       double scale_offset, bool has_scale, bool cast_before, double eps,
+                       bool has_residual, bool with_rstd) {
   Operands take("normfuse_rms_norm_forward", args, rets);
   const Array x = take.Operand(kActivation, "x");
   const Array residual = take.Operand(kActivation, "residual", has_residual);
@@ -70,7 +27,7 @@ ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   const Array rstd = take.Result(kStatistics, "rstd", with_rstd);
   return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
     kernel.x = x, kernel.residual = residual, kernel.y = y, kernel.h = h, kernel.rstd = rstd;
-    kernel.eps = eps;
+    kernel.eps = eps, kernel.cast_before = cast_before;
   });
 }
 
@@ -83,14 +40,14 @@ ffi::Error RowSumsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 }
 
 ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     double scale_offset, bool has_scale) {
+                     double scale_offset, bool has_scale, bool cast_before) {
   Operands take("normfuse_rms_norm_apply", args, rets);
   const Array x = take.Operand(kActivation, "x");
   const Array scale = take.Operand(kScale, "scale", has_scale);
   const Array rstd = take.Operand(kStatistics, "rstd");
   const Array y = take.Result(kActivation, "y");
   return Dispatch<Forward>(take, pool, scale, scale_offset, [&](auto& kernel) {
-    kernel.x = x, kernel.given_rstd = rstd, kernel.y = y;
+    kernel.x = x, kernel.given_rstd = rstd, kernel.y = y, kernel.cast_before = cast_before;
   });
 }
 
@@ -129,21 +86,23 @@ ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   });
 }
 
-auto Variadic() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets(); }
-auto Scaled() { return Variadic().Attr<double>("scale_offset").Attr<bool>("has_scale"); }
+auto ForwardAttributes() { return Scaled().Attr<bool>("cast_before"); }
 auto GradientAttributes() { return Scaled().Attr<bool>("has_residual").Attr<bool>("with_dscale"); }
 
 }  // namespace
 }  // namespace normfuse
 
 // (x[, residual][, scale]) -> (y[, h][, rstd])
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    NormfuseRmsNormForward, normfuse::ForwardImpl,
-    normfuse::Scaled().Attr<double>("eps").Attr<bool>("has_residual").Attr<bool>("with_rstd"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormForward, normfuse::ForwardImpl,
+                              normfuse::ForwardAttributes()
+                                  .Attr<double>("eps")
+                                  .Attr<bool>("has_residual")
+                                  .Attr<bool>("with_rstd"));
 // (x) -> (sums)
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormRowSums, normfuse::RowSumsImpl, normfuse::Variadic());
 // (x[, scale], rstd) -> (y)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl, normfuse::Scaled());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormApply, normfuse::ApplyImpl,
+                              normfuse::ForwardAttributes());
 // (dy, x[, scale], rstd[, dh]) -> (dx[, dscale])
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseRmsNormBackward, normfuse::BackwardImpl<>,
                               normfuse::GradientAttributes());

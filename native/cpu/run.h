@@ -1,4 +1,4 @@
-// Runs one RMSNorm kernel over a shape: which thread does what, and the sums that cross threads.
+// Runs one norm's kernel over a shape: which thread does what, and the sums that cross threads.
 #pragma once
 
 #include <algorithm>
@@ -34,27 +34,31 @@ void ForEachTile(const Shape& shape, const Range& lines, const Range& features, 
     const int64_t size = std::min(step, features.end - feature);
     Tile<C> tile{size, lines.size(), true};
     if (shape.inner == 1) tile = {lines.size(), size, false};
+    tile.n = shape.n, tile.heads = shape.heads, tile.line = lines.begin;
     fn((outer * shape.n + feature) * shape.inner + column, feature, tile);
   }
 }
 
-// A kernel has a `shape`, and the const methods
+// A kernel has a `shape`, kPerLine (sums, and values, of a line, next to each other), kColumns
+// (sums over lines), and the const methods
 //   bool reduces()                                          whether it sums along lines
-//   void Reduce(lines, features, double* sums)              adds to one sum a line
+//   void Reduce(lines, features, double* sums)              adds to the sums of each line
 //   void Finish(lines, const double* sums, C* values)       what Apply needs of each line
 //   bool applies()                                          whether there is an Apply
-//   void Apply(lines, features, const C* values, C* dscale)
-//   C* dscale()                                             (n,), or null
-// `sums`, `values` and `dscale` (in Apply) start at the first line or feature given.
+//   void Apply(lines, features, const C* values, C* columns)
+//   C* column_sums(int which)                               (heads, n), or null
+// `sums`, `values` and `columns` start at the first line or feature given; in `columns`, which is
+// null where no sums over lines are wanted, one sum's features, and one head's, are n after
+// another's.
 template <typename C, typename Kernel>
 class Runner {
  public:
   Runner(const Kernel& kernel, xla::ffi::ThreadPool& pool)
-      : kernel_(kernel), plan_(shape_, kTileSize<C>, kernel.dscale() != nullptr), pool_(pool) {}
+      : kernel_(kernel), plan_(shape_, kTileSize<C>, HasColumns(kernel)), pool_(pool) {}
 
   xla::ffi::Error Run() {
-    if (kernel_.dscale() != nullptr && plan_.blocks() != 1) {
-      partials_ = Allocate<C>(plan_.blocks() * shape_.n);
+    if (HasColumns(kernel_) && (plan_.blocks() != 1 || kColumns != 1)) {
+      partials_ = Allocate<C>(plan_.blocks() * rows_ * shape_.n);
       if (!partials_) return OutOfMemory();
     }
     if (plan_.segments() == 1) {
@@ -66,29 +70,40 @@ class Runner {
     return xla::ffi::Error::Success();
   }
 
+  static bool HasColumns(const Kernel& kernel) {
+    for (int k = 0; k < kColumns; ++k) {
+      if (kernel.column_sums(k) != nullptr) return true;
+    }
+    return false;
+  }
+
  private:
+  static constexpr int kColumns = Kernel::kColumns, kPerLine = Kernel::kPerLine;
+
   template <typename F>
   void For(int64_t count, const F& body) {
     if (!plan_.small()) return ParallelFor(pool_, count, body);
     for (int64_t i = 0; i < count; ++i) body(i);
   }
 
-  // Where a block sums its share of dscale, zeroed between the features given.
+  // Where a block sums its share over lines, zeroed between the features given.
   C* Partial(int64_t block, const Range& features) const {
-    C* row = partials_ ? partials_.get() + block * shape_.n : kernel_.dscale();
+    C* row = partials_ ? partials_.get() + block * rows_ * shape_.n : kernel_.column_sums(0);
     if (row == nullptr) return nullptr;
-    std::fill(row + features.begin, row + features.end, C{0});
+    for (int64_t k = 0; k < rows_; ++k) {
+      std::fill_n(row + k * shape_.n + features.begin, features.size(), C{0});
+    }
     return row + features.begin;
   }
 
   void WholeLines(int64_t block) const {
     const Range features{0, shape_.n}, groups = plan_.Groups(block);
     C* partial = Partial(block, features);
-    double sums[kGroupLines];
-    C values[kGroupLines];
+    double sums[kGroupLines * kPerLine];
+    C values[kGroupLines * kPerLine];
     for (int64_t group = groups.begin; group < groups.end; ++group) {
       const Range lines = plan_.Lines(group);
-      std::fill(sums, sums + lines.size(), 0.0);
+      std::fill_n(sums, lines.size() * kPerLine, 0.0);
       if (kernel_.reduces()) kernel_.Reduce(lines, features, sums);
       kernel_.Finish(lines, sums, values);
       if (kernel_.applies()) kernel_.Apply(lines, features, values, partial);
@@ -97,7 +112,7 @@ class Runner {
 
   // Few and long lines: a pass for the sums, of (group, segment) each, and a second over the same.
   bool SegmentsOfLines() {
-    const int64_t count = shape_.lines(), segments = plan_.segments();
+    const int64_t count = shape_.lines() * kPerLine, segments = plan_.segments();
     const int64_t groups = plan_.Groups(plan_.blocks() - 1).end;
     auto sums = Allocate<double>((segments + 1) * count);
     auto values = Allocate<C>(count);
@@ -107,19 +122,19 @@ class Runner {
     if (kernel_.reduces()) {
       For(groups * segments, [&](int64_t i) {
         const Range lines = plan_.Lines(i / segments);
-        double* at = sums.get() + i % segments * count + lines.begin;
+        double* at = sums.get() + i % segments * count + lines.begin * kPerLine;
         kernel_.Reduce(lines, plan_.Features(i % segments), at);
       });
       for (int64_t i = 0; i < segments * count; ++i) total[i % count] += sums[i];
     }
-    kernel_.Finish({0, count}, total, values.get());
+    kernel_.Finish({0, shape_.lines()}, total, values.get());
     if (!kernel_.applies()) return true;
     For(plan_.blocks() * segments, [&](int64_t i) {
       const Range features = plan_.Features(i % segments), block = plan_.Groups(i / segments);
       C* partial = Partial(i / segments, features);
       for (int64_t group = block.begin; group < block.end; ++group) {
         const Range lines = plan_.Lines(group);
-        kernel_.Apply(lines, features, values.get() + lines.begin, partial);
+        kernel_.Apply(lines, features, values.get() + lines.begin * kPerLine, partial);
       }
     });
     return true;
@@ -127,19 +142,25 @@ class Runner {
 
   void SumPartials() {
     static constexpr int64_t kStep = 512;
-    For(CeilDiv(shape_.n, kStep), [this](int64_t i) {
-      const int64_t begin = i * kStep, size = std::min(kStep, shape_.n - begin);
+    const int64_t steps = CeilDiv(shape_.n, kStep);
+    For(steps * rows_, [&](int64_t i) {
+      const int64_t which = i / steps;
+      C* result = kernel_.column_sums(which / shape_.heads);
+      if (result == nullptr) return;
+      result += which % shape_.heads * shape_.n;
+      const int64_t begin = i % steps * kStep, size = std::min(kStep, shape_.n - begin);
       double sums[kStep] = {};
       for (int64_t block = 0; block < plan_.blocks(); ++block) {
-        const C* row = partials_.get() + block * shape_.n + begin;
+        const C* row = partials_.get() + (block * rows_ + which) * shape_.n + begin;
         for (int64_t j = 0; j < size; ++j) sums[j] += row[j];
       }
-      for (int64_t j = 0; j < size; ++j) kernel_.dscale()[begin + j] = static_cast<C>(sums[j]);
+      for (int64_t j = 0; j < size; ++j) result[begin + j] = static_cast<C>(sums[j]);
     });
   }
 
   const Kernel& kernel_;
   const Shape shape_ = kernel_.shape;
+  const int64_t rows_ = kColumns * shape_.heads;  // of n sums that a block has
   const Plan plan_;
   xla::ffi::ThreadPool& pool_;
   std::unique_ptr<C[]> partials_;
@@ -148,7 +169,11 @@ class Runner {
 template <typename C, typename Kernel>
 xla::ffi::Error Run(const Kernel& kernel, xla::ffi::ThreadPool& pool) {
   if (kernel.shape.lines() > 0) return Runner<C, Kernel>(kernel, pool).Run();
-  if (kernel.dscale() != nullptr) std::fill_n(kernel.dscale(), kernel.shape.n, C{0});
+  for (int k = 0; k < Kernel::kColumns; ++k) {
+    if (C* sums = kernel.column_sums(k)) {
+      std::fill_n(sums, kernel.shape.heads * kernel.shape.n, C{0});
+    }
+  }
   return xla::ffi::Error::Success();
 }
 

@@ -1,4 +1,4 @@
-// The inner loops of RMSNorm over one tile: `rows` x `cols` elements, dense in memory.
+// The inner loops of the norms over one tile: `rows` x `cols` elements, dense in memory.
 //
 // Statistics (sums, rstd, corrections) belong to a line of n elements that are normalised together.
 // A line runs along a tile's row: one statistic a row, one weight a column; or, where the
@@ -14,13 +14,21 @@ template <typename C>
 struct Tile {
   int64_t rows, cols;
   bool down;  // whether lines run down the columns
-  const C* x;
+  const C* x = nullptr;
   const C* dy = nullptr;
+  // What a row's parameters are found by, of an RMSNorm along rows: those of the tile's row r are
+  // `n` * Head(r) after the first.
+  int64_t n = 0, heads = 1, line = 0;
   const C* weight = nullptr;      // scale + scale_offset
   const C* rstd = nullptr;        // a statistic each
   const C* correction = nullptr;  // rstd^3 * sum(dy * weight * x) / count, a statistic each
+  // Of a LayerNorm, where x stands for x - mean above; null for an RMSNorm.
+  const C* mean = nullptr;
+  const C* bias = nullptr;
+  const C* shift = nullptr;  // rstd * sum(dy * weight) / count, a statistic each
 
   int64_t size() const { return rows * cols; }
+  int64_t Head(int64_t row) const { return heads == 1 ? 0 : (line + row) % heads; }
 };
 
 // a + b
@@ -31,17 +39,23 @@ void Add(const C* a, const C* b, int64_t count, C* sum);
 template <typename C>
 void AddSquares(const Tile<C>& tile, double* sums);
 
-// sums += dy * weight * x along the lines
+// sums += (x - mean, (x - mean)^2) along the lines, in pairs, for any `mean`; all in double
+template <typename C>
+void AddDifferences(const Tile<C>& tile, double* sums);
+
+// sums += dy * weight * x along the lines; of a LayerNorm (dy * weight, dy * weight * (x - mean)),
+// in pairs
 template <typename C>
 void AddProducts(const Tile<C>& tile, double* sums);
 
-// y = x * rstd * weight
+// y = x * rstd * weight, or (x - mean) * rstd * weight + bias
 template <typename C>
 void Normalise(const Tile<C>& tile, C* y);
 
-// dx = dy * rstd * weight - x * correction; where `dscale` is given, dscale += dy * x * rstd across
-// the lines
+// dx = dy * rstd * weight - x * correction, or dy * rstd * weight - shift - (x - mean) *
+// correction; where `dscale` is given, dscale += dy * x * rstd across the lines, and of a LayerNorm
+// dbias += dy
 template <typename C>
-void Gradient(const Tile<C>& tile, C* dx, C* dscale);
+void Gradient(const Tile<C>& tile, C* dx, C* dscale, C* dbias = nullptr);
 
 }  // namespace normfuse

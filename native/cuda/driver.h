@@ -18,7 +18,6 @@ using LibraryHandle = void*;
 using Stream = void*;
 
 enum FunctionAttribute : int {
-  kMaxThreadsPerBlock = 0,
   kSharedSizeBytes = 1,
   kNumRegs = 4,
   kMaxDynamicSharedSizeBytes = 8,
@@ -29,7 +28,7 @@ enum DeviceAttribute : int { kMaxSharedMemoryPerBlockOptin = 97 };
 
 enum JitOption : int { kErrorLogBuffer = 5, kErrorLogBufferSizeBytes = 6 };
 
-enum LaunchAttributeId : int { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
+enum LaunchAttributeId : int { kClusterDimension = 4 };
 
 struct LaunchAttribute {
   int id;
@@ -38,7 +37,6 @@ struct LaunchAttribute {
     struct {
       uint32_t x, y, z;
     } cluster;
-    int flag;
     char bytes[64];
   } value;
 };

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,7 +13,7 @@
 #include <vector>
 
 #include "cuda/driver.h"
-#include "cuda/library.h"
+#include "sha256.h"
 #include "signature.h"
 
 namespace ffi = xla::ffi;
@@ -25,6 +26,61 @@ constexpr int kDefaultSharedBytes = 48 << 10;  // what a block may use without a
 constexpr uint32_t kPortableClusterSize = 8;
 constexpr int64_t kMostSize = std::numeric_limits<uint32_t>::max();
 constexpr int64_t kMostCluster = 1024;  // more than any GPU has; the product of three fits
+
+// A cubin or PTX text (without its final zero), one per digest however many call sites carry it. It
+// is loaded on first use and kept for the life of the process: unloading would have to wait for
+// every stream of every device, and an image is small.
+class Library {
+ public:
+  // The one library of `digest`. `image` is copied by the first caller, who must give the one with
+  // that SHA-256, and ignored for the others. Null if it is not.
+  static Library* Get(std::string_view digest, ffi::Span<const uint8_t> image) {
+    static std::mutex* mutex = new std::mutex;  // neither is destroyed: XLA may launch at exit
+    static auto* libraries = new std::map<std::string, Library*, std::less<>>;
+    std::lock_guard<std::mutex> lock(*mutex);
+    auto found = libraries->find(digest);
+    if (found == libraries->end()) {
+      if (Sha256(image.begin(), image.size()) != digest) return nullptr;
+      found = libraries->emplace(std::string(digest), new Library(image)).first;
+    }
+    return found->second;
+  }
+
+  // Finds `name` in the image, loading that if need be; the handle is good for every device.
+  // Returns what went wrong, or an empty string.
+  std::string GetKernel(const std::string& name, KernelHandle* kernel) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (handle_ == nullptr) {
+      if (std::string failure = Load(); !failure.empty()) return failure;
+    }
+    Result result = GetDriver().LibraryGetKernel(kernel, handle_, name.c_str());
+    return result == 0 ? "" : "not found in the image: " + GetDriver().Describe(result);
+  }
+
+ private:
+  explicit Library(ffi::Span<const uint8_t> image) : image_(image.begin(), image.end()) {}
+
+  std::string Load() {
+    const Driver& driver = GetDriver();
+    if (!driver.missing.empty()) return driver.missing;
+    std::array<char, 4096> log{};  // filled when PTX does not assemble
+    int options[] = {kErrorLogBuffer, kErrorLogBufferSizeBytes};
+    void* values[] = {log.data(), reinterpret_cast<void*>(uintptr_t{log.size()})};
+    Result result =
+        driver.LibraryLoadData(&handle_, image_.c_str(), options, values, 2, nullptr, nullptr, 0);
+    if (result != 0) {
+      handle_ = nullptr;
+      std::string text = "loading the image failed: " + driver.Describe(result);
+      return log[0] == '\0' ? text : text + "\n" + log.data();
+    }
+    image_ = std::string();
+    return "";
+  }
+
+  std::mutex mutex_;
+  std::string image_;  // released once loaded
+  LibraryHandle handle_ = nullptr;
+};
 
 using Dims = std::array<uint32_t, 3>;
 
@@ -88,34 +144,29 @@ ffi::ErrorOr<std::unique_ptr<Launch>> Instantiate(
   auto launch = std::make_unique<Launch>();
   launch->name = kernel;
   launch->digest = digest;
+  auto fail = [&](const std::string& what) { return ffi::Unexpected(Failure(*launch, what)); };
   if (!DecodeDims(grid, 0, kMostSize, &launch->grid) ||
       !DecodeDims(block, 1, kMostSize, &launch->block) ||
       !DecodeDims(cluster, 1, kMostCluster, &launch->cluster) || shared < 0 ||
       shared > std::numeric_limits<int>::max()) {
-    return ffi::Unexpected(
-        Failure(*launch, "grid, block and cluster need three sizes each, and shared a byte count"));
+    return fail("grid, block and cluster need three sizes each, and shared a byte count");
   }
   launch->shared_bytes = static_cast<uint32_t>(shared);
   launch->ints.assign(ints.begin(), ints.end());
   launch->floats.assign(floats.begin(), floats.end());
   launch->doubles.assign(doubles.begin(), doubles.end());
-  std::string failure = launch->signature.Read(dtypes);
   launch->elements.assign(elements.begin(), elements.end());
-  if (failure.empty() && launch->elements.size() != launch->signature.arrays()) {
-    failure = "its attributes describe " + std::to_string(launch->signature.arrays()) +
-              " dtypes and " + std::to_string(launch->elements.size()) + " sizes";
+  if (std::string failure = launch->signature.Read(dtypes); !failure.empty()) return fail(failure);
+  if (launch->elements.size() != launch->signature.arrays()) {
+    return fail("its attributes describe " + std::to_string(launch->signature.arrays()) +
+                " dtypes and " + std::to_string(launch->elements.size()) + " sizes");
   }
-  if (!failure.empty()) return ffi::Unexpected(Failure(*launch, failure));
   if (launch->Parameters() > kMaxParameters) {
-    return ffi::Unexpected(Failure(*launch, "takes " + std::to_string(launch->Parameters()) +
-                                                " parameters, more than " +
-                                                std::to_string(kMaxParameters)));
+    return fail("takes " + std::to_string(launch->Parameters()) + " parameters, more than " +
+                std::to_string(kMaxParameters));
   }
-  launch->library = Library::Get(
-      digest, std::string_view(reinterpret_cast<const char*>(image.begin()), image.size()));
-  if (launch->library == nullptr) {
-    return ffi::Unexpected(Failure(*launch, "was damaged: its SHA-256 is not its digest"));
-  }
+  launch->library = Library::Get(digest, image);
+  if (launch->library == nullptr) return fail("was damaged: its SHA-256 is not its digest");
   return launch;
 }
 
@@ -218,46 +269,9 @@ ffi::Error PrepareOnce(Launch* launch, Stream stream, int32_t ordinal) {
 
 ffi::Error Initialize(Stream stream, int32_t ordinal, Launch* launch, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, ffi::Dictionary) {
-  const std::string failure = launch->signature.Check(args, rets, launch->elements);
+  const std::string failure = launch->signature.Check(args, rets, launch->elements, nullptr);
   if (!failure.empty()) return Failure(*launch, failure);
   return launch->Empty() ? ffi::Error::Success() : PrepareOnce(launch, stream, ordinal);
-}
-
-// The addresses of a kernel's parameters, as cuLaunchKernelEx takes them.
-struct Parameters {
-  std::array<void*, kMaxParameters> pointers;
-  std::array<void*, kMaxParameters> addresses;
-  size_t count = 0;
-
-  void AddPointer(void* pointer) {
-    pointers[count] = pointer;
-    addresses[count] = &pointers[count];
-    ++count;
-  }
-  template <typename T>
-  void AddScalars(std::vector<T>& values) {
-    for (T& value : values) addresses[count++] = &value;
-  }
-};
-
-ffi::Error Collect(Launch* launch, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                   Parameters* parameters) {
-  const std::string failure = launch->signature.Check(args, rets, launch->elements);
-  if (!failure.empty()) return Failure(*launch, failure);
-  for (size_t i = 0; i < args.size(); ++i) {
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    parameters->AddPointer(buffer->untyped_data());
-  }
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (buffer.has_error()) return buffer.error();
-    parameters->AddPointer((*buffer)->untyped_data());
-  }
-  parameters->AddScalars(launch->ints);
-  parameters->AddScalars(launch->floats);
-  parameters->AddScalars(launch->doubles);
-  return ffi::Error::Success();
 }
 
 ffi::Error Execute(Stream stream, int32_t ordinal, Launch* launch, ffi::RemainingArgs args,
@@ -265,8 +279,17 @@ ffi::Error Execute(Stream stream, int32_t ordinal, Launch* launch, ffi::Remainin
   if (launch->Empty()) return ffi::Error::Success();
   // Already done by initialize, except on a runtime that leaves that stage out.
   if (ffi::Error error = PrepareOnce(launch, stream, ordinal); error.failure()) return error;
-  Parameters parameters;
-  if (ffi::Error error = Collect(launch, args, rets, &parameters); error.failure()) return error;
+  std::array<void*, kMaxParameters> arrays, parameters;  // the latter: addresses of the former
+  std::string failure = launch->signature.Check(args, rets, launch->elements, arrays.data());
+  if (!failure.empty()) return Failure(*launch, failure);
+  size_t count = 0;
+  auto add = [&](auto* values, size_t size) {
+    for (size_t i = 0; i < size; ++i) parameters[count++] = values + i;
+  };
+  add(arrays.data(), launch->signature.arrays());
+  add(launch->ints.data(), launch->ints.size());
+  add(launch->floats.data(), launch->floats.size());
+  add(launch->doubles.data(), launch->doubles.size());
 
   LaunchConfig config{};
   std::copy(launch->grid.begin(), launch->grid.end(), config.grid);
@@ -280,14 +303,24 @@ ffi::Error Execute(Stream stream, int32_t ordinal, Launch* launch, ffi::Remainin
     config.attributes = &cluster;
     config.num_attributes = 1;
   }
-  Result result =
-      GetDriver().LaunchKernelEx(&config, launch->kernel, parameters.addresses.data(), nullptr);
+  Result result = GetDriver().LaunchKernelEx(&config, launch->kernel, parameters.data(), nullptr);
   if (result == 0) return ffi::Error::Success();
   return Failure(*launch,
                  "launch of grid " + Text(launch->grid) + ", block " + Text(launch->block) +
                      ", cluster " + Text(launch->cluster) + ", " +
                      std::to_string(launch->shared_bytes) +
                      " bytes of dynamic shared memory failed: " + GetDriver().Describe(result));
+}
+
+template <ffi::ExecutionStage kStage>
+auto Bind() {
+  return ffi::Ffi::Bind<kStage>()
+      .template Ctx<ffi::PlatformStream<Stream>>()
+      .template Ctx<ffi::DeviceOrdinal>()
+      .template Ctx<ffi::State<Launch>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attrs();
 }
 
 }  // namespace
@@ -313,20 +346,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseLaunchInstantiate, normfuse::cuda::Instant
                                   .Attr<ffi::Span<const double>>("doubles"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseLaunchInitialize, normfuse::cuda::Initialize,
-                              ffi::Ffi::BindInitialize()
-                                  .Ctx<ffi::PlatformStream<normfuse::cuda::Stream>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<normfuse::cuda::Launch>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs());
+                              normfuse::cuda::Bind<ffi::ExecutionStage::kInitialize>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseLaunchExecute, normfuse::cuda::Execute,
-                              ffi::Ffi::BindExecute()
-                                  .Ctx<ffi::PlatformStream<normfuse::cuda::Stream>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::State<normfuse::cuda::Launch>>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attrs(),
+                              normfuse::cuda::Bind<ffi::ExecutionStage::kExecute>(),
                               {ffi::Traits::kCmdBufferCompatible});

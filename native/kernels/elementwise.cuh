@@ -1,6 +1,6 @@
 // What the kernels of normfuse.elementwise share: loads, stores and conversions of every dtype, and
 // the place of a broadcast operand's element. The kernels themselves are written by
-// native/elementwise_code.py around the user's function.
+// layers/elementwise/code.py around the user's function.
 #pragma once
 
 #include "machine.cuh"

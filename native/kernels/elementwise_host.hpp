@@ -1,6 +1,6 @@
 // What the functions of normfuse.elementwise are compiled with for the CPU: CUDA's names for
 // mathematics, and conversions of every dtype, which cpu/convert.cc has too. The loops are written
-// by native/elementwise_code.py around the user's function.
+// by layers/elementwise/code.py around the user's function.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -17,7 +17,7 @@
 #include "fp8.cuh"
 
 constexpr int kThreads = BLOCK_X * BLOCK_Y, kRows = 16, kColumns = 8;
-static_assert(BLOCK_X % 8 == 0 && BLOCK_Y % 8 == 0, "the xor stays within the tile");
+static_assert(BLOCK_X % 8 == 0, "the xor stays within the tile");
 static_assert(kRows % BATCH == 0 && BATCH % 2 == 0, "rows are loaded in whole batches of pairs");
 
 struct Tile {
@@ -36,7 +36,8 @@ __device__ inline Tile tile_of(long long rows, long long columns, int group, boo
 
 // The place in shared memory of column `column` of the tile, rows 16 chunk to 16 chunk + 15.
 __device__ inline int place(int column, int chunk) {
-  return column * BLOCK_Y + (chunk ^ (column / kColumns & 7));
+  if constexpr (BLOCK_Y % 8 == 0) return column * BLOCK_Y + (chunk ^ (column / kColumns & 7));
+  return (column * BLOCK_Y + chunk) ^ (column / kColumns & 7);  // the same, in more instructions
 }
 
 // Four words of four bytes, transposed.

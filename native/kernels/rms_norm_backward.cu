@@ -7,11 +7,15 @@
 // rows alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
-//   scale          (FEATURES,)           SCALE_TYPE, if HAS_SCALE
+//   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
 //   rstd           (rows,)               COMPUTE_TYPE
 //   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; operand: (rows,)
 //   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of each block's rows, if WITH_DSCALE
 //   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
+//
+// With more than one head, row i has the scale of head i % HEADS. HEADS divides gridDim.x *
+// BLOCK_ROWS: all rows of a group of threads are of one head, and partial is (gridDim.x *
+// BLOCK_ROWS, FEATURES), the sums of each group.
 //
 // dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
 // its place.
@@ -37,36 +41,7 @@ constexpr int kStageBytes = kDh IF(GRADIENT, IF(HAS_RESIDUAL, +kSlots<DH_TYPE>))
 using PartDy = Part<DY_TYPE, HOLD>;
 using PartX = Part<X_TYPE, HOLD>;
 
-using Columns = Wide<Compute, VECTOR>[CHUNKS];  // a value for each column of this thread
-
-// Writes the block's dscale, adding up the rows it works on at a time. Overwrites shared memory.
-__device__ inline void store_partial(const Columns& dscale, bool aligned, Compute* partial) {
-  Compute* row = partial + 1LL * blockIdx.x * FEATURES;
-  if constexpr (BLOCK_ROWS == 1) {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-      store_chunk(row, i, aligned, narrow_all<Compute>(dscale[i]));
-    }
-    return;
-  }
-  Compute* sums = reinterpret_cast<Compute*>(shared_memory());
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) {
-#pragma unroll
-    for (int k = 0; k < VECTOR; ++k) {
-      sums[row_group() * kTile + i * kStep + row_thread() * VECTOR + k] = dscale[i].at[k];
-    }
-  }
-  __syncthreads();
-  const int begin = slice() * kTile;
-  for (int at = threadIdx.x; at < kTile && begin + at < FEATURES; at += kThreads) {
-    Compute sum = 0;
-#pragma unroll 4
-    for (int group = 0; group < BLOCK_ROWS; ++group) sum += sums[group * kTile + at];
-    row[begin + at] = sum;
-  }
-}
+using Columns = ColumnsOf<Compute>;
 
 // Σ dy · w · x over this thread's part of a row.
 __device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
@@ -142,6 +117,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 
   Columns weight;
+#if HEADS > 1
+  IF(GRADIENT, IF(WITH_DSCALE, Compute* const share = partial + row * FEATURES));
+  scale += row % HEADS * FEATURES;
+#endif
 #if HAS_SCALE
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
@@ -222,6 +201,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(DOTS, row_sum.finish());
 #if GRADIENT && WITH_DSCALE
   wait_copies<0>();
-  store_partial(dscale, partial_aligned, partial);
+#if HEADS > 1
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    store_chunk(share, i, partial_aligned, narrow_all<Compute>(dscale[i]));
+  }
+#else
+  store_columns(dscale, partial_aligned, partial + 1LL * blockIdx.x * FEATURES);
+#endif
 #endif
 }

@@ -23,9 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Compute per_count = Compute(1) / count;
 #if WITH_DSCALE
   Compute* const dscale = partial + 1LL * blockIdx.x * FEATURES;
-  if (thread_x() == 0) {
-    for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) dscale[k] = 0;
-  }
+  clear_columns(dscale);
 #endif
 #endif
   const long long tiles = Tile::count(outer, inner);
@@ -69,10 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         IF(WITH_VALUE, value[tile.at(k)] = DY_TYPE(normal * weight));
       }
 #if WITH_DSCALE
-#pragma unroll
-      for (int offset = BLOCK_X / 2; offset > 0; offset /= 2) {
-        share += __shfl_xor_sync(0xffffffffu, share, offset);
-      }
+      share = line_sum(share);
       if (thread_x() == 0 && k < FEATURES) dscale[k] += share;
 #endif
     }

@@ -2,22 +2,25 @@
 //
 //   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)    y = h · rstd · (scale + offset)
 //
+// (h · rstd is rounded to the type of h if CAST_BEFORE),
 // and its two halves, for rows that lie on several devices or do not fit in one block's registers:
 // the sums of squares alone (NORMALIZE 0), and y for a given rstd (STATISTICS 0).
 //
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
-//   scale    (FEATURES,)       SCALE_TYPE                                   if HAS_SCALE
+//   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
 // A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their
 // statistics and their results; the statistics are those of h as stored. One block per BLOCK_ROWS *
 // THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
-// statistics are; otherwise it is read once for all rows of a thread.
+// statistics are; otherwise it is read once for all rows of a thread. With more than one head, row
+// i has the scale of head i % HEADS, which each thread reads for its rows; it stays in the caches.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
+using Normalised = IF(HAS_RESIDUAL, H_TYPE) IF_NOT(HAS_RESIDUAL, X_TYPE);
 
 constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
 
@@ -32,23 +35,6 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
   }
   return sum;
 }
-
-#if HAS_RESIDUAL
-// h = x + residual, written at `to` if `active`.
-__device__ inline void add_residual(const Chunks<X_TYPE>& xs,
-                                    const Chunks<RESIDUAL_TYPE>& residuals, H_TYPE* to, bool active,
-                                    bool aligned, Chunks<H_TYPE>& hs) {
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) {
-    auto sum = widen_all<Compute>(xs[i]);
-    const auto more = widen_all<Compute>(residuals[i]);
-#pragma unroll
-    for (int k = 0; k < VECTOR; ++k) sum.at[k] += more.at[k];
-    hs[i] = narrow_all<H_TYPE>(sum);
-    if (active) store_chunk(to, i, aligned, hs[i]);
-  }
-}
-#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
@@ -68,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
-#if NORMALIZE && HAS_SCALE && HOLD
+#if NORMALIZE && HAS_SCALE && HOLD && HEADS == 1
   Wide<Compute, VECTOR> weights[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
@@ -91,7 +77,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Chunks<H_TYPE> hs[THREAD_ROWS];
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      add_residual(xs[r], residuals[r], h + (mine + r) * FEATURES, mine + r < rows, aligned, hs[r]);
+      add_residual<Compute>(xs[r], residuals[r], h + (mine + r) * FEATURES, mine + r < rows,
+                            aligned, hs[r]);
     }
 #else
     auto& hs = xs;
@@ -125,7 +112,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-#if HAS_SCALE && HOLD
+#if HEADS > 1
+      Wide<Compute, VECTOR> weights[THREAD_ROWS];  // together: a store would hold up the next load
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r) {
+        weights[r] = load_weight(scale + (mine + r) % HEADS * FEATURES, scale_offset, i, aligned);
+      }
+#elif HAS_SCALE && HOLD
       const auto& weight = weights[i];
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
@@ -133,9 +126,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
+#if HEADS > 1
+        const auto& weight = weights[r];
+#endif
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
           out.at[k] *= inverse.at[r];
+          IF(CAST_BEFORE, out.at[k] = widen<Compute>(Normalised(out.at[k])));
           IF(HAS_SCALE, out.at[k] *= weight.at[k]);
         }
         if (mine + r < rows) {

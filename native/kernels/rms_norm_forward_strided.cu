@@ -3,6 +3,7 @@
 #include "strided.cuh"
 
 using Compute = COMPUTE_TYPE;
+using Normalised = IF(HAS_RESIDUAL, H_TYPE) IF_NOT(HAS_RESIDUAL, X_TYPE);
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(const X_TYPE* x,
@@ -43,10 +44,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Compute inverse = IF(STATISTICS, inverse_root(sum * (Compute(1) / FEATURES) + eps))
         IF_NOT(STATISTICS, rstd[tile.row]);
     IF(STATISTICS, IF(WITH_RSTD, if (thread_y() == 0) rstd[tile.row] = inverse));
-    const auto* normalised = IF(HAS_RESIDUAL, h) IF_NOT(HAS_RESIDUAL, x);  // h: written above
+    const Normalised* normalised = IF(HAS_RESIDUAL, h) IF_NOT(HAS_RESIDUAL, x);  // h: written above
 #pragma unroll 4
     for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
       Compute out = widen<Compute>(normalised[tile.at(k)]) * inverse;
+      IF(CAST_BEFORE, out = widen<Compute>(Normalised(out)));
       IF(HAS_SCALE, out *= widen<Compute>(scale[k]) + scale_offset);
       y[tile.at(k)] = Y_TYPE(out);
     }

@@ -69,18 +69,39 @@ __device__ inline void store_chunk(T* row, int chunk, bool aligned,
   }
 }
 
-// scale (+ offset if HAS_OFFSET) at this thread's columns; read often: it may stay in the caches.
+// h = x + residual, written at `to` if `active`.
+template <typename C, typename X, typename R, typename H>
+__device__ inline void add_residual(const Chunks<X>& xs, const Chunks<R>& residuals, H* to,
+                                    bool active, bool aligned, Chunks<H>& hs) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    auto sum = widen_all<C>(xs[i]);
+    const auto more = widen_all<C>(residuals[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) sum.at[k] += more.at[k];
+    hs[i] = narrow_all<H>(sum);
+    if (active) store_chunk(to, i, aligned, hs[i]);
+  }
+}
+
+// A parameter at this thread's columns; read often: it may stay in the caches.
 template <typename C, typename S>
-__device__ inline Wide<C, VECTOR> load_weight(const S* scale, C offset, int chunk, bool aligned) {
+__device__ inline Wide<C, VECTOR> load_columns(const S* parameter, int chunk, bool aligned) {
   Packed<S, VECTOR> values{};
   if (inside(chunk)) {
     if (VECTOR == 1 || aligned) {
-      values = *reinterpret_cast<const Packed<S, VECTOR>*>(scale + column(chunk));
+      values = *reinterpret_cast<const Packed<S, VECTOR>*>(parameter + column(chunk));
     } else {
-      values = load_elements<VECTOR>(scale + column(chunk));
+      values = load_elements<VECTOR>(parameter + column(chunk));
     }
   }
-  Wide<C, VECTOR> weight = widen_all<C>(values);
+  return widen_all<C>(values);
+}
+
+// scale (+ offset if HAS_OFFSET) at this thread's columns.
+template <typename C, typename S>
+__device__ inline Wide<C, VECTOR> load_weight(const S* scale, C offset, int chunk, bool aligned) {
+  Wide<C, VECTOR> weight = load_columns<C>(scale, chunk, aligned);
 #if HAS_OFFSET
 #pragma unroll
   for (int k = 0; k < VECTOR; ++k) weight.at[k] += offset;

@@ -18,26 +18,51 @@
 using Compute = COMPUTE_TYPE;
 using Vector = Wide<Compute, VECTOR>;
 
-// If APPROXIMATE (logits of 16 bits) by the machine's own instruction, off by 2 + |x| units in the
-// last place.
-__device__ inline float exponential(float x) {
-#if APPROXIMATE && defined(__CUDA_ARCH__)
-  return __expf(x);
+// exp(x - y), of y as `scaled` gives it.
+//
+// If APPROXIMATE (logits of 16 bits) a power of two: one multiply-add, and the machine's
+// instruction, which is off by 2 units in the last place. Below 2^-126 it is 0; without ftz the
+// compiler would add three instructions for what is smaller. y · log2 e is rounded once for all x,
+// which moves them alike and by less than the rounding of such logits does.
+#if APPROXIMATE
+constexpr float kLog2E = 1.44269504f;
+
+__device__ inline float scaled(float y) { return kLog2E * y; }
+
+__device__ inline float exponential(float x, float scaled_y) {
+  const float power = fmaf(kLog2E, x, -scaled_y);
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
+  return result;
 #else
-  return expf(x);
+  return exp2f(power);
 #endif
 }
-__device__ inline double exponential(double x) { return exp(x); }
+#else
+__device__ inline Compute scaled(Compute y) { return y; }
+__device__ inline float exponential(float x, float y) { return expf(x - y); }
+__device__ inline double exponential(double x, double y) { return exp(x - y); }
+#endif
 
-// A maximum, and the sum of exponentials of what was below it. Finite, so that differences are.
+// Of numbers alone: with a NaN the other one.
+__device__ inline float larger(float x, float y) { return fmaxf(x, y); }
+__device__ inline double larger(double x, double y) { return fmax(x, y); }
+
+// A maximum, and the sum of exponentials of what was below it. Finite, so that differences are, and
+// the product with log2 e is.
 struct Sum {
-  Compute most = sizeof(Compute) == 4 ? Compute(-3e38) : Compute(-1e308);
+  Compute most = sizeof(Compute) == 4 ? Compute(-2e38) : Compute(-1e308);
   Compute sum = 0;
 
-  __device__ void merge(Compute other_most, Compute other_sum) {
-    const Compute top = other_most > most ? other_most : most;
-    sum = sum * exponential(most - top) + other_sum * exponential(other_most - top);
+  __device__ void raise(Compute top) {
+    sum *= exponential(most - top, 0);
     most = top;
+  }
+
+  __device__ void merge(Compute other_most, Compute other_sum) {
+    raise(larger(most, other_most));
+    sum += other_sum * exponential(other_most - most, 0);
   }
 
   __device__ void merge_lanes() {
@@ -121,11 +146,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         const Vector c = capped(batch[i], softcap);
         Compute top = sum.most;
 #pragma unroll
-        for (int k = 0; k < VECTOR; ++k) top = c.at[k] > top ? c.at[k] : top;
-        sum.sum *= exponential(sum.most - top);
+        for (int k = 0; k < VECTOR; ++k) top = larger(top, c.at[k]);
+        sum.raise(top);
+        const Compute scaled_top = scaled(top);
 #pragma unroll
-        for (int k = 0; k < VECTOR; ++k) sum.sum += exponential(c.at[k] - top);
-        sum.most = top;
+        for (int k = 0; k < VECTOR; ++k) sum.sum += exponential(c.at[k], scaled_top);
         const int at = label - column(first + i);
         if (at >= 0 && at < VECTOR) {
 #pragma unroll
@@ -152,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const Compute a = as[row], b = bs[row];
 #endif
     const bool counts = !(a == 0 && b == 0);
+    const Compute scaled_lse = scaled(lse);
     G_TYPE* const to = g + row * FEATURES;
     for (int first = CHUNKS - BATCH; first >= 0; first -= BATCH) {
       if (!STATISTICS || first != CHUNKS - BATCH) load_batch(from, first, aligned, batch);
@@ -163,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
           const Vector c = capped(batch[i], softcap);
           const int at = label - column(first + i);
 #pragma unroll
-          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k] - lse);
+          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_lse);
           if (at >= 0 && at < VECTOR) {
 #pragma unroll
             for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);

@@ -1,4 +1,4 @@
-// Rows on their way through shared memory to the threads that asked for them.
+// Rows on their way through shared memory to the threads that asked for them, and sums over rows.
 //
 // Every thread reads only what it copied itself, so that copies need no barrier. A stage is one
 // row's slots: kSlots<T> bytes for each operand of type T. Macros: those of row.cuh.
@@ -64,3 +64,36 @@ class Part {
   bool active_;
   Chunks<T> held_;
 };
+
+template <typename C>
+using ColumnsOf = Wide<C, VECTOR>[CHUNKS];  // a value for each column of this thread
+
+// Writes sums over the block's rows at `row`, adding up the rows it works on at a time. Overwrites
+// shared memory.
+template <typename C>
+__device__ inline void store_columns(const ColumnsOf<C>& columns, bool aligned, C* row) {
+  if constexpr (BLOCK_ROWS == 1) {
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      store_chunk(row, i, aligned, narrow_all<C>(columns[i]));
+    }
+    return;
+  }
+  C* sums = reinterpret_cast<C*>(shared_memory());
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      sums[row_group() * kTile + i * kStep + row_thread() * VECTOR + k] = columns[i].at[k];
+    }
+  }
+  __syncthreads();
+  const int begin = slice() * kTile;
+  for (int at = threadIdx.x; at < kTile && begin + at < FEATURES; at += kThreads) {
+    C sum = 0;
+#pragma unroll 4
+    for (int group = 0; group < BLOCK_ROWS; ++group) sum += sums[group * kTile + at];
+    row[begin + at] = sum;
+  }
+}

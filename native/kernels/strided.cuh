@@ -49,3 +49,21 @@ __device__ inline C tile_sum(C value) {
   __syncthreads();
   return total;
 }
+
+// Sums over a block's rows, one for each feature, each always by the same thread.
+template <typename C>
+__device__ inline void clear_columns(C* columns) {
+  if (thread_x() == 0) {
+    for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) columns[k] = 0;
+  }
+}
+
+// The sum over the lanes of a line; all threads of a warp must call it.
+template <typename C>
+__device__ inline C line_sum(C share) {
+#pragma unroll
+  for (int offset = BLOCK_X / 2; offset > 0; offset /= 2) {
+    share += __shfl_xor_sync(0xffffffffu, share, offset);
+  }
+  return share;
+}

@@ -1,6 +1,5 @@
 """Tiles as Pallas's pipelined blocks: for TPUs, whose memory they fit, and interpreted on CPUs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +26,10 @@ def run(target: Target, call: Call) -> list[jax.Array]:
     """Returns the results of `call`."""
     m, n = call.shape
     size_m, size_n = _tile(m, n, call.whole)
-    grid, place = _grid(call, cdiv(m, size_m), cdiv(n, size_n))
-    tile = pl.BlockSpec((size_m, size_n), lambda *g: place(*g))
+    steps = cdiv(m, size_m), cdiv(n, size_n)
+    by_columns = "column sum" in call.kinds  # sums run along the second dimension of the grid
+    place = lambda *g: g[::-1] if by_columns else g  # the tile of a grid step
+    tile = pl.BlockSpec((size_m, size_n), place)
     column = pl.BlockSpec((1, size_n), lambda *g: (0, place(*g)[1]))
     row = pl.BlockSpec((size_m, 1), lambda *g: (place(*g)[0], 0))
     of = {"tile": (tile, (m, n)), "row": (row, (m, 1)), "column sum": (column, (1, n))}
@@ -51,7 +52,7 @@ def run(target: Target, call: Call) -> list[jax.Array]:
 
     results = pl.pallas_call(
         kernel,
-        grid=grid,
+        grid=place(*steps),
         in_specs=[tile] * len(call.tiles) + [column] * len(call.columns) + [row] * len(call.rows),
         out_specs=[of[out.kind][0] for out in call.outs],
         out_shape=[result_type(of[out.kind][1], out.dtype) for out in call.outs],
@@ -69,13 +70,6 @@ def _tile(m: int, n: int, whole: bool) -> tuple[int, int]:
     padded = cdiv(size_n, _LANES) * _LANES
     size_m = max(_ROWS, _ELEMENTS // padded // _ROWS * _ROWS)
     return min(m, size_m), size_n
-
-
-def _grid(call: Call, rows: int, columns: int) -> tuple[tuple[int, int], Callable[..., Any]]:
-    """Returns the grid, and which tile a step of it has: sums run along its second dimension."""
-    if "column sum" in call.kinds:
-        return (columns, rows), lambda j, i: (i, j)
-    return (rows, columns), lambda i, j: (i, j)
 
 
 def _masks(i: Any, j: Any, size: tuple[int, int], shape: tuple[int, int]) -> tuple[Any, Any, Any]:

@@ -41,8 +41,7 @@ class Target:
 def target_for(platform: str | None, ctx: Any) -> Target:
     """Returns the target of a lowering: `ctx` is JAX's LoweringRuleContext.
 
-    Raises:
-      Unsupported: for platforms without Pallas, and GPUs too old for it.
+    Raises Unsupported for platforms without Pallas, and GPUs too old for it.
     """
     if platform == "cuda":
         found = launch.target_for(ctx)

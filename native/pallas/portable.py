@@ -41,11 +41,9 @@ _ELEMENTWISE = frozenset(
 
 
 def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
-    """Checks that a kernel can compute `function` tile by tile.
+    """Raises Unsupported if a kernel cannot compute `function` tile by tile.
 
-    Raises:
-      Unsupported: if it cannot.
-      ValueError: if it does not keep the shape of its input.
+    ValueError if it does not keep the shape of its input.
     """
     tile, once = jax.ShapeDtypeStruct((8, 128), dtype), "and a kernel gives it one tile at a time"
     captured = f"the activation captures an array or a traced value, {once}"
@@ -89,17 +87,17 @@ def portable_several(
     return lambda *arrays: _evaluate(replaced, _traced(function, *arrays), arrays)
 
 
-def differentiable(function: Scalar) -> Scalar:
-    """Returns `function`, whose derivative kernels can have.
+def differentiable(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Returns `function`, of one array or several, whose derivative kernels can have.
 
     JAX's own derivative of erf is right to the last bit, by operations that kernels do not have.
     """
 
-    def call(x):
-        closed = _traced(function, x)
+    def call(*arrays):
+        closed = _traced(function, *arrays)
         if not any(eqn.primitive in _SMOOTH for eqn in _every(closed.jaxpr)):
-            return function(x)
-        return _evaluate(_SMOOTH, closed, [x])[0]
+            return function(*arrays)
+        return _evaluate(_SMOOTH, closed, arrays)[0]
 
     return call
 

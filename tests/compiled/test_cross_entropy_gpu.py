@@ -24,11 +24,11 @@ SMALL = 2**25 + 2**21  # cuBLAS's workspace, and all that is a row
 
 
 @functools.cache
-def compiled(what, kernel_dtype=bf16):
+def compiled(what, kernel_dtype=bf16, tokens=TOKENS):
     mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, P())
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    x, labels = struct((TOKENS, DIM), bf16), struct((TOKENS,), jnp.int32)
+    x, labels = struct((tokens, DIM), bf16), struct((tokens,), jnp.int32)
     kernel = struct((DIM, VOCABULARY), kernel_dtype)
     loss = linear_cross_entropy
     split = lambda a, parts: a.reshape(parts, -1, *a.shape[1:])
@@ -83,6 +83,17 @@ def test_the_kernels_gradient_is_added_by_its_product_in_place(kernel_dtype):
     assert found == sorted(wanted, key=lambda g: (g.result, g.beta))
     shapes = rf"\[({DIM},{VOCABULARY}|{CHUNK},{VOCABULARY})\]"
     assert not re.search(rf"= \w+{shapes}\S* (copy|add|broadcast)\(", program.as_text())
+
+
+def test_one_chunk_has_the_kernels_gradient_from_its_product():
+    """Where a sum in float32 would need no less memory than all logits: twice a chunk's here."""
+    program = compiled("gradients", tokens=2 * CHUNK)
+    z, dx, dw = f"{2 * CHUNK},{VOCABULARY}", f"{2 * CHUNK},{DIM}", f"{DIM},{VOCABULARY}"
+    wanted = [Gemm(f"bf16[{shape}]", 0, False) for shape in (z, dx, dw)]
+    by_result = lambda gemm: gemm.result
+    assert sorted(hlo.gemms(program), key=by_result) == sorted(wanted, key=by_result)
+    assert f"f32[{dw}]" not in program.as_text()
+    assert temporaries(program) <= 2 * LOGITS + SMALL
 
 
 def test_one_kernel_a_chunk_in_the_logits_place():

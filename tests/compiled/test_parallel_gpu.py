@@ -23,7 +23,7 @@ from normfuse.models.sharding import BATCH, Sharding
 from normfuse.train.mesh import AXES
 from normfuse.train.step import loss_and_gradient
 
-ROWS, SEQ, LAYERS, DIM = 16, 1024, 2, 2048
+ROWS, SEQ, LAYERS, DIM = 16, 1024, 1, 2048
 CONFIG = TransformerConfig(
     vocab_size=16384,
     dim=DIM,
@@ -87,26 +87,25 @@ def test_replicas_sum_every_gradient_once():
 
 @pytest.mark.parametrize("framework", ["nnx", pytest.param("eqx", marks=NEWEST)])
 def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
-    program = gradient(framework, (1, 8, 1), Sharding())
+    program = gradient(framework, (1, 8, 1), Sharding(), num_layers=2)
     assert hlo.communicated(program) == {
         # Every kernel once for both ways; the table for the look-up and for the logits.
-        ("all-gather", "bf16"): KERNELS + 2 * TABLE,
-        ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,
-        ("all-reduce", "f32"): SCALES + 1,
+        ("all-gather", "bf16"): 2 * KERNELS + 2 * TABLE,
+        ("reduce-scatter", "f32"): (2 * KERNELS + TABLE) // 8,
+        ("all-reduce", "f32"): 2 * (SCALES - DIM) + DIM + 1,  # and the last norm's
     }
     gathers = [gemms for kind, gemms in hlo.overlapped(program) if kind == "all-gather"]
     assert min(gathers[3:]) > 0  # but the first ones, each arrives while GEMMs run
     assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("framework", "remat", "keep", "param_dtype"),
     [
         ("nnx", "block", False, "float32"),
-        pytest.param("nnx", "block", True, "float32", marks=NEWEST),
-        pytest.param("eqx", "dots", True, "float32", marks=NEWEST),
-        pytest.param("nnx", "none", True, "float32", marks=NEWEST),
-        ("eqx", "block", True, "bfloat16"),
+        ("eqx", "dots", True, "float32"),
+        ("nnx", "block", True, "bfloat16"),
     ],
 )
 def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep, param_dtype):
@@ -155,10 +154,55 @@ def test_sequence_parallelism_gathers_and_scatters_instead():
 
 
 @NEWEST
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
+    """Parts are scaled before they are summed, so that XLA sums those of one input at once."""
+    sharding = Sharding.sequence_parallel() if sequence else Sharding()
+    program = gradient("nnx", (1, 1, 8), sharding, quantization="fp8")
+    activation, found = ROWS * SEQ * DIM, hlo.communicated(program)
+    assert found.pop(("all-reduce", "f32")) < losses(ROWS) + SCALES + 100  # and maxima
+    if not sequence:
+        assert found == {("all-reduce", "bf16"): 6 * activation}
+        return
+    codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
+    assert codes == 3 * activation  # the MLP's input, for both ways; output gradients
+    assert found == {
+        ("all-gather", "bf16"): (1 + 2) * activation,  # attention's input, and outside the layer
+        ("reduce-scatter", "bf16"): 6 * activation // 8,
+    }
+
+
+@NEWEST
+def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
+    """As often as bfloat16: codes are transposed on arrival, not gathered in two orders."""
+    program = gradient("eqx", (1, 8, 1), Sharding(), quantization="fp8", remat="block")
+    found = hlo.communicated(program)
+    codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
+    assert codes == 2 * KERNELS
+    assert found.pop(("all-reduce", "f32")) < SCALES + 100  # and maxima
+    assert found == {
+        ("all-gather", "bf16"): 2 * TABLE,
+        ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,
+    }
+
+
+@NEWEST
+def test_all_three_axes_gather_codes_once():
+    options = {"quantization": "fp8"}
+    found = hlo.communicated(gradient("nnx", (2, 2, 2), Sharding.sequence_parallel(), **options))
+    activation, kernels, table = ROWS // 4 * SEQ * DIM, KERNELS // 2, TABLE // 2
+    codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
+    assert codes == kernels + 3 * activation
+    assert found[("all-gather", "bf16")] == 3 * activation + 2 * table
+    assert found[("reduce-scatter", "bf16")] == 6 * activation // 2
+
+
+@NEWEST
 def test_parts_of_a_batch_hide_what_the_others_communicate():
     """While whole sequences are gathered, which need no transposition."""
-    program = gradient("nnx", (1, 1, 8), Sharding.sequence_parallel(by_rows=True), parts=2)
-    activation, times = ROWS * SEQ * DIM, 4 * LAYERS + 2
+    sharding = Sharding.sequence_parallel(by_rows=True)
+    program = gradient("nnx", (1, 1, 8), sharding, parts=2, num_layers=2)
+    activation, times = ROWS * SEQ * DIM, 4 * 2 + 2
     found = hlo.communicated(program)
     assert found["all-gather", "bf16"] == times * activation
     # The gradient of what the loss reads is halved before its part is taken, so XLA sums it whole.

@@ -72,6 +72,7 @@ def copied(program, state) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if shape in arrays]
 
 
+@pytest.mark.newest
 def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
     """At 16384 tokens a step, in place, with the remat of the preset, none."""
     config = preset_config("1b")
@@ -100,12 +101,14 @@ def test_other_presets_fit_gpus_of_80_gb(step, preset, axes):
     assert needed(program) < 80 * GB
 
 
+@pytest.mark.newest
 def test_sharded_state_is_updated_in_place(step):
     program, state = step("tiny", mesh(2, 2, 2), attention="xla")
     check_state_is_donated(program, state)
     assert copied(program, state) == []
 
 
+@pytest.mark.newest
 def test_fsdp_updates_its_state_in_place(step):
     """The gradients are reduced as the parameters lie: none is turned in the update's kernel."""
     program, state = step("8b", mesh(fsdp=8), num_layers=1)

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.quantization import norm
+from normfuse.layers.quantization.norm import NormCodes
+from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +45,27 @@ def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
     tops = np.arange(1 << 14, dtype=np.uint32) << 18
     ends = np.array([0, 1, 0x1FFFF, 0x20000, 0x20001, 0x3FFFF], np.uint32)
     check((tops[:, None] | ends).view(np.float32), dtype, bound)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(33, 77), (160, 512), (48, 2048), (131, 4096), (272, 14336)])
+def test_cuda_norms_are_quantized_as_they_are_made(shape, dtype, has_residual, rng):
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    x, scale = draw(*shape), draw(shape[1]).astype(jnp.float32)
+    args = [x, *[draw(*shape)] * has_residual, scale]
+    of = Norm(eps=1e-6, axes=(1,), has_scale=True, has_residual=has_residual, with_rstd=True)
+    found = jax.jit(lambda *a: norm.quantize(NormCodes(of), *a, order=NATIVE))(*args)
+    np.testing.assert_array_equal(found.h, x + args[1] if has_residual else x)
+    wide = np.asarray(found.h, "f8")
+    rstd = 1 / np.sqrt(np.mean(wide * wide, 1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(found.rstd, rstd[:, 0], rtol=1e-5)
+    y, bound = wide * rstd * np.asarray(scale, "f8"), np.sqrt(shape[1]) * np.abs(scale).max()
+    codes = np.asarray(found.q).view(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(np.asarray(found.qt).T, np.asarray(found.q))
+    ends = [fp8_reference.quantize(y * (1 + e), bound=bound)[0].astype("f8") for e in (-1e-5, 1e-5)]
+    value = codes.astype("f8")
+    assert np.all((np.minimum(*ends) <= value) & (value <= np.maximum(*ends)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -57,6 +57,7 @@ def relative(got, want):
     return max(jax.tree.leaves(errors))
 
 
+@pytest.mark.newest
 def test_sums_are_those_of_float32_gradients(rng):
     """Kernels in float32 that hold bfloat16 values: the same products, gradients never rounded."""
     params, tokens = parameters(rng), draw_tokens(rng)
@@ -224,6 +225,13 @@ def test_auxiliary_outputs_may_be_constants(count):
         ({"batches": jnp.ones(())}, ValueError, "one leading axis of microbatches"),
         ({"batches": (jnp.ones((2, 3)), jnp.ones((3, 3)))}, ValueError, r"\(2, 3\), \(3, 3\)"),
         ({"main_grad_dtype": "int8"}, TypeError, "main_grad_dtype must be one of .* got int8"),
+        ({"main_grad_dtype": "foo"}, TypeError, "main_grad_dtype must be one of .* got foo"),
+        (
+            {"params": [jnp.ones(2)] * 2, "specs": [None]},
+            ValueError,
+            "specs must have the structure",
+        ),
+        ({"specs": "data"}, TypeError, "specs must be a PartitionSpec or None .* got 'data'"),
         ({"loss_fn": lambda p, x: x @ p}, ValueError, r"scalar loss, got shape \(3, 1\)"),
         ({"loss_fn": lambda p, x: (jnp.sum(x), x)}, ValueError, "got a tuple; .*has_aux=True"),
         ({"loss_fn": lambda p, x: jnp.sum(x), "has_aux": True}, ValueError, r"\(loss, aux\), got"),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -49,9 +50,7 @@ def close(found, expected, atol=1e-5):
         np.testing.assert_allclose(np.asarray(f), e, 2e-5, atol * np.abs(e).max())
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name, kind, reduction", half(MESHES, KINDS, ["mean", "none"]), ids=str)
 def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
     shape, names, rows, stored = MESHES[name]
     contract = len(name) % 2

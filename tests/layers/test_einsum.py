@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from flax import nnx
 
 from normfuse.layers import linen
@@ -47,8 +48,9 @@ def assert_same(got, want, eps):
         np.testing.assert_allclose(a, b, rtol=2 * eps, atol=24 * eps)
 
 
-@pytest.mark.parametrize("equation", [*EINSUMS, *MOVED])
-@pytest.mark.parametrize("dtypes", [(f32, None), (bf16, bf16)])
+@pytest.mark.parametrize(
+    "equation, dtypes", half([*EINSUMS, *MOVED], [(f32, None), (bf16, bf16)]), ids=str
+)
 def test_einsum_is_flax(rng, equation, dtypes):
     shape = (EINSUMS | MOVED)[equation][0]
     x = jnp.asarray(rng.standard_normal(shape), dtypes[0])

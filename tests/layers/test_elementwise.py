@@ -143,6 +143,7 @@ def test_scalars_change_without_compiling(rng):
     assert compiler.compilations() == before and jitted._cache_size() == programs
 
 
+@pytest.mark.newest
 def test_another_process_compiles_nothing(tmp_path):
     program = """
 import jax, jax.numpy as jnp, normfuse
@@ -193,7 +194,19 @@ def test_as_a_scalar_of_other_kernels():
         "template <class T> T capped(T x, T cap) { return cap * tanh(x / cap); }", cap=30.0
     )
     assert capped.scalar.parameters == (("cap", 30.0),) and capped.scalar.derivative == ""
-    assert gated.scalar is None and phase.scalar is None and sine_and_cosine.scalar is None
+    assert phase.scalar is None and sine_and_cosine.scalar is None
+
+
+def test_as_a_function_of_gate_and_up(rng):
+    assert "T activation_up_derivative(T x, T up) { return gated_up" in gated.scalar.code()
+    a, b, kernel = (jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(3))
+    loss = lambda a, b: jnp.sum(normfuse.gated_product(a, b, kernel, activation=gated))
+    plain = lambda a, b: jnp.sum(twin(a, b, gated.scalars["limit"]) @ kernel)
+    # of the order of 1, and the same float32 operations but for how XLA fuses them
+    actual, expected = (jax.value_and_grad(f, (0, 1))(a, b) for f in (loss, plain))
+    jax.tree.map(
+        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), actual, expected
+    )
 
 
 # ---------------------------------------------------------------- what cannot be served

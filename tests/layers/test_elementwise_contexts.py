@@ -173,6 +173,7 @@ print(float(run(*[jax.random.normal(key, (8, 8)) for key in keys]).sum()), compi
     assert int(compilations) == 0
 
 
+@pytest.mark.newest
 def test_the_partitioning_callback_has_one_key_in_every_process(eight_devices):
     program = """
 import elementwise_cases as cases, jax, re

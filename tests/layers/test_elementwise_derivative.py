@@ -102,6 +102,7 @@ def test_second_derivatives_where_the_first_is_an_op(outer, inner):
     agree(second(cube), second(lambda x, w: w * x**3))
 
 
+@pytest.mark.newest
 def test_third_derivatives_are_the_definitions():
     op = elementwise(SWISH, definition=plain_swish, derivative={"x": SLOPE}, beta=1.0)
     third = lambda f: jax.grad(jax.grad(jax.grad(f)))(0.5)
@@ -138,6 +139,7 @@ def test_derivatives_in_plain_jax(options, arrays):
     agree(jax.grad(jax.grad(op))(0.5), jax.grad(jax.grad(plain_swish))(0.5))
 
 
+@pytest.mark.newest
 def test_holomorphic_derivatives_and_others(arrays):
     z = jax.lax.complex(*arrays)
     product = elementwise(

@@ -3,9 +3,12 @@
 import pathlib
 import re
 
+import pytest
+
 TEXT = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "elementwise.md"
 
 
+@pytest.mark.newest
 def test_every_code_block_runs():
     text = TEXT.read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))

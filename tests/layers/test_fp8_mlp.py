@@ -13,12 +13,14 @@ from fp8_recipe import (
     check_all,
     epilogue,
     exact,
+    normalised,
     product,
     rows,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from normfuse import add_rms_norm
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization.gated import SLOPES
 
@@ -55,11 +57,14 @@ def largest(near: Near) -> Near:
     return Near(np.abs(near.value[at]), near.slack[at])
 
 
-def recipe(args, dy):
-    """(y, gradients): nothing between the products is rounded before it is quantized."""
-    x, *kernels, down = args
-    dtype = x.dtype
-    a, b = (product(rows(x), kernel, dtype) for kernel in kernels)
+def recipe(args, dy, x=None):
+    """(y, gradients): nothing between the products is rounded before it is quantized.
+
+    `x` is what is read, if not the first of args.
+    """
+    given, *kernels, down = args
+    dtype, x = given.dtype, rows(given) if x is None else x
+    a, b = (product(x, kernel, dtype) for kernel in kernels)
     value, slope = epilogue(a, None, "silu")
     h = value * b
     y = (h.quantized() @ exact(down).quantized()).rounded(dtype)
@@ -74,7 +79,7 @@ def recipe(args, dy):
     for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds, strict=True):
         codes = d.quantized(bound)
         dx.append((codes @ exact(kernel).quantized().T).rounded(dtype))
-        gradients.append((rows(x).quantized().T @ codes).rounded(kernel.dtype))
+        gradients.append((x.quantized().T @ codes).rounded(kernel.dtype))
     return y, [(dx[0] + dx[1]).rounded(dtype), *gradients, ddown]
 
 
@@ -90,6 +95,85 @@ def test_values_and_gradients_are_those_of_the_recipe(dtypes, contract, rng):
     check_all([y, [dx, *(k.T if contract else k for k in kernels)]], expected)
 
 
+def norm_mlp(x, residual, scale, gate, up, down, **options):
+    kernels = {"gate": gate, "up": up, "down": down}
+    options = {"implementation": None, "activation": "silu", "quantization": "fp8"} | options
+    return gated.norm_mlp(x, residual, scale, kernels, eps=1e-6, dtype=x.dtype.name, **options)
+
+
+def norm_recipe(args, dy, dh):
+    """((y, h), gradients) for the gradients dy of y and dh of h = x + residual."""
+    x, residual, scale, *kernels = args
+    h = x if residual is None else x + residual
+    rstd, unscaled, normal = normalised(h, scale)
+    y, (dn, *found) = recipe([h, *kernels], dy, normal)
+    moved = dn * exact(scale)
+    along = (moved * unscaled).sum(1) * exact(-1 / DIM)
+    dx = (rstd * (moved + unscaled * along) + rows(dh)).rounded(h.dtype)
+    dresidual = [] if residual is None else [dx]
+    dscale = (dn * unscaled).sum(0).rounded(scale.dtype)
+    return (y, rows(h)), [dx, *dresidual, dscale, *found]
+
+
+@pytest.mark.parametrize("has_residual", [True, False])
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_a_norm_before_it_writes_codes(dtype, has_residual, rng):
+    """One pass adds, normalises and quantizes by the norm's bound; the sum is there for others."""
+    (x, *kernels), dy = operands(rng, dtype)
+    scale = jnp.asarray(1 + rng.standard_normal(DIM) / 8, f32)
+    residual = operands(rng, dtype)[1] if has_residual else None
+    dh = operands(rng, dtype)[1]
+    args = [x, residual, scale, *kernels]
+
+    def run(args, cotangents):
+        results, pull = jax.vjp(norm_mlp, *args)
+        return results, [g for g in pull(cotangents) if g is not None]
+
+    compiled = jax.jit(run).lower(args, (dy, dh)).compile()
+    check_all(compiled(args, (dy, dh)), norm_recipe(args, dy, dh))
+    # Three kernels, h, dy and dh have maxima; the norm has none.
+    assert hlo.calls(compiled, "quantize_")["amax"] == 3 + 3 + 2
+    assert "rms_norm_apply" not in hlo.calls(compiled, "rms_norm_")
+    y, _ = jax.jit(norm_mlp)(*args)
+    np.testing.assert_array_equal(y, compiled(args, (dy, dh))[0][0])
+
+
+@pytest.mark.parametrize("moves", [(0,), (1,), (2,), (4,), (0, 1, 2, 3)], ids=str)
+def test_a_norm_before_it_in_both_modes(moves, rng):
+    (x, *kernels), dy = operands(rng)
+    args = [x, 2 * x[::-1], jnp.asarray(1 + rng.standard_normal(DIM) / 8), *kernels]
+    given = lambda moving: dict(enumerate(args)) | dict(zip(moves, moving))
+    f = lambda *moving: norm_mlp(*given(moving).values())
+    primals = [args[i] for i in moves]
+    t = [jnp.asarray(rng.standard_normal(a.shape)) for a in primals]
+    (y, h), (moved, dh) = jax.jit(lambda p, t: jax.jvp(f, p, t))(primals, t)
+    pull = jax.jit(lambda p, dy, dh: jax.vjp(f, *p)[1]((dy, dh)))
+    gradients = pull(primals, dy, jnp.zeros_like(h))
+    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
+    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
+    assert abs(jnp.vdot(moved, dy) - reverse) < 0.02 * size
+    of_h = sum(one for i, one in zip(moves, t) if i < 2)
+    np.testing.assert_array_equal(dh, of_h + jnp.zeros_like(h))
+    np.testing.assert_array_equal(h, args[0] + args[1])
+
+
+@pytest.mark.parametrize("reason", ["activation", "shape", "xla", "unquantized"])
+def test_a_norm_before_it_is_apart_where_codes_cannot_be(reason, rng):
+    (x, *kernels), _ = operands(rng)
+    if reason == "shape":
+        kernels = [kernels[0][:, :40], kernels[1][:, :40], kernels[2][:40]]
+    options = {"activation": "squared_relu" if reason == "activation" else "silu"}
+    options["implementation"] = "xla" if reason == "xla" else None
+    options["quantization"] = None if reason == "unquantized" else "fp8"
+    scale = jnp.asarray(1 + rng.standard_normal(DIM) / 8)
+    y, h = norm_mlp(x, x, scale, *kernels, **options)
+    n, wanted = add_rms_norm(x, x, scale, implementation=options["implementation"])
+    kernels = dict(zip(("gate", "up", "down"), kernels))
+    np.testing.assert_array_equal(h, wanted)
+    np.testing.assert_array_equal(y, gated.mlp(n, kernels, {}, dtype=f32, **options))
+
+
+@pytest.mark.newest
 @pytest.mark.parametrize("activation", sorted({*SLOPES, "squared_relu"}))
 def test_any_activation_is_near_its_unquantized_self(activation, rng):
     """That one whose slope has no bound is computed layer by layer."""
@@ -125,6 +209,7 @@ def test_forward_and_reverse_mode_agree(moves, rng):
     np.testing.assert_array_equal(y, mlp(*args))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("axis", [0, 1])
 def test_vmap_over_rows_is_one_call(axis, rng):
     args, dy = operands(rng)
@@ -147,13 +232,18 @@ def test_vmap_over_rows_is_one_call(axis, rng):
 def test_vmap_over_kernels_is_a_loop(rng):
     args, dy = operands(rng)
     stacked = [jnp.stack([k, 3 * k]) for k in args[1:]]
-    gradient = lambda *kernels: both_ways()([args[0], *kernels], dy)
-    got = jax.vmap(gradient)(*stacked)
+    gradient = jax.jit(lambda *kernels: both_ways()([args[0], *kernels], dy))
+    got = jax.jit(jax.vmap(gradient))(*stacked)
     for i in range(2):
         want = gradient(*[k[i] for k in stacked])
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             # A sum in another order gives a few numbers the next code; those are 6 % apart.
             assert np.linalg.norm(a[i] - b) < 1e-3 * np.linalg.norm(b)
+    outside = jax.jit(both_ways(jax.vmap(mlp, (None, 0, 0, 0))))
+    outside = outside([args[0], *stacked], jnp.stack([dy] * 2))
+    y, (dx, *dkernels) = got
+    for a, b in zip(jax.tree.leaves(outside), [y, dx.sum(0), *dkernels], strict=True):
+        assert np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
 def test_frozen_kernels_and_inputs_cost_nothing(rng):
@@ -188,6 +278,7 @@ SPLITS = {
     "data": (P("data"), P(), P()),
     "fsdp": (P("data"), P("data"), P(None, "data")),
     "tensor": (P("data"), P(None, "tensor"), P("tensor")),
+    "sequence": (P("data", "tensor"), P(None, "tensor"), P("tensor")),
 }
 
 
@@ -198,7 +289,7 @@ def test_a_mesh_gives_the_result_of_one_device(split, rng, eight_devices):
     row, column, second = SPLITS[split]
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-    hidden = P("data", None, "tensor") if split == "tensor" else P("data")
+    hidden = P("data") if split in ("data", "fsdp") else P("data", None, "tensor")
     layer = functools.partial(mlp, hidden_sharding=hidden)
     with jax.set_mesh(mesh):
         args = [place(x, row), place(gate, column), place(up, column), place(down, second)]
@@ -206,7 +297,8 @@ def test_a_mesh_gives_the_result_of_one_device(split, rng, eight_devices):
         found = compiled(args, place(dy, row))
     check_all(found, recipe([x, gate, up, down], dy))
     gathered = sum(n for (kind, _), n in hlo.communicated(compiled).items() if kind == "all-gather")
-    assert gathered == (2 * 3 * DIM * HIDDEN if split == "fsdp" else 0)
+    # Codes of each kernel, or of x and dy, once for forward and backward.
+    assert gathered == {"fsdp": 3 * DIM * HIDDEN, "sequence": 2 * x.size // 4}.get(split, 0)
 
 
 def test_explicit_axes_give_the_result_of_one_device(rng, eight_devices):

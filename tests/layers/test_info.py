@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from normfuse import (
+    add_layer_norm,
     add_rms_norm,
     dense,
     gated_dense,
     gated_product,
+    layer_norm,
     linear_cross_entropy,
     norm_dense,
     norm_gated_dense,
@@ -47,6 +49,19 @@ def folder(tmp_path, monkeypatch):
 WARM = ("cache", "warm", "96", "--activation", "silu", "--arch")
 
 
+def compile_each_kernel_once(patch):
+    """Takes one image for all macros of a kernel: what these tests look at is which are made."""
+    run, made = compiler._run, {}
+
+    def once(nvrtc, source, arguments, arch):
+        name = next((a for a in arguments if a.startswith("-DKERNEL=")), source.name)
+        if (name, arch) not in made:
+            made[name, arch] = run(nvrtc, source, arguments, arch)
+        return made[name, arch]
+
+    patch.setattr(compiler, "_run", once)
+
+
 @pytest.fixture(scope="module")
 def warmed(tmp_path_factory):
     """A cache that `WARM` filled for sm_90, not to be changed, and what the command printed."""
@@ -54,6 +69,7 @@ def warmed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setenv("NORMFUSE_CACHE_DIR", str(kernels))
         patch.setattr(cache, "_memory", {})
+        compile_each_kernel_once(patch)
         assert main([*WARM, "sm_90"]) == 0
     return kernels, out.getvalue()
 
@@ -72,6 +88,7 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         f"element-wise ops on the CPU: {host_compiler.find()[1]}",
         f"kernel cache: {folder}",
         "  cpu   rms_norm   native, xla, pallas (interpreted)",
+        "  cpu   layer_norm native, xla, pallas (interpreted)",
         "  cpu   dense      xla, pallas (interpreted)",
         "  cuda  rms_norm   native, pallas, xla",
         "  cuda  dense      xla, pallas",
@@ -83,21 +100,24 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  cpu   loss       xla",
         "  cuda  loss       native, xla",
         "  not native: cpu activation; cpu loss (XLA already fuses this into one loop)",
-        "  not native: rocm rms_norm; rocm activation; rocm loss; rocm quantize; tpu rms_norm; ",
+        "  not native: rocm rms_norm; rocm layer_norm; rocm activation; rocm loss; rocm quantize; ",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
     ):
         assert line in text, text
 
 
+@pytest.mark.newest
 def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     text = report.info()
     assert "NVRTC: missing: " in text
     assert "  cuda  rms_norm   pallas, xla" in text
-    assert "  not native: cuda rms_norm; cuda activation; cuda loss; cuda quantize (CUDA" in text
+    without = "cuda rms_norm; cuda layer_norm; cuda activation; cuda loss; cuda quantize (CUDA"
+    assert f"  not native: {without}" in text
     assert "pip install 'normfuse[cuda13]'" in text
 
 
+@pytest.mark.newest
 def test_info_of_a_refused_cache(folder):
     folder.mkdir()
     folder.chmod(0o777)
@@ -106,6 +126,7 @@ def test_info_of_a_refused_cache(folder):
     assert "not used: kernel cache" in text
 
 
+@pytest.mark.newest
 def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
     kernels, text = warmed
     shutil.copytree(kernels, folder)
@@ -121,28 +142,36 @@ def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
     assert printed(capsys, "cache", "show").count("\n") == 1
 
 
+@pytest.mark.newest
 def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     """Whatever the number of rows; the norm's width and the hidden layer's are the warmed one."""
     n, f32, bf16 = 96, jnp.float32, jnp.bfloat16
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
     shutil.copytree(warmed[0], folder)
+    compile_each_kernel_once(monkeypatch)
     report.warm([n], ["sm_90"], activations=("silu", "gelu"), quantization="fp8")
     total = lambda *results: sum(jnp.sum(r.astype(f32)) for r in results)
 
     def norms(x, scale):
         y, h = add_rms_norm(x, x, scale)
-        return total(rms_norm(y, scale), rms_norm(h), *rms_norm_with_rstd(x, scale))
+        y, h = add_layer_norm(y, h, scale, scale)
+        more = layer_norm(h), layer_norm(h, scale), layer_norm(h, scale, scale)
+        return total(rms_norm(y, scale), rms_norm(h), *rms_norm_with_rstd(x, scale), *more)
 
     def layers(x, scale, kernel, bias, activation):
         h = norm_dense(x, scale, kernel, bias, activation=activation)
         h = gated_product(h, norm_gated_dense(h, None, kernel, kernel), kernel, bias)
+        h = gated_dense(h, both := jnp.stack([kernel, kernel], 1))
+        h = gated_product(dense(h, both), None, kernel, stacked=True)
         return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
 
-    def quantized(x, kernel):
+    def quantized(x, scale, kernel):
         kernels = {"gate": kernel, "up": kernel, "down": kernel}
         options = {"quantization": "fp8", "activation": "silu"}
-        shared = options | {"dtype": x.dtype, "implementation": None}
-        return total(gated.mlp(dense(x, kernel, **options), kernels, {}, **shared))
+        shared = options | {"dtype": x.dtype.name, "implementation": None}
+        y = gated.mlp(dense(x, kernel, **options), kernels, {}, **shared)
+        y, _ = gated.norm_mlp(y, x, scale, kernels, eps=1e-6, **shared)
+        return total(norm_dense(norm_dense(y, scale, kernel, **options), None, kernel, **options))
 
     def losses(x, kernel):
         labels = jnp.zeros(x.shape[:1], jnp.int32)
@@ -155,7 +184,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     many = 2**27 // n  # where large arrays' layouts begin
     for rows in (1, 5, 8, 132, 133, 4000, 100_000, many, many + 1):
         x = S((rows, n), bf16)
-        calls = [(quantized, (x, kernel))] if rows in (5, 8, many, many + 1) else []
+        calls = [(quantized, (x, scale, kernel))] if rows in (5, 8, many, many + 1) else []
         calls += [(norms, (x, scale)), (losses, (x, kernel))] if rows < many else []
         for name in () if rows >= many else ("silu", "gelu") if rows == 8 else ("silu",):
             calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))

@@ -32,6 +32,7 @@ def cache(tmp_path):
     return processes.compilation_cache(tmp_path)
 
 
+@pytest.mark.newest
 def test_persistent_compilation_cache(serve, cache, tmp_path):
     """the persistent compilation cache, hit from a new process, Auto and Explicit axes too"""
     entries = lambda: {p.name for p in tmp_path.iterdir() if p.name.endswith("-cache")}

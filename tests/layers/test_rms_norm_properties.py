@@ -200,6 +200,7 @@ common = functools.partial(
 )
 
 
+@pytest.mark.newest
 @common(max_examples=150, derandomize=True)
 @given(example=examples())
 def test_random_cases(example):

@@ -11,6 +11,7 @@ import reference
 from hlo import Collective
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from reference import assert_close
 from rms_norm_cases import SPECS, Batch, Case, put
 
 from normfuse import rms_norm
@@ -89,6 +90,26 @@ def test_gradients_of_each_example_do_not_communicate(mesh):
     place = lambda a: jax.device_put(a, NamedSharding(mesh, P("data", None, None, None)))
     fn = jax.vmap(batch.case.grad, (0, None, 0))
     assert communicates(fn, place(batch.args[0]), batch.args[1], place(batch.cts[0])) == []
+
+
+@ON
+@pytest.mark.parametrize("split", [None, "model"])
+def test_split_heads_do_not_communicate(mesh, split):
+    """Each device has the scale of its heads; its gradient is summed over the rows' axis alone."""
+    rng = np.random.default_rng(0)
+    x, dy = (rng.standard_normal((8, 2, 16)).astype(np.float32) for _ in range(2))
+    scale = rng.standard_normal((2, 16)).astype(np.float32)
+    place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))
+    args = place(x, "data", split, None), place(scale, split, None), place(dy, "data", split, None)
+    assert communicates(rms_norm, *args[:2]) == []
+    grad = jax.grad(lambda x, scale, dy: jnp.sum(rms_norm(x, scale) * dy), (0, 1))
+    assert communicates(grad, *args) == reduced(2 * N // (2 if split else 1))
+    y, dx, dscale = map(np.asarray, (rms_norm(*args[:2]), *grad(*args)))
+    for head in range(2):
+        of_dx, of_dscale = reference.backward(dy[:, head], x[:, head], scale[head])
+        assert_close(y[:, head], reference.forward(x[:, head], scale[head])[0])
+        assert_close(dx[:, head], of_dx)
+        assert_close(dscale[head], of_dscale)
 
 
 # ---------------------------------------------------------------- features
@@ -171,6 +192,7 @@ def test_bare_ffi_call_gathers_and_the_op_does_not(eight_devices):
     x = jax.device_put(np.ones((64, 128, 1), np.float32), NamedSharding(mesh, P("data")))
     bare = jax.ffi.ffi_call("normfuse_rms_norm_forward", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
     flags = {"has_residual": False, "has_scale": False, "with_rstd": False}
+    flags["cast_before"] = False
     call = lambda x: bare(x, eps=np.float64(1e-6), scale_offset=np.float64(0), **flags)[0]
     assert communicates(call, x) == [Collective("all-gather", x.nbytes)]
     assert communicates(functools.partial(rms_norm, axis=1), x) == []

@@ -1,6 +1,6 @@
 """Values and gradients of the RMSNorm ops over sizes, dtypes, axes and layouts."""
 
-import itertools
+import functools
 
 import hlo
 import jax
@@ -9,34 +9,16 @@ import numpy as np
 import pytest
 import reference
 from reference import assert_close
-from rms_norm_cases import Case
+from rms_norm_cases import AXES, MIXES, WIDE, Case, both, check_both
 
 from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
 
 pytestmark = pytest.mark.optimized
 
 OPS = ("rms_norm", "add_rms_norm", "rms_norm_with_rstd")
-FLOATS = ("float32", "bfloat16", "float16")
 SMALL = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)
 LARGE = (760, 1000, 1128, 4095, 4096, 4097, 8191, 8192, 8193)
 HUGE = (65536, 131072, 262144, 1048576)
-
-
-def both(case: Case, **options):
-    """The op and its pullback as one compiled function of (operands, cotangents)."""
-
-    @jax.jit
-    def run(args, cts):
-        out, pullback = jax.vjp(lambda *args: case(*args, **options), *args)
-        return out, pullback(cts)
-
-    return run
-
-
-def check_both(case: Case, **options):
-    out, grads = both(case, **options)(case.args, case.cts)
-    case.check(out, case.values())
-    case.check(grads, case.gradients())
 
 
 @pytest.mark.parametrize("n", SMALL)
@@ -74,12 +56,6 @@ def test_zero_features(op):
 @pytest.mark.parametrize("op", OPS)
 def test_four_million_rows(op):
     check_both(Case(op, (4194305, 3), x="bfloat16", residual="bfloat16"))
-
-
-MIXES = [*itertools.product(FLOATS, (*FLOATS, None), FLOATS)]
-WIDE = [
-    m for m in itertools.product(("float64", "float32", "bfloat16"), repeat=3) if "float64" in m
-]
 
 
 @pytest.mark.parametrize("x, scale, dtype", MIXES)
@@ -132,9 +108,6 @@ def test_default_result_dtypes():
     assert [a.dtype for a in rms_norm_with_rstd(x, scale)] == [jnp.bfloat16, jnp.float32]
 
 
-AXES = [-1, 0, 1, -2, (0,), (1, 2), (2, 1), (0, 2), (-1, 0), (0, 1, 2, 3), (1, 3), (0, 1)]
-
-
 @pytest.mark.parametrize("op", OPS[:2])
 @pytest.mark.parametrize("axis", AXES, ids=str)
 def test_axes(op, axis):
@@ -169,6 +142,129 @@ def test_tiny_and_large_rows(magnitude, implementation):
     case = Case("rms_norm", (5, 24), fill=lambda v: v, eps=0.0)
     case = case.replace(args=(case.args[0] * np.float32(magnitude), case.args[1]))
     check_both(case, implementation=implementation)
+
+
+def llama(x, scale, eps=1e-6, axis=-1):
+    """The order of Hugging Face's LlamaRMSNorm."""
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, axis, keepdims=True) + eps)
+    return jnp.expand_dims(scale, [a for a in range(x.ndim) if a != axis % x.ndim]) * h.astype(
+        x.dtype
+    )
+
+
+def same_bits(got, want, known):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.dtype == want.dtype and got[known].tobytes() == want[known].tobytes()
+
+
+@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
+@pytest.mark.parametrize(
+    "x, scale, axis",
+    [("bfloat16", "bfloat16", -1), ("bfloat16", "float32", 1), ("float16", "float16", -1)],
+)
+def test_cast_before_has_the_bits_of_llama(x, scale, axis, implementation):
+    case = Case("rms_norm", (6, 40, 24), x=x, scale=scale, axis=axis)
+    h, scale = map(jnp.asarray, case.args)
+    options = {"dtype": jnp.promote_types(x, scale.dtype), "implementation": implementation}
+    want = llama(h, scale, axis=axis)
+    exact, known = reference.round_before_weight(*case.args, axes=axis, out=want.dtype)
+    assert known.mean() > 0.98
+    same_bits(want, exact, known)
+    norm = functools.partial(rms_norm, axis=axis, **options)
+    before = lambda h, scale: norm(h, scale, cast="before")
+    same_bits(jax.jit(before)(h, scale), want, known)
+    assert np.mean(np.asarray(norm(h, scale) != want)) > 0.1  # "after" is another number
+    # also of each example's own scale, and of the sum that is stored
+    same_bits(jax.vmap(before)(h[None], scale[None])[0], want, known)
+    y, _ = add_rms_norm(h, jnp.zeros_like(h), scale, axis=axis, cast="before", **options)
+    same_bits(y, want, known)
+    # The rounding has no derivative: each term of dscale is off by half an epsilon of x at most.
+    loss = lambda cast: lambda h, scale: jnp.sum(jnp.sin(h) * norm(h, scale, cast=cast))
+    for a, b in zip(*(jax.grad(loss(cast), (0, 1))(h, scale) for cast in ("after", "before"))):
+        a, b, eps = *(np.asarray(g, np.float64) for g in (a, b)), float(jnp.finfo(x).eps)
+        np.testing.assert_allclose(a, b, rtol=eps, atol=eps * np.abs(a).max())
+
+
+@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
+@pytest.mark.parametrize("x, out", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_residual_dtype_is_that_of_the_sum(x, out, implementation):
+    case = Case("add_rms_norm", (9, 40), x=x, residual=x, residual_dtype=out)
+    args, dy, dh = case.args, case.cts[0], case.cts[1].astype(jnp.dtype(out))
+    norm = functools.partial(add_rms_norm, residual_dtype=out, implementation=implementation)
+    (y, h), pullback = jax.vjp(jax.jit(norm), *args)
+    exact = reference.wide(args[0]) + reference.wide(args[1])
+    # x and residual add exactly in float32, or in bfloat16 round once
+    assert y.dtype == x and h.dtype == out
+    np.testing.assert_array_equal(h, exact.astype(np.float32).astype(jnp.dtype(out)))
+    h = np.asarray(h)
+    assert_close(y, reference.forward(h, args[2])[0])
+    of_dx, of_dscale = reference.backward(dy, h, args[2], dh)
+    dx, dresidual, dscale = pullback((jnp.asarray(dy), jnp.asarray(dh)))
+    assert dx.dtype == dresidual.dtype == x
+    # rounded to the dtype of the sum, in plain JAX with its two addends, and then to that of x
+    rounded = 2 * np.abs(of_dx.value) + 2 * np.abs(reference.wide(dh))
+    of_dx = reference.Expected(of_dx.value, of_dx.size, of_dx.length, rounded)
+    assert_close(np.asarray(dx).astype(jnp.bfloat16), of_dx)
+    assert_close(dscale, of_dscale)
+
+
+def of_heads(x, scale, dy, dh, **options):
+    """y, dx and dscale of a norm of each head, in its own float64."""
+    heads = range(x.shape[1])
+    forward = [reference.forward(x[:, h], scale[h], **options)[0] for h in heads]
+    backward = [reference.backward(dy[:, h], x[:, h], scale[h], dh[:, h], **options) for h in heads]
+    return list(zip(forward, *zip(*backward), strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape, x, scale, implementation",
+    [
+        ((700, 3, 64), "bfloat16", "float32", "native"),  # in several blocks
+        ((5, 12, 65), "float32", "bfloat16", "native"),
+        ((2, 4, 40000), "float16", "float32", "native"),  # in segments
+        ((5, 12, 65), "float32", "bfloat16", "xla"),
+    ],
+)
+def test_a_scale_of_each_head(rng, shape, x, scale, implementation):
+    x, residual, dy, dh = (rng.standard_normal(shape).astype(jnp.dtype(x)) for _ in range(4))
+    scale = rng.standard_normal(shape[1:]).astype(jnp.dtype(scale))
+    options = {"eps": 1e-3, "scale_offset": 0.5}
+    norm = functools.partial(add_rms_norm, implementation=implementation, **options)
+    (y, h), pullback = jax.vjp(jax.jit(norm), x, residual, scale)
+    dx, _, dscale = pullback((jnp.asarray(dy), jnp.asarray(dh)))
+    assert dx.dtype == x.dtype and dscale.dtype == scale.dtype
+    each = of_heads(np.asarray(h), scale, dy, dh, **options)
+    for head, (of_y, of_dx, of_dscale) in enumerate(each):
+        assert_close(y[:, head], of_y)
+        assert_close(dx[:, head], of_dx)
+        assert_close(dscale[head], of_dscale)
+
+
+def test_a_scale_of_each_head_in_other_dimensions(rng):
+    """Of two dimensions of heads, and where vmap puts its dimension before, between and after."""
+    x = jnp.asarray(rng.standard_normal((5, 2, 3, 24)), jnp.float32)
+    scale = jnp.asarray(rng.standard_normal((2, 3, 24)), jnp.float32)
+    both = lambda x, scale: jax.value_and_grad(
+        lambda x, scale: jnp.sum(jnp.sin(rms_norm(x, scale))), (0, 1)
+    )(x, scale)
+    _, (dx, dscale) = want = both(x, scale)
+    heads = lambda a: np.asarray(a).reshape(-1, 6, 24)
+    dy = np.cos(heads(rms_norm(x, scale)))
+    each = of_heads(heads(x), heads(scale)[0], dy, np.zeros_like(dy))
+    for head, (_, of_dx, of_dscale) in enumerate(each):
+        assert_close(heads(dx)[:, head], of_dx)
+        assert_close(heads(dscale)[0, head], of_dscale)
+    loss = lambda x, scale, axis: jnp.sum(jnp.sin(jax.vmap(rms_norm, (axis, None), axis)(x, scale)))
+    for axis in range(4):
+        moved = jnp.moveaxis(x, 0, axis)
+        value, (dx, dscale) = jax.value_and_grad(loss, (0, 1))(moved, scale, axis)
+        got = value, (jnp.moveaxis(dx, axis, 0), dscale)
+        # a float32 sum of 5 terms in another order
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+    scales = jnp.stack([scale, 2 * scale])
+    y = jax.vmap(rms_norm, (None, 0))(x, scales)
+    np.testing.assert_allclose(y, jnp.stack([rms_norm(x, s) for s in scales]), rtol=1e-6)
 
 
 def test_zero_rows_with_eps_zero_are_what_the_formula_says():

@@ -44,7 +44,7 @@ class Model(nn.Module):
     def setup(self):
         self.block = wrapped(self.wrap)()
         self.norm = nn.RMSNorm()
-        self.last = nn.LayerNorm()
+        self.last = nn.GroupNorm(2)
 
     def __call__(self, x):
         return self.last(self.norm(self.block(x, None)[0]))
@@ -122,7 +122,7 @@ def test_the_report_comes_when_modules_are_met(capsys):
         "block.LinenNorm_0 LinenNorm rms_norm",
         "block.Dense_* (2) Dense",
         "norm RMSNorm rms_norm",
-        "last LayerNorm not:",
+        "last GroupNorm not:",
         "4 of 5",
     ]
     model.apply(variables, X)
@@ -139,7 +139,12 @@ class Sown(nn.Module):
 def test_what_is_no_norm_stays():
     reports = []
     model = nn.Sequential(
-        [Sown(), nn.LayerNorm(use_bias=False), nn.Dropout(0.5, deterministic=True)]
+        [
+            Sown(),
+            type("Centred", (nn.LayerNorm,), {})(use_bias=False),
+            nn.Dropout(0.5, deterministic=True),
+            LinenNorm(epsilon=jnp.float32(1e-3)),  # pyright: ignore[reportArgumentType]
+        ]
     )
     ours = swap(model, report=reports.append)
     variables = model.init(KEY, X)
@@ -149,7 +154,8 @@ def test_what_is_no_norm_stays():
     jax.tree.map(np.testing.assert_array_equal, got, want)
     reasons = {row.layer: row.reason for row in reports[0].left}
     assert "changes its variables" in reasons["Sown"] or "holds intermediates" in reasons["Sown"]
-    assert "subtracts the mean" in reasons["LayerNorm"]
+    assert "subtracts the mean" in reasons["Centred"]
+    assert reasons["LinenNorm"] == "it holds arrays in epsilon"
 
 
 def test_rules_and_options(rng):
@@ -203,3 +209,29 @@ def test_models_of_our_own_layers_and_bad_input():
         swap(Model().bind(Model().init(KEY, X)))
     with pytest.raises(ValueError, match="quantization must be"):
         swap(Model(), quantization="int4")
+
+
+@pytest.mark.newest
+def test_native_refuses_a_layer_norm_with_named_arguments():
+    class Named(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(x=x)
+
+    variables = Named().init(KEY, X)
+    want = Named().apply(variables, X)
+    np.testing.assert_array_equal(swap(Named()).apply(variables, X), want)
+    with pytest.raises(NotImplementedError, match="nn.LayerNorm: .*'native' .* named arguments"):
+        swap(Named(), implementation="native").apply(variables, X)
+
+
+@pytest.mark.newest
+def test_fp8_of_a_product_with_named_arguments_is_refused():
+    class Named(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.DenseGeneral(4)(inputs=x)
+
+    variables = Named().init(KEY, X)
+    with pytest.raises(ValueError, match="nn.DenseGeneral: quantization='fp8' does not go with"):
+        swap(Named(), quantization="fp8").apply(variables, X)

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import re
+import threading
+import time
 
 import equinox as eqx
 import foreign_norms
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from flax import nnx
 from foreign_norms import DivideByRms, OnePlusScale, StaticEps, WholeInput
 
@@ -83,6 +86,18 @@ def test_the_casts_are_the_class_own(rng):
     assert different(norm(x)) < 0.02 < 0.2 < different(plain)
 
 
+@pytest.mark.parametrize("weight", [f32, bf16])
+def test_the_bits_are_those_of_a_norm_that_rounds_before_its_weight(rng, weight):
+    norm = foreign_norms.NNX["rounds before the weight"](SIZE)
+    norm.weight = nnx.Param(norm.weight[...].astype(weight))
+    x = jnp.asarray(rng.standard_normal((64, SIZE)), bf16)
+    want, scale = norm(x), norm.weight[...]
+    _, known = reference.round_before_weight(x, scale, eps=norm.variance_epsilon)
+    got = np.asarray(ours_nnx.swap(norm)(x))
+    assert got.dtype == want.dtype == jnp.promote_types(bf16, weight)
+    assert known.mean() > 0.99 and np.all(got[known] == np.asarray(want)[known])
+
+
 def test_eps_and_offset_are_the_class_own():
     x = jnp.full((1, SIZE), 1e-3)  # its mean square is the eps
     for norm in (
@@ -121,7 +136,7 @@ class Model(nnx.Module):
         self.layers = nnx.List([make(), make()])
         self.norm = self.layers[0]["a"]
         self.head = nnx.Linear(16, 4, rngs=rngs)
-        self.last = nnx.LayerNorm(4, rngs=rngs)
+        self.last = nnx.GroupNorm(4, 2, rngs=rngs)
 
     def __call__(self, x):
         for layer in self.layers:
@@ -306,6 +321,20 @@ def test_equinox_optimizer_state_is_swapped_likewise(rng):
     np.testing.assert_allclose(train(2), train(None), rtol=1e-3)
 
 
+def test_equinox_more_arrays_are_no_filtered_copy():
+    class Shifted(eqx.Module):
+        weight: jax.Array
+        shift: jax.Array | None = None
+
+        def __call__(self, x):
+            y = foreign_norms.normal(x) * self.weight
+            return y if self.shift is None else y + self.shift
+
+    model = [Shifted(jnp.ones(8)), Shifted(jnp.ones(8), jnp.ones(8))]
+    reasons = [row.reason for row in report_of(ours_eqx.swap, model).rows]
+    assert not reasons[0] and "2 arrays: shift, weight" in reasons[1]
+
+
 def test_equinox_tied_norms_stay_tied():
     swapped = ours_eqx.swap(Net())
     assert swapped.shared is swapped.norms[0] and type(swapped.shared) is not WholeInput
@@ -325,11 +354,21 @@ def test_equinox_no_norm_stays():
         def __call__(self, x, *, key):
             return foreign_norms.normal(x) * self.w * jax.random.normal(key, x.shape)
 
-    model = [Groups(jnp.ones(8)), Keyed(jnp.ones(8)), eqx.nn.LayerNorm(8), eqx.nn.RMSNorm(8)]
-    report = report_of(ours_eqx.swap, model)
+    class Table(eqx.Module):  # what it computes depends on an array that is no parameter
+        w: jax.Array
+        table: tuple[np.ndarray, ...] = eqx.field(static=True)
+
+        def __call__(self, x):
+            return foreign_norms.normal(x) * self.w * self.table[0]
+
+    with pytest.warns(UserWarning, match="array is being set as static"):
+        tables = [Table(jnp.ones(8), (np.ones(8),))]
+    model = [Groups(jnp.ones(8)), Keyed(jnp.ones(8)), eqx.nn.GroupNorm(2, 8), eqx.nn.RMSNorm(8)]
+    report = report_of(ours_eqx.swap, model + tables)
     reasons = {row.layer: row.reason for row in report.left}
+    assert "other modules or arrays in table" in reasons["Table"]
     assert "row by row" in reasons["Groups"] and "its call fails" in reasons["Keyed"]
-    assert "2 arrays: bias, weight" in reasons["LayerNorm"] and len(report.swapped) == 1
+    assert "2 arrays: bias, weight" in reasons["GroupNorm"] and len(report.swapped) == 1
 
 
 # ---------------------------------------------------------------- rules
@@ -345,6 +384,20 @@ class Biased(nnx.Module):
 
 def fitting(norm, x):
     return rms_norm(x, norm.scale[...]) + norm.bias[...]
+
+
+def test_a_rule_for_a_module_with_random_numbers():
+    class Dropped(Biased):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dropout(super().__call__(x))
+
+    rule = lambda m, x: m.dropout(fitting(m, x))
+    row = report_of(ours_nnx.swap, Dropped(), rules={Dropped: rule}).swapped[0]
+    assert row.error == "not verified: it holds keys of random numbers"
 
 
 def test_a_rule_serves_what_is_not_recognised(rng):
@@ -382,6 +435,10 @@ def test_rules_of_the_wrong_kind():
     for rules in ([Biased], {"Biased": fitting}, {Biased: 3}):
         with pytest.raises(TypeError, match="swap: rules must map classes to functions"):
             ours_nnx.swap(nnx.Dict(a=Biased()), rules=rules)
+    model = nnx.Dict(a=nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="swap: report must be a function .* got 3"):
+        ours_nnx.swap(model, report=3)  # pyright: ignore[reportArgumentType]
+    assert type(model["a"]) is nnx.RMSNorm  # nothing has changed
 
 
 def test_equinox_rules(rng):
@@ -407,21 +464,21 @@ def test_the_printed_report(capsys):
     assert any(
         re.match(r"layers\.\*\.b \(2\) +OnePlusScale +rms_norm +float32 \d", l) for l in lines
     )
-    assert any(re.match(r"last +LayerNorm +not: it has 2 arrays: bias, scale$", l) for l in lines)
+    assert any(re.match(r"last +GroupNorm +not: it has 2 arrays: bias, scale$", l) for l in lines)
     assert lines[-1] == "5 of 6 modules are served by normfuse"
 
 
 def test_replacing_nothing_warns():
-    model = nnx.Dict(a=nnx.LayerNorm(4, rngs=nnx.Rngs(0)))
+    model = nnx.Dict(a=nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0)))
     with pytest.warns(
-        UserWarning, match="nothing in Dict is served by normfuse .LayerNorm: it has 2 arrays"
+        UserWarning, match="nothing in Dict is served by normfuse .GroupNorm: it has 2 arrays"
     ):
         ours_nnx.swap(model)
-    with pytest.warns(UserWarning, match="nothing in LayerNorm is served"):
-        ours_eqx.swap(eqx.nn.LayerNorm(4))
+    with pytest.warns(UserWarning, match="nothing in GroupNorm is served"):
+        ours_eqx.swap(eqx.nn.GroupNorm(2, 4))
     swapped = ours_nnx.swap(Model(nnx.Rngs(0)))
     ours_nnx.swap(swapped)  # all is swapped already
-    net = eqx.nn.LayerNorm(4)
+    net = eqx.nn.GroupNorm(2, 4)
     ours_eqx.swap(optax.adam(1e-3).init(eqx.filter(net, eqx.is_array)))  # an optimizer's state
     ours_nnx.swap(nnx.Optimizer(swapped, optax.adam(1e-3), wrt=nnx.Param))
 
@@ -449,3 +506,66 @@ def test_probing_is_done_once_a_configuration(monkeypatch):
     make = lambda eps: Norm(8, norm_eps=eps, rngs=nnx.Rngs(0))
     ours_nnx.swap(nnx.List([make(1e-6), make(1e-6), make(1e-5), make(1e-6)]))
     assert len(probed) == 2
+
+
+def test_modules_that_differ_in_any_attribute_are_told_apart(rng):
+    class Norm(nnx.Module):
+        def __init__(self, factor, eps, dtype):
+            self.weight = nnx.Param(jnp.ones(8))
+            self.__factor, self.eps, self.dtype = factor, eps, dtype
+
+        def __call__(self, x):
+            weight = self.__factor * self.weight[...]
+            return (foreign_norms.normal(x, self.eps) * weight).astype(self.dtype)
+
+    x = jnp.asarray(rng.standard_normal((3, 8)) * 1e-3, f32)
+    small, large = np.float32(1e-6), np.float32(1e-3)
+    for given in [(1, small, np.float32), (2, small, np.float32), (1, large, np.float32)] + [
+        (1, small, np.float16)
+    ]:
+        norm = Norm(*given)
+        want = norm(x)
+        got = ours_nnx.swap(nnx.Dict(a=norm, b=nnx.Linear(2, 2, rngs=nnx.Rngs(0))))["a"](x)
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=2 * float(jnp.finfo(want.dtype).eps))
+
+
+def test_a_derivative_of_ones_own_that_is_right_is_served(rng):
+    @jax.custom_vjp
+    def normal(x):
+        return foreign_norms.normal(x)
+
+    def backward(y_and_rstd, g):
+        y, rstd = y_and_rstd
+        return (rstd * (g - y * jnp.mean(g * y, -1, keepdims=True)),)
+
+    def forward(x):
+        rstd = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x * rstd, (x * rstd, rstd)
+
+    normal.defvjp(forward, backward)
+    norm = foreign_norms.Scaled(lambda m, x: normal(x) * m.weight[...])
+    x = jnp.asarray(rng.standard_normal((3, 8)), f32)
+    value = lambda x: jnp.sum(norm(x) ** 3)
+    want = jax.grad(value)(x)
+    assert report_of(ours_nnx.swap, norm).swapped
+    np.testing.assert_allclose(jax.grad(value)(x), want, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_make_one_class():
+    class Norm(DivideByRms):
+        def __init_subclass__(cls, **options):
+            time.sleep(0.05)  # a thread is in the middle of it when the other one begins
+            super().__init_subclass__(**options)
+
+    norms = [Norm(8, rngs=nnx.Rngs(0)) for _ in range(2)]
+    ours_nnx.swap(ours_nnx.unswap(ours_nnx.swap(Norm(8, rngs=nnx.Rngs(0)))))
+    threads = [
+        threading.Thread(target=ours_nnx.swap, args=(n,), kwargs={"implementation": "xla"})
+        for n in norms
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert type(norms[0]) is type(norms[1]) is not Norm

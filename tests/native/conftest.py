@@ -19,6 +19,8 @@ def call():
     registry.register()
 
     def run(kernel, operands, results, aliases=None, **attributes):
+        if kernel in ("forward", "apply"):
+            attributes.setdefault("cast_before", False)
         attributes = {k: np.float64(v) if type(v) is float else v for k, v in attributes.items()}
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
         target = f"normfuse_rms_norm_{kernel}"

@@ -261,7 +261,7 @@ def test_cache_full_disk_warns_once(folder, monkeypatch):
 
 def test_cache_entry_under_another_name_is_not_loaded(folder):
     image, other = get()[0], get(factor=3)[0]
-    paths = {cache._contents(path).partition(b"\n")[2]: path for path in folder.iterdir()}
+    paths = {cache._contents(path)[1]: path for path in folder.iterdir()}
     paths[image.data].write_bytes(paths[other.data].read_bytes())
     assert len(cache.entries()) == 1
     forget()

@@ -116,4 +116,4 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     assert len(logs) == 3
     spilled = [int(n) for log in logs for n in re.findall(r"(\d+) bytes spill stores", log)]
-    assert len(spilled) == 3 and max(spilled) <= 64, logs
+    assert len(spilled) == 3 and max(spilled) <= 80, logs

@@ -128,6 +128,26 @@ def test_cuda_dtype_mixes_compile(compile_all, rows, x, scale, out):
         compile_all("sm_90", kernel, *calls[kernel])
 
 
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
+def test_cuda_cast_before_compiles_and_spills_nothing(compile_all, arch):
+    for shape in ((9000, 128, 1), (9000, 4096, 1), (8, 300, 7)):
+        operands, params = calls_of(shape, residual=shape[1] == 4096)["forward"]
+        for name, log in compile_all(arch, "forward", operands, params | {"cast_before": True}):
+            assert "warning" not in log and spilled(log) == 0, (name, log)
+
+
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
+@pytest.mark.parametrize("n", [64, 128, 256])
+def test_cuda_heads_compile_and_spill_nothing(compile_all, arch, n):
+    heads, x, row = (32, n), ((4096, 32, n), "bfloat16"), ((4096, 32), "float32")
+    seen = FLAGS | {"axes": (2,), "heads": (1,), "out_dtype": "bfloat16", "with_rstd": True}
+    scale = (heads, "float32")
+    found = compile_all(arch, "forward", [x, scale], seen)
+    found += compile_all(arch, "backward", [x, x, scale, row], seen | {"with_dscale": True})
+    for name, log in found:
+        assert "warning" not in log and spilled(log) == 0, (name, log)
+
+
 @pytest.mark.parametrize("shape", [(64, 1000, 1), (4, 257, 3)], ids=str)
 def test_cuda_halves_compile(compile_all, shape):
     calls = calls_of(shape, "float16", "float32", "bfloat16", residual=True)

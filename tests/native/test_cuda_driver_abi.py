@@ -54,7 +54,6 @@ SAME(GetErrorName, cuGetErrorName);
 SAME(GetErrorString, cuGetErrorString);
 
 #define VALUE(ours, theirs) static_assert(int{ours} == int{theirs}, #theirs)
-VALUE(kMaxThreadsPerBlock, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
 VALUE(kSharedSizeBytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
 VALUE(kNumRegs, CU_FUNC_ATTRIBUTE_NUM_REGS);
 VALUE(kMaxDynamicSharedSizeBytes, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
@@ -63,7 +62,6 @@ VALUE(kMaxSharedMemoryPerBlockOptin, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_B
 VALUE(kErrorLogBuffer, CU_JIT_ERROR_LOG_BUFFER);
 VALUE(kErrorLogBufferSizeBytes, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES);
 VALUE(kClusterDimension, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
-VALUE(kProgrammaticStreamSerialization, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 
 #define PLACE(ours, field, theirs, other) \\
   static_assert(offsetof(ours, field) == offsetof(theirs, other), #theirs "::" #other)

@@ -8,8 +8,10 @@ import pytest
 from cuda_cases import (
     Case,
     check_backward,
+    check_cast_before,
     check_forward,
     check_halves,
+    check_heads,
     check_pullback,
     many_rows,
 )
@@ -140,6 +142,39 @@ def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout, residual)
     run, launches = emulated(SM90)
     check_forward(run, Case((21, layout.features, 1), residual=residual))
     assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((20, 1000, 1), residual=True),
+        Case((9, 257, 1), "float16", "bfloat16", "float32"),
+        Case((9, 20, 40), "bfloat16", "float32", "float32", "float16"),
+    ],
+    ids=str,
+)
+def test_cuda_rounds_before_the_weight(emulated, case):
+    run, _ = emulated(SM90)
+    check_cast_before(run, case)
+
+
+@pytest.mark.parametrize(
+    ("case", "heads", "shift"),
+    [
+        (Case((29, 64, 1)), 3, 0),  # a group of threads has every third row
+        (Case((5, 128, 1), residual=True, offset=0.5), 16, 0),  # more heads than rows of a block
+        (Case((7, 256, 1), scale="bfloat16"), 6, 1),  # unaligned
+        (Case((3, 2056, 1), "float16", "bfloat16", "float32"), 5, 0),  # a row to a block
+    ],
+    ids=str,
+)
+def test_cuda_heads_match_reference(emulated, case, heads, shift):
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=2), shift)
+    check_heads(run, case, heads)
+    backward = next(one for one in launches if one["kernel"] == "rms_norm_backward")
+    macros = backward["macros"]
+    assert macros["HEADS"] == heads and backward["grid"][0] * macros["BLOCK_ROWS"] % heads == 0
 
 
 @pytest.mark.parametrize("case", [Case((100, 264, 1)), Case((3, 9, 5), scale=None)], ids=str)

@@ -58,7 +58,7 @@ def check(got, want, terms):
 @pytest.mark.parametrize("name", calls((1, 1, 1)))
 @pytest.mark.parametrize("shape", [(37, 100, 1), (3, 7, 4), (2, 9000, 1)], ids=str)
 def test_kernels_match_the_definition(monkeypatch, backend, name, shape):
-    monkeypatch.setattr(norm_pallas._Rows, "_backend", backend)
+    monkeypatch.setattr(norm_pallas.Rows, "_backend", backend)
     if shape[1] == 9000:  # rows that no kernel holds: the sums first, in pieces
         monkeypatch.setattr(backend, "fits", lambda n: False)
     elif backend is blocks:  # several tiles of rows, the last one beyond the end

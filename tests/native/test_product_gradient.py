@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import Expected, assert_close, wide
+from reference import Expected, assert_close, clamped_swiglu, wide
 
 from normfuse.layers.dense import product_gradient
-from normfuse.layers.dense.epilogue import SCALARS, Epilogue
+from normfuse.layers.dense.epilogue import GATED, SCALARS, Epilogue, scalar_of
 from normfuse.layers.dense.matmul import Product
 from normfuse.layers.dense.product_gradient import Gradient
 from normfuse.native import implementation, launch
@@ -25,7 +25,7 @@ def gradient_of(name="silu", gated=True, with_value=True, contract=1):
     """What is known of the gradient; `contract` is w's axis that is summed over."""
     flags = {"has_up": gated, "with_value": with_value, "axes": (), "out_dtype": "bfloat16"}
     product = Product.of(2, 2, contract=1 - contract)  # the axis that the forward sums over
-    return Gradient(Epilogue(function=SCALARS[name], **flags), product)
+    return Gradient(Epilogue(function=scalar_of(name), **flags), product)
 
 
 def serve(target, spec, *arrays):
@@ -70,6 +70,7 @@ def interpreted(monkeypatch):
 
 
 # Rows and columns beyond the last tile, blocks with several tiles, and a slot's every use.
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "stages, staging, contract, gated",
     [(4, 2, 0, True), (4, 2, 1, True), (3, 5, 1, True), (4, 2, 0, False)],
@@ -96,6 +97,20 @@ def test_without_the_value(interpreted):
     dh, size = dy @ w.T, np.abs(dy) @ np.abs(w).T
     assert_close(dz, Expected(dh * up * (z > 0), size * np.abs(up), 64))
     assert_close(dup, Expected(dh * np.maximum(z, 0), size * np.abs(z), 64))
+
+
+@pytest.mark.newest
+def test_a_function_of_both(interpreted):
+    del interpreted
+    dy, w, z, up = operands(128, 64, 256, True, "float16")
+    arrays = dy, w, 4 * z, 4 * up  # on both sides of the limit
+    got = jax.jit(functools.partial(serve, HOPPER, gradient_of("clamped_swiglu")))(*arrays)
+    dy, w, z, up = map(wide, arrays)
+    y, of_z, of_up = clamped_swiglu(z, up)
+    dh, size = dy @ w.T, np.abs(dy) @ np.abs(w).T
+    assert_close(got[0], Expected(dh * of_z, 1.1 * size * (np.abs(up) + 1), 64))
+    assert_close(got[1], Expected(dh * of_up, size * np.abs(z), 64))
+    assert_close(got[2], Expected(y, (np.abs(up) + 1) * np.abs(z), 4))
 
 
 @pytest.mark.parametrize("name", SCALARS)
@@ -140,8 +155,9 @@ def test_it_lowers_to_one_kernel_in_place_of_its_operands(arch, dtype, contract)
 def test_it_lowers_for_every_activation(arch):
     arch("sm_90")
     types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128, 64), (256, 64), (128, 256))]
-    for name in SCALARS.keys() - {"swish"}:
-        assert "@mosaic_gpu" in lowered(types, PALLAS, name=name), name
+    for name in {*SCALARS, *GATED} - {"swish"}:
+        arrays = [*types, types[-1]] if name in GATED else types
+        assert "@mosaic_gpu" in lowered(arrays, PALLAS, name=name), name
     with jax.enable_x64(True):
         assert "@mosaic_gpu" in lowered(types, PALLAS, name="gelu")
 

@@ -11,8 +11,11 @@ import pytest
 from cuda_emulator import Emulator
 
 from normfuse.layers.dense.epilogue import SCALARS
-from normfuse.layers.quantization import gated, kernels
-from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout
+from normfuse.layers.quantization import gated, kernels, norm
+from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout, Codes
+from normfuse.layers.quantization.norm import NormCodes
+from normfuse.layers.rms_norm import cuda as rms_norm
+from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native import compiler
 from normfuse.native.launch import Target, named_target
 
@@ -219,6 +222,126 @@ def test_cuda_activation_of_what_is_not_finite_is_not(emulated, monkeypatch, rng
     np.testing.assert_array_equal(np.isnan(np.asarray(qt, np.float32)), lost.T)
 
 
+# ---------------------------------------------------------------- norms
+
+
+@pytest.fixture
+def normalised(emulated, monkeypatch):
+    """`normalised(layout, shift=0)`: a runner of the kernel as layers call it, and the launches."""
+
+    def make(layout, shift=0):
+        target, launches = emulated(shift=shift)
+        monkeypatch.setattr(norm, "launch", kernels.launch)
+        monkeypatch.setattr(rms_norm, "launch", kernels.launch)
+        monkeypatch.setattr(norm, "layout", lambda *_: layout)
+
+        def run(x, residual=None, scale=None, offset=0.0, **codes):
+            given = [a for a in (x, residual, scale) if a is not None]
+            flags = {"has_residual": residual is not None, "has_scale": scale is not None}
+            spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
+            bound = norm._bound(spec, [] if scale is None else [scale], x.shape[1])
+            found = norm.cuda_codes(target, NormCodes(spec, Codes(**codes)), *given, bound)
+            return [np.asarray(r) for r in found], np.asarray(bound).item()
+
+        return run, launches
+
+    return make
+
+
+def exact_norm(h, scale, offset):
+    """(y, rstd) in float64 of rows as they are stored."""
+    wide = np.asarray(h, np.float64)
+    with np.errstate(invalid="ignore"):
+        rstd = 1 / np.sqrt(np.mean(wide * wide, 1) + 1e-6)
+        y = wide * rstd[:, None]
+    return (y if scale is None else y * (np.asarray(scale, np.float64) + offset)), rstd
+
+
+CLUSTER = CastLayout(8, 2, 2, group=1)  # blocks of 32 rows and 64 columns
+WARPS = CastLayout(64, 1, 4, group=1)  # of 16 rows and 512 columns, by two warps
+NARROW = CastLayout(16, 8, 2, group=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "given", "options"),
+    [
+        ((48, 192), CLUSTER, BF16, {}),  # a row in three blocks; the last rows are not all there
+        ((33, 123), CLUSTER, BF16, {"offset": 1.0}),  # one element at a time
+        ((32, 528), WARPS, BF16, {"residual": BF16}),  # two blocks, the second almost empty
+        ((21, 77), NARROW, "float16", {"residual": "float16", "scale": "bfloat16"}),
+        ((16, 128), NARROW, BF16, {"scale": None}),
+        ((48, 192), None, BF16, {"residual": "float32"}),  # sums of rows before, and then codes
+        ((7, 50), None, "float32", {"offset": -0.5}),
+    ],
+    ids=str,
+)
+def test_cuda_norm_is_quantized_as_it_is_made(normalised, rng, shape, layout, given, options):
+    run, launches = normalised(layout)
+    draw = lambda *shape, dtype: rng.standard_normal(shape).astype(np.dtype(dtype))
+    options = {"scale": "float32", "residual": None, "offset": 0.0} | options
+    x = draw(*shape, dtype=given) * np.exp(draw(shape[0], 1, dtype="float32")).astype(given)
+    x[3] = 0
+    residual = options["residual"] and draw(*shape, dtype=options["residual"])
+    scale = options["scale"] and draw(shape[1], dtype=options["scale"])
+    (q, qt, code_scale, *h, rstd), bound = run(x, residual, scale, options["offset"])
+    stored = x
+    if residual is not None:
+        (stored,) = h
+        wide = x.astype(np.float32) + residual.astype(np.float32)
+        assert stored.dtype == np.promote_types(x.dtype, residual.dtype)
+        np.testing.assert_array_equal(stored, wide.astype(stored.dtype))
+    y, exact_rstd = exact_norm(stored, scale, options["offset"])
+    near([q, qt, code_scale], y, bound, fp8_reference.E4M3)
+    np.testing.assert_allclose(rstd, exact_rstd, rtol=1e-6)
+    assert len(launches) == (1 if layout else 2)
+    if layout:
+        across = -(-shape[1] // (8 * layout.width))
+        assert launches[0]["macros"]["CLUSTER"] == across
+
+
+def test_cuda_norm_writes_the_layouts_that_are_asked_for(normalised, rng):
+    x, scale = rng.standard_normal((48, 192)).astype(BF16), np.ones(192, np.float32)
+    for shift in (0, 1):
+        run, _ = normalised(CLUSTER, shift)
+        (q, qt, *_), _ = run(x, None, scale)
+        (alone, *_), _ = run(x, None, scale, has_qt=False)
+        (turned, *_), _ = run(x, None, scale, has_q=False)
+        assert alone.tobytes() == q.tobytes() and turned.tobytes() == qt.tobytes()
+
+
+@pytest.mark.parametrize("layout", [CLUSTER, None], ids=["one pass", "two"])
+def test_cuda_norm_of_what_is_not_finite_is_not(normalised, rng, layout):
+    """In its own row alone; a bound that is not finite leaves nothing finite."""
+    run, _ = normalised(layout)
+    x, scale = rng.standard_normal((32, 144)).astype(BF16), np.ones(144, np.float32)
+    clean, _ = run(x, None, scale)
+    x[3, 4], x[5, 130], x[7, 8] = np.nan, np.inf, -np.inf
+    (q, qt, *_), _ = run(x, None, scale)
+    lost = np.isnan(q.astype(np.float32))
+    assert lost[3].all() and lost[5, 130] and lost[7, 8]
+    np.testing.assert_array_equal(lost, np.isnan(qt.astype(np.float32)).T)
+    others = np.setdiff1d(np.arange(32), (3, 5, 7))
+    assert q[others].tobytes() == clean[0][others].tobytes()
+    for huge in (np.float32(3e38), np.float32(np.inf), np.float32(np.nan)):
+        scale[9] = huge  # sqrt(144) times it is beyond float32
+        (q, _, code_scale, *_), _ = run(x, None, scale)
+        assert np.isnan(code_scale).all() and np.isnan(q.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("largest", [1e30, 1e-30, 0.0])
+def test_cuda_norm_of_extreme_scales(normalised, rng, largest):
+    run, _ = normalised(CLUSTER)
+    x = rng.standard_normal((16, 64)).astype(BF16)
+    x[0] = 0
+    x[0, 5] = 1e4  # all of the bound in one element
+    scale = (largest * rng.uniform(0.5, 1, 64)).astype(np.float32)
+    scale[5] = np.float32(largest)
+    (q, qt, code_scale, *_), bound = run(x, None, scale)
+    near([q, qt, code_scale], exact_norm(x, scale, 0)[0], bound, fp8_reference.E4M3)
+    found = q.astype(np.float32)
+    assert np.isfinite(found).all() and (largest == 0) == (not found.any())
+
+
 # ---------------------------------------------------------------- compiling
 
 
@@ -283,6 +406,49 @@ def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
         assert "warning" not in log, (kernel, log)
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
         assert arch != "sm_90" or spilled <= 8, (kernel, log)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
+    """One that holds rows, by a cluster where there are any; on Hopper also with a residual."""
+    logs = {}
+
+    def launch(source, kernel, operands, results, *, target, macros, shared=0, cluster=1, **_):
+        assert shared <= target.shared_memory and (cluster == 8) == target.clusters
+        file = compiler.kernel_source(source)
+        log = compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1]
+        logs[macros["HAS_RESIDUAL"]] = log
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(norm, "launch", launch)
+    x, row, bound = jnp.zeros((64, 4096), BF16), jnp.zeros(4096), jnp.ones(1)
+    for residual in ([], [x]) if arch == "sm_90" else ([],):
+        flags = {"has_scale": True, "with_rstd": True, "has_residual": bool(residual)}
+        spec = NormCodes(Norm(eps=1e-6, **flags))
+        norm.cuda_codes(named_target(arch), spec, x, *residual, row, bound)
+    for residual, log in logs.items():
+        assert "warning" not in log, log
+        spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+        assert spilled <= (256 if residual else 0), log  # most of it where nothing is aligned
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
+def test_cuda_norms_of_every_length_have_a_layout_or_two_launches(arch):
+    """Whole clusters, of a power of two blocks, that hold the row and no more than that."""
+    target, longest = named_target(arch), 0
+    for n in range(1, 40_000, 13):
+        if (layout := norm.layout(n, 2, target)) is None:
+            assert longest
+            continue
+        longest = n
+        blocks, threads = -(-n // (8 * layout.width)), layout.width * layout.height
+        assert blocks in ((1, 2, 4, 8) if target.clusters else (1,))
+        assert layout.width % 32 == 0 or layout.width in (8, 16)
+        assert 64 <= threads <= 512 and threads * layout.min_blocks * 128 <= 65536
+        assert layout.shared <= target.shared_memory // layout.min_blocks - 4096
+        assert norm.layout(n, 4, target) is None
+    assert longest > (30_000 if target.clusters else 4000)
 
 
 def test_cuda_hopper_rounds_by_its_own_instruction():

@@ -14,9 +14,7 @@
 #include <iterator>
 
 #include "call.h"
-#include "cpu/elementwise.h"
-#include "cpu/quantize.h"
-#include "cpu/rms_norm.h"
+#include "cpu/handlers.h"
 #include "cuda.h"
 #include "cuda/launch.h"
 #include "mutate.h"
@@ -41,7 +39,7 @@ const std::vector<int64_t> kLengths = {1, 2, 3, 7, 8, 17, 64, 65, 300, 3000};
 
 // Arrays of one call, in dtypes of their own.
 struct NormArrays {
-  int64_t outer, n, inner;
+  int64_t outer, n, inner, heads = 1;
   std::vector<ffi::DataType> dtypes;
   ffi::DataType compute = ffi::F32;
 
@@ -53,10 +51,14 @@ struct NormArrays {
       dtypes.push_back(random.Of(std::vector<ffi::DataType>{ffi::F32, ffi::BF16, ffi::F16}));
     }
     if (random.Once(4)) dtypes[0] = compute = ffi::F64;  // of x or dy, which is always there
+    if (random.Once(4) && inner == 1) heads = std::max<int64_t>(outer, 1), outer *= random.Below(3);
   }
 
   Array Activation(int i) const { return {dtypes[i], {outer, n, inner}}; }
-  Array Scale(int i) const { return {dtypes[i], {n}}; }
+  Array Scale(int i) const { return Scale(dtypes[i]); }
+  Array Scale(ffi::DataType dtype) const {
+    return {dtype, heads > 1 ? std::vector<int64_t>{heads, n} : std::vector<int64_t>{n}};
+  }
   Array Statistics() const { return {compute, {outer, inner}}; }
 };
 
@@ -67,8 +69,79 @@ Call NormForward(Random& random) {
   if (residual) call.args.push_back(a.Activation(2)), call.rets.push_back(a.Activation(3));
   if (scale) call.args.push_back(a.Scale(4));
   if (rstd) call.rets.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale), Scalar("eps", 1e-6),
-                     Scalar("has_residual", residual), Scalar("with_rstd", rstd)};
+  call.attributes = {Scalar("scale_offset", 1.0),
+                     Scalar("has_scale", scale),
+                     Scalar("eps", 1e-6),
+                     Scalar("cast_before", random.Once(2)),
+                     Scalar("has_residual", residual),
+                     Scalar("with_rstd", rstd)};
+  return call;
+}
+
+Call LayerForward(Random& random) {
+  const NormArrays a(random);
+  const bool scale = random.Once(2), bias = random.Once(2), residual = random.Once(2);
+  const bool mean = random.Once(2), rstd = random.Once(2);
+  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
+  if (residual) call.args.push_back(a.Activation(2)), call.rets.push_back(a.Activation(3));
+  if (scale) call.args.push_back(a.Scale(4));
+  if (bias) call.args.push_back(a.Scale(5));
+  for (const bool wanted : {mean, rstd}) {
+    if (wanted) call.rets.push_back(a.Statistics());
+  }
+  call.attributes = {
+      Scalar("scale_offset", 1.0), Scalar("has_scale", scale),       Scalar("eps", 1e-6),
+      Scalar("has_bias", bias),    Scalar("has_residual", residual), Scalar("with_mean", mean),
+      Scalar("with_rstd", rstd)};
+  return call;
+}
+
+Call LayerRowStatistics(Random& random) {
+  const NormArrays a(random);
+  return {{a.Activation(0)}, {a.Statistics(), a.Statistics()}, {}};
+}
+
+Call LayerApply(Random& random) {
+  const NormArrays a(random);
+  const bool scale = random.Once(2), bias = random.Once(2);
+  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
+  if (scale) call.args.push_back(a.Scale(4));
+  if (bias) call.args.push_back(a.Scale(5));
+  call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
+  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
+                     Scalar("has_bias", bias)};
+  return call;
+}
+
+Call LayerGradient(Random& random, bool apply) {
+  const NormArrays a(random);
+  const bool scale = random.Once(2), residual = random.Once(2);
+  const bool dscale = random.Once(2), dbias = random.Once(2);
+  Call call{{a.Activation(0), a.Activation(1)}, {a.Activation(2)}, {}};
+  if (scale) call.args.push_back(a.Scale(4));
+  call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
+  if (residual) call.args.push_back(a.Activation(3));
+  if (apply) call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
+  for (const bool wanted : {dscale, dbias}) {
+    if (wanted) call.rets.push_back(a.Scale(a.compute));
+  }
+  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
+                     Scalar("has_residual", residual), Scalar("with_dscale", dscale),
+                     Scalar("with_dbias", dbias)};
+  if (apply) call.attributes.push_back(Scalar("count", 64.0));
+  return call;
+}
+
+Call LayerBackward(Random& random) { return LayerGradient(random, false); }
+Call LayerBackwardApply(Random& random) { return LayerGradient(random, true); }
+
+Call LayerRowDots(Random& random) {
+  const NormArrays a(random);
+  const bool scale = random.Once(2);
+  Call call{{a.Activation(0), a.Activation(1)}, {a.Statistics(), a.Statistics()}, {}};
+  if (scale) call.args.push_back(a.Scale(4));
+  call.args.push_back(a.Statistics());
+  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale)};
   return call;
 }
 
@@ -83,7 +156,8 @@ Call NormApply(Random& random) {
   const bool scale = random.Once(2);
   if (scale) call.args.push_back(a.Scale(2));
   call.args.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale)};
+  call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
+                     Scalar("cast_before", random.Once(2))};
   return call;
 }
 
@@ -103,7 +177,7 @@ Call NormBackward(Random& random) {
   if (scale) call.args.push_back(a.Scale(3));
   call.args.push_back(a.Statistics());
   if (residual) call.args.push_back(a.Activation(4));
-  if (dscale) call.rets.push_back({a.compute, {a.n}});
+  if (dscale) call.rets.push_back(a.Scale(a.compute));
   call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
                      Scalar("has_residual", residual), Scalar("with_dscale", dscale)};
   return call;
@@ -253,6 +327,14 @@ std::vector<Target> Targets(const std::vector<Library>& libraries) {
       {"normfuse_rms_norm_row_dots", Execute(NormfuseRmsNormRowDots), NormRowDots},
       {"normfuse_rms_norm_backward_apply", Execute(NormfuseRmsNormBackwardApply),
        NormBackwardApply},
+      {"normfuse_layer_norm_forward", Execute(NormfuseLayerNormForward), LayerForward},
+      {"normfuse_layer_norm_row_statistics", Execute(NormfuseLayerNormRowStatistics),
+       LayerRowStatistics},
+      {"normfuse_layer_norm_apply", Execute(NormfuseLayerNormApply), LayerApply},
+      {"normfuse_layer_norm_backward", Execute(NormfuseLayerNormBackward), LayerBackward},
+      {"normfuse_layer_norm_row_dots", Execute(NormfuseLayerNormRowDots), LayerRowDots},
+      {"normfuse_layer_norm_backward_apply", Execute(NormfuseLayerNormBackwardApply),
+       LayerBackwardApply},
       {"normfuse_quantize_amax", Execute(NormfuseQuantizeAmax), QuantizeAmax},
       {"normfuse_quantize_cast", Execute(NormfuseQuantizeCast), QuantizeCast},
       {"normfuse_launch",

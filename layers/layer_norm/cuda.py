@@ -1,0 +1,207 @@
+"""LayerNorm's kernels on CUDA, on RMSNorm's layouts of threads on rows.
+
+Arrays are viewed as (outer, n, inner). Rows that no block, or cluster of blocks, can hold take two
+launches: one for the statistics of each slice of a row, one for the rest.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...native.launch import Target
+from ..rms_norm.cuda import (
+    MAX_CLUSTER,
+    MAX_THREADS,
+    Call,
+    RowLayout,
+    compute_of,
+    found,
+    launch_backward,
+    launch_forward,
+    named,
+    scalars_of,
+)
+from ..rms_norm.spec import Norm
+
+Arrays = list[jax.Array]
+
+_WORD = 4  # bytes of a register
+
+
+def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
+    """Mean and squared differences of rows, from those of their parts along the first dimension.
+
+    `counts` are the elements of each part, against `means`. References: Chan, Golub and LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    counts = jnp.broadcast_to(counts, means.shape)
+    mean = jnp.sum(counts * means, 0) / jnp.sum(counts, 0)
+    return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0)
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual."""
+    given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
+    call = _call(target, "forward", named(rest, X=x, **given), norm.out_dtype)
+    call.result("Y", x.shape, norm.out_dtype)
+    if norm.has_residual:
+        call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
+    for name in ["MEAN"] * norm.with_mean + ["RSTD"] * norm.with_rstd:
+        call.result(name, call.row_shape, call.compute)
+    done = _forward(call, norm.eps, norm.scale_offset)
+    if done is not None:
+        return done
+
+    h = x
+    if norm.has_residual:
+        h = (x.astype(call.compute) + rest[0].astype(call.compute)).astype(call.results["H"].dtype)
+    mean, squares = row_statistics(target, norm, h, compute=call.compute)
+    rstd = jax.lax.rsqrt(squares / x.shape[1] + norm.eps)
+    (y,) = apply(target, norm, h, *rest[norm.has_residual :], mean, rstd)
+    return [y, *[h] * norm.has_residual, *[mean] * norm.with_mean, *[rstd] * norm.with_rstd]
+
+
+def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> Arrays:
+    """`x -> (mean, Σ (x − mean)²)`, one value a row each."""
+    del norm
+    call = _call(target, "row_statistics", {"X": x}, compute)
+    for name in ("MEAN", "SQUARES"):
+        call.result(name, call.row_shape, call.compute)
+    means, squares = found(_forward(call))
+    if means.shape == call.row_shape:
+        return [means, squares]
+    slices = means.shape[1]  # as long as each other, but for the last
+    layout = call.layout
+    assert layout is not None and layout.slices == slices
+    counts = np.full((slices, 1), layout.tile)
+    counts[-1] = call.features - (slices - 1) * layout.tile
+    parts = combined(means.T, squares.T, counts.astype(call.compute))
+    return [part[:, None] for part in parts]
+
+
+def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
+    """`(x[, scale][, bias], mean, rstd) -> y`, for statistics that are already known."""
+    given = {"SCALE": norm.has_scale, "BIAS": norm.has_bias, "MEAN": True, "RSTD": True}
+    call = _call(target, "apply", named(rest, X=x, **given), norm.out_dtype)
+    call.result("Y", x.shape, norm.out_dtype)
+    return found(_forward(call, scale_offset=norm.scale_offset))
+
+
+def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
+    """`(dy, x[, scale], mean, rstd[, dh]) -> (dx[, dscale][, dbias])`."""
+    given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
+    call = _call(target, "backward", named(rest, DY=dy, X=x, **given))
+    call.result("DX", x.shape, x.dtype)
+    done = _backward(call, norm, x.shape[1])
+    if done is not None:
+        return done
+
+    known = rest[: norm.has_scale + 1]
+    sums = row_dots(target, norm, dy, x, *known, compute=call.compute)
+    count = dataclasses.replace(norm, count=float(x.shape[1]))
+    return backward_apply(target, count, dy, x, *rest, *sums)
+
+
+def row_dots(
+    target: Target, norm: Norm, dy: Any, x: Any, *rest: Any, compute: Any = None
+) -> Arrays:
+    """`(dy, x[, scale], mean) -> (Σ dy · w, Σ dy · w · (x − mean))`, one value a row each."""
+    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, MEAN=True)
+    call = _call(target, "row_dots", operands, compute)
+    for name in ("SUMS", "DOTS"):
+        call.result(name, call.row_shape, call.compute)
+    alone = dataclasses.replace(norm, with_dscale=False, with_dbias=False)
+    return call.over_slices(found(_backward(call, alone, x.shape[1])))
+
+
+def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
+    """`(dy, x[, scale], mean, rstd[, dh], sums, dots) -> (dx[, dscale][, dbias])`."""
+    given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
+    operands = named(rest, DY=dy, X=x, **given, SUMS=True, DOTS=True)
+    call = _call(target, "backward_apply", operands)
+    call.result("DX", x.shape, x.dtype)
+    return found(_backward(call, norm, norm.count))
+
+
+def _call(target: Target, kernel: str, operands: dict[str, Any], *more: Any) -> Call:
+    """A launch; `more` are dtypes that are computed with too, or None."""
+    compute = compute_of(operands, *[dtype for dtype in more if dtype])
+    return Call(target, kernel, operands, compute, "layer_norm")
+
+
+def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays | None:
+    macros = {
+        "STATISTICS": "RSTD" not in call.operands,
+        "NORMALIZE": "Y" in call.results,
+        "WITH_MEAN": "MEAN" in call.results,
+        "WITH_RSTD": "RSTD" in call.results,
+        "HAS_BIAS": "BIAS" in call.operands,
+        **call.flags(scale_offset),
+    }
+    ease = functools.partial(_eased_forward, call)
+    return launch_forward(call, macros, scalars_of(call.compute, eps, scale_offset), ease)
+
+
+def _eased_forward(call: Call, layout: RowLayout) -> RowLayout:
+    """Leaves the kernel the registers it needs; what spilled would pass through the cache again.
+
+    The numbers are what NVRTC's assembler needs for sm_90, for bfloat16 of 512 to 65536 features.
+    """
+
+    def spills() -> bool:
+        held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
+        return layout.registers < 36 + layout.thread_rows * (8 + held)
+
+    layout = dataclasses.replace(layout, hold=False)  # the kernel reads its parameters late
+    while spills() and layout.min_blocks > 1 and layout.min_blocks * layout.threads > MAX_THREADS:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    while spills() and layout.thread_rows > 1:
+        layout = dataclasses.replace(layout, thread_rows=layout.thread_rows // 2)
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    return layout
+
+
+def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
+    macros = {
+        "DOTS": "DOTS" not in call.operands,
+        "GRADIENT": "DX" in call.results,
+        "WITH_DSCALE": norm.with_dscale,
+        "WITH_DBIAS": norm.with_dbias,
+        "HAS_PARTIAL": norm.with_dscale or norm.with_dbias,
+        **call.flags(norm.scale_offset),
+    }
+    scalars = scalars_of(call.compute, norm.scale_offset, count)
+    gradients = norm.with_dscale + norm.with_dbias
+    ease = functools.partial(_eased_backward, call, gradients + norm.has_scale)
+    return launch_backward(call, macros, scalars, gradients, sums_of_row=2, ease=ease)
+
+
+def _eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
+    """Leaves the kernel the registers it needs, as `_eased_forward` does: fewer blocks, or more to
+    a row, with as much of it on its way."""
+
+    def spills() -> bool:
+        vectors = layout.chunks * layout.vector
+        held = columns * vectors * call.compute.itemsize // _WORD
+        if layout.hold:
+            held += 2 * vectors * max(call.moving_bytes()) // _WORD
+        return layout.registers < held + 32
+
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    if spills() and layout.max_stages > 1:
+        layout = dataclasses.replace(layout, hold=False)
+    if spills() and 1 < layout.slices <= MAX_CLUSTER // 2 and call.whole_rows:
+        chunks = -(-layout.chunks // 2)
+        slices = -(-layout.features // (chunks * layout.vector * layout.row_threads))
+        stages = 2 * layout.max_stages
+        layout = dataclasses.replace(layout, chunks=chunks, slices=slices, max_stages=stages)
+    return layout

@@ -1,0 +1,206 @@
+// The derivative of LayerNorm along rows of FEATURES contiguous elements, in one pass over memory:
+//
+//   normal = (x - mean) · rstd    g = dy · (scale + offset)
+//   a = Σ g / count    b = Σ g · (x - mean) / count
+//   dx = rstd · (g - a - normal · rstd · b) (+ dh)
+//   dscale = Σ_rows dy · normal   dbias = Σ_rows dy
+//
+// and its two halves, for rows that lie on several devices or in no single block: the sums over
+// rows alone (GRADIENT 0), and dx, dscale and dbias for given sums (DOTS 0).
+//
+//   dy, x, dh, dx  (rows, FEATURES)  DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
+//   scale          (FEATURES,)       SCALE_TYPE, if HAS_SCALE
+//   mean, rstd     (rows,)           COMPUTE_TYPE
+//   sums, dots     (rows, SLICES)    COMPUTE_TYPE   a and b of each slice, times count; as
+//                                    operands (rows,)
+//   partial        (gridDim.x, of each: FEATURES)   COMPUTE_TYPE
+//                                    each block's dscale if WITH_DSCALE, then dbias if WITH_DBIAS
+//
+// A block goes through rows, and has them on their way, as in rms_norm_backward.cu.
+#include "stage.cuh"
+
+using Compute = COMPUTE_TYPE;
+
+// One row's slots: dy and x, which the sums are of, and dh.
+constexpr int kDy = 0;
+constexpr int kX = kDy + kSlots<DY_TYPE>;
+constexpr int kDh = kX + kSlots<X_TYPE>;
+constexpr int kStageBytes = kDh IF(GRADIENT, IF(HAS_RESIDUAL, +kSlots<DH_TYPE>));
+
+using PartDy = Part<DY_TYPE, HOLD>;
+using PartX = Part<X_TYPE, HOLD>;
+
+using Columns = ColumnsOf<Compute>;
+using Sums = Wide<Compute, 2>;  // Σ g and Σ g · (x - mean)
+
+// Over this thread's part of a row; beyond the row's end dy is zero.
+__device__ inline Sums sums_of(const PartDy& dys, const PartX& xs, Compute mean,
+                               [[maybe_unused]] const Columns& weight) {
+  Sums sums{};
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto wide_dy = widen_all<Compute>(dys[i]);
+    const auto wide_x = widen_all<Compute>(xs[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+      sums.at[0] += g;
+      sums.at[1] += g * (wide_x.at[k] - mean);
+    }
+  }
+  return sums;
+}
+
+// Whether the sums of the next row are begun before dx of this one.
+#define AHEAD (DOTS && GRADIENT && !HOLD)
+static_assert(!AHEAD || STAGES > 1, "the next row is there");
+
+// Whether a row's slots are free once its sums are known: what was in them is in registers.
+constexpr bool kEarly = DOTS && HOLD;
+
+using RowPairs = RowSums<Compute, 2>;
+constexpr int kSumBytes = (RowPairs::kBytes + 15) / 16 * 16;
+static_assert(kSumBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
+static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
+           // clang-format off
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           const Compute* mean,
+           IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
+           IF_NOT(DOTS, const Compute* sums, const Compute* dots,)
+           IF(GRADIENT, X_TYPE* dx, IF(HAS_PARTIAL, Compute* partial,))
+           IF_NOT(GRADIENT, Compute* sums, Compute* dots,)
+           long long rows, Compute scale_offset, Compute count) {
+  // clang-format on
+  bool aligned = aligned_16(dy, x);
+  IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+#if GRADIENT
+  aligned = aligned && aligned_16(dx);
+  IF(HAS_RESIDUAL, aligned = aligned && aligned_16(dh));
+  IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
+#endif
+
+  unsigned char* const stages = shared_memory() + kSumBytes;
+  IF(DOTS, RowPairs row_sums(shared_memory()));
+  const long long stride = 1LL * gridDim.x * BLOCK_ROWS;
+  long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
+
+  // Begin to copy what the sums are of, and the rest, of row `which`.
+  const auto fetch_terms = [&](long long which, int stage) {
+    if (which >= rows) return;
+    unsigned char* const to = stages + stage * kStageBytes;
+    Slots<DY_TYPE>{to + kDy}.fetch(dy + which * FEATURES, aligned);
+    Slots<X_TYPE>{to + kX}.fetch(x + which * FEATURES, aligned);
+  };
+  const auto fetch_rest = [&](long long which, int stage) {
+#if GRADIENT && HAS_RESIDUAL
+    const Slots<DH_TYPE> to{stages + stage * kStageBytes + kDh};
+    if (which < rows) to.fetch(dh + which * FEATURES, aligned);
+#endif
+    commit_copies();
+  };
+#pragma unroll
+  for (int s = 0; s < STAGES; ++s) {
+    fetch_terms(row + s * stride, s);
+    fetch_rest(row + s * stride, s);
+  }
+  // A statistic of row `which`; 0 beyond the last, where dy and x are too.
+  const auto of_row = [&](const Compute* values, long long which) {
+    return which < rows ? values[which] : Compute(0);
+  };
+
+  Columns weight;
+#if HAS_SCALE
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
+#endif
+  // Means are read two rows ahead: sums may be begun one row ahead.
+  Compute mean_row = of_row(mean, row), next_mean = of_row(mean, row + stride);
+#if GRADIENT
+  IF(WITH_DSCALE, Columns dscale{});
+  IF(WITH_DBIAS, Columns dbias{});
+  const Compute per_count = Compute(1) / count;
+  Compute next_rstd = of_row(rstd, row);
+  IF_NOT(DOTS, Sums next_sums{{of_row(sums, row), of_row(dots, row)}});
+#endif
+
+  int stage = 0;
+#if AHEAD
+  wait_copies<STAGES - 1>();
+  row_sums.post(
+      sums_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows), mean_row, weight));
+#endif
+  // All threads of the block leave together: `row - row_group()` is the same for each.
+  for (; row - row_group() < rows; row += stride) {
+    const bool active = row < rows;
+    unsigned char* const from = stages + stage * kStageBytes;
+    const Compute later_mean = of_row(mean, row + 2 * stride);
+#if AHEAD
+    const Sums totals = row_sums.total();
+    if (row - row_group() + stride < rows) {
+      wait_copies<STAGES - 2>();
+      unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
+      const bool there = row + stride < rows;
+      row_sums.post(sums_of(PartDy(next + kDy, there), PartX(next + kX, there), next_mean, weight));
+    }
+#else
+    wait_copies<STAGES - 1>();
+#endif
+    const PartDy dys(from + kDy, active);
+    const PartX xs(from + kX, active);
+#if GRADIENT
+    IF(HAS_RESIDUAL, const Part<DH_TYPE, HOLD> dhs(from + kDh, active));
+    const Compute rstd_row = next_rstd;
+    next_rstd = of_row(rstd, row + stride);
+#endif
+#if !DOTS
+    const Sums totals = next_sums;
+    next_sums = Sums{{of_row(sums, row + stride), of_row(dots, row + stride)}};
+#elif !AHEAD
+    row_sums.post(sums_of(dys, xs, mean_row, weight));
+    const Sums totals = row_sums.total();
+    if (kEarly) fetch_terms(row + STAGES * stride, stage);
+#endif
+#if !GRADIENT
+    if (active && row_thread() == 0) {
+      sums[row * SLICES + slice()] = totals.at[0];
+      dots[row * SLICES + slice()] = totals.at[1];
+    }
+#else
+    const Compute of_g = totals.at[0] * per_count;
+    const Compute pull = totals.at[1] * per_count * rstd_row;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      const auto wide_dy = widen_again<Compute>(dys[i]);
+      const auto wide_x = widen_again<Compute>(xs[i]);
+      IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
+      Wide<Compute, VECTOR> out;
+#pragma unroll
+      for (int k = 0; k < VECTOR; ++k) {
+        const Compute normal = (wide_x.at[k] - mean_row) * rstd_row;
+        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
+        IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
+        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+        out.at[k] = rstd_row * (g - of_g - normal * pull);
+        IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
+      }
+      if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
+    }
+#endif
+    // All that was read has been used, so the slots are free again.
+    if (!kEarly) fetch_terms(row + STAGES * stride, stage);
+    fetch_rest(row + STAGES * stride, stage);
+    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    mean_row = next_mean;
+    next_mean = later_mean;
+  }
+  IF(DOTS, row_sums.finish());
+#if GRADIENT && HAS_PARTIAL
+  wait_copies<0>();
+  Compute* const mine = partial + 1LL * blockIdx.x * (WITH_DSCALE + WITH_DBIAS) * FEATURES;
+  IF(WITH_DSCALE, store_columns(dscale, partial_aligned, mine));
+  IF(WITH_DBIAS, store_columns(dbias, partial_aligned, mine + WITH_DSCALE * FEATURES));
+#endif
+}

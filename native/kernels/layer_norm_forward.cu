@@ -1,0 +1,163 @@
+// LayerNorm along rows of FEATURES contiguous elements, in one pass over memory:
+//
+//   h = x + residual (or x)    rstd = 1 / sqrt(mean((h - mean)²) + eps)
+//   y = (h - mean) · rstd · (scale + offset) + bias
+//
+// and its two halves, for rows that lie on several devices or do not fit in one block's registers:
+// each slice's mean and squared differences alone (NORMALIZE 0), and y for a given mean and rstd
+// (STATISTICS 0).
+//
+//   x, y         (rows, FEATURES)  X_TYPE, Y_TYPE
+//   residual     (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE   if HAS_RESIDUAL
+//   scale        (FEATURES,)       SCALE_TYPE                                 if HAS_SCALE
+//   bias         (FEATURES,)       BIAS_TYPE                                  if HAS_BIAS
+//   mean         (rows,)           COMPUTE_TYPE   an operand, or a result if WITH_MEAN
+//   rstd         (rows,)           COMPUTE_TYPE   an operand, or a result if WITH_RSTD
+//
+//   mean, squares  (rows, SLICES)  COMPUTE_TYPE   of each slice, where NORMALIZE is 0
+//
+// Threads have rows as in rms_norm_forward.cu. A row's mean is known before the squares are summed:
+// two sums over the block, but no digit is lost where the mean is large. Scale and bias are read
+// when the statistics are known: with both, registers have no room to hold them before.
+#include "row.cuh"
+
+using Compute = COMPUTE_TYPE;
+
+constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
+
+template <typename T>
+__device__ inline Compute sum_of(const Chunks<T>& values) {
+  Compute sum = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto wide = widen_all<Compute>(values[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) sum += wide.at[k];
+  }
+  return sum;
+}
+
+// Elements beyond the row's end are zeros, and no part of it.
+template <typename T>
+__device__ inline Compute square_sum(const Chunks<T>& values, Compute mean) {
+  Compute sum = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    if (!inside(i)) continue;
+    const auto wide = widen_again<Compute>(values[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      const Compute centred = wide.at[k] - mean;
+      sum += centred * centred;
+    }
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const X_TYPE* x,
+           // clang-format off
+           IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
+           IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(HAS_BIAS, const BIAS_TYPE* bias,)
+           IF_NOT(STATISTICS, const Compute* mean, const Compute* rstd,)
+           IF(NORMALIZE, Y_TYPE* y,)
+           IF(HAS_RESIDUAL, H_TYPE* h,)
+           IF(STATISTICS, IF(WITH_MEAN, Compute* mean,) IF(WITH_RSTD, Compute* rstd,))
+           IF_NOT(NORMALIZE, Compute* squares,)
+           long long rows, Compute eps, Compute scale_offset) {
+  // clang-format on
+  bool aligned = aligned_16(x);
+  IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
+  IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+  IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
+  IF(NORMALIZE, aligned = aligned && aligned_16(y));
+  IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
+  const long long stride = 1LL * gridDim.x * kRows;
+  for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
+    const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
+
+    Chunks<X_TYPE> xs[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
+    }
+#if HAS_RESIDUAL
+    Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(residual + (mine + r) * FEATURES, mine + r < rows, aligned, residuals[r]);
+    }
+    Chunks<H_TYPE> hs[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      add_residual<Compute>(xs[r], residuals[r], h + (mine + r) * FEATURES, mine + r < rows,
+                            aligned, hs[r]);
+    }
+#else
+    auto& hs = xs;
+#endif
+
+    Wide<Compute, THREAD_ROWS> means, inverse;
+#if STATISTICS
+    // The block's part of a row, or the whole of it in a cluster.
+    const int rest = FEATURES - slice() * kTile;
+    const int count = CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile;
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) means.at[r] = sum_of(hs[r]);
+    row_sums.post(means);
+    means = row_sums.total();
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      means.at[r] /= Compute(count);
+      inverse.at[r] = square_sum(hs[r], means.at[r]);
+    }
+    row_sums.post(inverse);
+    inverse = row_sums.total();
+#endif
+#if !NORMALIZE
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      if (mine + r >= rows || row_thread() != 0) continue;
+      mean[(mine + r) * SLICES + slice()] = means.at[r];
+      squares[(mine + r) * SLICES + slice()] = inverse.at[r];
+    }
+#else
+#if STATISTICS
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      inverse.at[r] = inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps);
+      [[maybe_unused]] const bool writes = mine + r < rows && row_thread() == 0 && slice() == 0;
+      IF(WITH_MEAN, if (writes) mean[mine + r] = means.at[r]);
+      IF(WITH_RSTD, if (writes) rstd[mine + r] = inverse.at[r]);
+    }
+#else
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      means.at[r] = mine + r < rows ? mean[mine + r] : Compute(0);
+      inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);
+    }
+#endif
+    if (mine >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+      IF(HAS_SCALE, const auto weight = load_weight(scale, scale_offset, i, aligned));
+      IF(HAS_BIAS, const auto shift = load_columns<Compute>(bias, i, aligned));
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r) {
+        auto out = widen_again<Compute>(hs[r][i]);
+#pragma unroll
+        for (int k = 0; k < VECTOR; ++k) {
+          out.at[k] = (out.at[k] - means.at[r]) * inverse.at[r];
+          IF(HAS_SCALE, out.at[k] *= weight.at[k]);
+          IF(HAS_BIAS, out.at[k] += shift.at[k]);
+        }
+        if (mine + r < rows) {
+          store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
+        }
+      }
+    }
+#endif
+  }
+  IF(STATISTICS, row_sums.finish());
+}

@@ -1,0 +1,255 @@
+"""LayerNorm's kernels, each against float64: C++ on this machine, CUDA on the emulator."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from cuda_cases import EPS, Case
+from cuda_emulator import Emulator
+from reference import Expected, assert_close, wide
+
+from normfuse.layers.layer_norm import op
+from normfuse.layers.rms_norm import cuda
+from normfuse.layers.rms_norm.cuda import RowLayout
+from normfuse.layers.rms_norm.spec import Norm
+from normfuse.native.launch import Target
+
+SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
+SM80 = Target("sm_80", multiprocessors=1)
+KERNELS = {kernel.name.removeprefix("layer_norm_"): kernel for kernel in op.KERNELS}
+
+
+@pytest.fixture
+def emulated(emulator_folder, monkeypatch):
+    """`emulated(target, shift=0)`: a runner of the kernels, and the launches it has made."""
+    pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
+
+    def make(target, shift=0):
+        emulator = Emulator(emulator_folder, shift)
+        monkeypatch.setattr(cuda, "launch", emulator.launch)
+
+        def run(kernel, operands, **params):
+            operands = [jax.numpy.asarray(a) for a in operands]
+            norm = Norm(op="layer_norm", centred=True, **params)
+            return list(map(np.asarray, KERNELS[kernel].bodies["cuda"](target, norm, *operands)))
+
+        return run, emulator.launches
+
+    with jax.enable_x64(True):
+        yield make
+
+
+@pytest.fixture
+def host():
+    """A runner of the C++ kernels."""
+
+    def run(kernel, operands, **params):
+        norm = Norm(op="layer_norm", centred=True, **params)
+        call = jax.jit(lambda *arrays: KERNELS[kernel].bodies["cpu"](norm, *arrays))
+        return list(map(np.asarray, call(*map(jnp.asarray, operands))))
+
+    with jax.enable_x64(True):
+        yield run
+
+
+def drawn(case: Case, seed: int, mean: float = 0.0):
+    """x, dy, dh, and scale and bias; bias only where there is a scale."""
+    x, dy, dh, scale = case.draw(seed)
+    bias = (wide(scale) - 1).astype(scale.dtype)
+    return (wide(x) + mean).astype(x.dtype), dy, dh, [scale, bias] if case.scale else []
+
+
+def check_forward(run, case: Case, mean: float = 0.0) -> None:
+    x, _, other, own = drawn(case, 1, mean)
+    flags = {"has_bias": bool(own), "has_residual": case.residual, "eps": EPS}
+    flags |= {"with_mean": True, "with_rstd": True, "out_dtype": jnp.dtype(case.out).name}
+    operands = [x, *[other] * case.residual, *own]
+    y, *h, mean, rstd = run("forward", operands, **flags, **case.flags)
+    if case.residual:
+        x = reference.add(x, other)
+        assert_close(h[0], Expected(wide(x), np.abs(wide(x))), case.compute)
+        x = h[0]
+    options = {"axes": 1, "eps": EPS, "scale_offset": case.offset}
+    assert y.dtype == case.out and mean.dtype == rstd.dtype == case.compute
+    assert_close(y, reference.layer_forward(x, *own, **options), case.compute)
+    _, exact_rstd, exact = reference.layer_normal(x, 1, EPS)
+    size, n = np.abs(wide(x)).mean(1), case.shape[1]
+    assert_close(mean, Expected(exact[:, 0], size, n), case.compute)
+    # of the squares of differences, each of which has the mean's error: its relative part is small
+    assert_close(rstd, Expected(exact_rstd[:, 0], exact_rstd[:, 0], n), case.compute, slack=2)
+
+
+def check_backward(run, case: Case, dscale: bool = True, dbias: bool = True) -> None:
+    x, dy, dh, own = drawn(case, 2)
+    _, rstd, mean = reference.layer_normal(x, 1, EPS)
+    statistics = [a[:, 0].astype(case.compute) for a in (mean, rstd)]
+    flags = {"has_residual": case.residual, "with_dscale": dscale, "with_dbias": dbias}
+    operands = [dy, x, *own[:1], *statistics, *[dh] * case.residual]
+    got = run("backward", operands, **flags, **case.flags)
+    more = dh if case.residual else None
+    options = {"axes": 1, "eps": EPS, "scale_offset": case.offset}
+    found = reference.layer_backward(dy, x, own[0] if own else None, more, **options)
+    wanted = [e for e, w in zip(found, (True, dscale, dbias)) if w]
+    assert [a.dtype for a in got] == [case.x, *[case.compute] * (dscale + dbias)]
+    for array, expected in zip(got, wanted, strict=True):
+        assert_close(array, expected, case.compute)
+
+
+def check_halves(run, case: Case) -> None:
+    """`row_statistics` and `apply`, `row_dots` and `backward_apply` do together what one does."""
+    x, dy, dh, own = drawn(case, 3, mean=100.0)
+    wider = x.astype(case.compute) if case.compute == "float64" else x  # as the op does
+    mean, squares = run("row_statistics", [wider])
+    exact = wide(x).mean(1)
+    assert_close(mean, Expected(exact, np.abs(wide(x)).mean(1), case.shape[1]), mean.dtype.name)
+    variance = squares / case.shape[1]
+    np.testing.assert_allclose(variance, wide(x).var(1), rtol=1e-4)
+    rstd = (1 / np.sqrt(variance + EPS)).astype(case.compute)
+    mean = mean.astype(case.compute)
+    flags = {"has_bias": bool(own), "out_dtype": jnp.dtype(case.out).name}
+    (y,) = run("apply", [x, *own, mean, rstd], **flags, **case.flags)
+    options = {"axes": 1, "eps": EPS, "scale_offset": case.offset}
+    assert_close(y, reference.layer_forward(x, *own, **options), case.compute)
+
+    sums = [a.astype(case.compute) for a in run("row_dots", [dy, x, *own[:1], mean], **case.flags)]
+    operands = [dy, x, *own[:1], mean, rstd, *[dh] * case.residual, *sums]
+    flags = {"has_residual": case.residual, "with_dscale": True, "with_dbias": True}
+    got = run("backward_apply", operands, count=float(case.shape[1]), **flags, **case.flags)
+    more = dh if case.residual else None
+    found = reference.layer_backward(dy, x, own[0] if own else None, more, **options)
+    for array, expected in zip(got, found, strict=True):
+        assert_close(array, expected, case.compute)
+
+
+CASES = [
+    Case((37, 24, 1)),  # several rows to a warp, the last block not full
+    Case((20, 1000, 1), residual=True, offset=0.5),  # several rows to a block
+    Case((9, 257, 1), "float32", "float64", "float16"),  # an odd length: one element at a time
+    Case((9, 20, 40), residual=True),  # strided
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cuda_kernels_match_reference(emulated, case):
+    run, _ = emulated(SM90)
+    check_forward(run, case, mean=3.0)
+    check_backward(run, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        Case((2, 70000, 1)),
+        Case((2, 9000, 9)),
+        Case((9, 130, 3), "float32", None, "float32"),
+    ],
+    ids=str,
+)
+def test_host_kernels_match_reference(host, case):
+    check_forward(host, case, mean=3.0)
+    check_backward(host, case)
+    check_halves(host, case)
+
+
+@pytest.mark.parametrize("dscale, dbias", [(True, False), (False, True), (False, False)])
+def test_gradients_that_are_asked_for(emulated, host, dscale, dbias):
+    run, _ = emulated(SM90)
+    check_backward(run, Case((21, 72, 1) if dscale else (3, 9, 40)), dscale, dbias)
+    for shape in ((21, 72, 1), (3, 9, 40)):
+        check_backward(host, Case(shape), dscale, dbias)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        RowLayout(520, 8, 2, 64, 2, thread_rows=4),
+        RowLayout(1032, 8, 1, 64, 1, slices=3, thread_rows=2),  # a cluster
+    ],
+    ids=str,
+)
+def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout):
+    monkeypatch.setattr(cuda, "forward_layout", lambda *_, **__: layout)
+    run, launches = emulated(SM90)
+    check_forward(run, Case((21, layout.features, 1), residual=layout.slices > 1), mean=1.0)
+    assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
+
+
+@pytest.mark.parametrize("case", [Case((3, 9, 5), scale=None), Case((9, 72, 1), residual=True)])
+def test_cuda_halves_match_reference(emulated, case):
+    check_halves(emulated(SM90)[0], case)
+
+
+def test_cuda_unaligned_arrays_match_reference(emulated):
+    run, _ = emulated(SM90, shift=1)
+    check_forward(run, Case((3, 136, 1), residual=True))
+    check_backward(run, Case((3, 136, 1), residual=True))
+
+
+# The longer rows take more blocks than RMSNorm's, which have registers for fewer columns each.
+@pytest.mark.parametrize("n, blocks", [(12296, 2), (28168, 4)])
+def test_cuda_cluster_adds_its_slices(emulated, n, blocks):
+    run, launches = emulated(SM90)
+    check_backward(run, Case((3, n, 1)))
+    assert launches[0]["macros"]["CLUSTER"] == launches[0]["grid"][1] == blocks
+
+
+def test_cuda_long_rows_take_two_launches(emulated):
+    """Slices of unequal lengths, whose statistics are combined."""
+    run, launches = emulated(SM80)
+    case = Case((2, 33000, 1), "float32", "float32", "float32")
+    check_forward(run, case, mean=50.0)
+    check_backward(run, case)
+    kernels = [launch["kernel"].removeprefix("layer_norm_") for launch in launches]
+    assert kernels == ["row_statistics", "apply", "row_dots", "backward_apply"]
+    assert launches[0]["grid"][1] > 1 and launches[2]["grid"][1] > 1
+
+
+def test_no_rows_launch_nothing(emulated, host):
+    run, launches = emulated(SM90)
+    for shape in ((0, 24, 1), (0, 24, 3)):
+        for each in (run, host):
+            check_backward(each, Case(shape))
+    assert not launches
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("arch", "shape"),
+    [
+        *(("sm_90", (9000, n, 1)) for n in (512, 4096, 8192, 12288, 32768)),
+        ("sm_90", (64, 16384, 1)),
+        ("sm_80", (300, 4096, 1)),
+        ("sm_100", (9, 20, 40)),
+    ],
+)
+def test_cuda_kernels_compile_and_spill_no_registers(monkeypatch, arch, shape):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from normfuse.native import compiler
+
+    spilled = {}
+
+    def launch(source, kernel, operands, results, *, target, macros, **sizes):
+        if kernel != "column_sum":
+            code = compiler.kernel_source(source)
+            log = compiler.compile_with_log(code, macros, target.arch, "--ptxas-options=-v")[1]
+            spilled[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+            assert "Used " in log and "warning" not in log, log
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    target = Target(arch, multiprocessors=132)
+    x, w = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:2], "float32")
+    row = jax.ShapeDtypeStruct((shape[0], shape[2]), "float32")
+    norm = Norm(op="layer_norm", centred=True, out_dtype="bfloat16", has_scale=True, has_bias=True)
+    run = lambda name, norm, *operands: jax.eval_shape(
+        lambda *arrays: KERNELS[name].bodies["cuda"](target, norm, *arrays), *operands
+    )
+    run("forward", norm, x, w, w)
+    gradients = Norm(op="layer_norm", has_scale=True, with_dscale=True, with_dbias=True)
+    run("backward", gradients, x, x, w, row, row)
+    assert list(spilled) == ["layer_norm_forward", "layer_norm_backward"]
+    assert max(spilled.values()) <= 8, spilled
