@@ -12,16 +12,12 @@ from .side_by_side import pause
 
 
 class Rope(NamedTuple):
-    """The rotation of the tokens of one call.
+    """The rotation of the tokens of one call."""
 
-    Attributes:
-      cos, sin: of the angles, `([batch,] seq, head_dim / 2)` float32 each.
-      start: position of the first token: a scalar, or `(batch,)`.
-    """
-
+    # cos, sin: of the angles, `([batch,] seq, head_dim / 2)` float32 each.
     cos: Array
     sin: Array
-    start: Array | int
+    start: Array | int  # position of the first token: a scalar, or `(batch,)`
 
 
 class KeyValue(NamedTuple):
@@ -32,14 +28,10 @@ class KeyValue(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens that a transformer has read: a plain pytree.
+    """Keys and values of the tokens that a transformer has read: a plain pytree."""
 
-    Attributes:
-      layers: past keys and values of each layer, of fixed length.
-      length: int32, the number of positions filled: a scalar, or `(batch,)` for each sequence.
-    """
-
-    layers: tuple[KeyValue, ...]
+    layers: tuple[KeyValue, ...]  # past keys and values of each layer, of fixed length
+    # Int32, the number of positions filled: a scalar, or `(batch,)` for each sequence.
     length: Array
 
     @classmethod
@@ -51,17 +43,22 @@ class Cache(NamedTuple):
         return cls(layers, jnp.int32(0))
 
 
-def rope_table(config: TransformerConfig, start: Array | int, seq: int) -> Rope:
+def rope_table(
+    config: TransformerConfig, start: Array | int, seq: int, local: bool = False
+) -> Rope:
     """Tabulates the angles `position * theta^(-2i / head_dim)` of positions `start`, `start + 1`, …
 
-    `start` may be `(batch,)`, for sequences of different lengths.
+    `start` may be `(batch,)`, for sequences of different lengths. `local`: for local layers.
 
     References: Su et al., RoFormer, arXiv:2104.09864.
     """
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    if config.rope_scaling is not None:
-        frequencies = _scaled(frequencies, config.rope_scaling)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if local and config.local_rope_theta is not None:
+        theta, scaling = config.local_rope_theta, None
+    frequencies = 1.0 / theta**exponents
+    if scaling is not None:
+        frequencies = _scaled(frequencies, scaling)
     angles = _positions(start, seq).astype(jnp.float32)[..., None] * frequencies
     return Rope(jnp.cos(angles), jnp.sin(angles), start)
 
@@ -71,6 +68,8 @@ def _positions(start: Array | int, seq: int) -> Array:
 
 
 def _scaled(frequencies: Array, scaling: RopeScaling) -> Array:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
     turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # over the trained length
     span = scaling.high_freq_factor - scaling.low_freq_factor
     keep = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
@@ -101,6 +100,10 @@ def attend(
     cache: KeyValue | None,
     start: Array | int,
     implementation: AttentionImplementation,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> tuple[Array, KeyValue | None]:
     """Computes causal attention over this call's tokens and, with a cache, all before them.
 
@@ -111,18 +114,28 @@ def attend(
       v: as `k`.
       cache: past keys and values, of which the first `start` positions are filled; or None.
       start: position of the first token: a scalar, or `(batch,)` for each sequence.
-      implementation: "auto", "xla" or "cudnn"; XLA serves calls with a cache.
+      implementation: "auto", "xla" or "cudnn"; XLA serves calls with a cache or a softcap.
+      scale: of the scores; `1 / sqrt(head_dim)` when None.
+      softcap: bounds the scores s as `softcap * tanh(s / softcap)`.
+      window: how many tokens each attends to, itself included; all when None.
     Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
       call's keys and values. Scores and softmax are float32 (float64 for float64).
     """
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
-        return _attend_xla(q, cache.keys, cache.values, start), cache
+        return _attend_xla(q, cache.keys, cache.values, start, scale, softcap, window), cache
     q, k, v = pause((q, k, v))
-    if implementation == "cudnn" or (implementation == "auto" and _cudnn_serves(q)):
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        return out, None
-    return _attend_xla(q, k, v, 0), None
+    cudnn = implementation == "auto" and softcap is None and _cudnn_serves(q)
+    if implementation == "cudnn" or cudnn:
+        local = None if window is None else (window - 1, 0)  # tokens before and after each
+        options = {"scale": scale, "local_window_size": local, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, **options), None
+    return _attend_xla(q, k, v, 0, scale, softcap, window), None
+
+
+def soft_capped(x: Array, cap: float | None) -> Array:
+    """`cap * tanh(x / cap)`: x bounded; x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _add(past: Array, new: Array, start: Array | int) -> Array:
@@ -132,7 +145,15 @@ def _add(past: Array, new: Array, start: Array | int) -> Array:
     return jax.vmap(each)(past, new, start)
 
 
-def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
+def _attend_xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    start: Array | int,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+) -> Array:
     batch, seq, heads, width = q.shape
     length, kv_heads = k.shape[1:3]
     group = heads // kv_heads
@@ -141,9 +162,12 @@ def _attend_xla(q: Array, k: Array, v: Array, start: Array | int) -> Array:
     q = q.reshape(batch, seq, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, kv_heads, group * seq, width)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
-    scores = _product("bkrh,bksh->bkrs", q, k) * width**-0.5
-    positions = jnp.tile(_positions(start, seq), group)
-    seen = jnp.arange(length) <= positions[..., None]  # ([batch,] group * seq, length)
+    scores = _product("bkrh,bksh->bkrs", q, k) * (width**-0.5 if scale is None else scale)
+    scores = soft_capped(scores, softcap)
+    positions = jnp.tile(_positions(start, seq), group)[..., None]
+    seen = jnp.arange(length) <= positions  # ([batch,] group * seq, length)
+    if window is not None:
+        seen &= jnp.arange(length) > positions - window
     seen = jnp.expand_dims(seen, -3)  # the same for every head
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     out = _product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
@@ -159,9 +183,13 @@ def _product(equation: str, a: Array, b: Array) -> Array:
     return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=wide)
 
 
+def cudnn_takes(head_dim: int) -> bool:
+    """Whether cuDNN's fused attention has heads so wide on every generation since Ampere."""
+    return head_dim <= 128 and head_dim % 8 == 0
+
+
 def _cudnn_serves(q: Array) -> bool:
-    # The limits of cuDNN's fused attention on every generation since Ampere.
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.shape[-1] > 128 or q.shape[-1] % 8:
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or not cudnn_takes(q.shape[-1]):
         return False
     if jax.default_backend() != "gpu":
         return False

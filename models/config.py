@@ -4,21 +4,24 @@ Nothing here imports JAX, so that a command line can check a configuration witho
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+import math
+from typing import Any, Literal, get_args, get_origin
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 Remat = Literal["none", "block", "dots"]
 AttentionImplementation = Literal["auto", "xla", "cudnn"]
 Implementation = Literal["native", "pallas", "xla"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
 Quantization = Literal["fp8"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's scaling of the rotary wavelengths for sequences beyond the length trained on.
+    """Scaling of the rotary wavelengths for sequences beyond the length trained on.
 
-    Wavelengths above `original_max_seq_len / low_freq_factor` grow by `factor`, those below
-    `original_max_seq_len / high_freq_factor` stay, and those between are interpolated.
+    Of kind "linear", all wavelengths grow by `factor`. Of kind "llama3" (Llama 3.1), those above
+    `original_max_seq_len / low_freq_factor` do, those below `original_max_seq_len /
+    high_freq_factor` stay, and those between are interpolated.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
@@ -28,6 +31,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    kind: Literal["llama3", "linear"] = "llama3"
 
     def __post_init__(self) -> None:
         _check(_in_float32(self.factor, 1), "factor", self.factor, "must be at least 1, and finite")
@@ -35,11 +39,14 @@ class RopeScaling:
         ordered = all(_in_float32(factor, 0) for factor in both) and 0 < both[0] < both[1]
         _check(ordered, "low_freq_factor, high_freq_factor", both, "must be positive and ascending")
         _check_size("original_max_seq_len", self.original_max_seq_len)
+        _one_of("kind", self.kind, ("llama3", "linear"))
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """A decoder-only transformer: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, gated MLP.
+
+    By default Llama's. The other fields make it Qwen's, Mistral's, OLMo's or Gemma's.
 
     Attributes:
       vocab_size: number of tokens.
@@ -48,14 +55,28 @@ class TransformerConfig:
       num_heads: query heads; a multiple of `num_kv_heads`.
       num_kv_heads: key and value heads (`num_heads`: multi-head, 1: multi-query attention).
       head_dim: width of one head, even; `num_heads * head_dim` need not be `dim`.
-      mlp_dim: hidden width of the SwiGLU.
+      mlp_dim: hidden width of the MLP.
       max_seq_len: longest sequence accepted.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: Llama 3.1's scaling of them, or None.
+      rope_scaling: scaling of them, or None.
       norm_eps: added to the mean square in every RMSNorm.
-      qk_norm: normalise each head of the queries and keys (Qwen3).
+      qk_norm: normalise the queries and keys (Qwen3).
       tie_embeddings: the embedding is also the output projection.
       attention_bias: biases on the query, key and value projections (Qwen2).
+      norm_offset: added to every norm's scale, which then starts from `1 - norm_offset` (Gemma: 1).
+      norms: where a block normalises: "pre", the input of attention and of the MLP; "post", their
+        output before it is added (OLMo 2); "both" (Gemma 2).
+      qk_norm_over: what `qk_norm` normalises: each "head", or the whole "projection" (OLMo 2).
+      query_scale_dim: attention's scores are divided by its square root; None: `head_dim`.
+      attention_softcap: bounds the scores s as `cap * tanh(s / cap)` (Gemma 2); None: no bound.
+      sliding_window: tokens that a local layer attends to, the token itself included; None: no
+        layer is local.
+      layer_pattern: a letter for each layer, repeated: L local, G global (Gemma 3: LLLLLG).
+      local_rope_theta: of local layers, without `rope_scaling`; None: as in the others.
+      activation: of the MLP.
+      gated: the MLP is `down(activation(gate(x)) * up(x))`; if not, `down(activation(up(x)))`.
+      scale_embeddings: multiply embeddings by `sqrt(dim)` where they are read (Gemma).
+      logits_softcap: bounds the logits likewise; None: no bound.
       dtype: compute dtype: residual stream, GEMM operands, norms' results. Logits are float32
         (float64 when this is float64).
       param_dtype: dtype the parameters are stored in.
@@ -89,6 +110,18 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     attention_bias: bool = False
+    norm_offset: float = 0.0
+    norms: Literal["pre", "post", "both"] = "pre"
+    qk_norm_over: Literal["head", "projection"] = "head"
+    query_scale_dim: float | None = None
+    attention_softcap: float | None = None
+    sliding_window: int | None = None
+    layer_pattern: str = "L"
+    local_rope_theta: float | None = None
+    activation: Activation = "silu"
+    gated: bool = True
+    scale_embeddings: bool = False
+    logits_softcap: float | None = None
     dtype: Dtype = "float32"
     param_dtype: Dtype = "float32"
     remat: Remat = "none"
@@ -104,17 +137,21 @@ class TransformerConfig:
         _check(heads % kv_heads == 0, "num_heads", heads, rule)
         even = self.head_dim % 2 == 0
         _check(even, "head_dim", self.head_dim, "must be even: rotary embedding turns pairs")
-        eps, theta, scaling = self.norm_eps, self.rope_theta, self.rope_scaling
+        eps, offset, scaling = self.norm_eps, self.norm_offset, self.rope_scaling
         _check(_in_float32(eps, 0), "norm_eps", eps, "must be finite and not negative")
-        _check(_in_float32(theta, 1) and theta > 1, "rope_theta", theta, "must be finite, above 1")
+        _check(_in_float32(offset, -_LARGEST), "norm_offset", offset, "must be finite")
+        for name, least in ("rope_theta", 1), *((name, 0) for name in _POSITIVE):
+            value = getattr(self, name)
+            above = _in_float32(value, least) and value != least
+            absent = value is None and name != "rope_theta"
+            _check(above or absent, name, value, f"must be finite, above {least}")
+        self._check_windows()
         known = scaling is None or isinstance(scaling, RopeScaling)
         _check(known, "rope_scaling", scaling, "must be a RopeScaling or None")
-        for name in "qk_norm", "tie_embeddings", "attention_bias":
-            _one_of(name, getattr(self, name), (True, False))
-        _one_of("dtype", self.dtype, get_args(Dtype))
-        _one_of("param_dtype", self.param_dtype, get_args(Dtype))
-        _one_of("remat", self.remat, get_args(Remat))
-        _one_of("attention", self.attention, get_args(AttentionImplementation))
+        for field in dataclasses.fields(self):
+            if field.type is bool or get_origin(field.type) is Literal:
+                allowed = get_args(field.type) or (True, False)
+                _one_of(field.name, getattr(self, field.name), allowed)
         _one_of("quantization", self.quantization, (None, *get_args(Quantization)))
         if self.quantization is not None and self.dtype == "float64":
             rule = "cannot go with dtype='float64': FP8 products have a narrower compute dtype"
@@ -122,9 +159,30 @@ class TransformerConfig:
         given = self.implementation
         for name in given if isinstance(given, tuple) else () if given is None else (given,):
             _one_of("implementation", name, get_args(Implementation))
+        if self.attention == "cudnn" and self.attention_softcap is not None:
+            rule = f"cannot go with attention_softcap={self.attention_softcap}: cuDNN has none"
+            raise ValueError(f"attention='cudnn' {rule}.")
+
+    def _check_windows(self) -> None:
+        pattern, theta = self.layer_pattern, self.local_rope_theta
+        letters = isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}
+        _check(bool(letters), "layer_pattern", pattern, "must be letters L (local) and G (global)")
+        if self.sliding_window is not None:
+            _check_size("sliding_window", self.sliding_window)
+        elif theta is not None:
+            raise ValueError(
+                f"local_rope_theta={theta!r} needs a sliding_window: no layer is local."
+            )
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer attends to `sliding_window` tokens only."""
+        pattern = self.layer_pattern
+        return self.sliding_window is not None and pattern[layer % len(pattern)] == "L"
 
 
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len".split()
+_POSITIVE = "local_rope_theta query_scale_dim attention_softcap logits_softcap".split()
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 def _check(valid: bool, name: str, value: object, rule: str) -> None:
@@ -141,7 +199,7 @@ def _check_size(name: str, size: Any) -> None:
 def _in_float32(value: Any, least: float) -> bool:
     """Whether it is a number of at least `least` that float32 holds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and least <= value <= 3.4028234663852886e38
+    return number and least <= value <= _LARGEST
 
 
 def _one_of(name: str, value: object, allowed: tuple) -> None:
@@ -151,7 +209,7 @@ def _one_of(name: str, value: object, allowed: tuple) -> None:
 
 PRESETS: dict[str, TransformerConfig] = {
     # vocab_size, dim, num_layers, num_heads, num_kv_heads, head_dim, mlp_dim, max_seq_len
-    # 0.7 M parameters: reads bytes, trains in two minutes on two CPU cores.
+    # 0.7 M parameters: reads bytes, trains in a minute on two CPU cores.
     "tiny": TransformerConfig(256, 128, 3, 4, 4, 32, 384, 1024, tie_embeddings=True),
     # 124 M and 360 M: the depth and width of GPT-2 small and medium. GPT-2's vocabulary is rounded
     # up to a multiple of 128 so that GEMMs and mesh axes divide it.
@@ -165,14 +223,47 @@ PRESETS: dict[str, TransformerConfig] = {
 }
 
 
+def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Lists every parameter's canonical name with its shape, in the order of computation."""
+    first, block, last = _shapes(config)
+    blocks = {
+        f"layers.{i}.{name}": shape
+        for i in range(config.num_layers)
+        for name, shape in block.items()
+    }
+    return first | blocks | last
+
+
+def _shapes(c: TransformerConfig) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """The parameters before the blocks, of one block, and after them."""
+    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    block: dict[str, tuple[int, ...]] = {}
+    norm = lambda name: {f"{name}.scale": (c.dim,)}
+    before, after = c.norms != "post", c.norms != "pre"
+    block |= norm("attention_norm") if before else {}
+    for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+        block[f"attention.{name}.kernel"] = (c.dim, width)
+        block |= {f"attention.{name}.bias": (width,)} if c.attention_bias else {}
+    for name, width in ("q", heads), ("k", kv_heads):
+        normalised = c.head_dim if c.qk_norm_over == "head" else width
+        block |= {f"attention.{name}_norm.scale": (normalised,)} if c.qk_norm else {}
+    block["attention.o.kernel"] = (heads, c.dim)
+    block |= norm("attention_post_norm") if after else {}
+    block |= norm("mlp_norm") if before else {}
+    for name in ("gate", "up") if c.gated else ("up",):
+        block[f"mlp.{name}.kernel"] = (c.dim, c.mlp_dim)
+    block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
+    block |= norm("mlp_post_norm") if after else {}
+    head: dict[str, tuple[int, ...]] = {"head.kernel": (c.dim, c.vocab_size)}
+    last = norm("norm") | ({} if c.tie_embeddings else head)
+    return {"embed.embedding": (c.vocab_size, c.dim)}, block, last
+
+
 def num_parameters(config: TransformerConfig) -> int:
     """Counts every parameter, a tied embedding once."""
-    c = config
-    block = _block_matmul_parameters(c) + 2 * c.dim
-    block += 2 * c.head_dim if c.qk_norm else 0
-    block += (c.num_heads + 2 * c.num_kv_heads) * c.head_dim if c.attention_bias else 0
-    tables = 1 if c.tie_embeddings else 2
-    return tables * c.vocab_size * c.dim + c.num_layers * block + c.dim
+    count = lambda shapes: sum(map(math.prod, shapes.values()))
+    first, block, last = map(count, _shapes(config))
+    return first + config.num_layers * block + last
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
@@ -181,16 +272,14 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     `6 * N + 12 * num_layers * num_heads * head_dim * seq_len`, where N counts the weights of
     matrix products (blocks and output projection, not the embedding): one multiplication and one
     addition forward, twice that backward. The second term is attention's two products over the
-    whole sequence. To compare with published figures, the causal half is not discounted and
-    recomputation (`remat`) is not added.
+    whole sequence, or over the window of a local layer. To compare with published figures, the
+    causal half is not discounted and recomputation (`remat`) is not added.
 
     References: Chowdhery et al., PaLM, appendix B, arXiv:2204.02311.
     """
     c = config
-    matmuls = c.num_layers * _block_matmul_parameters(c) + c.vocab_size * c.dim
-    return 6 * matmuls + 12 * c.num_layers * c.num_heads * c.head_dim * seq_len
-
-
-def _block_matmul_parameters(c: TransformerConfig) -> int:
-    attention = 2 * (c.num_heads + c.num_kv_heads) * c.head_dim * c.dim
-    return attention + 3 * c.dim * c.mlp_dim
+    kernels = sum(math.prod(shape) for shape in _shapes(c)[1].values() if len(shape) == 2)
+    matmuls = c.num_layers * kernels + c.vocab_size * c.dim
+    local = sum(map(c.is_local, range(c.num_layers)))
+    attended = c.num_layers * seq_len - local * max(seq_len - (c.sliding_window or seq_len), 0)
+    return 6 * matmuls + 12 * c.num_heads * c.head_dim * attended

@@ -14,12 +14,13 @@ from jax import Array
 from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.dense.gated import mlp as apply_mlp
+from ..layers.dense.gated import norm_mlp as apply_norm_mlp
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.modules import converted
-from ..layers.rms_norm import add_rms_norm
+from ..layers.rms_norm import add_rms_norm, rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
-from .config import TransformerConfig
+from .config import Activation, TransformerConfig
 from .sharding import Sharding
 
 # Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
@@ -38,15 +39,33 @@ def _apply_norm(norm: Callable[[Array], Array], x: Array) -> Array:
     return norm(x)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by `weight + scale_offset`."""
+
+    scale_offset: float = eqx.field(static=True)
+
+    def __init__(self, shape: int, *, scale_offset: float, **options: Any):
+        super().__init__(shape, use_bias=False, **options)
+        self.scale_offset = scale_offset
+
+    def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
+        """Normalises x, one example; the rest is Equinox's, and unused."""
+        return rms_norm(x, self.weight, **_norm_options(self))
+
+
+def _norm_options(norm: RMSNorm) -> dict[str, Any]:
+    offset = getattr(norm, "scale_offset", 0.0)
+    return {"eps": norm.eps, "implementation": norm.implementation, "scale_offset": offset}
+
+
 def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    options = {"eps": norm.eps, "implementation": norm.implementation}
-    return add_rms_norm(x, residual, norm.weight, **options)
+    return add_rms_norm(x, residual, norm.weight, **_norm_options(norm))
 
 
-def _gated_product(mlp: "MLP", gate: Array, up: Array, spec: jax.P | None) -> Array:
+def _gated_product(mlp: "MLP", gate: Array, up: Array | None, spec: jax.P | None) -> Array:
     down, options = mlp.down, {"dtype": gate.dtype, "contract": 1, "hidden_sharding": spec}
     options |= {"implementation": down.implementation, "quantization": down.quantization}
-    return apply_product(gate, up, down.weight, down.bias, "silu", **options)
+    return apply_product(gate, up, down.weight, down.bias, mlp.activation, **options)
 
 
 def _unquantized(module: eqx.Module) -> eqx.Module:
@@ -56,10 +75,28 @@ def _unquantized(module: eqx.Module) -> eqx.Module:
 
 
 def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
+    assert mlp.gate is not None
     kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
     options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
     options |= {"dtype": x.dtype, "contract": 1, "hidden_sharding": spec}
-    return apply_mlp(x, kernels, {}, activation="silu", **options)
+    return apply_mlp(x, kernels, {}, activation=mlp.activation, **options)
+
+
+def _norm_mlp(
+    mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
+) -> tuple[Array, Array] | None:
+    if type(mlp) is not MLP or type(norm) is not RMSNorm:
+        return None
+    if mlp.gate is None or mlp.gate.quantization is None:
+        return None
+    parts = mlp.gate, mlp.up, mlp.down
+    if any(type(part) is not Linear or part.bias is not None for part in parts):
+        return None
+    kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
+    options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
+    options |= {"dtype": x.dtype.name, "contract": 1, "hidden_sharding": spec}
+    options |= {"eps": norm.eps, "activation": mlp.activation}
+    return apply_norm_mlp(x, residual, norm.weight, kernels, **options)
 
 
 _OPS = transformer.Ops(
@@ -68,6 +105,7 @@ _OPS = transformer.Ops(
     add_norm=_add_norm,
     gated_product=_gated_product,
     quantized_mlp=_quantized_mlp,
+    norm_mlp=_norm_mlp,
     table=lambda layer: layer.weight,
     map_parameters=lambda function, module: function(module),
     unquantized=_unquantized,
@@ -76,7 +114,7 @@ _OPS = transformer.Ops(
 
 
 class Attention(eqx.Module):
-    """Grouped-query attention with rotary embedding, and with normalised heads if `qk_norm`."""
+    """Grouped-query attention with rotary embedding, over a window if `local`."""
 
     q: Linear
     k: Linear
@@ -86,17 +124,21 @@ class Attention(eqx.Module):
     k_norm: RMSNorm | None
     config: TransformerConfig = eqx.field(static=True)
     sharding: Sharding = eqx.field(static=True)
+    local: bool = eqx.field(static=True)
 
-    def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
+    def __init__(
+        self, config: TransformerConfig, sharding: Sharding, local: bool = False, *, key: Array
+    ):
         c = config
-        self.config, self.sharding = config, sharding
+        self.config, self.sharding, self.local = config, sharding, local
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         quantized = {"quantization": c.quantization, "key": key}
         project = lambda m: _linear(c, c.dim, m, use_bias=c.attention_bias, **quantized)
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = _linear(c, heads, c.dim, **quantized)
-        self.q_norm = _norm(c, c.head_dim) if c.qk_norm else None
-        self.k_norm = _norm(c, c.head_dim) if c.qk_norm else None
+        width = lambda features: c.head_dim if c.qk_norm_over == "head" else features
+        self.q_norm = _norm(c, width(heads)) if c.qk_norm else None
+        self.k_norm = _norm(c, width(kv_heads)) if c.qk_norm else None
 
     def __call__(
         self, x: Array, rope: Rope, cache: KeyValue | None
@@ -106,18 +148,19 @@ class Attention(eqx.Module):
 
 
 class MLP(eqx.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
 
-    gate: Linear
+    gate: Linear | None
     up: Linear
     down: Linear
+    activation: Activation = eqx.field(static=True)
     sharding: Sharding = eqx.field(static=True)
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
-        self.sharding = sharding
+        self.activation, self.sharding = config.activation, sharding
         quantized = {"quantization": config.quantization, "key": key}
-        self.gate = _linear(config, config.dim, config.mlp_dim, **quantized)
-        self.up = _linear(config, config.dim, config.mlp_dim, **quantized)
+        into = lambda: _linear(config, config.dim, config.mlp_dim, **quantized)
+        self.gate, self.up = into() if config.gated else None, into()
         self.down = _linear(config, config.mlp_dim, config.dim, **quantized)
 
     def __call__(self, x: Array) -> Array:
@@ -126,19 +169,25 @@ class MLP(eqx.Module):
 
 
 class Block(eqx.Module):
-    """Attention, then MLP; each reads the normalised residual stream and adds to it."""
+    """Attention, then MLP; each reads the residual stream and adds to it, normalised."""
 
-    attention_norm: RMSNorm
+    attention_norm: RMSNorm | None
     attention: Attention
-    mlp_norm: RMSNorm
+    attention_post_norm: RMSNorm | None
+    mlp_norm: RMSNorm | None
     mlp: MLP
+    mlp_post_norm: RMSNorm | None
     sharding: Sharding = eqx.field(static=True)
 
-    def __init__(self, config: TransformerConfig, sharding: Sharding, *, key: Array):
+    def __init__(
+        self, config: TransformerConfig, sharding: Sharding, local: bool = False, *, key: Array
+    ):
         self.sharding = sharding
-        self.attention_norm = _norm(config, config.dim)
-        self.attention = Attention(config, sharding, key=key)
-        self.mlp_norm = _norm(config, config.dim)
+        norm = lambda exists: _norm(config, config.dim) if exists else None
+        before, after = config.norms != "post", config.norms != "pre"
+        self.attention_norm, self.attention_post_norm = norm(before), norm(after)
+        self.attention = Attention(config, sharding, local, key=key)
+        self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
         self.mlp = MLP(config, sharding, key=key)
 
     def __call__(
@@ -170,7 +219,9 @@ class Transformer(eqx.Module):
         self.config, self.sharding = config, sharding or Sharding()
         shapes = lambda: {
             "embed": eqx.nn.Embedding(c.vocab_size, c.dim, dtype=c.param_dtype, key=key),
-            "layers": [Block(c, self.sharding, key=key) for _ in range(c.num_layers)],
+            "layers": [
+                Block(c, self.sharding, c.is_local(i), key=key) for i in range(c.num_layers)
+            ],
             "norm": _norm(c, c.dim),
             "head": None if c.tie_embeddings else _linear(c, c.dim, c.vocab_size, key=key),
         }
@@ -199,4 +250,6 @@ def _linear(config: TransformerConfig, n: int, m: int, **options: Any) -> Linear
 
 def _norm(config: TransformerConfig, n: int) -> RMSNorm:
     options = {"dtype": config.param_dtype, "implementation": config.implementation}
+    if config.norm_offset:
+        return OffsetRMSNorm(n, eps=config.norm_eps, scale_offset=config.norm_offset, **options)
     return RMSNorm(n, eps=config.norm_eps, use_bias=False, **options)

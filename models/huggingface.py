@@ -1,4 +1,6 @@
-"""Hugging Face checkpoints of Llama, Qwen2 and Qwen3, in and out, for both frameworks.
+"""Hugging Face checkpoints in and out, for both frameworks.
+
+Llama, Mistral, Qwen2, Qwen3, OLMo 2, Gemma, Gemma 2 and Gemma 3 (text).
 
 model, params = load("path/to/Llama-3.2-1B", "nnx", dtype="bfloat16")
 save("path/to/copy", model, params)
@@ -11,7 +13,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,8 +41,9 @@ _MODULES = {
     "head": "lm_head",
     "attention_norm": "input_layernorm",
     "attention": "self_attn",
-    "mlp_norm": "post_attention_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
     "mlp": "mlp",
+    "mlp_post_norm": "post_feedforward_layernorm",
     **{name: f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")},
     "q_norm": "q_norm",
     "k_norm": "k_norm",
@@ -60,10 +63,76 @@ _FIELDS = {
     "rope_theta": "rope_theta",
     "tie_embeddings": "tie_word_embeddings",
 }
-_OPTIONAL = {"num_kv_heads": None, "head_dim": None, "rope_theta": None, "tie_embeddings": False}
+_OPTIONAL = {"num_kv_heads", "head_dim", "rope_theta", "tie_embeddings"}
 _ROPE_SCALING = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
 _ROPE_SCALING["original_max_seq_len"] = "original_max_position_embeddings"
-_BIASED = {"llama": False, "qwen2": True, "qwen3": False}  # biases on q, k and v only
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "squared_relu",
+}
+_LETTERS = {"sliding_attention": "L", "full_attention": "G"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """What one `model_type` is, beyond what all have."""
+
+    classes: str  # the beginning of its classes' names
+    # Fields of TransformerConfig that no setting of its changes.
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # Further fields, each with its setting and the value where that is missing.
+    varied: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
+    activation: str = "hidden_act"  # the setting's name
+    # Defaults of fields of TransformerConfig. Without one there are as many heads of keys as of
+    # queries, each `hidden_size / num_attention_heads` wide.
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    tie_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    # False where `head_dim` is always `hidden_size / num_attention_heads`.
+    own_head_dim: bool = True
+    # The layers after which its pattern of local and global ones repeats, the last of them global,
+    # where `layer_types` is missing; 0 where all layers are alike.
+    period: int = 0
+
+
+_GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
+_WINDOW = {"sliding_window": ("sliding_window", 4096)}
+_GEMMA2 = {
+    "query_scale_dim": ("query_pre_attn_scalar", 256),
+    "logits_softcap": ("final_logit_softcapping", 30.0),
+    "attention_softcap": ("attn_logit_softcapping", 50.0),
+}
+_GEMMA3 = _GEMMA2 | {"logits_softcap": ("final_logit_softcapping", None)}
+_GEMMA3 |= {"local_rope_theta": ("rope_local_base_freq", 10_000.0)}
+del _GEMMA3["attention_softcap"]  # a setting that `transformers` does not heed
+_OLMO2 = {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
+_GEMMA_DEFAULTS: dict[str, Any] = {"head_dim": 256, "tie_embeddings": True}
+_NEWER = _GEMMA_DEFAULTS | {"num_kv_heads": 4, "activation": "hidden_activation"}
+
+# In the order in which `save` looks for one that can express a configuration.
+_FAMILIES = {
+    "llama": _Family("Llama"),
+    "mistral": _Family("Mistral", {}, _WINDOW, num_kv_heads=8),
+    "qwen2": _Family("Qwen2", {"attention_bias": True}, num_kv_heads=32, own_head_dim=False),
+    "qwen3": _Family("Qwen3", {"qk_norm": True}, num_kv_heads=32, head_dim=128),
+    "olmo2": _Family("Olmo2", _OLMO2, own_head_dim=False),
+    "gemma": _Family("Gemma", _GEMMA, num_kv_heads=16, **_GEMMA_DEFAULTS),
+    "gemma2": _Family("Gemma2", _GEMMA | {"norms": "both"}, _GEMMA2 | _WINDOW, period=2, **_NEWER),
+    "gemma3_text": _Family(
+        "Gemma3",
+        _GEMMA | {"norms": "both", "qk_norm": True},
+        _GEMMA3 | _WINDOW,
+        rope_theta=1_000_000.0,
+        period=6,
+        **_NEWER,
+    ),
+}
 
 
 def load(
@@ -113,7 +182,7 @@ def load(
 
     def place(tree_path: tuple, leaf: Any, sharding: jax.sharding.Sharding) -> Array:
         name, transposed = parameters.name_of(tree_path)
-        array = stored[_their_name(name)]
+        array = stored[_their_name(name, config)]
         turned = name.endswith(".kernel") != transposed  # theirs are (out, in)
 
         def read(index: Any) -> np.ndarray:
@@ -147,8 +216,8 @@ def save(
       max_file_bytes: arrays beyond it go to further files, named in an index.
 
     Raises:
-      ValueError: for a configuration that neither Llama, Qwen2 nor Qwen3 can express, or another
-        dtype than `TransformerConfig.param_dtype` may have.
+      ValueError: for a configuration that no family can express, or another dtype than
+        `TransformerConfig.param_dtype` may have.
       OSError: if the files cannot be written.
     """
     dtype = dtype or model.config.param_dtype
@@ -160,7 +229,8 @@ def save(
     # Not next to the folder, which may be a mounted volume, or its parent read-only.
     new = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
-        _write(new, config, model.to_dict(params), max_file_bytes)
+        their_name = lambda name: _their_name(name, model.config)
+        _write(new, config, model.to_dict(params), their_name, max_file_bytes)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -174,7 +244,11 @@ def save(
 
 
 def _write(
-    folder: Path, config: dict[str, Any], values: Mapping[str, Array], max_file_bytes: int
+    folder: Path,
+    config: dict[str, Any],
+    values: Mapping[str, Array],
+    their_name: Callable[[str], str],
+    max_file_bytes: int,
 ) -> None:
     (folder / _CONFIG).write_text(json.dumps(config, indent=2))
     mode = (folder / _CONFIG).stat().st_mode
@@ -188,7 +262,7 @@ def _write(
         for name in names:
             array = np.asarray(values[name]).astype(dtype)
             array = array.T if name.endswith(".kernel") else array
-            arrays[_their_name(name)] = np.ascontiguousarray(array)
+            arrays[their_name(name)] = np.ascontiguousarray(array)
         try:
             save_file(arrays, file, metadata={"format": "pt"})  # without it, readers refuse
         except SafetensorError as error:
@@ -215,10 +289,13 @@ def _groups(values: Mapping[str, Any], itemsize: int, limit: int) -> Iterator[li
     yield group
 
 
-def _their_name(name: str) -> str:
+def _their_name(name: str, config: TransformerConfig) -> str:
     *modules, kind = name.split(".")
     prefix = ["model"] if modules[0] == "layers" else []
-    theirs = [_MODULES.get(module, module) for module in modules]
+    # After attention's output where that is not normalised, which has the name otherwise.
+    before_mlp = "post_attention" if config.norms == "pre" else "pre_feedforward"
+    known = _MODULES | {"mlp_norm": f"{before_mlp}_layernorm"}
+    theirs = [known.get(module, module) for module in modules]
     return ".".join([*prefix, *theirs, "bias" if kind == "bias" else "weight"])
 
 
@@ -308,7 +385,7 @@ def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> N
         raise _malformed(folder / _CONFIG, text)
     expected = {}
     for name, shape in parameters.shapes(config).items():
-        expected[_their_name(name)] = shape[::-1] if name.endswith(".kernel") else shape
+        expected[_their_name(name, config)] = shape[::-1] if name.endswith(".kernel") else shape
     # Old checkpoints store the rotary frequencies; some with tied embeddings store them twice.
     ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}
     ignored |= {"lm_head.weight"} if config.tie_embeddings else set()
@@ -326,7 +403,7 @@ def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> N
 
 
 def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> TransformerConfig:
-    """Reads a Llama, Qwen2 or Qwen3 configuration.
+    """Reads a family's configuration.
 
     Args:
       settings: the contents of `config.json`.
@@ -337,68 +414,115 @@ def from_huggingface(settings: Mapping[str, Any], **overrides: Any) -> Transform
         have.
     """
     kind = settings.get("model_type")
-    if kind not in list(_BIASED):  # a list: kind may be anything, hashable or not
-        raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _BIASED))}.")
-    _refuse_unknown(settings)
+    if kind not in list(_FAMILIES):  # a list: kind may be anything, hashable or not
+        raise ValueError(f"model_type={kind!r} must be one of {', '.join(map(repr, _FAMILIES))}.")
+    family = _FAMILIES[kind]
+    _refuse_unknown(settings, family)
     for ours, theirs in _FIELDS.items():
         if theirs not in settings and ours not in _OPTIONAL:
             raise ValueError(f"{theirs} is missing.")
-    fields = {ours: settings.get(theirs, _OPTIONAL.get(ours)) for ours, theirs in _FIELDS.items()}
+    default = lambda ours: getattr(family, ours, None)
+    fields = {ours: settings.get(theirs, default(ours)) for ours, theirs in _FIELDS.items()}
     dim, heads = fields["dim"], fields["num_heads"]
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = heads
     if fields["head_dim"] is None:  # sizes that do not divide are refused for themselves
         fields["head_dim"] = dim // heads if type(dim) is type(heads) is int and heads else dim
+    fields |= {ours: settings.get(*theirs) for ours, theirs in family.varied.items()}
+    fields["activation"] = _activation(settings, family)
+    names = {ours: theirs for ours, (theirs, _) in family.varied.items()} | _FIELDS | _ROPE_SCALING
     try:
         fields |= _rope(settings)
-        config = TransformerConfig(**fields, qk_norm=kind == "qwen3", attention_bias=_BIASED[kind])
+        fields |= _pattern(settings, family, fields)
+        config = TransformerConfig(**fields, **family.fixed)
     except ValueError as error:
-        names = _FIELDS | _ROPE_SCALING
         theirs = lambda match: names[match[1]] + "="
         raise ValueError(re.sub(rf"\b({'|'.join(names)})=", theirs, str(error))) from None
     return dataclasses.replace(config, **overrides)
 
 
 def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
-    """Writes the configuration as its family does: Llama, Qwen2 (biases) or Qwen3 (`qk_norm`).
+    """Writes the configuration as the first family does that can express it.
 
     Raises:
       ValueError: for a configuration that none of them can express.
     """
     c = config
-    if c.attention_bias and c.qk_norm:
-        raise ValueError("no Hugging Face family has both attention_bias and qk_norm.")
-    kind = "qwen3" if c.qk_norm else "qwen2" if c.attention_bias else "llama"
+    misfits = {kind: _misfit(c, family) for kind, family in _FAMILIES.items()}
+    kind = next((kind for kind, misfit in misfits.items() if not misfit), None)
+    if kind is None:
+        nearest = min(misfits, key=lambda kind: len(misfits[kind]))
+        raise ValueError(
+            f"no Hugging Face family has this configuration; {nearest} is nearest, but has no "
+            f"{' and no '.join(misfits[nearest])}."
+        )
+    family = _FAMILIES[kind]
     settings = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "architectures": [f"{family.classes}ForCausalLM"],
         "model_type": kind,
         **{theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()},
-        "hidden_act": "silu",
+        **{theirs: getattr(c, ours) for ours, (theirs, _) in family.varied.items()},
+        family.activation: next(theirs for theirs, a in _ACTIVATIONS.items() if a == c.activation),
         "torch_dtype": c.param_dtype,
         "use_cache": True,
     }
     if kind != "qwen2":
         settings["attention_bias"] = False
-    elif c.num_heads * c.head_dim != c.dim:
-        raise ValueError(
-            f"Qwen2 has no head_dim of its own: num_heads={c.num_heads} times "
-            f"head_dim={c.head_dim} must be dim={c.dim}."
-        )
+    if "query_scale_dim" in family.varied and c.query_scale_dim is None:
+        settings["query_pre_attn_scalar"] = c.head_dim
+    if family.period:
+        kinds = {letter: name for name, letter in _LETTERS.items()}
+        letters = ["L" if c.is_local(i) else "G" for i in range(c.num_layers)]
+        settings["layer_types"] = [kinds[letter] for letter in letters]
+        # They have no layers without a window; of all tokens, it is none.
+        settings["sliding_window"] = c.sliding_window or c.max_seq_len
+        if "local_rope_theta" in family.varied:
+            settings["rope_local_base_freq"] = c.local_rope_theta or c.rope_theta
     if c.rope_scaling is not None:
-        scaling = {theirs: getattr(c.rope_scaling, ours) for ours, theirs in _ROPE_SCALING.items()}
-        settings["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        linear = c.rope_scaling.kind == "linear"
+        names = {"factor": "factor"} if linear else _ROPE_SCALING
+        scaling = {theirs: getattr(c.rope_scaling, ours) for ours, theirs in names.items()}
+        settings["rope_scaling"] = {"rope_type": c.rope_scaling.kind, **scaling}
     return settings
 
 
-def _refuse_unknown(settings: Mapping[str, Any]) -> None:
-    layer_types = settings.get("layer_types") or []
-    full = isinstance(layer_types, list) and all(kind == "full_attention" for kind in layer_types)
+# What is about computing, and no family's.
+_RUN = set("dtype param_dtype remat attention implementation quantization".split())
+_RUN |= {"rope_scaling", "activation", "layer_pattern"}  # any family has any of them
+
+
+def _misfit(c: TransformerConfig, family: _Family) -> list[str]:
+    """Fields of the configuration, with their values, that a family cannot express."""
+    default = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
+    default |= family.fixed
+    free = {*_FIELDS, *family.varied, *_RUN}
+    misfits = {name for name in default if name not in free and getattr(c, name) != default[name]}
+    if c.query_scale_dim == c.head_dim:
+        misfits -= {"query_scale_dim"}
+    if family.classes == "Gemma" and c.activation == "gelu":  # see `_activation`
+        misfits |= {"activation"}
+    if not c.qk_norm and not default["qk_norm"]:
+        misfits -= {"qk_norm_over"}
+    local = {c.is_local(i) for i in range(c.num_layers)}
+    if local == {False}:
+        misfits -= {"sliding_window", "local_rope_theta"}
+    elif True in local and False in local and not family.period:
+        misfits |= {"layer_pattern"}
+    if True in local and c.rope_scaling and "local_rope_theta" in family.varied:
+        misfits |= {"local_rope_theta"} if c.local_rope_theta is None else set()
+    if not family.own_head_dim and c.num_heads * c.head_dim != c.dim:
+        misfits |= {"head_dim"}
+    return [f"{name}={getattr(c, name)!r}" for name in sorted(misfits)]
+
+
+def _refuse_unknown(settings: Mapping[str, Any], family: _Family) -> None:
+    capped = "attention_softcap" in family.varied
     unknown = {
-        "hidden_act": settings.get("hidden_act", "silu") not in ("silu", "swish"),
-        "attention_bias": settings["model_type"] != "qwen2" and settings.get("attention_bias"),
+        "attention_bias": not family.fixed.get("attention_bias") and settings.get("attention_bias"),
         "mlp_bias": settings.get("mlp_bias"),
         "use_sliding_window": settings.get("use_sliding_window"),
-        "layer_types": not full,
+        "use_bidirectional_attention": settings.get("use_bidirectional_attention"),
+        "attn_logit_softcapping": not capped and settings.get("attn_logit_softcapping"),
         "quantization_config": settings.get("quantization_config"),
     }
     for name, is_unknown in unknown.items():
@@ -406,20 +530,81 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}={settings.get(name)!r}: this transformer has no such thing.")
 
 
+def _activation(settings: Mapping[str, Any], family: _Family) -> str:
+    gemma = "scale_embeddings" in family.fixed
+    name = settings.get(family.activation, "gelu_pytorch_tanh" if gemma else "silu")
+    if name not in list(_ACTIVATIONS):
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(f"{family.activation}={name!r} must be one of {known}.")
+    # Gemma's first configurations say "gelu" and mean its approximation.
+    return "gelu_tanh" if family.classes == "Gemma" and name == "gelu" else _ACTIVATIONS[name]
+
+
+def _pattern(
+    settings: Mapping[str, Any], family: _Family, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The shortest pattern of local and global layers; no window where none is local."""
+    types, window = settings.get("layer_types"), fields.get("sliding_window")
+    alike = "G" if window is None else "L"
+    if types is not None:
+        known = isinstance(types, list) and all(kind in list(_LETTERS) for kind in types)
+        letters = "".join(_LETTERS[kind] for kind in types) if known else ""
+        if not letters or len(letters) != fields["num_layers"]:
+            rule = f"must be {fields['num_layers']} of {', '.join(map(repr, _LETTERS))}"
+            raise ValueError(f"layer_types={types!r} {rule}.")
+    elif family.period:
+        period = settings.get("sliding_window_pattern", family.period)
+        if type(period) is not int or not 1 <= period <= 1000:
+            raise ValueError(
+                f"sliding_window_pattern={period!r} must be an integer from 1 to 1000."
+            )
+        letters = "L" * (period - 1) + "G"
+    else:
+        letters = alike
+    pattern = _shortest(letters)
+    if not family.period and pattern != alike:
+        raise ValueError(f"layer_types={types!r}: {family.classes} has layers of one kind only.")
+    if "L" not in pattern:
+        return {"sliding_window": None, "local_rope_theta": None}
+    if window is None:
+        raise ValueError("sliding_window=None, but layers are of type 'sliding_attention'.")
+    return {"layer_pattern": pattern}
+
+
+def _shortest(letters: str) -> str:
+    """The shortest pattern that gives these letters when it is repeated."""
+    repeated = lambda n: all(a == b for a, b in zip(letters, letters[n:], strict=False))
+    return letters[: next(n for n in range(1, len(letters) + 1) if repeated(n))]
+
+
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    # Version 5 of transformers moved theta and scaling into one dictionary.
+    # Version 5 of transformers moved theta and scaling into one dictionary, and for Gemma 3 into
+    # one for each kind of layer.
     name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
     rope = settings.get(name) or {}
+    found = {}
+    if isinstance(rope, dict) and not _LETTERS.keys().isdisjoint(rope):
+        local = rope.get("sliding_attention") or {}
+        name, rope = f"{name}: full_attention", rope.get("full_attention")
+        if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+            raise ValueError(f"sliding_attention={local!r} must be of rope_type 'default'.")
+        found = {"local_rope_theta": local["rope_theta"]} if "rope_theta" in local else {}
     if not isinstance(rope, dict):
         raise ValueError(f"{name}={rope!r} must be an object.")
-    theta = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    if "rope_theta" in rope:
+        found["rope_theta"] = rope["rope_theta"]
+    for part in settings, rope:
+        if (fraction := part.get("partial_rotary_factor")) not in (None, 1):
+            raise ValueError(f"partial_rotary_factor={fraction!r}: heads are rotated as a whole.")
+    without = None if "factor" in rope else "default"  # a factor of no type is not ignored
+    kind = rope.get("rope_type", rope.get("type", without))
     if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} must be 'default' or 'llama3'.")
-    missing = [theirs for theirs in _ROPE_SCALING.values() if theirs not in rope]
+        return found
+    if kind not in ("linear", "llama3"):
+        raise ValueError(f"rope_type={kind!r} must be 'default', 'linear' or 'llama3'.")
+    names = {"factor": "factor"} if kind == "linear" else _ROPE_SCALING
+    missing = [theirs for theirs in names.values() if theirs not in rope]
     if missing:
         raise ValueError(f"{name} lacks {missing[0]}.")
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _ROPE_SCALING.items()})
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    scaling = {ours: rope[theirs] for ours, theirs in names.items()}
+    return found | {"rope_scaling": RopeScaling(**scaling, kind=kind)}

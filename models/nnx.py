@@ -7,11 +7,12 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 from jax import Array
 
 from ..layers.nnx import GatedMLP, Linear, RMSNorm
-from ..layers.rms_norm import add_rms_norm
+from ..layers.rms_norm import add_rms_norm, rms_norm
 from ..native.dtypes import rounded
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -21,11 +22,39 @@ from .sharding import Sharding
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
 
-def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by `scale + scale_offset`, in the dtype of its input."""
+
+    def __init__(self, num_features: int, *, scale_offset: float, **options: Any):
+        super().__init__(num_features, **options)
+        self.scale_offset = scale_offset
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """Normalises the last axis of x."""
+        assert mask is None
+        scale, options = _weight(self, x.dtype)
+        return rms_norm(x, scale, **options)
+
+
+def _weight(norm: RMSNorm, dtype: Any) -> tuple[Array, dict[str, Any]]:
+    """The scale of a norm that computes in `dtype`, and the operation's options."""
     assert norm.scale is not None
-    scale = rounded(norm.scale[...], residual.dtype)
     options = {"eps": norm.epsilon, "implementation": norm.implementation}
+    options["scale_offset"] = getattr(norm, "scale_offset", 0.0)
+    return rounded(norm.scale[...], dtype), options
+
+
+def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
+    scale, options = _weight(norm, residual.dtype)
     return add_rms_norm(x, residual, scale, **options)
+
+
+def _norm_mlp(
+    mlp: GatedMLP, norm: RMSNorm, x: Array, residual: Array, spec: jax.P | None
+) -> tuple[Array, Array] | None:
+    if type(mlp) is not MLP or type(norm) is not RMSNorm or norm.scale is None:
+        return None
+    return mlp.after_norm(x, residual, rounded(norm.scale[...], x.dtype), norm.epsilon, spec)
 
 
 def _table(layer: nnx.Embed | Linear) -> Array:
@@ -51,6 +80,7 @@ _OPS = transformer.Ops(
     add_norm=_add_norm,
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
     quantized_mlp=lambda mlp, x, spec: mlp.apply(x, spec),
+    norm_mlp=_norm_mlp,
     table=_table,
     map_parameters=_map_parameters,
     unquantized=_unquantized,
@@ -59,18 +89,21 @@ _OPS = transformer.Ops(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary embedding, and with normalised heads if `qk_norm`."""
+    """Grouped-query attention with rotary embedding, over a window if `local`."""
 
-    def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, sharding: Sharding, local: bool = False, *, rngs: nnx.Rngs
+    ):
         c = config
-        self.config, self.sharding = config, sharding
+        self.config, self.sharding, self.local = config, sharding, local
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         quantized = {"quantization": c.quantization, "rngs": rngs}
         project = lambda m: _linear(c, c.dim, m, use_bias=c.attention_bias, **quantized)
         self.q, self.k, self.v = project(heads), project(kv_heads), project(kv_heads)
         self.o = _linear(c, heads, c.dim, **quantized)
-        self.q_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
-        self.k_norm = _norm(c, c.head_dim, rngs=rngs) if c.qk_norm else None
+        width = lambda features: c.head_dim if c.qk_norm_over == "head" else features
+        self.q_norm = _norm(c, width(heads), rngs=rngs) if c.qk_norm else None
+        self.k_norm = _norm(c, width(kv_heads), rngs=rngs) if c.qk_norm else None
 
     def __call__(
         self, x: Array, rope: Rope, cache: KeyValue | None
@@ -80,13 +113,17 @@ class Attention(nnx.Module):
 
 
 class MLP(GatedMLP):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """`down(activation(gate(x)) * up(x))`; without a gate, `down(activation(up(x)))`."""
 
     def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
         self.sharding = sharding
         options = _options(config) | {"quantization": config.quantization, "kernel_init": _ZEROS}
+        options["activation"] = config.activation
         super().__init__(config.dim, config.mlp_dim, **options, rngs=rngs)
-        for linear in self.gate, self.up, self.down:
+        if not config.gated:
+            del self.gate  # an attribute that holds a module may not become None
+            self.gate = None
+        for linear in filter(None, (self.gate, self.up, self.down)):
             linear.implementation = self.implementation
 
     def __call__(self, x: Array) -> Array:
@@ -95,13 +132,17 @@ class MLP(GatedMLP):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP; each reads the normalised residual stream and adds to it."""
+    """Attention, then MLP; each reads the residual stream and adds to it, normalised."""
 
-    def __init__(self, config: TransformerConfig, sharding: Sharding, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, sharding: Sharding, local: bool = False, *, rngs: nnx.Rngs
+    ):
         self.sharding = sharding
-        self.attention_norm = _norm(config, config.dim, rngs=rngs)
-        self.attention = Attention(config, sharding, rngs=rngs)
-        self.mlp_norm = _norm(config, config.dim, rngs=rngs)
+        norm = lambda exists: _norm(config, config.dim, rngs=rngs) if exists else None
+        before, after = config.norms != "post", config.norms != "pre"
+        self.attention_norm, self.attention_post_norm = norm(before), norm(after)
+        self.attention = Attention(config, sharding, local, rngs=rngs)
+        self.mlp_norm, self.mlp_post_norm = norm(before), norm(after)
         self.mlp = MLP(config, sharding, rngs=rngs)
 
     def __call__(
@@ -129,7 +170,8 @@ class Transformer(nnx.Module):
         key = rngs.params()
         options = {"param_dtype": c.param_dtype, "embedding_init": _ZEROS}
         self.embed = nnx.Embed(c.vocab_size, c.dim, **options, rngs=rngs)
-        self.layers = nnx.List([Block(c, self.sharding, rngs=rngs) for _ in range(c.num_layers)])
+        block = lambda i: Block(c, self.sharding, c.is_local(i), rngs=rngs)
+        self.layers = nnx.List([block(i) for i in range(c.num_layers)])
         self.norm = _norm(c, c.dim, rngs=rngs)
         self.head = None if c.tie_embeddings else _linear(c, c.dim, c.vocab_size, rngs=rngs)
         values = parameters.initial_parameters(c, key)
@@ -162,4 +204,7 @@ def _linear(config: TransformerConfig, n: int, m: int, **options: Any) -> Linear
 
 
 def _norm(config: TransformerConfig, n: int, *, rngs: nnx.Rngs) -> RMSNorm:
-    return RMSNorm(n, epsilon=config.norm_eps, **_options(config), rngs=rngs)
+    options = {"epsilon": config.norm_eps, "rngs": rngs} | _options(config)
+    if config.norm_offset:
+        return OffsetRMSNorm(n, scale_offset=config.norm_offset, **options)
+    return RMSNorm(n, **options)

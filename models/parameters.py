@@ -15,41 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .config import TransformerConfig
+from .config import TransformerConfig, shapes
 
 _STD = 0.02
-
-
-def shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-    """Lists every parameter's canonical name with its shape, in the order of computation."""
-    c = config
-    heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    block: dict[str, tuple[int, ...]] = {"attention_norm.scale": (c.dim,)}
-    for name, width in ("q", heads), ("k", kv_heads), ("v", kv_heads):
-        block[f"attention.{name}.kernel"] = (c.dim, width)
-        if c.attention_bias:
-            block[f"attention.{name}.bias"] = (width,)
-    if c.qk_norm:
-        block |= dict.fromkeys(("attention.q_norm.scale", "attention.k_norm.scale"), (c.head_dim,))
-    block |= {"attention.o.kernel": (heads, c.dim), "mlp_norm.scale": (c.dim,)}
-    block |= dict.fromkeys(("mlp.gate.kernel", "mlp.up.kernel"), (c.dim, c.mlp_dim))
-    block["mlp.down.kernel"] = (c.mlp_dim, c.dim)
-    result: dict[str, tuple[int, ...]] = {"embed.embedding": (c.vocab_size, c.dim)}
-    for i in range(c.num_layers):
-        result |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
-    result["norm.scale"] = (c.dim,)
-    return result if c.tie_embeddings else result | {"head.kernel": (c.dim, c.vocab_size)}
 
 
 def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array]:
     """Draws the parameters a new model starts from: the same in both frameworks.
 
-    Norm scales are one and biases zero. Matrices are uniform with a standard deviation of 0.02;
-    those that write into the residual stream (`o`, `down`) of `0.02 / sqrt(2 * num_layers)`, so
-    that its variance does not grow with depth. They are uniform because scaled random bits are the
-    same on every mesh; a normal draw takes a logarithm, which XLA rounds differently where it
-    vectorises it. Every parameter has its own key, made from its name, so that its value does not
-    depend on the rest of the configuration.
+    Norm scales are one, less `norm_offset`, and biases zero. Matrices are uniform with a standard
+    deviation of 0.02; those that write into the residual stream (`o`, `down`) of
+    `0.02 / sqrt(2 * num_layers)`, so that its variance does not grow with depth. They are uniform
+    because scaled random bits are the same on every mesh; a normal draw takes a logarithm, which
+    XLA rounds differently where it vectorises it. Every parameter has its own key, made from its
+    name, so that its value does not depend on the rest of the configuration.
 
     Args:
       config: the model.
@@ -65,7 +44,7 @@ def initial_parameters(config: TransformerConfig, key: Array) -> dict[str, Array
 def _initial(name: str, shape: tuple[int, ...], config: TransformerConfig, key: Array) -> Array:
     kind = name.split(".")[-2:]
     if kind[1] == "scale":
-        return jnp.ones(shape, config.param_dtype)
+        return jnp.full(shape, 1 - config.norm_offset, config.param_dtype)
     if kind[1] == "bias":
         return jnp.zeros(shape, config.param_dtype)
     std = _STD / math.sqrt(2 * config.num_layers) if kind[0] in ("o", "down") else _STD

@@ -51,7 +51,8 @@ class Sharding:
       hidden: `(batch, seq, mlp_dim)`.
       logits: `(batch, seq, vocab)`.
       keep_gathered: with `remat`, keep the kernels gathered over "fsdp" in the forward for the
-        backward (`gather_kernels`), where the recomputed block would gather them again.
+        backward (`gather_kernels`), where the recomputed block would gather them again. Without
+        effect in FP8.
     """
 
     embedding: P = P("tensor", "fsdp")

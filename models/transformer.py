@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
 from ..layers.quantization import kernel_codes_saveable
-from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate
+from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
 from .config import TransformerConfig
 from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
 from .side_by_side import pause
@@ -25,30 +25,28 @@ from .side_by_side import pause
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """How a framework applies its layers, to arrays of any leading axes.
+    """How a framework applies its layers, to arrays of any leading axes."""
 
-    Attributes:
-      linear: of (layer, x): x times the layer's kernel, plus its bias.
-      norm: of (layer, x): the last axis of x normalised.
-      add_norm: of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
-      gated_product: of (mlp, gate, up, spec): `down(silu(gate) * up)`, with the spec of the operand
-        of `down` on the mesh in context.
-      quantized_mlp: of (mlp, x, spec): the whole MLP, likewise, as one function in FP8.
-      table: of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
-      map_parameters: of (function, module): the module with `function` applied to its parameters.
-      unquantized: of (module,): the module with every product in the compute dtype.
-      checkpoint: `jax.checkpoint`, or the framework's version of it.
-    """
-
+    # Of (layer, x): x times the layer's kernel, plus its bias.
     linear: Callable[[Any, Array], Array]
-    norm: Callable[[Any, Array], Array]
+    norm: Callable[[Any, Array], Array]  # of (layer, x): the last axis of x normalised
+    # Of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
     add_norm: Callable[[Any, Array, Array], tuple[Array, Array]]
-    gated_product: Callable[[Any, Array, Array, P | None], Array]
+    # Of (mlp, gate, up, spec): `down(activation(gate) * up)`, where up may be None, with the spec
+    # of the operand of `down` on the mesh in context.
+    gated_product: Callable[[Any, Array, Array | None, P | None], Array]
+    # Of (mlp, x, spec): the whole MLP, likewise, as one function in FP8.
     quantized_mlp: Callable[[Any, Array, P | None], Array]
+    # Of (mlp, norm, x, residual, spec): `(mlp(norm(x + residual)), x + residual)` as one function
+    # in FP8; None where that is not what the modules compute.
+    norm_mlp: Callable[[Any, Any, Array, Array, P | None], tuple[Array, Array] | None]
+    # Of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
     table: Callable[[Any], Array]
+    # Of (function, module): the module with `function` applied to its parameters.
     map_parameters: Callable[[Callable[[Any], Any], Any], Any]
+    # Of (module,): the module with every product in the compute dtype.
     unquantized: Callable[[Any], Any]
-    checkpoint: Callable[..., Callable]
+    checkpoint: Callable[..., Callable]  # `jax.checkpoint`, or the framework's version of it
 
 
 def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> tuple[Array, Any]:
@@ -63,7 +61,8 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
       tokens added (None without one).
     """
     x, cache = _hidden(ops, model, tokens, cache)
-    return constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits), cache
+    logits = constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits)
+    return soft_capped(logits, model.config.logits_softcap), cache
 
 
 def loss(ops: Ops, model: Any, tokens: Array, targets: Array, **options: Any) -> Array:
@@ -81,6 +80,7 @@ def loss(ops: Ops, model: Any, tokens: Array, targets: Array, **options: Any) ->
     names = (given,) if isinstance(given, str) else given or ()
     # There is no Pallas kernel for it, and none is missed.
     options["implementation"] = tuple(name for name in names if name != "pallas") or None
+    options["softcap"] = model.config.logits_softcap
     return linear_cross_entropy(x, _unembedding(ops, model), targets, contract=1, **options)
 
 
@@ -93,8 +93,10 @@ def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[A
     config, sharding = model.config, model.sharding
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
-    rope = rope_table(config, start, tokens.shape[1])
+    locality = [config.is_local(i) for i in range(len(model.layers))]
+    ropes = {local: rope_table(config, start, tokens.shape[1], local) for local in set(locality)}
     x = embed(tokens, ops.table(model.embed), config.dtype, sharding)
+    x = x * config.dim**0.5 if config.scale_embeddings else x
 
     def run(layer: Any, *inputs: Any) -> Any:
         if cache is not None and config.quantization is not None:
@@ -107,8 +109,8 @@ def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[A
 
     run = _remat(run, config, ops.checkpoint)
     branch, present = None, []
-    for layer, layer_past in zip(model.layers, past, strict=True):
-        x, branch, layer_present = run(layer, x, branch, rope, layer_past)
+    for layer, layer_past, local in zip(model.layers, past, locality, strict=True):
+        x, branch, layer_present = run(layer, x, branch, ropes[local], layer_past)
         present.append(layer_present)
         if config.remat != "none":  # so that one array is kept of a block's inputs, not two
             x, branch = x + branch, None
@@ -119,19 +121,33 @@ def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[A
 def block(
     ops: Ops, module: Any, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
 ) -> tuple[Array, Array, KeyValue | None]:
-    """Applies attention, then the MLP: each reads the normalised residual stream and adds to it.
+    """Applies attention, then the MLP: each reads the residual stream and adds to it.
 
-    The stream is `x + branch`: `branch`, the output of the block before, is added in the pass of
-    this block's first norm.
+    What they read is normalised (`norms="pre"`), what they add ("post"), or both. The stream is
+    `x + branch`: `branch`, the output of the block before, is added in the pass of this block's
+    first norm.
 
     Returns: the new x and branch, `(batch, seq, dim)` each, and the layer's cache.
     """
     sharding = module.sharding
     h, x = _add_norm(ops, module.attention_norm, x, branch)
     h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
-    h, x = _add_norm(ops, module.mlp_norm, x, constrain(h, sharding.residual))
-    h = module.mlp(constrain(h, sharding.block_input))
-    return x, constrain(h, sharding.residual), cache
+    branch = _post_norm(ops, module.attention_post_norm, constrain(h, sharding.residual))
+    if (done := _norm_mlp(ops, module, x, branch)) is not None:
+        h, x = done
+    else:
+        h, x = _add_norm(ops, module.mlp_norm, x, branch)
+        h = module.mlp(constrain(h, sharding.block_input))
+    return x, _post_norm(ops, module.mlp_post_norm, constrain(h, sharding.residual)), cache
+
+
+def _norm_mlp(ops: Ops, block: Any, x: Array, branch: Array) -> tuple[Array, Array] | None:
+    """`(mlp(norm(x + branch)), x + branch)` where one pass is to add, normalise and quantize.
+
+    Where rows move between devices before the MLP, they are gathered as codes.
+    """
+    spec = in_context(block.sharding.hidden)
+    return ops.norm_mlp(block.mlp, block.mlp_norm, branch, x, spec)
 
 
 def attention(
@@ -140,24 +156,30 @@ def attention(
     """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
     config, sharding = module.config, module.sharding
 
-    def heads(linear: Any) -> Array:  # (batch, seq, heads, head_dim)
+    def heads(linear: Any, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
         y = ops.linear(linear, x)
-        return y.reshape(*x.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+        if norm is not None and config.qk_norm_over == "projection":
+            y = ops.norm(norm, y)
+        y = y.reshape(*x.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+        return ops.norm(norm, y) if norm is not None and config.qk_norm_over == "head" else y
 
-    q, k, v = heads(module.q), heads(module.k), heads(module.v)
-    if module.q_norm is not None and module.k_norm is not None:
-        q, k = ops.norm(module.q_norm, q), ops.norm(module.k_norm, k)
+    q, k, v = heads(module.q, module.q_norm), heads(module.k, module.k_norm), heads(module.v)
     q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = (constrain(x, sharding.heads) for x in (q, k, v))
-    out, cache = attend(q, k, v, cache, rope.start, config.attention)
+    options: dict[str, Any] = {"scale": (config.query_scale_dim or config.head_dim) ** -0.5}
+    options |= {"softcap": config.attention_softcap}
+    options |= {"window": config.sliding_window if module.local else None}
+    out, cache = attend(q, k, v, cache, rope.start, config.attention, **options)
     out = constrain(out, sharding.heads)
     merged = out.reshape(*x.shape[:2], out.shape[2] * config.head_dim)
     return ops.linear(module.o, merged), cache
 
 
 def mlp(ops: Ops, module: Any, x: Array) -> Array:
-    """Applies SwiGLU, `down(silu(gate(x)) * up(x))`, to `(batch, seq, dim)`."""
+    """Applies the MLP, gated or not, to `(batch, seq, dim)`."""
     spec = in_context(module.sharding.hidden)
+    if module.gate is None:
+        return ops.gated_product(module, pause(ops.linear(module.up, x)), None, spec)
     if module.gate.quantization is not None:
         return ops.quantized_mlp(module, x, spec)
     gate, up = pause((ops.linear(module.gate, x), ops.linear(module.up, x)))
@@ -165,11 +187,18 @@ def mlp(ops: Ops, module: Any, x: Array) -> Array:
 
 
 def _add_norm(ops: Ops, norm: Any, x: Array, branch: Array | None) -> tuple[Array, Array]:
-    """`(norm(x + branch), x + branch)`."""
+    """`(norm(x + branch), x + branch)`; without a norm, the second twice."""
+    if norm is None:
+        x = x if branch is None else x + branch
+        return pause(x), x
     if branch is None:
         return pause(ops.norm(norm, x)), x
     h, x = ops.add_norm(norm, branch, x)
     return pause(h), x
+
+
+def _post_norm(ops: Ops, norm: Any, x: Array) -> Array:
+    return x if norm is None else ops.norm(norm, x)
 
 
 def _remat(function: Callable, config: TransformerConfig, checkpoint: Callable) -> Callable:

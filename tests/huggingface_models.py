@@ -1,13 +1,21 @@
 """Small models of `transformers` with random weights, and what it computes with them.
 
-python tests/huggingface_models.py      records them again, in tests/models/huggingface
+python tests/huggingface_models.py NAME ...      records them again, in tests/models/huggingface
+
+Weights are drawn from their names, so that a record is a config.json and an expected.npz: names and
+shapes of the weights, tokens, logits, greedy text, and the versions that made them. The first four
+are stored as `transformers` saves them, in several files.
 """
 
+import json
 import pathlib
 import sys
+import zlib
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+from safetensors.numpy import save_file
 
 FOLDER = pathlib.Path(__file__).parent / "models" / "huggingface"
 _SHAPE: dict[str, Any] = dict(
@@ -27,8 +35,12 @@ _SCALING = dict(
     high_freq_factor=2.0,
     original_max_position_embeddings=16,
 )
+_GEMMA2 = dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12)
+_LOCAL = dict(rope_type="default", rope_theta=100.0)
+_GLOBAL = dict(rope_type="linear", rope_theta=500.0, factor=4.0)
 # A head_dim that is not hidden_size / num_attention_heads; wavelengths kept, stretched and
-# interpolated; biases; normalised heads.
+# interpolated; biases; normalised heads. Windows are shorter than the sequences, soft caps within
+# reach of the numbers.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(head_dim=8)),
     "llama31_tied": (
@@ -37,23 +49,55 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen2": ("Qwen2", dict(hidden_size=32)),
     "qwen3": ("Qwen3", dict(head_dim=8)),
+    "mistral": ("Mistral", dict(head_dim=8, sliding_window=6)),
+    "olmo2": ("Olmo2", dict(hidden_size=32)),
+    "gemma": ("Gemma", dict(head_dim=8, num_key_value_heads=1)),
+    "gemma2": (
+        "Gemma2",
+        _GEMMA2 | dict(attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        _GEMMA2
+        | dict(num_hidden_layers=4, sliding_window_pattern=3)
+        | dict(rope_parameters={"full_attention": _GLOBAL, "sliding_attention": _LOCAL}),
+    ),
 }
+STORED = ("llama", "llama31_tied", "qwen2", "qwen3")
+
+
+def weight(family: str, name: str, shape: Any, seed: int = 0) -> np.ndarray:
+    """Returns bfloat16 numbers, none at its neutral value: a norm's is 1, or 0 in Gemma."""
+    # This generator's numbers are the same in all versions of NumPy.
+    draw = np.random.RandomState(zlib.crc32(f"{name} {seed}".encode())).standard_normal(shape)
+    neutral = name.endswith("norm.weight") and not family.startswith("gemma")
+    return (0.3 * draw + neutral).astype(ml_dtypes.bfloat16)
+
+
+def write(name: str, folder: pathlib.Path) -> pathlib.Path:
+    """Returns the folder of a recorded checkpoint; where only its recipe is stored, `folder`."""
+    if name in STORED:
+        return FOLDER / name
+    (folder / "config.json").write_text((FOLDER / name / "config.json").read_text())
+    shapes = json.loads(str(np.load(FOLDER / name / "expected.npz")["shapes"]))
+    arrays = {key: weight(name, key, shape) for key, shape in shapes.items()}
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def make(name: str, seed: int = 0):
-    """Makes a model in float32 whose weights are bfloat16 numbers, none at its neutral value."""
+    """Makes a model in float32; with another seed than 0, other weights."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
     family, changes = MODELS[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**_SHAPE | changes)
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**_SHAPE | changes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            noise = 0.3 * torch.randn_like(parameter)
-            neutral = 1.0 if parameter_name.endswith("norm.weight") else 0.0
-            parameter.copy_((noise + neutral).bfloat16().float())
+        for key, parameter in model.named_parameters():
+            drawn = weight(name, key, tuple(parameter.shape), seed).astype(np.float32)
+            parameter.copy_(torch.from_numpy(drawn))
     return model
 
 
@@ -66,18 +110,29 @@ def results(model, seed: int = 0) -> dict[str, np.ndarray]:
     prompts = tokens[:, :5]
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens)).logits.numpy()
-        drawn = model.generate(
-            torch.from_numpy(prompts), max_new_tokens=12, do_sample=False, eos_token_id=None
-        )
+        given = torch.from_numpy(prompts)
+        # Without a mask it takes the prompt's tokens that equal pad_token_id for padding.
+        options = {"attention_mask": torch.ones_like(given), "eos_token_id": None}
+        drawn = model.generate(given, max_new_tokens=12, do_sample=False, **options)
     return dict(tokens=tokens, logits=logits, prompts=prompts, drawn=drawn[:, 5:].numpy())
 
 
 def record(name: str):
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+
     model = make(name)
     found = results(model)
+    shapes = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
+    found["shapes"] = np.array(json.dumps(shapes))
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    found["versions"] = np.array(versions)
     # Shards of 20 kB: several files and an index for some of them.
     model.bfloat16().save_pretrained(FOLDER / name, max_shard_size="20KB")
     (FOLDER / name / "generation_config.json").unlink(missing_ok=True)
+    if name not in STORED:
+        for file in FOLDER.glob(f"{name}/model*"):
+            file.unlink()
     np.savez_compressed(FOLDER / name / "expected.npz", **found)
 
 

@@ -20,11 +20,9 @@ _OPEN = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Escapes the characters of a text that a terminal would obey instead of showing.
+    """Escapes the characters of a text that a terminal would obey, but for those `kept`.
 
-    Args:
-      text: may hold anything, bytes that were not UTF-8 as surrogates.
-      kept: control characters that stay.
+    It may hold anything, bytes that were not UTF-8 as surrogates.
     """
 
     def shown(c: str) -> str:
@@ -56,14 +54,14 @@ def is_text(argument: str) -> bool:
 
 
 @contextlib.contextmanager
-def named(argument: str, path: Any) -> Iterator[None]:
-    """Turns the operating system's errors into a UsageError that begins with `ARGUMENT PATH`."""
+def named(argument: str, path: Any, what: str = "be read") -> Iterator[None]:
+    """Turns the operating system's errors into a UsageError: `ARGUMENT PATH cannot WHAT`."""
     try:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
-        raise UsageError(f"{argument} {path} cannot be read: {reason(error, path)}") from None
+        raise UsageError(f"{argument} {path} cannot {what}: {reason(error, path)}") from None
 
 
 def reason(error: BaseException, known: Any = None) -> str:

@@ -3,9 +3,11 @@
 import os
 import re
 import struct
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from ..models.config import TransformerConfig
 from . import UsageError
 from .arguments import is_text, named, shown
 from .config import TrainConfig, as_dict
@@ -27,8 +29,11 @@ _FREE = (
     "tensorboard",
     "watchdog",
 )
+_FROM_ONE = "steps batch_size seq_len microbatches mesh.parts checkpoint.keep".split()
+_FROM_ONE += "eval.tokens eval.final_tokens".split()
+_FROM_ZERO = "seed eval.every checkpoint.every sample.tokens watchdog lock_timeout".split()
 _FORMAT = 2  # of the record and of the state in a checkpoint
-_LAYERS = 10_000  # each is traced on its own, for some milliseconds
+LAYERS = 10_000  # each is traced on its own, for some milliseconds
 _LEAST, _LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers of float32
 
 
@@ -85,7 +90,10 @@ def check_resume(
       UsageError: a setting that must not differ does, or the text is another.
     """
     check_format(record)
-    saved, given = _flat(record["config"]), _flat(as_dict(config))
+    # Settings that the version that saved did not have, it ran at their default.
+    model = {f.name: f.default for f in fields(TransformerConfig) if f.name in vars(config.model)}
+    older = {f"model.{name}": value for name, value in model.items() if value is not MISSING}
+    saved, given = older | _flat(record["config"]), _flat(as_dict(config))
     different = {
         name: (saved.get(name), given.get(name))
         for name in sorted({*saved, *given})
@@ -113,7 +121,8 @@ def check_resume(
             f"{_describe(was)}; found {_describe(text_identity)}. Give the same text by "
             "--data.path to continue it, or another --out-dir to start a new run."
         )
-    return _table(different).splitlines()
+    width = max(map(len, different), default=0)
+    return [f"  {name:{width}}  saved {a}, now {b}" for name, (a, b) in different.items()]
 
 
 def check_format(record: dict[str, Any]) -> None:
@@ -160,24 +169,10 @@ def _in_float32(value: float) -> float:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    at_least = [
-        (1, "steps", config.steps),
-        (1, "batch-size", config.batch_size),
-        (1, "seq-len", config.seq_len),
-        (1, "microbatches", config.microbatches),
-        (1, "mesh.parts", config.mesh.parts),
-        (0, "seed", config.seed),
-        (0, "eval.every", config.eval.every),
-        (1, "eval.tokens", config.eval.tokens),
-        (1, "eval.final-tokens", config.eval.final_tokens),
-        (0, "checkpoint.every", config.checkpoint.every),
-        (1, "checkpoint.keep", config.checkpoint.keep),
-        (0, "sample.tokens", config.sample.tokens),
-        (0, "watchdog", config.watchdog),
-        (0, "lock-timeout", config.lock_timeout),
-    ]
-    for least, flag, value in at_least:
-        require(value >= least, flag, value, f"must be at least {least}.")
+    for name, value in _flat(as_dict(config)).items():
+        if name in _FROM_ONE or name in _FROM_ZERO:
+            least = int(name in _FROM_ONE)
+            require(value >= least, name.replace("_", "-"), value, f"must be at least {least}.")
     require(config.seed < 2**32, "seed", config.seed, "must be below 2**32.")
     longest = config.model.max_seq_len
     rule = f"is longer than --model.max-seq-len {longest}: lower the one or raise the other."
@@ -190,8 +185,8 @@ def _check_sizes(config: TrainConfig) -> None:
     require(batch % unit == 0, "batch-size", batch, rule)
     rule = f"times --batch-size {batch} are more sequences than int64 counts."
     require(config.steps * batch < 2**63, "steps", config.steps, rule)
-    layers, rule = config.model.num_layers, f"must be at most {_LAYERS}."
-    require(layers <= _LAYERS, "model.num-layers", layers, rule)
+    layers, rule = config.model.num_layers, f"must be at most {LAYERS}."
+    require(layers <= LAYERS, "model.num-layers", layers, rule)
     spike, rule = config.spike, "must be finite and above 1, or 0 for no limit."
     require(spike == 0 or 1 < spike <= _LARGEST, "spike", spike, rule)
     check_float("sample.temperature", config.sample.temperature, zero=True)
@@ -203,10 +198,8 @@ def _check_sizes(config: TrainConfig) -> None:
 
 def _check_optimizer(config: TrainConfig) -> None:
     o = config.optim
-    check_float("optim.lr", o.lr, zero=False)
-    check_float("optim.eps", o.eps, zero=False)
-    check_float("optim.weight-decay", o.weight_decay, zero=True)
-    check_float("optim.clip", o.clip, zero=True)
+    for name, zero in ("lr", False), ("eps", False), ("weight_decay", True), ("clip", True):
+        check_float(f"optim.{name.replace('_', '-')}", getattr(o, name), zero=zero)
     rule = "is a fraction of --optim.lr, from 0 to 1."
     require(0 <= o.final_lr <= 1, "optim.final-lr", o.final_lr, rule)
     rule = "must be at least 0 and below 1, in float32."
@@ -233,6 +226,11 @@ def _check_mesh_sizes(config: TrainConfig) -> None:
             f"--mesh.keep-gathered with --mesh.fsdp {config.mesh.fsdp} and --model.remat "
             f"{config.model.remat} has nothing to keep: kernels are gathered twice only with more "
             "than one fsdp device and recomputed blocks (--model.remat dots or block)."
+        )
+    if config.mesh.keep_gathered and config.model.quantization is not None:
+        raise UsageError(
+            f"--mesh.keep-gathered does not go with --model.quantization "
+            f"{config.model.quantization}, whose gathered codes are not kept: leave one out."
         )
 
 
@@ -283,14 +281,6 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _table(different: dict[str, Any]) -> str:
-    width = max((len(name) for name in different), default=0)
-    return "\n".join(
-        f"  {name:{width}}  saved {saved}, now {given}"
-        for name, (saved, given) in different.items()
-    )
 
 
 def _describe(text: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The command `normfuse`: `train`, `generate`, `report`, `info` and `cache`.
+"""The command `normfuse`: `train`, `generate`, `report`, `plan`, `info` and `cache`.
 
 Nothing here imports JAX before the flags are read, nor what the extra `train` installs before a
 command needs it.
@@ -24,7 +24,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subc
 from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import TrainConfig, defaults, preset_config
+from .config import ModelConfig, Preset, TrainConfig, defaults
 from .shutdown import StopRequest
 
 _TOKENS = 240  # that `generate` adds unless told otherwise
@@ -34,8 +34,9 @@ _TOKENS = 240  # that `generate` adds unless told otherwise
 class Generate:
     """Continue prompts with a trained run or a Hugging Face model.
 
-    The model is the newest checkpoint of a training run, or a Hugging Face folder of Llama, Qwen2
-    or Qwen3: config.json, safetensors and tokenizer.json.
+    The model is the newest checkpoint of a training run, or a Hugging Face folder of Llama,
+    Mistral, Qwen2, Qwen3, OLMo 2, Gemma, Gemma 2 or Gemma 3 (text): config.json, safetensors and
+    tokenizer.json.
     """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
@@ -73,6 +74,35 @@ class Report:
     """The page to write: one file that includes the plots."""
     pictures: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """Also write the plots as files to this folder."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Choose a mesh: step time and memory of a model on GPUs that need not be here.
+
+    The model is a preset, with any of its flags changed, or that of a Hugging Face folder. Tries
+    every mesh, remat and precision; prints the fastest that fit, and the command to run.
+    """
+
+    gpu: Annotated[str, arg(metavar="H200|H100")] = "H200"
+    """Kind of GPU."""
+    gpus: int = 8
+    """Their number, from 1 to 1024; more than 8 are whole hosts of 8."""
+    huggingface: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """Folder with the config.json of a Hugging Face model, instead of a preset."""
+    preset: Preset = "1b"
+    """Model, and the defaults shown here."""
+    config: Annotated[Path | None, arg(metavar="FILE.yaml", help_behavior_hint="")] = None
+    """YAML file of `normfuse train`, of which the model and the sequences' length are taken."""
+    batch_size: Annotated[
+        int | None, arg(metavar="INT", help_behavior_hint="(default: 16384 tokens a GPU)")
+    ] = None
+    """Sequences per step, over all GPUs."""
+    seq_len: int
+    """Tokens per sequence."""
+    between_hosts: float = 50.0
+    """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
+    model: ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +154,10 @@ class Cache:
     ] = CacheShow()
 
 
-_COMMANDS = ("train", "generate", "report", "info", "cache")
+_COMMANDS = ("train", "generate", "report", "plan", "info", "cache")
 
 
-def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
+def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Cache:
     """Parses a command line.
 
     Raises:
@@ -135,11 +165,16 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Info | Cache:
       SystemExit: after `--help`.
     """
     with _explained_imports():
-        config = defaults(argv[1:]) if argv[0] == "train" else preset_config("tiny")
+        given = argv[1:] if argv[0] in ("train", "plan") else []
+        if argv[0] == "plan" and not any(word.startswith("--config") for word in given):
+            given = ["--preset=1b", *given]
+        config = defaults(given)
+    planned = Plan(preset=config.preset, seq_len=config.seq_len, model=config.model)
     commands: Any = (
         Annotated[TrainConfig, subcommand("train", default=config)]
         | Annotated[Generate, subcommand("generate")]
         | Annotated[Report, subcommand("report")]
+        | Annotated[Plan, subcommand("plan", default=planned)]
         | Annotated[Info, subcommand("info")]
         | Annotated[Cache, subcommand("cache")]
     )
@@ -177,12 +212,8 @@ def _without_frame(message: str) -> str:
     return ". ".join(x.strip().rstrip(".") for x in sentences if x) + "."
 
 
-def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
-    """Runs a parsed command, and prints its result.
-
-    Raises:
-      UsageError, RunError: it failed.
-    """
+def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
+    """Runs a parsed command, and prints its result; UsageError or RunError if it failed."""
     match command:
         case TrainConfig():
             with _explained_imports():
@@ -200,6 +231,19 @@ def run(command: TrainConfig | Generate | Report | Info | Cache) -> None:
             with _explained_imports():
                 from .report import report
             report(command.runs, command.html, command.pictures)
+        case Plan():
+            with _explained_imports():
+                from .plan import plan
+            plan(
+                command.gpu,
+                command.gpus,
+                command.model,
+                preset=command.preset,
+                folder=command.huggingface,
+                batch_size=command.batch_size,
+                seq_len=command.seq_len,
+                between_hosts=command.between_hosts,
+            )
         case Cache(CacheWarm(features)) if min(features, default=0) < 1:
             raise UsageError("cache warm needs lengths of rows, each at least 1: 4096 8192.")
         case Info() | Cache():
@@ -250,10 +294,8 @@ def _inspect(command: Info | Cache) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command.
+    """Runs a command, of the process's words by default.
 
-    Args:
-      argv: its words; those of the process when None.
     Returns: 0 for success or a clean stop, 1 for a run that failed, 2 for usage.
     """
     argv = (sys.argv[1:] if argv is None else argv) or ["--help"]

@@ -36,11 +36,7 @@ def keep_compiled_programs() -> None:
 
 
 def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered:
-    """Traces a run's step.
-
-    Raises:
-      UsageError: the implementation asked for cannot serve.
-    """
+    """Traces a run's step; UsageError if the implementation asked for cannot serve."""
     try:
         return program.lower(batch_size, seq_len)
     except* NotImplementedError as group:
@@ -49,11 +45,9 @@ def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered
 
 
 def implementations(hlo: str, reasons: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
-    """Returns which implementation serves each family of ops in a compiled program.
+    """Returns which implementation serves each family of ops in a compiled program's text.
 
-    Args:
-      hlo: the program's text.
-      reasons: `fallbacks()`, to say why plain XLA serves; empty if the user asked for it.
+    `reasons` are `fallbacks()`, why plain XLA serves; empty if the user asked for it.
     """
     kernels: dict[str, set[str]] = {"native": set(), "Pallas": set()}  # implementation -> names
     for line in hlo.splitlines():

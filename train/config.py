@@ -157,7 +157,7 @@ else:
 class TrainConfig:
     """Train a decoder-only transformer, or resume a run.
 
-    Without arguments: a tiny model, on Python's own library, in about two minutes on two CPU cores.
+    Without arguments: a tiny model, on Python's own library, in about a minute on two CPU cores.
     """
 
     preset: Annotated[Preset, tyro.conf.arg(help=_preset_help())] = "tiny"

@@ -36,29 +36,17 @@ _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache_
 
 @dataclass(frozen=True)
 class Text:
-    """A text as tokens.
+    """A text as tokens."""
 
-    Attributes:
-      name: its source, for messages.
-      files: how many files it was read from.
-      sha256: of all its bytes.
-      tokenizer: its tokenizer.
-      train: tokens to train on, unsigned integers.
-      held_out: tokens of the last 5 % of the bytes.
-      widths: number of bytes of each held-out token.
-      raw_train: bytes of `train`, uint8.
-      raw_held_out: bytes of `held_out`, uint8.
-    """
-
-    name: str
-    files: int
-    sha256: str
+    name: str  # its source, for messages
+    files: int  # how many it was read from
+    sha256: str  # of all its bytes
     tokenizer: Tokenizer
-    train: np.ndarray
-    held_out: np.ndarray
-    widths: np.ndarray
-    raw_train: np.ndarray
-    raw_held_out: np.ndarray
+    train: np.ndarray  # tokens to train on, unsigned integers
+    held_out: np.ndarray  # tokens of the last 5 % of the bytes
+    widths: np.ndarray  # number of bytes of each held-out token
+    raw_train: np.ndarray  # bytes of `train`, uint8
+    raw_held_out: np.ndarray  # bytes of `held_out`, uint8
 
     def __len__(self) -> int:
         return len(self.raw_train) + len(self.raw_held_out)
@@ -78,11 +66,7 @@ class Text:
 
 
 def read(config: TrainConfig) -> Text:
-    """Reads a run's text.
-
-    Raises:
-      UsageError: as `load`, or the sample's prompt is too long.
-    """
+    """Reads a run's text; raises what `load` does, and a UsageError for a prompt too long."""
     text = load(
         config.data.path,
         seq_len=config.seq_len,
@@ -267,11 +251,7 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 
 def _is_file(path: Path) -> bool:
-    """Returns whether a path is a regular file; links to nothing are not.
-
-    Raises:
-      OSError: nobody can say, in a folder without permission.
-    """
+    """Returns whether a path is a regular file; OSError in a folder without permission."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:

@@ -41,10 +41,7 @@ class StepFigures:
 class Display:
     """Shows the progress of a run. On a terminal a bar stays at the bottom and notes go above it.
 
-    Args:
-      console: where to; whether it is a terminal decides the form.
-      steps: the run's last step.
-      quiet: shows nothing (all processes but the first).
+    `steps` is the run's last. With `quiet`, of all processes but the first, it shows nothing.
     """
 
     def __init__(self, console: Console, steps: int, *, quiet: bool = False) -> None:
@@ -118,8 +115,8 @@ def duration(seconds: float) -> str:
 
 def short(number: float) -> str:
     """Formats a number with three digits and a unit: 12.3k, 1.24M."""
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:  # else "1e+03" of the unit below
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import re
@@ -35,6 +36,7 @@ _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 _ENDED = "normfuse/ended"  # which process has ended, its exit code, and why
 _HEARD = "normfuse/heard/"  # the processes that know
 _GONE = "normfuse/gone/"  # the processes that have ended since
+_MET = "normfuse/met/"  # the processes that have come to a point where all meet
 _GRACE = 10  # seconds for a process to fail by itself, and then for all to hear of an end
 _POLL = 0.5  # seconds between two looks at `_ENDED`
 
@@ -90,9 +92,7 @@ def _deadline(seconds: int, where: str) -> Iterator[None]:
         )
         os._exit(1)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    timer = _call_later(seconds, end)
     try:
         yield
     finally:
@@ -133,12 +133,8 @@ def _with_environment(config: DistributedConfig) -> DistributedConfig:
             raise UsageError(f"{_ENVIRONMENT[name]}={shown(text)} must be a number.")
         return None if text is None else int(text)
 
-    return DistributedConfig(
-        coordinator=found["coordinator"],
-        num_processes=number("num_processes"),
-        process_id=number("process_id"),
-        timeout=config.timeout,
-    )
+    numbers = {name: number(name) for name in ("num_processes", "process_id")}
+    return dataclasses.replace(config, coordinator=found["coordinator"], **numbers)
 
 
 def _in_cluster() -> bool:
@@ -166,6 +162,20 @@ def anywhere(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def meet(where: str) -> None:
+    """Returns once all processes have come to `where`, however late the last one is.
+
+    Before a program that communicates: on CPUs its collectives give up on a process that comes half
+    a minute late, as one that compiles on a busy host may. Signals are still handled meanwhile.
+    """
+    client = coordination_client()
+    if client is None or jax.process_count() == 1:
+        return
+    client.key_value_set(f"{_MET}{where}/{jax.process_index()}", "")
+    while len(client.key_value_dir_get(f"{_MET}{where}/")) < jax.process_count():
+        time.sleep(0.02)
 
 
 class SharedFlag:
@@ -273,10 +283,9 @@ class FailFast:
         os._exit(code)
 
     def _set(self, key: str, value: str) -> None:
-        try:
+        # Else it is set, or JAX's service is gone, and with it every process.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._client.key_value_set(key, value)
-        except jax.errors.JaxRuntimeError:
-            pass  # it is set, or JAX's service is gone, and with it every process
 
     def _await(self, folder: str, count: int) -> None:
         """Returns when `folder` holds `count` keys, at the latest after twice the grace."""
@@ -291,8 +300,9 @@ class FailFast:
             time.sleep(0.005)
 
 
-def _call_later(seconds: float, action: Callable[[int], Any], code: int) -> None:
-    """Calls `action(code)` after a while, from a thread that nobody waits for."""
-    timer = threading.Timer(seconds, action, [code])
+def _call_later(seconds: float, action: Callable[..., Any], *code: int) -> threading.Timer:
+    """Calls `action(*code)` after a while, from a thread that nobody waits for."""
+    timer = threading.Timer(seconds, action, code)
     timer.daemon = True
     timer.start()
+    return timer

@@ -18,15 +18,10 @@ from .metrics import NATS_PER_BIT
 
 
 class Validation(NamedTuple):
-    """A validation's result.
+    """A validation's result."""
 
-    Attributes:
-      loss: mean, in nats per token.
-      bits_per_byte: the same windows' loss over the bytes of their targets, which compares models
-        with different tokens.
-    """
-
-    loss: float
+    loss: float  # mean, in nats per token
+    # The same windows' loss over the bytes of their targets: compares models with different tokens.
     bits_per_byte: float
 
     def entry(self, step: int) -> dict[str, Any]:
@@ -35,15 +30,10 @@ class Validation(NamedTuple):
 
 
 class Evaluator:
-    """Measures the mean loss over windows spread evenly over a text.
+    """Measures the mean loss over windows of `seq_len` tokens, spread evenly over a text.
 
-    Args:
-      model: the transformer.
-      mesh: the mesh.
-      tokens: the held-out text.
-      widths: number of bytes of each token.
-      seq_len: tokens in a window.
-      batch_size: windows computed at once; must divide over the mesh.
+    `widths` are the tokens' numbers of bytes. `batch_size` windows are computed at once; they must
+    divide over the mesh.
     """
 
     def __init__(
@@ -71,10 +61,7 @@ class Evaluator:
     def __call__(
         self, params: Params, tokens: int, stopping: Callable[[], bool] = lambda: False
     ) -> Validation | None:
-        """Measures the loss over about `tokens` tokens, at least one window.
-
-        Returns: the result; None if `stopping` returned True before that.
-        """
+        """Measures the loss over about `tokens` tokens; None if `stopping` before that."""
         count = min(max(tokens // self._seq_len, 1), len(self._windows))
         chosen = np.unique(np.linspace(0, len(self._windows) - 1, count).round().astype(int))
         sums = []

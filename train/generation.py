@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .checks import check_float, check_format, require
 from .compilation import keep_compiled_programs
 from .mesh import memory
 from .run_dir import RunDir
-from .tokenizer import Bytes, Tokenizer, read_tokenizer
+from .tokenizer import Bpe, Bytes, Tokenizer, read_tokenizer
 
 # Parameters of `sample` and `generate` to the flags of `normfuse generate`.
 _FLAGS = {name: name for name in ("samples", "stop", "temperature")}
@@ -33,6 +33,7 @@ def sample(
     prompts: Sequence[str],
     tokens: int,
     *,
+    opening: Sequence[int] = (),
     fit: bool = False,
     samples: int = 1,
     stop: str | None = None,
@@ -41,12 +42,9 @@ def sample(
     """Continues all prompts at once; returns each prompt with its continuation.
 
     Args:
-      model: the transformer.
-      params: its parameters.
-      tokenizer: the model's.
       prompts: each at least one token.
-      tokens: the largest number of tokens to add.
-      fit: add fewer if the model's context has no room for more.
+      opening: tokens before each prompt, not returned.
+      tokens: the largest number to add; with `fit` fewer if the model's context has no room.
       samples: continuations of each prompt; they follow each other in the result.
       stop: one token; a continuation ends before it.
       **options: of `normfuse.models.generate.generate`.
@@ -58,7 +56,8 @@ def sample(
     ends: list[int] = [] if stop is None else tokenizer.encode(stop.encode())[0].tolist()
     if stop is not None and len(ends) != 1:
         raise ValueError(f"stop={stop!r} must be one token of the tokenizer; it is {len(ends)}.")
-    encoded = [tokenizer.encode(prompt.encode())[0].astype(np.int32) for prompt in prompts]
+    encode = lambda prompt: tokenizer.encode(prompt.encode())[0].astype(np.int32)
+    encoded = [np.array([*opening, *encode(prompt)], np.int32) for prompt in prompts]
     _check_memory(model.config, samples, encoded, tokens)
     rows = [row for row in encoded for _ in range(samples)]
     if fit:  # of a prompt that leaves no room, `generate` raises the error
@@ -68,25 +67,20 @@ def sample(
     continued = generate(model, params, rows, tokens, stop_tokens=ends, **options).tolist()
     for start, drawn in zip(rows, continued, strict=True):
         added = drawn[: drawn.index(ends[0])] if ends and ends[0] in drawn else drawn
-        texts.append(tokenizer.decode([*start.tolist(), *added]))
+        texts.append(tokenizer.decode([*start[len(opening) :].tolist(), *added]))
     return texts
 
 
 def continue_prompts(
     folder: Path, prompts: Sequence[str], tokens: int, *, samples: int, **options: Any
 ) -> list[str]:
-    """Continues prompts with a run's newest checkpoint or with a Hugging Face model.
-
-    Args:
-      folder: of the run or the model.
-      prompts: texts of at least one character.
-      tokens, samples, **options: of `sample`.
+    """Continues prompts with the newest checkpoint or the Hugging Face model in a folder.
 
     Raises:
       UsageError: the folder holds neither, or an argument is out of range.
       RunError: every checkpoint is damaged.
     """
-    _check(prompts, tokens, samples, **options)
+    _check(prompts, tokens, samples, options)
     folder = expanded(folder, "RUN")
     with named("RUN", folder):
         out = RunDir(folder)
@@ -96,7 +90,11 @@ def continue_prompts(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
             "training run or of a Hugging Face model."
         )
-    model, params, tokenizer = _load_run(out) if is_run else _load_huggingface(folder)
+    if is_run:
+        model, params, tokenizer = _load_run(out)
+    else:
+        model, params, tokenizer = _load_huggingface(folder)
+        options["opening"] = tokenizer.opening()
     try:
         return sample(model, params, tokenizer, prompts, tokens, samples=samples, **options)
     except ValueError as error:
@@ -104,29 +102,19 @@ def continue_prompts(
         raise UsageError(re.sub(rf"\b({'|'.join(_FLAGS)})=", flag, str(error))) from None
 
 
-def _check(
-    prompts: Sequence[str],
-    tokens: int,
-    samples: int,
-    *,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    stop: str | None,
-    seed: int,
-    **_: Any,
-) -> None:
+def _check(prompts: Sequence[str], tokens: int, samples: int, options: Mapping[str, Any]) -> None:
     """Checks the flags of `normfuse generate`, all that is known without the model."""
     for text in prompts:
         require(text != "", "prompt", "''", "must hold at least one character.")
-    for flag, texts in ("prompt", prompts), ("stop", [stop or ""]):
+    for flag, texts in ("prompt", prompts), ("stop", [options["stop"] or ""]):
         for text in texts:
             require(is_text(text), flag, shown(text), "must be UTF-8 text without zero bytes.")
-    for flag, count in ("tokens", tokens), ("samples", samples), ("top-k", top_k):
+    for flag, count in ("tokens", tokens), ("samples", samples), ("top-k", options["top_k"]):
         rule = "must be at least 1 and below 2**31."
         require(count is None or 1 <= count < 2**31, flag, shown(count), rule)
+    seed, top_p = options["seed"], options["top_p"]
     require(-(2**63) <= seed < 2**63, "seed", shown(seed), "must be an integer of 64 bits.")
-    check_float("temperature", temperature, zero=True)
+    check_float("temperature", options["temperature"], zero=True)
     if top_p is not None:
         check_float("top-p", top_p, zero=False)
         require(top_p <= 1, "top-p", top_p, "must be at most 1.")
@@ -168,7 +156,7 @@ def _load_run(out: RunDir) -> tuple[Functional, Params, Tokenizer]:
     return model, params, Bytes() if is_bytes else read_tokenizer(out.tokenizer, "RUN")
 
 
-def _load_huggingface(folder: Path) -> tuple[Functional, Params, Tokenizer]:
+def _load_huggingface(folder: Path) -> tuple[Functional, Params, Bpe]:
     from ..models.huggingface import load
 
     keep_compiled_programs()

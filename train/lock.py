@@ -27,12 +27,7 @@ _TAKEN, _WAITING, _BUSY = range(3)
 
 
 class FolderLock:
-    """The lock on one folder.
-
-    Args:
-      path: the lock's file, in a folder that exists.
-      report: prints a line for the user.
-    """
+    """The lock on one folder, a file in it; `report` prints a line for the user."""
 
     def __init__(self, path: Path, report: Callable[[str], None]) -> None:
         self._path, self._report = path, report
@@ -41,11 +36,8 @@ class FolderLock:
     def take(self, seconds: int, stopping: Callable[[], bool], waiting: Callable[[], None]) -> bool:
         """Takes the lock; of several processes the first does, and all return the same.
 
-        Args:
-          seconds: how long to wait for another process that has it.
-          stopping: whether to stop waiting.
-          waiting: called before each further attempt.
-        Returns: False if asked to stop before that.
+        Waits for another process that has it, for so many seconds, and calls `waiting` before each
+        further attempt. Returns False if `stopping` before that.
 
         Raises:
           UsageError: another process still has it, or the file cannot be written.
@@ -96,16 +88,13 @@ class FolderLock:
                 "writes there"
             )
         me = {"process": os.getpid(), "host": socket.gethostname(), "since": int(time.time())}
+        if job := os.environ.get("SLURM_JOB_ID"):
+            me["job"] = job
         with contextlib.suppress(OSError):  # a full disk: the lock holds without its description
             os.ftruncate(file, 0)
-            os.pwrite(file, json.dumps(me | _job()).encode(), 0)
+            os.pwrite(file, json.dumps(me).encode(), 0)
         self._file = file
         return None
-
-
-def _job() -> dict[str, str]:
-    job = os.environ.get("SLURM_JOB_ID")
-    return {"job": job} if job else {}
 
 
 def _describe(file: int) -> str:

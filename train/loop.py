@@ -19,40 +19,26 @@ from .step import Metrics, State
 
 
 class BadStep(RunError):
-    """The loss or gradient of `step` was not finite, or the loss a spike; no update was made.
-
-    Attributes:
-      step: the step.
-      state: the state before it, except for its count of skipped updates; set by the loop.
-    """
+    """The loss or gradient of `step` was not finite, or the loss a spike; no update was made."""
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(message)
         self.step = step
+        # The state before it, except for its count of skipped updates; set by the loop.
         self.state: State | None = None
 
 
 @dataclass
 class StepLogger:
-    """Turns a step's metrics into its line in metrics.jsonl and its figures on the display.
-
-    Args:
-      config: the run's.
-      write: takes a line of metrics.jsonl.
-      display: the bar.
-      peak: FLOP/s of all devices together, or None.
-      skip_limit: how many updates may be skipped.
-      tokens_per_byte: of the text.
-      skipped: how many updates were skipped so far.
-    """
+    """Turns a step's metrics into its line in metrics.jsonl and its figures on the display."""
 
     config: TrainConfig
-    write: Callable[[dict], None]
+    write: Callable[[dict], None]  # takes a line of metrics.jsonl
     display: Display
-    peak: float | None
-    skip_limit: int
-    tokens_per_byte: float = 1.0
-    skipped: int = 0
+    peak: float | None  # FLOP/s of all devices together
+    skip_limit: int  # how many updates may be skipped
+    tokens_per_byte: float = 1.0  # of the text
+    skipped: int = 0  # updates so far
     _finished: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -60,11 +46,7 @@ class StepLogger:
         self._flops = flops_per_token(self.config.transformer(), self.config.seq_len)
 
     def step(self, step: int, metrics: Metrics, started: float) -> None:
-        """Waits for a step's metrics and logs them.
-
-        Raises:
-          BadStep: more updates were skipped than allowed; the state is the one before the step.
-        """
+        """Waits for a step's metrics and logs them; BadStep if too many updates were skipped."""
         loss, grad_norm, rate, skipped, usual = (np.asarray(x).item() for x in metrics)
         now = time.perf_counter()
         seconds = now - max(started, self._finished)
@@ -113,26 +95,16 @@ class StepLogger:
 
 @dataclass
 class Loop:
-    """Takes the steps of a run, with validations and checkpoints in between.
-
-    Args:
-      config: the run's.
-      step: the compiled step.
-      batches: batches on the devices, from the first step to take.
-      evaluate: `(params, tokens)` to the validation's result, None when interrupted.
-      save: saves the state of a step.
-      logger: receives every step's metrics.
-      stopping: returns whether to stop, the same on all processes.
-      on_step: called before each step, with its number and a function that waits for those before.
-    """
+    """Takes the steps of a run, with validations and checkpoints in between."""
 
     config: TrainConfig
-    step: Callable[[State, Array], tuple[State, Metrics]]
-    batches: Iterator[Array]
-    evaluate: Callable[[Params, int], Validation | None]
+    step: Callable[[State, Array], tuple[State, Metrics]]  # compiled
+    batches: Iterator[Array]  # on the devices, from the first step to take
+    evaluate: Callable[[Params, int], Validation | None]  # of so many tokens; None: interrupted
     save: Callable[[State, int], None]
     logger: StepLogger
-    stopping: Callable[[], bool]
+    stopping: Callable[[], bool]  # whether to stop, the same on all processes
+    # Called before each step, with its number and a function that waits for those before.
     on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
 
     def run(self, state: State, done: int) -> tuple[State, int]:
@@ -141,8 +113,6 @@ class Loop:
         The host reads the metrics of a step after it has handed the next to the devices.
 
         Returns: the state and the number of steps taken in all.
-        Raises:
-          BadStep: with the state before it.
         """
         config = self.config
         waiting: list[tuple[int, Metrics, float]] = []
@@ -151,6 +121,7 @@ class Loop:
             while len(waiting) > keep:
                 self.logger.step(*waiting.pop(0))
 
+        due = lambda step, every: 0 < every and step % every == 0 and step < config.steps
         try:
             for step in range(done + 1, config.steps + 1):
                 if self.stopping():
@@ -161,10 +132,10 @@ class Loop:
                 waiting.append((step, metrics, started))
                 drain(keep=1)
                 done = step
-                if _due(step, config.eval.every) and step < config.steps:
+                if due(step, config.eval.every):
                     drain()
                     self._validate(state, step)
-                if _due(step, config.checkpoint.every) and step < config.steps:
+                if due(step, config.checkpoint.every):
                     drain()  # the file must hold every step that the checkpoint has taken
                     self.save(state, step)
             drain()
@@ -180,7 +151,3 @@ class Loop:
         found = self.evaluate(state.params, self.config.eval.tokens)
         if found is not None:
             self.logger.validation(step, found)
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

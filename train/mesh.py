@@ -37,11 +37,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
 def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
     """Returns how the model's arrays lie on the mesh.
 
-    Args:
-      config: whether tokens are split over "tensor", and gathered kernels kept.
-      mesh: the mesh.
-      rows: sequences computed at once, of a microbatch or a part of one. A mesh of "tensor" alone
-        that divides them gets whole sequences; any other splits each sequence.
+    `rows` sequences are computed at once, of a microbatch or a part of one. A mesh of "tensor"
+    alone that divides them gets whole sequences; any other splits each sequence.
     """
     sharding = Sharding()
     if config.sequence:

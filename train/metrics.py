@@ -56,16 +56,9 @@ _TENSORBOARD = {
 
 
 def peak_flops(device_kind: str, precision: str) -> float | None:
-    """Returns a device's peak FLOP/s for matrix products; None for one not in the table.
-
-    Args:
-      device_kind: `jax.Device.device_kind`.
-      precision: "float32" or "bfloat16".
-    """
-    for name, peaks in _TFLOPS.items():
-        if device_kind.startswith(name):
-            return peaks[precision] * 1e12
-    return None
+    """Returns a device's peak FLOP/s for matrix products; None for one not in the table."""
+    found = (peaks for name, peaks in _TFLOPS.items() if device_kind.startswith(name))
+    return next((peaks[precision] * 1e12 for peaks in found), None)
 
 
 class Throughput:
@@ -92,7 +85,8 @@ class Throughput:
 class MetricsLog:
     """Appends to a run's metrics.jsonl, and to TensorBoard's events if asked.
 
-    The operating system has every line of metrics.jsonl when `write` returns.
+    The operating system has every line of metrics.jsonl when `write` returns. All methods raise a
+    RunError if it cannot be written.
 
     Args:
       path: the file; None writes nothing (all processes but the first).
@@ -100,9 +94,6 @@ class MetricsLog:
         cut off. None starts a new file.
       final: the run's last step. A resume at that step drops its validation, which is repeated.
       tensorboard: folder for the events; None for none.
-
-    Raises:
-      RunError: the file cannot be written; so do the methods.
     """
 
     def __init__(
@@ -165,11 +156,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl without damaged lines, as one that a crash cut off. None is empty.
-
-    Raises:
-      OSError: the file is there and cannot be read.
-    """
+    """Reads a metrics.jsonl without damaged lines, as one that a crash cut off. None is empty."""
     try:
         content = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):

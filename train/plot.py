@@ -62,7 +62,7 @@ def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
     for colour, run in _coloured(runs):
         steps = run.steps("step", "tokens_per_s")
         y = np.array([line["tokens_per_s"] for line in steps])
-        smooth = _smooth(y, np.median, end)
+        smooth = _smooth(y, np.nanmedian, end)
         axes.plot([line["step"] for line in steps], y, color=colour, linewidth=0.5, alpha=0.3)
         label = f"{run.label}: median {np.median(y):,.0f}"
         axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
@@ -125,7 +125,7 @@ def _draw_loss(axes: Axes, run: RunResults, colour: str, end: int) -> None:
     y = np.array([run.bits_per_byte(line["loss"]) for line in steps])
     axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
     label = f"{run.label}: training"
-    axes.plot(x, _smooth(y, np.mean, end), color=colour, linewidth=1.4, label=label)
+    axes.plot(x, _smooth(y, np.nanmean, end), color=colour, linewidth=1.4, label=label)
     if checks:
         at = [line["step"] for line in checks]
         bits = [line["val_bits_per_byte"] for line in checks]
@@ -143,5 +143,4 @@ def _smooth(values: np.ndarray, average: Callable[..., Any], end: int) -> np.nda
         return values
     padded = np.pad(values, half, constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    average = {np.mean: np.nanmean, np.median: np.nanmedian}[average]
     return average(windows, axis=1)

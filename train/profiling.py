@@ -29,8 +29,7 @@ Operation = tuple[str, float, float]  # name, start and end in nanoseconds
 class Profiler:
     """Traces five steps after the first five of a run.
 
-    Args:
-      folder: for the trace, the table (table.txt) and times by kind (breakdown.json).
+    The folder gets the trace, the table (table.txt) and times by kind (breakdown.json).
     """
 
     def __init__(self, folder: Path) -> None:

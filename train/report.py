@@ -1,13 +1,11 @@
 """`normfuse report`: compares runs in a table and in one HTML page with plots."""
 
 import base64
-import contextlib
 import html
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -15,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import UsageError, plot
-from .arguments import expanded, named, printable, reason
+from .arguments import expanded, named, printable
 from .display import duration, short
 from .run_dir import RunDir, RunResults
 
@@ -33,12 +31,7 @@ img { width: 100%; } .wide { overflow-x: auto; }
 
 
 def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
-    """Prints the table and writes the page.
-
-    Args:
-      folders: of the runs.
-      page: the HTML file to write.
-      pictures: where to write the plots as files too, or None.
+    """Prints the table and writes the page, and the plots as files to the folder `pictures`.
 
     Raises:
       UsageError: a folder holds no run, or the page cannot be written.
@@ -48,7 +41,8 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     runs = []
     for folder in folders:
         with named("RUN", folder):
-            runs.append(RunDir(expanded(folder, "RUN")).results(_label(folder)))
+            label = printable(str(folder), kept="")  # whatever its name holds
+            runs.append(RunDir(expanded(folder, "RUN")).results(label))
         if not runs[-1].steps("step"):
             raise UsageError(
                 f"RUN {folder} holds no metrics.jsonl with steps: is it a run's folder?"
@@ -63,27 +57,13 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     console.print(table)
     plots = _plots(runs)
     if pictures is not None:
-        with _writing("--pictures", pictures):
+        with named("--pictures", pictures, "be written"):
             pictures.mkdir(parents=True, exist_ok=True)
             for name, png in plots.items():
                 (pictures / f"{name}.png").write_bytes(png)
-    with _writing("--html", page):
+    with named("--html", page, "be written"):
         page.write_text(_html(rows, plots), encoding="utf-8")
     print(f"page  {printable(str(page), kept='')}")
-
-
-def _label(folder: Path) -> str:
-    """Returns a folder's name as plots, tables and pages show it, whatever it holds."""
-    return printable(str(folder), kept="")
-
-
-@contextlib.contextmanager
-def _writing(flag: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = reason(error, path)
-        raise UsageError(f"{flag} {path} cannot be written: {why}") from None
 
 
 def _row(run: RunResults) -> list[str]:
@@ -119,18 +99,14 @@ def _table(rows: list[list[str]]) -> Table:
 
 def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
     """Draws loss, throughput, and the breakdown of runs with a profile, as PNGs."""
-    profiled = [run for run in runs if run.breakdown]
     timed = [run for run in runs if run.steps("step", "tokens_per_s")]
-    plots: dict[str, tuple[Any, Sequence[RunResults]]] = {"loss": (plot.plot_loss, runs)}
-    if timed:
-        plots["throughput"] = (plot.plot_throughput, timed)
-    if profiled:
-        plots["breakdown"] = (plot.plot_breakdown, profiled)
+    profiled = [run for run in runs if run.breakdown]
     drawn = {}
-    for name, (draw, shown) in plots.items():
-        file = io.BytesIO()
-        draw(file, shown)
-        drawn[name] = file.getvalue()
+    for name, shown in ("loss", runs), ("throughput", timed), ("breakdown", profiled):
+        if shown:
+            file = io.BytesIO()
+            getattr(plot, f"plot_{name}")(file, shown)
+            drawn[name] = file.getvalue()
     return drawn
 
 

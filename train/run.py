@@ -2,10 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import jax
@@ -46,9 +47,7 @@ _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
 def train(config: TrainConfig, console: Console | None = None) -> None:
     """Trains a model, or continues the run in the configured folder.
 
-    Args:
-      config: the run's.
-      console: where to show progress; standard output when None.
+    Progress is shown on `console`, or on the standard output.
 
     Raises:
       UsageError: the request cannot be carried out; nothing was compiled or written.
@@ -116,12 +115,13 @@ class Run:
             batch_size=config.batch_size // config.microbatches,
         )
         self.peak = peak_flops(mesh.devices.flat[0].device_kind, config.precision)
+        sizes = {"seq_len": config.seq_len, "batch_size": config.batch_size}
+        self.batches = functools.partial(batches, text.train, **sizes, seed=config.seed)
 
     def go(self, stack: ExitStack) -> None:
         """Trains to the last step or until asked to stop, then validates, samples and plots.
 
-        Args:
-          stack: closes everything that is opened, however the run ends.
+        `stack` closes everything that is opened, however the run ends.
         """
         self.introduce()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
@@ -141,6 +141,7 @@ class Run:
         self.watchdog.beat("compiling")
         with explained():
             step = lowered.compile()
+        distributed.meet("compiled")
         reasons = [] if self.config.implementation == "xla" else fallbacks()
         for family, served_by in implementations(step.as_text() or "", reasons).items():
             self.display.fact(family, served_by)
@@ -272,7 +273,7 @@ class Run:
         loop = Loop(
             config,
             step,
-            (on_devices(batch, rows) for batch in self._batches(done, config.steps)),
+            (on_devices(batch, rows) for batch in self.batches(first=done, steps=config.steps)),
             self._evaluate,
             self._save,
             logger,
@@ -286,17 +287,6 @@ class Run:
         finally:
             if profiler:
                 profiler.stop()
-
-    def _batches(self, done: int, last: int) -> Iterator[np.ndarray]:
-        """Yields the batches of steps `done + 1` to `last`."""
-        return batches(
-            self.text.train,
-            seq_len=self.config.seq_len,
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            first=done,
-            steps=last,
-        )
 
     def _evaluate(self, params: Params, tokens: int) -> Validation | None:
         # Several processes must compute the same batches, so a signal may interrupt only one alone.
@@ -317,7 +307,7 @@ class Run:
         """Saves the state before a bad step, and its batch; returns the error to raise."""
         path, good = self.out.bad_batch(bad.step), bad.step - 1
         if self.first:
-            np.save(path, next(self._batches(good, bad.step)))
+            np.save(path, next(self.batches(first=good, steps=bad.step)))
         if good and bad.state is not None:
             limit = jnp.minimum(bad.state.skipped, self.program.skip_limit)
             self._save(bad.state._replace(skipped=limit), good)

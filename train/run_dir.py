@@ -4,23 +4,19 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from . import UsageError, metrics
-from .arguments import named, printable, read_bytes, reason
+from .arguments import named, printable, read_bytes
 from .config import TrainConfig
 from .metrics import is_number
 
 
 class RunDir:
-    """The files of one run.
-
-    Args:
-      path: the folder; it need not exist.
-    """
+    """The files of one run, in a folder that need not exist."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,24 +45,16 @@ class RunDir:
         return self.config.exists() or self.has_checkpoints()
 
     def make(self) -> None:
-        """Creates the folder, if it is missing, and checks that it can be written to.
-
-        Raises:
-          UsageError: it cannot.
-        """
-        with _writable(self.path):
+        """Creates the folder, if it is missing; UsageError if it cannot be written to."""
+        with named("--out-dir", self.path, "be written to"):
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / ".writable"
             probe.touch()
             probe.unlink()
 
     def make_new(self) -> int:
-        """Creates a folder that no other run has; returns 1, or N where it is called `NAME-N`.
-
-        Raises:
-          UsageError: it cannot.
-        """
-        with _writable(self.path):
+        """Creates a folder that no other run has; returns 1, or N where it is called `NAME-N`."""
+        with named("--out-dir", self.path, "be written to"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for count in itertools.count(1):
                 with contextlib.suppress(FileExistsError):
@@ -93,20 +81,14 @@ class RunDir:
 
 @dataclass(frozen=True)
 class RunResults:
-    """One run as plots and reports show it.
+    """One run as plots and reports show it."""
 
-    Attributes:
-      label: its name in plots.
-      lines: its metrics.jsonl.
-      tokens_per_byte: of its text.
-      references: name of a simple model to its bits per byte on the held-out text.
-      breakdown: milliseconds of a step by kind of operation; empty without a profile.
-    """
-
-    label: str
-    lines: Sequence[Mapping[str, Any]]
+    label: str  # its name in plots
+    lines: Sequence[Mapping[str, Any]]  # its metrics.jsonl
     tokens_per_byte: float = 1.0
+    # Bits per byte of simple models, by name, on the held-out text.
     references: Mapping[str, float] = field(default_factory=dict)
+    # Milliseconds of a step by kind of operation; empty without a profile.
     breakdown: Mapping[str, float] = field(default_factory=dict)
 
     def steps(self, *names: str) -> list[Mapping[str, Any]]:
@@ -126,9 +108,7 @@ class RunResults:
 def choose(config: TrainConfig, unix_time: int) -> RunDir:
     """Returns the run's folder after checking it against `--resume`, without creating it.
 
-    Args:
-      config: the run's.
-      unix_time: names a new folder; must be the same on every process.
+    `unix_time` names a new folder; it must be the same on every process.
 
     Raises:
       UsageError: the folder holds something else, or `--resume` forbids what it holds.
@@ -136,7 +116,8 @@ def choose(config: TrainConfig, unix_time: int) -> RunDir:
     if config.out_dir is None:
         if config.resume == "must":
             raise UsageError("--resume must needs --out-dir, the folder of the run to continue.")
-        return RunDir(_new_folder(config.preset, unix_time))
+        now = time.strftime("%Y%m%d-%H%M%S", time.localtime(unix_time))
+        return RunDir(Path("runs") / f"{config.preset}-{now}")
     out = RunDir(config.out_dir)
     _check(config, out)
     return out
@@ -189,19 +170,6 @@ def _nothing_to_resume(out: RunDir) -> UsageError:
 def numbered(path: Path, count: int) -> Path:
     """Returns the folder's name for the run that is the `count`th to want it."""
     return path if count == 1 else path.with_name(f"{path.name}-{count}")
-
-
-def _new_folder(preset: str, unix_time: int) -> Path:
-    return Path("runs") / f"{preset}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(unix_time))}"
-
-
-@contextlib.contextmanager
-def _writable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        why = reason(error, path)
-        raise UsageError(f"--out-dir {path} cannot be written to: {why}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -20,13 +20,7 @@ class StopRequest:
 
     The first asks the run to save and stop. A thread learns of signals from the interpreter's
     wake-up pipe, so the second stops the process even while the main thread compiles or computes
-    and runs no Python.
-
-    Args:
-      end: ends the process, with an exit code, at the second signal.
-
-    Attributes:
-      tell: called with the name of the first signal, from that thread.
+    and runs no Python. `end` ends it then, with an exit code.
     """
 
     # What signals do once it is left: None for what they did before. A command whose process exits
@@ -35,6 +29,7 @@ class StopRequest:
 
     def __init__(self, end: Callable[[int], None] = os._exit) -> None:
         self._end = end
+        # Called with the name of the first signal, from that thread.
         self.tell: Callable[[str], None] = lambda name: None
         self._first: signal.Signals | None = None
         self._old: dict[signal.Signals, Any] = {}
@@ -91,12 +86,8 @@ class Watchdog:
     interpreter: should a call into C hold that, a second timer without Python (`faulthandler`'s)
     ends the process a little later, with the stacks alone.
 
-    Args:
-      seconds: how long nothing may happen; 0 disables.
-      stacks: the file; its folder need not exist.
-
-    Attributes:
-      stacks: the file.
+    Nothing may happen for so many seconds; 0 disables. `stacks` is the file, whose folder need not
+    exist.
     """
 
     def __init__(self, seconds: int, stacks: Path) -> None:
@@ -137,11 +128,8 @@ class Watchdog:
             flush=True,
         )
         faulthandler.dump_traceback(err)
-        try:
-            with self.stacks.open("w") as file:
-                faulthandler.dump_traceback(file)
-        except OSError:
-            pass  # the standard error has them
+        with contextlib.suppress(OSError), self.stacks.open("w") as file:
+            faulthandler.dump_traceback(file)  # the standard error has them too
         os._exit(1)
 
 

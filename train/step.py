@@ -21,64 +21,37 @@ _USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this 
 
 
 class State(NamedTuple):
-    """The state that a step updates and a checkpoint holds.
+    """The state that a step updates and a checkpoint holds."""
 
-    Attributes:
-      step: optimizer steps taken, int32.
-      params: the parameters.
-      optimizer: optax's state.
-      skipped: updates skipped because the step was bad, int32.
-      usual_loss: mean loss of the last good steps, float32.
-    """
-
-    step: Array
+    step: Array  # optimizer steps taken, int32
     params: Params
-    optimizer: Any
-    skipped: Array
-    usual_loss: Array
+    optimizer: Any  # optax's state
+    skipped: Array  # updates skipped because the step was bad, int32
+    usual_loss: Array  # mean loss of the last good steps, float32
 
 
 class Metrics(NamedTuple):
-    """The figures of a step.
+    """The figures of a step."""
 
-    Attributes:
-      loss: mean cross-entropy in nats per token, float32.
-      grad_norm: global norm of the gradient before clipping, float32.
-      learning_rate: of the update, float32.
-      skipped: `State.skipped` after the step.
-      usual_loss: `State.usual_loss` before the step.
-    """
-
-    loss: Array
-    grad_norm: Array
-    learning_rate: Array
-    skipped: Array
-    usual_loss: Array
+    loss: Array  # mean cross-entropy in nats per token, float32
+    grad_norm: Array  # global norm of the gradient before clipping, float32
+    learning_rate: Array  # of the update, float32
+    skipped: Array  # `State.skipped` after the step
+    usual_loss: Array  # `State.usual_loss` before the step
 
 
 @dataclass(frozen=True)
 class Program:
-    """A run's initialisation and step, as functions on the mesh.
-
-    Attributes:
-      model: the transformer.
-      optimizer: the gradient transformation.
-      learning_rate: its schedule.
-      mesh: the mesh.
-      microbatches: parts of a batch.
-      skip_limit: updates that may be skipped before the run is halted.
-      spike: a loss above this many times the usual one is bad; 0: only one that is not finite.
-      parts: independent parts of a microbatch, computed at the same time.
-    """
+    """A run's initialisation and step, as functions on the mesh."""
 
     model: Functional
     optimizer: optax.GradientTransformation
     learning_rate: optax.Schedule
     mesh: Mesh
-    microbatches: int
-    skip_limit: int
-    spike: float = 0.0
-    parts: int = 1
+    microbatches: int  # parts of a batch
+    skip_limit: int  # updates that may be skipped before the run is halted
+    spike: float = 0.0  # a loss above so many times the usual is bad; 0: only one not finite
+    parts: int = 1  # independent parts of a microbatch, computed at the same time
 
     def abstract(self) -> State:
         """Returns the state's shapes, dtypes and shardings, without allocating it."""
@@ -213,11 +186,8 @@ def loss_and_gradient(
     reduced, or each device would have to hold a whole gradient.
 
     Args:
-      model: the transformer.
-      params: its parameters.
       tokens: `(batch, seq + 1)` integers, rows split over "data" and "fsdp".
       microbatches: parts; times the mesh's "data" and "fsdp" they divide the batch.
-      mesh: the mesh.
       parts: independent parts of each microbatch, which XLA may compute at the same time.
     """
     loss = lambda model: lambda params, rows: mean_loss(model, params, rows, parts)
@@ -240,11 +210,6 @@ def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
     XLA scatters a sum along the first dimension in memory, so a gradient split along another comes
     out transposed. If the update's kernel transposes it, it cannot write over the parameter and its
     moments, and each is copied. Transposed on its own, the gradient is read and written once.
-
-    Args:
-      shardings: of the parameters.
-      gradient: in the same structure.
-      mesh: the mesh of both.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return gradient

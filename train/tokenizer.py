@@ -1,6 +1,7 @@
 """Tokenizers: bytes, or byte-pair encodings of the `tokenizers` package."""
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,15 +18,10 @@ _END = "<|endoftext|>"
 
 
 class Tokenizer(Protocol):
-    """Turns text into tokens and back.
+    """Turns text into tokens and back."""
 
-    Attributes:
-      name: the value of `--data.tokenizer`.
-      vocab_size: every token is below it.
-    """
-
-    name: str
-    vocab_size: int
+    name: str  # the value of `--data.tokenizer`
+    vocab_size: int  # every token is below it
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Returns a text's tokens, unsigned integers, and the number of bytes of each."""
@@ -57,12 +53,7 @@ class Bytes:
 
 
 class Bpe:
-    """A tokenizer in Hugging Face's format, a `tokenizer.json`.
-
-    Args:
-      content: the file's content.
-      name: the file's name, for messages.
-    """
+    """A tokenizer in Hugging Face's format: the content of a `tokenizer.json`, and its name."""
 
     def __init__(self, content: str, name: str) -> None:
         self._tokenizer = _package().Tokenizer.from_str(content)
@@ -86,6 +77,12 @@ class Bpe:
     def decode(self, tokens: Sequence[int]) -> str:
         known = [int(token) for token in tokens if token < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def opening(self) -> list[int]:
+        """Returns the tokens that the file's template puts before a text: often one, <bos>."""
+        encoding = self._tokenizer.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask)
+        return [token for token, _ in itertools.takewhile(lambda pair: pair[1], marked)]
 
     def identity(self) -> str:
         return f"sha256 {hashlib.sha256(self.content.encode()).hexdigest()[:16]}"
@@ -115,11 +112,7 @@ def make_tokenizer(name: str, content: Iterable[bytes], saved: Path | None = Non
 
 
 def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
-    """Reads a `tokenizer.json`, or the one in a folder.
-
-    Args:
-      path: the file or folder.
-      argument: what names it, for messages.
+    """Reads a `tokenizer.json`, or the one in a folder; messages name it by `argument`.
 
     Raises:
       UsageError: as `make_tokenizer`.

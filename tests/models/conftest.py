@@ -1,6 +1,7 @@
 """A transformer written a second time, in float64 numpy, and small models to compare with it."""
 
 import functools
+import math
 
 import jax
 import jax.extend
@@ -60,9 +61,9 @@ def noisy():
 
 
 def _noisy(config, rng):
-    shapes = parameters.shapes(config)
+    shapes, neutral = parameters.shapes(config), 1 - config.norm_offset
     return {
-        name: (rng.standard_normal(shape) * 0.3 + name.endswith("scale")).astype(np.float32)
+        name: (rng.standard_normal(shape) * 0.3 + neutral * name.endswith("scale")).astype("f4")
         for name, shape in shapes.items()
     }
 
@@ -76,50 +77,81 @@ def _logits(config: TransformerConfig, values: dict, tokens: np.ndarray) -> np.n
     """`(seq,)` tokens to `(seq, vocab)` logits, position by position and head by head."""
     weights = {name: np.asarray(value, np.float64) for name, value in values.items()}
     x = np.stack([weights["embed.embedding"][token] for token in tokens])
+    x = x * np.sqrt(config.dim) if config.scale_embeddings else x
+    norm = lambda name, x: _normalised(x, weights[f"{name}.scale"], config) if name else x
     for layer in range(config.num_layers):
-        scope = f"layers.{layer}"
-        h = _normalised(x, weights[f"{scope}.attention_norm.scale"], config.norm_eps)
-        x = x + _attention(config, weights, f"{scope}.attention", h)
-        h = _normalised(x, weights[f"{scope}.mlp_norm.scale"], config.norm_eps)
-        gate = h @ weights[f"{scope}.mlp.gate.kernel"]
-        up = h @ weights[f"{scope}.mlp.up.kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{scope}.mlp.down.kernel"]
-    x = _normalised(x, weights["norm.scale"], config.norm_eps)
-    tied = weights["embed.embedding"].T
-    return x @ (tied if config.tie_embeddings else weights["head.kernel"])
+        name = lambda part, exists, layer=layer: f"layers.{layer}.{part}" * exists
+        before, after = config.norms in ("pre", "both"), config.norms in ("post", "both")
+        h = norm(name("attention_norm", before), x)
+        h = _attention(config, weights, f"layers.{layer}.attention", h, config.is_local(layer))
+        x = x + norm(name("attention_post_norm", after), h)
+        h = _mlp(config, weights, f"layers.{layer}.mlp", norm(name("mlp_norm", before), x))
+        x = x + norm(name("mlp_post_norm", after), h)
+    x = norm("norm", x)
+    logits = x @ (weights["embed.embedding"].T if config.tie_embeddings else weights["head.kernel"])
+    return _bounded(logits, config.logits_softcap)
 
 
-def _normalised(x, scale, eps):
-    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * scale
+def _normalised(x, scale, config):
+    rms = np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + config.norm_eps)
+    return x / rms * (scale + config.norm_offset)
 
 
-def _attention(config, weights, scope, x):
+def _bounded(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu": lambda x: x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+def _mlp(config, weights, scope, x):
+    products = {
+        name: x @ weights[f"{scope}.{name}.kernel"] for name in ("gate", "up")[not config.gated :]
+    }
+    activated = _ACTIVATIONS[config.activation](products["gate" if config.gated else "up"])
+    hidden = activated * products["up"] if config.gated else activated
+    return hidden @ weights[f"{scope}.down.kernel"]
+
+
+def _attention(config, weights, scope, x, local):
     def heads(name):
         projected = x @ weights[f"{scope}.{name}.kernel"] + weights.get(f"{scope}.{name}.bias", 0.0)
+        scale = weights.get(f"{scope}.{name}_norm.scale")
+        if scale is not None and config.qk_norm_over == "projection":
+            projected = _normalised(projected, scale, config)
         split = np.split(projected, projected.shape[1] // config.head_dim, axis=1)
-        if config.qk_norm and name != "v":
-            scale = weights[f"{scope}.{name}_norm.scale"]
-            split = [_normalised(head, scale, config.norm_eps) for head in split]
+        if scale is not None and config.qk_norm_over == "head":
+            split = [_normalised(head, scale, config) for head in split]
         return split
 
-    keys = [_rotated(config, head) for head in heads("k")]
+    keys = [_rotated(config, head, local) for head in heads("k")]
     queries, values, out = heads("q"), heads("v"), []
     for i, query in enumerate(queries):
         group = i // (config.num_heads // config.num_kv_heads)
         rows = []
-        for position, row in enumerate(_rotated(config, query)):
-            scores = keys[group][: position + 1] @ row / np.sqrt(config.head_dim)
+        for position, row in enumerate(_rotated(config, query, local)):
+            first = max(position + 1 - config.sliding_window, 0) if local else 0
+            scores = keys[group][first : position + 1] @ row
+            scores = scores / np.sqrt(config.query_scale_dim or config.head_dim)
+            scores = _bounded(scores, config.attention_softcap)
             shares = np.exp(scores - scores.max())
-            rows.append(shares / shares.sum() @ values[group][: position + 1])
+            rows.append(shares / shares.sum() @ values[group][first : position + 1])
         out.append(np.stack(rows))
     return np.concatenate(out, axis=1) @ weights[f"{scope}.o.kernel"]
 
 
-def _rotated(config, head):
+def _rotated(config, head, local):
     """Turns `(x[i], x[i + width/2])`, as one complex number, by its angle at each position."""
     half = config.head_dim // 2
-    wavelengths = 2 * np.pi * config.rope_theta ** (np.arange(half) / half)
-    if config.rope_scaling is not None:
+    own = local and config.local_rope_theta is not None
+    theta = config.local_rope_theta if own else config.rope_theta
+    wavelengths = 2 * np.pi * theta ** (np.arange(half) / half)
+    if config.rope_scaling is not None and not own:
         wavelengths = np.array([_stretched(config.rope_scaling, w) for w in wavelengths])
     turns = np.exp(2j * np.pi * np.arange(len(head))[:, None] / wavelengths)
     turned = (head[:, :half] + 1j * head[:, half:]) * turns
@@ -127,6 +159,8 @@ def _rotated(config, head):
 
 
 def _stretched(scaling, wavelength):
+    if scaling.kind == "linear":
+        return wavelength * scaling.factor
     longest = scaling.original_max_seq_len / scaling.low_freq_factor
     shortest = scaling.original_max_seq_len / scaling.high_freq_factor
     if wavelength > longest:

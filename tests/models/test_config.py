@@ -34,7 +34,16 @@ def test_largest_preset_is_built_without_allocating(framework):
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
-@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"attention_bias": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"qk_norm": True},
+        {"attention_bias": True},
+        {"norms": "both", "qk_norm": True, "qk_norm_over": "projection"},
+        {"norms": "post", "gated": False},
+    ],
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_num_parameters_counts_the_models_own(small, changes, tied):
     config = dataclasses.replace(small, tie_embeddings=tied, **changes)

@@ -1,11 +1,12 @@
 """Checkpoints in Hugging Face's format: ours read elsewhere, theirs read here.
 
 `transformers` itself recorded what it saved and computed, and is tested live where it is installed.
-`python tests/huggingface_models.py` made the records, with transformers 5 and torch 2.13.
+`python tests/huggingface_models.py` made the records, which name its version and torch's.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from huggingface_models import FOLDER, MODELS
+from huggingface_models import FOLDER, MODELS, write
 from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
@@ -29,11 +30,23 @@ from normfuse.models.functional import build
 from normfuse.models.generate import generate
 from normfuse.models.huggingface import from_huggingface, load, save, to_huggingface
 
+OLMO2 = {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
+GEMMA = {"norm_offset": 1.0, "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA |= {"tie_embeddings": True}
+GEMMA2 = {"norms": "both", "query_scale_dim": 12, "sliding_window": 6, "layer_pattern": "LG"}
+GEMMA3 = GEMMA2 | {"qk_norm": True, "local_rope_theta": 100.0}
+GEMMA3 |= {"rope_scaling": RopeScaling(factor=4.0, kind="linear"), "rope_theta": 500.0}
+GEMMA2 |= {"attention_softcap": 2.0, "logits_softcap": 5.0}
 FAMILIES = {
     "llama": {},
     "llama tied": {"tie_embeddings": True},
     "qwen2": {"attention_bias": True, "num_heads": 3, "num_kv_heads": 1},
     "qwen3": {"qk_norm": True},
+    "mistral": {"sliding_window": 6, "activation": "relu"},
+    "olmo2": {"num_heads": 3, "num_kv_heads": 1} | OLMO2,
+    "gemma": GEMMA | {"num_kv_heads": 1},
+    "gemma2": GEMMA | GEMMA2,
+    "gemma3": GEMMA | GEMMA3,
 }
 
 
@@ -60,33 +73,47 @@ def _assert_equal(ours, theirs):
     assert np.abs(ours - theirs).max() < 200 * 2**-24 * np.abs(theirs).max()
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """The folder of a recorded model by its name, and what `transformers` computed with it."""
+
+    @functools.cache
+    def find(name):
+        expected = np.load(FOLDER / name / "expected.npz")
+        return write(name, tmp_path_factory.mktemp(name)), expected
+
+    return find
+
+
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_recorded(name, framework, jit):
-    expected = np.load(FOLDER / name / "expected.npz")
-    model, params = load(FOLDER / name, framework)
+def test_logits_are_those_recorded(recorded, name, framework, jit):
+    folder, expected = recorded(name)
+    model, params = load(folder, framework)
     _assert_equal(jit(model.apply)(params, expected["tokens"]), expected["logits"])
     assert np.ptp(expected["logits"]) > 1
 
 
-@pytest.mark.parametrize("name", ["llama31_tied", "qwen3"])
-def test_greedy_text_is_that_recorded(name):
-    expected = np.load(FOLDER / name / "expected.npz")
-    model, params = load(FOLDER / name, "nnx")
+# In each framework some; the cache is one. Windows are shorter than prompt and text.
+@pytest.mark.parametrize("name", ["llama31_tied", "qwen3", "mistral", "olmo2", "gemma3_text"])
+def test_greedy_text_is_that_recorded(recorded, name):
+    folder, expected = recorded(name)
+    model, params = load(folder, "eqx" if name in ("mistral", "qwen3") else "nnx")
     found = generate(model, params, expected["prompts"], 12, temperature=0)
     np.testing.assert_array_equal(found, expected["drawn"])
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_was_loaded_is_saved_with_the_same_names_and_settings(name, tmp_path):
-    model, params = load(FOLDER / name, "eqx")
+def test_what_was_loaded_is_saved_with_the_same_names_and_settings(recorded, name, tmp_path):
+    folder, _ = recorded(name)
+    model, params = load(folder, "eqx")
     save(tmp_path, model, params, dtype="bfloat16")
-    theirs, ours = _arrays(FOLDER / name), _arrays(tmp_path)
+    theirs, ours = _arrays(folder), _arrays(tmp_path)
     assert set(ours) == set(theirs)
     for key, array in theirs.items():
         assert ours[key].dtype == array.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(ours[key], array)
-    ours, theirs = _settings(tmp_path), _settings(FOLDER / name)
+    ours, theirs = _settings(tmp_path), _settings(folder)
     shared = set(ours) & set(theirs)
     assert {"model_type", "hidden_size", "num_key_value_heads", "rms_norm_eps"} <= shared
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
@@ -156,7 +183,9 @@ def _self_attention(settings, weights, scope, x, norm):
     return out.transpose(1, 0, 2).reshape(seq, -1) @ weights[f"{scope}.o_proj.weight"].T
 
 
-def test_saved_checkpoint_computes_the_same_elsewhere(config, noisy, rng, tmp_path, jit):
+@pytest.mark.parametrize("family", ["llama", "llama tied", "qwen2", "qwen3"])
+def test_saved_checkpoint_computes_the_same_elsewhere(small, family, noisy, rng, tmp_path, jit):
+    config = dataclasses.replace(small, **FAMILIES[family])
     framework = "eqx" if config.qk_norm or config.tie_embeddings else "nnx"
     model = build(framework, config)
     params = model.from_dict(noisy(config, rng))
@@ -261,6 +290,7 @@ class _Killed(BaseException):
     pass
 
 
+@pytest.mark.newest
 def test_at_every_moment_of_saving_one_checkpoint_is_complete(replaced, monkeypatch):
     """Killed before any of its changes to the folder, the older or the newer is all there."""
     folder, older, newer, again = replaced
@@ -320,17 +350,67 @@ def test_llama_31_config_is_read(small):
     assert from_huggingface(to_huggingface(before)) == before
 
 
+def test_settings_that_are_missing_are_those_of_the_family(small):
+    """Its own files leave out what equals its defaults, and older ones what came later."""
+    fields = GEMMA | GEMMA3 | {"layer_pattern": "LLLLLG", "num_layers": 12, "rope_scaling": None}
+    config = dataclasses.replace(small, **fields)
+    settings = to_huggingface(config)
+    for name in "layer_types", "tie_word_embeddings", "hidden_activation", "rope_theta":
+        del settings[name]
+    assert from_huggingface(settings) == dataclasses.replace(config, rope_theta=1_000_000.0)
+    settings["sliding_window_pattern"] = 13  # a multimodal one's first release; all are local
+    assert not from_huggingface(settings).is_local(12)
+    assert all(from_huggingface(settings).is_local(i) for i in range(12))
+
+    settings = to_huggingface(dataclasses.replace(small, **GEMMA | GEMMA2, num_layers=4))
+    for name in "layer_types", "attn_logit_softcapping", "final_logit_softcapping":
+        del settings[name]
+    config = from_huggingface(settings)
+    assert (config.attention_softcap, config.logits_softcap) == (50.0, 30.0)
+    assert [config.is_local(i) for i in range(4)] == [True, False, True, False]
+
+    # Heads of keys, and a head's width, which is not hidden_size / num_attention_heads in all.
+    heads = {"mistral": (8, 12), "qwen2": (32, 12), "qwen3": (32, 128), "olmo2": (64, 12)}
+    heads |= {"gemma": (16, 256), "gemma2": (4, 256), "gemma3": (4, 256), "llama": (64, 12)}
+    for name, expected in heads.items():
+        settings = to_huggingface(dataclasses.replace(small, **FAMILIES[name]))
+        del settings["num_key_value_heads"], settings["head_dim"]
+        config = from_huggingface(settings | {"num_attention_heads": 64, "hidden_size": 64 * 12})
+        assert (config.num_kv_heads, config.head_dim) == expected, name
+
+    settings = to_huggingface(dataclasses.replace(small, **GEMMA)) | {"hidden_act": "gelu"}
+    assert from_huggingface(settings).activation == "gelu_tanh"
+    assert from_huggingface(settings | {"model_type": "llama"}).activation == "gelu"
+
+
+def test_layers_that_are_all_global_have_no_window(small):
+    config = dataclasses.replace(small, **GEMMA | GEMMA3 | {"layer_pattern": "G"})
+    settings = to_huggingface(config)
+    assert settings["layer_types"] == ["full_attention"] * 2
+    found = from_huggingface(settings)
+    assert found == dataclasses.replace(
+        config, sliding_window=None, layer_pattern="L", local_rope_theta=None
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type='mixtral' must be one of 'llama', 'qwen2'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"model_type": "mixtral"}, "model_type='mixtral' must be one of 'llama', 'mistral'"),
+        ({"hidden_act": "mish"}, "hidden_act='mish' must be one of 'silu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "Llama has layers of one kind"),
+        ({"layer_types": ["sliding_attention"] * 2}, "Llama has layers of one kind only"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_type=None"),
+        ({"rope_parameters": {"sliding_attention": {}}}, "full_attention=None must be an object"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],
 )
 def test_configs_of_other_models_are_refused(small, changes, message):
@@ -342,8 +422,14 @@ def test_configs_of_other_models_are_refused(small, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_bias": True, "qk_norm": True}, "both attention_bias and qk_norm"),
-        ({"attention_bias": True}, "num_heads=4 times head_dim=8 must be dim=24"),
+        ({"attention_bias": True, "qk_norm": True}, "qwen3 is nearest, but has no attention_bias"),
+        ({"attention_bias": True}, "llama is nearest, but has no attention_bias=True"),
+        ({"gated": False}, "llama is nearest, but has no gated=False"),
+        ({"logits_softcap": 30.0}, "but has no logits_softcap=30.0"),
+        ({"sliding_window": 6, "layer_pattern": "LG"}, "mistral is nearest, but has no layer_patt"),
+        (GEMMA | GEMMA3 | {"local_rope_theta": None}, "no Hugging Face family has this"),
+        (GEMMA | {"sliding_window": 6}, "gemma is nearest, but has no sliding_window=6"),
+        (GEMMA | {"activation": "gelu"}, "gemma is nearest, but has no activation='gelu'"),
     ],
 )
 def test_configs_no_family_has_are_not_written(small, changes, message):

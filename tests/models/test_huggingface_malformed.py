@@ -129,6 +129,12 @@ def _shifted(entries, first, second):
         entry["data_offsets"] = [offset + 4 for offset in entry["data_offsets"]]
 
 
+def gemma(**changes):
+    """The configuration of a Gemma 3 with these changes."""
+    found = {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 4}
+    return config(**found | changes)
+
+
 _SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _SCALING["original_max_position_embeddings"] = 8
 _NOT_READ = "is not a safetensors file, or is damaged"
@@ -184,6 +190,57 @@ MALFORMED = {
     "tied is text": (config(tie_word_embeddings="no"), CONFIG, "tie_word_embeddings='no' must be"),
     "layer types of objects": (config(layer_types=[{}]), CONFIG, "layer_types=[{}]"),
     "layer types a number": (config(layer_types=1), CONFIG, "layer_types=1"),
+    "layer types too few": (gemma(layer_types=[]), CONFIG, "layer_types=[] must be 1 of 'sliding"),
+    "layer type unknown": (gemma(layer_types=["chunked"]), CONFIG, "layer_types=['chunked'] must"),
+    "pattern is zero": (
+        gemma(sliding_window_pattern=0),
+        CONFIG,
+        "sliding_window_pattern=0 must be",
+    ),
+    "pattern is text": (gemma(sliding_window_pattern="6"), CONFIG, "sliding_window_pattern='6' mu"),
+    "window is null": (gemma(sliding_window=None), CONFIG, "sliding_window=None, but layers are"),
+    "window is negative": (
+        gemma(sliding_window=-1),
+        CONFIG,
+        "sliding_window=-1 must be an integer",
+    ),
+    "window is text": (
+        gemma(sliding_window="4k"),
+        CONFIG,
+        "sliding_window='4k' must be an integer",
+    ),
+    "query scale is zero": (
+        gemma(query_pre_attn_scalar=0),
+        CONFIG,
+        "query_pre_attn_scalar=0 must be finite, above 0",
+    ),
+    "soft cap is text": (
+        gemma(final_logit_softcapping="30"),
+        CONFIG,
+        "final_logit_softcapping='30' must be finite, above 0",
+    ),
+    "local theta is null": (
+        gemma(rope_parameters={"full_attention": {}, "sliding_attention": {"rope_theta": "x"}}),
+        CONFIG,
+        "rope_local_base_freq='x' must be finite, above 0",
+    ),
+    "local rope is scaled": (
+        gemma(rope_parameters={"full_attention": {}, "sliding_attention": _SCALING}),
+        CONFIG,
+        "must be of rope_type 'default'",
+    ),
+    "rope of a kind is text": (
+        gemma(rope_parameters={"full_attention": "linear"}),
+        CONFIG,
+        "rope_parameters: full_attention='linear' must be an object",
+    ),
+    "linear rope lacks": (config(rope_scaling={"rope_type": "linear"}), CONFIG, "lacks factor"),
+    "activation is a list": (
+        config(hidden_act=["silu"]),
+        CONFIG,
+        "hidden_act=['silu'] must be one",
+    ),
+    "activation unknown": (config(hidden_act="mish"), CONFIG, "hidden_act='mish' must be one of"),
     "escapes": (config(model_type="\x1b[31m\n"), CONFIG, r"model_type='\x1b[31m\n'"),
     # the index
     "index is no JSON": (write(INDEX, b"{"), INDEX, "is not valid JSON"),
@@ -320,7 +377,9 @@ _JSON = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(string.printable, max_size=5)
-    | st.sampled_from([FIRST, "../other.safetensors", "F32", "BF16", "I32", "llama3", "qwen3"]),
+    | st.sampled_from(
+        [FIRST, "../other.safetensors", "F32", "BF16", "I32", "llama3", "qwen3", "gemma2"]
+    ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=4,
 )
@@ -359,6 +418,7 @@ def _edits(draw, contents):
     ]
 
 
+@pytest.mark.newest
 @settings(
     max_examples=150,
     deadline=None,

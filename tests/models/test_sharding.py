@@ -183,6 +183,7 @@ def test_explicit_mesh_gives_the_same_gradient(deep, jit, eight_devices, unshard
     assert jax.tree.all(jax.tree.map(lambda x, place: x.sharding == place, got, places))
 
 
+@pytest.mark.newest
 @pytest.mark.optimized  # what LLVM vectorises depends on the shape of a shard
 def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):
     config = dataclasses.replace(small, num_layers=1, tie_embeddings=True)
@@ -225,6 +226,7 @@ jax.jit(bad).lower(jax.ShapeDtypeStruct((8, 8, 8), jnp.float32)).compile()
 """
 
 
+@pytest.mark.newest
 def test_nothing_is_rematerialised_in_full(eight_devices):
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "0"}
     run = subprocess.run(

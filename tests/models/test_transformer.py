@@ -10,14 +10,23 @@ from flax import nnx
 from normfuse.models import eqx as eqx_model
 from normfuse.models import nnx as nnx_model
 from normfuse.models import parameters
+from normfuse.models.config import RopeScaling
 from normfuse.models.functional import build
 
 FRAMEWORKS = ["nnx", "eqx"]
+GEMMA = {"norm_offset": 1.0, "norms": "both", "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA |= {"tie_embeddings": True, "sliding_window": 5, "query_scale_dim": 12}
 VARIANTS = {
     "grouped": {},
     "tied": {"tie_embeddings": True},
     "qwen2": {"attention_bias": True, "num_kv_heads": 4},
     "qwen3": {"qk_norm": True, "num_kv_heads": 1},
+    "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "activation": "gelu"},
+    "gemma2": GEMMA | {"attention_softcap": 2.0, "logits_softcap": 5.0, "layer_pattern": "LG"},
+    "gemma3": GEMMA
+    | {"qk_norm": True, "local_rope_theta": 50.0, "layer_pattern": "GL"}
+    | {"rope_scaling": RopeScaling(factor=4.0, kind="linear"), "rope_theta": 500.0},
+    "plain MLP": {"gated": False, "activation": "relu"},
 }
 
 

@@ -181,7 +181,7 @@ def interrupted(train, monkeypatch, options):
         with monkeypatch.context() as patch:
             patch.setattr(Loop, "run", told)
             code, out, err = train(**options | changes)
-        assert (code, err) == (0, "")
+        assert code == 0 and not err, err
         return out
 
     return run

@@ -104,6 +104,7 @@ def _check(code: int, error: str):
 _QUICK = dict(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.newest
 @settings(max_examples=120, **_QUICK)
 @given(chosen=_settings(_values, 5), in_file=st.booleans())
 def test_any_settings_start_a_run_or_are_explained(flags, text_file, chosen, in_file):
@@ -126,6 +127,7 @@ _SHAPES = [
 ] + ["microbatches"]
 
 
+@pytest.mark.newest
 @settings(max_examples=12, **_QUICK)
 @given(
     chosen=st.lists(

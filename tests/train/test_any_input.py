@@ -88,6 +88,7 @@ _YAML = st.one_of(
 )
 
 
+@pytest.mark.newest
 @settings(max_examples=150, **_QUICK)
 @given(content=_YAML)
 def test_any_yaml_is_read_or_explained(content):
@@ -175,6 +176,7 @@ def stopped_at_compilation(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
 
 
+@pytest.mark.newest
 @settings(max_examples=20, **_QUICK)
 @given(
     name=st.sampled_from(_FOLDERS),

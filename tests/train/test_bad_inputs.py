@@ -86,6 +86,11 @@ _USAGE = [
     ({"distributed.coordinator": "host:99999"}, ["'host:99999'", "65535"]),
     ({"mesh.fsdp": 8, "mesh.keep-gathered": True}, ["--mesh.keep-gathered", "--model.remat none"]),
     ({"mesh.keep-gathered": True, "model.remat": "block"}, ["--mesh.fsdp 1", "nothing to keep"]),
+    (
+        {"mesh.keep-gathered": True, "mesh.fsdp": 8, "model.remat": "block"}
+        | {"model.quantization": "fp8"},
+        ["--mesh.keep-gathered", "--model.quantization fp8"],
+    ),
     ({"distributed.coordinator": "host:1"}, ["--distributed.num-processes"]),
     (
         {
@@ -195,6 +200,7 @@ def test_out_dir_of_something_else_is_left_alone(train, nothing_compiled, tmp_pa
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.newest
 def test_platform_without_devices_is_usage():
     """In a process of its own: a JAX backend is chosen once."""
     program = "import sys; from normfuse.train.cli import main; sys.exit(main(['train']))"
@@ -226,6 +232,7 @@ def test_binary_text_is_learned_and_said(train, tmp_path, monkeypatch):
     assert code == 0 and "is it binary?" in out
 
 
+@pytest.mark.newest
 def test_processes_that_do_not_meet_are_named(tmp_path):
     """A wrong coordinator: JAX alone would have XLA abort after five minutes."""
     flags = ["--distributed.coordinator=localhost:9", "--distributed.num-processes=2"]

@@ -29,18 +29,8 @@ _FAULTS = {
 }
 
 
-_NEWEST = pytest.mark.newest  # on the oldest stack, the other three faults suffice
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "middle byte",
-        "halved",
-        "deleted",
-        *(pytest.param(fault, marks=_NEWEST) for fault in ("first byte", "last byte", "emptied")),
-    ],
-)
+@pytest.mark.newest
+@pytest.mark.parametrize("fault", _FAULTS)
 def test_damage_to_any_file_is_harmless_or_costs_one_checkpoint(copy, tmp_path, fault):
     """Every file of the newest, in turn: its own state comes back, or the one before."""
     files = [path.relative_to(copy) for path in sorted((copy / "2").rglob("*")) if path.is_file()]

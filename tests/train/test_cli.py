@@ -15,7 +15,7 @@ def test_help_names_every_command(capsys):
     for argv in ([], ["--help"], ["-h"]):
         assert main(argv) == 0
         out = capsys.readouterr().out
-        for command in ("train", "generate", "report", "info", "cache"):
+        for command in ("train", "generate", "report", "plan", "info", "cache"):
             assert f" {command} " in out
 
 
@@ -24,7 +24,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == version("normfuse")
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "report"])
+@pytest.mark.parametrize("command", ["train", "generate", "report", "plan"])
 def test_commands_explain_themselves(capsys, command):
     assert main([command, "--help"]) == 0
     assert f"usage: normfuse {command}" in capsys.readouterr().out
@@ -52,7 +52,14 @@ def test_unknown_command_suggests_the_nearest(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["train", "--help"], ["train", "--setps", "3"], ["generate", "--help"]]
+    "argv",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["train", "--setps", "3"],
+        ["generate", "--help"],
+        ["plan", "--help"],
+    ],
 )
 def test_flags_are_read_without_jax(argv):
     program = f"""
@@ -79,10 +86,12 @@ _COMMANDS = [
     (["train"], 2, "pip install 'normfuse[train]'"),
     (["train", "--config", __file__], 2, "pip install 'normfuse[train]'"),
     (["generate", "run"], 2, "pip install 'normfuse[train]'"),
+    (["plan"], 2, "pip install 'normfuse[train]'"),
     (["report", "run"], 2, "pip install 'normfuse[train]'"),
 ]
 
 
+@pytest.mark.newest
 def test_commands_without_the_extras():
     """`info` and `cache` need none; the others name the one they need, in one line."""
     program = f"""

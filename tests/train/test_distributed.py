@@ -66,13 +66,14 @@ def test_processes_stop_together_and_others_continue(
 
 
 # One process is told in the phase; its own validation or save goes on, and both stop at a step.
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("phase", "told"),
     [
         ("compiling", 0),
         pytest.param("compiling", 1, marks=pytest.mark.slow),
         pytest.param("evaluating", 0, marks=pytest.mark.slow),
-        pytest.param("evaluating", 1, marks=NEWEST),
+        ("evaluating", 1),
         pytest.param("saving", 0, marks=pytest.mark.slow),
         pytest.param("saving", 1, marks=pytest.mark.slow),
     ],
@@ -94,6 +95,7 @@ def test_processes_stop_together_whatever_one_of_them_does(two, options, tmp_pat
     assert newest[0] == int(stopped[1])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_save_that_fails_in_one_process_ends_all(two, at):
     """In the background; orbax raises it only when the others have given up waiting, in minutes."""
@@ -132,10 +134,11 @@ _FAILED = "failed: a disk of this process is gone"
 
 
 # JAX alone lets the other wait for the missing one until a heartbeat is late, for minutes.
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("event", "at", "code", "message"),
     [
-        pytest.param("SIGTERM+SIGTERM", 1, 143, _AT_ONCE, marks=NEWEST),
+        ("SIGTERM+SIGTERM", 1, 143, _AT_ONCE),
         pytest.param("SIGTERM+SIGTERM", 0, 143, _AT_ONCE, marks=pytest.mark.slow),
         ("failure", 0, 1, _FAILED),
         pytest.param("failure", 1, 1, _FAILED, marks=pytest.mark.slow),
@@ -208,3 +211,24 @@ def test_gpus_begin_kernels_in_order_unless_told_otherwise(monkeypatch, given, f
         monkeypatch.delenv(name)
     distributed.initialize(DistributedConfig())
     assert os.environ[name] == found
+
+
+def test_processes_wait_for_the_last_one(monkeypatch):
+    """However late it comes: the first goes on only when the key of the second is there."""
+    keys, looks = {}, []
+
+    class Client:
+        def key_value_set(self, key, value):
+            assert key not in keys
+            keys[key] = value
+
+        def key_value_dir_get(self, folder):
+            looks.append(len(keys))
+            if len(looks) == 3:
+                keys[f"{folder}1"] = ""
+            return [key for key in keys if key.startswith(folder)]
+
+    monkeypatch.setattr(distributed, "coordination_client", Client)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    distributed.meet("there")
+    assert looks == [1, 1, 1] and len(keys) == 2

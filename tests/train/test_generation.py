@@ -1,11 +1,14 @@
 """`normfuse generate`: from a run and from a Hugging Face folder."""
 
+import json
+
 import jax
 import pytest
 
 from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.models.huggingface import save
+from normfuse.train import generation
 from normfuse.train.cli import main
 
 
@@ -21,6 +24,7 @@ def test_generate_continues_the_prompt(finished, capsys):
     assert "500" in capsys.readouterr().err
 
 
+@pytest.mark.newest
 def test_several_prompts_are_continued_as_each_alone(finished, capsys):
     run, options = str(finished[0]), ["--tokens", "5", "--temperature", "0"]
 
@@ -43,6 +47,7 @@ def test_no_more_is_added_than_fits_unless_asked_for(finished, capsys):
     assert "a prompt of 36 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.newest
 def test_samples_are_drawn_at_once_and_end_before_a_stop(finished, capsys):
     run = str(finished[0])
     options = ["--prompt", "the norm", "--tokens", "5", "--temperature", "9"]
@@ -74,7 +79,7 @@ def test_folder_of_nothing_is_explained(tmp_path, capsys):
     assert "neither a checkpoint nor a config.json" in capsys.readouterr().err
 
 
-def test_hugging_face_folder_speaks(tmp_path, capsys):
+def test_hugging_face_folder_speaks(tmp_path, capsys, monkeypatch):
     pytest.importorskip("tokenizers")
     from normfuse.train.tokenizer import make_tokenizer
 
@@ -87,6 +92,29 @@ def test_hugging_face_folder_speaks(tmp_path, capsys):
     assert "tokenizer.json cannot be read" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text(tokenizer.content)
     assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("the row")
+
+    # What its template puts before a text is read by the model, and not printed.
+    prompts, run = [], generation.generate
+
+    def recorded(model, params, rows, *arguments, **options):
+        prompts.extend(rows)
+        return run(model, params, rows, *arguments, **options)
+
+    monkeypatch.setattr(generation, "generate", recorded)
+    template = json.loads(tokenizer.content)
+    begin = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    template["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": {
+            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+        },
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(template))
+    assert main(arguments) == 0
+    assert prompts[0].tolist() == [0, *tokenizer.encode(b"the row")[0]]
     assert capsys.readouterr().out.startswith("the row")
     (tmp_path / "config.json").write_text("{}")
     assert main(arguments) == 2

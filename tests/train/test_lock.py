@@ -62,6 +62,7 @@ def test_second_run_in_a_folder_is_told_who_is_there(holder, train, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
+@pytest.mark.newest
 def test_requeued_run_waits_for_its_predecessor_and_its_lock_dies_with_it(
     holder, train, while_waiting, tmp_path
 ):
@@ -101,6 +102,7 @@ def test_predecessor_may_leave_a_run_that_resume_never_refuses(
     assert code == 2 and "--resume never" in err and "already holds a run" in err
 
 
+@pytest.mark.newest
 def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
     assert train(steps=2)[0] == 0
     lock = FolderLock(tmp_path / "run" / ".lock", print)
@@ -109,6 +111,7 @@ def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
     assert train(steps=4, lock_timeout=0)[0] == 0
 
 
+@pytest.mark.newest
 def test_failed_run_leaves_it_too(train, monkeypatch):
     from normfuse.train.run import Run
 
@@ -148,6 +151,7 @@ def test_link_in_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "thesis").read_text() == "dear"
 
 
+@pytest.mark.newest
 def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch, flags):
     """Without --out-dir, a run's folder has the time's name."""
     monkeypatch.chdir(tmp_path)

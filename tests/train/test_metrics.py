@@ -97,6 +97,7 @@ def test_figures_are_written_for_people():
         "ETA 1:02:05",
     ]
     assert [short(x) for x in (5, 999, 1000, 1_234_567, 8e9)] == ["5", "999", "1k", "1.23M", "8B"]
+    assert [short(x) for x in (999.9e6, 2e12)] == ["1B", "2T"]
     assert [duration(x) for x in (0, 61, 3600, float("inf"))] == ["0:00", "1:01", "1:00:00", "-:--"]
 
 

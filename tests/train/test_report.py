@@ -81,6 +81,7 @@ def drawn(monkeypatch):
         close(figure)
 
 
+@pytest.mark.newest
 def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, drawn):
     run = RunDir(finished[0]).results("whole")
     pairs = RunResults("pairs", run.lines, tokens_per_byte=0.25)

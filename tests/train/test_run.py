@@ -42,6 +42,7 @@ def test_piped_output_is_plain_lines(finished):
     assert len(re.findall(rf"^step \d/6  {figures}$", out, re.M)) == 6
 
 
+@pytest.mark.newest
 def test_other_failures_of_the_loop_still_close_the_log(train, tmp_path, monkeypatch, lines):
     from normfuse.train.run import Run
 

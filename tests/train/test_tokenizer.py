@@ -117,6 +117,7 @@ def test_missing_package_is_explained(monkeypatch):
         make_tokenizer("bpe:300", [])
 
 
+@pytest.mark.newest
 def test_run_on_pairs_counts_bits_per_byte_and_goes_on(train, text_file, tmp_path, lines, capsys):
     options = {
         "data.tokenizer": "bpe:300",

@@ -1,0 +1,189 @@
+"""What OLMo 2 and Gemma add to the transformer, where it is computed in other ways.
+
+Values are checked against a float64 reference in test_transformer.py and against `transformers` in
+test_huggingface.py; here against those, decoding, losses, meshes, remat and FP8.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.models.attention import Cache, KeyValue, attend
+from normfuse.models.config import Activation, flops_per_token
+from normfuse.models.functional import build
+from normfuse.models.sharding import Sharding
+
+OLMO2 = {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
+# Windows of 3 tokens, in the first of two layers.
+GEMMA = {"norms": "both", "norm_offset": 1.0, "scale_embeddings": True, "activation": "gelu_tanh"}
+GEMMA |= {"attention_softcap": 2.0, "logits_softcap": 5.0, "query_scale_dim": 12, "qk_norm": True}
+GEMMA |= {"sliding_window": 3, "layer_pattern": "LG", "local_rope_theta": 50.0}
+GEMMA |= {"tie_embeddings": True}
+FAMILIES = [("nnx", OLMO2), ("eqx", GEMMA)]
+IDS = ["olmo2", "gemma"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=IDS)
+def computed(small, noisy, jit, request):
+    """A model, its parameters, tokens, and their logits."""
+    framework, changes = request.param
+    model, rng = build(framework, dataclasses.replace(small, **changes)), np.random.default_rng(0)
+    params = model.from_dict(noisy(model.config, rng))
+    tokens = rng.integers(0, model.config.vocab_size, (4, 16), np.int32)
+    return model, params, tokens, np.asarray(jit(model.apply)(params, tokens))
+
+
+def _assert_close(found, expected, roundings=100):
+    # As in test_transformer.py: so many roundings of the largest number.
+    assert np.abs(found - expected).max() < roundings * 2**-24 * np.abs(expected).max()
+
+
+def test_decoding_rows_of_several_lengths_gives_the_logits_of_the_whole(computed, jit):
+    model, params, tokens, whole = computed
+    decode = jit(model.decode)
+    logits, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 4, 12))
+    _assert_close(logits, whole[:, :6])
+    lengths = np.array([3, 6, 1, 5])  # windows begin elsewhere in each row
+    rows = np.stack([row[length:][:3] for row, length in zip(tokens, lengths)])
+    logits, _ = decode(params, rows, cache._replace(length=lengths))
+    _assert_close(logits, np.stack([row[length:][:3] for row, length in zip(whole, lengths)]))
+
+
+def test_loss_is_that_of_the_logits(computed, jit):
+    model, params, tokens, logits = computed
+    targets = np.roll(tokens, 1, axis=1)
+    loss = jit(lambda params: model.loss(params, tokens, targets, reduction="none"))(params)
+    shares = logits - np.log(np.exp(logits.astype(float)).sum(-1, keepdims=True))
+    _assert_close(-loss, np.take_along_axis(shares, targets[..., None], -1)[..., 0])
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding.sequence_parallel()], ids=["", "seq"])
+def test_meshes_give_the_same_logits(computed, sharding, jit, eight_devices):
+    """Heads and the whole projection, which OLMo 2 normalises, are split over two devices."""
+    model, params, tokens, logits = computed
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    split = build(model.framework, model.config, sharding)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, split.shardings(params, mesh))
+        _assert_close(np.asarray(jit(split.apply)(placed, tokens)), logits)
+
+
+@pytest.mark.newest
+def test_remat_changes_no_gradient(small, noisy, rng, jit):
+    framework, changes = FAMILIES[1]
+    config = dataclasses.replace(small, num_layers=1, **changes)
+    tokens = rng.integers(0, config.vocab_size, (2, 8), np.int32)
+    values, gradients = noisy(config, rng), {}
+    for remat in "none", "block":
+        model = build(framework, dataclasses.replace(config, remat=remat))
+        loss = lambda params, model=model: jnp.mean(model.apply(params, tokens) ** 2)
+        gradients[remat] = model.to_dict(jit(jax.grad(loss))(model.from_dict(values)))
+    found = gradients["block"]
+    for name, value in gradients["none"].items():
+        # The same sums in an order that fusion may change, as in test_transformer.py.
+        assert np.abs(found[name] - value).max() <= 50 * 2**-24 * np.abs(value).max(), name
+        assert np.abs(value).max() > 0, name
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_fp8_is_near_and_generation_has_none(small, noisy, rng, framework, jit):
+    """A plain MLP, whose product with `down` follows an activation alone."""
+    sizes = {"dim": 32, "mlp_dim": 64, "num_layers": 1}  # FP8 products take multiples of 16
+    config = dataclasses.replace(small, gated=False, activation="squared_relu", **sizes)
+    values = noisy(config, rng)
+    tokens = rng.integers(0, config.vocab_size, (2, 8), np.int32)
+    logits = {}
+    for quantization in None, "fp8":
+        model = build(framework, dataclasses.replace(config, quantization=quantization))
+        params = model.from_dict(values)
+        logits[quantization] = np.asarray(jit(model.apply)(params, tokens))
+        decoded, _ = jit(model.decode)(params, tokens, Cache.empty(config, 2, 8))
+        _assert_close(decoded, logits[None])
+    error = np.linalg.norm(logits["fp8"] - logits[None]) / np.linalg.norm(logits[None])
+    # An operand of a product errs by at most 2^-4, by 2^-5 / sqrt(3) on average; two operands, and
+    # four products that lie behind each other, add up at random; three standard deviations.
+    assert 1e-3 < error < 3 * np.sqrt(2 * 4) * 2**-5 / np.sqrt(3)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_over_a_window_matches_reference(rng, softcap, jit):
+    q, k, v = (rng.standard_normal((2, 9, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    expected = np.zeros(q.shape)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        seen = slice(max(t - 3, 0), t + 1)
+        scores = 0.7 * (k[b, seen, h // 2].astype(float) @ q[b, t, h])
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        expected[b, t, h] = np.exp(scores) / np.exp(scores).sum() @ v[b, seen, h // 2]
+    options = {"scale": 0.7, "softcap": softcap, "window": 4}
+    out, _ = jit(lambda *x: attend(*x, None, 0, "auto", **options))(q, k, v)
+    limit = 16 * 2**-24 * np.abs(v).max()  # as in test_attention.py, with tanh's own
+    assert np.abs(out - expected).max() < limit
+    past = KeyValue(*(jnp.zeros((2, 12, 2, 8)).at[:, :7].set(x[:, :7]) for x in (k, v)))
+    new = (x[:, 7:] for x in (q, k, v))
+    out, _ = jit(lambda *x: attend(*x, past, 7, "auto", **options))(*new)
+    assert np.abs(out - expected[:, 7:]).max() < limit
+
+
+def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch, jit):
+    """JAX counts the tokens before each, and those after it: its own code computes the same."""
+    q, k, v = (rng.standard_normal((2, 9, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    theirs, asked = jax.nn.dot_product_attention, []
+
+    def compute(*arrays, implementation, **options):
+        asked.append(implementation)
+        return theirs(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", compute)
+    both = lambda name: lambda *x: attend(*x, None, 0, name, scale=0.7, window=4)[0]
+    found, expected = (jit(both(name))(q, k, v) for name in ("cudnn", "xla"))
+    assert asked == ["cudnn"]
+    assert np.abs(found - expected).max() < 16 * 2**-24 * np.abs(v).max()
+
+
+def test_local_layers_count_their_window(small):
+    config = dataclasses.replace(small, sliding_window=6, layer_pattern="LG")
+    less = flops_per_token(small, 16) - flops_per_token(config, 16)
+    assert less == 12 * small.num_heads * small.head_dim * 10  # one of two layers
+    assert flops_per_token(config, 4) == flops_per_token(small, 4)
+
+
+def test_every_activation_is_one_of_the_operations(small):
+    assert set(Activation.__args__) <= set(SCALARS)
+
+
+def test_a_new_model_starts_from_scales_of_one(small):
+    model = build("nnx", dataclasses.replace(small, norms="both", norm_offset=1.0))
+    values = model.to_dict(jax.jit(model.init)(jax.random.key(0)))
+    scales = [value for name, value in values.items() if "scale" in name]
+    assert len(scales) == 9 and not np.any(np.concatenate(scales))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norms": "none"}, "norms='none' must be one of 'pre', 'post', 'both'"),
+        ({"norm_offset": np.inf}, "norm_offset=inf must be finite"),
+        ({"qk_norm_over": "row"}, "qk_norm_over='row' must be one of 'head', 'projection'"),
+        ({"query_scale_dim": 0}, "query_scale_dim=0 must be finite, above 0"),
+        ({"attention_softcap": -1.0}, "attention_softcap=-1.0 must be finite, above 0"),
+        ({"logits_softcap": "30"}, "logits_softcap='30' must be finite, above 0"),
+        ({"sliding_window": 0}, "sliding_window=0 must be an integer of at least 1"),
+        ({"layer_pattern": ""}, "layer_pattern='' must be letters L (local) and G (global)"),
+        ({"layer_pattern": "LX"}, "layer_pattern='LX' must be letters L"),
+        ({"local_rope_theta": 100.0}, "local_rope_theta=100.0 needs a sliding_window"),
+        ({"activation": "tanh"}, "activation='tanh' must be one of 'silu'"),
+        ({"gated": 1}, "gated=1 must be one of True, False"),
+        ({"attention": "cudnn", "attention_softcap": 5.0}, "attention='cudnn' cannot go with att"),
+    ],
+)
+def test_config_rejects(small, changes, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(small, **changes)
+    assert message in str(error.value)
