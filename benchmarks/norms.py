@@ -22,7 +22,6 @@ from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native.implementation import Order
 
 EPS = 1e-6
-MODES = ("forward", "backward", "dx", "both")
 Contestant = dict[str, Callable]
 
 

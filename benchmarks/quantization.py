@@ -1,13 +1,15 @@
 """Device times of the FP8 quantizing kernels: other layouts, and XLA's best for the same.
 
-    python benchmarks/quantization.py                    # both parts, about a minute
+    python benchmarks/quantization.py                    # the first two parts, about a minute
     python benchmarks/quantization.py --part layouts     # through the CUDA driver, without XLA
     python benchmarks/quantization.py --part xla         # as a jitted program, CUPTI's times
+    python benchmarks/quantization.py --part layers      # a whole MLP, beside Flax's and XLA's FP8
 
 A fraction is the time in which the driver's own copy would move the same bytes over the time taken.
 `cast` reads a matrix and writes codes in both layouts; `amax` reads it; `quantize` does both, so
-reads it twice, and its bytes are counted twice. Every line of the tables is a JSON line too, for
-other programs to read (`--json FILE`).
+reads it twice, and its bytes are counted twice. `norm` reads rows and writes codes of their
+RMSNorm; `add norm` adds a residual before, and writes the sum too. Every line of the tables is a
+JSON line too, for other programs to read (`--json FILE`).
 """
 
 import argparse
@@ -15,14 +17,19 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
+import pathlib
 import statistics
+import sys
 import time
 import unittest.mock
 
 from parts import emit, run_parts
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
@@ -55,6 +62,22 @@ def gated_layouts(gradient: bool) -> list:
     return found
 
 
+def norm_layouts(columns: int) -> list:
+    """Candidates for the norm, whose blocks side by side have whole rows: at most eight."""
+    from normfuse.layers.quantization.kernels import CastLayout
+
+    found = []
+    for width, height, batch in itertools.product(
+        (32, 64, 96, 128, 192, 224, 256), (1, 2, 4, 8), (2, 4)
+    ):
+        blocks, threads = -(-columns // (8 * width)), width * height
+        if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
+            for registers in (128, 168):
+                fit = max(1, REGISTERS // (threads * registers))
+                found.append(CastLayout(width, height, batch, fit, group=1))
+    return list(dict.fromkeys(found))
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One matrix to be cast, or the two of a gated activation."""
@@ -77,7 +100,9 @@ class Work:
         import jax.numpy as jnp
 
         from normfuse.layers.dense.epilogue import SCALARS
-        from normfuse.layers.quantization import gated, kernels
+        from normfuse.layers.quantization import gated, kernels, norm
+        from normfuse.layers.quantization.norm import NormCodes
+        from normfuse.layers.rms_norm.spec import Norm
 
         found = []
 
@@ -90,7 +115,15 @@ class Work:
         x = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
         flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
         silu = {"function": SCALARS["silu"]}
+        row, base = small(self.columns), Norm(eps=1e-6, has_scale=True, with_rstd=True)
+
+        def normalised(target, *arrays, has_residual):
+            spec = NormCodes(dataclasses.replace(base, has_residual=has_residual))
+            return norm.cuda_codes(target, spec, *arrays)
+
         run, operands, flags = {
+            "norm": (normalised, [x, row, small(1)], {"has_residual": False}),
+            "add norm": (normalised, [x, x, row, small(1)], {"has_residual": True}),
             "amax": (kernels.cuda_maxima, [x], {}),
             "cast": (kernels.cuda_cast, [x, small(1)], flags),
             "quantize": (kernels.cuda_quantize, [x], flags),
@@ -106,8 +139,10 @@ class Work:
             replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
             replace(kernels, "launch", launch)
             replace(gated, "launch", launch)
+            replace(norm, "launch", launch)
             for name, layout in chosen.items():
-                module = gated if name == "layout" else kernels
+                modules = {"layout": norm if call.endswith("norm") else gated}
+                module = modules.get(name, kernels)
                 replace(module, name, lambda *_, _layout=layout, **__: _layout)
             jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
         return found
@@ -115,6 +150,7 @@ class Work:
     def bytes(self, call: str) -> int:
         """That a kernel must move."""
         of = {"amax": (1, 0), "cast": (1, 1), "quantize": (2, 1), "gated amax": (2, 0)}
+        of |= {"norm": (1, 1), "add norm": (3, 1)}  # the sum is as large as x
         read, written = (of | {"gated": (2, 1), "gated gradient": (3, 2)})[call]
         return self.elements * (read * self.itemsize + 2 * written)
 
@@ -176,7 +212,8 @@ class Device:
             library, function = self.gpu.function(image, launch["kernel"], shared)
             libraries.append(library)
             grid, block, stream = launch["grid"], launch["block"], self.gpu.stream
-            config = launch_config(self.gpu.cu, grid, block, 1, shared, stream)
+            cluster = launch.get("cluster", 1)
+            config = launch_config(self.gpu.cu, grid, block, cluster, shared, stream)
             turns = [self._parameters(launch, turn) for turn in range(self.count)]
             calls.append((config, function, turns))
 
@@ -193,8 +230,9 @@ class Device:
         pointers = [self.pointer(turn, i, a, False) for i, a in enumerate(launch["operands"])]
         pointers += [self.pointer(turn, i, r, True) for i, r in enumerate(launch["results"])]
         ints = [int(n) for n in launch["ints"]]
+        floats = [float(n) for n in launch.get("floats", ())]
         types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
-        return (*pointers, *ints), tuple(types)
+        return (*pointers, *ints, *floats), (*types, *[ctypes.c_float] * len(floats))
 
 
 def short(layout) -> str:
@@ -266,13 +304,16 @@ def sweep(seconds: float) -> None:
             of_copy = round(work.bytes(call) / rate / us, 3)
             emit(**line, kernel=call, layout=layout, us=round(us, 1), of_copy=of_copy)
 
-        calls = ["cast", "amax", "quantize", "gated amax", "gated", "gated gradient"]
+        calls = ["norm", "add norm", "cast", "amax", "quantize"]
+        calls += ["gated amax", "gated", "gated gradient"]
         best_cast = None
         for call in calls:
             if time.perf_counter() - began > seconds:
                 emit(part="layouts", out_of_time=True)
                 return
             if call.startswith("gated") and (work.itemsize == 4 or work.columns < 8192):
+                continue
+            if call.endswith("norm") and work.itemsize == 4:
                 continue
             if us := timed(device, work, call):
                 say(call, "package's choice", us)
@@ -282,12 +323,15 @@ def sweep(seconds: float) -> None:
                     if us := timed(device, work, call, cast_layout=layout):
                         say(call, short(layout), us)
             results = []
-            for name, candidates in searched.get(call, {}).items():
+            options = searched.get(call, {})
+            if call.endswith("norm"):
+                options = {"layout": norm_layouts(work.columns)}
+            for name, candidates in options.items():
                 for layout in candidates:
                     if us := timed(device, work, call, **{name: layout}):
                         results.append((us, layout))
                 results.sort(key=lambda one: one[0])
-                if results and hasattr(results[0][1], "group"):
+                if results and hasattr(results[0][1], "group") and not call.endswith("norm"):
                     for group in (1, 2, 4, 16, 32):
                         layout = dataclasses.replace(results[0][1], group=group)
                         if us := timed(device, work, call, **{name: layout}):
@@ -330,9 +374,14 @@ def beside_xla(seconds: float) -> None:
     import jax
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
+    from fp8_layers import activation_maxima, quantized_activation, quantized_gradients
 
+    from normfuse import add_rms_norm, rms_norm
     from normfuse.layers.dense.epilogue import SCALARS
-    from normfuse.layers.quantization import gated, quantize
+    from normfuse.layers.quantization import norm as norms
+    from normfuse.layers.quantization import quantize
+    from normfuse.layers.quantization.norm import NormCodes
+    from normfuse.layers.rms_norm.spec import Norm
     from normfuse.native.implementation import NATIVE
 
     began, rate = time.perf_counter(), Copies().rate
@@ -377,16 +426,39 @@ def beside_xla(seconds: float) -> None:
         da, db = jax.vjp(lambda a, b: jax.nn.silu(a) * b, a, b)[1](dh.astype(f32) * one)
         return plain(da, jnp.float32(8), True), plain(db, jnp.float32(8), True)
 
+    weight = lambda x: jnp.ones(x.shape[1], f32)
+
+    def norm(x, *residual):
+        h = functools.reduce(jnp.add, residual, x)
+        wide = h.astype(f32)
+        rstd = jax.lax.rsqrt(jnp.mean(wide * wide, 1, keepdims=True) + 1e-6)
+        multiplier = jnp.float32(448 // x.shape[1] ** 0.5)
+        return plain(wide * rstd * weight(x), multiplier, True), h, rstd
+
+    def apart(x, *residual):  # our norm, then our quantizer with the norm's bound
+        if residual:
+            y, h = add_rms_norm(x, *residual, weight(x), implementation="native")
+        else:
+            y, h = rms_norm(x, weight(x), implementation="native"), x
+        return quantize(y, bound=jnp.float32(x.shape[1] ** 0.5), order=NATIVE), h
+
+    def quantized_norm(x, *residual):
+        of = Norm(axes=(1,), eps=1e-6, has_scale=True, with_rstd=True, has_residual=bool(residual))
+        return norms.quantize(NormCodes(of), x, *residual, weight(x), order=NATIVE)
+
+    norm_versions = {"normfuse": quantized_norm, "normfuse, norm and cast": apart, "XLA": norm}
     gated_versions = {
-        "gated amax": {"normfuse": lambda a, b: gated.amax(silu, a, one, b, one, order=NATIVE)},
+        "gated amax": {
+            "normfuse": lambda a, b: activation_maxima(silu, a, one, b, one, order=NATIVE)
+        },
         "gated": {
-            "normfuse": lambda a, b: gated.quantize(
+            "normfuse": lambda a, b: quantized_activation(
                 silu, a, one, b, one, bound=bound, order=NATIVE
             ),
             "XLA": activation,
         },
         "gated gradient": {
-            "normfuse": lambda dh, a, b: gated.quantize_gradients(
+            "normfuse": lambda dh, a, b: quantized_gradients(
                 silu, dh, one, a, one, b, one, bounds=[bound, bound], order=NATIVE
             ),
             "XLA": gradients,
@@ -401,9 +473,12 @@ def beside_xla(seconds: float) -> None:
         make = lambda key, shape=shape, work=work: jax.random.normal(key, shape, work.dtype)
         xs = [make(key) for key in keys]
         with_gated = work.itemsize == 2 and work.columns >= 8192
-        for kernel, ways in (versions | (gated_versions if with_gated else {})).items():
+        of_norms = {"norm": norm_versions, "add norm": norm_versions} if work.itemsize == 2 else {}
+        every = of_norms | versions | (gated_versions if with_gated else {})
+        for kernel, ways in every.items():
             floor = work.bytes(kernel) / rate
-            needs = {"gated amax": 2, "gated": 2, "gated gradient": 3}.get(kernel, 1)
+            needs = {"gated amax": 2, "gated": 2, "gated gradient": 3, "add norm": 2}
+            needs = needs.get(kernel, 1)
             sets = [tuple(xs[(i + n) % len(xs)] for n in range(needs)) for i in range(len(xs))]
             for name, run in ways.items():
                 if time.perf_counter() - began > seconds:
@@ -428,8 +503,104 @@ def beside_xla(seconds: float) -> None:
                 )
 
 
+def xla_quantize(x, dtype=None, *, bound=None):
+    """Codes in both layouts by XLA alone, their scale given: with delayed scaling it is a state."""
+    import jax
+    import jax.numpy as jnp
+
+    from normfuse.layers.quantization import Quantized
+
+    del bound
+    dtype, scale = jnp.dtype(dtype or jnp.float8_e4m3fn), 2.0**-4
+    largest = float(jnp.finfo(dtype).max)
+    q = (x.astype(jnp.float32) / scale).clip(-largest, largest).astype(dtype)
+    q = jax.lax.optimization_barrier(q)  # or codes are made twice, and what is transposed is x
+    return Quantized(q, q.T, jnp.float32(scale))
+
+
+def flax_mlp():
+    """The MLP from Flax's Linen layers with its FP8 products, and the type of its extra state."""
+    import flax.linen as nn
+    import jax
+    import jax.numpy as jnp
+    from flax.linen import fp8_ops
+    from fp8_layers import gated, rms_norm
+
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x, features):
+            of = {"use_bias": False, "dtype": x.dtype}
+            of["dot_general_cls"] = fp8_ops.Fp8DirectDotGeneralOp
+            a, b = (nn.Dense(features, name=name, **of)(x) for name in ("gate", "up"))
+            return nn.Dense(x.shape[-1], name="down", **of)(gated(a, b))
+
+    key = "_overwrite_with_gradient"
+    init = lambda: Mlp().init(jax.random.key(0), jnp.ones((16, 16), jnp.bfloat16), 16)[key]
+
+    def run(x, scale, gate, up, down, state):
+        kernels = zip(("gate", "up", "down"), (gate, up, down))
+        params = {name: {"kernel": kernel} for name, kernel in kernels}
+        variables = {"params": params, key: state}
+        return Mlp().apply(variables, rms_norm(x, scale), gate.shape[1])
+
+    return run, init
+
+
+def mlps() -> dict:
+    """Norm and SwiGLU MLP: `(function of x, scale, gate, up, down and a state, its state)`."""
+    from fp8_layers import mlp, plain_mlp
+
+    from normfuse import rms_norm
+    from normfuse.layers.dense import gated
+
+    def ours(x, scale, gate, up, down, quantization):
+        options = {"activation": "silu", "dtype": x.dtype, "implementation": None}
+        kernels = {"gate": gate, "up": up, "down": down}
+        return gated.mlp(rms_norm(x, scale), kernels, {}, quantization=quantization, **options)
+
+    stateless = lambda run: (lambda *operands: run(*operands[:5]), dict)
+    return {
+        "bf16, jnp": stateless(plain_mlp),
+        "bf16, normfuse": stateless(lambda *operands: ours(*operands, None)),
+        "FP8, normfuse": stateless(lambda *operands: ours(*operands, "fp8")),
+        "FP8, Flax's fp8_ops": flax_mlp(),
+        "FP8, XLA's best": stateless(lambda *operands: mlp(*operands, quantize=xla_quantize)),
+    }
+
+
+def beside_rivals(seconds: float) -> None:
+    """A norm and an MLP, forward and backward, kernels quantized in each call, by turns."""
+    import jax
+    import jax.numpy as jnp
+    from device_time import kernels
+    from fp8_layers import both_ways
+
+    began = time.perf_counter()
+    for tokens, dim, hidden in ((16384, 4096, 14336), (2048, 4096, 14336), (16384, 2048, 8192)):
+        keys = jax.random.split(jax.random.key(0), 5)
+        shapes = (dim, hidden), (dim, hidden), (hidden, dim)
+        weights = [jax.random.normal(k, s) * s[0] ** -0.5 for k, s in zip(keys, shapes)]
+        x, dy = (jax.random.normal(k, (tokens, dim), jnp.bfloat16) for k in keys[3:])
+        times: dict[str, list[float]] = {}
+        for _ in range(3):
+            for name, (run, init) in mlps().items():
+                if time.perf_counter() - began > seconds:
+                    emit(part="layers", out_of_time=True)
+                    return
+                operands = (x, jnp.ones(dim), *weights, init())
+                runs = kernels(both_ways(run), [(operands, dy)], 5)[2:]
+                ms = statistics.median(sum(us for _, us in one) for one in runs) / 1e3
+                times.setdefault(name, []).append(round(ms, 3))
+        for name, found in times.items():
+            ms = statistics.median(found)
+            emit(part="layers", shape=[tokens, dim, hidden], version=name, ms=ms, turns=found)
+
+
 def table(lines: list[dict]) -> None:
     for line in lines:
+        if "ms" in line:
+            shape = " x ".join(map(str, line["shape"]))
+            print(f"{shape:22} {line['version']:22} {line['ms']:8.3f} ms  {line['turns']}")
         if "us" in line:
             what = line.get("version") or line.get("layout")
             print(
@@ -444,6 +615,7 @@ def main() -> None:
     parts = {
         "layouts": lambda arguments: sweep(arguments.seconds),
         "xla": lambda arguments: beside_xla(arguments.seconds),
+        "layers": lambda arguments: beside_rivals(arguments.seconds),
     }
     run_parts(parser, parts, ["layouts", "xla"], table)
 

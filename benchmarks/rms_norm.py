@@ -2,14 +2,14 @@
 
     python -m benchmarks.rms_norm                    # the headline: four shapes, bfloat16
     python -m benchmarks.rms_norm --part shapes      # or widths, dtypes, modes, small
-    python -m benchmarks.add_rms_norm                # the same with a residual
+    python -m benchmarks.rms_norm --residual         # the same with a residual, added before
 
 Times are sums over a call's kernels, from CUPTI; inputs are taken in turn so that none is in the
 cache, except for `small`, where they are found there as after a matrix product. A fraction is the
 time in which the device would copy the bytes that must move over the time taken: each large array
 read or written once. torch and Liger, where installed, run in a process of their own.
 
-Writes PART.csv and PART.png into --out.
+Writes rms_norm_PART.csv and .png, or add_rms_norm_PART, into --out.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -60,11 +61,13 @@ def operands(rows: int, n: int, dtype: str, count: int) -> list[tuple]:
     return [draw(jax.random.key(i)) for i in range(count)]
 
 
-def measure(part: str, residual: bool, copies: Copies) -> list[dict]:
+def measure(
+    norm: str, libraries: dict[str, norms.Contestant], part: str, residual: bool, copies: Copies
+) -> list[dict]:
     """One record a shape, dtype, mode and library."""
     shapes, dtypes, modes = PARTS[part]
-    libraries, records = norms.contestants(residual), []
-    torch = torch_times(shapes, dtypes, modes, residual)
+    modes, records = [mode for mode in modes if mode in libraries["normfuse"]], []
+    torch = torch_times(shapes, dtypes, modes, residual, norm)
     for (rows, n), dtype in [(shape, dtype) for dtype in dtypes for shape in shapes]:
         size = rows * n * jnp.dtype(dtype).itemsize
         sets = operands(rows, n, dtype, 1 if part == "small" else sets_for(3 * size))
@@ -92,7 +95,7 @@ def show(common: dict, times: dict[str, float], floor: float) -> None:
     print(line + "  ".join(f"{name} {floor / us:.3f}" for name, us in times.items()), flush=True)
 
 
-def torch_times(shapes, dtypes, modes, residual) -> dict[tuple, dict[str, float]]:
+def torch_times(shapes, dtypes, modes, residual, norm: str) -> dict[tuple, dict[str, float]]:
     """torch's and Liger's, measured in another process; nothing where there is no torch."""
     work = [
         (rows, n, dtype, mode)
@@ -102,7 +105,7 @@ def torch_times(shapes, dtypes, modes, residual) -> dict[tuple, dict[str, float]
         if mode in ("forward", "backward") and not residual
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.torch_norms"],
+        [sys.executable, "-m", "benchmarks.torch_norms", norm],
         input=json.dumps(work),
         capture_output=True,
         text=True,
@@ -154,17 +157,22 @@ def draw(records: list[dict], title: str, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main(residual: bool = False) -> None:
-    name = "add_rms_norm" if residual else "rms_norm"
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+def main(
+    norm: str = "rms_norm",
+    contestants: Callable[[bool], dict[str, norms.Contestant]] = norms.contestants,
+) -> None:
+    """Measures `rms_norm` or `layer_norm`, by contestants with or without a residual."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{norm}")
     parser.add_argument("--part", choices=PARTS, default="headline")
+    parser.add_argument("--residual", action="store_true")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     arguments = parser.parse_args()
-    copies = Copies()
+    residual, copies = arguments.residual, Copies()
+    name = "add_" * residual + norm
     device = jax.devices()[0].device_kind
     title = f"{name}, {device}, JAX {jax.__version__}, copy {copies.rate / 1e6:.2f} TB/s"
     print(title)
-    records = measure(arguments.part, residual, copies)
+    records = measure(norm, contestants(residual), arguments.part, residual, copies)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"{name}_{arguments.part}"
     with open(f"{stem}.csv", "w", newline="") as file:

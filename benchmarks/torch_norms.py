@@ -1,6 +1,9 @@
-"""Device times of torch's RMSNorm and Liger's, as JSON: a process beside benchmarks.rms_norm.
+"""Device times of torch's norms and Liger's, as JSON: a process beside benchmarks.rms_norm.
 
-Reads [[rows, features, dtype, mode], ...] and prints [[the same, {library: microseconds}], ...].
+    python -m benchmarks.torch_norms NORM       # rms_norm or layer_norm
+
+A LayerNorm's weight is its bias too. Reads [[rows, features, dtype, mode], ...] and prints [[the
+same, {library: microseconds}], ...].
 """
 
 import itertools
@@ -15,13 +18,26 @@ from torch.profiler import ProfilerActivity, profile
 EPS = 1e-6
 
 
-def libraries():
+def libraries(norm: str):
+    """Functions of x and a weight; a LayerNorm's bias is the weight too."""
+    if norm == "layer_norm":
+        return _layer_norms()
     found = {"torch": lambda x, w: F.rms_norm(x, (x.shape[-1],), w.to(x.dtype), EPS)}
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     except ImportError:
         return found
     found["Liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False)
+    return found
+
+
+def _layer_norms():
+    found = {"torch": lambda x, w: F.layer_norm(x, (x.shape[-1],), w, w, EPS)}
+    try:
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    except ImportError:
+        return found
+    found["Liger"] = lambda x, w: LigerLayerNormFunction.apply(x, w, w, EPS)
     return found
 
 
@@ -40,10 +56,10 @@ def microseconds(run, sets, runs=11) -> float:
     return statistics.median(times)
 
 
-def measure(rows, n, dtype, mode):
+def measure(which, rows, n, dtype, mode):
     dtype = getattr(torch, dtype)
     times = {}
-    for name, norm in libraries().items():
+    for name, norm in libraries(which).items():
         sets = []
         for _ in range(2):
             x = torch.randn(rows, n, device="cuda", dtype=dtype, requires_grad=True)
@@ -68,4 +84,5 @@ def measure(rows, n, dtype, mode):
 
 
 if __name__ == "__main__":
-    print(json.dumps([[work, measure(*work)] for work in json.load(sys.stdin)]))
+    which = sys.argv[1] if len(sys.argv) > 1 else "rms_norm"
+    print(json.dumps([[work, measure(which, *work)] for work in json.load(sys.stdin)]))

@@ -1,0 +1,102 @@
+"""LayerNorm's device time beside a copy's and that of every library at hand, in one run.
+
+python -m benchmarks.layer_norm                  # with the flags of benchmarks.rms_norm
+"""
+
+import importlib.util
+from typing import Any
+
+import jax
+
+from benchmarks.norms import EPS, Contestant
+from benchmarks.rms_norm import main
+from normfuse import add_layer_norm, layer_norm
+from normfuse.layers.layer_norm.op import backward_kernel, define_backward
+from normfuse.layers.rms_norm.spec import Norm
+from normfuse.native.implementation import Order
+
+
+def contestants(residual: bool) -> dict[str, Contestant]:
+    """Ours first; then XLA, then what is installed."""
+    found = {"normfuse": _ours(residual, "native"), "XLA": _xla(residual)}
+    found["Pallas"] = _ours(residual, "pallas")
+    if importlib.util.find_spec("tokamax") is not None:
+        found["tokamax"] = _theirs(_tokamax, residual)
+    return found
+
+
+def _tokamax(x, w, b):
+    import tokamax
+
+    return (tokamax.layer_norm(x, w, b, epsilon=EPS),)
+
+
+def _ours(residual: bool, implementation: str) -> Contestant:
+    options: dict[str, Any] = {"eps": EPS, "implementation": implementation}
+    order = Order((implementation,), strict=True)
+
+    def norm(x, w, b, *r):
+        if residual:
+            return add_layer_norm(x, *r, w, b, **options)
+        return (layer_norm(x, w, b, **options),)
+
+    def backward(x, r, w, dy, dh, rstd):
+        large = [a[..., None] for a in (dy, x, *[dh] * residual)]
+        operands = [*large[:2], w, 0 * rstd, rstd, *large[2:]]
+        return backward_kernel(_gradient(residual), *operands, order=order)
+
+    return _modes(norm, backward, residual)
+
+
+def _gradient(residual: bool) -> Norm:
+    flags = {"has_scale": True, "with_dscale": True, "with_dbias": True}
+    return Norm(op="layer_norm", centred=True, has_residual=residual, **flags)
+
+
+def _xla(residual: bool) -> Contestant:
+    """The formulas written out, with the statistics saved for the backward."""
+    norm = lambda x, w, b: (layer_norm(x, w, b, eps=EPS, implementation="xla"),)
+
+    def backward(x, r, w, dy, dh, rstd):
+        rows = [a[:, 0] for a in (0 * rstd, rstd)]
+        return define_backward(_gradient(residual), dy, x, w, *rows, *[dh] * residual)
+
+    return _modes(_added(norm, residual), backward, residual)
+
+
+def _theirs(norm, residual: bool) -> Contestant:
+    """A library whose backward is its derivative: it computes the statistics again."""
+
+    def backward(x, r, w, dy, dh, rstd):  # x is h here, as the forward saved it
+        dx, *more = jax.vjp(norm, x, w, 0.5 * w)[1]((dy,))
+        return (dx + dh if residual else dx), *more
+
+    return _modes(_added(norm, residual), backward, residual)
+
+
+def _added(norm, residual: bool):
+    def call(x, w, b, *r):
+        h = x + r[0] if residual else x
+        return (*norm(h, w, b), *[h] * residual)
+
+    return call
+
+
+def _modes(norm, backward, residual: bool) -> Contestant:
+    """The modes of a function of (x, scale, bias[, residual]) and its backward."""
+    take = lambda x, r, w: (x, w, 0.5 * w, *[r] * residual)
+    cts = lambda dy, dh: (dy, *[dh] * residual)
+
+    def both(x, r, w, dy, dh, _):
+        out, pull = jax.vjp(norm, *take(x, r, w))
+        return out, pull(cts(dy, dh))
+
+    return {
+        "forward": lambda x, r, w, *_: norm(*take(x, r, w)),
+        "backward": backward,
+        "both": both,
+    }
+
+
+if __name__ == "__main__":
+    main("layer_norm", contestants)
