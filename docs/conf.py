@@ -67,10 +67,13 @@ reference/index
 
 Swap layers: Flax nnx <guides/swap_nnx>
 Swap layers: Equinox <guides/swap_equinox>
+Swap layers: Flax Linen <guides/swap_linen>
+Swap layers: haliax <guides/swap_haliax>
 Your own norm class <guides/own_norm>
 guides/dense
 The loss <guides/loss>
-FP8 <quantization>
+FP8 in your model <guides/fp8>
+FP8: the recipe <quantization>
 Element-wise operations <guides/elementwise>
 An operation, step by step <guides/elementwise_op>
 guides/implementations

@@ -1,4 +1,4 @@
-"""Your own norm class: `swap` finds it by what it computes.
+"""Your own norm class, or gated MLP: `swap` finds it by what it computes.
 
 Run it: `python docs/guides/own_norm.py`. CI checks every statement below.
 """
@@ -41,7 +41,7 @@ class Block(nnx.Module):
 #    the trace evaluated with NumPy on a few rows: eps, offset and order of casts follow from the
 #    values and are verified in float64. It takes some milliseconds for each class, and no state
 #    moves. `report=` gets a table of what serves each module, or why not.
-model = nnx.List([Block(64, rngs=nnx.Rngs(0)), nnx.LayerNorm(64, rngs=nnx.Rngs(1))])
+model = nnx.List([Block(64, rngs=nnx.Rngs(0)), nnx.GroupNorm(64, rngs=nnx.Rngs(1))])
 x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
 before = model[0](x)
 swap(model, report=print)
@@ -49,7 +49,7 @@ swap(model, report=print)
 # 0.down  Linear     normfuse Linear
 # 0.norm  RMSNorm    rms_norm                           float32 2e-07, bfloat16 0
 # 0.up    Linear     normfuse Linear
-# 1       LayerNorm  not: it has 2 arrays: bias, scale
+# 1       GroupNorm  not: it has 2 arrays: bias, scale
 # 3 of 4 modules are served by normfuse
 np.testing.assert_allclose(model[0](x), before, rtol=0.02, atol=0.02)
 
@@ -88,7 +88,26 @@ except ValueError as error:
     print(error)  # ... it differs from the class by 0.54 of the largest value ...
 
 
-# 5. The same in Equinox. An optimizer's state has the model's structure: swap it too.
+# 5. A gated MLP written as three linear layers is found likewise: which layer gates, and with which
+#    activation, follows from values. The layers stay what they are, and their parameters theirs;
+#    less is kept for the backward, and in FP8 all that lies between the products is one pass.
+class SwiGLU(nnx.Module):
+    def __init__(self, dim: int, *, rngs: nnx.Rngs):
+        linear = lambda n, m: nnx.Linear(n, m, use_bias=False, rngs=rngs)
+        self.w1, self.w2, self.w3 = linear(dim, 3 * dim), linear(3 * dim, dim), linear(dim, 3 * dim)
+
+    def __call__(self, x):
+        return self.w2(nnx.silu(self.w1(x)) * self.w3(x))
+
+
+mlp = SwiGLU(64, rngs=nnx.Rngs(0))
+before = mlp(x)
+swap(mlp, report=print)  # SwiGLU: gated_product, silu
+assert "op='gated_product'" in str(jax.make_jaxpr(lambda x: mlp(x))(x))
+np.testing.assert_allclose(mlp(x), before, rtol=1e-5, atol=1e-5)
+
+
+# 6. The same in Equinox. An optimizer's state has the model's structure: swap it too.
 class EqxNorm(eqx.Module):
     weight: jax.Array
     eps: float = eqx.field(static=True, default=1e-6)
@@ -103,7 +122,7 @@ wide = x.astype(jnp.float32)
 np.testing.assert_allclose(jax.vmap(ours)(wide), jax.vmap(theirs)(wide), rtol=1e-5)
 
 
-# 6. Linen makes modules inside calls, so a swapped Linen model looks for them there. The report
+# 7. Linen makes modules inside calls, so a swapped Linen model looks for them there. The report
 #    comes when the model is first applied.
 class LinenModel(nn.Module):
     @nn.compact

@@ -55,8 +55,6 @@ def test_every_script_takes_the_flags_that_are_given():
         words = command.removeprefix("python ").removeprefix("-m ").split()
         name = words[0].removeprefix("benchmarks.").removeprefix("benchmarks/").split(".py")[0]
         text = (ROOT / "benchmarks" / f"{name.rstrip('.,;:)')}.py").read_text()
-        if name == "add_rms_norm":
-            text += (ROOT / "benchmarks" / "rms_norm.py").read_text()
         if "run_parts(" in text:
             text += (ROOT / "benchmarks" / "parts.py").read_text()
         for flag in re.findall(r"(?<![\w-])--[a-z-]+", command):

@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import normfuse
 import normfuse.layers.eqx as ours_eqx
@@ -164,6 +165,7 @@ def test_the_layer_in_two_parts_runs():
     np.testing.assert_allclose(names["y"], names["layer"](names["w"], names["x"]), rtol=1e-5)
 
 
+@pytest.mark.newest
 def test_the_loss_guide_runs_from_top_to_bottom():
     names = {}
     for block in blocks("docs/guides/loss.md"):
