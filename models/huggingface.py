@@ -580,8 +580,13 @@ def _shortest(letters: str) -> str:
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     # Version 5 of transformers moved theta and scaling into one dictionary, and for Gemma 3 into
     # one for each kind of layer.
-    name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
-    rope = settings.get(name) or {}
+    newer, older = (settings.get(name) for name in ("rope_parameters", "rope_scaling"))
+    both = isinstance(newer, dict) and isinstance(older, dict)
+    if newer and older and not (both and older.items() <= newer.items()):
+        # Version 5 would take the older one, version 4 knows no other.
+        raise ValueError(f"rope_scaling={older!r} and rope_parameters={newer!r}: leave out one.")
+    name = "rope_parameters" if newer else "rope_scaling"
+    rope = newer or older or {}
     found = {}
     if isinstance(rope, dict) and not _LETTERS.keys().isdisjoint(rope):
         local = rope.get("sliding_attention") or {}

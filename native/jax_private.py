@@ -1,6 +1,7 @@
 """The few private names of JAX that normfuse uses, each with what happens without it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.extend.core import Primitive
@@ -30,6 +31,11 @@ try:
 except ImportError:  # a process then learns of another's end from JAX alone, after minutes
     _distributed = None
 
+try:
+    from jax._src.cudnn import fused_attention_stablehlo as _cudnn
+except ImportError:  # JAX then asks the installed cuDNN, where there may be none
+    _cudnn = None
+
 
 def needs_devices_during_lowering(primitive: Primitive) -> None:
     """Shows `primitive`'s lowering rule the device assignment: custom_partitioning requires it."""
@@ -47,3 +53,16 @@ def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
     JAX 0.12 passes which operands are live between the two.
     """
     _dce_rules[primitive] = rule
+
+
+@contextlib.contextmanager
+def described_cudnn(version: int) -> Iterator[None]:
+    """Within it, attention is traced for this version of cuDNN, not for the installed one."""
+    if _cudnn is None or not hasattr(_cudnn, "check_cudnn_version"):
+        yield
+        return
+    installed, _cudnn.check_cudnn_version = _cudnn.check_cudnn_version, lambda: version
+    try:
+        yield
+    finally:
+        _cudnn.check_cudnn_version = installed

@@ -14,41 +14,24 @@ from pathlib import Path
 import jax
 import pytest
 from jax._src import xla_bridge
-from jax.experimental import topologies
 from jax.sharding import Mesh
+
+from normfuse.train.topology import OPTIONS, devices
 
 # Where `.ci/test` puts the plugin: not into the environment, where JAX would try to start it.
 _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
-# No GPU is there to time GEMMs on, and without a time XLA would guess Triton where cuBLAS wins.
-# What LLVM makes of the kernels is not read: they are compiled without its optimizations.
-OPTIONS = {
-    "xla_gpu_enable_triton_gemm": False,
-    "xla_backend_optimization_level": 0,
-    "xla_gpu_ptx_compiler_extra_flags": "-O0",
-}
-
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:
     """A mesh of H200s on one host; skips the test where there is no compiler for them."""
-    devices = _topology(math.prod(shape)).devices
-    return jax.make_mesh(shape, names, devices=devices, **keywords)
+    _register()
+    found = devices("H200", 1, math.prod(shape))
+    return jax.make_mesh(shape, names, devices=found, **keywords)
 
 
 def compile(function, *arguments, **keywords):
     """Compiles a jitted function for the devices of its arguments' shardings."""
     return function.lower(*arguments, **keywords).compile(compiler_options=OPTIONS)
-
-
-@functools.cache
-def _topology(count: int):
-    _register()
-    return topologies.get_topology_desc(
-        "h200",
-        "cuda",
-        target_config=Path(__file__).with_name("h200.txtpb").read_text(),
-        topology=f"1x1x{count}",
-    )
 
 
 @functools.cache

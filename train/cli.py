@@ -102,6 +102,9 @@ class Plan:
     """Tokens per sequence."""
     between_hosts: float = 50.0
     """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
+    compile: int = 0
+    """Compile so many of the meshes for GPUs that are only described, and show XLA's own memory and
+    collectives. Takes a minute or more for each, and normfuse[cuda13], but no GPU."""
     model: ModelConfig
 
 
@@ -243,6 +246,7 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
                 batch_size=command.batch_size,
                 seq_len=command.seq_len,
                 between_hosts=command.between_hosts,
+                compile=command.compile,
             )
         case Cache(CacheWarm(features)) if min(features, default=0) < 1:
             raise UsageError("cache warm needs lengths of rows, each at least 1: 4096 8192.")

@@ -12,9 +12,10 @@ import itertools
 import json
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich import box
 from rich.console import Console
@@ -31,11 +32,15 @@ from ..models.config import (
     num_parameters,
 )
 from ..models.sharding import Sharding, validate
+from ..native.implementation import fallbacks
 from . import UsageError
-from .arguments import expanded, named, read_bytes, shown
+from .arguments import expanded, named, one_line, read_bytes, shown
 from .checks import LAYERS, near, require
-from .config import ModelConfig, Preset, preset_config
+from .config import MeshConfig, ModelConfig, Preset, preset_config
 from .display import shell_command, short
+
+if TYPE_CHECKING:
+    from .topology import Needs
 
 HOST = 8  # GPUs of one host
 _SHOWN = 6  # meshes of each precision
@@ -393,18 +398,23 @@ def plan(
     batch_size: int | None,
     seq_len: int,
     between_hosts: float,
+    compile: int = 0,
 ) -> None:
     """Prints the fastest meshes that fit, and the commands that train on them.
 
+    The first `compile` of them are compiled for GPUs that are only described: XLA then says what
+    memory they need and what they communicate.
+
     Raises:
       UsageError: an unknown GPU, a count that is no whole number of hosts, a batch that does not
-        divide, or a model that does not fit.
+        divide, a model that does not fit, or no compiler for `compile`.
     """
     require(kind in GPUS, "gpu", shown(kind), f"must be one of {', '.join(GPUS)}.")
     require(1 <= count <= 1024, "gpus", shown(count), "must be from 1 to 1024.")
     rule = f"must be at most {HOST}, or whole hosts of {HOST}: take {near(count, HOST)}."
     require(count <= HOST or count % HOST == 0, "gpus", count, rule)
     require(0 < between_hosts < 1e6, "between-hosts", between_hosts, "must be GB/s above 0.")
+    require(compile >= 0, "compile", compile, "must be the number of meshes to compile, or 0.")
     try:
         config = TransformerConfig(**dataclasses.asdict(model))
     except ValueError as error:
@@ -435,9 +445,12 @@ def plan(
         raise UsageError(_refusal(request, None if batch_size else scaled))
     of = {"bf16": [x for x in ranked if not x.model.quantization]}
     of["fp8"] = [x for x in ranked if x.model.quantization]
-    _print(request, sorted(sum((x[:_SHOWN] for x in of.values()), []), key=lambda x: x.seconds))
-    for name, found in of.items():
-        for x in found[:1]:
+    found = sorted(sum((x[:_SHOWN] for x in of.values()), []), key=lambda x: x.seconds)
+    compiled = _compiled(request, found[:compile], preset) if compile else {}
+    _print(request, found, compiled)
+    fits = lambda x: x not in compiled or compiled[x].bytes <= request.usable
+    for name, those in of.items():
+        for x in [x for x in those if fits(x)][:1]:
             print(f"\nfastest in {name}:\n{_command(x, preset, batch, seq_len)}")
     for name in ("rope_scaling", "attention_bias"):
         if getattr(config, name):
@@ -483,11 +496,43 @@ def _refusal(r: Request, scaled: int | None) -> str:
     )
 
 
-def _print(r: Request, found: list[Candidate]) -> None:
+def _compiled(r: Request, found: list[Candidate], preset: Preset) -> "dict[Candidate, Needs]":
+    """Returns what XLA says of each, compiled for devices that are only described."""
+    import jax
+
+    from . import topology
+
+    jax.config.update("jax_platforms", "cpu")  # whatever GPU is here is not needed, nor its memory
+    needs = {}
+    for i, x in enumerate(found):
+        print(f"compiling {i + 1} of {len(found)}: {_named(x)}", file=sys.stderr, flush=True)
+        config = dataclasses.replace(
+            preset_config(preset),
+            batch_size=r.batch,
+            seq_len=r.seq_len,
+            mesh=MeshConfig(
+                **dataclasses.asdict(x.mesh), sequence=x.mesh.tensor > 1, keep_gathered=x.keep
+            ),
+        )
+        try:
+            needs[x] = topology.needs(topology.step(config, x.model, r.kind, HOST))
+        except jax.errors.JaxRuntimeError as error:
+            print(f"XLA cannot compile it: {one_line(error)}", file=sys.stderr, flush=True)
+    return needs
+
+
+def _named(x: Candidate) -> str:
+    axes = " x ".join(f"{axis} {size}" for axis, size in dataclasses.asdict(x.mesh).items())
+    return f"{axes}, {x.model.quantization or 'bf16'}, remat {x.model.remat}"
+
+
+def _print(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]") -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("data", "fsdp", "tensor", "precision", "remat", "ms", "tokens/s", "GiB"):
+    columns = ["data", "fsdp", "tensor", "precision", "remat", "ms", "tokens/s", "GiB"]
+    for name in columns + (["by XLA"] if compiled else []):
         table.add_column(name, justify="left" if name in ("precision", "remat") else "right")
     for x in found:
+        xla = compiled.get(x)
         table.add_row(
             *map(str, dataclasses.astuple(x.mesh)),
             x.model.quantization or "bf16",
@@ -495,6 +540,7 @@ def _print(r: Request, found: list[Candidate]) -> None:
             f"{1e3 * x.seconds:.1f}",
             short(r.batch * r.seq_len / x.seconds),
             f"{x.bytes / 2**30:.1f}",
+            *([] if xla is None else [f"{xla.bytes / 2**30:.1f}"]),
         )
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width to keep to
@@ -502,11 +548,17 @@ def _print(r: Request, found: list[Candidate]) -> None:
     parameters = short(num_parameters(r.model))
     print(f"{parameters} parameters, {r.count} {r.kind}, {r.batch} sequences of {r.seq_len} a step")
     console.print(table)
-    for note in _notes(r, found):
+    for note in _notes(r, found, compiled):
         print(f"  {note}")
+    if compiled and r.count > 1:
+        print("\nGB that a device's collectives give it in a step, by XLA:")
+    for x, needs in compiled.items() if r.count > 1 else ():
+        kinds = needs.collectives.items()
+        listed = (f"{size / 1e9:.2f} by {number} {kind}" for kind, (number, size) in kinds)
+        print(f"  {_named(x)}: {', '.join(listed) or 'none'}")
 
 
-def _notes(r: Request, found: list[Candidate]) -> Iterator[str]:
+def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]") -> Iterator[str]:
     """What was not measured."""
     yield "Times are a model's, within 10 % of the steps measured: of 1b, on 1, 2 and 4 H200s."
     gpu, dim, measured = GPUS[r.kind], r.model.dim, PRESETS["1b"].dim
@@ -531,7 +583,13 @@ def _notes(r: Request, found: list[Candidate]) -> Iterator[str]:
         yield "Not counted: attention's scores, in time and memory. XLA computes them, not cuDNN."
     if gpu.assumed:
         yield f"Assumed: {gpu.assumed}."
-    yield "Memory is counted by hand; XLA may need more or less."
+    for x, needs in compiled.items():
+        if needs.bytes > r.usable:
+            yield f"Does not fit, by XLA: {_named(x)}."
+    for op, reason in fallbacks() if compiled else ():
+        yield f"Compiled without a kernel for {op}: {reason}"
+    if len(compiled) < len(found):
+        yield "GiB is counted by hand; XLA may need more or less (--compile asks it)."
 
 
 def _command(x: Candidate, preset: Preset, batch: int, seq_len: int) -> str:

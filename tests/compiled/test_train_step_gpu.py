@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 
 import gpu_compiler
 import hlo
@@ -114,3 +117,34 @@ def test_fsdp_updates_its_state_in_place(step):
     program, state = step("8b", mesh(fsdp=8), num_layers=1)
     check_state_is_donated(program, state)
     assert copied(program, state) == []
+
+
+def plan(path: str | None, *flags: str) -> subprocess.CompletedProcess:
+    """Runs `normfuse plan --compile` where JAX finds the plugin in `path`, or finds none."""
+    env = os.environ | {"PYTHONPATH": path or "", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "normfuse.train.cli", "plan", "--preset", "tiny", *flags]
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.newest
+def test_plan_compiles_what_it_recommends():
+    """Its memory and collectives are those of the step that its command runs."""
+    gpu_compiler.mesh((1,), ("x",))  # skips where there is no compiler
+    flags = ["--gpus=2", "--compile=1", "--batch-size=8", "--model.num-layers=2"]
+    done = plan(os.environ["NORMFUSE_GPU_COMPILER"], *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"compiling 1 of 1: data \d x fsdp \d x tensor \d, .*\n", done.stderr)
+    row = re.search(r"^ *(\d) +(\d) +(\d) .* (\d+\.\d) +(\d+\.\d) *$", done.stdout, re.MULTILINE)
+    assert row, done.stdout
+    axes = dict(zip(AXES, map(int, row.groups()[:3]), strict=True))
+    assert done.stderr.startswith("compiling 1 of 1: data {data} x fsdp {fsdp}".format(**axes))
+    sums = re.search(r"(\d+\.\d\d) by (\d+) all-reduce", done.stdout)
+    assert sums and int(sums[2]) > 0
+    assert "without a kernel" not in done.stdout  # the program that it read has ours
+
+
+@pytest.mark.newest
+def test_plan_says_how_to_install_a_compiler():
+    done = plan(None, "--gpus=1", "--compile=1", "--batch-size=8")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "--compile needs JAX's CUDA plugin, though no GPU: pip install" in done.stderr

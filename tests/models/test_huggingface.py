@@ -347,6 +347,8 @@ def test_llama_31_config_is_read(small):
     del config["rope_theta"]  # from version 5 of transformers on
     after = from_huggingface(config | {"rope_parameters": scaling | {"rope_theta": 500000.0}})
     assert after == before
+    both = {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": 500000.0}}
+    assert from_huggingface(config | both) == before
     assert from_huggingface(to_huggingface(before)) == before
 
 
@@ -409,6 +411,13 @@ def test_layers_that_are_all_global_have_no_window(small):
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_type=None"),
         ({"rope_parameters": {"sliding_attention": {}}}, "full_attention=None must be an object"),
+        (
+            {
+                "rope_parameters": {"rope_theta": 1e6},
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
+            "rope_scaling={'type': 'linear', 'factor': 2} and rope_parameters={'rope_theta': 10",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ],

@@ -8,8 +8,12 @@ import pathlib
 import re
 import shlex
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from normfuse.models.config import PRESETS, num_parameters
 from normfuse.train import plan
@@ -27,6 +31,7 @@ from normfuse.train.plan import (
     step_work,
     update_bytes,
 )
+from normfuse.train.topology import needs
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 pytestmark = [
@@ -261,3 +266,22 @@ def test_mistakes_are_one_line(argv, parts, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert all(part in error for part in parts), error
+
+
+def test_collectives_of_loops_are_counted_at_each_turn(eight_devices):
+    """--compile reads them from the program."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    turn = lambda x, _: (jax.lax.psum(x, "x") / 8, None)
+
+    def run(x):
+        turned = jax.lax.scan(turn, x, length=5)[0]
+        return jax.lax.all_gather(turned, "x")
+
+    # With the check, JAX would ask for the type of an all-reduce's result in a loop.
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+    found = needs(jax.jit(mapped).lower(jax.ShapeDtypeStruct((16, 3), jnp.float32)).compile())
+    assert found.collectives == {
+        "all-gather": (1, 16 * 3 * 4),
+        "all-reduce": (5, 5 * 2 * 3 * 4),
+    }
+    assert found.bytes >= 2 * 3 * 4
