@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from ..layers.nnx import GatedMLP, Linear, RMSNorm
+from ..layers.nnx import GatedMLP, Linear, RMSNorm, linears_after_norm
 from ..layers.rms_norm import add_rms_norm, rms_norm
 from ..native.dtypes import rounded
 from . import parameters, transformer
@@ -52,9 +52,28 @@ def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
 def _norm_mlp(
     mlp: GatedMLP, norm: RMSNorm, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    if type(mlp) is not MLP or type(norm) is not RMSNorm or norm.scale is None:
+    if type(mlp) is not MLP or not _is_plain(norm):
         return None
-    return mlp.after_norm(x, residual, rounded(norm.scale[...], x.dtype), norm.epsilon, spec)
+    return mlp.after_norm(x, residual, hidden_sharding=spec, **_norm_operands(norm, x.dtype))
+
+
+def _norm_projections(
+    attention: nnx.Module, norm: RMSNorm, x: Array, residual: Array | None
+) -> list[Array] | None:
+    if type(attention) is not Attention or not _is_plain(norm):
+        return None
+    linears = attention.q, attention.k, attention.v
+    return linears_after_norm(linears, x, residual, **_norm_operands(norm, x.dtype))
+
+
+def _is_plain(norm: Any) -> bool:
+    """Whether the norm is as made, so that what follows may compute it."""
+    return type(norm) in (RMSNorm, OffsetRMSNorm) and norm.scale is not None
+
+
+def _norm_operands(norm: RMSNorm, dtype: Any) -> dict[str, Any]:
+    scale, options = _weight(norm, dtype)
+    return {"scale": scale, "eps": options["eps"], "scale_offset": options["scale_offset"]}
 
 
 def _table(layer: nnx.Embed | Linear) -> Array:
@@ -81,6 +100,7 @@ _OPS = transformer.Ops(
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
     quantized_mlp=lambda mlp, x, spec: mlp.apply(x, spec),
     norm_mlp=_norm_mlp,
+    norm_projections=_norm_projections,
     table=_table,
     map_parameters=_map_parameters,
     unquantized=_unquantized,

@@ -339,10 +339,13 @@ def operands_of(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
-    """Returns the product with each kernel; `args` and `operands` are those of `operands_of`."""
+    """Returns the product with each kernel, and `spec.results`.
+
+    `args` and `operands` are those of `operands_of`. All products read the same codes.
+    """
     made = spec.codes(args, transposed=False)
     kernels = [kernel_codes(spec.fp8, w, forward=True, backward=False) for w in operands[::2]]
-    return tuple(forward(spec.fp8, args[0], made, w) for w in kernels)
+    return *(forward(spec.fp8, args[0], made, w) for w in kernels), *spec.results(made)
 
 
 @functools.partial(products.defjvp, symbolic_zeros=True)
@@ -351,7 +354,7 @@ def _(spec, primals, tangents):
     of_kernels = [list(map(moves, doperands[i : i + 2])) for i in range(0, len(operands), 2)]
     x_moves, w_moves = any(map(moves, dargs)), any(map(any, of_kernels))
     made = spec.codes(args, transposed=w_moves)
-    (dn,) = spec.tangents(made, args, dargs)
+    dn, *dh = spec.tangents(made, args, dargs)
     results, dresults = [], []
     for i, (kernel, moved) in enumerate(zip(operands[::2], of_kernels)):
         w = kernel_codes(spec.fp8, kernel, forward=True, backward=x_moves)
@@ -361,7 +364,7 @@ def _(spec, primals, tangents):
         moving = [dn] * x_moves + [d for d in doperands[2 * i : 2 * i + 2] if moves(d)]
         linear = Tangent(spec.fp8, (x_moves, *moved))
         dresults += tangent(linear, *kept, *moving) if moving else [jnp.zeros_like(results[-1])]
-    return tuple(results), tuple(dresults)
+    return (*results, *spec.results(made)), (*dresults, *dh)
 
 
 def x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:

@@ -75,9 +75,10 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
     assert found["normfuse_fp8_product"] == 7 * FP8.num_layers
     assert found["normfuse_quantize_array of a kernel"] == 7 * FP8.num_layers
     assert found["dot_general"] == 2 * FP8.num_layers + 1  # attention, and the logits
-    # The MLP's norm writes codes; attention's, and the last one, do not.
-    assert found["normfuse_quantize_rms_norm_array"] == FP8.num_layers
-    assert found["normfuse_rms_norm"] == FP8.num_layers + 1
+    # A block's norms write codes, which all products after them read; the last one does not.
+    assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
+    assert found["normfuse_rms_norm"] == 1
+    assert found["normfuse_quantize_array"] == FP8.num_layers  # what attention's output reads
 
 
 @pytest.mark.newest
