@@ -74,9 +74,6 @@ class Contraction:
     # (0 or 1, letters) of an operand whose codes are also there in this order, as one more operand:
     # devices that gather codes gather these.
     others: tuple[tuple[int, str], ...] = ()
-    # Whether XLA is to leave the product as it is. It would merge those that share an operand and
-    # are not large: with a copy of the other operands, and a pass over each part of the result.
-    alone: bool = False
 
     def sizes(self, a: Any, b: Any) -> list[int]:
         """Returns the sizes of the product as one of matrices, for each example of a batch."""
@@ -113,8 +110,10 @@ def define_product(
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
     if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
-        hide = jax.lax.optimization_barrier if spec.alone else lambda operands: operands
-        in_fp8 = lambda a, b: multiply(*hide((a, b)))
+        # Behind a barrier no two products share an operand. XLA would merge those that do, unless
+        # they are large: with a copy of the other operands, a pass over each part of the result,
+        # and nothing added in them (beta = 0).
+        in_fp8 = lambda a, b: multiply(*jax.lax.optimization_barrier((a, b)))
         raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)
     else:
         raw = widened(a, b)
@@ -551,7 +550,6 @@ def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any)
     a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
     others = {} if g.q is None else {(0 if fp8.contract else 1, rows + outs): g.q}
     dot = fp8.contraction(a[1], b[1], fp8.product.kernel, dtype, _explicit(like))
-    dot = replace(dot, alone=True)  # so that XLA adds it to a sum of gradients
     return multiply_codes(dot, a[0], b[0], x_scale * g.scale, others, fp8.order).astype(like.dtype)
 
 
