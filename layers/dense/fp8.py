@@ -93,11 +93,16 @@ def define_product(
     over: tuple[str, ...] = (),
     scatter: tuple[tuple[str, int], ...] = (),
     arriving: Sequence[int] = (),
+    apart: bool = True,
 ) -> list[Array]:
     """`(a, b, scale, *others) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow.
 
     Each device's part of the sum is added `over` mesh axes, and over those of `scatter`, which are
     left to split a dimension of the result. Operands that are `arriving` are made of `others`.
+
+    Behind a barrier, `apart`, no two products share an operand. XLA would merge those that do,
+    unless they are large: with a copy of the other operands, a pass over each part of the result,
+    and nothing added in them (beta = 0).
     """
     operands = [a, b]
     for (i, text), other in zip(spec.others, others):
@@ -110,10 +115,8 @@ def define_product(
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
     if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
-        # Behind a barrier no two products share an operand. XLA would merge those that do, unless
-        # they are large: with a copy of the other operands, a pass over each part of the result,
-        # and nothing added in them (beta = 0).
-        in_fp8 = lambda a, b: multiply(*jax.lax.optimization_barrier((a, b)))
+        hide = jax.lax.optimization_barrier if apart else lambda operands: operands
+        in_fp8 = lambda a, b: multiply(*hide((a, b)))
         raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)
     else:
         raw = widened(a, b)
@@ -184,7 +187,8 @@ def _share_product(
     parts = lambda letter, names: (
         () if length[letter] % math.prod(map(sizes.__getitem__, names)) else names
     )
-    arriving = [i for i, _ in spec.others if any(set(of[i][c]) - set(axes[c]) for c in texts[i])]
+    gathers = lambda i: any(set(of[i][c]) - set(axes[c]) for c in texts[i])
+    arriving = [i for i, _ in spec.others if gathers(i)]
     for i in arriving:  # nobody reads these: they stay where they are
         found[i] = jax.P(*[parts(letter, of[i][letter]) or None for letter in texts[i]])
     # One sum and a slice of it is a reduce-scatter to XLA, but not if only some of its axes split
@@ -200,7 +204,9 @@ def _share_product(
                 over.remove(name)
                 axes[letter] = out[letter]
     found[-1] = jax.P(*[axes[letter] or None for letter in spec.out])
-    options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving}
+    # What is gathered takes its layout from the product, through a barrier for each product anew.
+    apart = not (gathers(0) or gathers(1))
+    options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving, "apart": apart}
     return found, functools.partial(define_product, spec, **options)
 
 
