@@ -23,6 +23,7 @@ from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import Activation, TransformerConfig
 from .sharding import Sharding
+from .side_by_side import pause
 
 # Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
 # bfloat16 x to a float32 weight. The operations round the weight to x's dtype, not its gradient.
@@ -85,11 +86,11 @@ def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
 def _norm_mlp(
     mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    parts = (mlp.gate, mlp.up, mlp.down) if type(mlp) is MLP else ()
+    parts: Any = (mlp.gate, mlp.up, mlp.down) if type(mlp) is MLP else ()
     if not _quantized_alike(norm, parts) or any(part.bias is not None for part in parts):
         return None
-    kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
-    options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
+    kernels: dict[str, Any] = dict(zip(("gate", "up", "down"), (part.weight for part in parts)))
+    options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
     options |= {"dtype": x.dtype.name, "contract": 1, "hidden_sharding": spec}
     options |= _normalisation(norm) | {"activation": mlp.activation}
     return apply_norm_mlp(x, residual, norm.weight, kernels, **options)
@@ -99,9 +100,10 @@ def _norm_projections(
     attention: Any, norm: Any, x: Array, residual: Array | None
 ) -> list[Array] | None:
     ours = type(attention) is Attention
-    parts = (attention.q, attention.k, attention.v) if ours else ()
+    parts: Any = (attention.q, attention.k, attention.v) if ours else ()
     if not _quantized_alike(norm, parts) or any(part.activation is not None for part in parts):
         return None
+    x, residual = pause((x, residual))  # in place of the codes that are gathered next
     options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
     options |= _normalisation(norm) | {"dtype": x.dtype.name, "contract": 1, "residual": residual}
     kernels, biases = [part.weight for part in parts], [part.bias for part in parts]

@@ -18,6 +18,7 @@ from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import TransformerConfig
 from .sharding import Sharding
+from .side_by_side import pause
 
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
@@ -63,6 +64,9 @@ def _norm_projections(
     if type(attention) is not Attention or not _is_plain(norm):
         return None
     linears = attention.q, attention.k, attention.v
+    if attention.q.quantization is None:
+        return None
+    x, residual = pause((x, residual))  # in place of the codes that are gathered next
     return linears_after_norm(linears, x, residual, **_norm_operands(norm, x.dtype))
 
 

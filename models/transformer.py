@@ -154,7 +154,6 @@ def _norm_projections(ops: Ops, block: Any, x: Array, branch: Array | None) -> l
 
     Where rows move between devices before attention, they are gathered as codes.
     """
-    x, branch = pause((x, branch))
     given = (x, None) if branch is None else (branch, x)
     found = ops.norm_projections(block.attention, block.attention_norm, *given)
     if found is None:
