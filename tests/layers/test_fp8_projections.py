@@ -75,7 +75,7 @@ def recipe(args, cotangents, biases=(None,) * 3):
 
 @pytest.mark.parametrize(
     ("dtype", "residual", "contract", "implementation"),
-    [(f32, True, 0, None), (bf16, True, 1, None), (bf16, False, 0, "xla")],
+    [(f32, True, 0, None), (bf16, True, 1, None), (bf16, False, 0, None), (f32, True, 0, "xla")],
     ids=str,
 )
 def test_values_and_gradients_are_those_of_the_recipe(
