@@ -246,6 +246,31 @@ class Linear(nnx.Linear, _Options):
         options = options_of("nnx.Linear", self, dtype)
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
+    def after_norm(
+        self,
+        x: Array,
+        residual: Array | None,
+        scale: Array,
+        *,
+        beside: Sequence["Linear"] = (),
+        **norm: float,
+    ) -> list[Array] | None:
+        """`[self(n), *(other(n) for those beside), x + residual]`, n the RMSNorm of the sum.
+
+        In FP8: n is quantized once for all, in the norm's pass. Without a residual it is the norm
+        of x, and there is no sum. The norm has eps and scale_offset. None for layers that are not
+        quantized alike.
+        """
+        linears = self, *beside
+        if not _quantized_alike(linears, self.quantization, x):
+            return None
+        if any(linear.implementation != self.implementation for linear in beside):
+            return None
+        kernels, biases = zip(*map(_parameters, linears))
+        dtype = dtypes.canonicalize_dtype(x, *kernels, *biases, dtype=self.dtype)
+        options = options_of("nnx.Linear", self, dtype)
+        return norm_linears(x, scale, kernels, biases, residual=residual, **norm, **options)
+
 
 class LinearGeneral(nnx.LinearGeneral, _Options):
     """`flax.nnx.LinearGeneral` computed by `normfuse.dense`, with an optional activation.
@@ -563,25 +588,6 @@ def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Arra
         return linear.dtype == linears[0].dtype and not _unserved(linear, jnp.asarray(x))
 
     return quantization is not None and all(map(as_made, linears))
-
-
-def linears_after_norm(
-    linears: Sequence[Linear], x: Array, residual: Array | None, scale: Array, **norm: float
-) -> list[Array] | None:
-    """`[*(linear(n) for each), x + residual]`, n the RMSNorm of the sum, quantized once for all.
-
-    Without a residual n is that of x, and there is no sum. The norm has eps and scale_offset. None
-    for linears that are not quantized alike.
-    """
-    first = linears[0]
-    if not _quantized_alike(linears, getattr(first, "quantization", None), x):
-        return None
-    if any(linear.implementation != first.implementation for linear in linears):
-        return None
-    kernels, biases = zip(*map(_parameters, linears))
-    dtype = dtypes.canonicalize_dtype(x, *kernels, *biases, dtype=first.dtype)
-    options = options_of("nnx.Linear", first, dtype)
-    return norm_linears(x, scale, kernels, biases, residual=residual, **norm, **options)
 
 
 def _combine(mlp: Any, gate: Array, up: Array, hidden_sharding: jax.P | None) -> Array:

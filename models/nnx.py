@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from ..layers.nnx import GatedMLP, Linear, RMSNorm, linears_after_norm
+from ..layers.nnx import GatedMLP, Linear, RMSNorm
 from ..layers.rms_norm import add_rms_norm, rms_norm
 from ..native.dtypes import rounded
 from . import parameters, transformer
@@ -63,11 +63,11 @@ def _norm_projections(
 ) -> list[Array] | None:
     if type(attention) is not Attention or not _is_plain(norm):
         return None
-    linears = attention.q, attention.k, attention.v
-    if attention.q.quantization is None:
+    q, beside = attention.q, (attention.k, attention.v)
+    if type(q) is not Linear or q.quantization is None:
         return None
     x, residual = pause((x, residual))  # in place of the codes that are gathered next
-    return linears_after_norm(linears, x, residual, **_norm_operands(norm, x.dtype))
+    return q.after_norm(x, residual, beside=beside, **_norm_operands(norm, x.dtype))
 
 
 def _is_plain(norm: Any) -> bool:
