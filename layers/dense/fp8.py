@@ -93,7 +93,7 @@ def define_product(
     over: tuple[str, ...] = (),
     scatter: tuple[tuple[str, int], ...] = (),
     arriving: Sequence[int] = (),
-    apart: bool = True,
+    apart: bool | None = None,
 ) -> list[Array]:
     """`(a, b, scale, *others) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow.
 
@@ -102,8 +102,12 @@ def define_product(
 
     Behind a barrier, `apart`, no two products share an operand. XLA would merge those that do,
     unless they are large: with a copy of the other operands, a pass over each part of the result,
-    and nothing added in them (beta = 0).
+    and nothing added in them (beta = 0). None: where XLA has nothing to split between devices.
     """
+    if apart is None:
+        mesh = jax.typeof(a).sharding.mesh
+        split = set(mesh.axis_names) - set(mesh.manual_axes)
+        apart = math.prod(mesh.shape[name] for name in split) == 1
     operands = [a, b]
     for (i, text), other in zip(spec.others, others):
         if i in arriving:
