@@ -3,7 +3,7 @@
 import functools
 import math
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,7 @@ from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .dense.gated import norm_mlp
+from .dense.norm_dense import apply as norm_linears
 from .layer_norm import layer_norm
 from .recognize import Candidate, Different
 from .recognize_mlp import GatedCandidate, GatedFormula
@@ -244,6 +245,31 @@ class Linear(nnx.Linear, _Options):
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
         options = options_of("nnx.Linear", self, dtype)
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
+
+    def after_norm(
+        self,
+        x: Array,
+        residual: Array | None,
+        scale: Array,
+        *,
+        beside: Sequence["Linear"] = (),
+        **norm: float,
+    ) -> list[Array] | None:
+        """`[self(n), *(other(n) for those beside), x + residual]`, n the RMSNorm of the sum.
+
+        In FP8: n is quantized once for all, in the norm's pass. Without a residual it is the norm
+        of x, and there is no sum. The norm has eps and scale_offset. None for layers that are not
+        quantized alike.
+        """
+        linears = self, *beside
+        if not _quantized_alike(linears, self.quantization, x):
+            return None
+        if any(linear.implementation != self.implementation for linear in beside):
+            return None
+        kernels, biases = zip(*map(_parameters, linears))
+        dtype = dtypes.canonicalize_dtype(x, *kernels, *biases, dtype=self.dtype)
+        options = options_of("nnx.Linear", self, dtype)
+        return norm_linears(x, scale, kernels, biases, residual=residual, **norm, **options)
 
 
 class LinearGeneral(nnx.LinearGeneral, _Options):
@@ -512,12 +538,13 @@ class GatedMLP(nnx.Module, _Options):
         x: Array,
         residual: Array,
         scale: Array,
-        eps: float,
         hidden_sharding: jax.P | None = None,
+        **norm: float,
     ) -> tuple[Array, Array] | None:
         """`(mlp(n), x + residual)`, n the RMSNorm of the sum, as one function in FP8.
 
-        None for an MLP that is not quantized as one function, or that has biases.
+        The norm has eps and scale_offset. None for an MLP that is not quantized as one function, or
+        that has biases.
         """
         linears = {"gate": self.gate, "up": self.up, "down": self.down}
         biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
@@ -527,7 +554,7 @@ class GatedMLP(nnx.Module, _Options):
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.gate.dtype)
         options = options_of("GatedMLP", self, dtype)
         options["hidden_sharding"] = hidden_sharding
-        return norm_mlp(x, residual, scale, kernels, eps=eps, **options)
+        return norm_mlp(x, residual, scale, kernels, **norm, **options)
 
     def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
@@ -549,13 +576,18 @@ def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Ar
 
 def _is_quantized(mlp: Any, x: Array) -> bool:
     """Whether all parts may be computed together, in FP8."""
+    return _quantized_alike((mlp.gate, mlp.up, mlp.down), mlp.quantization, x)
+
+
+def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Array) -> bool:
+    """Whether Linears as they were made may be computed together, in FP8."""
 
     def as_made(linear: Any) -> bool:
-        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
+        if modules.replaced(linear, Linear) or linear.quantization != quantization:
             return False
-        return linear.dtype == mlp.gate.dtype and not _unserved(linear, jnp.asarray(x))
+        return linear.dtype == linears[0].dtype and not _unserved(linear, jnp.asarray(x))
 
-    return mlp.quantization is not None and all(map(as_made, (mlp.gate, mlp.up, mlp.down)))
+    return quantization is not None and all(map(as_made, linears))
 
 
 def _combine(mlp: Any, gate: Array, up: Array, hidden_sharding: jax.P | None) -> Array:

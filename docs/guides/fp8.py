@@ -95,8 +95,10 @@ run = jax.jit(lambda kernel: normfuse.accumulate_gradients(objective, kernel, mi
 _, main_gradient = run(kernel)
 assert main_gradient.dtype == jnp.float32 and jnp.any(main_gradient != 0)
 
-# 5. The trainer: one flag. Its checkpoints are those of unquantized runs; `normfuse generate`
-#    computes in the compute dtype, so that a token's logits do not depend on later tokens.
+# 5. The trainer: one flag. The norms before attention and MLP add the residual and write FP8 codes
+#    in one pass; q, k and v (gate and up) read the same codes, and the backward keeps them. Its
+#    checkpoints are those of unquantized runs; `normfuse generate` computes in the compute dtype,
+#    so that a token's logits do not depend on later tokens.
 with tempfile.TemporaryDirectory() as folder:
     text = pathlib.Path(folder, "text.txt")
     text.write_text("to be, or not to be, that is the question. " * 100)

@@ -31,6 +31,7 @@ from .fp8 import (
     Fp8,
     Input,
     backward_codes,
+    chained,
     fits,
     forward,
     gradient_codes,
@@ -229,9 +230,9 @@ def _hidden(spec: gated.Gated, *arrays: Array) -> Array:
     return h.astype(arrays[0].dtype)
 
 
-def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
+def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
     """The gradient for each tangent, given by its type; None for one without a type."""
-    mlp, r = spec.mlp, spec.read([*residuals, *likes])
+    mlp, r, (dy,) = spec.mlp, spec.read([*residuals, *likes]), dys
     there = lambda tangents: any(d is not None for d in tangents)
     x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
     before_down = x is not None or any(map(there, of_firsts))
@@ -246,7 +247,7 @@ def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequen
         ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
         if x is not None:
             terms = [input_gradient(mlp.fp8, way, *w, x) for way, w in zip(ways, r.kernels)]
-            found[0] = functools.reduce(jnp.add, terms)
+            found[0] = chained(terms)
         found[1:-2] = [f for way, of in zip(ways, of_firsts) for f in each(r.x, way, of)]
     return [f for f, moved in zip(found, spec.moves) if moved]
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
 from normfuse.layers.dense import gated
+from normfuse.layers.dense.norm_dense import apply as norm_linears
 from normfuse.layers.nnx import swap
 from normfuse.layers.quantization import kernel_codes_saveable, product
 
@@ -330,6 +331,67 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
         "quantize_gated_amax": [size(H, 4)],
         "quantize_gated": [size(H, 6), size(H, 10)],
     }
+
+
+PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
+
+
+def projections(x, residual, scale, *kernels, **options):
+    options |= {"eps": 1e-6, "dtype": "bfloat16", "implementation": None, "residual": residual}
+    return norm_linears(x, scale, kernels, [None] * len(kernels), **options)
+
+
+def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
+    """Nine products, and between those of the backward and the norm's no pass.
+
+    Not even where the products are so small that XLA would merge those of one input.
+    """
+    rows = lambda width: struct(TOKENS, width, dtype=bf16)
+    kernels = [struct(*shape, dtype=f32) for shape in PROJECTIONS]
+    args = rows(2048), rows(2048), struct(2048, dtype=f32), *kernels
+    cotangents = [rows(width) for _, width in PROJECTIONS] + [rows(2048)]
+    program = compiled(apart(projections), args, cotangents)
+    found, dn = calls(program), f"bf16[{TOKENS},2048]"
+    forward = [f"bf16[{TOKENS},{width}]" for _, width in PROJECTIONS]
+    gradients = [f"f32[{n},{m}]" for n, m in PROJECTIONS]
+    assert sorted(result for result, _, _ in found) == sorted([*forward, *gradients, *[dn] * 3])
+    # Each part of dn but the first is added in its product, to the array that holds the sum.
+    assert [call for call in found if call[1]] == [(dn, 1, True)] * 2
+    small = 2**20  # less than a megabyte: sums over rows, scales
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > small]
+    moved = {name: sorted(m // small for n, m in passes if n == name) for name, _ in passes}
+    size = lambda shapes, width: sorted(n * m * width // small for n, m in shapes)
+    dys = [(TOKENS, width) for _, width in PROJECTIONS]
+    x = TOKENS * 2048 // small
+    assert moved.pop("quantize_rms_norm") == [8 * x]  # two inputs; their sum, and codes twice
+    (backward,) = moved.pop("rms_norm_backward")  # dn, the sum, its own gradient; dx
+    assert 8 * x <= backward <= 8 * x + 2
+    assert moved.pop("copy") == [4 * x]  # x and the residual have one gradient
+    assert moved.pop("column_sum", [1]) == [1]
+    assert moved == {
+        "quantize_amax": sorted(size(PROJECTIONS, 4) + size(dys, 2)),
+        "quantize_cast": sorted(size(PROJECTIONS, 6) + size(dys, 4)),
+    }
+
+
+@pytest.mark.newest
+def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_products():
+    def loss(params, x):
+        return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, None, *params))
+
+    def run(x, *args):
+        return jax.checkpoint(functools.partial(projections, quantization="fp8"))(x, *args)
+
+    params = [struct(2048, dtype=f32), *(struct(*shape, dtype=bf16) for shape in PROJECTIONS)]
+    xs = struct(4, TOKENS, 2048, dtype=bf16)
+    program = compiled(functools.partial(accumulate_gradients, loss), params, xs)
+    gradients = [(f"f32[{n},{m}]", b, bool(b)) for n, m in PROJECTIONS for b in (0, 1)]
+    # The first microbatch's, and those that the loop adds to it.
+    found = [call for call in calls(program) if call[0].startswith("f32")]
+    assert sorted(found) == sorted(gradients)
+    casts = {shape: n for (_, shape), n in hlo.runs(program, "quantize_cast").items()}
+    assert casts["f8e4m3fn[2048,2048]"] == 1 and casts["f8e4m3fn[2048,1024]"] == 2
+    assert sum(hlo.runs(program, "quantize_rms_norm").values()) == 4 * 2  # and once more backward
 
 
 def test_codes_that_remat_keeps_are_not_copied():
