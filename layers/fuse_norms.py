@@ -115,6 +115,10 @@ def fuse_norms(
 
     Raises:
       TypeError: if function or report cannot be called.
+      ValueError: if the function changes its arguments, as nnx modules change their state.
+
+    Warns:
+      UserWarning: if there are FP8 products, no norm writes codes, and no report says so.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse import dense, fuse_norms, rms_norm
@@ -140,6 +144,7 @@ def fuse_norms(
             whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, is_array)]
             args, kwargs = jax.tree.unflatten(tree, whole)
             results, structure = jax.tree.flatten(function(*args, **kwargs))
+            _check_unchanged(whole, (args, kwargs))
             traced = [isinstance(result, jax.Array | np.ndarray) for result in results]
             static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
             return [result for result, t in zip(results, traced) if t]
@@ -154,6 +159,16 @@ def fuse_norms(
         return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
 
     return fused  # pyright: ignore[reportReturnType]
+
+
+def _check_unchanged(before: Sequence[Any], args: Any) -> None:
+    after = jax.tree.leaves(args)
+    changed = lambda a, b: isinstance(a, jax.Array) and a is not b
+    if len(after) != len(before) or any(map(changed, before, after)):
+        raise ValueError(
+            "fuse_norms: the function changes arrays in its arguments, and the changes would be "
+            "lost; return them, or use normfuse.layers.nnx.fuse_norms for nnx models"
+        )
 
 
 def _conclude(plan: "_Program", function: Any, report: Any) -> None:
@@ -378,7 +393,7 @@ class _Program:
         if name == "shard_map":
             options = {key: params[key] for key in ("mesh", "check_vma")}
             options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
-            options |= {"axis_names": set(params["manual_axes"])}
+            options |= {"axis_names": set(params["newly_manual_axes"])}
             body = run(params["jaxpr"], "jaxpr", 0)
             return list(jax.shard_map(lambda *args: tuple(body(*args)), **options)(*given))
         if name in ("remat2", "checkpoint") and not params["differentiated"]:

@@ -29,6 +29,7 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at, match
 from ..core.sharding import axes_of, whole
+from ..quantization import kernels
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import NormCodes
@@ -296,8 +297,8 @@ class Input:
     fp8: Fp8  # of the products
     norm: Norm | None = None  # None for x itself
     plain: bool = False  # whether the norm is plain HLO
-    # Whether the arguments are (x, q, qt, scale). The products read codes of x, not its values; its
-    # tangent is theirs.
+    # Whether the arguments are (x, q, qt or None, scale). The products read codes of x, not its
+    # values; its tangent is theirs.
     encoded: bool = False
 
     def with_batch(self) -> "Input":
@@ -320,8 +321,11 @@ class Input:
     def codes(self, args: Sequence[Array], *, transposed: bool) -> Any:
         """Returns the codes: `q`, `scale`, with a gradient of a kernel `qt`; and the norm's own."""
         if self.encoded:
-            _, q, qt, scale = args
-            return Quantized(q, qt if transposed else None, scale)
+            x, q, qt, scale = args
+            of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
+            if transposed and qt is None:  # a program was cut to its results, then differentiated
+                qt = jnp.moveaxis(q, -1, 0)
+            return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
         if self.norm is None:
             return x_codes(self.fp8, args[0], transposed=transposed)
         codes = Codes(FORMAT, True, transposed, self.fp8.op)
@@ -337,6 +341,27 @@ class Input:
         if self.norm is None:
             return [dargs[0] if moves(dargs[0]) else None]
         return norm_tangents(self.norm, made.h, made.rstd, args, dargs, self.fp8.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """Which function the user called."""
+
+    op: str
+
+
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+    (value,) = op(spec, *args, order=order)
+    return [value], [batching.not_mapped if dims[0] is None else dims[0]]
+
+
+derived = Op(
+    "fp8_derived",
+    lambda spec, value, *sources: [value],
+    batch=_batch_derived,
+    jvp=kernels.no_second_derivative,
+)
+"""`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
 
 
 def norm_tangents(

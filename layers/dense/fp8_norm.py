@@ -28,9 +28,11 @@ from ..rms_norm import op as rms_norm
 from ..rms_norm.spec import Norm
 from .fp8 import (
     FORMAT,
+    Derived,
     Fp8,
     Input,
     Marked,
+    derived,
     equally_varying,
     fits,
     norm_tangents,
@@ -104,6 +106,7 @@ def _normalised(
 def _(norm, order, primals, tangents):
     (args, h, rstd), (dargs, *_) = primals, tangents
     results = _normalised(norm, order, args, h, rstd)
+    h, rstd = (derived(Derived(norm.op), value, *args)[0] for value in (h, rstd))
     dy, *dh = norm_tangents(norm, h, rstd, args, dargs, order)
     return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
 
@@ -134,7 +137,7 @@ def _define_encoded(spec: Encoded, *leaves: Array) -> list[Array]:
         inner = functools.partial(_define_encoded, replace(spec, vmaps=spec.vmaps[1:]))
         return jax.vmap(inner, spec.vmaps[0])(*leaves)
     x, q, scale, *others = leaves
-    qt = others.pop(0) if spec.has_qt else jnp.moveaxis(q, -1, 0)
+    qt = others.pop(0) if spec.has_qt else None
     marked = spec.marked
     _, operands = jax.tree.unflatten(marked.tree, [x, *others])
     return list(marked.call(marked.spec.of_codes(), (x, q, qt, scale), operands))
