@@ -127,7 +127,7 @@ def fuse_norms(
     >>> x, scale, kernel = jnp.ones((16, 16)), jnp.ones(16), jnp.ones((16, 16))
     >>> fused = fuse_norms(layer, report=lambda report: print(report.fused[0].served))
     >>> y = jax.jit(fused)(x, scale, kernel)
-    1 product
+    1 × dense
     """
     for name, value in (("function", function), ("report", report)):
         if not callable(value) and (name == "function" or value is not None):
@@ -211,7 +211,8 @@ class _Product:
     """
 
     where: str
-    op: str
+    name: str  # of the function that the user called
+    type: str  # of its input
     reason: str  # why it quantizes its input itself; ""
     differentiated: bool
 
@@ -273,13 +274,14 @@ class _Program:
         for path, norm in self.norms.items():
             served = ""
             if path in self.fused:
-                count = sum(not p.reason for p in norm.products)
-                served = f"{count} product{'s' * (count > 1)}"
+                names = collections.Counter(p.name for p in norm.products if not p.reason)
+                served = ", ".join(f"{count} × {name}" for name, count in names.items())
                 served = _listed(served, norm.others, "; y is written too, for")
             rows.append(FusedRow(norm.where, norm.op, True, served, norm.reason))
         # What is quantized in the program of a gradient may be a gradient: only norms are listed.
         products = [p for p in self.products.values() if p.reason and not p.differentiated]
-        return *rows, *(FusedRow(p.where, p.op, False, "", p.reason) for p in products)
+        named = lambda p: f"FP8 {p.name} {p.type}"
+        return *rows, *(FusedRow(p.where, named(p), False, "", p.reason) for p in products)
 
     def evaluate(self, program: Any, operands: Sequence[Any]) -> list[Any]:
         """Returns the program's results."""
@@ -349,7 +351,8 @@ class _Program:
             statistics = eqn.outvars[1 + eqn.params["spec"].has_residual :]
             reason = level.why or _unserved(eqn)
             with_rstd = any(v in level.used for v in statistics)
-            found = self.norms[path] = _Norm(_where(eqn), _named(eqn), reason, with_rstd)
+            named = f"{eqn.params['spec'].op} {eqn.invars[0].aval.str_short()}"
+            found = self.norms[path] = _Norm(_where(eqn), named, reason, with_rstd)
             return [None] * len(eqn.outvars), [found, *[None] * (len(eqn.outvars) - 1)]
         if path not in self.fused:
             return self._bind(eqn, given), [None] * len(eqn.outvars)
@@ -367,7 +370,9 @@ class _Program:
             if norm is None:
                 reason = f"no norm makes its input, but {level.maker(eqn.invars[0])}"
             marked = isinstance(product, fp8.Marked)
-            found = _Product(_where(eqn), _named(eqn, product), reason, not marked)
+            name = (product.spec if marked else product).op
+            type_ = eqn.invars[0].aval.str_short()
+            found = _Product(_where(eqn), name, type_, reason, not marked)
             self.products[path] = found
             if norm is not None:
                 norm.products.append(found)
@@ -538,16 +543,6 @@ def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> s
     names = list(dict.fromkeys(others))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{text}{link} {shown}" if names else text
-
-
-def _named(eqn: Any, product: Any = None) -> str:
-    """Returns the function that a user called, with the type of x."""
-    if isinstance(product, fp8.Marked):
-        name = f"FP8 {getattr(product.spec, 'op', '') or product.spec.fp8.op}"
-    else:
-        name = (product or eqn.params["spec"]).op
-        name = f"codes of {name}" if product is not None else name
-    return f"{name} {eqn.invars[0].aval.str_short()}"
 
 
 def _described(eqn: Any) -> str:

@@ -705,7 +705,7 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
     >>> served = lambda report: print([row.served for row in report.fused])
     >>> apply = nnx.jit(fuse_norms(lambda model, x: model(x), report=served))
     >>> apply(model, jnp.ones((2, 16))).shape
-    ['1 product']
+    ['1 × dense']
     (2, 16)
     """
 

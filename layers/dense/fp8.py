@@ -301,6 +301,11 @@ class Input:
     # values; its tangent is theirs.
     encoded: bool = False
 
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.fp8.op
+
     def with_batch(self) -> "Input":
         """Returns the same of rows with one more dimension, the first."""
         return replace(self, fp8=self.fp8.with_batch())
@@ -352,7 +357,7 @@ class Derived:
 
 def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
     (value,) = op(spec, *args, order=order)
-    return [value], [batching.not_mapped if dims[0] is None else dims[0]]
+    return [value], dims[:1]
 
 
 derived = Op(

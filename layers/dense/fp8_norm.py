@@ -122,7 +122,7 @@ class Encoded:
     @property
     def op(self) -> str:
         """The function the user called."""
-        return getattr(self.marked.spec, "op", "fuse_norms")
+        return self.marked.spec.op
 
 
 def multiply_encoded(marked: Marked, x: Array, made: Any, operands: Sequence[Array]) -> list[Array]:
@@ -155,7 +155,8 @@ def _push_encoded(primals: Any, tangents: Any, *, spec: Encoded, order: Order) -
 
     def call(*moved: Array) -> list[Array]:
         given = dict(zip(moving, moved))
-        return _define_encoded(spec, *[given.get(i, a) for i, a in enumerate(primals)])
+        whole = [given[i] if i in given else a for i, a in enumerate(primals)]
+        return _define_encoded(spec, *whole)
 
     return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
 

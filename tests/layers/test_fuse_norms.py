@@ -128,7 +128,7 @@ def test_products_of_one_norm_read_the_same_codes(rng):
 
     args = x, scale, *kernels
     report, got = reported(three, *args)
-    assert [row.served for row in report.rows] == ["3 products"]
+    assert [row.served for row in report.rows] == ["3 × dense"]
     for y, kernel, dtype in zip(got, kernels, (bf16, bf16, f32)):
         alone = fused_dense(x, scale, kernel, dtype=dtype)
         np.testing.assert_array_equal(y.reshape(alone.shape), alone)
@@ -183,7 +183,7 @@ def test_what_else_reads_y_gets_it(rng):
         return y, multiply(y, kernel)
 
     report, (y, z) = reported(block, *args)
-    assert report.fused[0].served.startswith("1 product; y is written too, for the function's res")
+    assert report.fused[0].served.startswith("1 × dense; y is written too, for the function's res")
     assert_equal(y, jax.jit(rms_norm)(x, scale))
     assert_equal(z, jax.jit(fused_dense)(*args))
     assert counts(both_ways(fuse_norms(block)), *args) == [1, 1, 1]
@@ -238,7 +238,7 @@ def test_within_and_around_transformations(context, rng):
     for function in (push(inside), push(outside), fuse_norms(push(around(one)))):
         assert_equal(jax.jit(function)(*args), expected)
     report, _ = reported(around(one), *args)
-    assert [row.served for row in report.rows] == ["1 product"]
+    assert [row.served for row in report.rows] == ["1 × dense"]
 
 
 def test_the_forward_mode_is_that_of_norm_dense(rng):
@@ -336,7 +336,7 @@ def test_a_foreign_nnx_model(rng):
     run = ours_nnx.fuse_norms(lambda model, x: model(x), report=reports.append)
     loss = lambda model, x: sum(jnp.sum(jnp.sin(y.astype(f32))) for y in run(model, x))
     _, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
-    assert [row.served for row in reports[0].rows] == ["3 products"]
+    assert [row.served for row in reports[0].rows] == ["3 × dense"]
     assert re.match(r"\S* ?test_fuse_norms.py:\d+$", reports[0].rows[0].where)
     assert model.calls[...] == 1
 
@@ -364,7 +364,7 @@ def test_a_foreign_equinox_model(rng):
     run = fuse_norms(lambda model, x: jax.vmap(model)(x), report=reports.append)
     loss = lambda model, x: sum(jnp.sum(jnp.sin(y)) for y in run(model, x))
     gradients = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
-    assert [row.served for row in reports[0].rows] == ["3 products"]
+    assert [row.served for row in reports[0].rows] == ["3 × dense"]
     ys = eqx.filter_jit(run)(model, x)
     for y, linear in zip(ys, linears):
         assert_equal(y, jax.jit(fused_dense)(x, model.norm.weight, linear.weight.T))
@@ -450,7 +450,7 @@ def test_the_report_is_a_table(rng):
     lines = str(report).splitlines()
     assert re.match(r"where +what +codes for, or why not$", lines[0])
     assert re.match(
-        r"test_fuse_norms.py:\d+ \(2\) +rms_norm bfloat16\[2,8,32\] +1 product$", lines[1]
+        r"test_fuse_norms.py:\d+ \(2\) +rms_norm bfloat16\[2,8,32\] +1 × dense$", lines[1]
     )
     assert "not: no FP8 product reads it; its readers: the function's result" in lines[2]
     assert re.search(r"FP8 dense .*not: no norm makes its input, but tanh at test_fuse", lines[3])
