@@ -5,6 +5,7 @@ import functools
 import re
 
 import equinox as eqx
+import flax.linen as nn
 import foreign_norms
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import (
+    accumulate_gradients,
     add_rms_norm,
     dense,
     fuse_norms,
@@ -25,6 +27,7 @@ from normfuse import (
     rms_norm_with_rstd,
 )
 from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
@@ -374,6 +377,39 @@ def test_a_foreign_equinox_model(rng):
     # The same under Equinox's own remat.
     again = fuse_norms(lambda *args: eqx.filter_checkpoint(run)(*args))
     assert_equal(eqx.filter_jit(again)(model, x), ys)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.RMSNorm(name="norm")(x)
+        return nn.Dense(48, use_bias=False, name="q")(y)
+
+
+def test_a_linen_model(rng):
+    """Paths of modules are named scopes there."""
+    model, x, reports = ours_linen.swap(LinenBlock(), quantization="fp8"), draw(rng, 4, DIM), []
+    variables = model.init(jax.random.key(0), x)
+    y = jax.jit(fuse_norms(model.apply, report=reports.append))(variables, x)
+    params = variables["params"]
+    want = jax.jit(fused_dense)(x, params["norm"]["scale"], params["q"]["kernel"])
+    assert_equal(y, want)
+    assert [row.served for row in reports[0].rows] == ["1 × dense"]
+    assert reports[0].rows[0].where.startswith("LinenBlock/norm test_fuse_norms.py:")
+
+
+def test_main_gradients_are_those_of_norm_dense(rng):
+    """The kernel's gradients in float32, and its codes once for all microbatches."""
+    x, scale, kernel = operands(rng, 48, rows=(2, 8))
+    kernel = kernel.astype(bf16)
+
+    def gradients(layer):
+        loss = lambda kernel, x: jnp.sum(jnp.sin(layer(x, scale, kernel).astype(f32)))
+        return jax.jit(lambda kernel: accumulate_gradients(loss, kernel, x))(kernel)
+
+    got, want = gradients(fuse_norms(one)), gradients(fused_dense)
+    assert got[1].dtype == f32
+    assert_equal(got, want)
 
 
 # ---------------------------------------------------------------- what does not fuse
