@@ -96,8 +96,9 @@ def fuse_norms(
     It follows a norm's result through casts, reshapes of rows and `jax.jit` to products of `dense`,
     of the FP8 modules and of a gated MLP; under `jax.vmap`, in the bodies of `scan`, `while_loop`,
     `cond`, `jax.checkpoint` and `shard_map`, and in gradients that the function takes. Not across
-    the border of such a body, and not into functions with derivatives of their own. The report says
-    so for each norm.
+    the border of such a body, not into functions with derivatives of their own, and not through an
+    addition: an `eqx.nn.RMSNorm` has a bias unless it was made with `use_bias=False`. The report
+    says so for each norm.
 
     Any transformation may be applied to the new function. Every call traces the function, so call
     it within `jax.jit`. For nnx models there is `normfuse.layers.nnx.fuse_norms`, which also keeps
@@ -262,7 +263,7 @@ class _Program:
                 norm.reason = _listed("no FP8 product reads it", norm.others)
             if norm.reason:
                 for product in taken:
-                    product.reason = f"its norm writes no codes: {norm.reason}"
+                    product.reason = "its norm writes no codes"
             else:
                 found = [path for path, p in self.products.items() if p in taken]
                 self.fused |= {path, *found}
@@ -479,7 +480,7 @@ def _unserved(eqn: Any) -> str:
     """Returns why a norm's pass cannot write codes, or ""."""
     norm, order, x = eqn.params["spec"], eqn.params["order"], eqn.invars[0].aval
     if norm.centred or norm.has_bias:
-        return "a LayerNorm's output has no bound that a scale could follow from"
+        return "no kernel of a LayerNorm writes codes"
     if norm.axes != (x.ndim - 1,):
         return f"it normalises axes {norm.axes} of {x.ndim}, not the last one alone"
     if norm.heads:

@@ -434,7 +434,10 @@ def statistics(x, scale, kernel):
 
 
 REASONS = {  # (function, part of the reason)
-    "layer_norm": (lambda x, s, w: multiply(layer_norm(x, s), w), "a LayerNorm's output has no bo"),
+    "layer_norm": (
+        lambda x, s, w: multiply(layer_norm(x, s), w),
+        "no kernel of a LayerNorm writes codes",
+    ),
     "axes": (
         lambda x, s, w: multiply(rms_norm(x, axis=(1, 2)), w),
         r"normalises axes \(1, 2\) of 3",
