@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .layers.dense import norm_dense as norm_dense
     from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
+    from .layers.fuse_norms import FusionReport as FusionReport
+    from .layers.fuse_norms import fuse_norms as fuse_norms
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
     from .layers.rms_norm import add_rms_norm as add_rms_norm
@@ -41,6 +43,7 @@ _register_with_jax()
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
+    "FusionReport": ".layers.fuse_norms",
     "accumulate_gradients": ".layers.accumulate",
     "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",
@@ -48,6 +51,7 @@ _HOME = {  # public name -> the module that defines it
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
+    "fuse_norms": ".layers.fuse_norms",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
     "layer_norm": ".layers.layer_norm",

@@ -23,6 +23,8 @@ from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .dense.gated import norm_mlp
 from .dense.norm_dense import apply as norm_linears
+from .fuse_norms import FusionReport
+from .fuse_norms import fuse_norms as fuse_norms_of_arrays
 from .layer_norm import layer_norm
 from .recognize import Candidate, Different
 from .recognize_mlp import GatedCandidate, GatedFormula
@@ -47,6 +49,7 @@ from .swap import (
 )
 
 M = TypeVar("M")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -707,6 +710,56 @@ def swap(
             module.quantization = quantization
     conclude(rows, report, type(model).__name__, warn=not isinstance(model, nnx.Optimizer))
     return model
+
+
+def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = None) -> F:
+    """`normfuse.fuse_norms` of a function of nnx models, which may change their Variables.
+
+    Modules in arguments are split and merged, as `nnx.jit` does; those that the function closes
+    over must not change.
+
+    Args:
+      function: of modules, and of pytrees of arrays and modules.
+      report: as for `normfuse.fuse_norms`.
+
+    Returns:
+      A function of the same arguments, for `nnx.jit`, `nnx.grad` and the like.
+
+    Raises: what `normfuse.fuse_norms` does.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import fuse_norms, swap
+    >>> model = nnx.Sequential(
+    ...     nnx.RMSNorm(16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+    ... )
+    >>> model = swap(model, quantization="fp8")
+    >>> served = lambda report: print([row.served for row in report.fused])
+    >>> apply = nnx.jit(fuse_norms(lambda model, x: model(x), report=served))
+    >>> apply(model, jnp.ones((2, 16))).shape
+    ['1 × dense']
+    (2, 16)
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        graph, state = nnx.split((args, kwargs))
+        leaves, tree = jax.tree.flatten(state)
+        graphs: list[Any] = []  # of the arguments and the results, after the call
+
+        @functools.wraps(function)
+        def call(leaves: list[Any]) -> Any:
+            args, kwargs = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            after, state = nnx.split((args, kwargs, function(*args, **kwargs)))
+            graphs[:] = [after]
+            return state
+
+        after = fuse_norms_of_arrays(call, report=report)(leaves)
+        *changed, results = nnx.merge(graphs[0], after)
+        nnx.update((args, kwargs), nnx.state(tuple(changed), nnx.Variable))
+        return results
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def unswap(model: M) -> M:

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from ...native.dtypes import compute_dtype
@@ -28,6 +29,7 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at, match
 from ..core.sharding import axes_of, whole
+from ..quantization import kernels
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import NormCodes
@@ -304,14 +306,45 @@ def moves(tangent: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What FP8 products read: x, or the norm of `(x[, residual][, scale])`."""
+    """What FP8 products read: x, the norm of `(x[, residual][, scale])`, or given codes."""
 
     fp8: Fp8  # of the products
     norm: Norm | None = None  # None for x itself
     plain: bool = False  # whether the norm is plain HLO
+    # Whether the arguments are (x, q, qt or None, scale). The products read codes of x, not its
+    # values; its tangent is theirs.
+    encoded: bool = False
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.fp8.op
+
+    def with_batch(self) -> "Input":
+        """Returns the same of rows with one more dimension, the first."""
+        return replace(self, fp8=self.fp8.with_batch())
+
+    @property
+    def placed(self) -> bool:
+        """Whether the results' dimensions are placed on a mesh one by one."""
+        return self.fp8.product.out_sharding is not None
+
+    def of_codes(self) -> "Input":
+        """Returns the same products of an x whose codes are there."""
+        return replace(self, encoded=True)
+
+    def has_tangent(self, dargs: Sequence[Any]) -> bool:
+        """Returns whether what is read moves."""
+        return any(map(moves, dargs[:1] if self.encoded else dargs))
 
     def codes(self, args: Sequence[Array], *, transposed: bool) -> Any:
         """Returns the codes: `q`, `scale`, with a gradient of a kernel `qt`; and the norm's own."""
+        if self.encoded:
+            x, q, qt, scale = args
+            of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
+            if transposed and qt is None:  # a program was cut to its results, then differentiated
+                qt = jnp.moveaxis(q, -1, 0)
+            return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
         if self.norm is None:
             return x_codes(self.fp8, args[0], transposed=transposed)
         codes = Codes(FORMAT, True, transposed, self.fp8.op)
@@ -326,16 +359,44 @@ class Input:
         """Returns the tangents of what is read and of `results`."""
         if self.norm is None:
             return [dargs[0] if moves(dargs[0]) else None]
-        norm, (*large, scale) = self.norm, [*dargs, *[None] * (not self.norm.has_scale)]
-        parts = [dx.astype(made.h.dtype) for dx in large if moves(dx)]
-        moving = [functools.reduce(jnp.add, parts)] if parts else []
-        moving += [scale] if moves(scale) else []
-        dh = [jnp.zeros_like(made.h)] * (norm.has_residual and not parts)
-        if not moving:
-            return [None, *dh]
-        given = [made.h, *[args[-1]] * norm.has_scale, made.rstd, *moving]
-        spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
-        return [*rms_norm.tangent(spec, *given, order=self.fp8.order), *dh]
+        return norm_tangents(self.norm, made.h, made.rstd, args, dargs, self.fp8.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """Which function the user called."""
+
+    op: str
+
+
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+    (value,) = op(spec, *args, order=order)
+    return [value], dims[:1]
+
+
+derived = Op(
+    "fp8_derived",
+    lambda spec, value, *sources: [value],
+    batch=_batch_derived,
+    jvp=kernels.no_second_derivative,
+)
+"""`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
+
+
+def norm_tangents(
+    norm: Norm, h: Array, rstd: Array, args: Sequence[Array], dargs: Sequence[Any], order: Order
+) -> list[Any]:
+    """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
+    *large, scale = [*dargs, *[None] * (not norm.has_scale)]
+    parts = [dx.astype(h.dtype) for dx in large if moves(dx)]
+    moving = [functools.reduce(jnp.add, parts)] if parts else []
+    moving += [scale] if moves(scale) else []
+    dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
+    if not moving:
+        return [None, *dh]
+    given = [h, *[args[-1]] * norm.has_scale, rstd, *moving]
+    spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
+    return [*rms_norm.tangent(spec, *given, order=order), *dh]
 
 
 def operands_of(
@@ -351,12 +412,56 @@ def operands_of(
     return tuple(args), tuple(flat)
 
 
+input_p = Primitive("normfuse_fp8_input")
+"""`x -> x`: marks in a traced program an x that FP8 products quantize; see `mark_input`."""
+input_p.def_impl(lambda x, **_: x)
+input_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """What `normfuse.fuse_norms` has to know to call a function with the codes of its input."""
+
+    call: Callable[..., Any]  # `(spec, args, operands) -> results`, a `custom_jvp`
+    spec: Any  # with `of_codes`; its arguments are (x,)
+    tree: Any  # the structure of (args, operands)
+    ndims: tuple[int, ...]  # of their arrays
+    batched: bool = False  # whether the function was vmapped in a way that spec does not say
+
+
+def mark_input(
+    call: Callable[..., Any], spec: Any, args: tuple[Array, ...], operands: Any
+) -> tuple[Array, ...]:
+    """Returns the arguments of `call(spec, args, operands)`, within it, marked if they are (x,)."""
+    if len(args) != 1 or getattr(spec, "input", spec).norm is not None:
+        return args
+    leaves, tree = jax.tree.flatten((args, operands))
+    marked = Marked(call, spec, tree, tuple(a.ndim for a in leaves))
+    return (input_p.bind(args[0], marked=marked),)
+
+
+def _batch_input(args: Any, dims: Any, *, marked: Marked) -> Any:
+    (x,), (dim,) = args, dims
+    marked = replace(
+        marked,
+        spec=marked.spec.with_batch(),
+        ndims=(marked.ndims[0] + 1, *marked.ndims[1:]),
+        batched=marked.batched or dim != 0 or marked.spec.placed,
+    )
+    return input_p.bind(jnp.moveaxis(x, dim, 0), marked=marked), 0
+
+
+batching.primitive_batchers[input_p] = _batch_input
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
     """Returns the product with each kernel, and `spec.results`.
 
     `args` and `operands` are those of `operands_of`. All products read the same codes.
     """
+    args = mark_input(products, spec, args, operands)
     made = spec.codes(args, transposed=False)
     kernels = [kernel_codes(spec.fp8, w, forward=True, backward=False) for w in operands[::2]]
     return *(forward(spec.fp8, args[0], made, w) for w in kernels), *spec.results(made)
@@ -366,7 +471,7 @@ def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array
 def _(spec, primals, tangents):
     (args, operands), (dargs, doperands) = primals, tangents
     of_kernels = [list(map(moves, doperands[i : i + 2])) for i in range(0, len(operands), 2)]
-    x_moves, w_moves = any(map(moves, dargs)), any(map(any, of_kernels))
+    x_moves, w_moves = spec.has_tangent(dargs), any(map(any, of_kernels))
     made = spec.codes(args, transposed=w_moves)
     dn, *dh = spec.tangents(made, args, dargs)
     results, kept = [], []

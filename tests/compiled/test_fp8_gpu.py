@@ -17,7 +17,14 @@ from fp8_layers import both_ways, wide_product
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import (
+    accumulate_gradients,
+    dense,
+    fuse_norms,
+    gated_product,
+    norm_dense,
+    norm_gated_dense,
+)
 from normfuse.layers.dense import gated
 from normfuse.layers.dense.norm_dense import apply as norm_linears
 from normfuse.layers.nnx import swap
@@ -500,23 +507,72 @@ class ForeignBlock(nnx.Module):
         return self.q(y), self.k(y), self.v(y)
 
 
-def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
-    """Forward one amax and one cast of the norm's output, backward of each dy alone."""
-    model = swap(nnx.eval_shape(lambda: ForeignBlock(nnx.Rngs(0))), quantization="fp8")
+class ForeignMlp(nnx.Module):
+    """A norm and three Linears, as in other people's blocks."""
+
+    def __init__(self, rngs):
+        self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
+        linear = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=bf16, rngs=rngs)
+        self.gate, self.up, self.down = (
+            linear(DIM, HIDDEN),
+            linear(DIM, HIDDEN),
+            linear(HIDDEN, DIM),
+        )
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+def foreign(cls, transformation=lambda function: function):
+    """The programs of a swapped model: forward, and forward and backward."""
+    model = swap(nnx.eval_shape(lambda: cls(nnx.Rngs(0))), quantization="fp8")
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     state = jax.tree.unflatten(tree, [struct(*leaf.shape, dtype=leaf.dtype) for leaf in leaves])
+    apply = transformation(lambda state, x: nnx.merge(graph, state)(x))
 
     def run(state, x, dys):
-        y, pull = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        y, pull = jax.vjp(apply, state, x)
         y, dys = jax.lax.optimization_barrier((y, dys))
         return y, pull(dys)
 
-    rows = lambda m: struct(TOKENS, m, dtype=bf16)
-    program = compiled(run, state, rows(DIM), (rows(DIM),) * 3)
+    x = struct(TOKENS, DIM, dtype=bf16)
+    dys = jax.tree.map(lambda a: struct(*a.shape, dtype=a.dtype), jax.eval_shape(apply, state, x))
+    return compiled(apply, state, x), compiled(run, state, x, dys)
+
+
+def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
+    """Forward one amax and one cast of the norm's output, backward of each dy alone."""
+    _, program = foreign(ForeignBlock)
     # x is quantized once and so is each kernel and each dy; rms_norm_* are the norm's own passes.
     found = hlo.calls(program, "quantize_")
     assert (found["amax"], found["cast"]) == (7, 7)
     assert len(calls(program)) == 9
     others = ["rms_norm_forward", "rms_norm_backward", "fusion"]
     check_quantized(program, others, *[(X, 2)] * 4, *[(DIM * DIM, 4)] * 3)
+
+
+def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
+    """No amax and no cast of the norm's output: 4 bytes an element forward, for 12 (with a
+    gradient 4 + 2, for 14), and one backward of the norm."""
+    forward, program = foreign(ForeignBlock, fuse_norms)
+    assert hlo.calls(forward, "") == {
+        "quantize_amax": 3,
+        "quantize_cast": 3,
+        "quantize_rms_norm": 1,
+    }
+    (moved,) = [moved for name, moved in hlo.passes(forward) if name == "quantize_rms_norm"]
+    assert 3 * X <= moved <= 3 * X + SMALL // 64  # x and q: no qt without a gradient
+    assert len(calls(program)) == 9
+    others = [*NORMS, "fusion"]
+    check_quantized(program, others, *[(X, 2)] * 3, *[(DIM * DIM, 4)] * 3, normalised=4 * X)
+
+
+@pytest.mark.newest
+def test_a_fused_norm_before_a_foreign_mlp_leaves_one_cast_for_each_other_operand():
+    forward, program = foreign(ForeignMlp, fuse_norms)
+    for found, casts in ((forward, 4), (program, 7)):
+        kernels = hlo.calls(found, "quantize_")
+        assert (kernels["amax"], kernels["cast"], kernels["rms_norm"]) == (casts, casts, 1)
+    assert hlo.calls(program)["backward"] == 1 and "forward" not in hlo.calls(program)
