@@ -12,7 +12,7 @@ model's code is `jnp.float64`.) Paths of the parameters, and the model after `un
 of the model as it was. The swapped model must compute the same under jit, scan, vmap, remat, after
 it was split and merged, and from the file of the parameters of the model as it was.
 
-`--quantized` swaps with `quantization="fp8"` instead and fuses norms with the products after them by
+`--quantized` swaps with `quantization="fp8"` instead and fuses norms with the layers after them by
 `fuse_norms`. Errors are then the distance of outputs and gradients to those of the model as it was,
 relative to their norm, in bfloat16: of the swapped model, and of the fused one.
 """
