@@ -12,7 +12,7 @@ model's code is `jnp.float64`.) Paths of the parameters, and the model after `un
 of the model as it was. The swapped model must compute the same under jit, scan, vmap, remat, after
 it was split and merged, and from the file of the parameters of the model as it was.
 
-`--fp8` swaps with `quantization="fp8"` instead and fuses norms with the products after them by
+`--quantized` swaps with `quantization="fp8"` instead and fuses norms with the layers after them by
 `fuse_norms`. Errors are then the distance of outputs and gradients to those of the model as it was,
 relative to their norm, in bfloat16: of the swapped model, and of the fused one.
 """
@@ -361,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, action="append", default=[])
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     sys.path[:0] = map(str, options.folder)
@@ -370,7 +370,7 @@ def main() -> None:
             if (folder / name).is_dir():
                 package: Any = types.ModuleType(name)
                 package.__path__, sys.modules[name] = [str(folder / name)], package
-    if options.fp8:
+    if options.quantized:
         print("| model | norms that write codes | for layers | other FP8 layers | error |")
         print("|---|---|---|---|---|")
     else:
@@ -384,7 +384,7 @@ def main() -> None:
         except ModuleNotFoundError as missing:
             print(f"| {name} | not run: {missing} |")
             continue
-        row, report = (measure_fp8 if options.fp8 else measure)(name, given)
+        row, report = (measure_fp8 if options.quantized else measure)(name, given)
         print(row, flush=True)
         if options.report:
             print(f"\n{report}\n")
