@@ -180,6 +180,21 @@ def backward(dy, x, scale=None, dh=None, **options) -> tuple[Expected, Expected]
     return Expected(dx, size, n), Expected(dscale, (dy * normal).sum(rows), rstd.size + n)
 
 
+def plus(expected: Expected, bias, axes) -> Expected:
+    """The expectation with a bias of the shape of the axes added, or as it is for None."""
+    if bias is None:
+        return expected
+    shift = np.expand_dims(wide(bias), dims(expected.value, axes)[1])
+    return Expected(expected.value + shift, expected.size + np.abs(shift), expected.length)
+
+
+def sum_of_rows(dy, axes) -> Expected:
+    """dbias."""
+    dy, rows = wide(dy), dims(dy, axes)[1]
+    terms = dy.size // max(1, dy.sum(rows).size)
+    return Expected(dy.sum(rows), np.abs(dy).sum(rows), terms)
+
+
 def _magnitude(scale, options, rows):
     offset = abs(options.get("scale_offset", 0.0))
     return np.ones(()) if scale is None else np.expand_dims(np.abs(wide(scale)) + offset, rows)

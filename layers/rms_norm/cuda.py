@@ -30,6 +30,7 @@ MAX_THREADS = 1024  # of a block
 MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
 _REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
+_WORD = 4  # bytes of a register
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
@@ -565,7 +566,8 @@ def by_rows(body: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Arra
         if not norm.heads:
             return body(target, norm, *operands, **options)
         shape = operands[0].shape
-        results = body(target, dataclasses.replace(norm, heads=()), *flat(operands), **options)
+        alone = dataclasses.replace(norm, heads=())
+        results = body(target, alone, *flat(norm, operands), **options)
         # x-like, a parameter's, a row statistic
         shapes = {3: shape, 1: shape[1:], 2: shape[:2]}
         return [a.reshape(shapes[a.ndim]) for a in results]
@@ -573,13 +575,14 @@ def by_rows(body: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Arra
     return run
 
 
-def flat(operands: Sequence[Any]) -> tuple[Any, ...]:
+def flat(norm: Norm, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Arrays with heads as one row after another: (outer, heads, n) as (outer · heads, n, 1).
 
-    The first matrix is the scale, (heads, n), which stays.
+    The first matrices are scale and bias, (heads, n), which stay.
     """
-    scale = next((i for i, a in enumerate(operands) if a.ndim == 2), None)
-    return tuple(a.reshape(flat_struct(a, i == scale).shape) for i, a in enumerate(operands))
+    matrices = [i for i, a in enumerate(operands) if a.ndim == 2]
+    own = matrices[: norm.has_scale + norm.has_bias]
+    return tuple(a.reshape(flat_struct(a, i in own).shape) for i, a in enumerate(operands))
 
 
 def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
@@ -591,8 +594,9 @@ def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
 
 @by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual."""
-    operands = named(rest, X=x, RESIDUAL=norm.has_residual, SCALE=norm.has_scale)
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, rstd])`, h = x + residual."""
+    given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
+    operands = named(rest, X=x, **given)
     dtypes = filter(None, (norm.out_dtype, norm.residual_dtype))
     call = Call(target, "forward", operands, compute_of(operands, *dtypes))
     call.result("Y", x.shape, norm.out_dtype)
@@ -624,8 +628,8 @@ def row_sums(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list
 
 @by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
-    operands = named(rest, X=x, SCALE=norm.has_scale, RSTD=True)
+    """`(x[, scale][, bias], rstd) -> y`, for an rstd that is already known."""
+    operands = named(rest, X=x, SCALE=norm.has_scale, BIAS=norm.has_bias, RSTD=True)
     call = Call(target, "apply", operands, compute_of(operands, norm.out_dtype))
     call.result("Y", x.shape, norm.out_dtype)
     return found(_forward(call, norm))
@@ -633,15 +637,15 @@ def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
 
 @by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale])`."""
+    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, dbias])`."""
     operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
     call = Call(target, "backward", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
-    if norm.with_dscale:
+    if norm.with_dscale and not norm.with_dbias:
         done = _backward_in_one_launch(call, norm.scale_offset)
         if done is not None:
             return done
-    done = _backward(call, norm.scale_offset, with_dscale=norm.with_dscale)
+    done = _backward(call, norm)
     if done is not None:
         return done
 
@@ -653,18 +657,18 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[ja
 def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
     """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them takes dy's place."""
     operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
-    options: dict[str, Any] = {"with_dscale": norm.with_dscale, "with_value": norm.with_value}
-    options["in_place"] = {"DY": "VALUE" if norm.with_value else "DX"}
-    call = Call(target, "backward", operands, compute_of(operands))
+    in_place = {"DY": "VALUE" if norm.with_value else "DX"}
+    call = Call(target, "backward", operands, compute_of(operands), in_place=in_place)
     call.result("DX", x.shape, x.dtype)
-    done = _backward(call, norm.scale_offset, **options)
+    done = _backward(call, norm)
     if done is not None:
         return done
 
     (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
-    call = Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
+    operands |= {"DOTS": dots}
+    call = Call(target, "backward_apply", operands, call.compute, in_place=in_place)
     call.result("DX", x.shape, x.dtype)
-    return found(_backward(call, norm.scale_offset, x.shape[1], **options))
+    return found(_backward(call, norm))
 
 
 @by_rows
@@ -675,18 +679,18 @@ def row_dots(
     operands = named(scale, DY=dy, X=x, SCALE=norm.has_scale)
     call = Call(target, "row_dots", operands, compute or compute_of(operands))
     call.result("DOTS", call.row_shape, call.compute)
-    return call.over_slices(found(_backward(call, norm.scale_offset)))
+    return call.over_slices(found(_backward(call, norm)))
 
 
 @by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
+    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale][, dbias])`, for known sums over rows."""
     operands = named(
         rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual, DOTS=True
     )
     call = Call(target, "backward_apply", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
-    return found(_backward(call, norm.scale_offset, norm.count, with_dscale=norm.with_dscale))
+    return found(_backward(call, norm, norm.count))
 
 
 def found(results: list[jax.Array] | None) -> list[jax.Array]:
@@ -708,6 +712,7 @@ class Call:
         operands: dict[str, Any],
         compute: jnp.dtype,
         op: str = "rms_norm",
+        in_place: dict[str, str] | None = None,  # operand -> result that takes its place
     ):
         self.target = target
         self.op = op
@@ -718,7 +723,7 @@ class Call:
             for name, array in operands.items()
         }
         self.results: dict[str, jax.ShapeDtypeStruct] = {}
-        self.in_place: dict[str, str] = {}  # operand -> result that takes its place
+        self.in_place = in_place or {}
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
         self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
@@ -825,7 +830,11 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         "HEADS": call.heads,
         **call.flags(norm.scale_offset),
     }
-    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset))
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
+    if "BIAS" in call.operands:  # what a kernel does not have, its macros do not name
+        macros["HAS_BIAS"] = True
+        ease = functools.partial(eased_forward, call)
+    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset), ease)
 
 
 def launch_forward(
@@ -860,20 +869,30 @@ def launch_forward(
     return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 
 
-def _backward(
-    call: Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
-) -> list[jax.Array] | None:
-    call.in_place = in_place or {}
+def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Array] | None:
+    gradient = "DX" in call.results
     macros = {
         "DOTS": "DOTS" not in call.operands,
-        "GRADIENT": "DX" in call.results,
-        "WITH_DSCALE": with_dscale,
-        "WITH_VALUE": with_value,
+        "GRADIENT": gradient,
+        "WITH_DSCALE": gradient and norm.with_dscale,
+        "WITH_VALUE": gradient and norm.with_value,
         "HEADS": call.heads,
-        **call.flags(scale_offset),
+        **call.flags(norm.scale_offset),
     }
-    scalars = scalars_of(call.compute, scale_offset, call.features if count is None else count)
-    return launch_backward(call, macros, scalars, int(with_dscale), with_value=with_value)
+    columns = gradient * (norm.with_dscale + norm.with_dbias)
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
+    if gradient and norm.with_dbias:
+        macros["WITH_DBIAS"] = True
+        ease = functools.partial(eased_backward, call, columns + norm.has_scale)
+    size = call.features if count is None else count
+    return launch_backward(
+        call,
+        macros,
+        scalars_of(call.compute, norm.scale_offset, size),
+        columns,
+        with_value=gradient and norm.with_value,
+        ease=ease,
+    )
 
 
 def launch_backward(
@@ -930,8 +949,54 @@ def launch_backward(
     if columns:
         partial = done[1].reshape(-1, call.heads * columns * n)
         sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
+        if columns > 1 and call.heads > 1:  # those of a head are one after another
+            sums = sums.reshape(call.heads, columns, n).swapaxes(0, 1).reshape(-1)
         done[1:2] = jnp.split(sums, columns) if columns > 1 else [sums]
     return done
+
+
+def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does."""
+
+    def spills() -> bool:
+        held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
+        return layout.registers < 36 + layout.thread_rows * (8 + held)
+
+    layout = dataclasses.replace(layout, hold=False)  # the kernel reads its parameters late
+    while spills() and layout.min_blocks > 1 and layout.min_blocks * layout.threads > MAX_THREADS:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    while spills() and layout.thread_rows > 1:
+        layout = dataclasses.replace(layout, thread_rows=layout.thread_rows // 2)
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    return layout
+
+
+def eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that keeps `columns` vectors of parameters in registers those it needs.
+
+    What spilled would pass through the cache again: fewer blocks to a multiprocessor, or more to a
+    row, with as much of it on its way. The numbers are what NVRTC's assembler needs for sm_90, for
+    bfloat16 of 512 to 65536 features.
+    """
+
+    def spills() -> bool:
+        vectors = layout.chunks * layout.vector
+        held = columns * vectors * call.compute.itemsize // _WORD
+        if layout.hold:
+            held += 2 * vectors * max(call.moving_bytes()) // _WORD
+        return layout.registers < held + 32
+
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    if spills() and layout.max_stages > 1:
+        layout = dataclasses.replace(layout, hold=False)
+    if spills() and 1 < layout.slices <= MAX_CLUSTER // 2 and call.whole_rows:
+        chunks = -(-layout.chunks // 2)
+        slices = -(-layout.features // (chunks * layout.vector * layout.row_threads))
+        stages = 2 * layout.max_stages
+        layout = dataclasses.replace(layout, chunks=chunks, slices=slices, max_stages=stages)
+    return layout
 
 
 def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:

@@ -1,7 +1,8 @@
 // The derivative of RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
 //
 //   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
-//   dscale = Σ_rows dy · x · rstd             value = x · rstd · (scale + offset), what dy is of
+//   dscale = Σ_rows dy · x · rstd    dbias = Σ_rows dy    value = x · rstd · (scale + offset), what
+//   dy is of
 //
 // and its two halves, for rows that lie on several devices or in no single block: the sums over
 // rows alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
@@ -10,12 +11,13 @@
 //   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
 //   rstd           (rows,)               COMPUTE_TYPE
 //   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; operand: (rows,)
-//   partial        (gridDim.x, FEATURES) COMPUTE_TYPE   dscale of each block's rows, if WITH_DSCALE
+//   partial        (gridDim.x, of each: FEATURES) COMPUTE_TYPE   over each block's rows: dscale if
+//                                        WITH_DSCALE, then dbias if WITH_DBIAS
 //   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
 //
 // With more than one head, row i has the scale of head i % HEADS. HEADS divides gridDim.x *
-// BLOCK_ROWS: all rows of a group of threads are of one head, and partial is (gridDim.x *
-// BLOCK_ROWS, FEATURES), the sums of each group.
+// BLOCK_ROWS: all rows of a group of threads are of one head, and partial has
+// gridDim.x * BLOCK_ROWS rows, the sums of each group.
 //
 // dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
 // its place.
@@ -28,6 +30,15 @@
 // its way (through the block, or the cluster) while dx of this one is computed. Every block adds
 // its rows in order, and column_sum.cu adds the blocks in order: the result does not depend on
 // timing.
+#ifndef WITH_DBIAS
+#define WITH_DBIAS 0
+#endif
+#define SUMS (WITH_DSCALE + WITH_DBIAS)  // of a parameter's shape
+#if WITH_DSCALE || WITH_DBIAS
+#define HAS_PARTIAL 1
+#else
+#define HAS_PARTIAL 0
+#endif
 #include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -78,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx,)
-           IF(GRADIENT, IF(WITH_DSCALE, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
            IF_NOT(GRADIENT, Compute* dots,)
            long long rows, Compute scale_offset, Compute count) {
   // clang-format on
@@ -88,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   aligned = aligned && aligned_16(dx);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(dh));
   IF(WITH_VALUE, aligned = aligned && aligned_16(value));
-  IF(WITH_DSCALE, const bool partial_aligned = aligned_16(partial));
+  IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
 #endif
 
   unsigned char* const stages = shared_memory() + (RowSum<Compute>::kBytes + 15) / 16 * 16;
@@ -118,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   Columns weight;
 #if HEADS > 1
-  IF(GRADIENT, IF(WITH_DSCALE, Compute* const share = partial + row * FEATURES));
+  IF(GRADIENT, IF(HAS_PARTIAL, Compute* const share = partial + row * SUMS * FEATURES));
   scale += row % HEADS * FEATURES;
 #endif
 #if HAS_SCALE
@@ -127,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if GRADIENT
   Columns dscale{};
+  IF(WITH_DBIAS, Columns dbias{});
   const Compute per_count = Compute(1) / count;
   Compute next_rstd = row < rows ? rstd[row] : Compute(0);
   IF_NOT(DOTS, Compute next_dot = row < rows ? dots[row] : Compute(0));
@@ -182,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int k = 0; k < VECTOR; ++k) {
         const Compute normal = wide_x.at[k] * rstd_row;  // x normalised
         IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
+        IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
         const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
         IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *weight[i].at[k]));
         out.at[k] = rstd_row * g - normal * pull;
@@ -199,15 +212,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
   IF(DOTS, row_sum.finish());
-#if GRADIENT && WITH_DSCALE
+#if GRADIENT && HAS_PARTIAL
   wait_copies<0>();
 #if HEADS > 1
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
-    store_chunk(share, i, partial_aligned, narrow_all<Compute>(dscale[i]));
+    IF(WITH_DSCALE, store_chunk(share, i, partial_aligned, narrow_all<Compute>(dscale[i])));
+    IF(WITH_DBIAS, store_chunk(share + WITH_DSCALE * FEATURES, i, partial_aligned,
+                               narrow_all<Compute>(dbias[i])));
   }
 #else
-  store_columns(dscale, partial_aligned, partial + 1LL * blockIdx.x * FEATURES);
+  Compute* const mine = partial + 1LL * blockIdx.x * SUMS * FEATURES;
+  IF(WITH_DSCALE, store_columns(dscale, partial_aligned, mine));
+  IF(WITH_DBIAS, store_columns(dbias, partial_aligned, mine + WITH_DSCALE * FEATURES));
 #endif
 #endif
 }

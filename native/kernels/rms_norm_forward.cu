@@ -1,6 +1,7 @@
 // RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
 //
-//   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)    y = h · rstd · (scale + offset)
+//   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)
+//   y = h · rstd · (scale + offset) (+ bias)
 //
 // (h · rstd is rounded to the type of h if CAST_BEFORE),
 // and its two halves, for rows that lie on several devices or do not fit in one block's registers:
@@ -9,6 +10,7 @@
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
 //   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
+//   bias     (HEADS, FEATURES) BIAS_TYPE                                    if HAS_BIAS
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
@@ -17,6 +19,10 @@
 // THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
 // statistics are; otherwise it is read once for all rows of a thread. With more than one head, row
 // i has the scale of head i % HEADS, which each thread reads for its rows; it stays in the caches.
+// So does the bias, which is read late.
+#ifndef HAS_BIAS
+#define HAS_BIAS 0
+#endif
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -41,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(HAS_BIAS, const BIAS_TYPE* bias,)
            IF_NOT(STATISTICS, const Compute* rstd,)
            IF(NORMALIZE, Y_TYPE* y,)
            IF(HAS_RESIDUAL, H_TYPE* h,)
@@ -51,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+  IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
@@ -123,17 +131,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif
+#if HAS_BIAS && HEADS > 1
+      Wide<Compute, VECTOR> shifts[THREAD_ROWS];
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r) {
+        shifts[r] = load_columns<Compute>(bias + (mine + r) % HEADS * FEATURES, i, aligned);
+      }
+#elif HAS_BIAS
+      const auto shift = load_columns<Compute>(bias, i, aligned);
+#endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
 #if HEADS > 1
         const auto& weight = weights[r];
+        IF(HAS_BIAS, const auto& shift = shifts[r]);
 #endif
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
           out.at[k] *= inverse.at[r];
           IF(CAST_BEFORE, out.at[k] = widen<Compute>(Normalised(out.at[k])));
           IF(HAS_SCALE, out.at[k] *= weight.at[k]);
+          IF(HAS_BIAS, out.at[k] += shift.at[k]);
         }
         if (mine + r < rows) {
           store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
