@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
     from .layers.rms_norm import add_rms_norm as add_rms_norm
+    from .layers.rms_norm import gated_rms_norm as gated_rms_norm
     from .layers.rms_norm import rms_norm as rms_norm
     from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
     from .native.compiler import CompileError as CompileError
@@ -50,6 +51,7 @@ _HOME = {  # public name -> the module that defines it
     "fallbacks": ".native.implementation",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
+    "gated_rms_norm": ".layers.rms_norm",
     "layer_norm": ".layers.layer_norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "norm_dense": ".layers.dense",

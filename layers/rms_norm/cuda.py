@@ -558,16 +558,18 @@ _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
 
 
-def by_rows(body: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+def by_rows(body: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a body take and return arrays with heads as well: see `Norm.heads`."""
 
     @functools.wraps(body)
-    def run(target: Target, norm: Norm, *operands: Any, **options: Any) -> list[jax.Array]:
+    def run(target: Target, norm: Norm, *operands: Any, **options: Any) -> Any:
         if not norm.heads:
             return body(target, norm, *operands, **options)
         shape = operands[0].shape
         alone = dataclasses.replace(norm, heads=())
         results = body(target, alone, *flat(norm, operands), **options)
+        if results is None:
+            return None
         # x-like, a parameter's, a row statistic
         shapes = {3: shape, 1: shape[1:], 2: shape[:2]}
         return [a.reshape(shapes[a.ndim]) for a in results]
@@ -727,6 +729,7 @@ class Call:
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
         self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
+        self.prefix = "gated_" if "Z" in operands else ""
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
@@ -802,7 +805,7 @@ class Call:
     def launch(self, source: str, macros, results, **sizes):
         types = type_macros(self.operands) | type_macros(results)
         types |= {
-            "KERNEL": f"{self.op}_{self.kernel}",
+            "KERNEL": f"{self.prefix}{self.op}_{self.kernel}",
             "COMPUTE_TYPE": CUDA_TYPES[self.compute.name],
         }
         return launch(
@@ -831,8 +834,9 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         **call.flags(norm.scale_offset),
     }
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
-    if "BIAS" in call.operands:  # what a kernel does not have, its macros do not name
-        macros["HAS_BIAS"] = True
+    # What a kernel does not have, its macros do not name.
+    macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
+    if "BIAS" in call.operands or "Z" in call.operands:
         ease = functools.partial(eased_forward, call)
     return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset), ease)
 
@@ -857,7 +861,7 @@ def launch_forward(
         call.target,
         rows=call.outer,
         compute=call.compute,
-        residual="RESIDUAL" in call.operands,
+        residual="RESIDUAL" in call.operands or "Z" in call.operands,
         whole_rows=call.whole_rows,
     )
     if layout is None:
@@ -881,8 +885,8 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
     }
     columns = gradient * (norm.with_dscale + norm.with_dbias)
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
-    if gradient and norm.with_dbias:
-        macros["WITH_DBIAS"] = True
+    macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else _gate_macros(call, norm)
+    if (gradient and norm.with_dbias) or "Z" in call.operands:
         ease = functools.partial(eased_backward, call, columns + norm.has_scale)
     size = call.features if count is None else count
     return launch_backward(
@@ -918,7 +922,9 @@ def launch_backward(
         call.more_gradients(grid, columns, with_value)
         done = call.strided(f"{call.op}_backward_strided.cu", macros, scalars, grid)
     else:
-        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
+        read = [
+            call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
+        ]
         layout = backward_layout(
             n,
             max(call.moving_bytes()),
@@ -926,7 +932,7 @@ def launch_backward(
             rows=call.outer,
             read_bytes=sum(read),
             compute=call.compute,
-            residual="DH" in call.operands,
+            residual="DH" in call.operands or "Z" in call.operands,
             whole_rows=call.whole_rows,
             value=with_value,
             sums=sums_of_row,
@@ -947,11 +953,12 @@ def launch_backward(
         call.more_gradients(sums, columns, with_value)
         done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)
     if columns:
-        partial = done[1].reshape(-1, call.heads * columns * n)
+        at = list(call.results).index("PARTIAL")
+        partial = done[at].reshape(-1, call.heads * columns * n)
         sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
         if columns > 1 and call.heads > 1:  # those of a head are one after another
             sums = sums.reshape(call.heads, columns, n).swapaxes(0, 1).reshape(-1)
-        done[1:2] = jnp.split(sums, columns) if columns > 1 else [sums]
+        done[at : at + 1] = jnp.split(sums, columns) if columns > 1 else [sums]
     return done
 
 
@@ -1025,6 +1032,44 @@ def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
         block=layout.rows.threads,
         shared=layout.shared(call.compute),
     )
+
+
+@by_rows
+def gated_forward(
+    target: Target, norm: Norm, x: Any, z: Any, *scale: Any
+) -> list[jax.Array] | None:
+    """`(x, z[, scale]) -> (y[, rstd])`; None where rows are not contiguous, or too long."""
+    operands = named(scale, X=x, Z=z, SCALE=norm.has_scale)
+    call = Call(target, "forward", operands, compute_of(operands, norm.out_dtype))
+    if call.inner != 1:
+        return None
+    call.result("Y", x.shape, norm.out_dtype)
+    if norm.with_rstd:
+        call.result("RSTD", call.row_shape, call.compute)
+    return _forward(call, norm, norm.eps)
+
+
+@by_rows
+def gated_backward(
+    target: Target, norm: Norm, dy: Any, x: Any, z: Any, *rest: Any
+) -> list[jax.Array] | None:
+    """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`; None as for `gated_forward`."""
+    operands = named(rest, DY=dy, X=x, Z=z, SCALE=norm.has_scale, RSTD=True)
+    call = Call(target, "backward", operands, compute_of(operands))
+    if call.inner != 1:
+        return None
+    call.result("DX", x.shape, x.dtype)
+    call.result("DZ", z.shape, z.dtype)
+    return _backward(call, norm)
+
+
+def _gate_macros(call: Call, norm: Norm) -> dict[str, bool]:
+    """What gate.cuh and scalar.cuh want to know; nothing without a gate."""
+    if "Z" not in call.operands:
+        return {}
+    sizes = call.moving_bytes()
+    flags = {"GATE_SIGMOID": norm.activation == "sigmoid", "APPROXIMATE": max(sizes) == 2}
+    return {f"GATE_{norm.gate.upper()}": True, **flags}
 
 
 def named(rest, **present) -> dict[str, Any]:

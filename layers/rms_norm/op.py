@@ -620,7 +620,7 @@ def parameter_values(norm: Norm, array: Array) -> Array:
     return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
 
 
-def _forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
+def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     kernel, apart = forward_kernel, _forward_over_devices
     return forward_on(kernel, apart, norm, split, x, *rest, order=order)
 
@@ -674,7 +674,7 @@ def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) 
     return [restore(norm, y, x.shape)]
 
 
-def _backward_body(
+def backward_body(
     norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
 ) -> list[Array]:
     kernel, apart = backward_kernel, _backward_over_devices
@@ -688,7 +688,7 @@ def _pullback_body(
         apart = _backward_over_devices
         return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
     alone = replace(norm, with_value=False)
-    results = _backward_body(alone, split, dy, x, *rest, order=order)
+    results = backward_body(alone, split, dy, x, *rest, order=order)
     if norm.with_value:
         again = replace(norm, out_dtype=dy.dtype.name)
         results += _apply_body(again, split, x, *rest, order=order)
@@ -950,7 +950,7 @@ backward = Op(
     "rms_norm_gradient",
     define_backward,
     dims=backward_dims,
-    body=_backward_body,
+    body=backward_body,
     leads=(1,),
     unfused=_backward_unfused,
     batched=batched,
@@ -961,7 +961,7 @@ forward = Op(
     "rms_norm",
     define_forward,
     dims=forward_dims,
-    body=_forward_body,
+    body=forward_body,
     unfused=_forward_unfused,
     batched=batched,
     jvp=_forward_jvp,

@@ -44,7 +44,7 @@ def kernel_of(
         dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
-        name = f"pallas_{op}{run.__name__}"  # of "_forward" and the like
+        name = f"pallas_{op}_{run.__name__.lstrip('_')}"  # of "forward" and the like
         rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
         return [restored(r, *operands[lead].shape) for r in results]
@@ -109,7 +109,7 @@ def _normal_of(norm: Norm, h: Any, rstd: Any, dtype: jnp.dtype) -> Any:
     return normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
 
 
-def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
+def forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
     h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
@@ -160,7 +160,7 @@ def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> lis
     return rows(body, [dy, x], scale, [], [Out("row sum", rows.compute)])
 
 
-def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
     if not rows.fit():
         (dots,) = _row_dots(rows, norm, dy, x, *scale)
@@ -171,7 +171,7 @@ def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list
         def body(tiles, columns, stats):
             dy, x, *dh = tiles
             dots = jnp.sum(dy * weight_of(columns, norm) * x, 1, keepdims=True)
-            return _gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
+            return gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
 
         outs = gradient_outs(rows, norm, x)
         results = rows(body, [dy, x, *dh], scale, [rstd], outs, whole=True)
@@ -185,12 +185,12 @@ def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -
 
     def body(tiles, columns, stats):
         dy, x, *dh = tiles
-        return _gradients(norm, dy, x, dh, columns, stats[0], stats[1] / norm.count)
+        return gradients(norm, dy, x, dh, columns, stats[0], stats[1] / norm.count)
 
     return rows(body, [dy, x, *dh], scale, [rstd, dots], gradient_outs(rows, norm, x))
 
 
-def _gradients(
+def gradients(
     norm: Norm, dy: Any, x: Any, dh: Sequence[Any], columns: Any, rstd: Any, mean: Any
 ) -> list[Any]:
     """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
@@ -208,10 +208,10 @@ def gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
 
 
 KERNELS = {
-    "forward": kernel_of(_forward, 0),
+    "forward": kernel_of(forward, 0),
     "row_sums": kernel_of(_row_sums, 0),
     "apply": kernel_of(_apply, 0),
-    "backward": kernel_of(_backward, 1, with_columns=True),
+    "backward": kernel_of(backward, 1, with_columns=True),
     "row_dots": kernel_of(_row_dots, 1),
     "backward_apply": kernel_of(_backward_apply, 1, with_columns=True),
 }

@@ -1,6 +1,9 @@
 """The static parameters of a normalisation: all that is known of it when it is traced."""
 
 import dataclasses
+from typing import Literal
+
+Gate = Literal["", "before", "after"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,9 @@ class Norm:
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
       with_value: whether a backward also returns y, normalised again.
-      moves: of x, scale and bias, which have a tangent.
+      moves: of x, scale and bias (gated: x, scale and z), which have a tangent.
+      gate: whether a gate multiplies what is normalised ("before") or the result ("after").
+      activation: of the gate.
       count: features of a whole row, where devices have parts of it.
     """
 
@@ -44,4 +49,6 @@ class Norm:
     with_dbias: bool = False
     with_value: bool = False
     moves: tuple[bool, bool, bool] = (False, False, False)
+    gate: Gate = ""
+    activation: str = ""
     count: float = 0.0

@@ -1,13 +1,16 @@
 // The derivative of RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
 //
 //   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
-//   dscale = Σ_rows dy · x · rstd    dbias = Σ_rows dy    value = x · rstd · (scale + offset), what
-//   dy is of
+//   dscale = Σ_rows dy · x · rstd             dbias = Σ_rows dy
+//   value = x · rstd · (scale + offset), what dy is of
 //
+// (with a = activation(z) of a gate: if GATE_AFTER dy above stands for dy · a, and dz = dy · a' ·
+// value; if GATE_BEFORE x stands for x · a, and dx for dh, of which dx = dh · a, dz = dh · a' · x),
 // and its two halves, for rows that lie on several devices or in no single block: the sums over
 // rows alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
+//   z, dz          (rows, FEATURES)      Z_TYPE, if gated
 //   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
 //   rstd           (rows,)               COMPUTE_TYPE
 //   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; operand: (rows,)
@@ -39,33 +42,38 @@
 #else
 #define HAS_PARTIAL 0
 #endif
+#include "gate.cuh"
 #include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
 
-// One row's slots: dy and x, which the sum is of, and dh.
+// One row's slots: dy, x and z, which the sum is of, and dh.
 constexpr int kDy = 0;
 constexpr int kX = kDy + kSlots<DY_TYPE>;
-constexpr int kDh = kX + kSlots<X_TYPE>;
+IF(HAS_GATE, constexpr int kZ = kX + kSlots<X_TYPE>;)
+constexpr int kDh = IF(HAS_GATE, kZ + kSlots<Z_TYPE>) IF_NOT(HAS_GATE, kX + kSlots<X_TYPE>);
 constexpr int kStageBytes = kDh IF(GRADIENT, IF(HAS_RESIDUAL, +kSlots<DH_TYPE>));
 
 using PartDy = Part<DY_TYPE, HOLD>;
 using PartX = Part<X_TYPE, HOLD>;
+IF(HAS_GATE, using PartZ = Part<Z_TYPE, HOLD>;)
 
 using Columns = ColumnsOf<Compute>;
 
-// Σ dy · w · x over this thread's part of a row.
+// Σ dy · w · x over this thread's part of a row; gated, one of them times the gate.
 __device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
-                                 [[maybe_unused]] const Columns& weight) {
+                                 IF(HAS_GATE, const PartZ& zs, )
+                                     [[maybe_unused]] const Columns& weight) {
   Compute dot = 0;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_dy = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
+    IF(HAS_GATE, const auto wide_z = widen_all<Compute>(zs[i]));
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
       const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
-      dot += g * wide_x.at[k];
+      dot += g * wide_x.at[k] IF(HAS_GATE, *gate_of(wide_z.at[k]));
     }
   }
   return dot;
@@ -85,15 +93,17 @@ static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const DY_TYPE* dy, const X_TYPE* x,
            // clang-format off
+           IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, const Compute* dots,)
-           IF(GRADIENT, X_TYPE* dx,)
+           IF(GRADIENT, X_TYPE* dx, IF(HAS_GATE, Z_TYPE* dz,))
            IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
            IF_NOT(GRADIENT, Compute* dots,)
            long long rows, Compute scale_offset, Compute count) {
   // clang-format on
   bool aligned = aligned_16(dy, x);
+  IF(HAS_GATE, aligned = aligned && aligned_16(z, dz));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
 #if GRADIENT
   aligned = aligned && aligned_16(dx);
@@ -113,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     unsigned char* const to = stages + stage * kStageBytes;
     Slots<DY_TYPE>{to + kDy}.fetch(dy + which * FEATURES, aligned);
     Slots<X_TYPE>{to + kX}.fetch(x + which * FEATURES, aligned);
+    IF(HAS_GATE, Slots<Z_TYPE>{to + kZ}.fetch(z + which * FEATURES, aligned));
   };
   const auto fetch_rest = [&](long long which, int stage) {
 #if GRADIENT && HAS_RESIDUAL
@@ -147,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   int stage = 0;
 #if AHEAD
   wait_copies<STAGES - 1>();
-  row_sum.post(dot_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows), weight));
+  row_sum.post(dot_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows),
+                      IF(HAS_GATE, PartZ(stages + kZ, row < rows), ) weight));
 #endif
   // All threads of the block leave together: `row - row_group()` is the same for each.
   for (; row - row_group() < rows; row += stride) {
@@ -159,13 +171,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       wait_copies<STAGES - 2>();
       unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
       const bool there = row + stride < rows;
-      row_sum.post(dot_of(PartDy(next + kDy, there), PartX(next + kX, there), weight));
+      row_sum.post(dot_of(PartDy(next + kDy, there), PartX(next + kX, there),
+                          IF(HAS_GATE, PartZ(next + kZ, there), ) weight));
     }
 #else
     wait_copies<STAGES - 1>();
 #endif
     const PartDy dys(from + kDy, active);
     const PartX xs(from + kX, active);
+    IF(HAS_GATE, const PartZ zs(from + kZ, active));
 #if GRADIENT
     IF(HAS_RESIDUAL, const Part<DH_TYPE, HOLD> dhs(from + kDh, active));
     const bool another = row + stride < rows;
@@ -176,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const Compute dot = next_dot;
     next_dot = another ? dots[row + stride] : Compute(0);
 #elif !AHEAD
-    const Compute dot = row_sum(dot_of(dys, xs, weight));
+    const Compute dot = row_sum(dot_of(dys, xs, IF(HAS_GATE, zs, ) weight));
     if (kEarly) fetch_terms(row + STAGES * stride, stage);
 #endif
 #if !GRADIENT
@@ -189,18 +203,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       const auto wide_x = widen_again<Compute>(xs[i]);
       IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
       Wide<Compute, VECTOR> out;
+      IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[i]); Wide<Compute, VECTOR> of_z);
       IF(WITH_VALUE, Wide<Compute, VECTOR> again);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
-        const Compute normal = wide_x.at[k] * rstd_row;  // x normalised
-        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
+        IF(HAS_GATE, const Compute gate = gate_of(wide_z.at[k]));
+        IF(HAS_GATE, const Compute slope = gate_slope(wide_z.at[k]));
+        const Compute normal = wide_x.at[k] IF(GATE_BEFORE, *gate) * rstd_row;  // x normalised
+        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] IF(GATE_AFTER, *gate) * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
-        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+        const Compute g = wide_dy.at[k] IF(GATE_AFTER, *gate) IF(HAS_SCALE, *weight[i].at[k]);
         IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *weight[i].at[k]));
         out.at[k] = rstd_row * g - normal * pull;
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
+        IF(GATE_AFTER, of_z.at[k] = wide_dy.at[k] * normal IF(HAS_SCALE, *weight[i].at[k]) * slope);
+        IF(GATE_BEFORE, of_z.at[k] = out.at[k] * wide_x.at[k] * slope);
+        IF(GATE_BEFORE, out.at[k] *= gate);
       }
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
+      IF(
+          HAS_GATE,
+          if (active) { store_chunk(dz + row * FEATURES, i, aligned, narrow_all<Z_TYPE>(of_z)); })
 #if WITH_VALUE
       if (active) store_chunk(value + row * FEATURES, i, aligned, narrow_all<DY_TYPE>(again));
 #endif

@@ -3,12 +3,14 @@
 //   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)
 //   y = h · rstd · (scale + offset) (+ bias)
 //
-// (h · rstd is rounded to the type of h if CAST_BEFORE),
+// (h · rstd is rounded to the type of h if CAST_BEFORE; with a = activation(z), h is x · a if
+// GATE_BEFORE, and y is times a if GATE_AFTER),
 // and its two halves, for rows that lie on several devices or do not fit in one block's registers:
 // the sums of squares alone (NORMALIZE 0), and y for a given rstd (STATISTICS 0).
 //
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
+//   z        (rows, FEATURES)  Z_TYPE                                       if gated
 //   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
 //   bias     (HEADS, FEATURES) BIAS_TYPE                                    if HAS_BIAS
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
@@ -23,6 +25,7 @@
 #ifndef HAS_BIAS
 #define HAS_BIAS 0
 #endif
+#include "gate.cuh"
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -42,10 +45,30 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
   return sum;
 }
 
+#if GATE_BEFORE
+// The sum of squares of x · activation(z).
+template <typename T, typename Z>
+__device__ inline Compute square_sum(const Chunks<T>& values, const Chunks<Z>& zs) {
+  Compute sum = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto wide = widen_all<Compute>(values[i]);
+    const auto wide_z = widen_all<Compute>(zs[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      const Compute gated = wide.at[k] * gate_of(wide_z.at[k]);
+      sum += gated * gated;
+    }
+  }
+  return sum;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
+           IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(HAS_BIAS, const BIAS_TYPE* bias,)
            IF_NOT(STATISTICS, const Compute* rstd,)
@@ -57,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   // clang-format on
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
+  IF(HAS_GATE, aligned = aligned && aligned_16(z));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
@@ -76,6 +100,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int r = 0; r < THREAD_ROWS; ++r) {
       load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
     }
+#if HAS_GATE
+    Chunks<Z_TYPE> zs[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(z + (mine + r) * FEATURES, mine + r < rows, aligned, zs[r]);
+    }
+#endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll
@@ -95,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Wide<Compute, THREAD_ROWS> inverse;
 #if STATISTICS
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = square_sum(hs[r]);
+    for (int r = 0; r < THREAD_ROWS; ++r)
+      inverse.at[r] = square_sum(hs[r] IF(GATE_BEFORE, , zs[r]));
     row_sums.post(inverse);
     inverse = row_sums.total();
 #endif
@@ -147,12 +179,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         const auto& weight = weights[r];
         IF(HAS_BIAS, const auto& shift = shifts[r]);
 #endif
+        IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[r][i]));
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
+          IF(GATE_BEFORE, out.at[k] *= gate_of(wide_z.at[k]));
           out.at[k] *= inverse.at[r];
           IF(CAST_BEFORE, out.at[k] = widen<Compute>(Normalised(out.at[k])));
           IF(HAS_SCALE, out.at[k] *= weight.at[k]);
           IF(HAS_BIAS, out.at[k] += shift.at[k]);
+          IF(GATE_AFTER, out.at[k] *= gate_of(wide_z.at[k]));
         }
         if (mine + r < rows) {
           store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
