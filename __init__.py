@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
+    from .layers.rms_norm import adaptive_rms_norm as adaptive_rms_norm
     from .layers.rms_norm import add_rms_norm as add_rms_norm
     from .layers.rms_norm import gated_rms_norm as gated_rms_norm
     from .layers.rms_norm import rms_norm as rms_norm
@@ -43,6 +44,7 @@ _register_with_jax()
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
+    "adaptive_rms_norm": ".layers.rms_norm",
     "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",
     "clamped_swiglu": ".layers.dense",

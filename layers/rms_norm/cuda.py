@@ -570,8 +570,8 @@ def by_rows(body: Callable[..., Any]) -> Callable[..., Any]:
         results = body(target, alone, *flat(norm, operands), **options)
         if results is None:
             return None
-        # x-like, a parameter's, a row statistic
-        shapes = {3: shape, 1: shape[1:], 2: shape[:2]}
+        own = (shape[0], shape[2]) if norm.per_example else shape[1:]
+        shapes = {3: shape, 1: own, 2: shape[:2]}  # x-like, a parameter's, a row statistic
         return [a.reshape(shapes[a.ndim]) for a in results]
 
     return run
@@ -580,7 +580,8 @@ def by_rows(body: Callable[..., Any]) -> Callable[..., Any]:
 def flat(norm: Norm, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Arrays with heads as one row after another: (outer, heads, n) as (outer · heads, n, 1).
 
-    The first matrices are scale and bias, (heads, n), which stay.
+    The first matrices are scale and bias, (heads, n), which stay. So it is with examples, where
+    arrays are (examples, tokens, n).
     """
     matrices = [i for i, a in enumerate(operands) if a.ndim == 2]
     own = matrices[: norm.has_scale + norm.has_bias]
@@ -729,10 +730,18 @@ class Call:
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
         self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
+        self.examples = 0  # where scales are neither one for all nor of heads
         self.prefix = "gated_" if "Z" in operands else ""
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
+
+    def per_example(self, norm: Norm) -> dict[str, Any]:
+        """Takes what looked like heads for examples, if it is that; the macros that say so."""
+        if not norm.per_example or "SCALE" not in self.operands:
+            return {}
+        self.heads, self.examples = 1, self.heads
+        return {"PER_EXAMPLE": True}
 
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -779,7 +788,7 @@ class Call:
             block=layout.threads,
             cluster=(1, layout.slices if self.whole_rows else 1),
             shared=shared,
-            ints=(self.outer,),
+            ints=(self.outer, *([self.outer // self.examples] if self.examples else [])),
             **scalars,
         )
 
@@ -825,7 +834,7 @@ class Call:
 
 
 def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None:
-    macros = {
+    macros = call.per_example(norm) | {
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
         "WITH_RSTD": "RSTD" in call.results,
@@ -875,7 +884,7 @@ def launch_forward(
 
 def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Array] | None:
     gradient = "DX" in call.results
-    macros = {
+    macros = call.per_example(norm) | {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": gradient,
         "WITH_DSCALE": gradient and norm.with_dscale,
@@ -911,9 +920,9 @@ def launch_backward(
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_backward.cu, and for `columns` vectors of parameters the sum over its
     blocks; None where its rows are too long to be held. `ease` is as for `launch_forward`."""
-    n = call.features
+    n, owners = call.features, max(call.heads, call.examples)
     if 0 in call.row_shape:
-        sums = [jnp.zeros(n, call.compute)] * columns
+        sums = [jnp.zeros(owners * n, call.compute)] * columns
         return call.empty() + sums + ([call.operands["DY"]] if with_value else [])
     row_bytes = columns * n * call.compute.itemsize
     most = max(1, _MAX_PARTIAL_BYTES // row_bytes) if columns else _MAX_GRID
@@ -942,6 +951,9 @@ def launch_backward(
         layout = ease(layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
+        if call.examples:  # rows of a block are of one example
+            own = layout.blocks_for(call.outer // call.examples)
+            grid = call.examples * max(1, min(own, grid // call.examples))
         if call.heads > 1:  # rows of a group of threads are of one head
             unit = call.heads // math.gcd(call.heads, layout.block_rows)
             grid = max(grid // unit, 1) * unit
@@ -954,10 +966,10 @@ def launch_backward(
         done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)
     if columns:
         at = list(call.results).index("PARTIAL")
-        partial = done[at].reshape(-1, call.heads * columns * n)
+        partial = done[at].reshape(-1, owners * columns * n)
         sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
-        if columns > 1 and call.heads > 1:  # those of a head are one after another
-            sums = sums.reshape(call.heads, columns, n).swapaxes(0, 1).reshape(-1)
+        if columns > 1 and owners > 1:  # those of a head, or an example, are one after another
+            sums = sums.reshape(owners, columns, n).swapaxes(0, 1).reshape(-1)
         done[at : at + 1] = jnp.split(sums, columns) if columns > 1 else [sums]
     return done
 

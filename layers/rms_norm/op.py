@@ -168,6 +168,63 @@ def add_rms_norm(
     return y, new_residual
 
 
+def adaptive_rms_norm(
+    x: Array,
+    scale: Array,
+    shift: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 1.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Array:
+    """RMSNorm over the last axis with a scale and a shift of each example, as AdaLN has them.
+
+        y[b, t] = x[b, t] / sqrt(mean(x[b, t]²) + eps) · (scale[b] + scale_offset) + shift[b]
+
+    On GPUs one pass over the activations in each direction, which also sums the gradients of each
+    example's scale and shift over its tokens. Computed in float32 (float64 if an operand or `dtype`
+    is float64); any dimensions of x but the last may be split over mesh axes, and those sums cross
+    the devices that have tokens of one example. Pallas does not serve it.
+
+    Args:
+      x: (*examples, *tokens, features); float64, float32, bfloat16 or float16.
+      scale: (*examples, features), of one or more leading dimensions of x; any of those dtypes.
+      shift: the shape of scale, or None.
+      scale_offset: added to scale: 1 as DiT's `modulate` does.
+      eps, dtype, implementation: as for `rms_norm`.
+
+    Returns:
+      An array of x's shape and sharding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `rms_norm`.
+
+    References:
+      Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import adaptive_rms_norm
+    >>> x, scale = jnp.array([[[3.0, 4.0]], [[4.0, 3.0]]]), jnp.array([[0.0, 0.0], [1.0, 1.0]])
+    >>> adaptive_rms_norm(x, scale).round(3).tolist()
+    [[[0.849, 1.131]], [[2.263, 1.697]]]
+    """
+    name = "adaptive_rms_norm"
+    norm, x, _ = check(name, x, None, eps, -1, scale_offset, dtype)
+    own = [floating(name, "scale", scale)]
+    own += [] if shift is None else [floating(name, "shift", shift)]
+    count = own[0].ndim - 1
+    for argument, value in zip(("scale", "shift"), own):
+        if not 0 < count < x.ndim or value.shape != (*x.shape[:count], x.shape[-1]):
+            raise ValueError(
+                f"{name}: {argument} must have the shape (*examples, features), of leading "
+                f"dimensions of x and its last, and shift that of scale, for x of shape {x.shape}; "
+                f"got {value.shape}"
+            )
+    norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
+    return call(forward, norm, x, [], own, implementation)[0]
+
+
 def _check(
     op: str, x: Any, scale: Any, bias: Any, eps: Any, axis: Any, *options: Any
 ) -> tuple[Norm, Array, Array | None, Array | None]:
@@ -428,6 +485,8 @@ def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Cal
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
     def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
+        if norm.per_example and norm.has_scale and name != "rms_norm_row_sums":
+            return _per_example_on_cpu(name, call, norm, *operands)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
         flat = types
         if norm.heads:
@@ -440,6 +499,32 @@ def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Cal
         return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
 
     return call
+
+
+def _per_example_on_cpu(
+    name: str, call: Callable[..., list[Array]], norm: Norm, *operands: Array
+) -> list[Array]:
+    """Rows alone in C++, with scale and bias of each example, and their sums, in XLA's loops."""
+    own = {"has_scale": False, "has_bias": False, "scale_offset": 0.0}
+    alone = replace(norm, **own, with_dscale=False, with_dbias=False)
+    if name.endswith(("_forward", "_norm_apply")):
+        at = 2 if norm.has_residual and name.endswith("_forward") else 1
+        parameters = list(operands[at : at + 1 + norm.has_bias])
+        dtype = forward_dtype(norm, *operands)
+        known = *operands[:at], *operands[at + len(parameters) :]
+        y, *others = call(replace(alone, out_dtype=dtype.name), *known)
+        w = weight_of(norm, parameters, y, dtype)
+        y = plus(y * w, bias_of(norm, parameters, y, dtype))
+        return [y.astype(norm.out_dtype), *others]
+    dy, x, scale, *known = operands
+    dtype, rows = dtype_of(*operands), rows_of(norm, x)
+    wide = dy.astype(dtype)
+    results = call(alone, wide * weight_of(norm, [scale], x, dtype), x, *known)
+    if name.endswith("_row_dots"):
+        return results
+    normal = x.astype(dtype) * along_rows(norm, known[0])
+    dscale = [jnp.sum(wide * normal, rows) for _ in range(norm.with_dscale)]
+    return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
 
 
 def _pullback_on_cpu(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
@@ -552,9 +637,16 @@ def examples(
 def canonical(norm: Norm, array: Array) -> Array:
     """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
 
-    With heads: (outer, heads, n). A reshape where the axes are neighbours, which costs nothing;
-    otherwise a transpose before it.
+    With heads: (outer, heads, n); with examples: (examples, tokens, n). A reshape where the axes
+    are neighbours, which costs nothing; otherwise a transpose before it.
     """
+    if are_examples(norm):
+        array = jnp.moveaxis(array, norm.axes, range(-len(norm.axes), 0))
+        sizes = [
+            math.prod(array.shape[: len(norm.heads)]),
+            math.prod(array.shape[-len(norm.axes) :]),
+        ]
+        return array.reshape(sizes[0], -1, sizes[1])
     if norm.heads:
         sizes = [math.prod(array.shape[d] for d in dims) for dims in (norm.heads, norm.axes)]
         last = (*norm.heads, *norm.axes)
@@ -569,6 +661,10 @@ def canonical(norm: Norm, array: Array) -> Array:
 
 def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `canonical`."""
+    if are_examples(norm):
+        others = [n for i, n in enumerate(shape) if i not in norm.axes]
+        array = array.reshape(*others, *[shape[a] for a in norm.axes])
+        return jnp.moveaxis(array, range(-len(norm.axes), 0), norm.axes)
     if norm.heads:
         last = (*norm.heads, *norm.axes)
         others = [n for i, n in enumerate(shape) if i not in last]
@@ -583,6 +679,8 @@ def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
 
 def row_values(norm: Norm, array: Array) -> Array:
     """Returns a row statistic as kernels see it: (outer, inner), or (outer, heads)."""
+    if are_examples(norm):
+        return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
     if norm.heads:
         heads = _heads_of_rows(norm)
         array = jnp.moveaxis(array, heads, range(-len(heads), 0))
@@ -593,7 +691,7 @@ def row_values(norm: Norm, array: Array) -> Array:
 def restore_row_values(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `row_values`, for x of this shape."""
     rows = [n for i, n in enumerate(shape) if i not in norm.axes]
-    if not norm.heads:
+    if not norm.heads or are_examples(norm):
         return array.reshape(rows)
     heads = _heads_of_rows(norm)
     others = [n for i, n in enumerate(rows) if i not in heads]
@@ -606,8 +704,16 @@ def _heads_of_rows(norm: Norm) -> tuple[int, ...]:
     return tuple(h - sum(a < h for a in norm.axes) for h in norm.heads)
 
 
+def are_examples(norm: Norm) -> bool:
+    """Whether scale has the first dimensions of x, and others of x are between them and `axes`."""
+    count = len(norm.heads)
+    return count > 0 and norm.heads == tuple(range(count)) and norm.axes[0] > count
+
+
 def local(norm: Norm, **changes: Any) -> Norm:
     """The norm as kernels see it."""
+    if are_examples(norm):
+        return replace(norm, axes=(2,), heads=(0,), per_example=True, **changes)
     if norm.heads:
         return replace(norm, axes=(2,), heads=(1,), **changes)
     return replace(norm, axes=(1,), **changes)

@@ -13,8 +13,10 @@ class Norm:
     Attributes:
       op: the function the user called.
       axes: the normalised dimensions of x; kernels see arrays as (outer, n, inner).
-      heads: the dimensions of x that scale has before `axes`, which are then x's last; kernels see
-        arrays as (outer, heads, n).
+      heads: the dimensions of x that scale and bias have before `axes`. Heads are just before them,
+        and kernels see arrays as (outer, heads, n); or they are x's first, examples, and kernels
+        see (examples, tokens, n).
+      per_example: whether it is the latter, for kernels.
       eps, scale_offset: as in the formula.
       out_dtype: of y.
       cast_before: whether x̂ is rounded to the dtype of what is normalised before it is multiplied.
@@ -34,6 +36,7 @@ class Norm:
     op: str = "rms_norm"
     axes: tuple[int, ...] = (1,)
     heads: tuple[int, ...] = ()
+    per_example: bool = False
     eps: float = 0.0
     scale_offset: float = 0.0
     out_dtype: str = ""

@@ -22,6 +22,10 @@
 // BLOCK_ROWS: all rows of a group of threads are of one head, and partial has
 // gridDim.x * BLOCK_ROWS rows, the sums of each group.
 //
+// If PER_EXAMPLE, `tokens` rows after one another have the scale of an example, (rows / tokens,
+// FEATURES), and block i has rows of example i % (rows / tokens) alone: examples divide gridDim.x,
+// and the sums over one example's blocks are its own dscale and dbias.
+//
 // dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
 // its place.
 //
@@ -41,6 +45,9 @@
 #define HAS_PARTIAL 1
 #else
 #define HAS_PARTIAL 0
+#endif
+#ifndef PER_EXAMPLE
+#define PER_EXAMPLE 0
 #endif
 #include "gate.cuh"
 #include "stage.cuh"
@@ -100,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(GRADIENT, X_TYPE* dx, IF(HAS_GATE, Z_TYPE* dz,))
            IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
            IF_NOT(GRADIENT, Compute* dots,)
-           long long rows, Compute scale_offset, Compute count) {
+           long long rows, IF(PER_EXAMPLE, long long tokens,) Compute scale_offset, Compute count) {
   // clang-format on
   bool aligned = aligned_16(dy, x);
   IF(HAS_GATE, aligned = aligned && aligned_16(z, dz));
@@ -114,8 +121,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   unsigned char* const stages = shared_memory() + (RowSum<Compute>::kBytes + 15) / 16 * 16;
   IF(DOTS, RowSum<Compute> row_sum(shared_memory()));
+#if PER_EXAMPLE
+  const long long examples = rows / tokens, example = blockIdx.x % examples;
+  const long long stride = gridDim.x / examples * BLOCK_ROWS;
+  long long row = example * tokens + blockIdx.x / examples * BLOCK_ROWS + row_group();
+  rows = (example + 1) * tokens;
+  IF(HAS_SCALE, scale += example * FEATURES);
+#else
   const long long stride = 1LL * gridDim.x * BLOCK_ROWS;
   long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
+#endif
 
   // Begin to copy what the sum is of, and the rest, of row `which`.
   const auto fetch_terms = [&](long long which, int stage) {

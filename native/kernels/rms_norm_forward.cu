@@ -21,9 +21,19 @@
 // THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
 // statistics are; otherwise it is read once for all rows of a thread. With more than one head, row
 // i has the scale of head i % HEADS, which each thread reads for its rows; it stays in the caches.
-// So does the bias, which is read late.
+// So does the bias, which is read late. If PER_EXAMPLE, scale and bias are (rows / tokens,
+// FEATURES), and `tokens` rows after one another have the same.
 #ifndef HAS_BIAS
 #define HAS_BIAS 0
+#endif
+#ifndef PER_EXAMPLE
+#define PER_EXAMPLE 0
+#endif
+#define SEVERAL (HEADS > 1 || PER_EXAMPLE)  // rows have a scale of their own: that of a row
+#if PER_EXAMPLE
+#define HEAD_OF(row) ((row) / tokens)
+#else
+#define HEAD_OF(row) ((row) % HEADS)
 #endif
 #include "gate.cuh"
 #include "row.cuh"
@@ -76,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(HAS_RESIDUAL, H_TYPE* h,)
            IF(STATISTICS, IF(WITH_RSTD, Compute* rstd,))
            IF_NOT(NORMALIZE, Compute* sums,)
-           long long rows, Compute eps, Compute scale_offset) {
+           long long rows, IF(PER_EXAMPLE, long long tokens,) Compute eps, Compute scale_offset) {
   // clang-format on
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
@@ -86,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
-#if NORMALIZE && HAS_SCALE && HOLD && HEADS == 1
+#if NORMALIZE && HAS_SCALE && HOLD && !SEVERAL
   Wide<Compute, VECTOR> weights[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
@@ -152,22 +162,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-#if HEADS > 1
+#if SEVERAL
       Wide<Compute, VECTOR> weights[THREAD_ROWS];  // together: a store would hold up the next load
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
-        weights[r] = load_weight(scale + (mine + r) % HEADS * FEATURES, scale_offset, i, aligned);
+        weights[r] = load_weight(scale + HEAD_OF(mine + r) * FEATURES, scale_offset, i, aligned);
       }
 #elif HAS_SCALE && HOLD
       const auto& weight = weights[i];
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif
-#if HAS_BIAS && HEADS > 1
+#if HAS_BIAS && SEVERAL
       Wide<Compute, VECTOR> shifts[THREAD_ROWS];
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
-        shifts[r] = load_columns<Compute>(bias + (mine + r) % HEADS * FEATURES, i, aligned);
+        shifts[r] = load_columns<Compute>(bias + HEAD_OF(mine + r) * FEATURES, i, aligned);
       }
 #elif HAS_BIAS
       const auto shift = load_columns<Compute>(bias, i, aligned);
@@ -175,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
-#if HEADS > 1
+#if SEVERAL
         const auto& weight = weights[r];
         IF(HAS_BIAS, const auto& shift = shifts[r]);
 #endif

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import gated_rms_norm, rms_norm
+from normfuse import adaptive_rms_norm, gated_rms_norm, rms_norm
 
 BATCH, TOKENS, FEATURES = 16, 1024, 4096
 
@@ -63,5 +63,14 @@ def test_a_gated_norm_moves_three_arrays_forward_and_five_backward(gate):
 def test_a_bias_costs_no_pass():
     w = struct((FEATURES,), "float32")
     program = gpu_compiler.compile(jax.jit(forward_and_gradients(rms_norm)), X(), w, w, X())
+    assert hlo.calls(program) == {"backward": 1, "forward": 1}
+    assert large_arrays(program) == [2, 3]
+
+
+def test_scale_and_shift_of_each_example_cost_no_pass():
+    own = struct((BATCH, FEATURES), "float32")
+    program = gpu_compiler.compile(
+        jax.jit(forward_and_gradients(adaptive_rms_norm)), X(), own, own, X()
+    )
     assert hlo.calls(program) == {"backward": 1, "forward": 1}
     assert large_arrays(program) == [2, 3]

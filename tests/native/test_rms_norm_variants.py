@@ -1,4 +1,4 @@
-"""RMSNorm's kernels with a bias or a gate, against float64: C++ on this machine, CUDA emulated."""
+"""Variants of RMSNorm's kernels, against float64: C++ on this machine, CUDA emulated."""
 
 import dataclasses
 import re
@@ -200,6 +200,69 @@ def test_cuda_gates_of_unaligned_and_of_long_rows(emulated, gate):
     assert backward["macros"]["CLUSTER"] > 1
 
 
+# ---------------------------------------------------------------- parameters of each example
+
+
+def check_examples(run, case: Case, examples: int) -> None:
+    """All kernels on (examples, tokens, n), of each example alone against the reference."""
+    tokens, n, _ = case.shape
+    x, dy, dh, _ = dataclasses.replace(case, shape=(examples, tokens, n)).draw(9)
+    own = np.random.default_rng(n).standard_normal((2, examples, n))
+    scale, bias = own.astype(jnp.dtype(case.scale))
+    flags = dict(case.flags, eps=EPS, out_dtype=case.out, has_residual=case.residual)
+    flags |= {"axes": (2,), "heads": (0,), "per_example": True}
+    more, known = [dh] * case.residual, flags | {"has_bias": True}
+    y, *h, rstd = run("forward", [x, *more, scale, bias], **known, with_rstd=True)
+    h = h[0] if h else x
+    (again,) = run("apply", [h, scale, bias, rstd], **known)
+    asked = {"with_dscale": True, "with_dbias": True}
+    operands = [dy, h, scale, rstd, *more]
+    found = run("backward", operands, **flags, **asked)
+    (dots,) = run("row_dots", operands[:3], **flags, **asked)
+    halves = run("backward_apply", [*operands, dots], **flags, **asked, count=float(n))
+    options = {"eps": EPS, "axes": 1, "scale_offset": case.offset}
+    for i in range(examples):
+        of_y = reference.forward(h[i], scale[i], **options)[0]
+        for one in (y, again):
+            assert_close(one[i], reference.plus(of_y, bias[i], (1,)), case.compute)
+        gradient = dh[i] if case.residual else None
+        dx, dscale = reference.backward(dy[i], h[i], scale[i], gradient, **options)
+        for got in (found, halves):
+            expected = dx, dscale, reference.sum_of_rows(dy[i], (1,))
+            for one, want in zip(got, expected, strict=True):
+                assert_close(one[i], want, case.compute)
+
+
+EXAMPLES = [
+    (Case((37, 24, 1), offset=1.0), 3),  # several rows to a warp, the last block not full
+    (Case((20, 1000, 1), residual=True), 2),  # several rows to a block
+    (Case((5, 257, 1), "float32", "float64", "float16"), 4),  # one element at a time
+    (Case((1, 128, 1)), 5),  # an example a row
+]
+
+
+@pytest.mark.parametrize("case, examples", EXAMPLES, ids=str)
+def test_cuda_examples_match_reference(emulated, case, examples):
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=4))
+    check_examples(run, case, examples)
+    backward = next(one for one in launches if one["kernel"] == "rms_norm_backward")
+    assert backward["grid"][0] % examples == 0 and backward["macros"]["PER_EXAMPLE"] == 1
+
+
+@pytest.mark.parametrize("case, examples", EXAMPLES, ids=str)
+def test_host_examples_match_reference(host, case, examples):
+    check_examples(host, case, examples)
+
+
+def test_cuda_examples_of_unaligned_and_of_long_rows(emulated):
+    check_examples(emulated(SM90, shift=1)[0], Case((3, 136, 1)), 2)
+    check_examples(emulated(SM80)[0], Case((2, 16392, 1), "float32", "float32", "float32"), 2)
+    run, launches = emulated(SM90)
+    check_examples(run, Case((3, 12296, 1)), 2)
+    (backward,) = [one for one in launches if one["kernel"] == "rms_norm_backward"]
+    assert backward["macros"]["CLUSTER"] > 1
+
+
 # ---------------------------------------------------------------- what the compiler makes of them
 
 
@@ -258,4 +321,16 @@ def test_cuda_gates_compile_and_spill_no_registers(spilled, arch, shape, gate):
     compiled("gated_forward", arch, {**flags, "out_dtype": "bfloat16"}, x, x, w)
     compiled("gated_backward", arch, {**flags, "with_dscale": True}, x, x, x, w, row)
     assert list(spilled) == ["gated_rms_norm_forward", "gated_rms_norm_backward"]
+    assert max(spilled.values()) <= 8, spilled
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("arch, shape", ARCHS[:-1])
+def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape):
+    x = jax.ShapeDtypeStruct((4, *shape[:2]), "bfloat16")
+    w = jax.ShapeDtypeStruct((4, shape[1]), "float32")
+    row = jax.ShapeDtypeStruct((4, shape[0]), "float32")
+    flags = {"axes": (2,), "heads": (0,), "per_example": True, "has_scale": True}
+    compiled("forward", arch, {**flags, "out_dtype": "bfloat16", "has_bias": True}, x, w, w)
+    compiled("backward", arch, {**flags, "with_dscale": True, "with_dbias": True}, x, x, w, row)
     assert max(spilled.values()) <= 8, spilled
