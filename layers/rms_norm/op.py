@@ -206,8 +206,9 @@ def adaptive_rms_norm(
     >>> import jax.numpy as jnp
     >>> from normfuse import adaptive_rms_norm
     >>> x, scale = jnp.array([[[3.0, 4.0]], [[4.0, 3.0]]]), jnp.array([[0.0, 0.0], [1.0, 1.0]])
-    >>> adaptive_rms_norm(x, scale).round(3).tolist()
-    [[[0.849, 1.131]], [[2.263, 1.697]]]
+    >>> y = adaptive_rms_norm(x, scale)
+    >>> [round(value, 3) for value in y.ravel().tolist()]
+    [0.849, 1.131, 2.263, 1.697]
     """
     name = "adaptive_rms_norm"
     norm, x, _ = check(name, x, None, eps, -1, scale_offset, dtype)

@@ -30,8 +30,8 @@ def digest(shape):
     dy[1::2] *= np.float32(1e-39)
     scale = rng.standard_normal(n, dtype=np.float32)
     scaled = dict(scale_offset=np.float64(1), has_scale=True, has_residual=False)
-    y, rstd = call("forward", [x, scale], [shape, (outer, inner)], **scaled, cast_before=False, has_bias=False,
-                   eps=np.float64(1e-6), with_rstd=True)
+    y, rstd = call("forward", [x, scale], [shape, (outer, inner)], **scaled, cast_before=False,
+                   has_bias=False, eps=np.float64(1e-6), with_rstd=True)
     dx, dscale = call("backward", [dy, x, scale, rstd], [shape, (n,)], **scaled, with_dscale=True,
                       with_dbias=False)
     results = hashlib.sha256()
