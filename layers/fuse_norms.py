@@ -480,11 +480,11 @@ def _unserved(eqn: Any) -> str:
     """Returns why a norm's pass cannot write codes, or ""."""
     norm, order, x = eqn.params["spec"], eqn.params["order"], eqn.invars[0].aval
     if norm.centred or norm.has_bias:
-        return "no kernel of a LayerNorm writes codes"
+        return "no kernel of a norm with a bias, or of a LayerNorm, writes codes"
     if norm.axes != (x.ndim - 1,):
         return f"it normalises axes {norm.axes} of {x.ndim}, not the last one alone"
     if norm.heads:
-        return "its scale has heads"
+        return "its scale differs between heads or examples"
     if not quantized_norm.serves(*(v.aval for v in eqn.invars)):
         return "it is computed in float64"
     if "pallas" in order.names:

@@ -60,7 +60,7 @@ def _norm_options(norm: RMSNorm) -> dict[str, Any]:
 
 
 def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    return add_rms_norm(x, residual, norm.weight, **_norm_options(norm))
+    return add_rms_norm(x, residual, norm.weight, norm.bias, **_norm_options(norm))
 
 
 def _gated_product(mlp: "MLP", gate: Array, up: Array | None, spec: jax.P | None) -> Array:
@@ -112,7 +112,9 @@ def _norm_projections(
 
 def _quantized_alike(norm: Any, parts: Sequence[Any]) -> bool:
     """Whether Linears after a norm are as made, so that one function may compute them in FP8."""
-    if type(norm) not in (RMSNorm, OffsetRMSNorm) or any(type(p) is not Linear for p in parts):
+    if type(norm) not in (RMSNorm, OffsetRMSNorm) or norm.bias is not None:
+        return False
+    if any(type(part) is not Linear for part in parts):
         return False
     options = {(part.quantization, part.implementation) for part in parts}
     return len(options) == 1 and parts[0].quantization is not None

@@ -441,7 +441,7 @@ def statistics(x, scale, kernel):
 REASONS = {  # (function, part of the reason)
     "layer_norm": (
         lambda x, s, w: multiply(layer_norm(x, s), w),
-        "no kernel of a LayerNorm writes codes",
+        "no kernel of a norm with a bias, or of a LayerNorm, writes codes",
     ),
     "axes": (
         lambda x, s, w: multiply(rms_norm(x, axis=(1, 2)), w),
@@ -449,7 +449,7 @@ REASONS = {  # (function, part of the reason)
     ),
     "heads": (
         lambda x, s, w: multiply(rms_norm(x, jnp.ones((8, DIM))), w),
-        "its scale has heads",
+        "its scale differs between heads or examples",
     ),
     "pallas": (
         lambda x, s, w: multiply(rms_norm(x, s, implementation=("pallas", "xla")), w),
