@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from .layers.dense import norm_dense as norm_dense
     from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
+    from .layers.fuse_norms import FusionReport as FusionReport
+    from .layers.fuse_norms import fuse_norms as fuse_norms
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
+    from .layers.rms_norm import adaptive_rms_norm as adaptive_rms_norm
     from .layers.rms_norm import add_rms_norm as add_rms_norm
+    from .layers.rms_norm import gated_rms_norm as gated_rms_norm
     from .layers.rms_norm import rms_norm as rms_norm
     from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
     from .native.compiler import CompileError as CompileError
@@ -41,15 +45,19 @@ _register_with_jax()
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
+    "FusionReport": ".layers.fuse_norms",
     "accumulate_gradients": ".layers.accumulate",
+    "adaptive_rms_norm": ".layers.rms_norm",
     "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",
     "clamped_swiglu": ".layers.dense",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
+    "fuse_norms": ".layers.fuse_norms",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
+    "gated_rms_norm": ".layers.rms_norm",
     "layer_norm": ".layers.layer_norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "norm_dense": ".layers.dense",

@@ -11,6 +11,10 @@ difference to float64, relative to an array's largest value. (In float64 every `
 model's code is `jnp.float64`.) Paths of the parameters, and the model after `unswap`, must be those
 of the model as it was. The swapped model must compute the same under jit, scan, vmap, remat, after
 it was split and merged, and from the file of the parameters of the model as it was.
+
+`--quantized` swaps with `quantization="fp8"` instead and fuses norms with the layers after them by
+`fuse_norms`. Errors are then the distance of outputs and gradients to those of the model as it was,
+relative to their norm, in bfloat16: of the swapped model, and of the fused one.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import importlib
 import importlib.metadata
 import io
 import pathlib
+import re
 import sys
 import time
 import types
@@ -33,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import normfuse
 import normfuse.layers.eqx
 import normfuse.layers.linen
 import normfuse.layers.nnx
@@ -328,10 +334,34 @@ def measure(name: str, given: Model) -> tuple[str, Any]:
     return f"| {' | '.join(map(str, cells))} |", report
 
 
+def distance(got: list[np.ndarray], want: list[np.ndarray]) -> float:
+    """The norm of the difference of arrays, relative to theirs."""
+    a, b = (np.concatenate([array.ravel() for array in each]) for each in (got, want))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def measure_fp8(name: str, given: Model) -> tuple[str, Any]:
+    """Returns a row of the table for FP8, and the report of `fuse_norms`."""
+    before = view(given, given.model)
+    model = before.home.swap(given.model, quantization="fp8")
+    linen, reports = isinstance(model, nn.Module), []
+    after = view(given, model, before.params if linen else None)
+    fused = dataclasses.replace(after, run=normfuse.fuse_norms(after.run, report=reports.append))
+    want, *ours = (results(seen, given.inputs, jnp.bfloat16) for seen in (before, after, fused))
+    report = reports[0]
+    layers = [int(n) for row in report.fused for n in re.findall(r"(\d+) ×", row.served)]
+    norms = sum(row.is_norm for row in report.rows)
+    others = len(report.rows) - norms
+    errors = [f"{distance(each, want):.3f}" for each in ours]
+    cells = name, f"{len(report.fused)} of {norms}", sum(layers), others, ", ".join(errors)
+    return f"| {' | '.join(map(str, cells))} |", report
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, action="append", default=[])
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     sys.path[:0] = map(str, options.folder)
@@ -340,8 +370,12 @@ def main() -> None:
             if (folder / name).is_dir():
                 package: Any = types.ModuleType(name)
                 package.__path__, sys.modules[name] = [str(folder / name)], package
-    print("| model | norms | gated MLPs | products | left | swap | float32 | bfloat16 |")
-    print("|---|---|---|---|---|---|---|---|")
+    if options.quantized:
+        print("| model | norms that write codes | for layers | other FP8 layers | error |")
+        print("|---|---|---|---|---|")
+    else:
+        print("| model | norms | gated MLPs | products | left | swap | float32 | bfloat16 |")
+        print("|---|---|---|---|---|---|---|---|")
     for name, make in MODELS.items():
         if options.only not in name:
             continue
@@ -350,7 +384,7 @@ def main() -> None:
         except ModuleNotFoundError as missing:
             print(f"| {name} | not run: {missing} |")
             continue
-        row, report = measure(name, given)
+        row, report = (measure_fp8 if options.quantized else measure)(name, given)
         print(row, flush=True)
         if options.report:
             print(f"\n{report}\n")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ..native.dtypes import compute_dtype
 from ..native.implementation import Implementation
 from . import modules, named
 from .core.arguments import Quantization, options_of, unserved
@@ -55,10 +54,8 @@ class RMSNorm(eqx.nn.RMSNorm):
     dtype, computed in float32 (float64). For one example, of exactly `shape`; batch it with
     `jax.vmap`, any number of times, and the kernel sees one batch.
 
-    With a bias, which Equinox adds by default, the normalised x passes through memory in float32
-    before the bias is added, so that the result is rounded once; `use_bias=False`, as in every
-    published model with an RMSNorm, is one kernel. Equinox's own code serves for complex x, an
-    `eps` that is an array, and `shape=()`. Integer x, which Equinox turns into zeros, is refused.
+    Equinox's own code serves for complex x, an `eps` that is an array, and `shape=()`. Integer x,
+    which Equinox turns into zeros, is refused.
 
     Args:
       shape: of the input.
@@ -100,13 +97,8 @@ class RMSNorm(eqx.nn.RMSNorm):
             call = lambda: super(RMSNorm, self).__call__(x, key=key)
             y = modules.by_framework("eqx.nn.RMSNorm", reason, self, call)
         else:
-            bias, compute = self.bias if self.use_bias else None, compute_dtype(x.dtype)
-            weight = self.weight if self.use_weight else None
-            axes, dtype = tuple(range(x.ndim)), x.dtype if bias is None else compute
-            y = rms_norm(
-                x, weight, eps=self.eps, axis=axes, dtype=dtype, implementation=self.implementation
-            )
-            y = y if bias is None else (y + bias.astype(compute)).astype(x.dtype)
+            options = {"eps": self.eps, "axis": tuple(range(x.ndim))}
+            y = rms_norm(x, *self._parameters, **options, implementation=self.implementation)
         return y if state is _NOT_GIVEN else (y, state)
 
     def _unserved(self, x: Array) -> str:
@@ -115,8 +107,13 @@ class RMSNorm(eqx.nn.RMSNorm):
             "shape=()": x.ndim == 0,
             "an eps that is an array": isinstance(self.eps, Array),
         }
-        weight = self.weight if self.use_weight else None
-        return unserved(reasons, x.dtype, None if weight is None else weight.dtype)
+        dtypes = [None if a is None else a.dtype for a in self._parameters]
+        return unserved(reasons, x.dtype, *dtypes)
+
+    @property
+    def _parameters(self) -> tuple[Array | None, Array | None]:
+        """Weight and bias."""
+        return self.weight if self.use_weight else None, self.bias if self.use_bias else None
 
 
 class LayerNorm(eqx.nn.LayerNorm):

@@ -188,7 +188,7 @@ def norm_dense(
 ) -> jax.Array:
     """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
     options |= options_of("NormDense", layer, dtype) | {"recompute": layer.recompute}
-    return apply_norm_dense(x, scale, kernel, bias, **options)
+    return apply_norm_dense(x, scale, [kernel], [bias], **options)[0]
 
 
 def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:

@@ -3,7 +3,7 @@
 import functools
 import math
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,9 @@ from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .dense.gated import norm_mlp
+from .dense.norm_dense import apply as norm_linears
+from .fuse_norms import FusionReport
+from .fuse_norms import fuse_norms as fuse_norms_of_arrays
 from .layer_norm import layer_norm
 from .recognize import Candidate, Different
 from .recognize_mlp import GatedCandidate, GatedFormula
@@ -46,6 +49,7 @@ from .swap import (
 )
 
 M = TypeVar("M")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -244,6 +248,31 @@ class Linear(nnx.Linear, _Options):
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
         options = options_of("nnx.Linear", self, dtype)
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
+
+    def after_norm(
+        self,
+        x: Array,
+        residual: Array | None,
+        scale: Array,
+        *,
+        beside: Sequence["Linear"] = (),
+        **norm: float,
+    ) -> list[Array] | None:
+        """`[self(n), *(other(n) for those beside), x + residual]`, n the RMSNorm of the sum.
+
+        In FP8: n is quantized once for all, in the norm's pass. Without a residual it is the norm
+        of x, and there is no sum. The norm has eps and scale_offset. None for layers that are not
+        quantized alike.
+        """
+        linears = self, *beside
+        if not _quantized_alike(linears, self.quantization, x):
+            return None
+        if any(linear.implementation != self.implementation for linear in beside):
+            return None
+        kernels, biases = zip(*map(_parameters, linears))
+        dtype = dtypes.canonicalize_dtype(x, *kernels, *biases, dtype=self.dtype)
+        options = options_of("nnx.Linear", self, dtype)
+        return norm_linears(x, scale, kernels, biases, residual=residual, **norm, **options)
 
 
 class LinearGeneral(nnx.LinearGeneral, _Options):
@@ -512,12 +541,13 @@ class GatedMLP(nnx.Module, _Options):
         x: Array,
         residual: Array,
         scale: Array,
-        eps: float,
         hidden_sharding: jax.P | None = None,
+        **norm: float,
     ) -> tuple[Array, Array] | None:
         """`(mlp(n), x + residual)`, n the RMSNorm of the sum, as one function in FP8.
 
-        None for an MLP that is not quantized as one function, or that has biases.
+        The norm has eps and scale_offset. None for an MLP that is not quantized as one function, or
+        that has biases.
         """
         linears = {"gate": self.gate, "up": self.up, "down": self.down}
         biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
@@ -527,7 +557,7 @@ class GatedMLP(nnx.Module, _Options):
         dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.gate.dtype)
         options = options_of("GatedMLP", self, dtype)
         options["hidden_sharding"] = hidden_sharding
-        return norm_mlp(x, residual, scale, kernels, eps=eps, **options)
+        return norm_mlp(x, residual, scale, kernels, **norm, **options)
 
     def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
@@ -549,13 +579,18 @@ def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Ar
 
 def _is_quantized(mlp: Any, x: Array) -> bool:
     """Whether all parts may be computed together, in FP8."""
+    return _quantized_alike((mlp.gate, mlp.up, mlp.down), mlp.quantization, x)
+
+
+def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Array) -> bool:
+    """Whether Linears as they were made may be computed together, in FP8."""
 
     def as_made(linear: Any) -> bool:
-        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
+        if modules.replaced(linear, Linear) or linear.quantization != quantization:
             return False
-        return linear.dtype == mlp.gate.dtype and not _unserved(linear, jnp.asarray(x))
+        return linear.dtype == linears[0].dtype and not _unserved(linear, jnp.asarray(x))
 
-    return mlp.quantization is not None and all(map(as_made, (mlp.gate, mlp.up, mlp.down)))
+    return quantization is not None and all(map(as_made, linears))
 
 
 def _combine(mlp: Any, gate: Array, up: Array, hidden_sharding: jax.P | None) -> Array:
@@ -675,6 +710,56 @@ def swap(
             module.quantization = quantization
     conclude(rows, report, type(model).__name__, warn=not isinstance(model, nnx.Optimizer))
     return model
+
+
+def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = None) -> F:
+    """`normfuse.fuse_norms` of a function of nnx models, which may change their Variables.
+
+    Modules in arguments are split and merged, as `nnx.jit` does; those that the function closes
+    over must not change.
+
+    Args:
+      function: of modules, and of pytrees of arrays and modules.
+      report: as for `normfuse.fuse_norms`.
+
+    Returns:
+      A function of the same arguments, for `nnx.jit`, `nnx.grad` and the like.
+
+    Raises: what `normfuse.fuse_norms` does.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import fuse_norms, swap
+    >>> model = nnx.Sequential(
+    ...     nnx.RMSNorm(16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(1))
+    ... )
+    >>> model = swap(model, quantization="fp8")
+    >>> served = lambda report: print([row.served for row in report.fused])
+    >>> apply = nnx.jit(fuse_norms(lambda model, x: model(x), report=served))
+    >>> apply(model, jnp.ones((2, 16))).shape
+    ['1 × dense']
+    (2, 16)
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        graph, state = nnx.split((args, kwargs))
+        leaves, tree = jax.tree.flatten(state)
+        graphs: list[Any] = []  # of the arguments and the results, after the call
+
+        @functools.wraps(function)
+        def call(leaves: list[Any]) -> Any:
+            args, kwargs = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+            after, state = nnx.split((args, kwargs, function(*args, **kwargs)))
+            graphs[:] = [after]
+            return state
+
+        after = fuse_norms_of_arrays(call, report=report)(leaves)
+        *changed, results = nnx.merge(graphs[0], after)
+        nnx.update((args, kwargs), nnx.state(tuple(changed), nnx.Variable))
+        return results
+
+    return run  # pyright: ignore[reportReturnType]
 
 
 def unswap(model: M) -> M:

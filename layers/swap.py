@@ -80,10 +80,14 @@ class Report:
         for row, count in groups.items():
             path = f"{row.path} ({count})" if count > 1 else first[row]
             table.append((path, row.layer, row.served or f"not: {row.reason}", row.error))
-        widths = [max(len(line[i]) for line in table) for i in range(3)]
-        lines = ["  ".join([*map(str.ljust, line, widths), line[3]]).rstrip() for line in table]
         count = f"{len(self.swapped)} of {len(self.rows)} modules are served by normfuse"
-        return "\n".join([*lines, count])
+        return "\n".join([*aligned(table), count])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table whose columns begin one below the other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
 
 
 def conclude(

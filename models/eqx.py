@@ -4,7 +4,7 @@ model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
 logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.dense.gated import mlp as apply_mlp
 from ..layers.dense.gated import norm_mlp as apply_norm_mlp
+from ..layers.dense.norm_dense import apply as apply_norm_dense
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.modules import converted
 from ..layers.rms_norm import add_rms_norm, rms_norm
@@ -22,6 +23,7 @@ from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import Activation, TransformerConfig
 from .sharding import Sharding
+from .side_by_side import pause
 
 # Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
 # bfloat16 x to a float32 weight. The operations round the weight to x's dtype, not its gradient.
@@ -54,12 +56,11 @@ class OffsetRMSNorm(RMSNorm):
 
 
 def _norm_options(norm: RMSNorm) -> dict[str, Any]:
-    offset = getattr(norm, "scale_offset", 0.0)
-    return {"eps": norm.eps, "implementation": norm.implementation, "scale_offset": offset}
+    return _normalisation(norm) | {"implementation": norm.implementation}
 
 
 def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    return add_rms_norm(x, residual, norm.weight, **_norm_options(norm))
+    return add_rms_norm(x, residual, norm.weight, norm.bias, **_norm_options(norm))
 
 
 def _gated_product(mlp: "MLP", gate: Array, up: Array | None, spec: jax.P | None) -> Array:
@@ -85,18 +86,42 @@ def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
 def _norm_mlp(
     mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    if type(mlp) is not MLP or type(norm) is not RMSNorm:
+    parts: Any = (mlp.gate, mlp.up, mlp.down) if type(mlp) is MLP else ()
+    if not _quantized_alike(norm, parts) or any(part.bias is not None for part in parts):
         return None
-    if mlp.gate is None or mlp.gate.quantization is None:
-        return None
-    parts = mlp.gate, mlp.up, mlp.down
-    if any(type(part) is not Linear or part.bias is not None for part in parts):
-        return None
-    kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
-    options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
+    kernels: dict[str, Any] = dict(zip(("gate", "up", "down"), (part.weight for part in parts)))
+    options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
     options |= {"dtype": x.dtype.name, "contract": 1, "hidden_sharding": spec}
-    options |= {"eps": norm.eps, "activation": mlp.activation}
+    options |= _normalisation(norm) | {"activation": mlp.activation}
     return apply_norm_mlp(x, residual, norm.weight, kernels, **options)
+
+
+def _norm_projections(
+    attention: Any, norm: Any, x: Array, residual: Array | None
+) -> list[Array] | None:
+    ours = type(attention) is Attention
+    parts: Any = (attention.q, attention.k, attention.v) if ours else ()
+    if not _quantized_alike(norm, parts) or any(part.activation is not None for part in parts):
+        return None
+    x, residual = pause((x, residual))  # in place of the codes that are gathered next
+    options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
+    options |= _normalisation(norm) | {"dtype": x.dtype.name, "contract": 1, "residual": residual}
+    kernels, biases = [part.weight for part in parts], [part.bias for part in parts]
+    return apply_norm_dense(x, norm.weight, kernels, biases, **options)
+
+
+def _quantized_alike(norm: Any, parts: Sequence[Any]) -> bool:
+    """Whether Linears after a norm are as made, so that one function may compute them in FP8."""
+    if type(norm) not in (RMSNorm, OffsetRMSNorm) or norm.bias is not None:
+        return False
+    if any(type(part) is not Linear for part in parts):
+        return False
+    options = {(part.quantization, part.implementation) for part in parts}
+    return len(options) == 1 and parts[0].quantization is not None
+
+
+def _normalisation(norm: RMSNorm) -> dict[str, Any]:
+    return {"eps": norm.eps, "scale_offset": getattr(norm, "scale_offset", 0.0)}
 
 
 _OPS = transformer.Ops(
@@ -106,6 +131,7 @@ _OPS = transformer.Ops(
     gated_product=_gated_product,
     quantized_mlp=_quantized_mlp,
     norm_mlp=_norm_mlp,
+    norm_projections=_norm_projections,
     table=lambda layer: layer.weight,
     map_parameters=lambda function, module: function(module),
     unquantized=_unquantized,

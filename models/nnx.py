@@ -18,6 +18,7 @@ from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import TransformerConfig
 from .sharding import Sharding
+from .side_by_side import pause
 
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
@@ -52,9 +53,31 @@ def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
 def _norm_mlp(
     mlp: GatedMLP, norm: RMSNorm, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    if type(mlp) is not MLP or type(norm) is not RMSNorm or norm.scale is None:
+    if type(mlp) is not MLP or not _is_plain(norm):
         return None
-    return mlp.after_norm(x, residual, rounded(norm.scale[...], x.dtype), norm.epsilon, spec)
+    return mlp.after_norm(x, residual, hidden_sharding=spec, **_norm_operands(norm, x.dtype))
+
+
+def _norm_projections(
+    attention: nnx.Module, norm: RMSNorm, x: Array, residual: Array | None
+) -> list[Array] | None:
+    if type(attention) is not Attention or not _is_plain(norm):
+        return None
+    q, beside = attention.q, (attention.k, attention.v)
+    if type(q) is not Linear or q.quantization is None:
+        return None
+    x, residual = pause((x, residual))  # in place of the codes that are gathered next
+    return q.after_norm(x, residual, beside=beside, **_norm_operands(norm, x.dtype))
+
+
+def _is_plain(norm: Any) -> bool:
+    """Whether the norm is as made, so that what follows may compute it."""
+    return type(norm) in (RMSNorm, OffsetRMSNorm) and norm.scale is not None
+
+
+def _norm_operands(norm: RMSNorm, dtype: Any) -> dict[str, Any]:
+    scale, options = _weight(norm, dtype)
+    return {"scale": scale, "eps": options["eps"], "scale_offset": options["scale_offset"]}
 
 
 def _table(layer: nnx.Embed | Linear) -> Array:
@@ -81,6 +104,7 @@ _OPS = transformer.Ops(
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
     quantized_mlp=lambda mlp, x, spec: mlp.apply(x, spec),
     norm_mlp=_norm_mlp,
+    norm_projections=_norm_projections,
     table=_table,
     map_parameters=_map_parameters,
     unquantized=_unquantized,

@@ -6,7 +6,7 @@ the function of its own name here, so that a replaced submodule is called in its
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +40,10 @@ class Ops:
     # Of (mlp, norm, x, residual, spec): `(mlp(norm(x + residual)), x + residual)` as one function
     # in FP8; None where that is not what the modules compute.
     norm_mlp: Callable[[Any, Any, Array, Array, P | None], tuple[Array, Array] | None]
+    # Of (attention, norm, x, residual): `[q, k, v, x + residual]` for the projections of
+    # norm(x + residual) as one function in FP8; without a residual those of norm(x) alone. None
+    # where that is not what the modules compute.
+    norm_projections: Callable[[Any, Any, Array, Array | None], list[Array] | None]
     # Of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
     table: Callable[[Any], Array]
     # Of (function, module): the module with `function` applied to its parameters.
@@ -130,8 +134,12 @@ def block(
     Returns: the new x and branch, `(batch, seq, dim)` each, and the layer's cache.
     """
     sharding = module.sharding
-    h, x = _add_norm(ops, module.attention_norm, x, branch)
-    h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
+    if (found := _norm_projections(ops, module, x, branch)) is not None:
+        *projections, x = found
+        h, cache = _attention(ops, module.attention, projections, rope, cache)
+    else:
+        h, x = _add_norm(ops, module.attention_norm, x, branch)
+        h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
     branch = _post_norm(ops, module.attention_post_norm, constrain(h, sharding.residual))
     if (done := _norm_mlp(ops, module, x, branch)) is not None:
         h, x = done
@@ -139,6 +147,18 @@ def block(
         h, x = _add_norm(ops, module.mlp_norm, x, branch)
         h = module.mlp(constrain(h, sharding.block_input))
     return x, _post_norm(ops, module.mlp_post_norm, constrain(h, sharding.residual)), cache
+
+
+def _norm_projections(ops: Ops, block: Any, x: Array, branch: Array | None) -> list[Array] | None:
+    """`[q, k, v, x + branch]` where one pass is to add, normalise and quantize for all three.
+
+    Where rows move between devices before attention, they are gathered as codes.
+    """
+    given = (x, None) if branch is None else (branch, x)
+    found = ops.norm_projections(block.attention, block.attention_norm, *given)
+    if found is None:
+        return None
+    return [*(constrain(y, P(*block.sharding.heads[:3])) for y in found[:3]), *(found[3:] or [x])]
 
 
 def _norm_mlp(ops: Ops, block: Any, x: Array, branch: Array) -> tuple[Array, Array] | None:
@@ -154,16 +174,23 @@ def attention(
     ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
 ) -> tuple[Array, KeyValue | None]:
     """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
+    projections = [ops.linear(linear, x) for linear in (module.q, module.k, module.v)]
+    return _attention(ops, module, projections, rope, cache)
+
+
+def _attention(
+    ops: Ops, module: Any, projections: Sequence[Array], rope: Rope, cache: KeyValue | None
+) -> tuple[Array, KeyValue | None]:
+    """Attention after its projections q, k and v, `(batch, seq, features)` each."""
     config, sharding = module.config, module.sharding
 
-    def heads(linear: Any, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
-        y = ops.linear(linear, x)
+    def heads(y: Array, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
         if norm is not None and config.qk_norm_over == "projection":
             y = ops.norm(norm, y)
-        y = y.reshape(*x.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
+        y = y.reshape(*y.shape[:2], y.shape[2] // config.head_dim, config.head_dim)
         return ops.norm(norm, y) if norm is not None and config.qk_norm_over == "head" else y
 
-    q, k, v = heads(module.q, module.q_norm), heads(module.k, module.k_norm), heads(module.v)
+    q, k, v = map(heads, projections, (module.q_norm, module.k_norm, None))
     q, k = rotate(q, rope), rotate(k, rope)
     q, k, v = (constrain(x, sharding.heads) for x in (q, k, v))
     options: dict[str, Any] = {"scale": (config.query_scale_dim or config.head_dim) ** -0.5}
@@ -171,7 +198,7 @@ def attention(
     options |= {"window": config.sliding_window if module.local else None}
     out, cache = attend(q, k, v, cache, rope.start, config.attention, **options)
     out = constrain(out, sharding.heads)
-    merged = out.reshape(*x.shape[:2], out.shape[2] * config.head_dim)
+    merged = out.reshape(*out.shape[:2], out.shape[2] * config.head_dim)
     return ops.linear(module.o, merged), cache
 
 

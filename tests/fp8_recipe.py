@@ -152,12 +152,18 @@ def normalised(x, scale) -> tuple[Near, Near, Bounded]:
 
 def with_norm(recipe, x, scale):
     """The same of rms_norm(x) · scale."""
-    rstd, unscaled, normal = normalised(x, scale)
-    y, dn, found = recipe(normal)
+    y, dn, found = recipe(normalised(x, scale)[2])
+    return y, [*norm_gradients(dn, x, scale), *found]
+
+
+def norm_gradients(dn: Near, h, scale, dh=None) -> list[Near]:
+    """The gradients of h and scale for dn, that of rms_norm(h) · scale, and dh, that of h."""
+    rstd, unscaled, _ = normalised(h, scale)
     moved = dn * exact(scale)
-    along = (moved * unscaled).sum(1) * exact(-1 / x.shape[-1])
-    dx = (rstd * (moved + unscaled * along)).rounded(x.dtype)
-    return y, [dx, (dn * unscaled).sum(0).rounded(scale.dtype), *found]
+    along = (moved * unscaled).sum(1) * exact(-1 / h.shape[-1])
+    dx = rstd * (moved + unscaled * along)
+    dx = dx if dh is None else dx + rows(dh)
+    return [dx.rounded(h.dtype), (dn * unscaled).sum(0).rounded(scale.dtype)]
 
 
 def product_recipe(gate, up, kernel, dy: Near, dtype):

@@ -180,6 +180,21 @@ def backward(dy, x, scale=None, dh=None, **options) -> tuple[Expected, Expected]
     return Expected(dx, size, n), Expected(dscale, (dy * normal).sum(rows), rstd.size + n)
 
 
+def plus(expected: Expected, bias, axes) -> Expected:
+    """The expectation with a bias of the shape of the axes added, or as it is for None."""
+    if bias is None:
+        return expected
+    shift = np.expand_dims(wide(bias), dims(expected.value, axes)[1])
+    return Expected(expected.value + shift, expected.size + np.abs(shift), expected.length)
+
+
+def sum_of_rows(dy, axes) -> Expected:
+    """dbias."""
+    dy, rows = wide(dy), dims(dy, axes)[1]
+    terms = dy.size // max(1, dy.sum(rows).size)
+    return Expected(dy.sum(rows), np.abs(dy).sum(rows), terms)
+
+
 def _magnitude(scale, options, rows):
     offset = abs(options.get("scale_offset", 0.0))
     return np.ones(()) if scale is None else np.expand_dims(np.abs(wide(scale)) + offset, rows)
@@ -259,3 +274,28 @@ def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
     s = 1 / (1 + np.exp(-alpha * c))
     slope = s * (1 + alpha * c * (1 - s))
     return u * c * s, np.where(z > limit, 0, u * slope), np.where(np.abs(up) > limit, 0, c * s)
+
+
+# ---------------------------------------------------------------- gated RMSNorm
+
+
+def gated(dy, x, z, scale=None, *, gate, activation="silu", eps=1e-6, scale_offset=0.0):
+    """y, dx, dz and, if there is a scale, dscale of a gated RMSNorm over the last axis."""
+    parts = [None if a is None else wide(a) for a in (dy, x, z)]
+    dy, x, z = parts
+    s = 1 / (1 + np.exp(-z))
+    a, slope = (s, s * (1 - s)) if activation == "sigmoid" else (z * s, s + z * s * (1 - s))
+    options = {"eps": eps, "scale_offset": scale_offset}
+    n = x.shape[-1]
+    if gate == "before":
+        y = forward(x * a, scale, **options)[0]
+        dh, dscale = backward(dy, x * a, scale, **options)
+        dx = Expected(dh.value * a, dh.size * np.abs(a), n)
+        dz = Expected(dh.value * x * slope, dh.size * np.abs(x) * (np.abs(slope) + np.abs(s)), n)
+    else:
+        alone = forward(x, scale, **options)[0]
+        y = Expected(alone.value * a, alone.size * np.abs(a), n)
+        dx, dscale = backward(dy * a, x, scale, **options)
+        size = np.abs(dy) * alone.size * (np.abs(slope) + np.abs(s))
+        dz = Expected(dy * alone.value * slope, size, n)
+    return [y, dx, dz, *[dscale] * (scale is not None)]

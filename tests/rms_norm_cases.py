@@ -39,7 +39,7 @@ class Case:
     Args:
       op: the name of a public function.
       shape: of x.
-      x, residual, scale, bias: dtypes; scale or bias None for none. A bias is a LayerNorm's.
+      x, residual, scale, bias: dtypes; scale or bias None for none.
       fill: turns standard normal values into an operand's.
       seed: of the random values.
       options: given to the op.
@@ -132,6 +132,7 @@ class Case:
             y = reference.layer_forward(self.h, self.scale, self.bias, **self._options)
             return [y, Expected(reference.wide(self.h), np.zeros(()))][: 1 + self.has_residual]
         y, rstd = reference.forward(self.h, self.scale, **self._options)
+        y = reference.plus(y, self.bias, self.axes)
         if self.has_residual:
             return [y, Expected(reference.wide(self.h), np.zeros(()))]
         return [y, rstd] if self.op == "rms_norm_with_rstd" else [y]
@@ -150,21 +151,22 @@ class Case:
             value = dx.value + more  # JAX adds the two cotangents, each in x's dtype already
             rounded = np.abs(dx.value) + np.abs(more) + np.abs(value)
             dx = Expected(value, dx.size + np.abs(more), dx.length, rounded)
-        grads = [dx] * (1 + self.has_residual)
-        return grads if self.scale is None else [*grads, dscale]
+        grads = [dx] * (1 + self.has_residual) + [dscale] * self.has_scale
+        return grads + [reference.sum_of_rows(self.cts[0], self.axes)] * self.has_bias
 
     def pushed(self) -> list[Expected]:
         """The tangents of the results along `tangents`."""
         dscale = self.tangents[1 + self.has_residual] if self.has_scale else None
+        dbias = self.tangents[-1] if self.has_bias else None
         dh = self.tangents[0]
         if self.has_residual:
             dh = reference.add(*self.tangents[:2])
         if "layer_norm" in self.op:
-            dbias = self.tangents[-1] if self.has_bias else None
             parameters = dscale, dbias
             dy = reference.layer_tangent(self.h, self.scale, dh, *parameters, **self._options)
         else:
             dy = reference.tangent(self.h, self.scale, dh, dscale, **self._options)
+            dy = reference.plus(dy, dbias, self.axes)
         if self.has_residual:
             # XLA may keep more of the sum's tangent than its dtype holds: one rounding either way
             ratio = float(jnp.finfo(dh.dtype).eps / jnp.finfo(self.cts[0].dtype).eps)

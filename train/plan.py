@@ -161,10 +161,11 @@ def attention(c: TransformerConfig, rows: float) -> Work:
     kernels = 2 * c.dim * (heads + kv)
     rope = 4 * (heads + kv) * rows
     moved = rope * (2 + again) + _norm(c.dim, rows, again)
-    if fp8 := c.quantization == "fp8":
-        moved += _quantized(2 * c.dim + 2 * heads + 2 * kv, rows)
+    codes = (fp8 := c.quantization == "fp8") and c.norms != "post"  # written by the norm itself
+    if fp8:
+        moved += _quantized((1 if codes else 2) * c.dim + 2 * heads + 2 * kv, rows)
     flops = (8 if c.remat == "block" else 6) * kernels * rows
-    return _half(c.dim, rows, again, flops, moved, fp8)
+    return _half(c.dim, rows, again, flops, moved, fp8, codes)
 
 
 def _half(

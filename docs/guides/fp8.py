@@ -58,6 +58,17 @@ def step(model, optimizer):
 losses = [float(step(model, optimizer)) for _ in range(30)]
 assert losses[-1] < 0.7 * losses[0]
 
+#    Of the model it sees layers, not what is between them: each Linear looks for the maximum of its
+#    input. `fuse_norms` traces a function of the model, and lets norms write the codes that the
+#    Linears after them read; the report says which do, and what keeps the others from it.
+reports = []
+fused = ours_nnx.fuse_norms(lambda model, x: model(x), report=reports.append)
+assert distance(nnx.jit(fused)(model, x), nnx.jit(lambda model, x: model(x))(model, x)) < 0.05
+assert [row.served for row in reports[0].fused] == ["1 × dense"]
+assert "no norm makes its input, but" in reports[0].left[0].reason  # down reads an activation
+gradients = nnx.jit(nnx.grad(lambda model: jnp.mean((fused(model, x) - y) ** 2)))(model)
+assert jax.tree.structure(gradients) == jax.tree.structure(nnx.state(model, nnx.Param))
+
 # 2. A layer whose kernel has a dimension that is no multiple of 16 multiplies in the compute dtype,
 #    and so does one that you leave alone: convert it back, or build it without. Logits are best
 #    left so.
@@ -78,6 +89,27 @@ run = eqx.filter_jit(eqx.filter_value_and_grad(loss))
 assert abs(value - exact) < 0.05 * exact
 errors = map(distance, jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient))
 assert max(errors) < 0.15
+#    For `normfuse.fuse_norms` a model is an argument like any other: around `jax.vmap` it sees all
+#    rows at once, and inside of it one.
+
+
+class Normed(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    linears: list[eqx.nn.Linear]
+
+    def __call__(self, x):
+        x = self.norm(x)
+        return sum(linear(x) for linear in self.linears)
+
+
+keys = jax.random.split(jax.random.key(3))
+normed = Normed(
+    eqx.nn.RMSNorm(64, use_bias=False), [eqx.nn.Linear(64, 32, key=key) for key in keys]
+)
+normed = ours_eqx.swap(normed, quantization="fp8")
+fused = normfuse.fuse_norms(lambda model, x: jax.vmap(model)(x), report=reports.append)
+assert distance(eqx.filter_jit(fused)(normed, x), jax.vmap(normed)(x)) < 0.05
+assert [row.served for row in reports[-1].rows] == ["2 × dense"]
 
 # 4. The functions take it too. Under `accumulate_gradients` kernels are quantized once a step,
 #    whatever the number of microbatches; under `jax.checkpoint` this policy keeps their codes.
@@ -95,8 +127,10 @@ run = jax.jit(lambda kernel: normfuse.accumulate_gradients(objective, kernel, mi
 _, main_gradient = run(kernel)
 assert main_gradient.dtype == jnp.float32 and jnp.any(main_gradient != 0)
 
-# 5. The trainer: one flag. Its checkpoints are those of unquantized runs; `normfuse generate`
-#    computes in the compute dtype, so that a token's logits do not depend on later tokens.
+# 5. The trainer: one flag. The norms before attention and MLP add the residual and write FP8 codes
+#    in one pass; q, k and v (gate and up) read the same codes, and the backward keeps them. Its
+#    checkpoints are those of unquantized runs; `normfuse generate` computes in the compute dtype,
+#    so that a token's logits do not depend on later tokens.
 with tempfile.TemporaryDirectory() as folder:
     text = pathlib.Path(folder, "text.txt")
     text.write_text("to be, or not to be, that is the question. " * 100)

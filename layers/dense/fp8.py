@@ -13,13 +13,14 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from ...native.dtypes import compute_dtype
@@ -28,6 +29,7 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at, match
 from ..core.sharding import axes_of, whole
+from ..quantization import kernels
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import NormCodes
@@ -93,12 +95,21 @@ def define_product(
     over: tuple[str, ...] = (),
     scatter: tuple[tuple[str, int], ...] = (),
     arriving: Sequence[int] = (),
+    apart: bool | None = None,
 ) -> list[Array]:
     """`(a, b, scale, *others) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow.
 
     Each device's part of the sum is added `over` mesh axes, and over those of `scatter`, which are
     left to split a dimension of the result. Operands that are `arriving` are made of `others`.
+
+    Behind a barrier, `apart`, no two products share an operand. XLA would merge those that do,
+    unless they are large: with a copy of the other operands, a pass over each part of the result,
+    and nothing added in them (beta = 0). None: where XLA has nothing to split between devices.
     """
+    if apart is None:
+        mesh = jax.typeof(a).sharding.mesh
+        split = set(mesh.axis_names) - set(mesh.manual_axes)
+        apart = math.prod(mesh.shape[name] for name in split) == 1
     operands = [a, b]
     for (i, text), other in zip(spec.others, others):
         if i in arriving:
@@ -110,7 +121,9 @@ def define_product(
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
     if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
-        raw = jax.lax.platform_dependent(a, b, cuda=multiply, default=widened)
+        hide = jax.lax.optimization_barrier if apart else lambda operands: operands
+        in_fp8 = lambda a, b: multiply(*hide((a, b)))
+        raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)
     else:
         raw = widened(a, b)
     y = raw * scale.astype(sums)
@@ -180,7 +193,8 @@ def _share_product(
     parts = lambda letter, names: (
         () if length[letter] % math.prod(map(sizes.__getitem__, names)) else names
     )
-    arriving = [i for i, _ in spec.others if any(set(of[i][c]) - set(axes[c]) for c in texts[i])]
+    gathers = lambda i: any(set(of[i][c]) - set(axes[c]) for c in texts[i])
+    arriving = [i for i, _ in spec.others if gathers(i)]
     for i in arriving:  # nobody reads these: they stay where they are
         found[i] = jax.P(*[parts(letter, of[i][letter]) or None for letter in texts[i]])
     # One sum and a slice of it is a reduce-scatter to XLA, but not if only some of its axes split
@@ -196,7 +210,9 @@ def _share_product(
                 over.remove(name)
                 axes[letter] = out[letter]
     found[-1] = jax.P(*[axes[letter] or None for letter in spec.out])
-    options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving}
+    # What is gathered takes its layout from the product, through a barrier for each product anew.
+    apart = not (gathers(0) or gathers(1))
+    options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving, "apart": apart}
     return found, functools.partial(define_product, spec, **options)
 
 
@@ -290,14 +306,45 @@ def moves(tangent: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What FP8 products read: x, or the norm of `(x[, residual][, scale])`."""
+    """What FP8 products read: x, the norm of `(x[, residual][, scale])`, or given codes."""
 
     fp8: Fp8  # of the products
     norm: Norm | None = None  # None for x itself
     plain: bool = False  # whether the norm is plain HLO
+    # Whether the arguments are (x, q, qt or None, scale). The products read codes of x, not its
+    # values; its tangent is theirs.
+    encoded: bool = False
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.fp8.op
+
+    def with_batch(self) -> "Input":
+        """Returns the same of rows with one more dimension, the first."""
+        return replace(self, fp8=self.fp8.with_batch())
+
+    @property
+    def placed(self) -> bool:
+        """Whether the results' dimensions are placed on a mesh one by one."""
+        return self.fp8.product.out_sharding is not None
+
+    def of_codes(self) -> "Input":
+        """Returns the same products of an x whose codes are there."""
+        return replace(self, encoded=True)
+
+    def has_tangent(self, dargs: Sequence[Any]) -> bool:
+        """Returns whether what is read moves."""
+        return any(map(moves, dargs[:1] if self.encoded else dargs))
 
     def codes(self, args: Sequence[Array], *, transposed: bool) -> Any:
         """Returns the codes: `q`, `scale`, with a gradient of a kernel `qt`; and the norm's own."""
+        if self.encoded:
+            x, q, qt, scale = args
+            of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
+            if transposed and qt is None:  # a program was cut to its results, then differentiated
+                qt = jnp.moveaxis(q, -1, 0)
+            return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
         if self.norm is None:
             return x_codes(self.fp8, args[0], transposed=transposed)
         codes = Codes(FORMAT, True, transposed, self.fp8.op)
@@ -312,16 +359,44 @@ class Input:
         """Returns the tangents of what is read and of `results`."""
         if self.norm is None:
             return [dargs[0] if moves(dargs[0]) else None]
-        norm, (*large, scale) = self.norm, [*dargs, *[None] * (not self.norm.has_scale)]
-        parts = [dx.astype(made.h.dtype) for dx in large if moves(dx)]
-        moving = [functools.reduce(jnp.add, parts)] if parts else []
-        moving += [scale] if moves(scale) else []
-        dh = [jnp.zeros_like(made.h)] * (norm.has_residual and not parts)
-        if not moving:
-            return [None, *dh]
-        given = [made.h, *[args[-1]] * norm.has_scale, made.rstd, *moving]
-        spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
-        return [*rms_norm.tangent(spec, *given, order=self.fp8.order), *dh]
+        return norm_tangents(self.norm, made.h, made.rstd, args, dargs, self.fp8.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """Which function the user called."""
+
+    op: str
+
+
+def _batch_derived(op: Op, args: Any, dims: Any, *, spec: Derived, order: Order) -> Any:
+    (value,) = op(spec, *args, order=order)
+    return [value], dims[:1]
+
+
+derived = Op(
+    "fp8_derived",
+    lambda spec, value, *sources: [value],
+    batch=_batch_derived,
+    jvp=kernels.no_second_derivative,
+)
+"""`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
+
+
+def norm_tangents(
+    norm: Norm, h: Array, rstd: Array, args: Sequence[Array], dargs: Sequence[Any], order: Order
+) -> list[Any]:
+    """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
+    *large, scale = [*dargs, *[None] * (not norm.has_scale)]
+    parts = [dx.astype(h.dtype) for dx in large if moves(dx)]
+    moving = [functools.reduce(jnp.add, parts)] if parts else []
+    moving += [scale] if moves(scale) else []
+    dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
+    if not moving:
+        return [None, *dh]
+    given = [h, *[args[-1]] * norm.has_scale, rstd, *moving]
+    spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
+    return [*rms_norm.tangent(spec, *given, order=order), *dh]
 
 
 def operands_of(
@@ -337,31 +412,83 @@ def operands_of(
     return tuple(args), tuple(flat)
 
 
+input_p = Primitive("normfuse_fp8_input")
+"""`x -> x`: marks in a traced program an x that FP8 products quantize; see `mark_input`."""
+input_p.def_impl(lambda x, **_: x)
+input_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
+
+
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """What `normfuse.fuse_norms` has to know to call a function with the codes of its input."""
+
+    call: Callable[..., Any]  # `(spec, args, operands) -> results`, a `custom_jvp`
+    spec: Any  # with `of_codes`; its arguments are (x,)
+    tree: Any  # the structure of (args, operands)
+    ndims: tuple[int, ...]  # of their arrays
+    batched: bool = False  # whether the function was vmapped in a way that spec does not say
+
+
+def mark_input(
+    call: Callable[..., Any], spec: Any, args: tuple[Array, ...], operands: Any
+) -> tuple[Array, ...]:
+    """Returns the arguments of `call(spec, args, operands)`, within it, marked if they are (x,)."""
+    if len(args) != 1 or getattr(spec, "input", spec).norm is not None:
+        return args
+    leaves, tree = jax.tree.flatten((args, operands))
+    marked = Marked(call, spec, tree, tuple(a.ndim for a in leaves))
+    return (input_p.bind(args[0], marked=marked),)
+
+
+def _batch_input(args: Any, dims: Any, *, marked: Marked) -> Any:
+    (x,), (dim,) = args, dims
+    marked = replace(
+        marked,
+        spec=marked.spec.with_batch(),
+        ndims=(marked.ndims[0] + 1, *marked.ndims[1:]),
+        batched=marked.batched or dim != 0 or marked.spec.placed,
+    )
+    return input_p.bind(jnp.moveaxis(x, dim, 0), marked=marked), 0
+
+
+batching.primitive_batchers[input_p] = _batch_input
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
-    """Returns the product with each kernel; `args` and `operands` are those of `operands_of`."""
+    """Returns the product with each kernel, and `spec.results`.
+
+    `args` and `operands` are those of `operands_of`. All products read the same codes.
+    """
+    args = mark_input(products, spec, args, operands)
     made = spec.codes(args, transposed=False)
     kernels = [kernel_codes(spec.fp8, w, forward=True, backward=False) for w in operands[::2]]
-    return tuple(forward(spec.fp8, args[0], made, w) for w in kernels)
+    return *(forward(spec.fp8, args[0], made, w) for w in kernels), *spec.results(made)
 
 
 @functools.partial(products.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
     (args, operands), (dargs, doperands) = primals, tangents
     of_kernels = [list(map(moves, doperands[i : i + 2])) for i in range(0, len(operands), 2)]
-    x_moves, w_moves = any(map(moves, dargs)), any(map(any, of_kernels))
+    x_moves, w_moves = spec.has_tangent(dargs), any(map(any, of_kernels))
     made = spec.codes(args, transposed=w_moves)
-    (dn,) = spec.tangents(made, args, dargs)
-    results, dresults = [], []
-    for i, (kernel, moved) in enumerate(zip(operands[::2], of_kernels)):
+    dn, *dh = spec.tangents(made, args, dargs)
+    results, kept = [], []
+    for kernel in operands[::2]:
         w = kernel_codes(spec.fp8, kernel, forward=True, backward=x_moves)
         results.append(forward(spec.fp8, args[0], made, w))
-        kept = [backward_codes(spec.fp8, w, args[0]), w.scale] if x_moves else []
-        kept += [made.qt, made.scale] if any(moved) else []
-        moving = [dn] * x_moves + [d for d in doperands[2 * i : 2 * i + 2] if moves(d)]
-        linear = Tangent(spec.fp8, (x_moves, *moved))
-        dresults += tangent(linear, *kept, *moving) if moving else [jnp.zeros_like(results[-1])]
-    return tuple(results), tuple(dresults)
+        kept += [backward_codes(spec.fp8, w, args[0]), w.scale] if x_moves else []
+    kept += [made.qt, made.scale] if w_moves else []
+    moving = [dn] * x_moves + [d for d in doperands if moves(d)]
+    live = [moved for moved in of_kernels if x_moves or any(moved)]
+    linear = Tangent(spec.fp8, (x_moves, *[one for moved in live for one in moved]))
+    found = iter(tangent(linear, *kept, *moving) if moving else ())
+    dresults = [
+        next(found) if x_moves or any(moved) else jnp.zeros_like(y)
+        for y, moved in zip(results, of_kernels)
+    ]
+    return (*results, *spec.results(made)), (*dresults, *dh)
 
 
 def x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
@@ -419,15 +546,15 @@ def multiply_codes(
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """The tangent of the product, in the directions of x, the kernel and its main gradient.
+    """The tangents of products with one x, in the directions of x, kernels and main gradients.
 
-    Its operands are the kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows) and
-    scale where the kernel does; then the tangents. In `vmaps` over kernels, the outermost first,
+    Its operands are each kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows)
+    and scale where a kernel does; then the tangents. In `vmaps` over kernels, the outermost first,
     those that are marked have one more dimension, the first.
     """
 
-    fp8: Fp8
-    moves: tuple[bool, ...]
+    fp8: Fp8  # of each product
+    moves: tuple[bool, ...]  # of x, and of each kernel and its main gradient
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @property
@@ -435,24 +562,37 @@ class Tangent:
         """The function the user called."""
         return self.fp8.op
 
-    def read(self, operands: Any) -> tuple[Any, ...]:
-        """Returns (kernel codes, scale, x codes, scale, tangents), None for what is not there."""
+    def read(self, operands: Any) -> "Residuals":
+        """Returns the operands by their names, None for what is not there."""
         given = list(operands)
         take = lambda there: given.pop(0) if there else None
-        w = take(self.moves[0]), take(self.moves[0])
-        x = take(any(self.moves[1:])), take(any(self.moves[1:]))
-        return *w, *x, [take(moved) for moved in self.moves]
+        pair = lambda there: (take(there), take(there))
+        dx, *of_kernels = self.moves
+        kernels = [pair(dx) for _ in of_kernels[::2]]
+        x = pair(any(of_kernels))
+        dx, *linear = [take(moved) for moved in self.moves]
+        return Residuals(kernels, x, dx, list(zip(linear[::2], linear[1::2])))
+
+
+class Residuals(NamedTuple):
+    """What the forward kept, and the tangents; codes come with their scale."""
+
+    kernels: list[tuple[Any, Any]]  # codes (in, out)
+    x: tuple[Any, Any]  # codes of xᵀ
+    dx: Any
+    dkernels: list[tuple[Any, Any]]  # of each kernel and of its main gradient
 
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
-    """`(..., tangents) -> (dy,)`, of the dequantized operands."""
+    """`(..., tangents) -> (dy of each product)`, of the dequantized operands."""
     if spec.vmaps:
         return vmapped(define_tangent, spec)(*operands)
-    w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(operands)
-    fp8 = spec.fp8
-    terms = [] if dx is None else [product_with_kernel(fp8, dx, w, w_scale)]
-    terms += [product_with_x(fp8, x, x_scale, d) for d in dkernels if d is not None]
-    return [functools.reduce(jnp.add, terms)]
+    fp8, r, results = spec.fp8, spec.read(operands), []
+    for kernel, dkernels in zip(r.kernels, r.dkernels):
+        terms = [] if r.dx is None else [product_with_kernel(fp8, r.dx, *kernel)]
+        terms += [product_with_x(fp8, *r.x, d) for d in dkernels if d is not None]
+        results.append(functools.reduce(jnp.add, terms))
+    return results
 
 
 def widened(fp8: Fp8, codes: Array, scale: Array) -> Array:
@@ -479,14 +619,27 @@ def product_with_x(fp8: Fp8, x: Array, x_scale: Array, dkernel: Array) -> Array:
     return dot(labels, widened(fp8, x, x_scale), dkernel)
 
 
-def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
+def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
     """The gradient for each tangent, given by its type; None for one without a type."""
-    w, w_scale, x, x_scale, linear = spec.read([*residuals, *likes])
-    fp8, (dx, *dkernels) = spec.fp8, linear
-    g = gradient_codes(fp8, dy, q=dx is not None, qt=any(d is not None for d in dkernels))
-    found = [None if dx is None else input_gradient(fp8, g, w, w_scale, dx)]
-    found += [d if d is None else kernel_gradient(fp8, x, x_scale, g, d) for d in dkernels]
+    r, fp8, parts, found = spec.read([*residuals, *likes]), spec.fp8, [], []
+    for dy, kernel, dkernels in zip(dys, r.kernels, r.dkernels):
+        if dy is None:
+            found += [None, None]
+            continue
+        g = gradient_codes(fp8, dy, q=r.dx is not None, qt=any(d is not None for d in dkernels))
+        parts += [] if r.dx is None else [input_gradient(fp8, g, *kernel, r.dx)]
+        found += [d if d is None else kernel_gradient(fp8, *r.x, g, d) for d in dkernels]
+    found = [chained(parts) if parts else None, *found]
     return [f for f, moved in zip(found, spec.moves) if moved]
+
+
+def chained(parts: Sequence[Array]) -> Array:
+    """Returns the sum of products, so that XLA adds each to those before it in its own call.
+
+    What an addition has on its left, XLA makes the call that adds the other (beta = 1), and such a
+    call adds nothing more: with a sum of two on the left, a third part costs a pass over all three.
+    """
+    return functools.reduce(lambda before, part: part + before, parts)
 
 
 def gradient_codes(fp8: Fp8, dy: Array, *, q: bool, qt: bool) -> Quantized:
@@ -521,21 +674,19 @@ def _explicit(aval: Any) -> NamedSharding | None:
 
 def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
     """A batch dimension of the rows is one more dimension of them, the first."""
-    w, w_scale, x, x_scale, (dx, *dkernels) = spec.read(dims)
-    of_kernels = [w, w_scale, x_scale, *dkernels]
+    r, at = spec.read(operands), spec.read(dims)
+    of_kernels = [d for pair in (*at.kernels, *at.dkernels) for d in pair]
     in_parts = spec.vmaps or spec.fp8.product.out_sharding is not None
-    if in_parts or any(d is not None for d in of_kernels):
+    if in_parts or any(d is not None for d in [at.x[1], *of_kernels]):
         return vmap_tangent(op, operands, dims, spec, order)
     size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
-    del x, dx
-    w, w_scale, x, x_scale, tangents = spec.read(operands)
-    at = spec.read(dims)
-    moved = [w, w_scale] if spec.moves[0] else []
+    moved = [part for pair in r.kernels for part in pair] if spec.moves[0] else []
     if any(spec.moves[1:]):
-        moved += [batch_at(x, at[2], 1, size), x_scale]
-    moved += [batch_at(tangents[0], at[4][0], 0, size)] if spec.moves[0] else []
-    moved += [t for t in tangents[1:] if t is not None]
-    return op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order), [0]
+        moved += [batch_at(r.x[0], at.x[0], 1, size), r.x[1]]
+    moved += [batch_at(r.dx, at.dx, 0, size)] if spec.moves[0] else []
+    moved += [d for pair in r.dkernels for d in pair if d is not None]
+    results = op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order)
+    return results, [0] * len(results)
 
 
 # ---------------------------------------------------------------- tangents and their transposes
@@ -545,7 +696,8 @@ def vmap_tangent(op: Op, operands: Any, dims: Any, spec: Any, order: Order) -> A
     """The batching rule of a tangent whose kernels have a batch dimension: one more of `vmaps`."""
     moved = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims)]
     has = tuple(d is not None for d in dims)
-    return op(replace(spec, vmaps=(has, *spec.vmaps)), *moved, order=order), [0]
+    results = op(replace(spec, vmaps=(has, *spec.vmaps)), *moved, order=order)
+    return results, [0] * len(results)
 
 
 def vmapped(function: Callable[..., Any], spec: Any, *lead: int) -> Callable[..., Any]:
@@ -556,31 +708,32 @@ def vmapped(function: Callable[..., Any], spec: Any, *lead: int) -> Callable[...
 
 
 def transposed(gradients: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Returns the transpose of a tangent by `gradients(spec, dy, residuals, likes)`.
+    """Returns the transpose of a tangent by `gradients(spec, dys, residuals, likes)`.
 
-    `likes` are the types of what has a gradient, None for other tangents.
+    `dys` are the gradients of the results, None for zeros. `likes` are the types of what has a
+    gradient, None for other tangents.
     """
 
-    def in_vmaps(spec: Any, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
+    def in_vmaps(spec: Any, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
         if not spec.vmaps:
-            return gradients(spec, dy, residuals, likes)
+            return gradients(spec, dys, residuals, likes)
         has = spec.vmaps[0][len(residuals) :]
         inner = [like if like is None or not h else _unstacked(like) for like, h in zip(likes, has)]
-        one = lambda spec, dy, *residuals: in_vmaps(spec, dy, residuals, inner)
+        one = lambda spec, dys, *residuals: in_vmaps(spec, dys, residuals, inner)
         within = replace(spec, vmaps=(spec.vmaps[0][: len(residuals)], *spec.vmaps[1:]))
-        found = vmapped(one, within, 0)(dy, *residuals)
+        found = vmapped(one, within, 0)(dys, *residuals)
         summed = [f if f is None or h else jnp.sum(f, 0) for f, h in zip(found, has)]
         return [f if f is None else f.astype(like.dtype) for f, like in zip(summed, likes)]
 
     def transpose(cts: Any, *operands: Any, spec: Any, order: Order) -> list[Any]:
         del order
-        (dy,) = cts
-        if type(dy) is ad.Zero:
+        dys = tuple(None if type(dy) is ad.Zero else dy for dy in cts)
+        if all(dy is None for dy in dys):
             return [None] * len(operands)
         count = len(operands) - sum(spec.moves)
         tangents = operands[count:]
         likes = [t.aval if ad.is_undefined_primal(t) else None for t in tangents]
-        return [None] * count + in_vmaps(spec, dy, operands[:count], likes)
+        return [None] * count + in_vmaps(spec, dys, operands[:count], likes)
 
     return transpose
 

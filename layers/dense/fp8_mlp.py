@@ -31,12 +31,14 @@ from .fp8 import (
     Fp8,
     Input,
     backward_codes,
+    chained,
     fits,
     forward,
     gradient_codes,
     input_gradient,
     kernel_codes,
     kernel_gradient,
+    mark_input,
     moves,
     operands_of,
     product_with_kernel,
@@ -60,6 +62,19 @@ class Mlp:
     def fp8(self) -> Fp8:
         """Each of the products."""
         return self.input.fp8
+
+    def with_batch(self) -> "Mlp":
+        """Returns the same of rows with one more dimension, the first."""
+        return replace(self, input=self.input.with_batch())
+
+    @property
+    def placed(self) -> bool:
+        """Whether dimensions of hidden arrays are placed on a mesh one by one."""
+        return self.hidden_sharding is not None
+
+    def of_codes(self) -> "Mlp":
+        """Returns the same MLP of an x whose codes are there."""
+        return replace(self, input=self.input.of_codes())
 
     @property
     def op(self) -> str:
@@ -109,6 +124,7 @@ def multiply_mlp(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
     """Operands: a kernel and its main gradient, of gate, up and down."""
+    args = mark_input(_mlp, spec, args, operands)
     made = spec.input.codes(args, transposed=False)
     y, _ = _products(spec, args[0], made, operands, (False,) * (1 + len(operands)))
     return y, *spec.input.results(made)
@@ -117,7 +133,7 @@ def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]
 @functools.partial(_mlp.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
     (args, operands), (dargs, doperands) = primals, tangents
-    of_x, moved = any(map(moves, dargs)), tuple(map(moves, doperands))
+    of_x, moved = spec.input.has_tangent(dargs), tuple(map(moves, doperands))
     made = spec.input.codes(args, transposed=any(moved[:-2]))
     dn, *dh = spec.input.tangents(made, args, dargs)
     y, kept = _products(spec, args[0], made, operands, (of_x, *moved))
@@ -229,9 +245,9 @@ def _hidden(spec: gated.Gated, *arrays: Array) -> Array:
     return h.astype(arrays[0].dtype)
 
 
-def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
+def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
     """The gradient for each tangent, given by its type; None for one without a type."""
-    mlp, r = spec.mlp, spec.read([*residuals, *likes])
+    mlp, r, (dy,) = spec.mlp, spec.read([*residuals, *likes]), dys
     there = lambda tangents: any(d is not None for d in tangents)
     x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
     before_down = x is not None or any(map(there, of_firsts))
@@ -246,7 +262,7 @@ def _gradients(spec: Tangent, dy: Array, residuals: Sequence[Any], likes: Sequen
         ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
         if x is not None:
             terms = [input_gradient(mlp.fp8, way, *w, x) for way, w in zip(ways, r.kernels)]
-            found[0] = functools.reduce(jnp.add, terms)
+            found[0] = chained(terms)
         found[1:-2] = [f for way, of in zip(ways, of_firsts) for f in each(r.x, way, of)]
     return [f for f, moved in zip(found, spec.moves) if moved]
 
@@ -266,8 +282,7 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
     moved += [] if r.linear[0] is None else [batch_at(r.linear[0], at.linear[0], 0, size)]
     moved += [t for t in r.linear[1:] if t is not None]
-    mlp = replace(spec.mlp, input=replace(spec.mlp.input, fp8=spec.mlp.fp8.with_batch()))
-    return op(replace(spec, mlp=mlp), *moved, order=order), [0]
+    return op(replace(spec, mlp=spec.mlp.with_batch()), *moved, order=order), [0]
 
 
 tangent = Op("fp8_mlp_tangent", define_tangent, batch=_batch, transpose=transposed(_gradients))

@@ -3,24 +3,49 @@
     n = rms_norm(x [+ residual]) · (scale + offset)        y_i = n · W_i
 
 n is never in memory: one pass writes its codes in both layouts, with the scale that follows from
-the norm's bound (`quantization.norm`). Each product is as in `fp8`. The gradient of n goes through
+the norm's bound (`quantization.norm`), and all products read them. Each is as in `fp8`; so the
+query, key and value projections of attention are one call. The gradient of n goes through
 the norm's own backward, which reads x (or x + residual) and one float32 a row.
 """
 
+import dataclasses
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.interpreters import ad
 
+from ...native import jax_private
+from ...native.implementation import Order
+from ..core.op import Op
 from ..quantization import norm as quantized_norm
+from ..quantization.kernels import Codes
+from ..quantization.norm import Normalised, NormCodes
+from ..rms_norm import op as rms_norm
 from ..rms_norm.spec import Norm
-from .fp8 import Fp8, Input, fits, operands_of, products
+from .fp8 import (
+    FORMAT,
+    Derived,
+    Fp8,
+    Input,
+    Marked,
+    derived,
+    equally_varying,
+    fits,
+    norm_tangents,
+    operands_of,
+    products,
+)
 from .matmul import Product
 
 
-def serves(x: Array, scale: Array | None, kernels: Sequence[Array], contract: int) -> bool:
-    """Returns whether the norm can write the codes that products with all kernels read."""
-    return quantized_norm.serves(x, scale) and all(fits(kernel, contract) for kernel in kernels)
+def serves(kernels: Sequence[Array], contract: int, *arrays: Array | None) -> bool:
+    """Returns whether the norm of `arrays` can write the codes that products with kernels read."""
+    return quantized_norm.serves(*arrays) and all(fits(kernel, contract) for kernel in kernels)
 
 
 def norm_of(
@@ -37,13 +62,125 @@ def multiply_normalised(
     scale: Array | None,
     kernels: Sequence[Array],
     *,
+    residual: Array | None = None,
     contract: int = 0,
     out_sharding: Any = None,
     order: Any,
     plain: bool = False,
 ) -> tuple[Array, ...]:
-    """Returns the products of the normalised x with kernels that `serves` allows."""
+    """Returns the products of the normalised x with kernels that `serves` allows.
+
+    Kernels may have several widths, but one number of dimensions. With a residual x + residual is
+    normalised, and is the last result.
+    """
     ndim = kernels[0].ndim
     product = Product.of(x.ndim, ndim, contract, None, out_sharding)
     spec = Input(Fp8(norm.op, product, norm.out_dtype, order), norm, plain)
-    return products(spec, *operands_of(x, None, scale, kernels))
+    return products(spec, *operands_of(x, residual, scale, kernels))
+
+
+# ---------------------------------------------------------------- norm and products apart
+# What `normfuse.fuse_norms` writes in place of a norm, and of products elsewhere in the program.
+
+
+def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:
+    """Normalises `args`, which are (x[, residual][, scale]), for products elsewhere.
+
+    Returns:
+      `([y][, h], made)`: y and h = x + residual as the norm itself returns them, and codes of y
+      from the pass that writes h. A program that uses y for its derivative alone does not compute
+      it, and one without the gradient of a kernel does not write qt.
+    """
+    spec = NormCodes(
+        replace(norm, cast_before=False, with_rstd=True), Codes(FORMAT, True, True, norm.op)
+    )
+    made = quantized_norm.quantize(spec, *map(jax.lax.stop_gradient, args), order=order)
+    return list(_normalised(norm, order, tuple(args), made.h, made.rstd)), made
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _normalised(
+    norm: Norm, order: Order, args: tuple[Array, ...], h: Array, rstd: Array
+) -> tuple[Array, ...]:
+    """Returns y, and h where it is a result, for statistics that are there."""
+    del rstd
+    y, *_ = rms_norm.forward(replace(norm, with_rstd=False), *args, order=order)
+    return (y, h) if norm.has_residual else (y,)
+
+
+@functools.partial(_normalised.defjvp, symbolic_zeros=True)
+def _(norm, order, primals, tangents):
+    (args, h, rstd), (dargs, *_) = primals, tangents
+    results = _normalised(norm, order, args, h, rstd)
+    h, rstd = (derived(Derived(norm.op), value, *args)[0] for value in (h, rstd))
+    dy, *dh = norm_tangents(norm, h, rstd, args, dargs, order)
+    return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A call of a function that `mark_input` marked, of an x whose codes are there."""
+
+    marked: Marked
+    has_qt: bool = True
+    vmaps: tuple[tuple[int | None, ...], ...] = ()  # each with the operands' dims, outermost first
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.marked.spec.op
+
+
+def multiply_encoded(marked: Marked, x: Array, made: Any, operands: Sequence[Array]) -> list[Array]:
+    """Returns the results of a marked function for x, of which there are codes, and operands."""
+    x, *codes = equally_varying(x, made.q, made.scale, made.qt)
+    return encoded(Encoded(marked), x, *codes, *operands)
+
+
+def _define_encoded(spec: Encoded, *leaves: Array) -> list[Array]:
+    """`(x, q, scale[, qt], *operands) -> results` of the function, which has its derivative."""
+    if spec.vmaps:
+        inner = functools.partial(_define_encoded, replace(spec, vmaps=spec.vmaps[1:]))
+        return jax.vmap(inner, spec.vmaps[0])(*leaves)
+    x, q, scale, *others = leaves
+    qt = others.pop(0) if spec.has_qt else None
+    marked = spec.marked
+    _, operands = jax.tree.unflatten(marked.tree, [x, *others])
+    return list(marked.call(marked.spec.of_codes(), (x, q, qt, scale), operands))
+
+
+def _batch_encoded(op: Op, args: Any, dims: Any, *, spec: Encoded, order: Order) -> Any:
+    results = op(replace(spec, vmaps=(tuple(dims), *spec.vmaps)), *args, order=order)
+    return results, [0] * len(results)
+
+
+def _push_encoded(primals: Any, tangents: Any, *, spec: Encoded, order: Order) -> Any:
+    """The function's own derivative, for what moves."""
+    del order
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def call(*moved: Array) -> list[Array]:
+        given = dict(zip(moving, moved))
+        whole = [given[i] if i in given else a for i, a in enumerate(primals)]
+        return _define_encoded(spec, *whole)
+
+    return jax.jvp(call, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
+    """Dead code: without a derivative nobody reads qt, and the norm need not write it."""
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    spec, reads = eqn.params["spec"], [True] * len(eqn.invars)
+    if spec.has_qt:
+        reads[3] = False
+        vmaps = tuple((*dims[:3], *dims[4:]) for dims in spec.vmaps)
+        params = {**eqn.params, "spec": replace(spec, has_qt=False, vmaps=vmaps)}
+        invars = [v for v, read in zip(eqn.invars, reads) if read]
+        eqn = eqn.replace(invars=invars, params=params)
+    return reads, eqn
+
+
+encoded = Op("fp8_encoded", _define_encoded, batch=_batch_encoded, jvp=_push_encoded)
+jax_private.on_unused_results(encoded.primitive, _drop_qt)

@@ -278,6 +278,7 @@ def norm_mlp(
     kernels: dict[str, Array],
     *,
     eps: float,
+    scale_offset: float = 0.0,
     dtype: jax.typing.DTypeLike,
     implementation: Implementation,
     activation: Activation,
@@ -291,9 +292,10 @@ def norm_mlp(
     first, down = [kernels["gate"], kernels["up"]], kernels["down"]
     contract, function = options.get("contract", 0), scalar_of(activation)
     dtype = jnp.dtype(dtype).name
+    of_norm: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset}
 
     def apart(implementation: Implementation) -> tuple[Array, Array]:
-        shared = {"eps": eps, "dtype": dtype, "implementation": implementation}
+        shared = of_norm | {"dtype": dtype, "implementation": implementation}
         if residual is None:
             n, h = rms_norm(x, scale, **shared), x
         else:
@@ -305,7 +307,7 @@ def norm_mlp(
         assert function is not None
         shared = {name: options[name] for name in options.keys() - {"quantization"}}
         shared |= {"dtype": dtype, "order": native_or_best(strict)}
-        norm = norm_of(op, x, scale, dtype, residual=residual is not None, eps=eps)
+        norm = norm_of(op, x, scale, dtype, residual=residual is not None, **of_norm)
         shared |= {"norm": norm, "scale": scale, "residual": residual}
         y, *h = multiply_mlp(op, x, first, down, function, **shared)
         return y, h[0] if h else x

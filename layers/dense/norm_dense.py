@@ -1,6 +1,7 @@
 """RMSNorm into a dense layer: the normalised input is computed again, not kept."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from ...native.implementation import Implementation, choose, native_or_best
 from ..core.arguments import Quantization, check_quantization, finite, floating, floating_dtype
 from ..core.op import match, vary, varying_axes
-from ..rms_norm.op import rms_norm
+from ..rms_norm.op import add_rms_norm, rms_norm
 from . import fp8_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
@@ -82,39 +83,46 @@ def norm_dense(
     check_quantization(op, quantization, dtype)
     options |= {"out_sharding": out_sharding, "recompute": recompute}
     options["quantization"] = quantization
-    return apply(
-        x, scale, kernels[0], bias, activation, dtype, implementation=implementation, **options
-    )
+    options |= {"activation": activation, "implementation": implementation}
+    return apply(x, scale, kernels, [bias], dtype=dtype, **options)[0]
 
 
 def apply(
     x: Array,
     scale: Array | None,
-    kernel: Array,
-    bias: Array | None,
-    activation: Activation,
-    dtype: str,
+    kernels: Sequence[Array],
+    biases: Sequence[Array | None],
     *,
+    activation: Activation = None,
+    dtype: str,
     implementation: Implementation,
     **options: Any,
-) -> Array:
-    """`norm_dense` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
+) -> list[Array]:
+    """`norm_dense` with each kernel, for operands known to fit.
+
+    They are stored `(out, in)` with `contract=1`. With a `residual` the sum x + residual is what is
+    normalised, and the last result.
+    """
     op = "norm_dense"
     # With an activation the backward has larger arrays to hide the normalised x behind.
     project = functools.partial(
-        _project, op, x, scale, (kernel,), dtype, apart=activation is None, **options
+        _project, op, x, scale, tuple(kernels), dtype, apart=activation is None, **options
     )
 
+    def each(end, zs):
+        return [*map(end, zs, biases), *zs[len(biases) :]]
+
     def native(strict):
-        (z,) = project(strict=strict)
-        if scalar_of(activation) is None and not (strict and activation is not None):
-            return finish(z, bias, activation, dtype)  # nothing to do, or plain JAX
-        return finish_natively(op, z, None, bias, activation, dtype, strict=strict)
+        end = lambda z, bias: finish(z, bias, activation, dtype)  # nothing to do, or plain JAX
+        if scalar_of(activation) is not None or (strict and activation is not None):
+            end = lambda z, bias: finish_natively(
+                op, z, None, bias, activation, dtype, strict=strict
+            )
+        return each(end, project(strict=strict))
 
     def xla(strict):
         del strict
-        (z,) = project(norm="xla")
-        return finish(z, bias, activation, dtype)
+        return each(lambda z, bias: finish(z, bias, activation, dtype), project(norm="xla"))
 
     return choose(op, implementation, {"native": native, "xla": xla})
 
@@ -200,6 +208,7 @@ def _project(
     kernels: tuple[Array, ...],
     dtype: str,
     *,
+    residual: Array | None = None,
     eps: float,
     scale_offset: float = 0.0,
     recompute: bool = True,
@@ -210,18 +219,24 @@ def _project(
     contract: int = 0,
     out_sharding: Any = None,
 ) -> tuple[Array, ...]:
-    """The products of the normalised x with each kernel; `norm` is rms_norm's implementation."""
+    """The products of the normalised x with each kernel; `norm` is rms_norm's implementation.
+
+    With a residual those of x + residual, and the sum.
+    """
     shared: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
-    if quantization and fp8_norm.serves(x, scale, kernels, contract):
-        of = fp8_norm.norm_of(op, x, scale, dtype, eps=eps, scale_offset=scale_offset)
-        shared |= {"order": native_or_best(strict), "plain": norm == "xla"}
+    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset}
+    if quantization and fp8_norm.serves(kernels, contract, x, residual, scale):
+        of = fp8_norm.norm_of(op, x, scale, dtype, residual=residual is not None, **options)
+        shared |= {"order": native_or_best(strict), "plain": norm == "xla", "residual": residual}
         return fp8_norm.multiply_normalised(of, x, scale, kernels, **shared)
-    if norm or not recompute or quantization:
-        norm = "native" if strict else norm
-        options = {"eps": eps, "scale_offset": scale_offset, "implementation": norm}
-        n = rms_norm(x, scale, dtype=dtype, **options)
+    if norm or not recompute or quantization or residual is not None:
+        options |= {"implementation": "native" if strict else norm, "dtype": dtype}
+        if residual is None:
+            n, *h = (rms_norm(x, scale, **options),)
+        else:
+            n, *h = add_rms_norm(x, residual, scale, **options)
         shared |= {"quantization": quantization, "order": native_or_best(strict)}
-        return tuple(multiply(op, n, kernel, dtype=dtype, **shared) for kernel in kernels)
+        return *(multiply(op, n, kernel, dtype=dtype, **shared) for kernel in kernels), *h
     producer = Normalised(op, eps, scale_offset, dtype, native_or_best(strict), apart)
     if scale is None:
         return products(producer, (x,), kernels, **shared)

@@ -14,11 +14,10 @@ import numpy as np
 
 from ...native.launch import Target
 from ..rms_norm.cuda import (
-    MAX_CLUSTER,
-    MAX_THREADS,
     Call,
-    RowLayout,
     compute_of,
+    eased_backward,
+    eased_forward,
     found,
     launch_backward,
     launch_forward,
@@ -28,8 +27,6 @@ from ..rms_norm.cuda import (
 from ..rms_norm.spec import Norm
 
 Arrays = list[jax.Array]
-
-_WORD = 4  # bytes of a register
 
 
 def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
@@ -145,28 +142,8 @@ def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays 
         "HAS_BIAS": "BIAS" in call.operands,
         **call.flags(scale_offset),
     }
-    ease = functools.partial(_eased_forward, call)
+    ease = functools.partial(eased_forward, call)
     return launch_forward(call, macros, scalars_of(call.compute, eps, scale_offset), ease)
-
-
-def _eased_forward(call: Call, layout: RowLayout) -> RowLayout:
-    """Leaves the kernel the registers it needs; what spilled would pass through the cache again.
-
-    The numbers are what NVRTC's assembler needs for sm_90, for bfloat16 of 512 to 65536 features.
-    """
-
-    def spills() -> bool:
-        held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
-        return layout.registers < 36 + layout.thread_rows * (8 + held)
-
-    layout = dataclasses.replace(layout, hold=False)  # the kernel reads its parameters late
-    while spills() and layout.min_blocks > 1 and layout.min_blocks * layout.threads > MAX_THREADS:
-        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
-    while spills() and layout.thread_rows > 1:
-        layout = dataclasses.replace(layout, thread_rows=layout.thread_rows // 2)
-    while spills() and layout.min_blocks > 1:
-        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
-    return layout
 
 
 def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
@@ -180,28 +157,5 @@ def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
     }
     scalars = scalars_of(call.compute, norm.scale_offset, count)
     gradients = norm.with_dscale + norm.with_dbias
-    ease = functools.partial(_eased_backward, call, gradients + norm.has_scale)
+    ease = functools.partial(eased_backward, call, gradients + norm.has_scale)
     return launch_backward(call, macros, scalars, gradients, sums_of_row=2, ease=ease)
-
-
-def _eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
-    """Leaves the kernel the registers it needs, as `_eased_forward` does: fewer blocks, or more to
-    a row, with as much of it on its way."""
-
-    def spills() -> bool:
-        vectors = layout.chunks * layout.vector
-        held = columns * vectors * call.compute.itemsize // _WORD
-        if layout.hold:
-            held += 2 * vectors * max(call.moving_bytes()) // _WORD
-        return layout.registers < held + 32
-
-    while spills() and layout.min_blocks > 1:
-        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
-    if spills() and layout.max_stages > 1:
-        layout = dataclasses.replace(layout, hold=False)
-    if spills() and 1 < layout.slices <= MAX_CLUSTER // 2 and call.whole_rows:
-        chunks = -(-layout.chunks // 2)
-        slices = -(-layout.features // (chunks * layout.vector * layout.row_threads))
-        stages = 2 * layout.max_stages
-        layout = dataclasses.replace(layout, chunks=chunks, slices=slices, max_stages=stages)
-    return layout

@@ -28,7 +28,7 @@ from ...native.implementation import Implementation, Order
 from ...native.kernel import Kernel
 from ..core.op import Op, Split
 from ..rms_norm import op as rms_norm
-from ..rms_norm.op import along_rows, dtype_of, rows_of, weight_of
+from ..rms_norm.op import along_rows, bias_of, dtype_of, plus, rows_of, weight_of
 from ..rms_norm.spec import Norm
 from . import cuda
 
@@ -182,12 +182,8 @@ def _normal(norm: Norm, x: Array, others: list[Array], dtype: jnp.dtype) -> tupl
 def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     """`(x[, scale][, bias], mean, rstd) -> y`, for statistics that are already known."""
     dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = weight_of(norm, others, x, dtype)
-    bias = jnp.zeros((), dtype)
-    if norm.has_bias:
-        bias = jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
-    y = _normal(norm, x, others, dtype)[0] * w
-    return [(y + bias if norm.has_bias else y).astype(norm.out_dtype)]
+    w, bias = weight_of(norm, others, x, dtype), bias_of(norm, others, x, dtype)
+    return [plus(_normal(norm, x, others, dtype)[0] * w, bias).astype(norm.out_dtype)]
 
 
 def define_row_dots(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
@@ -377,10 +373,8 @@ def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[A
     residual, parameters = rest[: norm.has_residual], list(rest[norm.has_residual :])
     alone = replace(norm, has_scale=False, has_bias=False, scale_offset=0.0, out_dtype=dtype.name)
     y, *others = forward(alone, x, *residual, order=order)
-    y = y * weight_of(norm, parameters, x, dtype)
-    if norm.has_bias:
-        y = y + jnp.expand_dims(parameters.pop(0).astype(dtype), rows_of(norm, x))
-    return [y.astype(norm.out_dtype), *others]
+    w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
+    return [plus(y * w, bias).astype(norm.out_dtype), *others]
 
 
 def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
@@ -420,12 +414,6 @@ def _transpose_backward(cts: Any, *operands: Any, spec: Norm, order: Order) -> l
     return rms_norm.pull_again(tangent, cts, *operands, spec=spec, order=order)
 
 
-def _without(norm: Norm, *flags: str) -> Norm | None:
-    """The norm without the first of these results that it has."""
-    found = next((flag for flag in flags if getattr(norm, flag)), None)
-    return None if found is None else replace(norm, **{found: False})
-
-
 # ---------------------------------------------------------------- operations
 
 tangent = Op(
@@ -444,7 +432,7 @@ backward = Op(
     unfused=_backward_unfused,
     batched=rms_norm.batched,
     transpose=_transpose_backward,
-    without_last=lambda norm: _without(norm, "with_dbias", "with_dscale"),
+    without_last=lambda norm: rms_norm.without(norm, "with_dbias", "with_dscale"),
 )
 forward = Op(
     "layer_norm",
@@ -455,5 +443,5 @@ forward = Op(
     batched=rms_norm.batched,
     jvp=_forward_jvp,
     backward=backward,
-    without_last=lambda norm: _without(norm, "with_rstd", "with_mean"),
+    without_last=lambda norm: rms_norm.without(norm, "with_rstd", "with_mean"),
 )

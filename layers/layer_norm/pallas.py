@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ...native.pallas.tiles import Out, before
-from ..rms_norm.pallas import Rows, kernel_of, weight_of
+from ..rms_norm.pallas import Rows, gradient_outs, kernel_of, plus_bias, weight_of
 from ..rms_norm.spec import Norm
 
 Array = jax.Array
@@ -21,8 +21,7 @@ Array = jax.Array
 
 def _normalised(norm: Norm, centred: Any, rstd: Any, columns: Sequence[Any]) -> Any:
     """Returns y of a tile, the columns being scale and bias as far as there are such."""
-    y = centred * rstd * weight_of(columns[: norm.has_scale], norm)
-    return y + columns[-1] if norm.has_bias else y
+    return plus_bias(columns, norm, centred * rstd * weight_of(columns, norm))
 
 
 def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
@@ -103,7 +102,7 @@ def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list
         means = [total / rows.n for total in _dots(norm, dy * w, centred)]
         return _gradients(norm, dy, centred, dh, w, stats[1], means)
 
-    outs = _gradient_outs(rows, norm, x)
+    outs = gradient_outs(rows, norm, x)
     return rows(body, [dy, x, *dh], scale, [mean, rstd], outs, whole=True)
 
 
@@ -116,7 +115,7 @@ def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -
         w = weight_of(columns, norm)
         return _gradients(norm, dy, x - stats[0], dh, w, stats[1], means)
 
-    outs = _gradient_outs(rows, norm, x)
+    outs = gradient_outs(rows, norm, x)
     return rows(body, [dy, x, *dh], scale, [mean, rstd, sums, dots], outs)
 
 
@@ -129,11 +128,6 @@ def _gradients(
     dx = dx + dh[0] if dh else dx
     add = lambda value: jnp.sum(value, 0, keepdims=True)
     return [dx, *[add(dy * normal)] * norm.with_dscale, *[add(dy)] * norm.with_dbias]
-
-
-def _gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
-    sums = norm.with_dscale + norm.with_dbias
-    return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * sums]
 
 
 _kernel = functools.partial(kernel_of, op="layer_norm")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...native import jax_private
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
@@ -295,8 +296,21 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> An
     return results, [out.index(0) if out else None for out in outputs]
 
 
+def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
+    """Dead code: qt is not written when nobody reads it, as in a forward alone."""
+    eqn = live_and_eqn[-1]
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    spec = eqn.params["spec"]
+    if spec.codes.has_q and spec.codes.has_qt and not used[1]:
+        params = {**eqn.params, "spec": replace(spec, codes=replace(spec.codes, has_qt=False))}
+        eqn = eqn.replace(outvars=[eqn.outvars[0], *eqn.outvars[2:]], params=params)
+    return [True] * len(eqn.invars), eqn
+
+
 _rules = {"batch": _batch, "jvp": kernels.no_second_derivative}
 op = Op("quantize_rms_norm_array", _define, dims=_dims, body=_body, **_rules)
+jax_private.on_unused_results(op.primitive, _drop_qt)
 
 
 class Normalised(NamedTuple):

@@ -30,6 +30,7 @@ MAX_THREADS = 1024  # of a block
 MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
 _REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
+_WORD = 4  # bytes of a register
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
@@ -557,29 +558,34 @@ _MAX_GRID = 2**31 - 1
 _MAX_PARTIAL_BYTES = 64 << 20
 
 
-def by_rows(body: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+def by_rows(body: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a body take and return arrays with heads as well: see `Norm.heads`."""
 
     @functools.wraps(body)
-    def run(target: Target, norm: Norm, *operands: Any, **options: Any) -> list[jax.Array]:
+    def run(target: Target, norm: Norm, *operands: Any, **options: Any) -> Any:
         if not norm.heads:
             return body(target, norm, *operands, **options)
         shape = operands[0].shape
-        results = body(target, dataclasses.replace(norm, heads=()), *flat(operands), **options)
-        # x-like, a parameter's, a row statistic
-        shapes = {3: shape, 1: shape[1:], 2: shape[:2]}
+        alone = dataclasses.replace(norm, heads=())
+        results = body(target, alone, *flat(norm, operands), **options)
+        if results is None:
+            return None
+        own = (shape[0], shape[2]) if norm.per_example else shape[1:]
+        shapes = {3: shape, 1: own, 2: shape[:2]}  # x-like, a parameter's, a row statistic
         return [a.reshape(shapes[a.ndim]) for a in results]
 
     return run
 
 
-def flat(operands: Sequence[Any]) -> tuple[Any, ...]:
+def flat(norm: Norm, operands: Sequence[Any]) -> tuple[Any, ...]:
     """Arrays with heads as one row after another: (outer, heads, n) as (outer · heads, n, 1).
 
-    The first matrix is the scale, (heads, n), which stays.
+    The first matrices are scale and bias, (heads, n), which stay. So it is with examples, where
+    arrays are (examples, tokens, n).
     """
-    scale = next((i for i, a in enumerate(operands) if a.ndim == 2), None)
-    return tuple(a.reshape(flat_struct(a, i == scale).shape) for i, a in enumerate(operands))
+    matrices = [i for i, a in enumerate(operands) if a.ndim == 2]
+    own = matrices[: norm.has_scale + norm.has_bias]
+    return tuple(a.reshape(flat_struct(a, i in own).shape) for i, a in enumerate(operands))
 
 
 def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
@@ -591,8 +597,9 @@ def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
 
 @by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual."""
-    operands = named(rest, X=x, RESIDUAL=norm.has_residual, SCALE=norm.has_scale)
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, rstd])`, h = x + residual."""
+    given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
+    operands = named(rest, X=x, **given)
     dtypes = filter(None, (norm.out_dtype, norm.residual_dtype))
     call = Call(target, "forward", operands, compute_of(operands, *dtypes))
     call.result("Y", x.shape, norm.out_dtype)
@@ -624,8 +631,8 @@ def row_sums(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list
 
 @by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
-    operands = named(rest, X=x, SCALE=norm.has_scale, RSTD=True)
+    """`(x[, scale][, bias], rstd) -> y`, for an rstd that is already known."""
+    operands = named(rest, X=x, SCALE=norm.has_scale, BIAS=norm.has_bias, RSTD=True)
     call = Call(target, "apply", operands, compute_of(operands, norm.out_dtype))
     call.result("Y", x.shape, norm.out_dtype)
     return found(_forward(call, norm))
@@ -633,15 +640,15 @@ def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
 
 @by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale])`."""
+    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, dbias])`."""
     operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
     call = Call(target, "backward", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
-    if norm.with_dscale:
+    if norm.with_dscale and not norm.with_dbias:
         done = _backward_in_one_launch(call, norm.scale_offset)
         if done is not None:
             return done
-    done = _backward(call, norm.scale_offset, with_dscale=norm.with_dscale)
+    done = _backward(call, norm)
     if done is not None:
         return done
 
@@ -653,18 +660,18 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[ja
 def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
     """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them takes dy's place."""
     operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
-    options: dict[str, Any] = {"with_dscale": norm.with_dscale, "with_value": norm.with_value}
-    options["in_place"] = {"DY": "VALUE" if norm.with_value else "DX"}
-    call = Call(target, "backward", operands, compute_of(operands))
+    in_place = {"DY": "VALUE" if norm.with_value else "DX"}
+    call = Call(target, "backward", operands, compute_of(operands), in_place=in_place)
     call.result("DX", x.shape, x.dtype)
-    done = _backward(call, norm.scale_offset, **options)
+    done = _backward(call, norm)
     if done is not None:
         return done
 
     (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
-    call = Call(target, "backward_apply", operands | {"DOTS": dots}, call.compute)
+    operands |= {"DOTS": dots}
+    call = Call(target, "backward_apply", operands, call.compute, in_place=in_place)
     call.result("DX", x.shape, x.dtype)
-    return found(_backward(call, norm.scale_offset, x.shape[1], **options))
+    return found(_backward(call, norm))
 
 
 @by_rows
@@ -675,18 +682,18 @@ def row_dots(
     operands = named(scale, DY=dy, X=x, SCALE=norm.has_scale)
     call = Call(target, "row_dots", operands, compute or compute_of(operands))
     call.result("DOTS", call.row_shape, call.compute)
-    return call.over_slices(found(_backward(call, norm.scale_offset)))
+    return call.over_slices(found(_backward(call, norm)))
 
 
 @by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
+    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale][, dbias])`, for known sums over rows."""
     operands = named(
         rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual, DOTS=True
     )
     call = Call(target, "backward_apply", operands, compute_of(operands))
     call.result("DX", x.shape, x.dtype)
-    return found(_backward(call, norm.scale_offset, norm.count, with_dscale=norm.with_dscale))
+    return found(_backward(call, norm, norm.count))
 
 
 def found(results: list[jax.Array] | None) -> list[jax.Array]:
@@ -708,6 +715,7 @@ class Call:
         operands: dict[str, Any],
         compute: jnp.dtype,
         op: str = "rms_norm",
+        in_place: dict[str, str] | None = None,  # operand -> result that takes its place
     ):
         self.target = target
         self.op = op
@@ -718,13 +726,22 @@ class Call:
             for name, array in operands.items()
         }
         self.results: dict[str, jax.ShapeDtypeStruct] = {}
-        self.in_place: dict[str, str] = {}  # operand -> result that takes its place
+        self.in_place = in_place or {}
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
         self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
+        self.examples = 0  # where scales are neither one for all nor of heads
+        self.prefix = "gated_" if "Z" in operands else ""
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
+
+    def per_example(self, norm: Norm) -> dict[str, Any]:
+        """Takes what looked like heads for examples, if it is that; the macros that say so."""
+        if not norm.per_example or "SCALE" not in self.operands:
+            return {}
+        self.heads, self.examples = 1, self.heads
+        return {"PER_EXAMPLE": True}
 
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -771,7 +788,7 @@ class Call:
             block=layout.threads,
             cluster=(1, layout.slices if self.whole_rows else 1),
             shared=shared,
-            ints=(self.outer,),
+            ints=(self.outer, *([self.outer // self.examples] if self.examples else [])),
             **scalars,
         )
 
@@ -797,7 +814,7 @@ class Call:
     def launch(self, source: str, macros, results, **sizes):
         types = type_macros(self.operands) | type_macros(results)
         types |= {
-            "KERNEL": f"{self.op}_{self.kernel}",
+            "KERNEL": f"{self.prefix}{self.op}_{self.kernel}",
             "COMPUTE_TYPE": CUDA_TYPES[self.compute.name],
         }
         return launch(
@@ -817,7 +834,7 @@ class Call:
 
 
 def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None:
-    macros = {
+    macros = call.per_example(norm) | {
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
         "WITH_RSTD": "RSTD" in call.results,
@@ -825,7 +842,12 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         "HEADS": call.heads,
         **call.flags(norm.scale_offset),
     }
-    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset))
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
+    # What a kernel does not have, its macros do not name.
+    macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
+    if "BIAS" in call.operands or "Z" in call.operands:
+        ease = functools.partial(eased_forward, call)
+    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset), ease)
 
 
 def launch_forward(
@@ -848,7 +870,7 @@ def launch_forward(
         call.target,
         rows=call.outer,
         compute=call.compute,
-        residual="RESIDUAL" in call.operands,
+        residual="RESIDUAL" in call.operands or "Z" in call.operands,
         whole_rows=call.whole_rows,
     )
     if layout is None:
@@ -860,20 +882,30 @@ def launch_forward(
     return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 
 
-def _backward(
-    call: Call, scale_offset, count=None, *, with_dscale=False, with_value=False, in_place=None
-) -> list[jax.Array] | None:
-    call.in_place = in_place or {}
-    macros = {
+def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Array] | None:
+    gradient = "DX" in call.results
+    macros = call.per_example(norm) | {
         "DOTS": "DOTS" not in call.operands,
-        "GRADIENT": "DX" in call.results,
-        "WITH_DSCALE": with_dscale,
-        "WITH_VALUE": with_value,
+        "GRADIENT": gradient,
+        "WITH_DSCALE": gradient and norm.with_dscale,
+        "WITH_VALUE": gradient and norm.with_value,
         "HEADS": call.heads,
-        **call.flags(scale_offset),
+        **call.flags(norm.scale_offset),
     }
-    scalars = scalars_of(call.compute, scale_offset, call.features if count is None else count)
-    return launch_backward(call, macros, scalars, int(with_dscale), with_value=with_value)
+    columns = gradient * (norm.with_dscale + norm.with_dbias)
+    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
+    macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else _gate_macros(call, norm)
+    if (gradient and norm.with_dbias) or "Z" in call.operands:
+        ease = functools.partial(eased_backward, call, columns + norm.has_scale)
+    size = call.features if count is None else count
+    return launch_backward(
+        call,
+        macros,
+        scalars_of(call.compute, norm.scale_offset, size),
+        columns,
+        with_value=gradient and norm.with_value,
+        ease=ease,
+    )
 
 
 def launch_backward(
@@ -888,9 +920,9 @@ def launch_backward(
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_backward.cu, and for `columns` vectors of parameters the sum over its
     blocks; None where its rows are too long to be held. `ease` is as for `launch_forward`."""
-    n = call.features
+    n, owners = call.features, max(call.heads, call.examples)
     if 0 in call.row_shape:
-        sums = [jnp.zeros(n, call.compute)] * columns
+        sums = [jnp.zeros(owners * n, call.compute)] * columns
         return call.empty() + sums + ([call.operands["DY"]] if with_value else [])
     row_bytes = columns * n * call.compute.itemsize
     most = max(1, _MAX_PARTIAL_BYTES // row_bytes) if columns else _MAX_GRID
@@ -899,7 +931,9 @@ def launch_backward(
         call.more_gradients(grid, columns, with_value)
         done = call.strided(f"{call.op}_backward_strided.cu", macros, scalars, grid)
     else:
-        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
+        read = [
+            call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
+        ]
         layout = backward_layout(
             n,
             max(call.moving_bytes()),
@@ -907,7 +941,7 @@ def launch_backward(
             rows=call.outer,
             read_bytes=sum(read),
             compute=call.compute,
-            residual="DH" in call.operands,
+            residual="DH" in call.operands or "Z" in call.operands,
             whole_rows=call.whole_rows,
             value=with_value,
             sums=sums_of_row,
@@ -917,6 +951,9 @@ def launch_backward(
         layout = ease(layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
+        if call.examples:  # rows of a block are of one example
+            own = layout.blocks_for(call.outer // call.examples)
+            grid = call.examples * max(1, min(own, grid // call.examples))
         if call.heads > 1:  # rows of a group of threads are of one head
             unit = call.heads // math.gcd(call.heads, layout.block_rows)
             grid = max(grid // unit, 1) * unit
@@ -928,10 +965,57 @@ def launch_backward(
         call.more_gradients(sums, columns, with_value)
         done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)
     if columns:
-        partial = done[1].reshape(-1, call.heads * columns * n)
+        at = list(call.results).index("PARTIAL")
+        partial = done[at].reshape(-1, owners * columns * n)
         sums = partial[0] if len(partial) == 1 else column_sum(launch, call.target, partial)
-        done[1:2] = jnp.split(sums, columns) if columns > 1 else [sums]
+        if columns > 1 and owners > 1:  # those of a head, or an example, are one after another
+            sums = sums.reshape(owners, columns, n).swapaxes(0, 1).reshape(-1)
+        done[at : at + 1] = jnp.split(sums, columns) if columns > 1 else [sums]
     return done
+
+
+def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does."""
+
+    def spills() -> bool:
+        held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
+        return layout.registers < 36 + layout.thread_rows * (8 + held)
+
+    layout = dataclasses.replace(layout, hold=False)  # the kernel reads its parameters late
+    while spills() and layout.min_blocks > 1 and layout.min_blocks * layout.threads > MAX_THREADS:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    while spills() and layout.thread_rows > 1:
+        layout = dataclasses.replace(layout, thread_rows=layout.thread_rows // 2)
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    return layout
+
+
+def eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that keeps `columns` vectors of parameters in registers those it needs.
+
+    What spilled would pass through the cache again: fewer blocks to a multiprocessor, or more to a
+    row, with as much of it on its way. The numbers are what NVRTC's assembler needs for sm_90, for
+    bfloat16 of 512 to 65536 features.
+    """
+
+    def spills() -> bool:
+        vectors = layout.chunks * layout.vector
+        held = columns * vectors * call.compute.itemsize // _WORD
+        if layout.hold:
+            held += 2 * vectors * max(call.moving_bytes()) // _WORD
+        return layout.registers < held + 32
+
+    while spills() and layout.min_blocks > 1:
+        layout = dataclasses.replace(layout, min_blocks=layout.min_blocks - 1)
+    if spills() and layout.max_stages > 1:
+        layout = dataclasses.replace(layout, hold=False)
+    if spills() and 1 < layout.slices <= MAX_CLUSTER // 2 and call.whole_rows:
+        chunks = -(-layout.chunks // 2)
+        slices = -(-layout.features // (chunks * layout.vector * layout.row_threads))
+        stages = 2 * layout.max_stages
+        layout = dataclasses.replace(layout, chunks=chunks, slices=slices, max_stages=stages)
+    return layout
 
 
 def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
@@ -960,6 +1044,44 @@ def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
         block=layout.rows.threads,
         shared=layout.shared(call.compute),
     )
+
+
+@by_rows
+def gated_forward(
+    target: Target, norm: Norm, x: Any, z: Any, *scale: Any
+) -> list[jax.Array] | None:
+    """`(x, z[, scale]) -> (y[, rstd])`; None where rows are not contiguous, or too long."""
+    operands = named(scale, X=x, Z=z, SCALE=norm.has_scale)
+    call = Call(target, "forward", operands, compute_of(operands, norm.out_dtype))
+    if call.inner != 1:
+        return None
+    call.result("Y", x.shape, norm.out_dtype)
+    if norm.with_rstd:
+        call.result("RSTD", call.row_shape, call.compute)
+    return _forward(call, norm, norm.eps)
+
+
+@by_rows
+def gated_backward(
+    target: Target, norm: Norm, dy: Any, x: Any, z: Any, *rest: Any
+) -> list[jax.Array] | None:
+    """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`; None as for `gated_forward`."""
+    operands = named(rest, DY=dy, X=x, Z=z, SCALE=norm.has_scale, RSTD=True)
+    call = Call(target, "backward", operands, compute_of(operands))
+    if call.inner != 1:
+        return None
+    call.result("DX", x.shape, x.dtype)
+    call.result("DZ", z.shape, z.dtype)
+    return _backward(call, norm)
+
+
+def _gate_macros(call: Call, norm: Norm) -> dict[str, bool]:
+    """What gate.cuh and scalar.cuh want to know; nothing without a gate."""
+    if "Z" not in call.operands:
+        return {}
+    sizes = call.moving_bytes()
+    flags = {"GATE_SIGMOID": norm.activation == "sigmoid", "APPROXIMATE": max(sizes) == 2}
+    return {f"GATE_{norm.gate.upper()}": True, **flags}
 
 
 def named(rest, **present) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 With w = scale + scale_offset, all sums in float32 (float64 where an operand is float64):
 
-    y = x̂ · w                   x̂ = x · rstd        rstd = 1 / sqrt(mean(x²) + eps)
+    y = x̂ · w + bias            x̂ = x · rstd        rstd = 1 / sqrt(mean(x²) + eps)
     dx = rstd · g − x · rstd³ · mean(g · x)      g = dy · w
-    dscale = Σ_rows dy · x̂
+    dscale = Σ_rows dy · x̂      dbias = Σ_rows dy
 
 `cast="before"` rounds x̂ to the dtype of x in y; the derivative is as if it did not round.
 
@@ -41,6 +41,7 @@ Cast = Literal["after", "before"]
 def rms_norm(
     x: Array,
     scale: Array | None = None,
+    bias: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
@@ -49,13 +50,14 @@ def rms_norm(
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> Array:
-    """Divides x by its root mean square over `axis` and multiplies by `scale`.
+    """Divides x by its root mean square over `axis`, multiplies by `scale` and adds `bias`.
 
-        y = x / sqrt(mean(x²) + eps) · (scale + scale_offset)
+        y = x / sqrt(mean(x²) + eps) · (scale + scale_offset) + bias
 
-    Computed in float32 (float64 if an operand or `dtype` is float64); the gradient of scale is
-    summed in that type and returned in scale's own. Rows may be split over any mesh axes without
-    communication; where a normalised axis is split, one value a row is summed over the devices.
+    Computed in float32 (float64 if an operand or `dtype` is float64); the gradients of scale and
+    bias are summed in that type and returned in their own. Rows may be split over any mesh axes
+    without communication; where a normalised axis is split, one value a row is summed over the
+    devices.
 
     Args:
       x: any shape; float64, float32, bfloat16 or float16.
@@ -63,10 +65,11 @@ def rms_norm(
         Where these are x's last axes, scale may have more of them, with a weight for each head:
         (heads, features) for x (..., heads, features) and axis=-1. Heads may be split over mesh
         axes without communication. Pallas kernels take no heads.
+      bias: the shape of scale where there is one, else that of x's normalised axes.
       eps: added to the mean square; finite, at least 0.
       axis: the normalised axis, or several.
       scale_offset: added to scale; 1 for checkpoints that store scale − 1.
-      cast: "after" rounds once, the product, to `dtype`. "before" rounds x / sqrt(mean(x²) + eps)
+      cast: "after" rounds once, the result, to `dtype`. "before" rounds x / sqrt(mean(x²) + eps)
         to x's dtype before it is multiplied, as Hugging Face's Llama does: the same bits, but where
         another order of the mean's sum moves a value past a tie. This rounding has no derivative.
       dtype: of the result; x's where None.
@@ -78,8 +81,8 @@ def rms_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale that does not fit, an axis out of range, an eps that is not finite
-        or negative, or an unknown cast.
+      ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is not
+        finite or negative, or an unknown cast.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -93,13 +96,14 @@ def rms_norm(
     [0.849, 2.263]
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, scale = check("rms_norm", x, scale, *options, per_head=True)
-    return call(forward, norm, x, [], [scale], implementation)[0]
+    norm, x, *parameters = _check("rms_norm", x, scale, bias, *options)
+    return call(forward, norm, x, [], parameters, implementation)[0]
 
 
 def rms_norm_with_rstd(
     x: Array,
     scale: Array | None = None,
+    bias: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
@@ -116,8 +120,8 @@ def rms_norm_with_rstd(
       `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, scale = check("rms_norm_with_rstd", x, scale, *options, per_head=True)
-    y, rstd = call(forward, norm, x, [], [scale], implementation)
+    norm, x, *parameters = _check("rms_norm_with_rstd", x, scale, bias, *options)
+    y, rstd = call(forward, norm, x, [], parameters, implementation)
     return y, rstd
 
 
@@ -125,6 +129,7 @@ def add_rms_norm(
     x: Array,
     residual: Array,
     scale: Array | None = None,
+    bias: Array | None = None,
     *,
     eps: float = 1e-6,
     axis: int | Sequence[int] = -1,
@@ -136,7 +141,7 @@ def add_rms_norm(
 ) -> tuple[Array, Array]:
     """Adds a residual to x and normalises the sum: the step between two blocks of a transformer.
 
-        new_residual = x + residual        y = rms_norm(new_residual, scale)
+        new_residual = x + residual        y = rms_norm(new_residual, scale, bias)
 
     One pass over the activations in each direction: the backward adds the residual's own gradient
     in the kernel. Takes and raises what `rms_norm` does, and ValueError where residual's shape is
@@ -154,13 +159,80 @@ def add_rms_norm(
     ([0.849, 1.131], [3.0, 4.0])
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, scale = check("add_rms_norm", x, scale, *options, per_head=True)
+    norm, x, *parameters = _check("add_rms_norm", x, scale, bias, *options)
     residual = check_residual("add_rms_norm", x, residual)
     if residual_dtype is not None:
         residual_dtype = floating_dtype("add_rms_norm", residual_dtype, None, "residual_dtype")
     norm = replace(norm, has_residual=True, residual_dtype=residual_dtype or "")
-    y, new_residual, _ = call(forward, norm, x, [residual], [scale], implementation)
+    y, new_residual, _ = call(forward, norm, x, [residual], parameters, implementation)
     return y, new_residual
+
+
+def adaptive_rms_norm(
+    x: Array,
+    scale: Array,
+    shift: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 1.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Array:
+    """RMSNorm over the last axis with a scale and a shift of each example, as AdaLN has them.
+
+        y[b, t] = x[b, t] / sqrt(mean(x[b, t]²) + eps) · (scale[b] + scale_offset) + shift[b]
+
+    On GPUs one pass over the activations in each direction, which also sums the gradients of each
+    example's scale and shift over its tokens. Computed in float32 (float64 if an operand or `dtype`
+    is float64); any dimensions of x but the last may be split over mesh axes, and those sums cross
+    the devices that have tokens of one example. Pallas does not serve it.
+
+    Args:
+      x: (*examples, *tokens, features); float64, float32, bfloat16 or float16.
+      scale: (*examples, features), of one or more leading dimensions of x; any of those dtypes.
+      shift: the shape of scale, or None.
+      scale_offset: added to scale: 1 as DiT's `modulate` does.
+      eps, dtype, implementation: as for `rms_norm`.
+
+    Returns:
+      An array of x's shape and sharding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `rms_norm`.
+
+    References:
+      Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import adaptive_rms_norm
+    >>> x, scale = jnp.array([[[3.0, 4.0]], [[4.0, 3.0]]]), jnp.array([[0.0, 0.0], [1.0, 1.0]])
+    >>> y = adaptive_rms_norm(x, scale)
+    >>> [round(value, 3) for value in y.ravel().tolist()]
+    [0.849, 1.131, 2.263, 1.697]
+    """
+    name = "adaptive_rms_norm"
+    norm, x, _ = check(name, x, None, eps, -1, scale_offset, dtype)
+    own = [floating(name, "scale", scale)]
+    own += [] if shift is None else [floating(name, "shift", shift)]
+    count = own[0].ndim - 1
+    for argument, value in zip(("scale", "shift"), own):
+        if not 0 < count < x.ndim or value.shape != (*x.shape[:count], x.shape[-1]):
+            raise ValueError(
+                f"{name}: {argument} must have the shape (*examples, features), of leading "
+                f"dimensions of x and its last, and shift that of scale, for x of shape {x.shape}; "
+                f"got {value.shape}"
+            )
+    norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
+    return call(forward, norm, x, [], own, implementation)[0]
+
+
+def _check(
+    op: str, x: Any, scale: Any, bias: Any, eps: Any, axis: Any, *options: Any
+) -> tuple[Norm, Array, Array | None, Array | None]:
+    """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
+    norm, x, scale = check(op, x, scale, eps, axis, *options, per_head=True)
+    bias = check_parameter(norm, "bias", bias, x, axis)
+    return replace(norm, has_bias=bias is not None), x, scale, bias
 
 
 # `check` to `call`, and below all that is public and no definition, serve `layer_norm` too.
@@ -209,6 +281,11 @@ def check_parameter(norm: Norm, name: str, value: Any, x: Array, axis: Any) -> A
         return None
     value = floating(norm.op, name, value)
     if value.shape != tuple(x.shape[a] for a in (*norm.heads, *norm.axes)):
+        if name == "bias" and norm.heads:
+            raise ValueError(
+                f"{norm.op}: bias must have the shape of scale, {x.shape[norm.heads[0] :]}, "
+                f"one for each head; got {value.shape}; broadcast it with jnp.broadcast_to"
+            )
         wanted = tuple(x.shape[a] for a in norm.axes)
         heads = f", or heads before it, {x.shape[norm.heads[0] :]}" if norm.heads else ""
         raise ValueError(
@@ -249,8 +326,9 @@ def call(
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX
-# Every kernel is held to these. `scale` has the shape of the normalised axes, in increasing order,
-# after that of the heads; `rstd`, `sums` and `dots` have that of all but the normalised axes of x.
+# Every kernel is held to these. `scale` and `bias` have the shape of the normalised axes, in
+# increasing order, after that of the heads; `rstd`, `sums` and `dots` have that of all but the
+# normalised axes of x.
 
 
 def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
@@ -271,6 +349,17 @@ def weight_of(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> 
     return jnp.expand_dims(scale, rows_of(norm, x))
 
 
+def bias_of(norm: Norm, operands: list[Array], x: Array, dtype: jnp.dtype) -> Array | None:
+    """Takes bias off `operands`; returns it against x, or None if there is none."""
+    if not norm.has_bias:
+        return None
+    return jnp.expand_dims(operands.pop(0).astype(dtype), rows_of(norm, x))
+
+
+def plus(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias
+
+
 def normal_of(norm: Norm, wide: Array, rstd: Array, dtype: jnp.dtype) -> Array:
     """Returns x̂ as it is multiplied by the weight, for an x of `dtype`."""
     normal = wide * along_rows(norm, rstd)
@@ -286,7 +375,7 @@ def forward_dtype(norm: Norm, *operands: Array) -> jnp.dtype:
 
 
 def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, residual][, scale]) -> (y[, h][, rstd])`, h = x + residual being what is normalised."""
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, rstd])`, h = x + residual being normalised."""
     dtype, others = forward_dtype(norm, x, *rest), list(rest)
     h = []
     if norm.has_residual:
@@ -294,8 +383,8 @@ def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
         h.append(x)
     wide = x.astype(dtype)
     rstd = jax.lax.rsqrt(jnp.mean(wide * wide, norm.axes) + jnp.asarray(norm.eps, dtype))
-    w = weight_of(norm, others, x, dtype)
-    y = (normal_of(norm, wide, rstd, x.dtype) * w).astype(norm.out_dtype)
+    w, bias = weight_of(norm, others, x, dtype), bias_of(norm, others, x, dtype)
+    y = plus(normal_of(norm, wide, rstd, x.dtype) * w, bias).astype(norm.out_dtype)
     return [y, *h, *[rstd] * norm.with_rstd]
 
 
@@ -313,11 +402,12 @@ def define_row_sums(norm: Norm, x: Array) -> list[Array]:
 
 
 def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, scale], rstd) -> y`, for an rstd that is already known."""
+    """`(x[, scale][, bias], rstd) -> y`, for an rstd that is already known."""
     dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w = weight_of(norm, others, x, dtype)
+    w, bias = weight_of(norm, others, x, dtype), bias_of(norm, others, x, dtype)
     rstd = others.pop(0).astype(dtype)
-    return [(normal_of(norm, x.astype(dtype), rstd, x.dtype) * w).astype(norm.out_dtype)]
+    y = plus(normal_of(norm, x.astype(dtype), rstd, x.dtype) * w, bias)
+    return [y.astype(norm.out_dtype)]
 
 
 def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
@@ -328,7 +418,7 @@ def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Arra
 
 
 def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale])`, for known sums over each row."""
+    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale][, dbias])`, for known sums over rows."""
     dtype, others = dtype_of(dy, x, *rest), list(rest)
     w = weight_of(norm, others, x, dtype)
     rstd = along_rows(norm, others.pop(0).astype(dtype))
@@ -337,11 +427,12 @@ def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list
     dy, normal = dy.astype(dtype), x.astype(dtype) * rstd
     # x · rstd³ · mean in an order that rstd³ cannot overflow or vanish in
     dx = (rstd * (dy * w - normal * (rstd * mean)) + dh).astype(x.dtype)
-    return [dx, *[jnp.sum(dy * normal, rows_of(norm, x)) for _ in range(norm.with_dscale)]]
+    dscale = [jnp.sum(dy * normal, rows_of(norm, x)) for _ in range(norm.with_dscale)]
+    return [dx, *dscale, *[jnp.sum(dy, rows_of(norm, x)) for _ in range(norm.with_dbias)]]
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, value])`.
+    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`.
 
     dh is the residual's own gradient; the value is y again, in dy's dtype.
     """
@@ -354,7 +445,7 @@ def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array
 
 
 def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """The tangents of y and h: `(h[, scale], rstd[, dh][, dscale]) -> (dy[, dh])`.
+    """The tangents of y and h: `(h[, scale], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`.
 
     h is a result only with a residual, and only moves if dh does.
     """
@@ -369,6 +460,9 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
         dy = w * rstd * (dx.astype(dtype) - normal * mean)
     if norm.moves[1]:
         dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
+    if norm.moves[2]:
+        dbias = jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
+        dy = dy + jnp.broadcast_to(dbias, x.shape)
     return [dy.astype(norm.out_dtype), *dh]
 
 
@@ -392,18 +486,46 @@ def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Cal
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
     def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
+        if norm.per_example and norm.has_scale and name != "rms_norm_row_sums":
+            return _per_example_on_cpu(name, call, norm, *operands)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
         flat = types
         if norm.heads:
-            operands = cuda.flat(operands)
-            first = 1 if norm.with_dscale else None
-            flat = [cuda.flat_struct(t, i == first) for i, t in enumerate(types)]
+            operands = cuda.flat(norm, operands)
+            sums = range(1, 1 + norm.with_dscale + norm.with_dbias)
+            flat = [cuda.flat_struct(t, i in sums) for i, t in enumerate(types)]
         values = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
         results = call_host(f"normfuse_{name}", operands, flat, aliases=aliases, **values)
         return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
 
     return call
+
+
+def _per_example_on_cpu(
+    name: str, call: Callable[..., list[Array]], norm: Norm, *operands: Array
+) -> list[Array]:
+    """Rows alone in C++, with scale and bias of each example, and their sums, in XLA's loops."""
+    own = {"has_scale": False, "has_bias": False, "scale_offset": 0.0}
+    alone = replace(norm, **own, with_dscale=False, with_dbias=False)
+    if name.endswith(("_forward", "_norm_apply")):
+        at = 2 if norm.has_residual and name.endswith("_forward") else 1
+        parameters = list(operands[at : at + 1 + norm.has_bias])
+        dtype = forward_dtype(norm, *operands)
+        known = *operands[:at], *operands[at + len(parameters) :]
+        y, *others = call(replace(alone, out_dtype=dtype.name), *known)
+        w = weight_of(norm, parameters, y, dtype)
+        y = plus(y * w, bias_of(norm, parameters, y, dtype))
+        return [y.astype(norm.out_dtype), *others]
+    dy, x, scale, *known = operands
+    dtype, rows = dtype_of(*operands), rows_of(norm, x)
+    wide = dy.astype(dtype)
+    results = call(alone, wide * weight_of(norm, [scale], x, dtype), x, *known)
+    if name.endswith("_row_dots"):
+        return results
+    normal = x.astype(dtype) * along_rows(norm, known[0])
+    dscale = [jnp.sum(wide * normal, rows) for _ in range(norm.with_dscale)]
+    return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
 
 
 def _pullback_on_cpu(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
@@ -440,16 +562,16 @@ def _kernel(
 
 registry.register()
 _WEIGHT = ("scale_offset", "has_scale")
-_GRADIENT = (*_WEIGHT, "has_residual", "with_dscale")
+_GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
 forward_kernel = _kernel(
     "forward",
     define_forward,
     cuda.forward,
-    *("eps", *_WEIGHT, "cast_before", "has_residual", "with_rstd"),
+    *("eps", *_WEIGHT, "cast_before", "has_bias", "has_residual", "with_rstd"),
     plain_on_cuda=_plain_forward_on_cuda,
 )
 row_sums_kernel = _kernel("row_sums", define_row_sums, cuda.row_sums)
-apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT, "cast_before")
+apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT, "cast_before", "has_bias")
 backward_kernel = _kernel("backward", define_backward, cuda.backward, *_GRADIENT)
 row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
 backward_apply_kernel = _kernel(
@@ -516,9 +638,16 @@ def examples(
 def canonical(norm: Norm, array: Array) -> Array:
     """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
 
-    With heads: (outer, heads, n). A reshape where the axes are neighbours, which costs nothing;
-    otherwise a transpose before it.
+    With heads: (outer, heads, n); with examples: (examples, tokens, n). A reshape where the axes
+    are neighbours, which costs nothing; otherwise a transpose before it.
     """
+    if are_examples(norm):
+        array = jnp.moveaxis(array, norm.axes, range(-len(norm.axes), 0))
+        sizes = [
+            math.prod(array.shape[: len(norm.heads)]),
+            math.prod(array.shape[-len(norm.axes) :]),
+        ]
+        return array.reshape(sizes[0], -1, sizes[1])
     if norm.heads:
         sizes = [math.prod(array.shape[d] for d in dims) for dims in (norm.heads, norm.axes)]
         last = (*norm.heads, *norm.axes)
@@ -533,6 +662,10 @@ def canonical(norm: Norm, array: Array) -> Array:
 
 def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `canonical`."""
+    if are_examples(norm):
+        others = [n for i, n in enumerate(shape) if i not in norm.axes]
+        array = array.reshape(*others, *[shape[a] for a in norm.axes])
+        return jnp.moveaxis(array, range(-len(norm.axes), 0), norm.axes)
     if norm.heads:
         last = (*norm.heads, *norm.axes)
         others = [n for i, n in enumerate(shape) if i not in last]
@@ -547,6 +680,8 @@ def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
 
 def row_values(norm: Norm, array: Array) -> Array:
     """Returns a row statistic as kernels see it: (outer, inner), or (outer, heads)."""
+    if are_examples(norm):
+        return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
     if norm.heads:
         heads = _heads_of_rows(norm)
         array = jnp.moveaxis(array, heads, range(-len(heads), 0))
@@ -557,7 +692,7 @@ def row_values(norm: Norm, array: Array) -> Array:
 def restore_row_values(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `row_values`, for x of this shape."""
     rows = [n for i, n in enumerate(shape) if i not in norm.axes]
-    if not norm.heads:
+    if not norm.heads or are_examples(norm):
         return array.reshape(rows)
     heads = _heads_of_rows(norm)
     others = [n for i, n in enumerate(rows) if i not in heads]
@@ -570,8 +705,16 @@ def _heads_of_rows(norm: Norm) -> tuple[int, ...]:
     return tuple(h - sum(a < h for a in norm.axes) for h in norm.heads)
 
 
+def are_examples(norm: Norm) -> bool:
+    """Whether scale has the first dimensions of x, and others of x are between them and `axes`."""
+    count = len(norm.heads)
+    return count > 0 and norm.heads == tuple(range(count)) and norm.axes[0] > count
+
+
 def local(norm: Norm, **changes: Any) -> Norm:
     """The norm as kernels see it."""
+    if are_examples(norm):
+        return replace(norm, axes=(2,), heads=(0,), per_example=True, **changes)
     if norm.heads:
         return replace(norm, axes=(2,), heads=(1,), **changes)
     return replace(norm, axes=(1,), **changes)
@@ -584,7 +727,7 @@ def parameter_values(norm: Norm, array: Array) -> Array:
     return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
 
 
-def _forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
+def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     kernel, apart = forward_kernel, _forward_over_devices
     return forward_on(kernel, apart, norm, split, x, *rest, order=order)
 
@@ -614,15 +757,15 @@ def forward_on(
 
 
 def _forward_over_devices(
-    norm: Norm, split: Split, large: list[Array], scale: list[Array], order: Order
+    norm: Norm, split: Split, large: list[Array], parameters: list[Array], order: Order
 ) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
-    here, dtype = local(norm), forward_dtype(norm, *large, *scale)
+    here, dtype = local(norm), forward_dtype(norm, *large, *parameters)
     h = add(large[0], large[1], dtype, norm.residual_dtype) if norm.has_residual else large[0]
-    wide = h.astype(dtype) if dtype == jnp.float64 else h  # row_sums sees no scale, no dtype of y
+    wide = h.astype(dtype) if dtype == jnp.float64 else h  # it sees no parameter, no dtype of y
     sums = split.psum(row_sums_kernel(here, wide, order=order)[0], norm.axes)
     rstd = jax.lax.rsqrt(sums / split.count(norm.axes) + jnp.asarray(norm.eps, sums.dtype))
-    y = apply_kernel(here, h, *scale, rstd, order=order)
+    y = apply_kernel(here, h, *parameters, rstd, order=order)
     return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
 
@@ -631,14 +774,14 @@ def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) 
     del split
     if x.size == 0:
         return define_apply(norm, x, *rest)
-    *scale, rstd = rest
-    scale = [parameter_values(norm, a) for a in scale]
-    operands = [canonical(norm, x), *scale, row_values(norm, rstd)]
+    *parameters, rstd = rest
+    parameters = [parameter_values(norm, a) for a in parameters]
+    operands = [canonical(norm, x), *parameters, row_values(norm, rstd)]
     (y,) = apply_kernel(local(norm), *operands, order=order)
     return [restore(norm, y, x.shape)]
 
 
-def _backward_body(
+def backward_body(
     norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
 ) -> list[Array]:
     kernel, apart = backward_kernel, _backward_over_devices
@@ -652,7 +795,7 @@ def _pullback_body(
         apart = _backward_over_devices
         return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
     alone = replace(norm, with_value=False)
-    results = _backward_body(alone, split, dy, x, *rest, order=order)
+    results = backward_body(alone, split, dy, x, *rest, order=order)
     if norm.with_value:
         again = replace(norm, out_dtype=dy.dtype.name)
         results += _apply_body(again, split, x, *rest, order=order)
@@ -729,7 +872,7 @@ def backward_dims(norm: Norm, ndim: int) -> Dims:
 
 def _apply_dims(norm: Norm, ndim: int) -> Dims:
     x, rows, scale = dims_of(norm, ndim)
-    return (x, *[scale] * norm.has_scale, rows), (x,)
+    return (x, *[scale] * (norm.has_scale + norm.has_bias), rows), (x,)
 
 
 def tangent_dims(norm: Norm, ndim: int) -> Dims:
@@ -751,19 +894,17 @@ def batched(norm: Norm, at: int) -> Norm:
 
 
 def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[Array]:
-    """Normalises on kernels, and multiplies by a scale of each example's own in plain JAX."""
+    """Normalises on kernels; applies scale and bias of each example's own in plain JAX."""
     dtype = forward_dtype(norm, x, *rest)
-    *operands, scale = rest if norm.has_scale else (*rest, None)
-    alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0, out_dtype=dtype.name)
-    y, *others = forward(alone, x, *operands, order=order)
-    if scale is not None:
-        weight = scale.astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
-        y = y * jnp.expand_dims(weight, rows_of(norm, x))
-    return [y.astype(norm.out_dtype), *others]
+    residual, parameters = rest[: norm.has_residual], list(rest[norm.has_residual :])
+    alone = replace(norm, has_scale=False, has_bias=False, heads=(), scale_offset=0.0)
+    y, *others = forward(replace(alone, out_dtype=dtype.name), x, *residual, order=order)
+    w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
+    return [plus(y * w, bias).astype(norm.out_dtype), *others]
 
 
 def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
-    """dx on kernels, with dy scaled by each example's own scale; dscale as a sum in plain JAX."""
+    """dx on kernels, with dy scaled by each example's own scale; the sums in plain JAX."""
     dtype, rows = dtype_of(dy, x, *rest), rows_of(norm, x)
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
     wide = g = dy.astype(dtype)
@@ -771,11 +912,12 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
         weight = scale[0].astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
         g = g * jnp.expand_dims(weight, rows)
     alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
-    alone = replace(alone, with_dscale=False, with_value=False)
+    alone = replace(alone, with_dscale=False, with_dbias=False, with_value=False)
     results = backward(alone, g, x, rstd, *dh, order=order)
     if norm.with_dscale:
         normal = x.astype(dtype) * along_rows(norm, rstd)
         results.append(jnp.sum(wide * normal, rows))
+    results += [jnp.sum(wide, rows)] * norm.with_dbias
     if norm.with_value:
         results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
     return results
@@ -859,13 +1001,19 @@ def pull(backward: Op, cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -
     if type(dy) is ad.Zero:
         return nothing + [*dh, *[None] * (len(linear) - len(dh))]
     asked = {"with_dscale": spec.moves[1], "with_dbias": spec.moves[2]}
-    norm = replace(spec, has_residual=bool(dh), moves=(False, False, False), **asked)
+    norm = replace(spec, has_residual=bool(dh), has_bias=False, moves=(False,) * 3, **asked)
     results = backward(norm, dy, x, *rest[:count], *dh, order=order)
     results = results if spec.moves[0] else results[1:]
     return nothing + [
         r.astype(t.aval.dtype) if ad.is_undefined_primal(t) else None
         for r, t in zip(results, linear, strict=True)
     ]
+
+
+def without(norm: Norm, *flags: str) -> Norm | None:
+    """The norm without the first of these results that it has."""
+    found = next((flag for flag in flags if getattr(norm, flag)), None)
+    return None if found is None else replace(norm, **{found: False})
 
 
 def _transpose_backward(cts: Any, *operands: Any, spec: Norm, order: Order) -> list[Any]:
@@ -909,26 +1057,26 @@ backward = Op(
     "rms_norm_gradient",
     define_backward,
     dims=backward_dims,
-    body=_backward_body,
+    body=backward_body,
     leads=(1,),
     unfused=_backward_unfused,
     batched=batched,
     transpose=_transpose_backward,
-    without_last=lambda norm: replace(norm, with_dscale=False) if norm.with_dscale else None,
+    without_last=lambda norm: without(norm, "with_dbias", "with_dscale"),
 )
 forward = Op(
     "rms_norm",
     define_forward,
     dims=forward_dims,
-    body=_forward_body,
+    body=forward_body,
     unfused=_forward_unfused,
     batched=batched,
     jvp=_forward_jvp,
     backward=backward,
-    without_last=lambda norm: replace(norm, with_rstd=False) if norm.with_rstd else None,
+    without_last=lambda norm: without(norm, "with_rstd"),
 )
 apply = Op("rms_norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=batched)
-"""`(x[, scale], rstd) -> (y,)`: the forward once more, where rstd is known."""
+"""`(x[, scale][, bias], rstd) -> (y,)`: the forward once more, where rstd is known."""
 
 pullback = Op(
     "rms_norm_pullback",

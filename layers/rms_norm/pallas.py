@@ -44,7 +44,7 @@ def kernel_of(
         dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
-        name = f"pallas_{op}{run.__name__}"  # of "_forward" and the like
+        name = f"pallas_{op}_{run.__name__.lstrip('_')}"  # of "forward" and the like
         rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
         return [restored(r, *operands[lead].shape) for r in results]
@@ -94,8 +94,13 @@ class Rows:
 
 
 def weight_of(columns: Arrays, norm: Norm) -> Any:
-    """Returns scale + scale_offset, or 1."""
-    return columns[0] + norm.scale_offset if columns else 1
+    """Returns scale + scale_offset, or 1; scale is the first of the columns."""
+    return columns[0] + norm.scale_offset if norm.has_scale else 1
+
+
+def plus_bias(columns: Arrays, norm: Norm, y: Any) -> Any:
+    """Returns y + bias, or y; bias is the last of the columns."""
+    return y + columns[-1] if norm.has_bias else y
 
 
 def _normal_of(norm: Norm, h: Any, rstd: Any, dtype: jnp.dtype) -> Any:
@@ -104,8 +109,8 @@ def _normal_of(norm: Norm, h: Any, rstd: Any, dtype: jnp.dtype) -> Any:
     return normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
 
 
-def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    residual, scale = rest[: norm.has_residual], rest[norm.has_residual :]
+def forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
+    residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
     h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
     if not rows.fit():
@@ -114,7 +119,7 @@ def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
             h = (x.astype(rows.compute) + residual[0].astype(rows.compute)).astype(h_dtype)
         (sums,) = _row_sums(rows, norm, h)
         rstd = jax.lax.rsqrt(sums / rows.n + norm.eps)
-        y = _apply(rows, norm, h, *scale, rstd)
+        y = _apply(rows, norm, h, *parameters, rstd)
         return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
     def body(tiles, columns, _):
@@ -123,11 +128,12 @@ def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
             h = (h + tiles[1]).astype(h_dtype).astype(rows.compute)
         rstd = jax.lax.rsqrt(jnp.sum(h * h, 1, keepdims=True) / rows.n + norm.eps)
         y = _normal_of(norm, h, rstd, h_dtype) * weight_of(columns, norm)
+        y = plus_bias(columns, norm, y)
         return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
     outs = [Out("tile", jnp.dtype(norm.out_dtype)), *[Out("tile", h_dtype)] * norm.has_residual]
     outs += [Out("row", rows.compute)] * norm.with_rstd
-    return rows(body, [x, *residual], scale, [], outs, whole=True)
+    return rows(body, [x, *residual], parameters, [], outs, whole=True)
 
 
 def _row_sums(rows: Rows, norm: Norm, x: Array) -> list[Array]:
@@ -137,12 +143,13 @@ def _row_sums(rows: Rows, norm: Norm, x: Array) -> list[Array]:
 
 
 def _apply(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    *scale, rstd = rest
+    *parameters, rstd = rest
 
     def body(tiles, columns, stats):
-        return [_normal_of(norm, tiles[0], stats[0], x.dtype) * weight_of(columns, norm)]
+        y = _normal_of(norm, tiles[0], stats[0], x.dtype) * weight_of(columns, norm)
+        return [plus_bias(columns, norm, y)]
 
-    return rows(body, [x], scale, [rstd], [Out("tile", jnp.dtype(norm.out_dtype))])
+    return rows(body, [x], parameters, [rstd], [Out("tile", jnp.dtype(norm.out_dtype))])
 
 
 def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
@@ -153,7 +160,7 @@ def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> lis
     return rows(body, [dy, x], scale, [], [Out("row sum", rows.compute)])
 
 
-def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
     if not rows.fit():
         (dots,) = _row_dots(rows, norm, dy, x, *scale)
@@ -164,9 +171,9 @@ def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list
         def body(tiles, columns, stats):
             dy, x, *dh = tiles
             dots = jnp.sum(dy * weight_of(columns, norm) * x, 1, keepdims=True)
-            return _gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
+            return gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
 
-        outs = _gradient_outs(rows, norm, x)
+        outs = gradient_outs(rows, norm, x)
         results = rows(body, [dy, x, *dh], scale, [rstd], outs, whole=True)
     if norm.with_value:
         results += _apply(rows, replace(norm, out_dtype=dy.dtype.name), x, *scale, rstd)
@@ -178,30 +185,33 @@ def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -
 
     def body(tiles, columns, stats):
         dy, x, *dh = tiles
-        return _gradients(norm, dy, x, dh, columns, stats[0], stats[1] / norm.count)
+        return gradients(norm, dy, x, dh, columns, stats[0], stats[1] / norm.count)
 
-    return rows(body, [dy, x, *dh], scale, [rstd, dots], _gradient_outs(rows, norm, x))
+    return rows(body, [dy, x, *dh], scale, [rstd, dots], gradient_outs(rows, norm, x))
 
 
-def _gradients(
+def gradients(
     norm: Norm, dy: Any, x: Any, dh: Sequence[Any], columns: Any, rstd: Any, mean: Any
 ) -> list[Any]:
-    """Returns dx of a tile, and what it adds to dscale; products in the definition's order."""
+    """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
     normal = x * rstd
     dx = rstd * (dy * weight_of(columns, norm) - normal * (rstd * mean))
     dx = dx + dh[0] if dh else dx
-    return [dx, *[jnp.sum(dy * normal, 0, keepdims=True)] * norm.with_dscale]
+    add = lambda value: jnp.sum(value, 0, keepdims=True)
+    return [dx, *[add(dy * normal)] * norm.with_dscale, *[add(dy)] * norm.with_dbias]
 
 
-def _gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
-    return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * norm.with_dscale]
+def gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
+    """dx, and what was asked for of dscale and dbias."""
+    sums = norm.with_dscale + norm.with_dbias
+    return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * sums]
 
 
 KERNELS = {
-    "forward": kernel_of(_forward, 0),
+    "forward": kernel_of(forward, 0),
     "row_sums": kernel_of(_row_sums, 0),
     "apply": kernel_of(_apply, 0),
-    "backward": kernel_of(_backward, 1, with_columns=True),
+    "backward": kernel_of(backward, 1, with_columns=True),
     "row_dots": kernel_of(_row_dots, 1),
     "backward_apply": kernel_of(_backward_apply, 1, with_columns=True),
 }

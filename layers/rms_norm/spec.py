@@ -1,6 +1,9 @@
 """The static parameters of a normalisation: all that is known of it when it is traced."""
 
 import dataclasses
+from typing import Literal
+
+Gate = Literal["", "before", "after"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -10,8 +13,10 @@ class Norm:
     Attributes:
       op: the function the user called.
       axes: the normalised dimensions of x; kernels see arrays as (outer, n, inner).
-      heads: the dimensions of x that scale has before `axes`, which are then x's last; kernels see
-        arrays as (outer, heads, n).
+      heads: the dimensions of x that scale and bias have before `axes`. Heads are just before them,
+        and kernels see arrays as (outer, heads, n); or they are x's first, examples, and kernels
+        see (examples, tokens, n).
+      per_example: whether it is the latter, for kernels.
       eps, scale_offset: as in the formula.
       out_dtype: of y.
       cast_before: whether x̂ is rounded to the dtype of what is normalised before it is multiplied.
@@ -22,13 +27,16 @@ class Norm:
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
       with_value: whether a backward also returns y, normalised again.
-      moves: of x, scale and bias, which have a tangent.
+      moves: of x, scale and bias (gated: x, scale and z), which have a tangent.
+      gate: whether a gate multiplies what is normalised ("before") or the result ("after").
+      activation: of the gate.
       count: features of a whole row, where devices have parts of it.
     """
 
     op: str = "rms_norm"
     axes: tuple[int, ...] = (1,)
     heads: tuple[int, ...] = ()
+    per_example: bool = False
     eps: float = 0.0
     scale_offset: float = 0.0
     out_dtype: str = ""
@@ -44,4 +52,6 @@ class Norm:
     with_dbias: bool = False
     with_value: bool = False
     moves: tuple[bool, bool, bool] = (False, False, False)
+    gate: Gate = ""
+    activation: str = ""
     count: float = 0.0

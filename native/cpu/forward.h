@@ -1,5 +1,5 @@
-// h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight, with h * rstd
-// rounded to the dtype of h first if cast_before
+// h = x + residual, or x;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * weight (+ bias), with
+// h * rstd rounded to the dtype of h first if cast_before
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,8 @@ struct Forward {
   Array x, residual, h;       // residual and h: both or neither
   Array given_rstd;           // Apply only
   Array y, rstd, sums;        // results, each where wanted
-  const C* weight = nullptr;  // (n,), where y is wanted
+  const C* weight = nullptr;  // (heads, n), where y is wanted
+  const C* bias = nullptr;    // (heads, n), where there is one
   double eps = 0;
   bool cast_before = false;
 
@@ -51,7 +52,7 @@ struct Forward {
   }
 
   void Apply(const Range& lines, const Range& features, const C* values, C*) const {
-    static const std::vector<C> ones(kTileSize<C>, 1);
+    static const std::vector<C> ones(kTileSize<C>, 1), zeros(kGroupLines);
     C a[kTileSize<C>], b[kTileSize<C>];
     const Array normalised = residual ? h : x;
     const bool rounds = cast_before && normalised.dtype != kComputeDtype<C>;
@@ -68,6 +69,7 @@ struct Forward {
         tile.rstd = ones.data();
       }
       tile.weight = weight + feature;
+      if (bias != nullptr) tile.bias = bias + feature, tile.mean = zeros.data();
       C* target = Target(y, offset, b);
       Normalise(tile, target);
       Commit(target, y, offset, tile.size());

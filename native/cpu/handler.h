@@ -33,10 +33,11 @@ class Weight {
   const C* data_;
 };
 
-// Runs a kernel, given in both compute types, in the one that the operands ask for.
+// Runs a kernel, given in both compute types, in the one that the operands ask for; `fill` is given
+// the kernel, and the bias in that type or null.
 template <template <typename> class Kernel, typename Fill>
-xla::ffi::Error Dispatch(Operands& operands, xla::ffi::ThreadPool& pool, const Array& scale,
-                         double scale_offset, const Fill& fill) {
+xla::ffi::Error DispatchBiased(Operands& operands, xla::ffi::ThreadPool& pool, const Array& scale,
+                               double scale_offset, const Array& bias, const Fill& fill) {
   if (auto error = operands.error()) return *error;
   auto run = [&](auto kernel, auto zero) {
     using C = decltype(zero);
@@ -44,13 +45,21 @@ xla::ffi::Error Dispatch(Operands& operands, xla::ffi::ThreadPool& pool, const A
     const Shape& shape = operands.shape();
     const int64_t n = shape.lines() > 0 ? shape.heads * shape.n : 0;
     const Weight<C> weight(scale, scale_offset, n);
-    if (weight.data() == nullptr) return OutOfMemory();
+    const Weight<C> shift(bias, 0, bias ? n : 0);
+    if (weight.data() == nullptr || shift.data() == nullptr) return OutOfMemory();
     kernel.shape = shape;
     kernel.weight = weight.data();
-    fill(kernel);
+    fill(kernel, bias ? shift.data() : nullptr);
     return Run<C>(kernel, pool);
   };
   return operands.compute_in_double() ? run(Kernel<double>(), double{}) : run(Kernel<float>(), 0.f);
+}
+
+template <template <typename> class Kernel, typename Fill>
+xla::ffi::Error Dispatch(Operands& operands, xla::ffi::ThreadPool& pool, const Array& scale,
+                         double scale_offset, const Fill& fill) {
+  return DispatchBiased<Kernel>(operands, pool, scale, scale_offset, {},
+                                [&](auto& kernel, const auto*) { fill(kernel); });
 }
 
 inline auto Variadic() {

@@ -149,19 +149,18 @@ struct NormaliseRows {
     constexpr int64_t kLanes = Vec<C, kBytes>::kLanes;
     const int64_t cols = t->cols;
     for (int64_t r = 0; r < t->rows; ++r, y += cols) {
-      const C* x = t->x + r * cols;
+      const C *x = t->x + r * cols, *weight = t->weight + t->Head(r) * t->n;
       const C rstd = t->rstd[r];
       int64_t i = 0;
       if constexpr (kCentred) {
-        const C mean = t->mean[r];
+        const C mean = t->mean[r], *bias = t->bias + t->Head(r) * t->n;
         for (; i + kLanes <= cols; i += kLanes) {
           const auto normal = (Load<kBytes>(x + i) - mean) * rstd;
-          Store(y + i, normal * Load<kBytes>(t->weight + i) + Load<kBytes>(t->bias + i));
+          Store(y + i, normal * Load<kBytes>(weight + i) + Load<kBytes>(bias + i));
         }
-        for (; i < cols; ++i) y[i] = (x[i] - mean) * rstd * t->weight[i] + t->bias[i];
+        for (; i < cols; ++i) y[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
         continue;
       }
-      const C* weight = t->weight + t->Head(r) * t->n;
       for (; i + kLanes <= cols; i += kLanes) {
         Store(y + i, Load<kBytes>(x + i) * rstd * Load<kBytes>(weight + i));
       }
@@ -180,7 +179,8 @@ struct GradientOfRows {
       for (; r < t->rows; ++r) {
         const int64_t at = t->Head(r) * t->n;
         row.weight = t->weight + at;
-        Rows<1, kBytes>(row, r, dx, kDscale ? dscale + at : dscale, dbias);
+        Rows<1, kBytes>(row, r, dx, kDscale ? dscale + at : dscale,
+                        kDscale && kCentred ? dbias + at : dbias);
       }
     }
     for (; r + 4 <= t->rows; r += 4) Rows<4, kBytes>(*t, r, dx, dscale, dbias);

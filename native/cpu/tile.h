@@ -22,7 +22,8 @@ struct Tile {
   const C* weight = nullptr;      // scale + scale_offset
   const C* rstd = nullptr;        // a statistic each
   const C* correction = nullptr;  // rstd^3 * sum(dy * weight * x) / count, a statistic each
-  // Of a LayerNorm, where x stands for x - mean above; null for an RMSNorm.
+  // Of a LayerNorm, where x stands for x - mean above; null for an RMSNorm, but zeros for one with
+  // a bias or its gradient.
   const C* mean = nullptr;
   const C* bias = nullptr;
   const C* shift = nullptr;  // rstd * sum(dy * weight) / count, a statistic each

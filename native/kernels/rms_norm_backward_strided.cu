@@ -2,8 +2,16 @@
 // operands are those of rms_norm_backward.cu, with rstd and dots (outer, inner). Here an element is
 // read twice, and then its place written, by one thread.
 //
-// A block adds up dscale over its rows in its own row of `partial`, each element always by the same
-// thread, and column_sum.cu adds the blocks: the result does not depend on timing.
+// A block adds up dscale and dbias over its rows in its own row of `partial`, each element always
+// by the same thread, and column_sum.cu adds the blocks: the result does not depend on timing.
+#ifndef WITH_DBIAS
+#define WITH_DBIAS 0
+#endif
+#if WITH_DSCALE || WITH_DBIAS
+#define HAS_PARTIAL 1
+#else
+#define HAS_PARTIAL 0
+#endif
 #include "strided.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -15,15 +23,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx,)
-           IF(GRADIENT, IF(WITH_DSCALE, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
            IF_NOT(GRADIENT, Compute* dots,)
            long long outer, long long inner, Compute scale_offset, Compute count) {
   // clang-format on
 #if GRADIENT
   const Compute per_count = Compute(1) / count;
-#if WITH_DSCALE
-  Compute* const dscale = partial + 1LL * blockIdx.x * FEATURES;
-  clear_columns(dscale);
+#if HAS_PARTIAL
+  Compute* const dscale = partial + 1LL * blockIdx.x * (WITH_DSCALE + WITH_DBIAS) * FEATURES;
+  IF(WITH_DSCALE, clear_columns(dscale));
+#endif
+#if WITH_DBIAS
+  Compute* const dbias = dscale + WITH_DSCALE * FEATURES;
+  clear_columns(dbias);
 #endif
 #endif
   const long long tiles = Tile::count(outer, inner);
@@ -54,10 +66,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int begin = 0; begin < FEATURES; begin += BLOCK_Y) {
       const int k = begin + thread_y();
       Compute share = 0;
+      IF(WITH_DBIAS, Compute more = 0);
       if (tile.active && k < FEATURES) {
         const Compute wide_dy = widen<Compute>(dy[tile.at(k)]);
         const Compute normal = widen<Compute>(x[tile.at(k)]) * rstd_row;
         share = wide_dy * normal;
+        IF(WITH_DBIAS, more = wide_dy);
         Compute weight = 1;
         IF(HAS_SCALE, weight = widen<Compute>(scale[k]) + scale_offset);
         const Compute g = wide_dy * weight;
@@ -69,6 +83,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if WITH_DSCALE
       share = line_sum(share);
       if (thread_x() == 0 && k < FEATURES) dscale[k] += share;
+#endif
+#if WITH_DBIAS
+      more = line_sum(more);
+      if (thread_x() == 0 && k < FEATURES) dbias[k] += more;
 #endif
     }
 #endif

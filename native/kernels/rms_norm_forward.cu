@@ -1,14 +1,18 @@
 // RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
 //
-//   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)    y = h · rstd · (scale + offset)
+//   h = x + residual (or x)    rstd = 1 / sqrt(mean(h²) + eps)
+//   y = h · rstd · (scale + offset) (+ bias)
 //
-// (h · rstd is rounded to the type of h if CAST_BEFORE),
+// (h · rstd is rounded to the type of h if CAST_BEFORE; with a = activation(z), h is x · a if
+// GATE_BEFORE, and y is times a if GATE_AFTER),
 // and its two halves, for rows that lie on several devices or do not fit in one block's registers:
 // the sums of squares alone (NORMALIZE 0), and y for a given rstd (STATISTICS 0).
 //
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
+//   z        (rows, FEATURES)  Z_TYPE                                       if gated
 //   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
+//   bias     (HEADS, FEATURES) BIAS_TYPE                                    if HAS_BIAS
 //   rstd     (rows,)           COMPUTE_TYPE   operand, or result if WITH_RSTD
 //   sums     (rows, SLICES)    COMPUTE_TYPE   sums of squares of each slice
 //
@@ -17,6 +21,21 @@
 // THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
 // statistics are; otherwise it is read once for all rows of a thread. With more than one head, row
 // i has the scale of head i % HEADS, which each thread reads for its rows; it stays in the caches.
+// So does the bias, which is read late. If PER_EXAMPLE, scale and bias are (rows / tokens,
+// FEATURES), and `tokens` rows after one another have the same.
+#ifndef HAS_BIAS
+#define HAS_BIAS 0
+#endif
+#ifndef PER_EXAMPLE
+#define PER_EXAMPLE 0
+#endif
+#define SEVERAL (HEADS > 1 || PER_EXAMPLE)  // rows have a scale of their own: that of a row
+#if PER_EXAMPLE
+#define HEAD_OF(row) ((row) / tokens)
+#else
+#define HEAD_OF(row) ((row) % HEADS)
+#endif
+#include "gate.cuh"
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -36,25 +55,48 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
   return sum;
 }
 
+#if GATE_BEFORE
+// The sum of squares of x · activation(z).
+template <typename T, typename Z>
+__device__ inline Compute square_sum(const Chunks<T>& values, const Chunks<Z>& zs) {
+  Compute sum = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto wide = widen_all<Compute>(values[i]);
+    const auto wide_z = widen_all<Compute>(zs[i]);
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) {
+      const Compute gated = wide.at[k] * gate_of(wide_z.at[k]);
+      sum += gated * gated;
+    }
+  }
+  return sum;
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
+           IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(HAS_BIAS, const BIAS_TYPE* bias,)
            IF_NOT(STATISTICS, const Compute* rstd,)
            IF(NORMALIZE, Y_TYPE* y,)
            IF(HAS_RESIDUAL, H_TYPE* h,)
            IF(STATISTICS, IF(WITH_RSTD, Compute* rstd,))
            IF_NOT(NORMALIZE, Compute* sums,)
-           long long rows, Compute eps, Compute scale_offset) {
+           long long rows, IF(PER_EXAMPLE, long long tokens,) Compute eps, Compute scale_offset) {
   // clang-format on
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
+  IF(HAS_GATE, aligned = aligned && aligned_16(z));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
+  IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
-#if NORMALIZE && HAS_SCALE && HOLD && HEADS == 1
+#if NORMALIZE && HAS_SCALE && HOLD && !SEVERAL
   Wide<Compute, VECTOR> weights[CHUNKS];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
@@ -68,6 +110,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int r = 0; r < THREAD_ROWS; ++r) {
       load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
     }
+#if HAS_GATE
+    Chunks<Z_TYPE> zs[THREAD_ROWS];
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      load_row(z + (mine + r) * FEATURES, mine + r < rows, aligned, zs[r]);
+    }
+#endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll
@@ -87,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     Wide<Compute, THREAD_ROWS> inverse;
 #if STATISTICS
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = square_sum(hs[r]);
+    for (int r = 0; r < THREAD_ROWS; ++r)
+      inverse.at[r] = square_sum(hs[r] IF(GATE_BEFORE, , zs[r]));
     row_sums.post(inverse);
     inverse = row_sums.total();
 #endif
@@ -112,28 +162,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-#if HEADS > 1
+#if SEVERAL
       Wide<Compute, VECTOR> weights[THREAD_ROWS];  // together: a store would hold up the next load
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
-        weights[r] = load_weight(scale + (mine + r) % HEADS * FEATURES, scale_offset, i, aligned);
+        weights[r] = load_weight(scale + HEAD_OF(mine + r) * FEATURES, scale_offset, i, aligned);
       }
 #elif HAS_SCALE && HOLD
       const auto& weight = weights[i];
 #elif HAS_SCALE
       const auto weight = load_weight(scale, scale_offset, i, aligned);
 #endif
+#if HAS_BIAS && SEVERAL
+      Wide<Compute, VECTOR> shifts[THREAD_ROWS];
+#pragma unroll
+      for (int r = 0; r < THREAD_ROWS; ++r) {
+        shifts[r] = load_columns<Compute>(bias + HEAD_OF(mine + r) * FEATURES, i, aligned);
+      }
+#elif HAS_BIAS
+      const auto shift = load_columns<Compute>(bias, i, aligned);
+#endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
-#if HEADS > 1
+#if SEVERAL
         const auto& weight = weights[r];
+        IF(HAS_BIAS, const auto& shift = shifts[r]);
 #endif
+        IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[r][i]));
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
+          IF(GATE_BEFORE, out.at[k] *= gate_of(wide_z.at[k]));
           out.at[k] *= inverse.at[r];
           IF(CAST_BEFORE, out.at[k] = widen<Compute>(Normalised(out.at[k])));
           IF(HAS_SCALE, out.at[k] *= weight.at[k]);
+          IF(HAS_BIAS, out.at[k] += shift.at[k]);
+          IF(GATE_AFTER, out.at[k] *= gate_of(wide_z.at[k]));
         }
         if (mine + r < rows) {
           store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));

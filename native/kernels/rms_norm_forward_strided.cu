@@ -1,5 +1,8 @@
 // RMSNorm along the middle of (outer, FEATURES, inner); the formulas, macros and operands are those
 // of rms_norm_forward.cu, with rstd and sums (outer, inner). Each row is read twice.
+#ifndef HAS_BIAS
+#define HAS_BIAS 0
+#endif
 #include "strided.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -10,6 +13,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(HAS_BIAS, const BIAS_TYPE* bias,)
            IF_NOT(STATISTICS, const Compute* rstd,)
            IF(NORMALIZE, Y_TYPE* y,)
            IF(HAS_RESIDUAL, H_TYPE* h,)
@@ -50,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       Compute out = widen<Compute>(normalised[tile.at(k)]) * inverse;
       IF(CAST_BEFORE, out = widen<Compute>(Normalised(out)));
       IF(HAS_SCALE, out *= widen<Compute>(scale[k]) + scale_offset);
+      IF(HAS_BIAS, out += widen<Compute>(bias[k]));
       y[tile.at(k)] = Y_TYPE(out);
     }
 #endif

@@ -17,8 +17,16 @@ from fp8_layers import both_ways, wide_product
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import (
+    accumulate_gradients,
+    dense,
+    fuse_norms,
+    gated_product,
+    norm_dense,
+    norm_gated_dense,
+)
 from normfuse.layers.dense import gated
+from normfuse.layers.dense.norm_dense import apply as norm_linears
 from normfuse.layers.nnx import swap
 from normfuse.layers.quantization import kernel_codes_saveable, product
 
@@ -332,6 +340,67 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     }
 
 
+PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
+
+
+def projections(x, residual, scale, *kernels, **options):
+    options |= {"eps": 1e-6, "dtype": "bfloat16", "implementation": None, "residual": residual}
+    return norm_linears(x, scale, kernels, [None] * len(kernels), **options)
+
+
+def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
+    """Nine products, and between those of the backward and the norm's no pass.
+
+    Not even where the products are so small that XLA would merge those of one input.
+    """
+    rows = lambda width: struct(TOKENS, width, dtype=bf16)
+    kernels = [struct(*shape, dtype=f32) for shape in PROJECTIONS]
+    args = rows(2048), rows(2048), struct(2048, dtype=f32), *kernels
+    cotangents = [rows(width) for _, width in PROJECTIONS] + [rows(2048)]
+    program = compiled(apart(projections), args, cotangents)
+    found, dn = calls(program), f"bf16[{TOKENS},2048]"
+    forward = [f"bf16[{TOKENS},{width}]" for _, width in PROJECTIONS]
+    gradients = [f"f32[{n},{m}]" for n, m in PROJECTIONS]
+    assert sorted(result for result, _, _ in found) == sorted([*forward, *gradients, *[dn] * 3])
+    # Each part of dn but the first is added in its product, to the array that holds the sum.
+    assert [call for call in found if call[1]] == [(dn, 1, True)] * 2
+    small = 2**20  # less than a megabyte: sums over rows, scales
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > small]
+    moved = {name: sorted(m // small for n, m in passes if n == name) for name, _ in passes}
+    size = lambda shapes, width: sorted(n * m * width // small for n, m in shapes)
+    dys = [(TOKENS, width) for _, width in PROJECTIONS]
+    x = TOKENS * 2048 // small
+    assert moved.pop("quantize_rms_norm") == [8 * x]  # two inputs; their sum, and codes twice
+    (backward,) = moved.pop("rms_norm_backward")  # dn, the sum, its own gradient; dx
+    assert 8 * x <= backward <= 8 * x + 2
+    assert moved.pop("copy") == [4 * x]  # x and the residual have one gradient
+    assert moved.pop("column_sum", [1]) == [1]
+    assert moved == {
+        "quantize_amax": sorted(size(PROJECTIONS, 4) + size(dys, 2)),
+        "quantize_cast": sorted(size(PROJECTIONS, 6) + size(dys, 4)),
+    }
+
+
+@pytest.mark.newest
+def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_products():
+    def loss(params, x):
+        return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, None, *params))
+
+    def run(x, *args):
+        return jax.checkpoint(functools.partial(projections, quantization="fp8"))(x, *args)
+
+    params = [struct(2048, dtype=f32), *(struct(*shape, dtype=bf16) for shape in PROJECTIONS)]
+    xs = struct(4, TOKENS, 2048, dtype=bf16)
+    program = compiled(functools.partial(accumulate_gradients, loss), params, xs)
+    gradients = [(f"f32[{n},{m}]", b, bool(b)) for n, m in PROJECTIONS for b in (0, 1)]
+    # The first microbatch's, and those that the loop adds to it.
+    found = [call for call in calls(program) if call[0].startswith("f32")]
+    assert sorted(found) == sorted(gradients)
+    casts = {shape: n for (_, shape), n in hlo.runs(program, "quantize_cast").items()}
+    assert casts["f8e4m3fn[2048,2048]"] == 1 and casts["f8e4m3fn[2048,1024]"] == 2
+    assert sum(hlo.runs(program, "quantize_rms_norm").values()) == 4 * 2  # and once more backward
+
+
 def test_codes_that_remat_keeps_are_not_copied():
     """They are bytes between the passes, and FP8 again in the products, without a pass."""
 
@@ -438,23 +507,72 @@ class ForeignBlock(nnx.Module):
         return self.q(y), self.k(y), self.v(y)
 
 
-def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
-    """Forward one amax and one cast of the norm's output, backward of each dy alone."""
-    model = swap(nnx.eval_shape(lambda: ForeignBlock(nnx.Rngs(0))), quantization="fp8")
+class ForeignMlp(nnx.Module):
+    """A norm and three Linears, as in other people's blocks."""
+
+    def __init__(self, rngs):
+        self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
+        linear = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=bf16, rngs=rngs)
+        self.gate, self.up, self.down = (
+            linear(DIM, HIDDEN),
+            linear(DIM, HIDDEN),
+            linear(HIDDEN, DIM),
+        )
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+def foreign(cls, transformation=lambda function: function):
+    """The programs of a swapped model: forward, and forward and backward."""
+    model = swap(nnx.eval_shape(lambda: cls(nnx.Rngs(0))), quantization="fp8")
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     state = jax.tree.unflatten(tree, [struct(*leaf.shape, dtype=leaf.dtype) for leaf in leaves])
+    apply = transformation(lambda state, x: nnx.merge(graph, state)(x))
 
     def run(state, x, dys):
-        y, pull = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
+        y, pull = jax.vjp(apply, state, x)
         y, dys = jax.lax.optimization_barrier((y, dys))
         return y, pull(dys)
 
-    rows = lambda m: struct(TOKENS, m, dtype=bf16)
-    program = compiled(run, state, rows(DIM), (rows(DIM),) * 3)
+    x = struct(TOKENS, DIM, dtype=bf16)
+    dys = jax.tree.map(lambda a: struct(*a.shape, dtype=a.dtype), jax.eval_shape(apply, state, x))
+    return compiled(apply, state, x), compiled(run, state, x, dys)
+
+
+def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
+    """Forward one amax and one cast of the norm's output, backward of each dy alone."""
+    _, program = foreign(ForeignBlock)
     # x is quantized once and so is each kernel and each dy; rms_norm_* are the norm's own passes.
     found = hlo.calls(program, "quantize_")
     assert (found["amax"], found["cast"]) == (7, 7)
     assert len(calls(program)) == 9
     others = ["rms_norm_forward", "rms_norm_backward", "fusion"]
     check_quantized(program, others, *[(X, 2)] * 4, *[(DIM * DIM, 4)] * 3)
+
+
+def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
+    """No amax and no cast of the norm's output: 4 bytes an element forward, for 12 (with a
+    gradient 4 + 2, for 14), and one backward of the norm."""
+    forward, program = foreign(ForeignBlock, fuse_norms)
+    assert hlo.calls(forward, "") == {
+        "quantize_amax": 3,
+        "quantize_cast": 3,
+        "quantize_rms_norm": 1,
+    }
+    (moved,) = [moved for name, moved in hlo.passes(forward) if name == "quantize_rms_norm"]
+    assert 3 * X <= moved <= 3 * X + SMALL // 64  # x and q: no qt without a gradient
+    assert len(calls(program)) == 9
+    others = [*NORMS, "fusion"]
+    check_quantized(program, others, *[(X, 2)] * 3, *[(DIM * DIM, 4)] * 3, normalised=4 * X)
+
+
+@pytest.mark.newest
+def test_a_fused_norm_before_a_foreign_mlp_leaves_one_cast_for_each_other_operand():
+    forward, program = foreign(ForeignMlp, fuse_norms)
+    for found, casts in ((forward, 4), (program, 7)):
+        kernels = hlo.calls(found, "quantize_")
+        assert (kernels["amax"], kernels["cast"], kernels["rms_norm"]) == (casts, casts, 1)
+    assert hlo.calls(program)["backward"] == 1 and "forward" not in hlo.calls(program)

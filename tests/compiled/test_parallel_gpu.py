@@ -165,11 +165,17 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
         assert found == {("all-reduce", "bf16"): 6 * activation}
         return
     codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
-    assert codes == 3 * activation  # the MLP's input, for both ways; output gradients
+    # The inputs of attention and of the MLP, each for both ways; output gradients.
+    assert codes == 4 * activation
     assert found == {
-        ("all-gather", "bf16"): (1 + 2) * activation,  # attention's input, and outside the layer
+        ("all-gather", "bf16"): 2 * activation,  # outside the layer
         ("reduce-scatter", "bf16"): 6 * activation // 8,
     }
+    # What is gathered is transposed on arrival, once for all products that read it so: inputs and
+    # output gradients for products with kernels, inputs for gradients of kernels.
+    arrived = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* fusion\(", program)
+    assert arrived.count(f"{ROWS},{SEQ},{DIM}") == 4
+    assert arrived.count(f"{DIM},{ROWS},{SEQ}") == 2
 
 
 @NEWEST
@@ -192,8 +198,8 @@ def test_all_three_axes_gather_codes_once():
     found = hlo.communicated(gradient("nnx", (2, 2, 2), Sharding.sequence_parallel(), **options))
     activation, kernels, table = ROWS // 4 * SEQ * DIM, KERNELS // 2, TABLE // 2
     codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
-    assert codes == kernels + 3 * activation
-    assert found[("all-gather", "bf16")] == 3 * activation + 2 * table
+    assert codes == kernels + 4 * activation
+    assert found[("all-gather", "bf16")] == 2 * activation + 2 * table
     assert found[("reduce-scatter", "bf16")] == 6 * activation // 2
 
 

@@ -13,6 +13,7 @@ from fp8_recipe import (
     check_all,
     epilogue,
     exact,
+    norm_gradients,
     normalised,
     product,
     rows,
@@ -105,13 +106,9 @@ def norm_recipe(args, dy, dh):
     """((y, h), gradients) for the gradients dy of y and dh of h = x + residual."""
     x, residual, scale, *kernels = args
     h = x if residual is None else x + residual
-    rstd, unscaled, normal = normalised(h, scale)
-    y, (dn, *found) = recipe([h, *kernels], dy, normal)
-    moved = dn * exact(scale)
-    along = (moved * unscaled).sum(1) * exact(-1 / DIM)
-    dx = (rstd * (moved + unscaled * along) + rows(dh)).rounded(h.dtype)
+    y, (dn, *found) = recipe([h, *kernels], dy, normalised(h, scale)[2])
+    dx, dscale = norm_gradients(dn, h, scale, dh)
     dresidual = [] if residual is None else [dx]
-    dscale = (dn * unscaled).sum(0).rounded(scale.dtype)
     return (y, rows(h)), [dx, *dresidual, dscale, *found]
 
 

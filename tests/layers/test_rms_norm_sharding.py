@@ -192,7 +192,7 @@ def test_bare_ffi_call_gathers_and_the_op_does_not(eight_devices):
     x = jax.device_put(np.ones((64, 128, 1), np.float32), NamedSharding(mesh, P("data")))
     bare = jax.ffi.ffi_call("normfuse_rms_norm_forward", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
     flags = {"has_residual": False, "has_scale": False, "with_rstd": False}
-    flags["cast_before"] = False
+    flags |= {"cast_before": False, "has_bias": False}
     call = lambda x: bare(x, eps=np.float64(1e-6), scale_offset=np.float64(0), **flags)[0]
     assert communicates(call, x) == [Collective("all-gather", x.nbytes)]
     assert communicates(functools.partial(rms_norm, axis=1), x) == []

@@ -75,9 +75,51 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
     assert found["normfuse_fp8_product"] == 7 * FP8.num_layers
     assert found["normfuse_quantize_array of a kernel"] == 7 * FP8.num_layers
     assert found["dot_general"] == 2 * FP8.num_layers + 1  # attention, and the logits
-    # The MLP's norm writes codes; attention's, and the last one, do not.
-    assert found["normfuse_quantize_rms_norm_array"] == FP8.num_layers
-    assert found["normfuse_rms_norm"] == FP8.num_layers + 1
+    # A block's norms write codes, which all products after them read; the last one does not.
+    assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
+    assert found["normfuse_rms_norm"] == 1
+    assert found["normfuse_quantize_array"] == FP8.num_layers  # what attention's output reads
+
+
+@pytest.mark.parametrize(
+    ("framework", "changes", "norms"),
+    [
+        ("nnx", {"attention_bias": True, "qk_norm": True}, 2),  # Qwen
+        ("eqx", {"attention_bias": True, "qk_norm": True}, 2),
+        ("nnx", {"norm_offset": 1.0, "norms": "both"}, 2),  # Gemma
+        ("eqx", {"norm_offset": 1.0, "norms": "both"}, 2),
+        ("eqx", {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}, 0),  # OLMo 2
+        ("nnx", {"gated": False, "activation": "relu"}, 1),
+        ("nnx", {"num_kv_heads": 1, "head_dim": 8}, 1),  # 8 features of k and v: no FP8 product
+    ],
+    ids=str,
+)
+def test_norms_of_other_families_write_codes_where_products_follow(framework, changes, norms):
+    """Those before attention and before a gated MLP, for all products that read them."""
+    config, plain = (dataclasses.replace(c, num_layers=1, **changes) for c in (FP8, SMALL))
+    model = build(framework, config)
+    values = model.to_dict(model.init(jax.random.key(0)))
+    found = primitives(jax.make_jaxpr(model.apply)(model.from_dict(values), TOKENS).jaxpr)
+    assert found["normfuse_quantize_rms_norm_array"] == norms
+    got, want = both_ways(config, values, framework), both_ways(plain, values, framework)
+    assert 0.005 < distance(got[1], want[1]) < 0.2
+
+
+def test_an_attention_of_your_own_is_called_with_what_its_norm_writes(params):
+    built = build("nnx", FP8)
+    model = built.model(built.from_dict(params))
+    plain = model(TOKENS)
+    attention = model.layers[0].attention
+
+    class Silent(type(attention)):
+        def __call__(self, x, rope, cache):
+            out, cache = super().__call__(x, rope, cache)
+            return 0 * out, cache
+
+    attention.__class__ = Silent
+    found = primitives(jax.make_jaxpr(model)(TOKENS).jaxpr)
+    assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers - 1
+    assert distance(model(TOKENS), plain) > 0.01
 
 
 @pytest.mark.newest

@@ -73,13 +73,22 @@ def test_each_part_is_one_place_behind_the_one_before(count, expected):
 
 
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_the_transformer_is_tied_four_times_a_layer(framework):
-    """Around what is gathered and the first products with it, of attention and MLP alike."""
-    config = dataclasses.replace(PRESETS["tiny"], num_layers=3, remat="none")
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_the_transformer_is_tied_four_times_a_layer(quantization, framework):
+    """Around what is gathered and the first products with it, of attention and MLP alike.
+
+    In FP8 the MLP is one function, and attention's input is marked before its norm: two times.
+    """
+    options = {"num_layers": 3, "remat": "none", "quantization": quantization}
+    config = dataclasses.replace(PRESETS["tiny"], **options)
     model = build(framework, config)
     tokens = jax.ShapeDtypeStruct((4, 9), jnp.int32)
     program = jax.make_jaxpr(lambda p, t: mean_loss(model, p, t, parts=2))(model.abstract, tokens)
     found = ties(program)
+    if quantization:
+        # x (and branch) before the norm, then q, k and v.
+        assert [len(operands) for operands in found] == [1 + 3, 3 + 2, 2 + 3, 3 + 2, 2 + 3, 3 + 1]
+        return
     assert len(found) == 4 * config.num_layers  # and the last norm's with what is before it
     assert [len(operands) for operands in found] == [4, 4, 3, 3] * config.num_layers
 

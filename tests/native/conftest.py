@@ -20,7 +20,9 @@ def call():
 
     def run(kernel, operands, results, aliases=None, **attributes):
         if kernel in ("forward", "apply"):
-            attributes.setdefault("cast_before", False)
+            attributes = {"cast_before": False, "has_bias": False} | attributes
+        elif kernel.startswith("backward"):
+            attributes.setdefault("with_dbias", False)
         attributes = {k: np.float64(v) if type(v) is float else v for k, v in attributes.items()}
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
         target = f"normfuse_rms_norm_{kernel}"

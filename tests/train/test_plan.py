@@ -153,7 +153,7 @@ def test_mlps_measured_alone(gpu, rows, fp8, ms):
     assert 1e3 * seconds(work, 0, Mesh(), gpu, alone=True) == pytest.approx(ms, rel=0.1)
 
 
-@pytest.mark.parametrize(("quantization", "gathered", "summed"), [(None, 8, 8), ("fp8", 5, 8)])
+@pytest.mark.parametrize(("quantization", "gathered", "summed"), [(None, 8, 8), ("fp8", 4, 8)])
 def test_bytes_are_those_of_compiled_programs(quantization, gathered, summed):
     """A layer's, as tests/compiled/test_parallel_gpu.py counts them."""
     of = lambda **fields: step_work(

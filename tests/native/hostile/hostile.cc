@@ -65,15 +65,15 @@ struct NormArrays {
 Call NormForward(Random& random) {
   const NormArrays a(random);
   const bool scale = random.Once(2), residual = random.Once(2), rstd = random.Once(2);
+  const bool bias = random.Once(2);
   Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
   if (residual) call.args.push_back(a.Activation(2)), call.rets.push_back(a.Activation(3));
   if (scale) call.args.push_back(a.Scale(4));
+  if (bias) call.args.push_back(a.Scale(4));
   if (rstd) call.rets.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 1.0),
-                     Scalar("has_scale", scale),
-                     Scalar("eps", 1e-6),
-                     Scalar("cast_before", random.Once(2)),
-                     Scalar("has_residual", residual),
+  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
+                     Scalar("eps", 1e-6),         Scalar("cast_before", random.Once(2)),
+                     Scalar("has_bias", bias),    Scalar("has_residual", residual),
                      Scalar("with_rstd", rstd)};
   return call;
 }
@@ -153,11 +153,12 @@ Call NormRowSums(Random& random) {
 Call NormApply(Random& random) {
   const NormArrays a(random);
   Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
-  const bool scale = random.Once(2);
+  const bool scale = random.Once(2), bias = random.Once(2);
   if (scale) call.args.push_back(a.Scale(2));
+  if (bias) call.args.push_back(a.Scale(2));
   call.args.push_back(a.Statistics());
   call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
-                     Scalar("cast_before", random.Once(2))};
+                     Scalar("cast_before", random.Once(2)), Scalar("has_bias", bias)};
   return call;
 }
 
@@ -177,9 +178,12 @@ Call NormBackward(Random& random) {
   if (scale) call.args.push_back(a.Scale(3));
   call.args.push_back(a.Statistics());
   if (residual) call.args.push_back(a.Activation(4));
+  const bool dbias = random.Once(2);
   if (dscale) call.rets.push_back(a.Scale(a.compute));
+  if (dbias) call.rets.push_back(a.Scale(a.compute));
   call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
-                     Scalar("has_residual", residual), Scalar("with_dscale", dscale)};
+                     Scalar("has_residual", residual), Scalar("with_dscale", dscale),
+                     Scalar("with_dbias", dbias)};
   return call;
 }
 

@@ -1,0 +1,576 @@
+"""`fuse_norms`: in a function's program, a norm's pass writes the FP8 codes that products read.
+
+The function is traced, and its program evaluated again: first to see which products read which
+norms, then for its results. What is replaced has derivatives of its own, so that a gradient may be
+taken of the new function or within it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ..native.jaxpr import results_of, value_of
+from .dense import fp8, fp8_norm
+from .layer_norm import op as layer_norm
+from .quantization import norm as quantized_norm
+from .quantization import op as quantization
+from .quantization.op import Quantized
+from .rms_norm import op as rms_norm
+from .swap import aligned
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedRow:
+    """What became of one norm, or of one FP8 product whose input no norm quantizes.
+
+    Attributes:
+      where: the line that calls it, after its named scopes.
+      op: what it is, with the type of x.
+      is_norm: whether it is a norm.
+      served: what reads the codes that the norm writes; "" where it writes none.
+      reason: why it writes none, or why the product quantizes its input itself; else "".
+    """
+
+    where: str
+    op: str
+    is_norm: bool
+    served: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionReport:
+    """What `fuse_norms` did; its printed form is a table.
+
+    Attributes:
+      rows: one for each norm, then one for each FP8 product that quantizes its input itself.
+    """
+
+    rows: tuple[FusedRow, ...]
+
+    @property
+    def fused(self) -> tuple[FusedRow, ...]:
+        """The norms that write codes."""
+        return tuple(row for row in self.rows if row.served)
+
+    @property
+    def left(self) -> tuple[FusedRow, ...]:
+        """What stays as it was."""
+        return tuple(row for row in self.rows if not row.served)
+
+    def __str__(self) -> str:
+        table = [("where", "what", "codes for, or why not")]
+        for row, count in collections.Counter(self.rows).items():
+            where = f"{row.where} ({count})" if count > 1 else row.where
+            table.append((where, row.op, row.served or f"not: {row.reason}"))
+        norms = sum(row.is_norm for row in self.rows)
+        count = f"{len(self.fused)} of {norms} norms write the FP8 codes that products read"
+        return "\n".join([*aligned(table), count])
+
+
+def fuse_norms(
+    function: Function, *, report: Callable[[FusionReport], Any] | None = None
+) -> Function:
+    """Returns `function` with norms that write the FP8 codes which products after them read.
+
+    For models whose code is not yours: `swap(model, quantization="fp8")` gives them norms and
+    linear layers of normfuse, but each linear layer is given an array and looks for its maximum.
+    Here the function is traced, and where the result of an RMSNorm goes to FP8 products its pass
+    writes their codes, with the scale that follows from the norm's bound (docs/quantization.md), as
+    in `norm_dense`: no maximum, no cast, and y itself is in memory only where anything else reads
+    it. All products of one norm read the same codes, and their gradients go through one backward of
+    the norm.
+
+    It follows a norm's result through casts, reshapes of rows and `jax.jit` to products of `dense`,
+    of the FP8 modules and of a gated MLP; under `jax.vmap`, in the bodies of `scan`, `while_loop`,
+    `cond`, `jax.checkpoint` and `shard_map`, and in gradients that the function takes. Not across
+    the border of such a body, not into functions with derivatives of their own, and not through an
+    addition: an `eqx.nn.RMSNorm` has a bias unless it was made with `use_bias=False`. The report
+    says so for each norm.
+
+    Any transformation may be applied to the new function. Every call traces the function, so call
+    it within `jax.jit`. For nnx models there is `normfuse.layers.nnx.fuse_norms`, which also keeps
+    what a call changes in them.
+
+    Args:
+      function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
+        them is static. It must not change its arguments.
+      report: is called with a `FusionReport` whenever the function is traced; `print` shows the
+        table.
+
+    Returns:
+      A function of the same arguments. Results differ from those of `function` as an FP8 norm's
+      codes do: rounded once from float32, with a scale from the norm's bound.
+
+    Raises:
+      TypeError: if function or report cannot be called.
+      ValueError: if the function changes its arguments, as nnx modules change their state.
+
+    Warns:
+      UserWarning: if there are FP8 products, no norm writes codes, and no report says so.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import dense, fuse_norms, rms_norm
+    >>> def layer(x, scale, kernel):
+    ...     return dense(rms_norm(x, scale), kernel, quantization="fp8")
+    >>> x, scale, kernel = jnp.ones((16, 16)), jnp.ones(16), jnp.ones((16, 16))
+    >>> fused = fuse_norms(layer, report=lambda report: print(report.fused[0].served))
+    >>> y = jax.jit(fused)(x, scale, kernel)
+    1 × dense
+    """
+    for name, value in (("function", function), ("report", report)):
+        if not callable(value) and (name == "function" or value is not None):
+            raise TypeError(f"fuse_norms: {name} must be a function, got {value!r}")
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+        static: list[Any] = []  # the results that are no arrays, None for the others; their tree
+
+        def call(arrays: list[jax.Array]) -> list[Any]:
+            given = iter(arrays)
+            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, is_array)]
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            results, structure = jax.tree.flatten(function(*args, **kwargs))
+            _check_unchanged(whole, (args, kwargs))
+            traced = [isinstance(result, jax.Array | np.ndarray) for result in results]
+            static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
+            return [result for result, t in zip(results, traced) if t]
+
+        arrays = [leaf for leaf, is_a in zip(leaves, is_array) if is_a]
+        program = jax.make_jaxpr(call)(arrays)
+        plan = _Program()
+        plan.read(program)
+        _conclude(plan, function, report)
+        results = iter(plan.evaluate(program, arrays))
+        others, structure = static
+        return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
+
+    return fused  # pyright: ignore[reportReturnType]
+
+
+def _check_unchanged(before: Sequence[Any], args: Any) -> None:
+    after = jax.tree.leaves(args)
+    changed = lambda a, b: isinstance(a, jax.Array) and a is not b
+    if len(after) != len(before) or any(map(changed, before, after)):
+        raise ValueError(
+            "fuse_norms: the function changes arrays in its arguments, and the changes would be "
+            "lost; return them, or use normfuse.layers.nnx.fuse_norms for nnx models"
+        )
+
+
+def _conclude(plan: "_Program", function: Any, report: Any) -> None:
+    """Hands the report over, and warns where no norm writes codes though there are products."""
+    rows = plan.rows()
+    if report is not None:
+        report(FusionReport(rows))
+    elif plan.products and not plan.fused:
+        reasons = collections.Counter(row.reason for row in rows)
+        most = "; ".join(reason for reason, _ in reasons.most_common(3))
+        name = getattr(function, "__qualname__", type(function).__name__)
+        warnings.warn(
+            f"fuse_norms: no norm in {name} writes FP8 codes ({most}); "
+            "fuse_norms(function, report=print) lists all",
+            stacklevel=3,
+        )
+
+
+# ---------------------------------------------------------------- norms and products in a program
+
+
+@dataclasses.dataclass(eq=False)
+class _Norm:
+    """A norm in a program, and what reads its result."""
+
+    where: str
+    op: str
+    reason: str  # why it cannot write codes; ""
+    with_rstd: bool  # whether its statistics are read
+    products: list["_Product"] = dataclasses.field(default_factory=list)
+    others: list[str] = dataclasses.field(default_factory=list)
+    made: Any = None  # its codes, once they are evaluated
+
+
+@dataclasses.dataclass(eq=False)
+class _Product:
+    """FP8 products of one input in a program: a linear layer or an MLP; or what makes their codes.
+
+    In the program of a gradient only the latter is there.
+    """
+
+    where: str
+    name: str  # of the function that the user called
+    type: str  # of its input
+    reason: str  # why it quantizes its input itself; ""
+    differentiated: bool
+
+
+_FOLLOWED = (  # by the same elements in the same order
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "copy_p",
+    "expand_dims",
+    "name",
+    "pcast",
+    "pvary",
+    "reshape",
+    "squeeze",
+)
+_JIT = ("jit", "pjit")
+_BODIES = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "closed_call", *_JIT)
+_DTYPES = ("float32", "bfloat16", "float16")
+_Path = tuple[Any, ...]  # of an equation: its place, behind that of the equation it is within
+_Origins = list[_Norm | None]
+
+
+class _Program:
+    """Reads a program, then evaluates it with the norms that were found to be fused."""
+
+    def __init__(self):
+        self.norms: dict[_Path, _Norm] = {}
+        self.products: dict[_Path, _Product] = {}
+        self.fused: set[_Path] = set()  # the norms and products
+        self.within: set[_Path] = set()  # what they are within
+        self.reading = False
+
+    def read(self, program: Any) -> None:
+        """Finds the norms whose results go to FP8 products."""
+        self.reading = True
+        count = len(program.jaxpr.invars)
+        _, origins = self._run(program, [None] * count, [None] * count, ())
+        for norm in filter(None, origins):
+            norm.others.append("the function's result")
+        self.reading = False
+        for path, norm in self.norms.items():
+            taken = [p for p in norm.products if not p.reason]
+            if not norm.reason and norm.with_rstd and not all(p.differentiated for p in taken):
+                norm.reason = "its statistics are results too"
+            if not norm.reason and not taken:
+                norm.reason = _listed("no FP8 product reads it", norm.others)
+            if norm.reason:
+                for product in taken:
+                    product.reason = "its norm writes no codes"
+            else:
+                found = [path for path, p in self.products.items() if p in taken]
+                self.fused |= {path, *found}
+        self.within = {path[:i] for path in self.fused for i in range(len(path))}
+
+    def rows(self) -> tuple[FusedRow, ...]:
+        """Returns the rows of the report."""
+        rows = []
+        for path, norm in self.norms.items():
+            served = ""
+            if path in self.fused:
+                names = collections.Counter(p.name for p in norm.products if not p.reason)
+                served = ", ".join(f"{count} × {name}" for name, count in names.items())
+                served = _listed(served, norm.others, "; y is written too, for")
+            rows.append(FusedRow(norm.where, norm.op, True, served, norm.reason))
+        # What is quantized in the program of a gradient may be a gradient: only norms are listed.
+        products = [p for p in self.products.values() if p.reason and not p.differentiated]
+        named = lambda p: f"FP8 {p.name} {p.type}"
+        return *rows, *(FusedRow(p.where, named(p), False, "", p.reason) for p in products)
+
+    def evaluate(self, program: Any, operands: Sequence[Any]) -> list[Any]:
+        """Returns the program's results."""
+        return self._run(program, operands, [None] * len(operands), ())[0]
+
+    # -------- one program
+
+    def _run(
+        self, program: Any, operands: Sequence[Any], origins: Sequence[Any], path: _Path, why=""
+    ) -> tuple[list[Any], _Origins]:
+        """Returns a program's results, None when it is read, and the norms that they are of.
+
+        `why` says why nothing in it can be replaced.
+        """
+        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= zip(jaxpr.invars, operands, strict=True)
+        of = {v: norm for v, norm in zip(jaxpr.invars, origins, strict=True) if norm}
+        origin_of = lambda atom: None if hasattr(atom, "val") else of.get(atom)
+        level = _Level(jaxpr, why)
+        for i, eqn in enumerate(jaxpr.eqns):
+            given = [value_of(v, values) for v in eqn.invars]
+            with eqn.ctx.manager, _scope(eqn):
+                norms = [*map(origin_of, eqn.invars)]
+                results, more = self._step(eqn, given, norms, (*path, i), level)
+            values |= zip(eqn.outvars, results, strict=True)
+            of |= {v: norm for v, norm in zip(eqn.outvars, more, strict=True) if norm}
+        return [value_of(v, values) for v in jaxpr.outvars], [*map(origin_of, jaxpr.outvars)]
+
+    def _step(
+        self, eqn: Any, given: list[Any], of: _Origins, path: _Path, level: "_Level"
+    ) -> tuple[list[Any], _Origins]:
+        """Returns one equation's results, and the norms that they are of."""
+        none: _Origins = [None] * len(eqn.outvars)
+        if eqn.primitive in (rms_norm.forward.primitive, layer_norm.forward.primitive):
+            return self._norm(eqn, given, of, path, level)
+        if of[:1] != [None] and of and _same_elements(eqn):
+            return self._bind(eqn, given), [of[0]]
+        if (product := _product_of(eqn)) is not None:
+            if of[0] is not None or self.reading:
+                return self._product(eqn, product, given, of, path, level), none
+        elif _inlined(eqn) and (self.reading or path in self.within):
+            return self._run(eqn.params["jaxpr"], given, of, path, level.why)
+        elif self.reading:
+            for key, i, body in _bodies(eqn):
+                count = len(getattr(body, "jaxpr", body).invars)
+                why = level.why or ("" if eqn.primitive.name in _BODIES else _closed(eqn))
+                _, made = self._run(body, [None] * count, [None] * count, (*path, key, i), why)
+                for norm in filter(None, made):
+                    norm.others.append(f"the result of {eqn.primitive.name}")
+        elif path in self.within:
+            return self._rebuilt(eqn, given, path), none
+        if self.reading:
+            for norm in filter(None, of):
+                norm.others.append(_described(eqn))
+        return self._bind(eqn, given), none
+
+    def _bind(self, eqn: Any, given: list[Any]) -> list[Any]:
+        return [None] * len(eqn.outvars) if self.reading else results_of(eqn, given)
+
+    def _norm(
+        self, eqn: Any, given: list[Any], of: _Origins, path: _Path, level: "_Level"
+    ) -> tuple[list[Any], _Origins]:
+        if self.reading:
+            for norm in filter(None, of):
+                norm.others.append(_described(eqn))
+            statistics = eqn.outvars[1 + eqn.params["spec"].has_residual :]
+            reason = level.why or _unserved(eqn)
+            with_rstd = any(v in level.used for v in statistics)
+            named = f"{eqn.params['spec'].op} {eqn.invars[0].aval.str_short()}"
+            found = self.norms[path] = _Norm(_where(eqn), named, reason, with_rstd)
+            return [None] * len(eqn.outvars), [found, *[None] * (len(eqn.outvars) - 1)]
+        if path not in self.fused:
+            return self._bind(eqn, given), [None] * len(eqn.outvars)
+        norm, spec = self.norms[path], eqn.params["spec"]
+        results, norm.made = fp8_norm.encode(spec, given, eqn.params["order"])
+        results += [norm.made.rstd] * spec.with_rstd
+        return results, [norm, *[None] * (len(results) - 1)]
+
+    def _product(
+        self, eqn: Any, product: Any, given: list[Any], of: _Origins, path: _Path, level: "_Level"
+    ) -> list[Any]:
+        norm = of[0]
+        if self.reading:
+            reason = level.why or _unserved_product(eqn, product)
+            if norm is None:
+                reason = f"no norm makes its input, but {level.maker(eqn.invars[0])}"
+            marked = isinstance(product, fp8.Marked)
+            name = (product.spec if marked else product).op
+            type_ = eqn.invars[0].aval.str_short()
+            found = _Product(_where(eqn), name, type_, reason, not marked)
+            self.products[path] = found
+            if norm is not None:
+                norm.products.append(found)
+                norm.others += [_described(eqn)] * bool(reason)
+            for other in filter(None, of[1:]):
+                other.others.append(_described(eqn))
+            return [None] * len(eqn.outvars)
+        if path not in self.fused:
+            return self._bind(eqn, given)
+        assert norm is not None
+        codes = _placed_as(norm.made, given[0])
+        if not isinstance(product, fp8.Marked):
+            has = product.codes
+            return [*[codes.q] * has.has_q, *[codes.qt] * has.has_qt, codes.scale]
+        return fp8_norm.multiply_encoded(product, given[0], codes, given[1:])
+
+    def _rebuilt(self, eqn: Any, given: list[Any], path: _Path) -> list[Any]:
+        """Returns the results of an equation in whose bodies norms are fused."""
+        name, params = eqn.primitive.name, dict(eqn.params)
+        run = lambda body, key, i: (
+            lambda *operands: self._run(body, operands, [None] * len(operands), (*path, key, i))[0]
+        )
+        if name == "shard_map":
+            options = {key: params[key] for key in ("mesh", "check_vma")}
+            options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
+            options |= {"axis_names": set(params["newly_manual_axes"])}
+            body = run(params["jaxpr"], "jaxpr", 0)
+            return list(jax.shard_map(lambda *args: tuple(body(*args)), **options)(*given))
+        if name in ("remat2", "checkpoint") and not params["differentiated"]:
+            options = {key: params[key] for key in ("prevent_cse", "policy")}
+            return jax.checkpoint(run(params["jaxpr"], "jaxpr", 0), **options)(*given)
+        for key, i, body in _bodies(eqn):
+            if (*path, key, i) not in self.within:
+                continue
+            operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
+            again = jax.make_jaxpr(run(body, key, i))(*operands)
+            again = again if hasattr(body, "consts") else again.jaxpr
+            one = params[key]
+            params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
+        return results_of(eqn.replace(params=params), given)
+
+
+def _scope(eqn: Any) -> Any:
+    """Returns the named scope of an equation, so that what stands for it is found in profiles."""
+    scopes = str(getattr(eqn.source_info, "name_stack", ""))
+    return jax.named_scope(scopes) if scopes else contextlib.nullcontext()
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yields the programs among an equation's parameters, with their constants where they have."""
+    for key, value in eqn.params.items():
+        for i, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield key, i, one
+
+
+def _inlined(eqn: Any) -> bool:
+    """Whether this is a jitted function that may be evaluated as a part of what calls it."""
+    if eqn.primitive.name not in _JIT:
+        return False
+    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
+
+
+def _same_elements(eqn: Any) -> bool:
+    """Whether an equation's result has its operand's elements, in rows of the same length."""
+    if eqn.primitive.name not in _FOLLOWED or len(eqn.outvars) != 1:
+        return False
+    (out,), given = eqn.outvars, eqn.invars[0]
+    a, b = given.aval, out.aval
+    if (
+        b.dtype.name not in _DTYPES
+        or not b.shape
+        or a.size != b.size
+        or a.shape[-1:] != b.shape[-1:]
+    ):
+        return False
+    return a.shape == b.shape or not b.sharding.mesh.explicit_axes
+
+
+def _product_of(eqn: Any) -> Any:
+    """Returns what is known of FP8 products (`Marked`) or of codes (`Quantize`); None of others."""
+    if eqn.primitive is quantization.op.primitive and eqn.params["spec"].rows:
+        return eqn.params["spec"]
+    if eqn.primitive.name != "custom_jvp_call":
+        return None
+    body = eqn.params["call_jaxpr"].jaxpr.eqns
+    return next((e.params["marked"] for e in body if e.primitive is fp8.input_p), None)
+
+
+def _placed_as(made: Any, x: jax.Array) -> Quantized:
+    """Returns codes with the dimensions of x, whose elements they are of."""
+    *rows, n = x.shape
+    q, qt = made.q, made.qt
+    if q.shape != x.shape:
+        q, qt = q.reshape(x.shape), qt.reshape(n, *rows)
+    return Quantized(q, qt, made.scale)
+
+
+# ---------------------------------------------------------------- why not
+
+
+def _unserved(eqn: Any) -> str:
+    """Returns why a norm's pass cannot write codes, or ""."""
+    norm, order, x = eqn.params["spec"], eqn.params["order"], eqn.invars[0].aval
+    if norm.centred or norm.has_bias:
+        return "no kernel of a norm with a bias, or of a LayerNorm, writes codes"
+    if norm.axes != (x.ndim - 1,):
+        return f"it normalises axes {norm.axes} of {x.ndim}, not the last one alone"
+    if norm.heads:
+        return "its scale differs between heads or examples"
+    if not quantized_norm.serves(*(v.aval for v in eqn.invars)):
+        return "it is computed in float64"
+    if "pallas" in order.names:
+        return "implementation='pallas' has no kernel that writes codes"
+    if norm.has_residual and eqn.outvars[1].aval.dtype != _sum_dtype(eqn):
+        return "residual_dtype rounds the sum"
+    return ""
+
+
+def _sum_dtype(eqn: Any) -> Any:
+    return jax.numpy.promote_types(*(v.aval.dtype for v in eqn.invars[:2]))
+
+
+def _unserved_product(eqn: Any, product: Any) -> str:
+    """Returns why products cannot read a norm's codes, or ""."""
+    x = eqn.invars[0].aval
+    if not isinstance(product, fp8.Marked):
+        fits = product.split == x.ndim - 1 and product.codes.dtype == fp8.FORMAT
+        return "" if fits else "it quantizes rows of another length, or to another format"
+    ndims = tuple(v.aval.ndim for v in eqn.invars)
+    if product.batched or ndims != product.ndims:
+        return "it is vmapped over kernels, or over another axis than the first"
+    return ""
+
+
+def _closed(eqn: Any) -> str:
+    return f"it is within {eqn.primitive.name}, which has a derivative or a kernel of its own"
+
+
+class _Level:
+    """What messages and conditions have to know of a program that is walked through."""
+
+    def __init__(self, jaxpr: Any, why: str):
+        self.jaxpr, self.why = jaxpr, why
+
+    @functools.cached_property
+    def used(self) -> set[Any]:
+        """The variables that are read."""
+        atoms = [v for eqn in self.jaxpr.eqns for v in eqn.invars] + [*self.jaxpr.outvars]
+        return {v for v in atoms if not hasattr(v, "val")}
+
+    @functools.cached_property
+    def makers(self) -> Mapping[Any, Any]:
+        """The equation that computes each variable."""
+        return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+
+    def maker(self, atom: Any) -> str:
+        """Returns what makes a value, before what does not change its elements."""
+        while (eqn := None if hasattr(atom, "val") else self.makers.get(atom)) is not None:
+            if eqn.primitive.name not in _FOLLOWED:
+                return _described(eqn)
+            atom = eqn.invars[0]
+        return "an argument of the function or loop that it is in"
+
+
+def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> str:
+    names = list(dict.fromkeys(others))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{text}{link} {shown}" if names else text
+
+
+def _described(eqn: Any) -> str:
+    name = eqn.params.get("name", "") if eqn.primitive.name in (*_JIT, "custom_jvp_call") else ""
+    return f"{name or eqn.primitive.name} at {_line(eqn)}"
+
+
+def _where(eqn: Any) -> str:
+    """Returns the named scopes and the line of an equation."""
+    scopes = str(getattr(eqn.source_info, "name_stack", ""))
+    return f"{scopes} {_line(eqn)}".strip()
+
+
+def _line(eqn: Any) -> str:
+    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(("<frozen", *_hidden_folders())):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return "an unknown line"
+
+
+def _hidden_folders() -> tuple[str, ...]:
+    here = os.path.dirname(__file__)
+    names = "jax", "flax", "equinox", "haliax", "jaxtyping"
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    folders = [os.path.dirname(file) for file in files if file]
+    standard = sysconfig.get_path("stdlib")
+    library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
+    return (here, os.path.join(os.path.dirname(here), "native"), *folders, *library)

@@ -1,0 +1,76 @@
+"""What an H200 would run for norms with a bias or a gate: one pass over memory each way."""
+
+import functools
+import re
+
+import gpu_compiler
+import hlo
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import adaptive_rms_norm, gated_rms_norm, rms_norm
+
+BATCH, TOKENS, FEATURES = 16, 1024, 4096
+
+
+def struct(shape, dtype):
+    mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
+
+
+X = functools.partial(struct, (BATCH, TOKENS, FEATURES), "bfloat16")
+
+
+def forward_and_gradients(fn):
+    def run(*operands_and_dy):
+        *operands, dy = operands_and_dy
+        y, pull = jax.vjp(fn, *operands)
+        return y, pull(dy)
+
+    return run
+
+
+def large_arrays(program) -> list[int]:
+    """How many arrays as large as x each operation of the program reads and writes."""
+    large = rf"\w+\[{BATCH},{TOKENS},{FEATURES}\]|\w+\[{BATCH * TOKENS},{FEATURES},1\]"
+    entry = hlo.text(program).split("ENTRY", 1)[1]
+    shapes, found = {}, []
+    for line in entry.splitlines():
+        if not (match := re.match(r"\s*(?:ROOT )?(%\S+) = (.*?) ([\w-]+)\((.*?)\)(?:,|$)", line)):
+            continue
+        name, type_, kind, operands = match.groups()
+        shapes[name] = bool(re.search(large, type_))
+        if kind in ("bitcast", "get-tuple-element", "parameter", "tuple"):
+            continue
+        read = sum(shapes[operand] for operand in re.findall(r"%[\w.-]+", operands))
+        if count := read + len(re.findall(large, type_)):
+            found.append(count)
+    return found
+
+
+@pytest.mark.parametrize("gate", ["after", "before"])
+def test_a_gated_norm_moves_three_arrays_forward_and_five_backward(gate):
+    fn = functools.partial(gated_rms_norm, gate=gate)
+    w = struct((FEATURES,), "float32")
+    program = gpu_compiler.compile(jax.jit(forward_and_gradients(fn)), X(), X(), w, X())
+    assert hlo.calls(program) == {"gated_rms_norm_backward": 1, "gated_rms_norm_forward": 1}
+    assert large_arrays(program) == [3, 5]
+
+
+def test_a_bias_costs_no_pass():
+    w = struct((FEATURES,), "float32")
+    program = gpu_compiler.compile(jax.jit(forward_and_gradients(rms_norm)), X(), w, w, X())
+    assert hlo.calls(program) == {"backward": 1, "forward": 1}
+    assert large_arrays(program) == [2, 3]
+
+
+def test_scale_and_shift_of_each_example_cost_no_pass():
+    own = struct((BATCH, FEATURES), "float32")
+    program = gpu_compiler.compile(
+        jax.jit(forward_and_gradients(adaptive_rms_norm)), X(), own, own, X()
+    )
+    assert hlo.calls(program) == {"backward": 1, "forward": 1}
+    assert large_arrays(program) == [2, 3]

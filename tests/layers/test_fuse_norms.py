@@ -1,0 +1,550 @@
+"""`fuse_norms`: norms write codes for products of other functions, whatever is around them."""
+
+import collections
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import foreign_norms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from fp8_recipe import check_all, recipe
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import (
+    accumulate_gradients,
+    add_rms_norm,
+    dense,
+    fuse_norms,
+    layer_norm,
+    norm_dense,
+    rms_norm,
+    rms_norm_with_rstd,
+)
+from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
+from normfuse.layers import nnx as ours_nnx
+from normfuse.layers.dense import fp8_norm, gated
+from normfuse.native.implementation import BEST
+from normfuse.native.jaxpr import inner
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+DIM = 32
+multiply = functools.partial(dense, quantization="fp8")
+fused_dense = functools.partial(norm_dense, quantization="fp8")
+
+
+def draw(rng, *shape, dtype=f32, mean=0.0):
+    return jnp.asarray(mean + rng.standard_normal(shape), dtype)
+
+
+def operands(rng, *widths, rows=(2, 8), dtype=bf16):
+    """x, scale, and a kernel of each width."""
+    kernels = [draw(rng, DIM, width) / 8 for width in widths]
+    return draw(rng, *rows, DIM, dtype=dtype), draw(rng, DIM, mean=2.0), *kernels
+
+
+def both_ways(layer):
+    """The results of a layer and its gradients, for a gradient that follows from the results."""
+
+    def run(*args):
+        y, pull = jax.vjp(layer, *args)
+        return y, pull(jax.tree.map(jnp.cos, y))
+
+    return run
+
+
+def assert_equal(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def reported(function, *args):
+    """The report on a function, and its results."""
+    reports = []
+    results = jax.jit(fuse_norms(function, report=reports.append))(*args)
+    return reports[0], results
+
+
+def counts(function, *args):
+    """How often a program normalises, looks for a maximum and normalises into codes."""
+    found = collections.Counter()
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name.removeprefix("normfuse_")
+            found[name] += name != "quantize_array" or eqn.params["spec"].rows
+            for program in inner(eqn):
+                look(program)
+
+    look(jax.make_jaxpr(function)(*args).jaxpr)
+    names = "quantize_rms_norm_array", "quantize_array", "rms_norm_gradient"
+    return [found[name] for name in names]
+
+
+# ---------------------------------------------------------------- values
+
+
+def layer(x, scale, *kernels, cast="after"):
+    """A norm, and products that know nothing of it."""
+    y = rms_norm(x, scale, cast=cast)
+    return [multiply(y, kernel) for kernel in kernels]
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["float32", "bfloat16"])
+def test_values_and_gradients_are_those_of_the_recipe(dtype, rng):
+    x, scale, kernel = args = operands(rng, 48, dtype=dtype)
+    dy = draw(rng, 2, 8, 48, dtype=dtype)
+
+    def run(*args):
+        (y,), pull = jax.vjp(fuse_norms(layer), *args)
+        return y, list(pull([dy]))
+
+    check_all(jax.jit(run)(*args), recipe("norm_dense", args, dy, activation=None))
+
+
+@pytest.mark.parametrize("cast", ["after", "before"])
+def test_it_is_norm_dense(cast, rng):
+    """Bit for bit: both round once, from float32."""
+    args = operands(rng, 48)
+    ours = lambda *args: fuse_norms(functools.partial(layer, cast=cast))(*args)[0]
+    want = jax.jit(both_ways(fused_dense))(*args)
+    assert_equal(jax.jit(both_ways(ours))(*args), want)
+
+
+def test_products_of_one_norm_read_the_same_codes(rng):
+    """Of other kernels, dtypes and row dimensions; one pass each way."""
+    x, scale, *kernels = args = operands(rng, 16, 48, 32)
+    kernels[1] = args[3].astype(bf16)
+
+    def three(x, scale, a, b, c):
+        y = rms_norm(x, scale, dtype=f32)
+        rows = y.astype(bf16).reshape(-1, DIM)
+        return multiply(y.astype(bf16), a), multiply(rows, b)[None], jax.jit(multiply)(y, c)
+
+    args = x, scale, *kernels
+    report, got = reported(three, *args)
+    assert [row.served for row in report.rows] == ["3 × dense"]
+    for y, kernel, dtype in zip(got, kernels, (bf16, bf16, f32)):
+        alone = fused_dense(x, scale, kernel, dtype=dtype)
+        np.testing.assert_array_equal(y.reshape(alone.shape), alone)
+    # Each result's gradient is quantized.
+    assert counts(fuse_norms(both_ways(three)), *args) == [1, 3, 1]
+    assert counts(both_ways(fuse_norms(three)), *args) == [1, 3, 1]
+
+
+@pytest.mark.newest
+def test_a_gated_mlp_reads_codes(rng):
+    x, scale, gate, up = operands(rng, 64, 64)
+    down = draw(rng, 64, DIM) / 8
+    kernels = {"gate": gate, "up": up, "down": down}
+    options = {"activation": "silu", "quantization": "fp8", "dtype": bf16, "implementation": None}
+
+    def apart(x, scale, kernels):
+        return gated.mlp(rms_norm(x, scale), kernels, {}, **options)
+
+    def together(x, scale, kernels):
+        return gated.norm_mlp(x, None, scale, kernels, eps=1e-6, **options)[0]
+
+    args = x, scale, kernels
+    want = jax.jit(both_ways(together))(*args)
+    assert_equal(jax.jit(both_ways(fuse_norms(apart)))(*args), want)
+
+
+@pytest.mark.newest
+def test_a_sum_and_its_norm(rng):
+    x, scale, kernel = operands(rng, 48)
+    residual = draw(rng, *x.shape)
+
+    def apart(x, residual, scale, kernel):
+        y, h = add_rms_norm(x, residual, scale, dtype=bf16)
+        return multiply(y, kernel), h
+
+    def together(x, residual, scale, kernel):
+        h = (x.astype(f32) + residual).astype(f32)
+        return fused_dense(h, scale, kernel, dtype=bf16), h
+
+    got, want = (
+        jax.jit(both_ways(f))(x, residual, scale, kernel) for f in (fuse_norms(apart), together)
+    )
+    assert_equal(got[0], want[0])
+    for a, b in zip(got[1], want[1]):
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-2)
+
+
+def test_what_else_reads_y_gets_it(rng):
+    """y is that of the norm, its derivative goes through the same backward, and a line says so."""
+    x, scale, kernel = args = operands(rng, DIM)
+
+    def block(x, scale, kernel):
+        y = rms_norm(x, scale)
+        return y, multiply(y, kernel)
+
+    report, (y, z) = reported(block, *args)
+    assert report.fused[0].served.startswith("1 × dense; y is written too, for the function's res")
+    assert_equal(y, jax.jit(rms_norm)(x, scale))
+    assert_equal(z, jax.jit(fused_dense)(*args))
+    assert counts(both_ways(fuse_norms(block)), *args) == [1, 1, 1]
+    got, want = (jax.jit(both_ways(f))(*args)[1] for f in (fuse_norms(block), block))
+    for a, b in zip(got, want):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+
+
+# ---------------------------------------------------------------- transformations
+
+CONTEXTS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda f: jax.vmap(f, (0, None, None)),
+    "vmap twice": lambda f: (
+        lambda x, *p: jax.vmap(jax.vmap(f, (0, None, None)), (0, None, None))(x, *p)
+    ),
+    "scan": lambda f: (
+        lambda x, s, w: jax.lax.scan(
+            lambda x, p: (f(x, *p), None), x, (jnp.stack([s, s / 2]), jnp.stack([w, w / 2]))
+        )[0]
+    ),
+    "cond": lambda f: lambda x, *p: jax.lax.cond(x[0, 0, 0] > 9, lambda x, *p: x, f, x, *p),
+    "fori_loop": lambda f: lambda *a: jax.lax.fori_loop(0, 2, lambda i, x: f(x, *a[1:]), a[0]),
+    "shard_map": lambda f: jax.shard_map(
+        f,
+        mesh=jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,)),
+        in_specs=(P("d"), P(), P()),
+        out_specs=P("d"),
+    ),
+}
+
+
+def one(x, scale, kernel):
+    return multiply(rms_norm(x, scale), kernel)
+
+
+@pytest.mark.every_case  # programs' parameters differ between JAX's versions
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_within_and_around_transformations(context, rng):
+    """Of the function, and of its parts; gradients of what it returns, and those that it takes."""
+    args, around = operands(rng, DIM), CONTEXTS[context]
+    want = around(fused_dense)
+    inside, outside = fuse_norms(around(one)), around(fuse_norms(one))
+    if context == "fori_loop":
+        args = (args[0], *map(jax.lax.stop_gradient, args[1:]))
+        push = lambda f: lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))
+    else:
+        push = both_ways
+    expected = jax.jit(push(want))(*args)
+    for function in (push(inside), push(outside), fuse_norms(push(around(one)))):
+        assert_equal(jax.jit(function)(*args), expected)
+    report, _ = reported(around(one), *args)
+    assert [row.served for row in report.rows] == ["1 × dense"]
+
+
+@pytest.mark.newest
+def test_the_forward_mode_is_that_of_norm_dense(rng):
+    args = operands(rng, 48)
+    tangents = tuple(map(jnp.cos, args))
+    for moves in ((0,), (1,), (2,), (0, 1, 2)):
+
+        def along(function, moves=moves):
+            part = lambda *moving: function(
+                *[dict(zip(moves, moving)).get(i, a) for i, a in enumerate(args)]
+            )
+            return jax.jvp(part, [args[i] for i in moves], [tangents[i] for i in moves])
+
+        assert_equal(along(jax.jit(fuse_norms(one))), along(jax.jit(fused_dense)))
+
+
+def test_a_forward_alone_writes_one_layout(rng):
+    args = operands(rng, 48)
+    for function in (one, jax.vmap(one, (0, None, None))):
+        for run in (fuse_norms(function), jax.vmap(fuse_norms(one), (0, None, None))):
+            assert "has_q = true, has_qt = true" not in jax.jit(run).lower(*args).as_text()
+    text = jax.jit(both_ways(fuse_norms(one))).lower(*args).as_text()
+    assert text.count("has_q = true, has_qt = true") == 3  # of x, the kernel and dy
+
+
+def test_the_backward_keeps_codes(rng):
+    """qt and one number a row, as norm_dense keeps them: y is not among the residuals."""
+    args = operands(rng, 48)
+    kept = lambda f: sorted(
+        str(a.dtype) + str(a.shape) for a in jax.tree.leaves(jax.vjp(f, *args)[1])
+    )
+    assert kept(fuse_norms(one)) == kept(fused_dense)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("d"), P(None, None, "d")], ids=str)
+def test_a_mesh_gives_the_result_of_one_device(spec, kind, rng, eight_devices):
+    args = operands(rng, 48, rows=(8, 2))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        x, *params = args
+        given = [jax.device_put(x, NamedSharding(mesh, spec))]
+        given += [jax.device_put(p, NamedSharding(mesh, P())) for p in params]
+        layer = functools.partial(dense, quantization="fp8")
+        if kind == AxisType.Explicit and spec != P("d"):
+            layer = functools.partial(layer, out_sharding=P())
+        run = fuse_norms(lambda x, s, w: layer(rms_norm(x, s), w))
+        got = jax.jit(both_ways(run))(*given)
+    want = jax.jit(both_ways(fused_dense))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+# ---------------------------------------------------------------- models of others
+
+
+class NnxBlock(nnx.Module):
+    """Attention's first half, as other people write it, with a state."""
+
+    def __init__(self, rngs):
+        self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
+        linear = lambda: nnx.Linear(DIM, 48, use_bias=False, dtype=bf16, rngs=rngs)
+        self.q, self.k, self.v = linear(), linear(), linear()
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        y = self.norm(x)
+        return self.q(y), self.k(y), self.v(y)
+
+
+class EqxNorm(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        wide = x.astype(f32)
+        return (x * jax.lax.rsqrt(jnp.mean(wide * wide) + 1e-6) * self.weight).astype(x.dtype)
+
+
+class EqxBlock(eqx.Module):
+    norm: EqxNorm
+    q: eqx.nn.Linear
+    k: eqx.nn.Linear
+    v: eqx.nn.Linear
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return self.q(y), self.k(y), self.v(y)
+
+
+def test_a_foreign_nnx_model(rng):
+    model = ours_nnx.swap(NnxBlock(nnx.Rngs(0)), quantization="fp8")
+    x, reports = draw(rng, 2, 8, DIM, dtype=bf16), []
+    run = ours_nnx.fuse_norms(lambda model, x: model(x), report=reports.append)
+    loss = lambda model, x: sum(jnp.sum(jnp.sin(y.astype(f32))) for y in run(model, x))
+    _, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
+    assert [row.served for row in reports[0].rows] == ["3 × dense"]
+    assert re.match(r"\S* ?test_fuse_norms.py:\d+$", reports[0].rows[0].where)
+    assert model.calls[...] == 1
+
+    def want(w, kernels, x):
+        ys = [fused_dense(x, w, kernel, dtype=bf16) for kernel in kernels]
+        return sum(jnp.sum(jnp.sin(y.astype(f32))) for y in ys), ys
+
+    kernels = [layer.kernel[...] for layer in (model.q, model.k, model.v)]
+    (_, ys), (dw, dkernels) = jax.jit(jax.value_and_grad(want, (0, 1), has_aux=True))(
+        model.norm.w[...], kernels, x
+    )
+    assert_equal(nnx.jit(run)(model, x), tuple(ys))
+    assert model.calls[...] == 2
+    assert_equal([gradients[name].kernel[...] for name in "qkv"], dkernels)
+    # Here the three gradients of y are added up before the norm's backward.
+    assert np.linalg.norm(gradients.norm.w[...] - dw) < 0.02 * np.linalg.norm(dw)
+
+
+def test_a_foreign_equinox_model(rng):
+    keys = jax.random.split(jax.random.key(0), 3)
+    linears = [eqx.nn.Linear(DIM, 48, use_bias=False, key=key) for key in keys]
+    model = EqxBlock(EqxNorm(draw(rng, DIM, mean=2.0)), *linears)
+    model = ours_eqx.swap(model, quantization="fp8")
+    x, reports = draw(rng, 16, DIM), []
+    run = fuse_norms(lambda model, x: jax.vmap(model)(x), report=reports.append)
+    loss = lambda model, x: sum(jnp.sum(jnp.sin(y)) for y in run(model, x))
+    gradients = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    assert [row.served for row in reports[0].rows] == ["3 × dense"]
+    ys = eqx.filter_jit(run)(model, x)
+    for y, linear in zip(ys, linears):
+        assert_equal(y, jax.jit(fused_dense)(x, model.norm.weight, linear.weight.T))
+    want = eqx.filter_grad(lambda m, x: sum(jnp.sum(jnp.sin(y)) for y in jax.vmap(m)(x)))(model, x)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+    # The same under Equinox's own remat.
+    again = fuse_norms(lambda *args: eqx.filter_checkpoint(run)(*args))
+    assert_equal(eqx.filter_jit(again)(model, x), ys)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.RMSNorm(name="norm")(x)
+        return nn.Dense(48, use_bias=False, name="q")(y)
+
+
+def test_a_linen_model(rng):
+    """Paths of modules are named scopes there."""
+    model, x, reports = ours_linen.swap(LinenBlock(), quantization="fp8"), draw(rng, 4, DIM), []
+    variables = model.init(jax.random.key(0), x)
+    y = jax.jit(fuse_norms(model.apply, report=reports.append))(variables, x)
+    params = variables["params"]
+    want = jax.jit(fused_dense)(x, params["norm"]["scale"], params["q"]["kernel"])
+    assert_equal(y, want)
+    assert [row.served for row in reports[0].rows] == ["1 × dense"]
+    assert reports[0].rows[0].where.startswith("LinenBlock/norm test_fuse_norms.py:")
+
+
+@pytest.mark.newest
+def test_main_gradients_are_those_of_norm_dense(rng):
+    """The kernel's gradients in float32, and its codes once for all microbatches."""
+    x, scale, kernel = operands(rng, 48, rows=(2, 8))
+    kernel = kernel.astype(bf16)
+
+    def gradients(layer):
+        loss = lambda kernel, x: jnp.sum(jnp.sin(layer(x, scale, kernel).astype(f32)))
+        return jax.jit(lambda kernel: accumulate_gradients(loss, kernel, x))(kernel)
+
+    got, want = gradients(fuse_norms(one)), gradients(fused_dense)
+    assert got[1].dtype == f32
+    assert_equal(got, want)
+
+
+# ---------------------------------------------------------------- what does not fuse
+
+
+@jax.custom_vjp
+def straight_through(x, scale, kernel):
+    return one(x, scale, kernel)
+
+
+straight_through.defvjp(lambda *a: (one(*a), a), lambda a, g: jax.tree.map(jnp.zeros_like, a))
+
+
+def through_scan(x, scale, kernel):
+    y = rms_norm(x, scale)
+    return jax.lax.scan(lambda c, row: (c, multiply(row, kernel)), 0, y)[1]
+
+
+def statistics(x, scale, kernel):
+    y, rstd = rms_norm_with_rstd(x, scale)
+    return multiply(y, kernel), rstd
+
+
+REASONS = {  # (function, part of the reason)
+    "layer_norm": (
+        lambda x, s, w: multiply(layer_norm(x, s), w),
+        "no kernel of a norm with a bias, or of a LayerNorm, writes codes",
+    ),
+    "axes": (
+        lambda x, s, w: multiply(rms_norm(x, axis=(1, 2)), w),
+        r"normalises axes \(1, 2\) of 3",
+    ),
+    "heads": (
+        lambda x, s, w: multiply(rms_norm(x, jnp.ones((8, DIM))), w),
+        "its scale differs between heads or examples",
+    ),
+    "pallas": (
+        lambda x, s, w: multiply(rms_norm(x, s, implementation=("pallas", "xla")), w),
+        "implementation='pallas' has no kernel",
+    ),
+    "a product in between": (
+        lambda x, s, w: multiply(2 * rms_norm(x, s), w),
+        r"no FP8 product reads it; its readers: mul at test_fuse_norms.py:\d+",
+    ),
+    "no FP8": (lambda x, s, w: dense(rms_norm(x, s), w), "no FP8 product reads it; its readers: "),
+    "a transpose": (
+        lambda x, s, w: multiply(rms_norm(x, s).swapaxes(0, 1), w),
+        "no FP8 product reads it; its readers: transpose",
+    ),
+    "a loop between": (through_scan, "no FP8 product reads it; its readers: scan"),
+    "custom_vjp": (straight_through, "it is within custom_vjp_call, which has a derivative"),
+    "statistics": (statistics, "its statistics are results too"),
+    "kernels": (
+        lambda x, s, w: jax.vmap(lambda w: multiply(rms_norm(x, s), w))(jnp.stack([w, w])),
+        "it is vmapped over kernels",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_report_says_why_not_and_the_results_stay(name, rng):
+    args, (function, reason) = operands(rng, DIM), REASONS[name]
+    report, got = reported(function, *args)
+    assert not report.fused
+    assert any(re.search(reason, row.reason) for row in report.left), str(report)
+    assert_equal(got, jax.jit(function)(*args))
+
+
+@pytest.mark.newest
+def test_the_report_is_a_table(rng):
+    def model(x, scale, kernel):
+        for _ in range(2):
+            x = multiply(jnp.tanh(one(x, scale, kernel)), kernel)
+        return rms_norm(x, scale)
+
+    report, _ = reported(model, *operands(rng, DIM))
+    assert len(report.fused) == 2 and len(report.left) == 3
+    lines = str(report).splitlines()
+    assert re.match(r"where +what +codes for, or why not$", lines[0])
+    assert re.match(
+        r"test_fuse_norms.py:\d+ \(2\) +rms_norm bfloat16\[2,8,32\] +1 × dense$", lines[1]
+    )
+    assert "not: no FP8 product reads it; its readers: the function's result" in lines[2]
+    assert re.search(r"FP8 dense .*not: no norm makes its input, but tanh at test_fuse", lines[3])
+    assert lines[-1] == "2 of 3 norms write the FP8 codes that products read"
+
+
+def test_it_warns_where_nothing_fuses(rng):
+    args = operands(rng, DIM)
+    with pytest.warns(
+        UserWarning, match="no norm in .* writes FP8 codes .*no norm makes its input"
+    ):
+        jax.jit(fuse_norms(lambda x, s, w: multiply(x, w)))(*args)
+
+
+def test_what_is_no_array_stays_as_it_is(rng):
+    x, scale, kernel = operands(rng, DIM)
+    function = lambda x, name, *, scale, flag: {
+        name: one(x, scale, kernel),
+        "flag": flag,
+        "n": None,
+    }
+    got = fuse_norms(function)(x, "y", scale=scale, flag=True)
+    assert got["flag"] is True and got["n"] is None
+    assert_equal(got["y"], jax.jit(fused_dense)(x, scale, kernel))
+
+
+def test_bad_input_is_one_clear_error(rng):
+    with pytest.raises(TypeError, match="fuse_norms: function must be a function, got 3"):
+        fuse_norms(3)
+    with pytest.raises(TypeError, match="fuse_norms: report must be a function, got 'print'"):
+        fuse_norms(one, report="print")
+    model = ours_nnx.swap(NnxBlock(nnx.Rngs(0)), quantization="fp8")
+    with pytest.raises(ValueError, match=r"changes arrays .* use normfuse.layers.nnx.fuse_norms"):
+        fuse_norms(lambda model, x: model(x))(model, jnp.ones((2, DIM), bf16))
+
+
+def test_a_second_derivative_is_one_clear_error(rng):
+    args = operands(rng, DIM)
+    loss = lambda *args: jnp.sum(jnp.sin(fuse_norms(one)(*args).astype(f32)))
+    for first, second in ((2, 0), (1, 0), (0, 1), (0, 2)):
+        total = lambda *args, first=first: jnp.sum(jax.grad(loss, first)(*args).astype(f32))
+        with pytest.raises(TypeError, match="quantization='fp8' has first derivatives only"):
+            jax.grad(total, second)(*args)
+
+
+def test_both_in_one_pass(rng):
+    """`encode`, which stands for a norm, returns what the norm does."""
+    x, scale, _ = operands(rng, 16)
+    norm = fp8_norm.norm_of("rms_norm", x, scale, "bfloat16", eps=1e-6)
+    (y,), made = jax.jit(lambda *args: fp8_norm.encode(norm, args, BEST))(x, scale)
+    assert_equal(y, jax.jit(rms_norm)(x, scale))
+    np.testing.assert_array_equal(made.qt, jnp.moveaxis(made.q, -1, 0))

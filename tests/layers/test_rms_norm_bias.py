@@ -1,0 +1,153 @@
+"""The bias of the RMSNorms: values, gradients, contexts, meshes and bad inputs."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Collective
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from rms_norm_cases import MIXES, Batch, Case, both, check_both
+
+from normfuse import add_rms_norm, rms_norm
+
+OPS = ("rms_norm", "rms_norm_with_rstd", "add_rms_norm")
+BiasCase = functools.partial(Case, bias="float32")
+calls = functools.partial(hlo.calls, prefix="rms_norm_")
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
+@pytest.mark.parametrize("op", OPS)
+def test_values_and_gradients(op, implementation):
+    """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
+    dtype = "float32" if implementation == "xla" else "bfloat16"
+    case = BiasCase(op, (199, 17), x=dtype, residual=dtype, scale_offset=0.5)
+    check_both(case, implementation=implementation)
+
+
+@pytest.mark.parametrize("shape", [(3, 1128), (2, 131072), (0, 24), (24,)], ids=str)
+def test_lengths(shape):
+    check_both(BiasCase("add_rms_norm", shape), implementation="native")
+
+
+@pytest.mark.parametrize("x, scale, dtype", MIXES[::5])
+def test_each_gradient_has_the_dtype_of_its_operand(x, scale, dtype):
+    case = Case("rms_norm", (5, 24), x=x, scale=scale, dtype=dtype, bias=dtype)
+    out, grads = both(case)(case.args, case.cts)
+    case.check(out, case.values())
+    case.check(grads, case.gradients())
+    assert [g.dtype for g in grads] == [a.dtype for a in case.args]
+
+
+@pytest.mark.parametrize("axis", [0, (1, 2), (0, 2)], ids=str)
+@pytest.mark.parametrize("scale", ["float32", None])
+def test_axes(axis, scale):
+    check_both(BiasCase("rms_norm", (3, 4, 5), axis=axis, scale=scale))
+
+
+def test_heads_have_a_bias_each():
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, 5, 3, 8), np.float32)
+    scale, bias = rng.standard_normal((2, 3, 8), np.float32)
+    run = jax.jit(functools.partial(rms_norm, implementation="native"))
+    loss = lambda x, scale, bias: jnp.sum(run(x, scale, bias) * dy)
+    y, grads = run(x, scale, bias), jax.grad(loss, (0, 1, 2))(x, scale, bias)
+    for i in range(3):
+        case = BiasCase("rms_norm", (5, 8)).replace(
+            args=(x[:, i], scale[i], bias[i]), cts=(dy[:, i],)
+        )
+        case.check([y[:, i]], case.values())
+        case.check([grads[0][:, i], grads[1][i], grads[2][i]], case.gradients())
+
+
+def test_cast_before_rounds_what_the_bias_is_added_to():
+    case = Case("rms_norm", (5, 64), x="bfloat16", bias="bfloat16", cast="before", dtype="float32")
+    x, scale, bias = case.args
+    alone = rms_norm(x, cast="before", implementation="native")
+    want = np.asarray(alone, np.float32) * scale + np.asarray(bias, np.float32)
+    got = case(*case.args, implementation="native")[0]
+    np.testing.assert_allclose(
+        got, want, rtol=1e-6, atol=1e-6
+    )  # a product and a sum, perhaps fused
+
+
+def test_one_kernel_each_way_and_nothing_that_nobody_uses():
+    case = BiasCase("rms_norm", (5, 24))
+    of = lambda argnums: jax.jit(jax.grad(case.loss, argnums)).lower(*case.args).compile()
+    assert calls(of((0, 1, 2))) == {"backward": 1, "forward": 1}
+    assert hlo.results(of((0, 1, 2))) == [3, 2]  # backward, forward
+    assert hlo.results(of((0, 1))) == [2, 2]
+    assert hlo.results(of(0)) == [1, 2]
+
+
+@pytest.mark.newest
+def test_tangents_of_each_operand():
+    case = BiasCase("add_rms_norm")
+    for i in range(len(case.args)):
+        tangents = [t if i == j else np.zeros_like(t) for j, t in enumerate(case.tangents)]
+        out = jax.jit(lambda a, t: jax.jvp(case, a, t))(case.args, tuple(tangents))
+        expected = case.replace(tangents=tuple(tangents)).pushed()
+        case.check(out, [*case.values(), *expected])
+    alone = jax.jvp(lambda bias: case(*case.args[:-1], bias)[0], case.args[-1:], case.tangents[-1:])
+    want = np.broadcast_to(case.tangents[-1], case.args[0].shape)
+    np.testing.assert_array_equal(alone[1], want)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("mode", ["fwd", "rev"])
+def test_second_order(mode):
+    with jax.enable_x64(True):
+        options = {name: "float64" for name in ("x", "residual", "scale", "bias")}
+        case = Case("add_rms_norm", (2, 5), scale_offset=0.5, eps=0.1, **options)
+        check_grads(case, case.args, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (None, 0, 0), (0, None, 0)])
+def test_vmap(in_axes):
+    batch = Batch("rms_norm", in_axes, bias="float32")
+    fn = jax.jit(jax.vmap(batch.case, in_axes))
+    batch.case.check(fn(*batch.args), batch.each("values"))
+    loss = lambda *args: jnp.sum(jax.vmap(batch.case.loss, (*in_axes, 0))(*args, *batch.cts))
+    grads = jax.jit(jax.grad(loss, (0, 1, 2)))
+    batch.case.check(grads(*batch.args), batch.together())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", [P("data", "model", None), P("data", None, "model")], ids=str)
+def test_meshes(eight_devices, kind, spec):
+    """Both sums in one all-reduce; a split row exchanges one number each way besides."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    case = BiasCase("add_rms_norm")
+    put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    own = P(spec[2])
+    with jax.set_mesh(mesh):
+        args = [put(a, spec if a.ndim == 3 else own) for a in case.args]
+        cts = [put(ct, spec) for ct in case.cts]
+        case.check(jax.jit(case)(*args), case.values())
+        compiled = jax.jit(case.grad).lower(*args, *cts).compile()
+        case.check(compiled(*args, *cts), case.gradients())
+    if spec[2] is None:
+        assert hlo.collectives(compiled) == [Collective("all-reduce", 2 * 16 * 4)]
+        assert calls(compiled) == {"backward": 1, "forward": 1}
+    else:
+        kernels = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}
+        assert calls(compiled) in (kernels, kernels | {"apply": 1})
+
+
+def test_bad_bias_is_named():
+    x = jnp.ones((4, 6, 8))
+    with pytest.raises(ValueError, match=r"^rms_norm: bias must .*\(8,\).*got \(7,\)"):
+        rms_norm(x, None, jnp.ones(7))
+    with pytest.raises(
+        ValueError, match=r"bias must have the shape of scale, \(6, 8\).*got \(8,\)"
+    ):
+        rms_norm(x, jnp.ones((6, 8)), jnp.ones(8))
+    with pytest.raises(ValueError, match=r"^add_rms_norm: bias must .*\(8,\).*got \(6, 8\)"):
+        add_rms_norm(x, x, jnp.ones(8), jnp.ones((6, 8)))
+    with pytest.raises(TypeError, match="^rms_norm: bias must be one of .*int32"):
+        rms_norm(x, None, jnp.ones(8, int))

@@ -1,0 +1,336 @@
+"""Variants of RMSNorm's kernels, against float64: C++ on this machine, CUDA emulated."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from cuda_cases import EPS, Case
+from cuda_emulator import Emulator
+from norm_kernels import KERNELS as PLAIN
+from norm_kernels import norm_of
+from reference import assert_close
+
+from normfuse.layers.rms_norm import cuda, gated
+from normfuse.native.launch import Target
+
+SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
+SM80 = Target("sm_80", multiprocessors=1)
+KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in gated.KERNELS}
+
+
+@pytest.fixture
+def emulated(emulator_folder, monkeypatch):
+    """`emulated(target, shift=0)`: a runner of the kernels, and the launches it has made."""
+    pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
+
+    def make(target, shift=0):
+        emulator = Emulator(emulator_folder, shift)
+        monkeypatch.setattr(cuda, "launch", emulator.launch)
+
+        def run(kernel, operands, **params):
+            operands = [jnp.asarray(a) for a in operands]
+            body = KERNELS[kernel].bodies["cuda"]
+            return list(map(np.asarray, body(target, norm_of(params), *operands)))
+
+        return run, emulator.launches
+
+    with jax.enable_x64(True):
+        yield make
+
+
+@pytest.fixture
+def host():
+    """A runner of the C++ kernels."""
+
+    def run(kernel, operands, **params):
+        call = jax.jit(lambda *arrays: KERNELS[kernel].bodies["cpu"](norm_of(params), *arrays))
+        return list(map(np.asarray, call(*map(jnp.asarray, operands))))
+
+    with jax.enable_x64(True):
+        yield run
+
+
+# ---------------------------------------------------------------- bias
+
+
+def check_bias(run, case: Case, heads: int = 1) -> None:
+    """All kernels that a bias is for, of each head alone against the reference."""
+    outer, n, inner = case.shape
+    whole = dataclasses.replace(case, shape=(outer, heads * n, inner))
+    x, dy, dh, _ = whole.draw(7)
+    own = np.random.default_rng(n).standard_normal((2, heads, n))
+    scale, bias = own.astype(jnp.dtype(case.scale or "float32"))
+    flags = dict(case.flags, eps=EPS, out_dtype=case.out, has_residual=case.residual)
+    if heads > 1:
+        x, dy, dh = (a.reshape(outer, heads, n) for a in (x, dy, dh))
+        flags |= {"axes": (2,), "heads": (1,)}
+    else:
+        scale, bias = scale[0], bias[0]
+    more, scales = [dh] * case.residual, [scale] * (case.scale is not None)
+    known = flags | {"has_bias": True}
+    y, *h, rstd = run("forward", [x, *more, *scales, bias], **known, with_rstd=True)
+    h = h[0] if h else x
+    (again,) = run("apply", [h, *scales, bias, rstd], **known)
+    assert again.tobytes() == y.tobytes()
+    asked = {"with_dscale": True, "with_dbias": True}
+    operands = [dy, h, *scales, rstd, *more]
+    found = run("backward", operands, **flags, **asked)
+    (dots,) = run("row_dots", operands[: 2 + len(scales)], **flags)
+    halves = run("backward_apply", [*operands, dots], **flags, **asked, count=float(n))
+    alone = run("backward", operands, **flags, with_dbias=True)
+    assert [a.tobytes() for a in alone] == [a.tobytes() for a in (found[0], found[2])]
+    options = {"eps": EPS, "axes": 1, "scale_offset": case.offset}
+    for i in range(heads):
+        pick = (lambda a, i=i: a[:, i, :, None]) if heads > 1 else lambda a: a
+        mine = (lambda a, i=i: a[i]) if heads > 1 else lambda a: a
+        weight = mine(scale) if scales else None
+        of_y = reference.forward(pick(h), weight, **options)[0]
+        assert_close(pick(y), reference.plus(of_y, mine(bias), (1,)), case.compute)
+        gradient = pick(dh) if case.residual else None
+        dx, dscale = reference.backward(pick(dy), pick(h), weight, gradient, **options)
+        dbias = reference.sum_of_rows(pick(dy), (1,))
+        for got in (found, halves):
+            assert_close(pick(got[0]), dx, case.compute)
+            assert_close(mine(got[1]), dscale, case.compute)
+            assert_close(mine(got[2]), dbias, case.compute)
+
+
+BIASED = [
+    (Case((37, 24, 1)), 1),  # several rows to a warp, the last block not full
+    (Case((20, 1000, 1), residual=True, offset=0.5), 1),  # several rows to a block
+    (Case((9, 257, 1), "float32", "float64", "float16"), 1),  # one element at a time
+    (Case((9, 20, 40), residual=True), 1),  # strided
+    (Case((5, 128, 1), scale=None), 1),
+    (Case((7, 64, 1), residual=True), 6),
+]
+
+
+@pytest.mark.parametrize("case, heads", BIASED[1:], ids=str)
+def test_cuda_bias_matches_reference(emulated, case, heads):
+    check_bias(emulated(SM90)[0], case, heads)
+
+
+@pytest.mark.parametrize(
+    "case, heads", [*BIASED, (Case((2, 70000, 1)), 1), (Case((2, 9000, 9)), 1)], ids=str
+)
+def test_host_bias_matches_reference(host, case, heads):
+    check_bias(host, case, heads)
+
+
+def test_cuda_bias_of_unaligned_and_of_long_rows(emulated):
+    check_bias(emulated(SM90, shift=1)[0], Case((3, 136, 1)))
+    run, launches = emulated(SM80)
+    check_bias(run, Case((2, 16392, 1), "float32", "float32", "float32"))
+    assert "rms_norm_backward" not in {launch["kernel"] for launch in launches}
+    run, launches = emulated(SM90)
+    check_bias(run, Case((3, 12296, 1)))
+    assert {"rms_norm_forward", "rms_norm_backward"} <= {one["kernel"] for one in launches}
+
+
+# ---------------------------------------------------------------- gates
+
+
+def check_gate(run, case: Case, gate: str, activation: str = "silu", heads: int = 1) -> None:
+    """Both kernels, of each head alone against the reference; `other` is the dtype of z."""
+    outer, n, _ = case.shape
+    x, dy, z, _ = dataclasses.replace(case, shape=(outer, heads * n, case.shape[2])).draw(8)
+    scale = np.random.default_rng(n).standard_normal((heads, n))
+    scale = scale.astype(jnp.dtype(case.scale or "float32"))
+    flags = {**case.flags, "eps": EPS, "gate": gate, "activation": activation}
+    if heads > 1:
+        x, dy, z = (a.reshape(outer, heads, n) for a in (x, dy, z))
+        flags |= {"axes": (2,), "heads": (1,)}
+    else:
+        scale = scale[0]
+    scales = [scale] * (case.scale is not None)
+    y, rstd = run("gated_forward", [x, z, *scales], **flags, out_dtype=case.out, with_rstd=True)
+    asked = {"with_dscale": case.scale is not None}
+    dx, dz, *dscale = run("gated_backward", [dy, x, z, *scales, rstd], **flags, **asked)
+    assert [a.dtype for a in (y, dx, dz)] == [case.out, case.x, case.other]
+    last = lambda a: np.moveaxis(a, 1, -1)  # the features of (outer, n, inner)
+    options = {"gate": gate, "activation": activation, "eps": EPS, "scale_offset": case.offset}
+    used = (case.x, case.scale, case.out, case.other)
+    for i in range(heads):
+        pick = (lambda a, i=i: a[:, i]) if heads > 1 else last
+        mine = (lambda a, i=i: a[i]) if heads > 1 else lambda a: a
+        given = [pick(a) for a in (dy, x, z)]
+        want = reference.gated(*given, mine(scale) if scales else None, **options)
+        got = [*map(pick, (y, dx, dz)), *map(mine, dscale)]
+        for one, expected in zip(got, want, strict=True):
+            assert_close(one, expected, "float64" if "float64" in used else "float32")
+
+
+GATED = [
+    (Case((37, 24, 1)), "after", "silu", 1),  # several rows to a warp, the last block not full
+    (Case((20, 1000, 1), offset=0.5), "before", "silu", 1),  # several rows to a block
+    (Case((9, 257, 1), "float32", "float64", "float16"), "before", "sigmoid", 1),
+    (Case((9, 20, 40)), "after", "sigmoid", 1),  # strided: by RMSNorm's own kernels
+    (Case((5, 128, 1), scale=None), "after", "silu", 1),
+    (Case((7, 64, 1), other="float32"), "before", "silu", 6),
+]
+
+
+@pytest.mark.parametrize("case, gate, activation, heads", GATED, ids=str)
+def test_cuda_gates_match_reference(emulated, case, gate, activation, heads):
+    run, launches = emulated(SM90)
+    check_gate(run, case, gate, activation, heads)
+    names = {launch["kernel"] for launch in launches} - {"column_sum"}
+    prefix = "gated_" if case.shape[2] == 1 else ""
+    assert names == {f"{prefix}rms_norm_forward", f"{prefix}rms_norm_backward"}
+
+
+@pytest.mark.parametrize("case, gate, activation, heads", GATED[1:], ids=str)
+def test_host_gates_match_reference(host, case, gate, activation, heads):
+    check_gate(host, case, gate, activation, heads)
+
+
+@pytest.mark.parametrize("gate", ["after", "before"])
+def test_cuda_gates_of_unaligned_and_of_long_rows(emulated, gate):
+    check_gate(emulated(SM90, shift=1)[0], Case((3, 136, 1)), gate)
+    run, launches = emulated(SM80)
+    check_gate(run, Case((2, 16392, 1), "float32", "float32", "float32", "float32"), gate)
+    assert not [launch for launch in launches if "gated" in launch["kernel"]]
+    run, launches = emulated(SM90)
+    check_gate(run, Case((3, 12296, 1)), gate)
+    (backward,) = [one for one in launches if one["kernel"] == "gated_rms_norm_backward"]
+    assert backward["macros"]["CLUSTER"] > 1
+
+
+# ---------------------------------------------------------------- parameters of each example
+
+
+def check_examples(run, case: Case, examples: int) -> None:
+    """All kernels on (examples, tokens, n), of each example alone against the reference."""
+    tokens, n, _ = case.shape
+    x, dy, dh, _ = dataclasses.replace(case, shape=(examples, tokens, n)).draw(9)
+    own = np.random.default_rng(n).standard_normal((2, examples, n))
+    scale, bias = own.astype(jnp.dtype(case.scale))
+    flags = dict(case.flags, eps=EPS, out_dtype=case.out, has_residual=case.residual)
+    flags |= {"axes": (2,), "heads": (0,), "per_example": True}
+    more, known = [dh] * case.residual, flags | {"has_bias": True}
+    y, *h, rstd = run("forward", [x, *more, scale, bias], **known, with_rstd=True)
+    h = h[0] if h else x
+    (again,) = run("apply", [h, scale, bias, rstd], **known)
+    asked = {"with_dscale": True, "with_dbias": True}
+    operands = [dy, h, scale, rstd, *more]
+    found = run("backward", operands, **flags, **asked)
+    (dots,) = run("row_dots", operands[:3], **flags, **asked)
+    halves = run("backward_apply", [*operands, dots], **flags, **asked, count=float(n))
+    options = {"eps": EPS, "axes": 1, "scale_offset": case.offset}
+    for i in range(examples):
+        of_y = reference.forward(h[i], scale[i], **options)[0]
+        for one in (y, again):
+            assert_close(one[i], reference.plus(of_y, bias[i], (1,)), case.compute)
+        gradient = dh[i] if case.residual else None
+        dx, dscale = reference.backward(dy[i], h[i], scale[i], gradient, **options)
+        for got in (found, halves):
+            expected = dx, dscale, reference.sum_of_rows(dy[i], (1,))
+            for one, want in zip(got, expected, strict=True):
+                assert_close(one[i], want, case.compute)
+
+
+EXAMPLES = [
+    (Case((37, 24, 1), offset=1.0), 3),  # several rows to a warp, the last block not full
+    (Case((20, 1000, 1), residual=True), 2),  # several rows to a block
+    (Case((5, 257, 1), "float32", "float64", "float16"), 4),  # one element at a time
+    (Case((1, 128, 1)), 5),  # an example a row
+]
+
+
+@pytest.mark.parametrize("case, examples", EXAMPLES[1:], ids=str)
+def test_cuda_examples_match_reference(emulated, case, examples):
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=4))
+    check_examples(run, case, examples)
+    backward = next(one for one in launches if one["kernel"] == "rms_norm_backward")
+    assert backward["grid"][0] % examples == 0 and backward["macros"]["PER_EXAMPLE"] == 1
+
+
+@pytest.mark.parametrize("case, examples", EXAMPLES, ids=str)
+def test_host_examples_match_reference(host, case, examples):
+    check_examples(host, case, examples)
+
+
+def test_cuda_examples_of_unaligned_and_of_long_rows(emulated):
+    check_examples(emulated(SM90, shift=1)[0], Case((3, 136, 1)), 2)
+    check_examples(emulated(SM80)[0], Case((2, 16392, 1), "float32", "float32", "float32"), 2)
+    run, launches = emulated(SM90)
+    check_examples(run, Case((3, 12296, 1)), 2)
+    (backward,) = [one for one in launches if one["kernel"] == "rms_norm_backward"]
+    assert backward["macros"]["CLUSTER"] > 1
+
+
+# ---------------------------------------------------------------- what the compiler makes of them
+
+
+@pytest.fixture
+def spilled(monkeypatch):
+    """Bytes that each kernel launched spills, once it has been compiled."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from normfuse.native import compiler
+
+    found = {}
+
+    def launch(source, kernel, operands, results, *, target, macros, **sizes):
+        if kernel != "column_sum":
+            code = compiler.kernel_source(source)
+            log = compiler.compile_with_log(code, macros, target.arch, "--ptxas-options=-v")[1]
+            found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+            assert "Used " in log and "warning" not in log, log
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    return found
+
+
+ARCHS = [
+    *(("sm_90", (9000, n, 1)) for n in (512, 4096, 8192, 12288)),
+    ("sm_80", (300, 4096, 1)),
+    ("sm_100", (9, 20, 40)),
+]
+
+
+def compiled(name, arch, params, *operands):
+    target, body = Target(arch, multiprocessors=132), KERNELS[name].bodies["cuda"]
+    jax.eval_shape(lambda *arrays: body(target, norm_of(params), *arrays), *operands)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("arch, shape", ARCHS)
+def test_cuda_bias_compiles_and_spills_no_registers(spilled, arch, shape):
+    x, w = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:2], "float32")
+    row = jax.ShapeDtypeStruct((shape[0], shape[2]), "float32")
+    forward = {"out_dtype": "bfloat16", "has_scale": True, "has_bias": True}
+    compiled("forward", arch, forward, x, w, w)
+    sums = {"has_scale": True, "with_dscale": True, "with_dbias": True}
+    compiled("backward", arch, sums, x, x, w, row)
+    assert list(spilled) == ["rms_norm_forward", "rms_norm_backward"]
+    assert max(spilled.values()) <= 8, spilled
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("gate", ["after", "before"])
+@pytest.mark.parametrize("arch, shape", ARCHS[:-1])
+def test_cuda_gates_compile_and_spill_no_registers(spilled, arch, shape, gate):
+    x, w = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:2], "float32")
+    row = jax.ShapeDtypeStruct((shape[0], shape[2]), "float32")
+    flags = {"gate": gate, "activation": "silu", "has_scale": True}
+    compiled("gated_forward", arch, {**flags, "out_dtype": "bfloat16"}, x, x, w)
+    compiled("gated_backward", arch, {**flags, "with_dscale": True}, x, x, x, w, row)
+    assert list(spilled) == ["gated_rms_norm_forward", "gated_rms_norm_backward"]
+    assert max(spilled.values()) <= 8, spilled
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("arch, shape", ARCHS[:-1])
+def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape):
+    x = jax.ShapeDtypeStruct((4, *shape[:2]), "bfloat16")
+    w = jax.ShapeDtypeStruct((4, shape[1]), "float32")
+    row = jax.ShapeDtypeStruct((4, shape[0]), "float32")
+    flags = {"axes": (2,), "heads": (0,), "per_example": True, "has_scale": True}
+    compiled("forward", arch, {**flags, "out_dtype": "bfloat16", "has_bias": True}, x, w, w)
+    compiled("backward", arch, {**flags, "with_dscale": True, "with_dbias": True}, x, x, w, row)
+    assert max(spilled.values()) <= 8, spilled
