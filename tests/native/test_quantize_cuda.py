@@ -385,10 +385,12 @@ def test_cuda_quantizer_spills_no_registers_on_hopper(compiled, x, dtype):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", pytest.param("sm_100", marks=NEWEST)])
 def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
     logs = {}
+    # Code is read for Hopper alone.
+    options = ["--ptxas-options=-v" if arch == "sm_90" else "--Ofast-compile=max"]
 
     def launch(source, kernel, operands, results, *, target, macros, shared=0, **_):
         assert shared <= target.shared_memory
-        log = compiler.compile_with_log(source, macros, target.arch, "--ptxas-options=-v")[1]
+        log = compiler.compile_with_log(source, macros, target.arch, *options)[1]
         logs[kernel, macros.get("GRADIENT", 0), macros["HAS_UP"]] = log
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
