@@ -12,6 +12,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
+constexpr bool kMayHaveHeads = false;
+
 // Two numbers of each line, as they lie, as two arrays.
 template <typename C>
 struct Pairs {
@@ -185,7 +187,7 @@ struct LayerBackward {
 ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        double scale_offset, bool has_scale, double eps, bool has_bias,
                        bool has_residual, bool with_mean, bool with_rstd) {
-  Operands take("normfuse_layer_norm_forward", args, rets);
+  Operands take("normfuse_layer_norm_forward", args, rets, kMayHaveHeads);
   const Array x = take.Operand(kActivation, "x");
   const Array residual = take.Operand(kActivation, "residual", has_residual);
   const Array scale = take.Operand(kScale, "scale", has_scale);
@@ -202,7 +204,7 @@ ffi::Error ForwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 
 ffi::Error RowStatisticsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args,
                              ffi::RemainingRets rets) {
-  Operands take("normfuse_layer_norm_row_statistics", args, rets);
+  Operands take("normfuse_layer_norm_row_statistics", args, rets, kMayHaveHeads);
   const Array x = take.Operand(kActivation, "x");
   const Array mean = take.Result(kStatistics, "mean");
   const Array squares = take.Result(kStatistics, "squares");
@@ -213,7 +215,7 @@ ffi::Error RowStatisticsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args,
 
 ffi::Error ApplyImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      double scale_offset, bool has_scale, bool has_bias) {
-  Operands take("normfuse_layer_norm_apply", args, rets);
+  Operands take("normfuse_layer_norm_apply", args, rets, kMayHaveHeads);
   const Array x = take.Operand(kActivation, "x");
   const Array scale = take.Operand(kScale, "scale", has_scale);
   const Array bias = take.Operand(kScale, "bias", has_bias);
@@ -233,7 +235,7 @@ ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
                         bool with_dbias, Count... count) {
   constexpr bool kApply = sizeof...(Count) > 0;
   Operands take(kApply ? "normfuse_layer_norm_backward_apply" : "normfuse_layer_norm_backward",
-                args, rets);
+                args, rets, kMayHaveHeads);
   const Array dy = take.Operand(kActivation, "dy");
   const Array x = take.Operand(kActivation, "x");
   const Array scale = take.Operand(kScale, "scale", has_scale);
@@ -255,7 +257,7 @@ ffi::Error BackwardImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
 
 ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                        double scale_offset, bool has_scale) {
-  Operands take("normfuse_layer_norm_row_dots", args, rets);
+  Operands take("normfuse_layer_norm_row_dots", args, rets, kMayHaveHeads);
   const Array dy = take.Operand(kActivation, "dy");
   const Array x = take.Operand(kActivation, "x");
   const Array scale = take.Operand(kScale, "scale", has_scale);

@@ -57,12 +57,13 @@ Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
   const Dims dims(span.begin(), span.end());
   if (!has_shape_) TakeShape(name, dims);
   // The first parameter says how many heads there are.
-  if (kind == kScale && !has_scale_ && dims.size() == 2 && dims[0] > 1) {
+  const bool of_heads = may_have_heads_ && dims.size() == 2;
+  if (kind == kScale && !has_scale_ && of_heads && dims[0] > 1) {
     if (shape_.inner == 1 && shape_.outer % dims[0] == 0) shape_.heads = dims[0];
   }
   has_scale_ |= kind == kScale;
   const auto [outer, n, inner, heads] = shape_;
-  const Dims scale = heads > 1 || dims.size() == 2 ? Dims{heads, n} : Dims{n};
+  const Dims scale = heads > 1 || of_heads ? Dims{heads, n} : Dims{n};
   const Dims shapes[] = {{outer, n, inner}, scale, {outer, inner}};
   const ffi::DataType dtype = buffer.element_type();
   if (dims != shapes[kind]) {

@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from normfuse.native import registry
+
 EPS = 1e-6
 SCALED = {"scale_offset": 0.0, "has_scale": True}
 UNSCALED = {"scale_offset": 0.0, "has_scale": False}
@@ -257,3 +259,16 @@ def test_more_than_two_to_the_31_elements(call):
     x[-1] = 2
     (sums,) = call("row_sums", [x], [((2049, 1), "float32")])
     np.testing.assert_array_equal(sums.ravel(), [0] * 2048 + [4 << 20])
+
+
+def test_layer_norm_takes_no_weights_of_heads():
+    """Its loops read one bias, of a row's length."""
+    registry.register()
+    flags = {"has_scale": True, "scale_offset": 0.0, "has_bias": False, "eps": EPS}
+    flags |= {"has_residual": False, "with_mean": False, "with_rstd": False}
+    flags = {name: np.float64(v) if type(v) is float else v for name, v in flags.items()}
+    call = jax.ffi.ffi_call("normfuse_layer_norm_forward", jax.ShapeDtypeStruct(X.shape, X.dtype))
+    for weight in (np.ones((4, 8), np.float32), np.ones((2, 8), np.float32)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"scale must have shape \(8,\); got"):
+            call(X, weight, **flags)
+    np.testing.assert_array_equal(call(X, SCALE, **flags), np.zeros_like(X))

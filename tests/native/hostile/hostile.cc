@@ -35,15 +35,15 @@ std::vector<Stage> Execute(XLA_FFI_Handler* handler) {
 
 const std::vector<int64_t> kLengths = {1, 2, 3, 7, 8, 17, 64, 65, 300, 3000};
 
-// ---------------------------------------------------------------- RMSNorm
+// ---------------------------------------------------------------- norms
 
-// Arrays of one call, in dtypes of their own.
+// Arrays of one call, in dtypes of their own; a LayerNorm's parameters are those of all lines.
 struct NormArrays {
   int64_t outer, n, inner, heads = 1;
   std::vector<ffi::DataType> dtypes;
   ffi::DataType compute = ffi::F32;
 
-  explicit NormArrays(Random& random)
+  explicit NormArrays(Random& random, bool may_have_heads = true)
       : outer(random.Below(6)),
         n(random.Of(kLengths)),
         inner(random.Of(std::vector<int64_t>{1, 1, 1, 2, 9})) {
@@ -51,7 +51,9 @@ struct NormArrays {
       dtypes.push_back(random.Of(std::vector<ffi::DataType>{ffi::F32, ffi::BF16, ffi::F16}));
     }
     if (random.Once(4)) dtypes[0] = compute = ffi::F64;  // of x or dy, which is always there
-    if (random.Once(4) && inner == 1) heads = std::max<int64_t>(outer, 1), outer *= random.Below(3);
+    if (may_have_heads && random.Once(4) && inner == 1) {
+      heads = std::max<int64_t>(outer, 1), outer *= random.Below(3);
+    }
   }
 
   Array Activation(int i) const { return {dtypes[i], {outer, n, inner}}; }
@@ -79,7 +81,7 @@ Call NormForward(Random& random) {
 }
 
 Call LayerForward(Random& random) {
-  const NormArrays a(random);
+  const NormArrays a(random, false);
   const bool scale = random.Once(2), bias = random.Once(2), residual = random.Once(2);
   const bool mean = random.Once(2), rstd = random.Once(2);
   Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
@@ -97,12 +99,12 @@ Call LayerForward(Random& random) {
 }
 
 Call LayerRowStatistics(Random& random) {
-  const NormArrays a(random);
+  const NormArrays a(random, false);
   return {{a.Activation(0)}, {a.Statistics(), a.Statistics()}, {}};
 }
 
 Call LayerApply(Random& random) {
-  const NormArrays a(random);
+  const NormArrays a(random, false);
   const bool scale = random.Once(2), bias = random.Once(2);
   Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
   if (scale) call.args.push_back(a.Scale(4));
@@ -114,7 +116,7 @@ Call LayerApply(Random& random) {
 }
 
 Call LayerGradient(Random& random, bool apply) {
-  const NormArrays a(random);
+  const NormArrays a(random, false);
   const bool scale = random.Once(2), residual = random.Once(2);
   const bool dscale = random.Once(2), dbias = random.Once(2);
   Call call{{a.Activation(0), a.Activation(1)}, {a.Activation(2)}, {}};
@@ -136,7 +138,7 @@ Call LayerBackward(Random& random) { return LayerGradient(random, false); }
 Call LayerBackwardApply(Random& random) { return LayerGradient(random, true); }
 
 Call LayerRowDots(Random& random) {
-  const NormArrays a(random);
+  const NormArrays a(random, false);
   const bool scale = random.Once(2);
   Call call{{a.Activation(0), a.Activation(1)}, {a.Statistics(), a.Statistics()}, {}};
   if (scale) call.args.push_back(a.Scale(4));
