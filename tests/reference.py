@@ -281,8 +281,7 @@ def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
 
 def gated(dy, x, z, scale=None, *, gate, activation="silu", eps=1e-6, scale_offset=0.0):
     """y, dx, dz and, if there is a scale, dscale of a gated RMSNorm over the last axis."""
-    parts = [None if a is None else wide(a) for a in (dy, x, z)]
-    dy, x, z = parts
+    dy, x, z = wide(dy), wide(x), wide(z)
     s = 1 / (1 + np.exp(-z))
     a, slope = (s, s * (1 - s)) if activation == "sigmoid" else (z * s, s + z * s * (1 - s))
     options = {"eps": eps, "scale_offset": scale_offset}

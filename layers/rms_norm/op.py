@@ -188,8 +188,8 @@ def adaptive_rms_norm(
     the devices that have tokens of one example. Pallas does not serve it.
 
     Args:
-      x: (*examples, *tokens, features); float64, float32, bfloat16 or float16.
-      scale: (*examples, features), of one or more leading dimensions of x; any of those dtypes.
+      x: `(*examples, *tokens, features)`; float64, float32, bfloat16 or float16.
+      scale: `(*examples, features)`, of one or more leading dimensions of x; any of those dtypes.
       shift: the shape of scale, or None.
       scale_offset: added to scale: 1 as DiT's `modulate` does.
       eps, dtype, implementation: as for `rms_norm`.
