@@ -13,7 +13,8 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
+from jax.stages import Compiled
 
 from ..models.attention import cudnn_takes
 from ..models.config import TransformerConfig
@@ -23,7 +24,7 @@ from ..native.jax_private import described_cudnn
 from . import UsageError
 from .config import TrainConfig
 from .mesh import make_sharding
-from .step import Program, make_optimizer, schedule
+from .step import Program, State, make_optimizer, schedule
 
 # No GPU is there to time products on, and without a time XLA would guess Triton where cuBLAS wins.
 # What LLVM makes of the kernels is not read: they are compiled without its optimizations.
@@ -71,7 +72,7 @@ class Needs:
     collectives: dict[str, tuple[int, int]]
 
 
-def needs(program: jax.stages.Compiled) -> Needs:
+def needs(program: Compiled) -> Needs:
     """Returns what XLA's analyses say of a program."""
     memory = program.memory_analysis()
     text = program.as_text()
@@ -125,9 +126,7 @@ def _collectives(text: str) -> dict[str, tuple[int, int]]:
     return {kind: (total[kind, "number"], total[kind, "bytes"]) for kind in kinds}
 
 
-def step(
-    config: TrainConfig, model: TransformerConfig, kind: str, host: int = 8
-) -> jax.stages.Compiled:
+def step(config: TrainConfig, model: TransformerConfig, kind: str, host: int) -> Compiled:
     """Compiles the training step of a configuration for described GPUs.
 
     Args:
@@ -149,16 +148,18 @@ def step(
         ) from None
     sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     mesh = jax.make_mesh(sizes, AXES, devices=found, axis_types=(AxisType.Auto,) * len(AXES))
-    rows = config.batch_size // (config.mesh.data * config.mesh.fsdp)
-    sharding = make_sharding(config.mesh, mesh, rows)
-    if (
-        model.attention == "auto"
-        and model.attention_softcap is None
-        and cudnn_takes(model.head_dim)
-    ):
+    return step_on(mesh, config, model)[0]
+
+
+def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:
+    """Compiles the step for a mesh of described GPUs; returns its abstract state too."""
+    rows = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
+    # "auto" takes cuDNN on such GPUs, but looks for them in this process.
+    auto = model.attention == "auto" and model.attention_softcap is None
+    if auto and cudnn_takes(model.head_dim):
         model = dataclasses.replace(model, attention="cudnn")
     program = Program(
-        build(config.framework, model, sharding),
+        build(config.framework, model, make_sharding(config.mesh, mesh, rows)),
         make_optimizer(config.optim, config.steps),
         schedule(config.optim, config.steps),
         mesh,
@@ -167,4 +168,5 @@ def step(
         config.spike,
     )
     with jax.set_mesh(mesh), described_cudnn(_CUDNN):
-        return program.lower(config.batch_size, config.seq_len).compile(compiler_options=OPTIONS)
+        lowered = program.lower(config.batch_size, config.seq_len)
+        return lowered.compile(compiler_options=OPTIONS), program.abstract()

@@ -11,42 +11,20 @@ import gpu_compiler
 import hlo
 import jax
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AxisType, Mesh
 
-from normfuse.models.functional import build
 from normfuse.train.config import preset_config
 from normfuse.train.mesh import AXES
-from normfuse.train.step import Program, make_optimizer, schedule
+from normfuse.train.topology import step_on
 
 GB = 10**9
 
 
-@pytest.fixture
-def step(monkeypatch):
+def step(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
     """Compiles the step of a preset's recipe as `normfuse train` would; gives its state too."""
-    # JAX asks the installed cuDNN for its version; that of the described device is 9.10.
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-
-    def compiled(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
-        config = preset_config(preset)
-        # "auto" takes cuDNN on such GPUs, for bfloat16, but looks for them in this process.
-        model = dataclasses.replace(config.transformer(), attention=attention, **changes)
-        optimizer = make_optimizer(config.optim, config.steps)
-        program = Program(
-            build(config.framework, model),
-            optimizer,
-            schedule(config.optim, config.steps),
-            mesh,
-            config.microbatches,
-            0,
-            config.spike,
-        )
-        with jax.set_mesh(mesh):
-            lowered = program.lower(config.batch_size, config.seq_len)
-            return lowered.compile(compiler_options=gpu_compiler.OPTIONS), program.abstract()
-
-    return compiled
+    config = preset_config(preset)
+    model = dataclasses.replace(config.transformer(), attention=attention, **changes)
+    return step_on(mesh, config, model)
 
 
 def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
@@ -76,7 +54,7 @@ def copied(program, state) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.newest
-def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
+def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
     """At 16384 tokens a step, in place, with the remat of the preset, none."""
     config = preset_config("1b")
     assert config.tokens_per_step == 16384 and config.microbatches == 1
@@ -92,7 +70,7 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product(step):
 
 
 @pytest.mark.newest
-def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass(step):
+def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     """Seven products with weights and their gradients; one pass for each norm in each direction."""
     program, _ = step("1b", mesh(), num_layers=1, quantization="fp8")
     kernels, gemms = hlo.calls(program, "quantize_"), hlo.gemms(program)
@@ -114,7 +92,7 @@ def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass(step):
     ids=str,
 )
 @pytest.mark.slow
-def test_other_presets_fit_gpus_of_80_gb(step, preset, axes):
+def test_other_presets_fit_gpus_of_80_gb(preset, axes):
     program, state = step(preset, mesh(**axes))
     check_state_is_donated(program, state)
     assert copied(program, state) == []
@@ -122,14 +100,14 @@ def test_other_presets_fit_gpus_of_80_gb(step, preset, axes):
 
 
 @pytest.mark.newest
-def test_sharded_state_is_updated_in_place(step):
+def test_sharded_state_is_updated_in_place():
     program, state = step("tiny", mesh(2, 2, 2), attention="xla")
     check_state_is_donated(program, state)
     assert copied(program, state) == []
 
 
 @pytest.mark.newest
-def test_fsdp_updates_its_state_in_place(step):
+def test_fsdp_updates_its_state_in_place():
     """The gradients are reduced as the parameters lie: none is turned in the update's kernel."""
     program, state = step("8b", mesh(fsdp=8), num_layers=1)
     check_state_is_donated(program, state)
