@@ -1,6 +1,7 @@
 """What tests of the compiled handlers share."""
 
 import functools
+import re
 import shutil
 
 import jax
@@ -49,3 +50,26 @@ def emulator_folder(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     return tmp_path_factory.mktemp("emulator")
+
+
+@pytest.fixture
+def spills(monkeypatch):
+    """`spills(cuda)`: bytes that each kernel spills which the module launches: it is compiled."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from normfuse.native import compiler
+
+    def watch(module):
+        found = {}
+
+        def launch(source, kernel, operands, results, *, target, macros, **sizes):
+            if kernel != "column_sum":
+                code = compiler.kernel_source(source)
+                log = compiler.compile_with_log(code, macros, target.arch, "--ptxas-options=-v")[1]
+                found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
+                assert "Used " in log and "warning" not in log, log
+            return [jax.numpy.zeros(r.shape, r.dtype) for r in results]
+
+        monkeypatch.setattr(module, "launch", launch)
+        return found
+
+    return watch

@@ -1,7 +1,6 @@
 """Variants of RMSNorm's kernels, against float64: C++ on this machine, CUDA emulated."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -267,23 +266,8 @@ def test_cuda_examples_of_unaligned_and_of_long_rows(emulated):
 
 
 @pytest.fixture
-def spilled(monkeypatch):
-    """Bytes that each kernel launched spills, once it has been compiled."""
-    pytest.importorskip("cuda.bindings.nvrtc")
-    from normfuse.native import compiler
-
-    found = {}
-
-    def launch(source, kernel, operands, results, *, target, macros, **sizes):
-        if kernel != "column_sum":
-            code = compiler.kernel_source(source)
-            log = compiler.compile_with_log(code, macros, target.arch, "--ptxas-options=-v")[1]
-            found[kernel] = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
-            assert "Used " in log and "warning" not in log, log
-        return [jnp.zeros(r.shape, r.dtype) for r in results]
-
-    monkeypatch.setattr(cuda, "launch", launch)
-    return found
+def spilled(spills):
+    return spills(cuda)
 
 
 ARCHS = [
