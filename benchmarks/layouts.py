@@ -1,8 +1,10 @@
-"""Times other layouts of the RMSNorm kernels than the one the package would choose.
+"""Times other layouts of the norms' kernels than the one the package would choose.
 
     python benchmarks/layouts.py                        # four shapes, forward and backward
     python benchmarks/layouts.py --n 5120 --kernel backward --residual
     python benchmarks/layouts.py --n 4096 --rows 8 64 512
+    python benchmarks/layouts.py --norm layer_norm      # with scale and bias
+    python benchmarks/layouts.py --n 64 128 --heads 32  # a scale of each head, bias: --bias
 
 Compiles every candidate on all cores, then launches each through the CUDA driver, without XLA, and
 prints the fastest. A fraction is the time in which the driver's own copy would move the same bytes
@@ -27,6 +29,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from cuda_launches import Buffers, Gpu, copy_rate, copy_time  # noqa: E402
 
+from normfuse.layers.layer_norm import cuda as layer_norm  # noqa: E402
 from normfuse.layers.rms_norm import cuda  # noqa: E402
 from normfuse.layers.rms_norm.cuda import OneLaunch, RowLayout  # noqa: E402
 from normfuse.layers.rms_norm.spec import Norm  # noqa: E402
@@ -46,6 +49,9 @@ CHOOSERS = {
 }
 
 
+EASES = ("eased_forward", "eased_backward")  # make a layout one for more registers
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A kernel on bfloat16 rows, with or without the residual."""
@@ -55,6 +61,14 @@ class Work:
     n: int
     residual: bool
     scale: str = "float32"
+    norm: str = "rms_norm"
+    bias: bool = False
+    heads: int = 1
+
+    @property
+    def columns(self) -> int:
+        """How many vectors of parameters a thread may hold of its columns."""
+        return 1 + self.bias
 
     @property
     def arrays(self) -> int:
@@ -70,20 +84,37 @@ class Work:
             found.append(sizes | {"operands": operands, "results": results})
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
-        large = jax.ShapeDtypeStruct((self.rows, self.n, 1), jnp.bfloat16)
-        scale = jax.ShapeDtypeStruct((self.n,), jnp.dtype(self.scale))
-        rstd = jax.ShapeDtypeStruct((self.rows, 1), jnp.float32)
-        norm = Norm(eps=1e-6, has_scale=True, has_residual=self.residual)
+        several = (self.heads,) if self.heads > 1 else ()
+        outer = (self.rows // self.heads, *several)
+        struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        large = struct((*outer, self.n, *(() if several else (1,))), "bfloat16")
+        scale = struct((*several, self.n), self.scale)
+        one_a_row = struct((*outer, *(() if several else (1,))), "float32")
+        centred = self.norm == "layer_norm"
+        module = layer_norm if centred else cuda
         more = [large] * self.residual
+        norm = Norm(
+            eps=1e-6,
+            has_scale=True,
+            has_residual=self.residual,
+            has_bias=self.bias,
+            heads=(1,) if several else (),
+        )
         if self.kernel == "forward":
-            call, operands = cuda.forward, [large, *more, scale]
-            norm = dataclasses.replace(norm, out_dtype="bfloat16", with_rstd=True)
+            call, operands = module.forward, [large, *more, scale, *[scale] * self.bias]
+            changes = {"out_dtype": "bfloat16", "with_rstd": True, "with_mean": centred}
         else:
-            call, operands = cuda.backward, [large, large, scale, rstd, *more]
-            norm = dataclasses.replace(norm, with_dscale=True)
+            call = module.backward
+            operands = [large, large, scale, *[one_a_row] * (1 + centred), *more]
+            changes = {"with_dscale": True, "with_dbias": self.bias, "has_bias": False}
+        norm = dataclasses.replace(norm, **changes)
         with contextlib.ExitStack() as stack:
             replace = lambda *what: stack.enter_context(unittest.mock.patch.object(cuda, *what))
             replace("launch", launch)
+            if layout is not None:  # as it is
+                for home, ease in itertools.product((cuda, layer_norm), EASES):
+                    keep = lambda *arguments: arguments[-1]
+                    stack.enter_context(unittest.mock.patch.object(home, ease, keep))
             for kernel, name in CHOOSERS.items():
                 if layout is not None and kernel == self.kernel:
                     replace(name, lambda *_, **__: layout)
@@ -108,7 +139,8 @@ class Work:
                 rows = {1}
             for block_rows in sorted(rows) if slices == 1 else [1]:
                 if 64 <= block_rows * threads <= 1024:
-                    layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices)
+                    sums = 2 if (self.norm, self.kernel) == ("layer_norm", "backward") else 1
+                    layout = RowLayout(self.n, 8, chunks, threads, block_rows, slices, sums=sums)
                     yield from self._variants(layout)
 
     def _at_once(self) -> Iterator[OneLaunch]:
@@ -133,13 +165,13 @@ class Work:
             held = layout.chunks * 4 * (self.arrays - 1)
             if self.kernel == "forward":
                 for hold, together in itertools.product((False, True), (1, 2, 4)):
-                    needed = together * held + 16 + hold * 8 * layout.chunks
+                    needed = together * held + 16 + hold * 8 * layout.chunks * self.columns
                     if 512 <= threads <= 2048 and needed <= registers:
                         yield dataclasses.replace(changed, hold=hold, thread_rows=together)
                 continue
             if not 256 <= threads <= 1024:
                 continue
-            held = 16 * layout.chunks
+            held = 8 * (1 + self.columns) * layout.chunks
             for hold, stages in itertools.product((False, True), (2, 3)):
                 if held + 20 + hold * layout.chunks * 4 * (self.arrays - 1) <= registers:
                     yield dataclasses.replace(changed, hold=hold, max_stages=stages)
@@ -199,8 +231,10 @@ def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None, only=Fals
     copied = copy_time(gpu, 2 * work.rows * work.n)
     buffers.free()
     floor = work.arrays * 2 * work.rows * work.n / rate
-    residual = " with residual" if work.residual else ""
-    print(f"{work.kernel}{residual}, {work.rows} x {work.n}: {len(found)} layouts {dict(changes)}")
+    more = " with residual" * work.residual + " and bias" * work.bias
+    more += f" of {work.heads} heads" * (work.heads > 1)
+    shape = f"{work.rows} x {work.n}"
+    print(f"{work.norm} {work.kernel}{more}, {shape}: {len(found)} layouts {dict(changes)}")
     print(
         f"  a copy of one such array: {copied:.1f} us, {4 * work.rows * work.n / rate / copied:.3f}"
     )
@@ -240,6 +274,9 @@ def main() -> None:
     parser.add_argument("--kernel", nargs="+", default=["forward", "backward"], choices=CHOOSERS)
     parser.add_argument("--residual", action="store_true")
     parser.add_argument("--scale", default="float32", help="its dtype")
+    parser.add_argument("--norm", choices=["rms_norm", "layer_norm"], default="rms_norm")
+    parser.add_argument("--bias", action="store_true", help="LayerNorm has one always")
+    parser.add_argument("--heads", type=int, default=1, help="each with a scale of its own")
     parser.add_argument(
         "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
         help="a replacement in the kernels' sources, to try another instruction",
@@ -252,7 +289,8 @@ def main() -> None:
     gpu = Gpu()
     rate = copy_rate(gpu)
     print(f"copy {rate / 1e6:.3f} TB/s, {gpu.target()}")
-    shapes = [(ELEMENTS // n, n) for n in arguments.n] if arguments.n else SHAPES
+    whole = lambda rows: rows // arguments.heads * arguments.heads
+    shapes = [(whole(ELEMENTS // n), n) for n in arguments.n] if arguments.n else SHAPES
     if arguments.rows:
         shapes = [(rows, n) for _, n in shapes for rows in arguments.rows]
     changes = tuple(map(tuple, arguments.change))
@@ -261,7 +299,16 @@ def main() -> None:
         for (rows, n), kernel in itertools.product(shapes, arguments.kernel):
             time_all(
                 gpu,
-                Work(kernel, rows, n, arguments.residual, arguments.scale),
+                Work(
+                    kernel,
+                    rows,
+                    n,
+                    arguments.residual,
+                    arguments.scale,
+                    arguments.norm,
+                    arguments.bias or arguments.norm == "layer_norm",
+                    arguments.heads,
+                ),
                 rate,
                 pool,
                 changes,

@@ -877,7 +877,8 @@ def launch_forward(
         return None
     layout = ease(layout)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
-    grid = min(layout.blocks_for(call.outer), _MAX_GRID)
+    rows = call.heads * round_up(call.outer // call.heads, layout.thread_rows)  # as blocks see them
+    grid = min(layout.blocks_for(rows), _MAX_GRID)
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
     return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 

@@ -17,8 +17,9 @@
 //   mean, squares  (rows, SLICES)  COMPUTE_TYPE   of each slice, where NORMALIZE is 0
 //
 // Threads have rows as in rms_norm_forward.cu. A row's mean is known before the squares are summed:
-// two sums over the block, but no digit is lost where the mean is large. Scale and bias are read
-// when the statistics are known: with both, registers have no room to hold them before.
+// two sums over the block, but no digit is lost where the mean is large. If HOLD, registers have
+// scale and bias too, so that they are there when the statistics are; otherwise they are read once
+// for all rows of a thread.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -73,6 +74,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
+#if NORMALIZE && HOLD
+  IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
+  IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    IF(HAS_SCALE, weights[i] = load_weight(scale, scale_offset, i, aligned));
+    IF(HAS_BIAS, shifts[i] = load_columns<Compute>(bias, i, aligned));
+  }
+#endif
   const long long stride = 1LL * gridDim.x * kRows;
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
@@ -141,8 +151,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
+#if HOLD
+      IF(HAS_SCALE, const auto& weight = weights[i]);
+      IF(HAS_BIAS, const auto& shift = shifts[i]);
+#else
       IF(HAS_SCALE, const auto weight = load_weight(scale, scale_offset, i, aligned));
       IF(HAS_BIAS, const auto shift = load_columns<Compute>(bias, i, aligned));
+#endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);

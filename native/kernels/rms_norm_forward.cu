@@ -19,21 +19,15 @@
 // A thread has THREAD_ROWS neighbouring rows at once, which stay in registers between their
 // statistics and their results; the statistics are those of h as stored. One block per BLOCK_ROWS *
 // THREAD_ROWS rows and slice. If HOLD, registers have the scale too, so that it is there when the
-// statistics are; otherwise it is read once for all rows of a thread. With more than one head, row
-// i has the scale of head i % HEADS, which each thread reads for its rows; it stays in the caches.
-// So does the bias, which is read late. If PER_EXAMPLE, scale and bias are (rows / tokens,
-// FEATURES), and `tokens` rows after one another have the same.
+// statistics are; otherwise it is read once for all rows of a thread, and so is the bias. With more
+// than one head, row i has the scale of head i % HEADS: the rows of a thread are HEADS apart, of
+// one head. If PER_EXAMPLE, scale and bias are (rows / tokens, FEATURES), and `tokens` rows after
+// one another have the same; each thread reads them for its rows, and they stay in the caches.
 #ifndef HAS_BIAS
 #define HAS_BIAS 0
 #endif
 #ifndef PER_EXAMPLE
 #define PER_EXAMPLE 0
-#endif
-#define SEVERAL (HEADS > 1 || PER_EXAMPLE)  // rows have a scale of their own: that of a row
-#if PER_EXAMPLE
-#define HEAD_OF(row) ((row) / tokens)
-#else
-#define HEAD_OF(row) ((row) % HEADS)
 #endif
 #include "gate.cuh"
 #include "row.cuh"
@@ -74,6 +68,17 @@ __device__ inline Compute square_sum(const Chunks<T>& values, const Chunks<Z>& z
 }
 #endif
 
+#if NORMALIZE && HOLD && !PER_EXAMPLE
+#define HELD 1
+#else
+#define HELD 0
+#endif
+#if HEADS > 1
+#define OF_HEAD(parameter) ((parameter) + head * FEATURES)
+#else
+#define OF_HEAD(parameter) (parameter)
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
            // clang-format off
@@ -96,38 +101,58 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
 
-#if NORMALIZE && HAS_SCALE && HOLD && !SEVERAL
-  Wide<Compute, VECTOR> weights[CHUNKS];
+#if HELD
+  IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
+  IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
+  const auto hold = [&](long long head) {
 #pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) weights[i] = load_weight(scale, scale_offset, i, aligned);
+    for (int i = 0; i < CHUNKS; ++i) {
+      IF(HAS_SCALE, weights[i] = load_weight(scale + head * FEATURES, scale_offset, i, aligned));
+      IF(HAS_BIAS, shifts[i] = load_columns<Compute>(bias + head * FEATURES, i, aligned));
+    }
+  };
+  if (HEADS == 1) hold(0);
 #endif
   const long long stride = 1LL * gridDim.x * kRows;
+#if HEADS > 1
+  // Groups of threads have one head after another; what they have past the last row is nothing.
+  const long long last = (rows / HEADS + THREAD_ROWS - 1) / THREAD_ROWS * THREAD_ROWS * HEADS;
+  for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {
+    const long long group = first / THREAD_ROWS + row_group(), head = group % HEADS;
+    const long long mine = group / HEADS * THREAD_ROWS * HEADS + head;
+    const auto row = [&](int r) { return mine + r * HEADS; };
+#else
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
+    const auto row = [&](int r) { return mine + r; };
+#endif
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
+      load_row(x + row(r) * FEATURES, row(r) < rows, aligned, xs[r]);
     }
+#if HELD && HEADS > 1
+    hold(head);
+#endif
 #if HAS_GATE
     Chunks<Z_TYPE> zs[THREAD_ROWS];
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      load_row(z + (mine + r) * FEATURES, mine + r < rows, aligned, zs[r]);
+      load_row(z + row(r) * FEATURES, row(r) < rows, aligned, zs[r]);
     }
 #endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      load_row(residual + (mine + r) * FEATURES, mine + r < rows, aligned, residuals[r]);
+      load_row(residual + row(r) * FEATURES, row(r) < rows, aligned, residuals[r]);
     }
     Chunks<H_TYPE> hs[THREAD_ROWS];
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      add_residual<Compute>(xs[r], residuals[r], h + (mine + r) * FEATURES, mine + r < rows,
-                            aligned, hs[r]);
+      add_residual<Compute>(xs[r], residuals[r], h + row(r) * FEATURES, row(r) < rows, aligned,
+                            hs[r]);
     }
 #else
     auto& hs = xs;
@@ -144,48 +169,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if !NORMALIZE
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
-      if (mine + r < rows && row_thread() == 0) sums[(mine + r) * SLICES + slice()] = inverse.at[r];
+      if (row(r) < rows && row_thread() == 0) sums[row(r) * SLICES + slice()] = inverse.at[r];
     }
 #else
 #if STATISTICS
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
       inverse.at[r] = inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps);
-      const bool writes = mine + r < rows && row_thread() == 0 && slice() == 0;
-      IF(WITH_RSTD, if (writes) rstd[mine + r] = inverse.at[r]);
+      const bool writes = row(r) < rows && row_thread() == 0 && slice() == 0;
+      IF(WITH_RSTD, if (writes) rstd[row(r)] = inverse.at[r]);
     }
 #else
 #pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r)
-      inverse.at[r] = mine + r < rows ? rstd[mine + r] : Compute(0);
+    for (int r = 0; r < THREAD_ROWS; ++r) inverse.at[r] = row(r) < rows ? rstd[row(r)] : Compute(0);
 #endif
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-#if SEVERAL
+#if PER_EXAMPLE
       Wide<Compute, VECTOR> weights[THREAD_ROWS];  // together: a store would hold up the next load
+      IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[THREAD_ROWS]);
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
-        weights[r] = load_weight(scale + HEAD_OF(mine + r) * FEATURES, scale_offset, i, aligned);
+        const long long at = row(r) / tokens * FEATURES;
+        weights[r] = load_weight(scale + at, scale_offset, i, aligned);
+        IF(HAS_BIAS, shifts[r] = load_columns<Compute>(bias + at, i, aligned));
       }
-#elif HAS_SCALE && HOLD
-      const auto& weight = weights[i];
-#elif HAS_SCALE
-      const auto weight = load_weight(scale, scale_offset, i, aligned);
-#endif
-#if HAS_BIAS && SEVERAL
-      Wide<Compute, VECTOR> shifts[THREAD_ROWS];
-#pragma unroll
-      for (int r = 0; r < THREAD_ROWS; ++r) {
-        shifts[r] = load_columns<Compute>(bias + HEAD_OF(mine + r) * FEATURES, i, aligned);
-      }
-#elif HAS_BIAS
-      const auto shift = load_columns<Compute>(bias, i, aligned);
+#elif HELD
+      IF(HAS_SCALE, const auto& weight = weights[i]);
+      IF(HAS_BIAS, const auto& shift = shifts[i]);
+#else
+      IF(HAS_SCALE, const auto weight = load_weight(OF_HEAD(scale), scale_offset, i, aligned));
+      IF(HAS_BIAS, const auto shift = load_columns<Compute>(OF_HEAD(bias), i, aligned));
 #endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
-#if SEVERAL
+#if PER_EXAMPLE
         const auto& weight = weights[r];
         IF(HAS_BIAS, const auto& shift = shifts[r]);
 #endif
@@ -199,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
           IF(HAS_BIAS, out.at[k] += shift.at[k]);
           IF(GATE_AFTER, out.at[k] *= gate_of(wide_z.at[k]));
         }
-        if (mine + r < rows) {
-          store_chunk(y + (mine + r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
+        if (row(r) < rows) {
+          store_chunk(y + row(r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));
         }
       }
     }
