@@ -64,6 +64,7 @@ class Work:
     norm: str = "rms_norm"
     bias: bool = False
     heads: int = 1
+    persistent: bool = False
 
     @property
     def columns(self) -> int:
@@ -167,14 +168,18 @@ class Work:
                 for hold, together in itertools.product((False, True), (1, 2, 4)):
                     needed = together * held + 16 + hold * 8 * layout.chunks * self.columns
                     if 512 <= threads <= 2048 and needed <= registers:
-                        yield dataclasses.replace(changed, hold=hold, thread_rows=together)
+                        found = dataclasses.replace(changed, hold=hold, thread_rows=together)
+                        yield found
+                        if hold and self.persistent:
+                            yield dataclasses.replace(found, persistent=True)
                 continue
             if not 256 <= threads <= 1024:
                 continue
-            held = 8 * (1 + self.columns) * layout.chunks
-            for hold, stages in itertools.product((False, True), (2, 3)):
+            shares = (False, True) if self.norm == "layer_norm" and layout.slices > 1 else (False,)
+            for hold, stages, share in itertools.product((False, True), (2, 3), shares):
+                held = 8 * (1 + self.columns - share) * layout.chunks
                 if held + 20 + hold * layout.chunks * 4 * (self.arrays - 1) <= registers:
-                    yield dataclasses.replace(changed, hold=hold, max_stages=stages)
+                    yield dataclasses.replace(changed, hold=hold, max_stages=stages, share=share)
 
 
 def compile_one(source: str, macros: dict, arch: str, changes: tuple[tuple[str, str], ...]):
@@ -263,6 +268,7 @@ SHOWN = (
     "HOLD",
     "STAGES",
     "THREAD_ROWS",
+    "SHARE_WEIGHT",
     "LANES",
 )
 
@@ -276,6 +282,7 @@ def main() -> None:
     parser.add_argument("--scale", default="float32", help="its dtype")
     parser.add_argument("--norm", choices=["rms_norm", "layer_norm"], default="rms_norm")
     parser.add_argument("--bias", action="store_true", help="LayerNorm has one always")
+    parser.add_argument("--persistent", action="store_true", help="forward grids of that kind too")
     parser.add_argument("--heads", type=int, default=1, help="each with a scale of its own")
     parser.add_argument(
         "--change", nargs=2, action="append", default=[], metavar=("OLD", "NEW"),
@@ -308,6 +315,7 @@ def main() -> None:
                     arguments.norm,
                     arguments.bias or arguments.norm == "layer_norm",
                     arguments.heads,
+                    arguments.persistent,
                 ),
                 rate,
                 pool,

@@ -143,7 +143,8 @@ def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays 
         **call.flags(scale_offset),
     }
     ease = functools.partial(eased_forward, call)
-    return launch_forward(call, macros, scalars_of(call.compute, eps, scale_offset), ease)
+    scalars = scalars_of(call.compute, eps, scale_offset)
+    return launch_forward(call, macros, scalars, sums_of_row=2, ease=ease)
 
 
 def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:

@@ -49,6 +49,8 @@ class RowLayout:
     max_stages: int = 0  # the backward kernel's alone
     thread_rows: int = 1  # that a thread has at once: the forward kernel's alone
     sums: int = 1  # that are taken over each row at a time
+    persistent: bool = False  # blocks go through the rows: of the forward, whose backward's do so
+    share: bool = False  # the scale is in shared memory: LayerNorm's backward alone
 
     @property
     def threads(self) -> int:
@@ -106,6 +108,8 @@ class RowLayout:
     def _shared(self, depth, read_bytes, compute, cluster) -> int:
         """Shared memory of a block with `depth` rows on their way; dscale is there in the end."""
         sums = round_up(self.sum_bytes(compute, cluster=cluster), 16)
+        if self.share:
+            sums += self.threads * self.chunks * self.vector * compute.itemsize
         rows = sums + depth * self.threads * self.chunks * self.vector * read_bytes
         dscale = self.block_rows * self.tile * compute.itemsize if self.block_rows > 1 else 0
         return max(rows, dscale)
@@ -144,6 +148,8 @@ class Step(NamedTuple):
     hold: bool = False
     rows: int = 1  # to a thread at once: the forward kernel's alone
     stages: int = 2  # the backward kernel's alone
+    persistent: bool = False  # as `RowLayout` has it, and so is `share`
+    share: bool = False
 
     def layout(self, features: int, vector: int) -> RowLayout:
         """For a row of so many features, `vector` of which move together."""
@@ -162,6 +168,8 @@ class Step(NamedTuple):
             hold=self.hold,
             max_stages=self.stages,
             thread_rows=self.rows,
+            persistent=self.persistent,
+            share=self.share,
         )
 
 
@@ -335,6 +343,7 @@ def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
 # 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
 # more take two blocks, of 288 to 352 threads each.
 _BACKWARD = (
+    Step(32, chunks=2, fill=128, blocks=3, hold=True),
     Step(192, chunks=1, fill=128, blocks=6, hold=True),
     Step(512, chunks=2, fill=512, hold=True, stages=3),
     Step(640, chunks=6, blocks=2, hold=True),
@@ -847,13 +856,16 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
     if "BIAS" in call.operands or "Z" in call.operands:
         ease = functools.partial(eased_forward, call)
-    return launch_forward(call, macros, scalars_of(call.compute, eps, norm.scale_offset), ease)
+    scalars = scalars_of(call.compute, eps, norm.scale_offset)
+    return launch_forward(call, macros, scalars, ease=ease)
 
 
 def launch_forward(
     call: Call,
     macros: dict[str, Any],
     scalars: Any,
+    *,
+    sums_of_row: int = 1,
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
@@ -875,10 +887,12 @@ def launch_forward(
     )
     if layout is None:
         return None
-    layout = ease(layout)
+    layout = dataclasses.replace(ease(layout), sums=sums_of_row)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
     rows = call.heads * round_up(call.outer // call.heads, layout.thread_rows)  # as blocks see them
     grid = min(layout.blocks_for(rows), _MAX_GRID)
+    if layout.persistent:
+        grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
     return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 
@@ -962,6 +976,7 @@ def launch_backward(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
         macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
+        macros |= {"SHARE_WEIGHT": True} if layout.share else {}
         sums = grid if call.heads == 1 else grid * layout.block_rows
         call.more_gradients(sums, columns, with_value)
         done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)

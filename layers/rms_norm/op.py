@@ -388,11 +388,13 @@ def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
     return [y, *h, *[rstd] * norm.with_rstd]
 
 
-def add(x: Array, residual: Array, dtype: jnp.dtype, out: str = "") -> Array:
-    """Returns x + residual in `out`, or the dtype they promote to, added in `dtype`."""
-    return (x.astype(dtype) + residual.astype(dtype)).astype(
-        out or jnp.promote_types(x.dtype, residual.dtype)
-    )
+def add(x: Array, residual: Array, dtype: jnp.dtype, out: Any = "") -> Array:
+    """Returns x + residual in `out`, or the dtype they promote to, added in `dtype`.
+
+    XLA does not normalise the unrounded sum in its place, as it would on GPUs.
+    """
+    out = out or jnp.promote_types(x.dtype, residual.dtype)
+    return rounded(x.astype(dtype) + residual.astype(dtype), out).astype(out)
 
 
 def define_row_sums(norm: Norm, x: Array) -> list[Array]:

@@ -16,7 +16,11 @@
 //   partial        (gridDim.x, of each: FEATURES)   COMPUTE_TYPE
 //                                    each block's dscale if WITH_DSCALE, then dbias if WITH_DBIAS
 //
-// A block goes through rows, and has them on their way, as in rms_norm_backward.cu.
+// A block goes through rows, and has them on their way, as in rms_norm_backward.cu. If SHARE_WEIGHT
+// the scale is in shared memory, for registers have no room for three vectors of long rows.
+#ifndef SHARE_WEIGHT
+#define SHARE_WEIGHT 0
+#endif
 #include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -33,17 +37,33 @@ using PartX = Part<X_TYPE, HOLD>;
 using Columns = ColumnsOf<Compute>;
 using Sums = Wide<Compute, 2>;  // Σ g and Σ g · (x - mean)
 
+// scale + offset at this thread's columns, which only it reads.
+#if SHARE_WEIGHT
+struct Weight {
+  Wide<Compute, VECTOR>* values;
+
+  __device__ Wide<Compute, VECTOR>& operator[](int chunk) const {
+    return values[chunk * kThreads + threadIdx.x];
+  }
+};
+constexpr int kWeightBytes = kThreads * CHUNKS * sizeof(Wide<Compute, VECTOR>);
+#else
+using Weight = Columns;
+constexpr int kWeightBytes = 0;
+#endif
+
 // Over this thread's part of a row; beyond the row's end dy is zero.
 __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs, Compute mean,
-                               [[maybe_unused]] const Columns& weight) {
+                               [[maybe_unused]] const Weight& weight) {
   Sums sums{};
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_dy = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
+    IF(HAS_SCALE, const auto& of_columns = weight[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
       sums.at[0] += g;
       sums.at[1] += g * (wide_x.at[k] - mean);
     }
@@ -60,7 +80,7 @@ constexpr bool kEarly = DOTS && HOLD;
 
 using RowPairs = RowSums<Compute, 2>;
 constexpr int kSumBytes = (RowPairs::kBytes + 15) / 16 * 16;
-static_assert(kSumBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
+static_assert(kSumBytes + kWeightBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
@@ -82,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
 #endif
 
-  unsigned char* const stages = shared_memory() + kSumBytes;
+  unsigned char* const stages = shared_memory() + kSumBytes + kWeightBytes;
   IF(DOTS, RowPairs row_sums(shared_memory()));
   const long long stride = 1LL * gridDim.x * BLOCK_ROWS;
   long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
@@ -111,7 +131,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     return which < rows ? values[which] : Compute(0);
   };
 
-  Columns weight;
+#if SHARE_WEIGHT
+  const Weight weight{reinterpret_cast<Wide<Compute, VECTOR>*>(shared_memory() + kSumBytes)};
+#else
+  Weight weight;
+#endif
 #if HAS_SCALE
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
@@ -176,13 +200,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       const auto wide_dy = widen_again<Compute>(dys[i]);
       const auto wide_x = widen_again<Compute>(xs[i]);
       IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
+      IF(HAS_SCALE, const auto& of_columns = weight[i]);
       Wide<Compute, VECTOR> out;
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
         const Compute normal = (wide_x.at[k] - mean_row) * rstd_row;
         IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
-        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
+        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
         out.at[k] = rstd_row * (g - of_g - normal * pull);
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
       }

@@ -16,8 +16,7 @@
 //
 //   mean, squares  (rows, SLICES)  COMPUTE_TYPE   of each slice, where NORMALIZE is 0
 //
-// Threads have rows as in rms_norm_forward.cu. A row's mean is known before the squares are summed:
-// two sums over the block, but no digit is lost where the mean is large. If HOLD, registers have
+// Threads have rows as in rms_norm_forward.cu. If HOLD, registers have
 // scale and bias too, so that they are there when the statistics are; otherwise they are read once
 // for all rows of a thread.
 #include "row.cuh"
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
-  IF(STATISTICS, RowSums<Compute, THREAD_ROWS> row_sums(shared_memory()));
+  IF(STATISTICS, RowMoments<Compute, THREAD_ROWS> moments(shared_memory()));
 #if NORMALIZE && HOLD
   IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
   IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
@@ -110,20 +109,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
     Wide<Compute, THREAD_ROWS> means, inverse;
 #if STATISTICS
-    // The block's part of a row, or the whole of it in a cluster.
-    const int rest = FEATURES - slice() * kTile;
-    const int count = CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile;
-#pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) means.at[r] = sum_of(hs[r]);
-    row_sums.post(means);
-    means = row_sums.total();
-#pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) {
-      means.at[r] /= Compute(count);
-      inverse.at[r] = square_sum(hs[r], means.at[r]);
-    }
-    row_sums.post(inverse);
-    inverse = row_sums.total();
+    moments([&](int r) { return sum_of(hs[r]); },
+            [&](int r, Compute mean) { return square_sum(hs[r], mean); }, means, inverse);
 #endif
 #if !NORMALIZE
 #pragma unroll
@@ -174,5 +161,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     }
 #endif
   }
-  IF(STATISTICS, row_sums.finish());
+  IF(STATISTICS, moments.finish());
 }

@@ -246,3 +246,89 @@ class RowSum : public RowSums<C, 1> {
     return total();
   }
 };
+
+// How many elements of a row a warp has, or all threads of the row where they are fewer.
+__device__ inline int elements_of(int slice, int warp) {
+  if constexpr (ROW_THREADS <= 32) {
+    const int rest = FEATURES - slice * kTile;
+    return rest < kTile ? rest : kTile;
+  }
+  int elements = 0;
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const int rest = FEATURES - slice * kTile - i * kStep - warp * 32 * VECTOR;
+    elements += rest < 0 ? 0 : rest < 32 * VECTOR ? rest : 32 * VECTOR;
+  }
+  return elements;
+}
+
+// Means of kRows rows at once, and sums of squared differences to them. No digit is lost where a
+// mean is large: each warp has both of its own elements, and what the warps sent is combined as
+// Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for computing sample
+// variances"). So all threads of a row wait for each other once, not twice.
+template <typename C, int kRows>
+class RowMoments : public RowSums<C, 2 * kRows> {
+  using Sums = RowSums<C, 2 * kRows>;
+
+ public:
+  using Sums::Sums;
+  using Each = Wide<C, kRows>;
+
+  // `sum_of(r)` and `squares_of(r, mean)` are of this thread's elements of its r-th row. In a block
+  // of a row that is no cluster, both are of the block's elements.
+  template <typename SumOf, typename SquaresOf>
+  __device__ void operator()(SumOf sum_of, SquaresOf squares_of, Each& means, Each& squares) {
+    constexpr int kLanes = ROW_THREADS < 32 ? ROW_THREADS : 32;
+    constexpr int kSlots = Sums::kSlots;
+    typename Sums::Values values;
+    const int own = elements_of(slice(), row_thread() / 32);
+    const C per_own = own == 0 ? C(0) : C(1) / C(own);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) values.at[r] = lane_sum<kLanes>(sum_of(r));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      values.at[kRows + r] = lane_sum<kLanes>(squares_of(r, values.at[r] * per_own));
+    }
+    if constexpr (!Sums::kShared) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        means.at[r] = values.at[r] * per_own;
+        squares.at[r] = values.at[kRows + r];
+      }
+      return;
+    }
+    this->send(values);
+    this->receive();
+    const int rest = FEATURES - slice() * kTile;
+    const C per_count = C(1) / C(CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile);
+    const auto elements = [](int slot) {
+      return elements_of(CLUSTER == 1 ? slice() : slot / kRowWarps, slot % kRowWarps);
+    };
+    const auto each_slot = [&](auto term) {  // its sum over what was sent
+      C sum = 0;
+      if constexpr (kSlots <= 8) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) sum += term(i);
+        return sum;
+      }
+#pragma unroll
+      for (int i = 0; i < kSlots; i += 32) {
+        const int slot = i + threadIdx.x % 32;
+        if (slot < kSlots) sum += term(slot);
+      }
+      return lane_sum<32>(sum);
+    };
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const C* const sums = this->posted_ + r * kSlots;
+      const C* const parts = this->posted_ + (kRows + r) * kSlots;
+      const C mean = each_slot([&](int slot) { return sums[slot]; }) * per_count;
+      means.at[r] = mean;
+      squares.at[r] = each_slot([&](int slot) {
+        const int count = elements(slot);
+        const C apart = count == 0 ? C(0) : sums[slot] / C(count) - mean;
+        return parts[slot] + C(count) * apart * apart;
+      });
+    }
+  }
+};
