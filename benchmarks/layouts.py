@@ -249,6 +249,7 @@ def time_all(gpu, work: Work, rate: float, pool, changes=(), out=None, only=Fals
             sizes = {k: v for k, v in launches[0]["macros"].items() if k in SHOWN}
             record = dataclasses.asdict(work) | sizes | {"us": time, "fraction": floor / time}
             record |= {"sum_us": last, "ours": layout is None}
+            record |= {"layout": None if layout is None else dataclasses.asdict(layout)}
             print(json.dumps(record), file=out)
         if place < 10 or layout is None:
             sizes = " ".join(f"{k} {v}" for k, v in launches[0]["macros"].items() if k in SHOWN)

@@ -15,6 +15,7 @@ import numpy as np
 from ...native.launch import Target
 from ..rms_norm.cuda import (
     Call,
+    Step,
     compute_of,
     eased_backward,
     eased_forward,
@@ -27,6 +28,25 @@ from ..rms_norm.cuda import (
 from ..rms_norm.spec import Norm
 
 Arrays = list[jax.Array]
+
+# Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
+# (benchmarks/results): each is the best of some 150 to 300 that were timed at 1024, 2048, 4096,
+# 8192, 16384 and 32768 features of bfloat16, with scale, bias and both gradients.
+_FORWARD = (
+    Step(32, chunks=2, rows=2, fill=512, blocks=2),
+    Step(128, chunks=4, rows=2, fill=128, blocks=4),
+    Step(512, chunks=4, rows=2, blocks=4),
+    Step(1024, chunks=8, blocks=4),
+)
+_BACKWARD = (
+    Step(32, chunks=2, fill=128, blocks=3, hold=True),
+    Step(128, chunks=4, fill=128, blocks=2, hold=True),
+    Step(256, chunks=4, fill=256, hold=True),
+    Step(512, chunks=4, fill=256, hold=True),
+    Step(1024, chunks=2, hold=True),
+    Step(2048, chunks=2, slices=2, hold=True, stages=3),
+    Step(4096, chunks=4, slices=2),
+)
 
 
 def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +162,7 @@ def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays 
         "HAS_BIAS": "BIAS" in call.operands,
         **call.flags(scale_offset),
     }
-    ease = functools.partial(eased_forward, call)
+    ease = functools.partial(eased_forward, call, _FORWARD)
     scalars = scalars_of(call.compute, eps, scale_offset)
     return launch_forward(call, macros, scalars, sums_of_row=2, ease=ease)
 
@@ -158,5 +178,6 @@ def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
     }
     scalars = scalars_of(call.compute, norm.scale_offset, count)
     gradients = norm.with_dscale + norm.with_dbias
-    ease = functools.partial(eased_backward, call, gradients + norm.has_scale)
+    steps = _BACKWARD if gradients == 2 else ()
+    ease = functools.partial(eased_backward, call, gradients + norm.has_scale, steps)
     return launch_backward(call, macros, scalars, gradients, sums_of_row=2, ease=ease)

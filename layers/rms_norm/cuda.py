@@ -239,6 +239,12 @@ _FORWARD = (
     Step(16384, chunks=4, rows=4, hold=True, slices=8),
     Step(32768, chunks=6, slices=8, blocks=2),
 )
+# With a bias, which is held too: the same, at 1024 and 4096 features.
+_FORWARD_BIAS = (
+    Step(32, chunks=2, rows=2, fill=512, blocks=2),
+    Step(128, chunks=4, rows=2, hold=True, fill=256, blocks=2),
+    Step(512, chunks=2, rows=2, hold=True, threads=1024),
+)
 # Where all rows are on their way at once only the way through one counts: three vectors a thread,
 # and the scale is read with them.
 _FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
@@ -855,7 +861,8 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     # What a kernel does not have, its macros do not name.
     macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
     if "BIAS" in call.operands or "Z" in call.operands:
-        ease = functools.partial(eased_forward, call)
+        steps = () if "Z" in call.operands else _FORWARD_BIAS
+        ease = functools.partial(eased_forward, call, steps)
     scalars = scalars_of(call.compute, eps, norm.scale_offset)
     return launch_forward(call, macros, scalars, ease=ease)
 
@@ -911,7 +918,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
     macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else _gate_macros(call, norm)
     if (gradient and norm.with_dbias) or "Z" in call.operands:
-        ease = functools.partial(eased_backward, call, columns + norm.has_scale)
+        ease = functools.partial(eased_backward, call, columns + norm.has_scale, ())
     size = call.features if count is None else count
     return launch_backward(
         call,
@@ -990,8 +997,17 @@ def launch_backward(
     return done
 
 
-def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
-    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does."""
+def eased_forward(call: Call, steps: Sequence[Step], layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does.
+
+    One of `steps`, which were timed, comes first, where rows fill the device once.
+    """
+    step = _step_for(call, steps)
+    if step is not None:
+        found = step.layout(layout.features, layout.vector)
+        least = call.target.multiprocessors * found.min_blocks // found.slices
+        if found.blocks_for(call.outer) >= least:
+            return found
 
     def spills() -> bool:
         held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
@@ -1007,13 +1023,29 @@ def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
     return layout
 
 
-def eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
+def _step_for(call: Call, steps: Sequence[Step]) -> Step | None:
+    """The one of `steps` for rows of three arrays or fewer that move 16 bytes at a time."""
+    vector = vector_size(call.features, max(call.moving_bytes()))
+    whole = vector * max(call.moving_bytes()) == 16 and call.whole_rows
+    if not whole or call.compute.itemsize == 8 or {"RESIDUAL", "DH"} & call.operands.keys():
+        return None
+    step = next((step for step in steps if call.features // vector <= step.vectors), None)
+    return step if step and (step.slices == 1 or call.target.clusters) else None
+
+
+def eased_backward(call: Call, columns: int, steps: Sequence[Step], layout: RowLayout) -> RowLayout:
     """Leaves a kernel that keeps `columns` vectors of parameters in registers those it needs.
 
+    One of `steps`, which were timed, comes first, where there are more rows than multiprocessors.
     What spilled would pass through the cache again: fewer blocks to a multiprocessor, or more to a
     row, with as much of it on its way. The numbers are what NVRTC's assembler needs for sm_90, for
     bfloat16 of 512 to 65536 features.
     """
+
+    step = _step_for(call, steps)
+    if step is not None and call.outer > call.target.multiprocessors:
+        found = step.layout(layout.features, layout.vector)
+        return dataclasses.replace(found, sums=layout.sums)
 
     def spills() -> bool:
         vectors = layout.chunks * layout.vector

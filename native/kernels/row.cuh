@@ -301,34 +301,37 @@ class RowMoments : public RowSums<C, 2 * kRows> {
     this->receive();
     const int rest = FEATURES - slice() * kTile;
     const C per_count = C(1) / C(CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile);
-    const auto elements = [](int slot) {
-      return elements_of(CLUSTER == 1 ? slice() : slot / kRowWarps, slot % kRowWarps);
-    };
-    const auto each_slot = [&](auto term) {  // its sum over what was sent
-      C sum = 0;
-      if constexpr (kSlots <= 8) {
 #pragma unroll
-        for (int i = 0; i < kSlots; ++i) sum += term(i);
-        return sum;
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const C* const sums = this->posted_ + r * kSlots;
+      const C* const parts = this->posted_ + (kRows + r) * kSlots;
+      const C mean = over_slots([&](int slot) { return sums[slot]; }) * per_count;
+      means.at[r] = mean;
+      squares.at[r] = over_slots([&](int slot) {
+        const int count = elements_of(CLUSTER == 1 ? slice() : slot / kRowWarps, slot % kRowWarps);
+        const C apart = count == 0 ? C(0) : sums[slot] / C(count) - mean;
+        return parts[slot] + C(count) * apart * apart;
+      });
+    }
+  }
+
+ private:
+  // The sum of `term(slot)` over what the warps sent.
+  template <typename Term>
+  __device__ static C over_slots(Term term) {
+    constexpr int kSlots = Sums::kSlots;
+    C sum = 0;
+    if constexpr (kSlots <= 8) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) sum += term(i);
+      return sum;
+    } else {
 #pragma unroll
       for (int i = 0; i < kSlots; i += 32) {
         const int slot = i + threadIdx.x % 32;
         if (slot < kSlots) sum += term(slot);
       }
       return lane_sum<32>(sum);
-    };
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const C* const sums = this->posted_ + r * kSlots;
-      const C* const parts = this->posted_ + (kRows + r) * kSlots;
-      const C mean = each_slot([&](int slot) { return sums[slot]; }) * per_count;
-      means.at[r] = mean;
-      squares.at[r] = each_slot([&](int slot) {
-        const int count = elements(slot);
-        const C apart = count == 0 ? C(0) : sums[slot] / C(count) - mean;
-        return parts[slot] + C(count) * apart * apart;
-      });
     }
   }
 };
