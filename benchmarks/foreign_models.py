@@ -109,16 +109,16 @@ def bonsai_umt5() -> Model:
     return Model(model, lambda m, tokens: m(tokens, jnp.ones_like(tokens)), TOKENS)
 
 
-def dantinox() -> Model:
+def dantinox(**sizes: Any) -> Model:
     """A decoder with rotary attention and SwiGLU."""
     config = importlib.import_module("dantinox.core.config")
     module = importlib.import_module("dantinox.core.model")
-    sizes = {"dim": 32, "n_heads": 2, "num_blocks": 2, "vocab_size": 64, "max_context": 16}
-    model = module.Transformer(config.ModelConfig(**sizes), rngs=nnx.Rngs(0))
+    small = {"dim": 32, "n_heads": 2, "num_blocks": 2, "vocab_size": 64, "max_context": 16}
+    model = module.Transformer(config.ModelConfig(**small | sizes), rngs=nnx.Rngs(0))
     return Model(model, lambda m, tokens: m(tokens, deterministic=True).logits, TOKENS)
 
 
-def eqx_zoo(architecture: str) -> Model:
+def eqx_zoo(architecture: str, **sizes: Any) -> Model:
     """A decoder whose layers take one sequence."""
     module = importlib.import_module("eqx_zoo.models.causal_lm.model")
     config = importlib.import_module("eqx_zoo.models.causal_lm.config").Config.from_hf(
@@ -126,6 +126,7 @@ def eqx_zoo(architecture: str) -> Model:
         | {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         | {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
         | {"tie_word_embeddings": False, "max_position_embeddings": 16}
+        | sizes
     )
     model = module.CausalLM(config, key=jax.random.key(0))
     return Model(model, lambda m, tokens: jax.vmap(lambda t: m(t)[0])(tokens), TOKENS)
@@ -145,11 +146,12 @@ def equimo_vit() -> Model:
     return Model(model, forward, IMAGES)
 
 
-def gemma_linen() -> Model:
+def gemma_linen(**sizes: Any) -> Model:
     """Gemma 1 in Linen."""
     module = importlib.import_module("gemma.transformer")
-    sizes = {"num_layers": 2, "num_embed": 64, "embed_dim": 32, "hidden_dim": 64}
-    config = module.TransformerConfig(**sizes, num_heads=2, head_dim=16, num_kv_heads=1)
+    small = {"num_layers": 2, "num_embed": 64, "embed_dim": 32, "hidden_dim": 64}
+    small |= {"num_heads": 2, "head_dim": 16, "num_kv_heads": 1}
+    config = module.TransformerConfig(**small | sizes)
 
     def forward(model, tokens):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -357,6 +359,16 @@ def measure_fp8(name: str, given: Model) -> tuple[str, Any]:
     return f"| {' | '.join(map(str, cells))} |", report
 
 
+def look_in(folders: list[pathlib.Path]) -> None:
+    """Makes the models' sources importable."""
+    sys.path[:0] = map(str, folders)
+    for folder in folders:
+        for name in ("bonsai", "tunix"):  # without __init__, which imports trainers
+            if (folder / name).is_dir():
+                package: Any = types.ModuleType(name)
+                package.__path__, sys.modules[name] = [str(folder / name)], package
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=pathlib.Path, action="append", default=[])
@@ -364,12 +376,7 @@ def main() -> None:
     parser.add_argument("--quantized", action="store_true")
     parser.add_argument("--only", default="")
     options = parser.parse_args()
-    sys.path[:0] = map(str, options.folder)
-    for folder in options.folder:
-        for name in ("bonsai", "tunix"):  # without __init__, which imports trainers
-            if (folder / name).is_dir():
-                package: Any = types.ModuleType(name)
-                package.__path__, sys.modules[name] = [str(folder / name)], package
+    look_in(options.folder)
     if options.quantized:
         print("| model | norms that write codes | for layers | other FP8 layers | error |")
         print("|---|---|---|---|---|")

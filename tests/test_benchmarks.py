@@ -1,5 +1,6 @@
 """Benchmarks run as they are told to, at a small size, and their sums are right."""
 
+import argparse
 import csv
 import importlib.util
 import itertools
@@ -7,11 +8,13 @@ import json
 import os
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from flax import nnx
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -262,3 +265,56 @@ def test_steps_of_a_trainer_that_still_writes_are_read(tmp_path):
     lines = [{"step": 1, "loss": 2.0, "step_time_s": 0.5}, {"step": 1, "val_loss": 1.0}]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
     assert logged(metrics) == [0.5e6]
+
+
+# ---------------------------------------------------------------- steps of other people's models
+
+
+def measure_steps(monkeypatch, capsys, norm):
+    """Lines of the steps of a model with a norm, or without, and what failed."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
+    steps = loaded("foreign_steps")
+
+    def make(layers, vocabulary):
+        rngs = nnx.Rngs(0)
+        norms = [nnx.RMSNorm(32, rngs=rngs)] if norm else []
+        linear = nnx.Linear(32, vocabulary, use_bias=False, rngs=rngs)
+        model = nnx.Sequential(nnx.Embed(vocabulary, 32, rngs=rngs), *norms * layers, linear)
+        return steps.Model(model, lambda model, tokens: model(tokens), steps.TOKENS)
+
+    case = steps.Case(make, "layers", "vocabulary")
+    sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
+    failed = steps.measure("toy", case, argparse.Namespace(**sizes, kernels=False))
+    lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    return {line["version"]: line for line in lines}, failed
+
+
+@pytest.mark.newest
+def test_steps_before_and_after_a_swap_differ_by_what_they_are_named_for(monkeypatch, capsys):
+    lines, failed = measure_steps(monkeypatch, capsys, norm=True)
+    assert failed == []
+    assert [*lines] == ["theirs", "swap", "swap, fp8", "fp8, fused norms"]
+    assert lines["theirs"]["kernels"] == {} and lines["theirs"]["ratio"] == 1
+    assert [line["fp8"] > 0 for line in lines.values()] == [False, False, True, True]
+    assert [line["norms_with_codes"] for line in lines.values()] == [0, 0, 0, 1]
+    for line in lines.values():
+        assert (line["parameters"], line["tokens"]) == (2 * 64 * 32 + 32, 32)
+        assert line["gib"] > 0
+        assert statistics.median(line["all_ms"]) == line["ms"]
+        # bfloat16 rounds logits by 2^-9 of their size, FP8 by 2^-4; they are far below 1.
+        assert abs(line["loss_first"]) < 2**-8
+        assert line["losses"] == sorted(line["losses"], reverse=True)
+    for version in [*lines][1:]:
+        assert "rms_norm_forward" in lines[version]["kernels"], version
+        if "fp8" in version:
+            assert lines[version]["losses"] != lines["theirs"]["losses"]
+
+
+@pytest.mark.newest
+def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, capsys):
+    lines, failed = measure_steps(monkeypatch, capsys, norm=False)
+    assert [*lines] == ["theirs"]
+    without = "not measured: its program calls no norm of ours"
+    versions = "swap", "swap, fp8", "fp8, fused norms"
+    assert failed == [f"toy, {version}: {without}" for version in versions]
