@@ -282,17 +282,17 @@ class RowMoments : public RowSums<C, 2 * kRows> {
     constexpr int kSlots = Sums::kSlots;
     typename Sums::Values values;
     const int own = elements_of(slice(), row_thread() / 32);
-    const C per_own = own == 0 ? C(0) : C(1) / C(own);
+    const C size = own == 0 ? C(1) : C(own);  // whole numbers: means of equal values are exact
 #pragma unroll
     for (int r = 0; r < kRows; ++r) values.at[r] = lane_sum<kLanes>(sum_of(r));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      values.at[kRows + r] = lane_sum<kLanes>(squares_of(r, values.at[r] * per_own));
+      values.at[kRows + r] = lane_sum<kLanes>(squares_of(r, values.at[r] / size));
     }
     if constexpr (!Sums::kShared) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        means.at[r] = values.at[r] * per_own;
+        means.at[r] = values.at[r] / size;
         squares.at[r] = values.at[kRows + r];
       }
       return;
@@ -300,12 +300,12 @@ class RowMoments : public RowSums<C, 2 * kRows> {
     this->send(values);
     this->receive();
     const int rest = FEATURES - slice() * kTile;
-    const C per_count = C(1) / C(CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile);
+    const C whole = CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const C* const sums = this->posted_ + r * kSlots;
       const C* const parts = this->posted_ + (kRows + r) * kSlots;
-      const C mean = over_slots([&](int slot) { return sums[slot]; }) * per_count;
+      const C mean = over_slots([&](int slot) { return sums[slot]; }) / whole;
       means.at[r] = mean;
       squares.at[r] = over_slots([&](int slot) {
         const int count = elements_of(CLUSTER == 1 ? slice() : slot / kRowWarps, slot % kRowWarps);

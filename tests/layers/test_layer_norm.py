@@ -150,6 +150,8 @@ def test_residual_is_rounded_before_it_is_normalised():
 
 def test_what_nobody_uses_is_not_computed():
     """Neither statistics without a derivative nor gradients of frozen parameters."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs: kernels on GPUs have sums over each block's rows as results")
     case = LayerCase("layer_norm", (5, 24))
     of = lambda argnums: jax.jit(jax.grad(case.loss, argnums)).lower(*case.args).compile()
     assert hlo.results(jax.jit(case).lower(*case.args).compile()) == [1]
