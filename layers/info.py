@@ -122,6 +122,7 @@ def warm(
 
     from .cross_entropy import softmax
     from .dense import epilogue
+    from .layer_norm import cuda as layer_norm_cuda
     from .layer_norm import op as layer_norm
     from .rms_norm import cuda
     from .rms_norm import op as rms_norm
@@ -137,9 +138,10 @@ def warm(
         for out in outs or (x,):
             examples: list[Example] = []  # of every kernel, in each of the layouts it has
             with jax.enable_x64("float64" in (x, scale, out)):
+                offset = {"scale_offset": scale_offset}
                 for rows in cuda.row_counts(n, target, x, scale, out):
-                    offset = {"scale_offset": scale_offset}
                     examples += rms_norm.examples(n, x, scale, out, rows=rows, **offset)
+                for rows in layer_norm_cuda.row_counts(n, target, x, scale, out):
                     examples += layer_norm.examples(n, x, scale, out, rows=rows, **offset)
                 for rows in epilogue.ROW_COUNTS:
                     examples += epilogue.examples(n, x, rows=rows, activations=activations)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...native.launch import Target
+from ..rms_norm import cuda as rms_norm
 from ..rms_norm.cuda import (
     Call,
     Step,
@@ -59,6 +60,17 @@ def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Arra
     counts = jnp.broadcast_to(counts, means.shape)
     mean = jnp.sum(counts * means, 0) / jnp.sum(counts, 0)
     return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0)
+
+
+def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int]:
+    """Returns numbers of rows of n, one for each combination of layouts; as RMSNorm's."""
+    counts = rms_norm.row_counts(n, target, x, scale, out)
+    widest = max(jnp.dtype(dtype).itemsize for dtype in (x, out))
+    counts.append(target.multiprocessors + 1)  # from here on one of _BACKWARD
+    step = rms_norm.step_for(n, widest, target, _FORWARD)
+    if step is not None:
+        counts.append(step.layout(n, rms_norm.vector_size(n, widest)).least_rows(target))
+    return counts
 
 
 # ---------------------------------------------------------------- the kernels

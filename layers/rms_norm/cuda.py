@@ -72,6 +72,11 @@ class RowLayout:
         """Blocks along the rows that cover `rows` once."""
         return -(-rows // (self.block_rows * self.thread_rows))
 
+    def least_rows(self, target: Target) -> int:
+        """Rows that fill the device once."""
+        blocks = max(1, target.multiprocessors * self.min_blocks // self.slices)
+        return (blocks - 1) * self.block_rows * self.thread_rows + 1
+
     def persistent_blocks(self, target: Target, *, cluster: bool) -> int:
         """Blocks along the rows that all run at the same time."""
         if not cluster or self.slices <= 2:
@@ -1005,8 +1010,7 @@ def eased_forward(call: Call, steps: Sequence[Step], layout: RowLayout) -> RowLa
     step = _step_for(call, steps)
     if step is not None:
         found = step.layout(layout.features, layout.vector)
-        least = call.target.multiprocessors * found.min_blocks // found.slices
-        if found.blocks_for(call.outer) >= least:
+        if call.outer >= found.least_rows(call.target):
             return found
 
     def spills() -> bool:
@@ -1024,13 +1028,18 @@ def eased_forward(call: Call, steps: Sequence[Step], layout: RowLayout) -> RowLa
 
 
 def _step_for(call: Call, steps: Sequence[Step]) -> Step | None:
-    """The one of `steps` for rows of three arrays or fewer that move 16 bytes at a time."""
-    vector = vector_size(call.features, max(call.moving_bytes()))
-    whole = vector * max(call.moving_bytes()) == 16 and call.whole_rows
-    if not whole or call.compute.itemsize == 8 or {"RESIDUAL", "DH"} & call.operands.keys():
+    """The one of `steps` for rows of a kernel of three arrays or fewer."""
+    if call.compute.itemsize == 8 or not call.whole_rows or {"RESIDUAL", "DH"} & set(call.operands):
         return None
-    step = next((step for step in steps if call.features // vector <= step.vectors), None)
-    return step if step and (step.slices == 1 or call.target.clusters) else None
+    return step_for(call.features, max(call.moving_bytes()), call.target, steps)
+
+
+def step_for(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -> Step | None:
+    """The one of `steps` for rows of n elements that move 16 bytes at a time."""
+    vector = vector_size(n, itemsize)
+    step = next((step for step in steps if n // vector <= step.vectors), None)
+    fits = step is not None and (step.slices == 1 or target.clusters)
+    return step if fits and vector * itemsize == 16 else None
 
 
 def eased_backward(call: Call, columns: int, steps: Sequence[Step], layout: RowLayout) -> RowLayout:
@@ -1041,7 +1050,6 @@ def eased_backward(call: Call, columns: int, steps: Sequence[Step], layout: RowL
     row, with as much of it on its way. The numbers are what NVRTC's assembler needs for sm_90, for
     bfloat16 of 512 to 65536 features.
     """
-
     step = _step_for(call, steps)
     if step is not None and call.outer > call.target.multiprocessors:
         found = step.layout(layout.features, layout.vector)
