@@ -5,6 +5,7 @@ is compiled, no device is touched, and no state of the module can change. From w
 eps, the scale's offset and the order of casts; they are then verified against float64.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -430,13 +431,22 @@ def _run(jaxpr: core.Jaxpr, consts: Any, args: Any) -> list[np.ndarray]:
 
 
 def _by_jax(equation: core.JaxprEqn, values: list[np.ndarray]) -> list[Any]:
-    """Evaluates one operation on the CPU, or where JAX has none, on the default device."""
-    try:
-        host = jax.default_device(jax.local_devices(backend="cpu")[0])
-    except RuntimeError:
-        host = contextlib.nullcontext()
-    with jax.ensure_compile_time_eval(), host:
-        results = equation.primitive.bind(*map(jnp.asarray, values), **equation.params)
+    """Evaluates one operation on the CPU, or where JAX has none, on the default device.
+
+    A thread of its own is in no trace and on no mesh, whose devices may only be described.
+    """
+
+    def bind() -> Any:
+        try:
+            host = jax.default_device(jax.local_devices(backend="cpu")[0])
+        except RuntimeError:
+            host = contextlib.nullcontext()
+        with x64, host:
+            return equation.primitive.bind(*map(jnp.asarray, values), **equation.params)
+
+    x64 = jax.enable_x64(jax.config.jax_enable_x64)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        results = thread.submit(bind).result()
     return results if equation.primitive.multiple_results else [results]
 
 

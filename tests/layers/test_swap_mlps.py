@@ -4,6 +4,7 @@ import math
 import pickle
 
 import equinox as eqx
+import gpu_compiler
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,6 +212,18 @@ def test_what_is_placed_on_a_mesh_stays_placed(rng, eight_devices):
     with jax.set_mesh(jax.make_mesh((4,), ("m",), axis_types=auto, devices=eight_devices[:4])):
         assert "gated_product" not in text() and "sharding_constraint" in text()
     assert "gated_product" in text()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("activation", [nnx.silu, nnx.relu], ids=["silu", "relu"])
+def test_devices_that_are_described_compute_no_probe(activation):
+    """An x of a new rank is probed where the model is traced: by the host."""
+    graph, state = nnx.split(ours_nnx.swap(Gated(activation)))
+    mesh = gpu_compiler.mesh((1,), ("m",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((2, 3, 2, D), bf16)
+    with jax.set_mesh(mesh):
+        text = str(jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x))(state, x))
+    assert "gated_product" in text
 
 
 @pytest.mark.newest
