@@ -38,7 +38,7 @@ _FORWARD = (
     Step(32, chunks=2, rows=2, fill=512, blocks=2),
     Step(128, chunks=2, rows=2, fill=128, blocks=8),
     Step(512, chunks=6, rows=2, blocks=6),
-    Step(1024, chunks=5, rows=2, blocks=3),
+    Step(1024, chunks=6, rows=2, blocks=3),
     Step(4096, chunks=4, slices=2, rows=2, hold=True, persistent=True),
 )
 _BACKWARD = (

@@ -108,6 +108,7 @@ BIASED = [
 ]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case, heads", BIASED[1:], ids=str)
 def test_cuda_bias_matches_reference(emulated, case, heads):
     check_bias(emulated(SM90)[0], case, heads)
@@ -120,6 +121,7 @@ def test_host_bias_matches_reference(host, case, heads):
     check_bias(host, case, heads)
 
 
+@pytest.mark.newest
 def test_cuda_bias_of_unaligned_and_of_long_rows(emulated):
     check_bias(emulated(SM90, shift=1)[0], Case((3, 136, 1)))
     run, launches = emulated(SM80)
@@ -173,6 +175,7 @@ GATED = [
 ]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case, gate, activation, heads", GATED, ids=str)
 def test_cuda_gates_match_reference(emulated, case, gate, activation, heads):
     run, launches = emulated(SM90)
@@ -187,6 +190,7 @@ def test_host_gates_match_reference(host, case, gate, activation, heads):
     check_gate(host, case, gate, activation, heads)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("gate", ["after", "before"])
 def test_cuda_gates_of_unaligned_and_of_long_rows(emulated, gate):
     check_gate(emulated(SM90, shift=1)[0], Case((3, 136, 1)), gate)
@@ -240,6 +244,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("case, examples", EXAMPLES[1:], ids=str)
 def test_cuda_examples_match_reference(emulated, case, examples):
     run, launches = emulated(dataclasses.replace(SM90, multiprocessors=4))
@@ -253,6 +258,7 @@ def test_host_examples_match_reference(host, case, examples):
     check_examples(host, case, examples)
 
 
+@pytest.mark.newest
 def test_cuda_examples_of_unaligned_and_of_long_rows(emulated):
     check_examples(emulated(SM90, shift=1)[0], Case((3, 136, 1)), 2)
     check_examples(emulated(SM80)[0], Case((2, 16392, 1), "float32", "float32", "float32"), 2)
