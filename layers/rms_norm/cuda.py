@@ -49,7 +49,7 @@ class RowLayout:
     max_stages: int = 0  # the backward kernel's alone
     thread_rows: int = 1  # that a thread has at once: the forward kernel's alone
     sums: int = 1  # that are taken over each row at a time
-    persistent: bool = False  # blocks go through the rows: of the forward, whose backward's do so
+    persistent: bool = False  # blocks go through the rows, as the backward's always do
     share: bool = False  # the scale is in shared memory: LayerNorm's backward alone
 
     @property
@@ -404,7 +404,7 @@ _BACKWARD_RESIDUAL = (
 # layouts were timed (benchmarks/dense.py --norm-sweep): those that read a row twice from shared
 # memory reach .94 to .97 of the copy rate, what is best for three arrays .79. No others were.
 _BACKWARD_VALUE = (
-    _BACKWARD[0],
+    _BACKWARD[1],
     Step(512, chunks=1, fill=512, blocks=2),
     *_BACKWARD_RESIDUAL[1:],
 )
@@ -1053,7 +1053,10 @@ def eased_backward(call: Call, columns: int, steps: Sequence[Step], layout: RowL
     step = _step_for(call, steps)
     if step is not None and call.outer > call.target.multiprocessors:
         found = step.layout(layout.features, layout.vector)
-        return dataclasses.replace(found, sums=layout.sums)
+        found = dataclasses.replace(found, sums=layout.sums)
+        read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
+        if found.fits(call.target, read_bytes=read, compute=call.compute, cluster=True):
+            return found
 
     def spills() -> bool:
         vectors = layout.chunks * layout.vector

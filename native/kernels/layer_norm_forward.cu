@@ -16,9 +16,8 @@
 //
 //   mean, squares  (rows, SLICES)  COMPUTE_TYPE   of each slice, where NORMALIZE is 0
 //
-// Threads have rows as in rms_norm_forward.cu. If HOLD, registers have
-// scale and bias too, so that they are there when the statistics are; otherwise they are read once
-// for all rows of a thread.
+// Threads have rows as in rms_norm_forward.cu. If HOLD, registers have scale and bias too, so that
+// they are there when the statistics are; otherwise they are read once for all rows of a thread.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;

@@ -209,6 +209,26 @@ def test_cuda_long_rows_take_two_launches(emulated):
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("x", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_120"])
+def test_layouts_take_no_more_shared_memory_than_there_is(arch, x, monkeypatch):
+    target, found = Target(arch, multiprocessors=100), []
+
+    def launch(source, kernel, operands, results, *, target, shared=0, **_):
+        found.append(shared)
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    norm = Norm(op="layer_norm", has_scale=True, with_dscale=True, with_dbias=True)
+    for n in (96, 1024, 4096, 8192, 16384, 32768):
+        large, row = jax.ShapeDtypeStruct((9000, n, 1), x), jax.ShapeDtypeStruct((9000, 1), "f4")
+        operands = large, large, jax.ShapeDtypeStruct((n,), "f4"), row, row
+        body = KERNELS["backward"].bodies["cuda"]
+        jax.eval_shape(lambda *arrays, body=body: body(target, norm, *arrays), *operands)
+    assert found and max(found) <= target.shared_memory
+
+
+@pytest.mark.newest
 def test_blocks_go_through_long_rows(emulated):
     """Fewer clusters than rows: the forward holds its parameters, the backward shares the scale."""
     run, launches = emulated(Target("sm_90", multiprocessors=2))
