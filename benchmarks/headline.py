@@ -34,13 +34,13 @@ def rms_norm(mode: str, rows: int, features: int, part: str = "headline") -> dic
     return times
 
 
-def whole(part: str) -> dict[str, float]:
+def whole(part: str, file: str = "2026-11-22_h200_step") -> dict[str, float]:
     """Milliseconds by library, of the run whose ratio to plain XLA is the median."""
     runs: dict[str, dict[str, float]] = {}
-    with open(RESULTS / "2026-11-22_h200_step.csv", newline="") as lines:
+    with open(RESULTS / f"{file}.csv", newline="") as lines:
         for row in csv.DictReader(lines):
             if row["part"] == part:
-                runs.setdefault(row["run"], {})[row["library"]] = float(row["ms"])
+                runs.setdefault(row.get("run", ""), {})[row["library"]] = float(row["ms"])
     ratio = lambda run: list(run.values())[1] / list(run.values())[0]
     middle = statistics.median_low(map(ratio, runs.values()))
     return next(run for run in runs.values() if ratio(run) == middle)
@@ -52,7 +52,8 @@ def table() -> str:
     both = {name: forward[name] + backward[name] for name in forward if name in backward}
     few = rms_norm("backward", 64, 4096, "small")
     mlp, step = whole("SwiGLU MLP"), whole("1b step")
-    mlp_fp8, step_fp8 = whole("SwiGLU MLP in FP8"), whole("1b step in FP8")
+    mlp_fp8, step_fp8 = whole("SwiGLU MLP in FP8"), whole("1b step in FP8", "2026-11-23_h200")
+    loss = whole("loss 16384 x 2048 -> 128256", "2026-11-23_h200")
     rows = [
         (
             "RMSNorm, forward and backward, 32768 × 4096",
@@ -94,6 +95,12 @@ def table() -> str:
                 "`torch.compile`, bfloat16": step_fp8["torch.compile"],
             },
             step_fp8["normfuse"],
+            "{:.1f} ms",
+        ),
+        (
+            "Loss of 16384 tokens, 2048 → 128256, and its gradients",
+            {"plain jnp": loss["plain jnp"], "Liger": loss["Liger"]},
+            loss["normfuse"],
             "{:.1f} ms",
         ),
     ]
