@@ -67,9 +67,9 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
     counts = rms_norm.row_counts(n, target, x, scale, out)
     widest = max(jnp.dtype(dtype).itemsize for dtype in (x, out))
     counts.append(target.multiprocessors + 1)  # from here on one of _BACKWARD
-    step = rms_norm.step_for(n, widest, target, _FORWARD)
-    if step is not None:
-        counts.append(step.layout(n, rms_norm.vector_size(n, widest)).least_rows(target))
+    layout = rms_norm.timed_layout(n, widest, target, _FORWARD)
+    if layout is not None:
+        counts.append(layout.least_rows(target))
     return counts
 
 
@@ -175,9 +175,9 @@ def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays 
         "HAS_BIAS": "BIAS" in call.operands,
         **call.flags(scale_offset),
     }
-    ease = functools.partial(eased_forward, call, _FORWARD)
+    ease = functools.partial(eased_forward, call)
     scalars = scalars_of(call.compute, eps, scale_offset)
-    return launch_forward(call, macros, scalars, sums_of_row=2, ease=ease)
+    return launch_forward(call, macros, scalars, sums_of_row=2, steps=_FORWARD, ease=ease)
 
 
 def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
@@ -192,5 +192,5 @@ def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
     scalars = scalars_of(call.compute, norm.scale_offset, count)
     gradients = norm.with_dscale + norm.with_dbias
     steps = _BACKWARD if gradients == 2 else ()
-    ease = functools.partial(eased_backward, call, gradients + norm.has_scale, steps)
-    return launch_backward(call, macros, scalars, gradients, sums_of_row=2, ease=ease)
+    ease = functools.partial(eased_backward, call, gradients + norm.has_scale)
+    return launch_backward(call, macros, scalars, gradients, sums_of_row=2, steps=steps, ease=ease)

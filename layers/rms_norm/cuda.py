@@ -310,20 +310,17 @@ def _plain_layout(
 ) -> RowLayout | None:
     """A measured layout of the forward kernel, if there is one for so many rows."""
     vectors = features // vector
-    least = None  # blocks that fill the device once
-    if 2 * WARP < vectors <= _FORWARD_FEW_ROWS.vectors:
+    has_few = 2 * WARP < vectors <= _FORWARD_FEW_ROWS.vectors
+    if has_few:
         layout = _FORWARD_FEW_ROWS.layout(features, vector)
         if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
             return layout
-        least = 0
     for step in _FORWARD:
         if vectors <= step.vectors:
             layout = step.layout(features, vector)
             if layout.slices > 1 and not (target.clusters and whole_rows):
                 return None
-            if least is None:
-                least = target.multiprocessors * layout.min_blocks // layout.slices
-            return layout if layout.blocks_for(rows) >= least else None
+            return layout if has_few or rows >= layout.least_rows(target) else None
     return None
 
 
@@ -404,7 +401,7 @@ _BACKWARD_RESIDUAL = (
 # layouts were timed (benchmarks/dense.py --norm-sweep): those that read a row twice from shared
 # memory reach .94 to .97 of the copy rate, what is best for three arrays .79. No others were.
 _BACKWARD_VALUE = (
-    _BACKWARD[1],
+    Step(192, chunks=1, fill=128, blocks=6, hold=True),
     Step(512, chunks=1, fill=512, blocks=2),
     *_BACKWARD_RESIDUAL[1:],
 )
@@ -866,10 +863,10 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     # What a kernel does not have, its macros do not name.
     macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
     if "BIAS" in call.operands or "Z" in call.operands:
-        steps = () if "Z" in call.operands else _FORWARD_BIAS
-        ease = functools.partial(eased_forward, call, steps)
+        ease = functools.partial(eased_forward, call)
+    steps = _FORWARD_BIAS if "BIAS" in call.operands else ()
     scalars = scalars_of(call.compute, eps, norm.scale_offset)
-    return launch_forward(call, macros, scalars, ease=ease)
+    return launch_forward(call, macros, scalars, steps=steps, ease=ease)
 
 
 def launch_forward(
@@ -878,28 +875,33 @@ def launch_forward(
     scalars: Any,
     *,
     sums_of_row: int = 1,
+    steps: Sequence[Step] = (),
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
 
-    `ease` makes of RMSNorm's layout one for a kernel that needs more registers.
+    `steps` are layouts that were timed for it. Where there is none, `ease` makes of RMSNorm's
+    layout one for a kernel that needs more registers.
     """
     if 0 in call.row_shape:
         return call.empty()
     if call.inner != 1:
         return call.strided(f"{call.op}_forward_strided.cu", macros, scalars, _MAX_GRID)
-    layout = forward_layout(
-        call.features,
-        max(call.moving_bytes()),
-        call.target,
-        rows=call.outer,
-        compute=call.compute,
-        residual="RESIDUAL" in call.operands or "Z" in call.operands,
-        whole_rows=call.whole_rows,
-    )
+    layout = timed_forward(call, steps)
     if layout is None:
-        return None
-    layout = dataclasses.replace(ease(layout), sums=sums_of_row)
+        layout = forward_layout(
+            call.features,
+            max(call.moving_bytes()),
+            call.target,
+            rows=call.outer,
+            compute=call.compute,
+            residual="RESIDUAL" in call.operands or "Z" in call.operands,
+            whole_rows=call.whole_rows,
+        )
+        if layout is None:
+            return None
+        layout = ease(layout)
+    layout = dataclasses.replace(layout, sums=sums_of_row)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
     rows = call.heads * round_up(call.outer // call.heads, layout.thread_rows)  # as blocks see them
     grid = min(layout.blocks_for(rows), _MAX_GRID)
@@ -923,7 +925,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
     macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else _gate_macros(call, norm)
     if (gradient and norm.with_dbias) or "Z" in call.operands:
-        ease = functools.partial(eased_backward, call, columns + norm.has_scale, ())
+        ease = functools.partial(eased_backward, call, columns + norm.has_scale)
     size = call.features if count is None else count
     return launch_backward(
         call,
@@ -943,10 +945,12 @@ def launch_backward(
     *,
     with_value: bool = False,
     sums_of_row: int = 1,
+    steps: Sequence[Step] = (),
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_backward.cu, and for `columns` vectors of parameters the sum over its
-    blocks; None where its rows are too long to be held. `ease` is as for `launch_forward`."""
+    blocks; None where its rows are too long to be held. `steps` and `ease` are as for
+    `launch_forward`."""
     n, owners = call.features, max(call.heads, call.examples)
     if 0 in call.row_shape:
         sums = [jnp.zeros(owners * n, call.compute)] * columns
@@ -961,21 +965,23 @@ def launch_backward(
         read = [
             call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
         ]
-        layout = backward_layout(
-            n,
-            max(call.moving_bytes()),
-            call.target,
-            rows=call.outer,
-            read_bytes=sum(read),
-            compute=call.compute,
-            residual="DH" in call.operands or "Z" in call.operands,
-            whole_rows=call.whole_rows,
-            value=with_value,
-            sums=sums_of_row,
-        )
+        layout = timed_backward(call, steps, sum(read), sums_of_row)
         if layout is None:
-            return None
-        layout = ease(layout)
+            layout = backward_layout(
+                n,
+                max(call.moving_bytes()),
+                call.target,
+                rows=call.outer,
+                read_bytes=sum(read),
+                compute=call.compute,
+                residual="DH" in call.operands or "Z" in call.operands,
+                whole_rows=call.whole_rows,
+                value=with_value,
+                sums=sums_of_row,
+            )
+            if layout is None:
+                return None
+            layout = ease(layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
         if call.examples:  # rows of a block are of one example
@@ -1002,16 +1008,42 @@ def launch_backward(
     return done
 
 
-def eased_forward(call: Call, steps: Sequence[Step], layout: RowLayout) -> RowLayout:
-    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does.
+def timed_forward(call: Call, steps: Sequence[Step]) -> RowLayout | None:
+    """The layout of one of `steps`, where rows fill the device once."""
+    layout = _timed(call, steps)
+    return layout if layout and call.outer >= layout.least_rows(call.target) else None
 
-    One of `steps`, which were timed, comes first, where rows fill the device once.
-    """
-    step = _step_for(call, steps)
-    if step is not None:
-        found = step.layout(layout.features, layout.vector)
-        if call.outer >= found.least_rows(call.target):
-            return found
+
+def timed_backward(
+    call: Call, steps: Sequence[Step], read_bytes: int, sums: int
+) -> RowLayout | None:
+    """The layout of one of `steps`, where there are more rows than multiprocessors."""
+    layout = _timed(call, steps)
+    if layout is None or call.outer <= call.target.multiprocessors:
+        return None
+    layout = dataclasses.replace(layout, sums=sums)
+    options = {"compute": call.compute, "cluster": call.whole_rows}
+    return layout if layout.fits(call.target, read_bytes=read_bytes, **options) else None
+
+
+def _timed(call: Call, steps: Sequence[Step]) -> RowLayout | None:
+    """They were timed in float32, and without a residual."""
+    if call.compute.itemsize == 8 or not call.whole_rows or {"RESIDUAL", "DH"} & set(call.operands):
+        return None
+    return timed_layout(call.features, max(call.moving_bytes()), call.target, steps)
+
+
+def timed_layout(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -> RowLayout | None:
+    """The layout of one of `steps` for rows of n elements that move 16 bytes at a time."""
+    vector = vector_size(n, itemsize)
+    step = next((step for step in steps if n // vector <= step.vectors), None)
+    if step is None or vector * itemsize != 16 or (step.slices > 1 and not target.clusters):
+        return None
+    return step.layout(n, vector)
+
+
+def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
+    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does."""
 
     def spills() -> bool:
         held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
@@ -1027,36 +1059,13 @@ def eased_forward(call: Call, steps: Sequence[Step], layout: RowLayout) -> RowLa
     return layout
 
 
-def _step_for(call: Call, steps: Sequence[Step]) -> Step | None:
-    """The one of `steps` for rows of a kernel of three arrays or fewer."""
-    if call.compute.itemsize == 8 or not call.whole_rows or {"RESIDUAL", "DH"} & set(call.operands):
-        return None
-    return step_for(call.features, max(call.moving_bytes()), call.target, steps)
-
-
-def step_for(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -> Step | None:
-    """The one of `steps` for rows of n elements that move 16 bytes at a time."""
-    vector = vector_size(n, itemsize)
-    step = next((step for step in steps if n // vector <= step.vectors), None)
-    fits = step is not None and (step.slices == 1 or target.clusters)
-    return step if fits and vector * itemsize == 16 else None
-
-
-def eased_backward(call: Call, columns: int, steps: Sequence[Step], layout: RowLayout) -> RowLayout:
+def eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
     """Leaves a kernel that keeps `columns` vectors of parameters in registers those it needs.
 
-    One of `steps`, which were timed, comes first, where there are more rows than multiprocessors.
     What spilled would pass through the cache again: fewer blocks to a multiprocessor, or more to a
     row, with as much of it on its way. The numbers are what NVRTC's assembler needs for sm_90, for
     bfloat16 of 512 to 65536 features.
     """
-    step = _step_for(call, steps)
-    if step is not None and call.outer > call.target.multiprocessors:
-        found = step.layout(layout.features, layout.vector)
-        found = dataclasses.replace(found, sums=layout.sums)
-        read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
-        if found.fits(call.target, read_bytes=read, compute=call.compute, cluster=True):
-            return found
 
     def spills() -> bool:
         vectors = layout.chunks * layout.vector
