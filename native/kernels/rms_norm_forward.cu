@@ -73,11 +73,6 @@ __device__ inline Compute square_sum(const Chunks<T>& values, const Chunks<Z>& z
 #else
 #define HELD 0
 #endif
-#if HEADS > 1
-#define OF_HEAD(parameter) ((parameter) + head * FEATURES)
-#else
-#define OF_HEAD(parameter) (parameter)
-#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
@@ -125,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
     const auto row = [&](int r) { return mine + r; };
+    [[maybe_unused]] constexpr long long head = 0;
 #endif
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
@@ -199,8 +195,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       IF(HAS_SCALE, const auto& weight = weights[i]);
       IF(HAS_BIAS, const auto& shift = shifts[i]);
 #else
-      IF(HAS_SCALE, const auto weight = load_weight(OF_HEAD(scale), scale_offset, i, aligned));
-      IF(HAS_BIAS, const auto shift = load_columns<Compute>(OF_HEAD(bias), i, aligned));
+      IF(HAS_SCALE,
+         const auto weight = load_weight(scale + head * FEATURES, scale_offset, i, aligned));
+      IF(HAS_BIAS, const auto shift = load_columns<Compute>(bias + head * FEATURES, i, aligned));
 #endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
