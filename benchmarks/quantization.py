@@ -242,8 +242,8 @@ def short(layout) -> str:
     return f"{text} group {layout.group}{' backwards' if layout.backwards else ''}"
 
 
-def sweep(seconds: float) -> None:
-    """Times the layouts of all kernels, for as long as there is time."""
+def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
+    """Times the layouts of all kernels, or of some, for as long as there is time."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
     from cuda_launches import Gpu, copy_rate
 
@@ -255,6 +255,7 @@ def sweep(seconds: float) -> None:
     emit(part="layouts", device=target.name, copy_tb_s=round(rate / 1e6, 3))
     works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
     works += [Work(r, w, "float32") for r, w in KERNELS]
+    works = [work for work in works if work.columns in (widths or WIDTHS)]
     works.sort(key=lambda work: work.rows * work.columns not in MAIN)  # the main ones first
     casts = {"cast_layout": layouts()}
     maxima = {"amax_layout": [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]}
@@ -264,14 +265,18 @@ def sweep(seconds: float) -> None:
         "gated": {"layout": gated_layouts(False)},
         "gated gradient": {"layout": gated_layouts(True)},
     }
+    wanted = lambda call: not only or call in only
     images: dict = {}
     jobs = set()
     for work, (call, options) in itertools.product((works[0], works[-1]), searched.items()):
-        if work.itemsize == 4 and call.startswith("gated"):
+        if work.itemsize == 4 and call.startswith("gated") or not wanted(call):
             continue
         for name, candidates in options.items():  # what is compiled does not depend on the shape
             for layout in candidates:
                 jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
+    for work, call in itertools.product(works, filter(wanted, ("norm", "add norm"))):
+        for layout in norm_layouts(work.columns) if work.itemsize == 2 else ():  # here it does
+            jobs |= {job_of(n, target) for n in work.launches(target, call, layout=layout)}
     with concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), multiprocessing.get_context("spawn")
     ) as pool:
@@ -307,7 +312,7 @@ def sweep(seconds: float) -> None:
         calls = ["norm", "add norm", "cast", "amax", "quantize"]
         calls += ["gated amax", "gated", "gated gradient"]
         best_cast = None
-        for call in calls:
+        for call in filter(wanted, calls):
             if time.perf_counter() - began > seconds:
                 emit(part="layouts", out_of_time=True)
                 return
@@ -612,8 +617,10 @@ def table(lines: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=28, help="for each part")
+    parser.add_argument("--kernels", nargs="+", default=[], help="whose layouts: all")
+    parser.add_argument("--widths", nargs="+", type=int, default=[], help="of their rows: all")
     parts = {
-        "layouts": lambda arguments: sweep(arguments.seconds),
+        "layouts": lambda arguments: sweep(arguments.seconds, arguments.kernels, arguments.widths),
         "xla": lambda arguments: beside_xla(arguments.seconds),
         "layers": lambda arguments: beside_rivals(arguments.seconds),
     }
