@@ -8,7 +8,6 @@ is its seventh time.
 """
 
 import atexit
-import gc
 import itertools
 import os
 import resource
@@ -23,7 +22,6 @@ from normfuse.train import RunError
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.cli import entry
 from normfuse.train.evaluate import Evaluator
-from normfuse.train.shutdown import StopRequest
 
 # The phase's function, which of its calls is interrupted, and the steps that are taken after it.
 PHASES = {
@@ -40,8 +38,10 @@ def send(number: int):
 
     The second never returns.
     """
-    entered = [x for x in gc.get_objects() if type(x) is StopRequest and x._old]
-    (request,) = (x for x in entered if x._thread.is_alive())
+    # Not by gc.get_objects: it shows unfinished tuples, and a thread that saves then fails in CPython
+    # ("bad argument to internal function"), because its tuple has another owner.
+    (watching,) = (thread for thread in threading.enumerate() if thread.name == "signals")
+    request = watching._target.__self__
     second = bool(request)
     signal.raise_signal(number)
     while second or not request:
