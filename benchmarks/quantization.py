@@ -34,7 +34,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
 MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS, SHARED = 65536, 228 << 10  # of a multiprocessor: how many, bytes
 
 
 def layouts() -> list:
@@ -42,21 +42,21 @@ def layouts() -> list:
     from normfuse.layers.quantization.kernels import CastLayout
 
     found = []
-    shapes = [(16, 8), (8, 16), (8, 8), (32, 8), (16, 16), (8, 32)]
-    for (width, height), batch, registers in itertools.product(shapes, (4, 8, 16), (64, 80, 128)):
-        if (batch == 16) == (registers == 128) or batch == 8:
-            blocks = REGISTERS // (width * height * registers)
+    registers = {2: (48, 64), 4: (64, 80), 8: (80, 128), 16: (128,)}
+    for (width, height), batch in itertools.product([(16, 8), (8, 16), (32, 8)], registers):
+        for each in registers[batch]:
+            blocks = REGISTERS // (width * height * each)
             found.append(CastLayout(width, height, batch, max(1, blocks)))
     return found
 
 
-def gated_layouts(gradient: bool) -> list:
+def gated_layouts() -> list:
     """Candidates for the kernels that read two or three arrays."""
     from normfuse.layers.quantization.kernels import CastLayout
 
     found = []
-    for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4)):
-        for registers in (128, 168) if gradient else (80, 96, 128):
+    for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4, 8)):
+        for registers in (72, 80, 96, 128):
             blocks = REGISTERS // (width * height * registers)
             found.append(CastLayout(width, height, batch, max(1, blocks)))
     return found
@@ -72,9 +72,10 @@ def norm_layouts(columns: int) -> list:
     ):
         blocks, threads = -(-columns // (8 * width)), width * height
         if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
-            for registers in (128, 168):
-                fit = max(1, REGISTERS // (threads * registers))
-                found.append(CastLayout(width, height, batch, fit, group=1))
+            for registers in (64, 80, 128):
+                layout = CastLayout(width, height, batch, group=1)
+                fit = min(REGISTERS // registers // threads, SHARED // (layout.held(2) + 4096))
+                found.append(dataclasses.replace(layout, min_blocks=max(1, fit)))
     return list(dict.fromkeys(found))
 
 
@@ -259,11 +260,12 @@ def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
     works.sort(key=lambda work: work.rows * work.columns not in MAIN)  # the main ones first
     casts = {"cast_layout": layouts()}
     maxima = {"amax_layout": [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]}
+    gates = {"layout": gated_layouts()}
     searched = {
         "cast": casts,
         "amax": maxima,
-        "gated": {"layout": gated_layouts(False)},
-        "gated gradient": {"layout": gated_layouts(True)},
+        "gated": gates,
+        "gated gradient": gates,
     }
     wanted = lambda call: not only or call in only
     images: dict = {}

@@ -135,7 +135,7 @@ def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
         if target.capability == 90:
             return CastLayout(batch=4, min_blocks=3, group=2)
         return CastLayout(batch=2, min_blocks=4)
-    return CastLayout(batch=4, min_blocks=4 if gradient else 5)
+    return CastLayout(batch=4, min_blocks=4, group=4)
 
 
 @functools.cache

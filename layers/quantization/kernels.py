@@ -15,7 +15,7 @@ from .definition import define_amax, define_cast, define_quantize
 
 _ROWS, _COLUMNS = 16, 8  # of a thread's part of a tile
 AMAX_THREADS = 512
-_LARGE = 2**27  # elements: more tiles than the multiprocessors take in a few rounds
+_LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,11 @@ class CastLayout:
     @property
     def shared(self) -> int:
         """Bytes of shared memory that a tile takes to be transposed."""
-        return self.width * self.height * _ROWS * _COLUMNS
+        return self.held(1)
+
+    def held(self, itemsize: int) -> int:
+        """Bytes of shared memory that a tile takes as it is stored, at least those of its codes."""
+        return self.width * self.height * _ROWS * _COLUMNS * itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +87,8 @@ def cast_layout(
 
     After a pass for the maximum the last elements are in the cache: they are taken first.
     """
-    if target.capability == 90 and itemsize == 2 and rows * columns >= _LARGE:
-        return CastLayout(width=32, batch=16, min_blocks=2, group=2, backwards=after_amax)
+    if target.capability == 90 and rows * columns * itemsize >= _LARGE:
+        return CastLayout(width=32, batch=8, min_blocks=2, group=2, backwards=after_amax)
     batch = 8 if itemsize == 2 else 4
     # Without an instruction that rounds to FP8 a thread needs more registers.
     blocks = 6 if target.capability >= 90 and itemsize == 2 else 4
@@ -250,7 +254,7 @@ quantize = by_flags("quantize", define_quantize, _cpu_quantize, cuda_quantize)
 
 def row_counts(n: int) -> tuple[int, ...]:
     """Returns numbers of rows of `n` for every layout: few and many, multiples of 16 or not."""
-    many = _LARGE // n // 16 * 16 + 16
+    many = _LARGE // 2 // n // 16 * 16 + 16
     return 5, 16, many, many + 5
 
 

@@ -33,8 +33,10 @@ from .kernels import INPUTS, CastLayout, Codes
 from .op import as_bytes
 
 _CLUSTER = 8  # blocks, the most that every device with clusters has
-_NARROW = 64  # threads along a row's part, beyond which more blocks share the row
-_MOST_THREADS = 512  # of a block, each with the registers that hold 16 rows
+_NARROW = 32  # threads along a row's part, beyond which more blocks share the row
+_THREADS, _MOST_THREADS = 128, 512  # of a block: enough, and the most
+_REGISTERS = 65536 // 80  # threads of a multiprocessor, with as many registers as each needs
+_SUMS = 4096  # bytes of shared memory, more than sums over rows take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +94,22 @@ def layout(columns: int, itemsize: int, target: Target) -> CastLayout | None:
     """How blocks share rows in one pass; None where the sums over rows take a pass of their own.
 
     A row is held by one block or, from compute capability 9.0, by a cluster of up to eight. None
-    for float32, 16 rows of which take a thread too many registers, and for rows that are too long.
-    Not measured yet: this is the one place that chooses.
+    for rows that shared memory cannot hold so. Measured in bfloat16 on an H200
+    (benchmarks/results).
     """
     vectors, most = -(-columns // 8), _CLUSTER if target.clusters else 1
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
     fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
     blocks = (fits or [1])[0]
-    if itemsize != 2 or width[blocks] > _MOST_THREADS:
-        return None
-    height = 8  # of 16 rows each: at least two where they fit, so that runs of qt have 32 bytes
-    while height > 1 and width[blocks] * height > max(256, min(2 * width[blocks], _MOST_THREADS)):
-        height //= 2
-    threads = width[blocks] * height
-    return CastLayout(width[blocks], height, 4, max(1, _MOST_THREADS // threads), group=1)
+    # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
+    for height in (8, 4, 2, 1):
+        chosen = CastLayout(width[blocks], height, 4, group=1)
+        threads, shared = chosen.width * height, chosen.held(itemsize) + _SUMS
+        most = min(max(_THREADS, 2 * chosen.width), _MOST_THREADS)
+        if threads <= most and shared <= target.shared_memory:
+            fit = min(_REGISTERS // threads, target.shared_memory // shared)
+            return replace(chosen, min_blocks=max(1, fit))
+    return None
 
 
 def _width(vectors: int) -> int:
@@ -138,6 +142,8 @@ def _launch(
     warps = -(-chosen.width // 32)
     slots = warps + 1 + (blocks if blocks > 1 else 0)  # as in RowStatistics::kBytes
     sums = 64 * chosen.height * slots + 16 * (blocks > 1)
+    stored = types.get("H", x).dtype.itemsize
+    shared = chosen.held(stored) + sums if statistics else chosen.shared * flags["has_qt"]
     return launch(
         "quantize_rms_norm.cu",
         name,
@@ -157,7 +163,7 @@ def _launch(
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         cluster=blocks,
-        shared=chosen.shared * flags["has_qt"] + sums * statistics,
+        shared=shared,
         ints=(rows, columns, chosen.group),
         floats=(eps, norm.scale_offset),
     )

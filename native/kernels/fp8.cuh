@@ -18,7 +18,6 @@ constexpr float kBeyond = 464.00003f;  // the float after 464, which is rounded 
 constexpr unsigned kNan = 0x7f;
 constexpr int kLargestShift = 100;  // scales are 2^-100 or more: subnormal numbers become zero
 
-__device__ inline float max_of(float a, float b) { return a < b ? b : a; }  // not a NaN b
 __device__ inline int max_of(int a, int b) { return a < b ? b : a; }
 __device__ inline float magnitude(float value) {
   return bit_cast<float>(bit_cast<unsigned>(value) & 0x7fffffffu);
@@ -57,16 +56,20 @@ __device__ inline unsigned encode_pair(float low, float high) {
 #endif
 }
 
-// The codes of eight numbers, the first in the lowest byte of codes[0].
+// The codes of eight numbers, the first in the lowest byte of codes[0]. kBounded: none of them
+// rounds beyond the largest number, or is infinite; NaN may be.
+template <bool kBounded = false>
 __device__ inline void encode(Wide<float, 8> values, unsigned (&codes)[2]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  float largest = 0;
+  if constexpr (!kBounded) {
+    float largest = 0;
 #pragma unroll
-  for (int k = 0; k < 8; ++k) largest = max_of(largest, magnitude(values.at[k]));
-  if (largest >= kBeyond) {  // an infinity, or a bound that does not hold: NaN, not the largest
+    for (int k = 0; k < 8; ++k) largest = fmaxf(largest, fabsf(values.at[k]));  // not a NaN
+    if (largest >= kBeyond) {  // an infinity, or a bound that does not hold: NaN, not the largest
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      if (magnitude(values.at[k]) >= kBeyond) values.at[k] = bit_cast<float>(0x7fc00000);
+      for (int k = 0; k < 8; ++k) {
+        if (magnitude(values.at[k]) >= kBeyond) values.at[k] = bit_cast<float>(0x7fc00000);
+      }
     }
   }
 #endif

@@ -1,10 +1,9 @@
 // A matrix in tiles, whose FP8 codes are written as they lie and transposed.
 //
 // A block has a tile of 16 BLOCK_Y rows and 8 BLOCK_X columns, a thread 16 rows and 8 columns of
-// it, BATCH rows of them on their way at once. Vectors have 16 bytes on all sides: two neighbours
-// exchange halves of two rows of q, and a column of the thread's 16 rows goes through shared
-// memory. There the place of such a chunk is xor-ed with the thread's column, so that neither
-// writing nor reading has bank conflicts.
+// it, in turns of kStep rows: unrolled for all 16, the instructions would not fit their caches.
+// Vectors have 16 bytes on all sides: two neighbours exchange halves of two rows of q, and a column
+// of the thread's 16 rows goes through shared memory.
 //
 // Tiles are taken in groups of `group` rows of tiles, in which they go down before they go right:
 // what is on its way at once is a compact piece of both layouts. With `backwards` the last tile is
@@ -17,7 +16,8 @@
 #include "fp8.cuh"
 
 constexpr int kThreads = BLOCK_X * BLOCK_Y, kRows = 16, kColumns = 8;
-static_assert(BLOCK_X % 8 == 0, "the xor stays within the tile");
+constexpr int kStep = BATCH < 4 ? 4 : BATCH;  // rows of one turn of a loop
+static_assert(BLOCK_X % 8 == 0 && (BLOCK_Y & (BLOCK_Y - 1)) == 0, "turned within a row of threads");
 static_assert(kRows % BATCH == 0 && BATCH % 2 == 0, "rows are loaded in whole batches of pairs");
 
 struct Tile {
@@ -34,10 +34,15 @@ __device__ inline Tile tile_of(long long rows, long long columns, int group, boo
   return {y * kRows * BLOCK_Y, x * kColumns * BLOCK_X};
 }
 
-// The place in shared memory of column `column` of the tile, rows 16 chunk to 16 chunk + 15.
-__device__ inline int place(int column, int chunk) {
-  if constexpr (BLOCK_Y % 8 == 0) return column * BLOCK_Y + (chunk ^ (column / kColumns & 7));
-  return (column * BLOCK_Y + chunk) ^ (column / kColumns & 7);  // the same, in more instructions
+// Shared memory is slots of 16 bytes. Slot n of the thread at (x, y) of the block is written by
+// that thread alone. Slots n of neighbours lie side by side, turned so that words of neighbouring
+// columns are in different banks, as slots of neighbouring threads are.
+__device__ inline int slot(int n, int x, int y) {
+  const int turn = BLOCK_Y < 8 ? y * (4 / BLOCK_Y) ^ (n % 2 * 4) : y % 8;
+  return n * kThreads + ((y * BLOCK_X + x) ^ turn);
+}
+__device__ inline int own_slot(int n) {
+  return slot(n, threadIdx.x % BLOCK_X, threadIdx.x / BLOCK_X);
 }
 
 // Four words of four bytes, transposed.
@@ -89,12 +94,27 @@ __device__ inline Packed<Element, kColumns> load_row(const Element* x, const Par
   return packed;
 }
 
-// The thread's codes: two words of four columns for each of 16 rows.
-using Codes = unsigned[kRows][2];
+// Writes row i of the part.
+template <bool kVectors, typename Element>
+__device__ inline void store_row(const Packed<Element, kColumns>& packed, int i, Element* x,
+                                 const Part& part, long long stride) {
+  Element* to = x + part.first + i * stride;
+  if (i >= part.rows) return;
+  if constexpr (kVectors) {
+    store_packed<kColumns>(to, packed);
+  } else {
+    Element elements[kColumns];
+    memcpy(elements, &packed, sizeof(packed));
+    for (int k = 0; k < part.columns; ++k) to[k] = elements[k];
+  }
+}
 
-// Rows i and i + 1 of the part.
+// The thread's codes of four rows: two words of four columns for each.
+using Codes = unsigned[4][2];
+
+// Writes rows i and i + 1 of the part from codes[at] and codes[at + 1].
 template <bool kVectors>
-__device__ inline void store_rows(const Codes& codes, int i, Fp8* q, const Part& part,
+__device__ inline void store_rows(const Codes& codes, int at, int i, Fp8* q, const Part& part,
                                   long long stride) {
   if constexpr (kVectors) {
     // The even thread of two stores row i, the odd one row i + 1, sixteen columns each.
@@ -102,56 +122,62 @@ __device__ inline void store_rows(const Codes& codes, int i, Fp8* q, const Part&
     unsigned given[2], got[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      given[half] = odd ? codes[i][half] : codes[i + 1][half];
+      given[half] = odd ? codes[at][half] : codes[at + 1][half];
       got[half] = __shfl_xor_sync(0xffffffffu, given[half], 1);
     }
-    const uint4 words = odd ? uint4{got[0], got[1], codes[i + 1][0], codes[i + 1][1]}
-                            : uint4{codes[i][0], codes[i][1], got[0], got[1]};
+    const uint4 words = odd ? uint4{got[0], got[1], codes[at + 1][0], codes[at + 1][1]}
+                            : uint4{codes[at][0], codes[at][1], got[0], got[1]};
     Fp8* to = q + part.first - (odd ? kColumns : 0) + (i + odd) * stride;
     if (i + odd < part.rows) store_streaming(reinterpret_cast<uint4*>(to), words);
   } else {
-    for (int r = i; r < i + 2 && r < part.rows; ++r) {
+    for (int r = 0; r < 2 && i + r < part.rows; ++r) {
       for (int k = 0; k < part.columns; ++k) {
-        q[part.first + r * stride + k] = codes[r][k / 4] >> 8 * (k % 4);
+        q[part.first + (i + r) * stride + k] = codes[at + r][k / 4] >> 8 * (k % 4);
       }
     }
   }
 }
 
-// Writes the tile's transpose, whose first element is x[first.row][first.column].
-template <bool kVectors>
-__device__ inline void store_transposed(const Codes& codes, uint4* tile, Fp8* qt, const Tile& first,
-                                        long long rows, long long columns) {
-  const int x = threadIdx.x % BLOCK_X, y = threadIdx.x / BLOCK_X;
+constexpr int kCodeSlots = 2;  // of a group of four rows, where nothing but codes has slots
+
+// Places codes of rows 4 group to 4 group + 3, transposed, in two slots of the thread: the first of
+// the kGroupSlots that the group has.
+template <int kGroupSlots>
+__device__ inline void place_group(const Codes& codes, int group, uint4* slots) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unsigned four[4][4];  // [rows 4 g to 4 g + 3][column]
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[g][i] = codes[4 * g + i][half];
-      transpose(four[g]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      tile[place(x * kColumns + half * 4 + j, y)] =
-          uint4{four[0][j], four[1][j], four[2][j], four[3][j]};
-    }
+    unsigned columns[4] = {codes[0][half], codes[1][half], codes[2][half], codes[3][half]};
+    transpose(columns);
+    slots[own_slot(kGroupSlots * group + half)] =
+        uint4{columns[0], columns[1], columns[2], columns[3]};
   }
-  __syncthreads();
+}
+
+// Writes what the block's threads have placed, after a barrier: the transpose whose first element
+// is x[first.row][first.column].
+template <bool kVectors, int kGroupSlots>
+__device__ inline void store_tile(const uint4* slots, Fp8* qt, const Tile& first, long long rows,
+                                  long long columns) {
+  static_assert(kGroupSlots % 2 == 0, "all groups are turned the same way");
+  const unsigned* words = reinterpret_cast<const unsigned*>(slots);
 #pragma unroll
   for (int i = 0; i < kColumns; ++i) {
-    const int chunk = threadIdx.x % BLOCK_Y, column = threadIdx.x / BLOCK_Y + i * BLOCK_X;
-    const uint4 words = tile[place(column, chunk)];
-    const long long row = first.row + chunk * kRows, to = first.column + column;
+    const int y = threadIdx.x % BLOCK_Y, column = threadIdx.x / BLOCK_Y + i * BLOCK_X;
+    const int at = 4 * slot(column / 4 % 2, column / kColumns, y) + column % 4;
+    unsigned run[4];
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+      run[group] = words[at + 4 * kGroupSlots * kThreads * group];
+    }
+    const long long row = first.row + y * kRows, to = first.column + column;
     if (to >= columns || row >= rows) continue;
-    Fp8* at = qt + to * rows + row;
+    Fp8* from = qt + to * rows + row;
     if constexpr (kVectors) {
-      store_streaming(reinterpret_cast<uint4*>(at), words);
+      store_streaming(reinterpret_cast<uint4*>(from), uint4{run[0], run[1], run[2], run[3]});
     } else {
       Fp8 bytes[kRows];
-      memcpy(bytes, &words, sizeof(words));
-      for (int k = 0; k < kRows && row + k < rows; ++k) at[k] = bytes[k];
+      memcpy(bytes, run, sizeof(run));
+      for (int k = 0; k < kRows && row + k < rows; ++k) from[k] = bytes[k];
     }
   }
 }

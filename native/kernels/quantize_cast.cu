@@ -21,36 +21,37 @@ __device__ inline void run(const Element* x, const float* maxima, Fp8* q, Fp8* q
   __shared__ int warps[kThreads / 32];
   const Tile first = tile_of(rows, columns, group, backwards);
   const Part part = part_of(first, rows, columns);
-  Scale by;
-  Codes codes;
-#pragma unroll
-  for (int begin = 0; begin < kRows; begin += BATCH) {
-    Packed<Element, kColumns> loaded[BATCH];
+  Packed<Element, kColumns> loaded[BATCH];
+  const auto load = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       loaded[i] = load_row<kVectors>(x, part, begin + i, columns);
     }
-    if (begin == 0) {  // while the first elements are on their way
-      by = scale_of(largest_of<kThreads>(maxima, count, warps));
-      if (blockIdx.x == 0 && threadIdx.x == 0) *scale = by.scale;
-    }
+  };
+  load(0);
+  // While the first elements are on their way.
+  const Scale by = scale_of(largest_of<kThreads>(maxima, count, warps));
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale = by.scale;
+  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
+  Codes codes;
+#pragma unroll 1
+  for (int step = 0; step < kRows; step += kStep) {
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      Wide<float, kColumns> wide = widen_all<float>(loaded[i]);
+    for (int i = 0; i < kStep; ++i) {
+      Wide<float, kColumns> wide = widen_all<float>(loaded[i % BATCH]);
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) wide.at[k] *= by.multiplier;
-      encode(wide, codes[begin + i]);
+      encode(wide, codes[i % 4]);
+      if (HAS_Q && i % 2 == 1) {
+        store_rows<kVectors>(codes, i % 4 - 1, step + i - 1, q, part, columns);
+      }
+      if (HAS_QT && i % 4 == 3) place_group<kCodeSlots>(codes, (step + i) / 4, slots);
+      if (i % BATCH == BATCH - 1 && step + i + 1 < kRows) load(step + i + 1);
     }
-#if HAS_Q
-#pragma unroll
-    for (int i = 0; i < BATCH; i += 2) {
-      store_rows<kVectors>(codes, begin + i, q, part, columns);
-    }
-#endif
   }
 #if HAS_QT
-  uint4* tile = reinterpret_cast<uint4*>(shared_memory());
-  store_transposed<kVectors>(codes, tile, qt, first, rows, columns);
+  __syncthreads();
+  store_tile<kVectors, kCodeSlots>(slots, qt, first, rows, columns);
 #endif
 }
 

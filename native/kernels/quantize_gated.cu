@@ -15,10 +15,11 @@
 #include "scalar.cuh"
 
 using Element = X_TYPE;
-using Loaded = Packed<Element, kColumns>[BATCH];
 
 constexpr int kInputs = 1 + GRADIENT + HAS_UP;  // [dh], a, [up]
 constexpr int kOutputs = GRADIENT && HAS_UP ? 2 : 1;
+
+using Loaded = Packed<Element, kColumns>[kInputs][BATCH];
 
 struct Inputs {
   const Element* at[kInputs];
@@ -47,6 +48,10 @@ __device__ inline void compute(const Wide<float, kColumns> (&in)[kInputs],
   }
 }
 
+__device__ inline uint4* slots_of(int output) {
+  return reinterpret_cast<uint4*>(shared_memory()) + output * 4 * kCodeSlots * kThreads;
+}
+
 template <bool kVectors>
 __device__ inline void run(const Inputs& inputs, const float* scales, const float* bounds,
                            const Outputs (&outputs)[kOutputs], long long rows, long long columns,
@@ -54,12 +59,7 @@ __device__ inline void run(const Inputs& inputs, const float* scales, const floa
   __shared__ int warps[kOutputs][kThreads / 32];
   const Tile first = tile_of(rows, columns, group, backwards);
   const Part part = part_of(first, rows, columns);
-  Scale by[kOutputs];
-  float given[kInputs];
-  Codes codes[kOutputs];
-#pragma unroll
-  for (int begin = 0; begin < kRows; begin += BATCH) {
-    Loaded loaded[kInputs];
+  const auto load = [&](int begin, Loaded& loaded) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
 #pragma unroll
@@ -67,47 +67,57 @@ __device__ inline void run(const Inputs& inputs, const float* scales, const floa
         loaded[n][i] = load_row<kVectors>(inputs.at[n], part, begin + i, columns);
       }
     }
-    if (begin == 0) {  // while the first elements are on their way
+  };
+  Loaded next;
+  load(0, next);
+  // While the first elements are on their way.
+  Scale by[kOutputs];
+  float given[kInputs];
 #pragma unroll
-      for (int n = 0; n < kInputs; ++n) given[n] = scales[n];
-#pragma unroll
-      for (int o = 0; o < kOutputs; ++o) {
-        by[o] = scale_of(largest_of<kThreads>(bounds + o * count, count, warps[o]));
-        if (blockIdx.x == 0 && threadIdx.x == 0) *outputs[o].scale = by[o].scale;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      Wide<float, kColumns> in[kInputs], out[kOutputs];
-#pragma unroll
-      for (int n = 0; n < kInputs; ++n) {
-        in[n] = widen_all<float>(loaded[n][i]);
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) in[n].at[k] *= given[n];
-      }
-      compute(in, out);
-#pragma unroll
-      for (int o = 0; o < kOutputs; ++o) {
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) out[o].at[k] *= by[o].multiplier;
-        encode(out[o], codes[o][begin + i]);
-      }
-    }
-#if HAS_Q
-#pragma unroll
-    for (int i = 0; i < BATCH; i += 2) {
-#pragma unroll
-      for (int o = 0; o < kOutputs; ++o) {
-        store_rows<kVectors>(codes[o], begin + i, outputs[o].q, part, columns);
-      }
-    }
-#endif
-  }
-#if HAS_QT
+  for (int n = 0; n < kInputs; ++n) given[n] = scales[n];
 #pragma unroll
   for (int o = 0; o < kOutputs; ++o) {
-    uint4* tile = reinterpret_cast<uint4*>(shared_memory()) + o * kThreads * kColumns;
-    store_transposed<kVectors>(codes[o], tile, outputs[o].qt, first, rows, columns);
+    by[o] = scale_of(largest_of<kThreads>(bounds + o * count, count, warps[o]));
+    if (blockIdx.x == 0 && threadIdx.x == 0) *outputs[o].scale = by[o].scale;
+  }
+  Codes codes[kOutputs];
+#pragma unroll 1
+  for (int step = 0; step < kRows; step += kStep) {
+#pragma unroll
+    for (int begin = 0; begin < kStep; begin += BATCH) {
+      Loaded now;
+      memcpy(now, next, sizeof(now));
+      if (step + begin + BATCH < kRows) load(step + begin + BATCH, next);
+#pragma unroll
+      for (int i = begin; i < begin + BATCH; ++i) {
+        Wide<float, kColumns> in[kInputs], out[kOutputs];
+#pragma unroll
+        for (int n = 0; n < kInputs; ++n) {
+          in[n] = widen_all<float>(now[n][i - begin]);
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) in[n].at[k] *= given[n];
+        }
+        compute(in, out);
+#pragma unroll
+        for (int o = 0; o < kOutputs; ++o) {
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) out[o].at[k] *= by[o].multiplier;
+          encode(out[o], codes[o][i % 4]);
+          if (HAS_Q && i % 2 == 1) {
+            store_rows<kVectors>(codes[o], i % 4 - 1, step + i - 1, outputs[o].q, part, columns);
+          }
+          if (HAS_QT && i % 4 == 3) {
+            place_group<kCodeSlots>(codes[o], (step + i) / 4, slots_of(o));
+          }
+        }
+      }
+    }
+  }
+#if HAS_QT
+  __syncthreads();
+#pragma unroll
+  for (int o = 0; o < kOutputs; ++o) {
+    store_tile<kVectors, kCodeSlots>(slots_of(o), outputs[o].qt, first, rows, columns);
   }
 #endif
 }

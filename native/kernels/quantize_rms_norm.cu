@@ -12,9 +12,10 @@
 //   bound     (1,)             float: no |y| exceeds it
 //   q, qt, code_scale          as q, qt and scale in quantize_cast.cu
 //
-// With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, and the CLUSTER
-// blocks side by side that have a row add their sums of squares up in one cluster; the grid is as
-// many blocks wide. Otherwise blocks know nothing of each other.
+// With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, in shared
+// memory, where x comes without taking registers; and the CLUSTER blocks side by side that have a
+// row add their sums of squares up in one cluster; the grid is as many blocks wide. Otherwise
+// blocks know nothing of each other.
 #include "fp8_tile.cuh"
 
 using X = X_TYPE;
@@ -29,6 +30,9 @@ constexpr int kLanes = BLOCK_X < 32 ? BLOCK_X : 32;  // of a warp, on one row
 constexpr int kWarps = BLOCK_X / kLanes;             // of a block, on one row
 static_assert(BLOCK_X % 32 == 0 || 32 % BLOCK_X == 0, "rows end where warps do");
 
+// 2^50. Below it the bound holds; above it squares may have underflowed, and y may be infinite.
+constexpr float kLargestInverse = 1125899906842624.0f;
+
 struct Operands {
   const X* x;
   IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual; H * h;)
@@ -40,23 +44,22 @@ struct Operands {
 };
 
 #if STATISTICS
-// Adds up a warp's sums for 16 rows. At each step but the last ones a lane gives away half of them,
-// so that in the end it has those of the rows from `row_of_lane` on.
-constexpr int kLaneRows = kRows > kLanes ? kRows / kLanes : 1;
-__device__ inline int row_of_lane() { return threadIdx.x % kLanes * kRows / kLanes; }
-__device__ inline void add_lanes(float (&sums)[kRows]) {
+// Adds up a warp's sums for kCount rows. At each step but the last ones a lane gives away half of
+// them. A recursion, because the compiler holds `sums` in local memory where the bounds of an inner
+// loop change.
+template <int kOffset, int kCount, int kSums>
+__device__ inline void add_lanes(float (&sums)[kSums]) {
+  if constexpr (kOffset > 0) {
+    constexpr int kHalf = kCount / 2;
+    if constexpr (kHalf == 0) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], kOffset);
+    const bool upper = threadIdx.x & kOffset;
 #pragma unroll
-  for (int offset = kLanes / 2, count = kRows; offset > 0; offset /= 2) {
-    const bool upper = threadIdx.x & offset;
-    const int half = count / 2;
-    if (half == 0) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], offset);
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float given = upper ? sums[i] : sums[i + half];
-      const float kept = upper ? sums[i + half] : sums[i];
-      sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = upper ? sums[i] : sums[i + kHalf];
+      const float kept = upper ? sums[i + kHalf] : sums[i];
+      sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, kOffset);
     }
-    if (half > 0) count = half;
+    add_lanes<kOffset / 2, (kHalf > 0 ? kHalf : kCount)>(sums);
   }
 }
 
@@ -77,17 +80,24 @@ class RowStatistics {
       inbox_open(inbox());
       inbox_expect(inbox(), 4 * kTileRows * CLUSTER);
     }
-    cluster_arrive();  // a block may be sent to only once its inbox is open
+    cluster_arrive_relaxed();  // a block may be sent to only once its inbox is open
 #endif
   }
 
-  __device__ void find(float (&sums)[kRows], const Operands& given, const Tile& first) {
-    add_lanes(sums);
-    const int y = threadIdx.x / BLOCK_X, warp = threadIdx.x % BLOCK_X / kLanes;
+  // A warp's share of the sums of squares of rows begin to begin + BATCH - 1 of the thread's part.
+  __device__ void add(float (&sums)[BATCH], int begin) {
+    constexpr int kEach = BATCH > kLanes ? BATCH / kLanes : 1;
+    add_lanes<kLanes / 2, BATCH>(sums);
+    const int y = threadIdx.x / BLOCK_X, lane = threadIdx.x % BLOCK_X;
+    const int first = y * kRows + begin + lane % kLanes * BATCH / kLanes;
 #pragma unroll
-    for (int i = 0; i < kLaneRows; ++i) {  // lanes that have the same row write the same
-      partial_[(y * kRows + row_of_lane() + i) * kWarps + warp] = sums[i];
+    for (int i = 0; i < kEach; ++i) {  // lanes that have the same row write the same
+      partial_[(first + i) * kWarps + lane / kLanes] = sums[i];
     }
+  }
+
+  // Once all are added.
+  __device__ void find(const Operands& given, const Tile& first) {
     __syncthreads();
 #if CLUSTER > 1
     cluster_wait();
@@ -152,36 +162,96 @@ __device__ inline Wide<float, kColumns> weights(const Operands& given, const Par
   return weight;
 }
 
-#if HAS_RESIDUAL
-// Rows begin to begin + BATCH - 1 of h = x + residual, rounded, and written.
-template <bool kVectors>
-__device__ inline void add_residual(const Operands& given, const Part& part, int begin,
-                                    Packed<H, kColumns> (&held)[kRows]) {
-  Packed<X, kColumns> xs[BATCH];
-  Packed<RESIDUAL_TYPE, kColumns> residuals[BATCH];
+#if STATISTICS
+// The thread's rows of h in its own slots of shared memory, four rows a group.
+class HeldRows {
+ public:
+  static constexpr int kRowSlots = sizeof(Packed<H, kColumns>) / 16, kGroupSlots = 4 * kRowSlots;
+
+  __device__ explicit HeldRows(uint4* slots) : slots_(slots) {}
+
+  template <typename T>
+  __device__ Packed<T, kColumns> row(int i) const {
+    uint4 words[sizeof(Packed<T, kColumns>) / 16];
 #pragma unroll
-  for (int i = 0; i < BATCH; ++i) {
-    xs[i] = load_row<kVectors>(given.x, part, begin + i, given.columns);
-    residuals[i] = load_row<kVectors>(given.residual, part, begin + i, given.columns);
+    for (uint4& word : words) word = at(i, &word - words);
+    return bit_cast<Packed<T, kColumns>>(words);
   }
+
+  template <typename T>
+  __device__ void keep(int i, const Packed<T, kColumns>& row) {
+    uint4 words[sizeof(row) / 16];
+    memcpy(words, &row, sizeof(row));
 #pragma unroll
-  for (int i = 0; i < BATCH; ++i) {
-    Wide<float, kColumns> sum = widen_all<float>(xs[i]);
-    const Wide<float, kColumns> more = widen_all<float>(residuals[i]);
+    for (const uint4& word : words) at(i, &word - words) = word;
+  }
+
+  // Begins to bring x, each row to where its row of h will be; zeros beyond the edge.
+  template <bool kVectors>
+  __device__ void bring(const X* x, const Part& part, long long stride) {
+#pragma unroll 4
+    for (int i = 0; i < kRows; ++i) {
+      if (kVectors && i < part.rows) {
+        const uint4* from = reinterpret_cast<const uint4*>(x + part.first + i * stride);
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) sum.at[k] += more.at[k];
-    const auto stored = held[begin + i] = narrow_all<H>(sum);
-    H* to = given.h + part.first + (begin + i) * given.columns;
-    if (begin + i >= part.rows) continue;
-    if constexpr (kVectors) {
-      store_packed<kColumns>(to, stored);
-    } else {
-      H elements[kColumns];
-      memcpy(elements, &stored, sizeof(stored));
-      for (int k = 0; k < part.columns; ++k) to[k] = elements[k];
+        for (int n = 0; n < sizeof(Packed<X, kColumns>) / 16; ++n) {
+          copy_async<16>(&at(i, n), from + n);
+        }
+      } else {
+        keep(i, load_row<kVectors>(x, part, i, stride));
+      }
+    }
+    commit_copies();
+  }
+
+  // Makes h of x, which is written where there is a residual, and adds its squares up.
+  template <bool kVectors>
+  __device__ void square(const Operands& given, const Part& part, RowStatistics& statistics) {
+#if HAS_RESIDUAL
+    using Loaded = Packed<RESIDUAL_TYPE, kColumns>[BATCH];
+    const auto load = [&](int begin, Loaded& loaded) {
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        loaded[i] = load_row<kVectors>(given.residual, part, begin + i, given.columns);
+      }
+    };
+    Loaded next;
+    load(0, next);
+#endif
+    wait_copies<0>();
+#pragma unroll 1
+    for (int begin = 0; begin < kRows; begin += BATCH) {
+#if HAS_RESIDUAL
+      Loaded now;
+      memcpy(now, next, sizeof(now));
+      if (begin + BATCH < kRows) load(begin + BATCH, next);
+#endif
+      float sums[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        Wide<float, kColumns> wide = widen_all<float>(row<X>(begin + i));
+#if HAS_RESIDUAL
+        const Wide<float, kColumns> more = widen_all<float>(now[i]);
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) wide.at[k] += more.at[k];
+        const Packed<H, kColumns> stored = narrow_all<H>(wide);
+        keep(begin + i, stored);
+        store_row<kVectors>(stored, begin + i, given.h, part, given.columns);
+        wide = widen_all<float>(stored);
+#endif
+        sums[i] = 0;
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) sums[i] += wide.at[k] * wide.at[k];
+      }
+      statistics.add(sums, begin);
     }
   }
-}
+
+ private:
+  __device__ uint4& at(int i, int n) const { return slots_[own_slot(kRowSlots * i + n)]; }
+
+  uint4* slots_;
+};
 #endif
 
 template <bool kVectors>
@@ -189,75 +259,66 @@ __device__ inline void run(const Operands& given, int group) {
   const long long columns = given.columns;
   const Tile first = tile_of(given.rows, columns, group, false);
   const Part part = part_of(first, given.rows, columns);
-  unsigned char* shared = shared_memory();
 #if STATISTICS
-  RowStatistics statistics(shared);
-  shared += RowStatistics::kBytes;
-  Packed<H, kColumns> held[kRows];
-#if HAS_RESIDUAL
-#pragma unroll
-  for (int begin = 0; begin < kRows; begin += BATCH) {
-    add_residual<kVectors>(given, part, begin, held);
-  }
+  constexpr int kGroupSlots = HeldRows::kGroupSlots;
+  uint4* slots = reinterpret_cast<uint4*>(shared_memory() + RowStatistics::kBytes);
+  HeldRows held(slots);
+  held.bring<kVectors>(given.x, part, columns);
+  RowStatistics statistics(shared_memory());
 #else
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) held[i] = load_row<kVectors>(given.x, part, i, columns);
-#endif
+  constexpr int kGroupSlots = kCodeSlots;
+  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
 #endif
   // While the first elements are on their way.
   const Scale by = scale_of(bit_cast<int>(*given.bound) & 0x7fffffff);
   if (blockIdx.x == 0 && threadIdx.x == 0) *given.code_scale = by.scale;
+#if STATISTICS
+  held.square<kVectors>(given, part, statistics);
+  statistics.find(given, first);
+#endif
   const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
-  const Wide<float, kColumns> weight = weights<kVectors>(given, part, column);
-#if STATISTICS
-  float sums[kRows];
+  Wide<float, kColumns> weight = weights<kVectors>(given, part, column);
+  // The scale is a power of two, so that it changes no bit of a product whose code is not zero.
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const Wide<float, kColumns> wide = widen_all<float>(held[i]);
-    sums[i] = 0;
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) sums[i] += wide.at[k] * wide.at[k];
-  }
-  statistics.find(sums, given, first);
-#endif
+  for (float& each : weight.at) each = (HAS_SCALE ? each : 1.0f) * by.multiplier;
   Codes codes;
-#pragma unroll
-  for (int begin = 0; begin < kRows; begin += BATCH) {
+#pragma unroll 1
+  for (int step = 0; step < kRows; step += 4) {
 #if !STATISTICS
-    Packed<H, kColumns> loaded[BATCH];
+    Packed<X, kColumns> loaded[4];
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      loaded[i] = load_row<kVectors>(given.x, part, begin + i, columns);
-    }
+    for (int i = 0; i < 4; ++i) loaded[i] = load_row<kVectors>(given.x, part, step + i, columns);
 #endif
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
+    for (int i = 0; i < 4; ++i) {
 #if STATISTICS
-      Wide<float, kColumns> wide = widen_again<float>(held[begin + i]);
-      const float inverse = statistics.inverse(begin + i);
+      Wide<float, kColumns> wide = widen_all<float>(held.row<H>(step + i));
+      const float inverse = statistics.inverse(step + i);
 #else
       Wide<float, kColumns> wide = widen_all<float>(loaded[i]);
-      const long long row = first.row + threadIdx.x / BLOCK_X * kRows + begin + i;
-      const float inverse = begin + i < part.rows ? given.known_rstd[row] : 0.0f;
+      const long long row = first.row + threadIdx.x / BLOCK_X * kRows + step + i;
+      const float inverse = step + i < part.rows ? given.known_rstd[row] : 0.0f;
 #endif
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) {
         wide.at[k] *= inverse;
-        IF(HAS_SCALE, wide.at[k] *= weight.at[k]);
-        wide.at[k] *= by.multiplier;
+        wide.at[k] *= weight.at[k];
       }
-      encode(wide, codes[begin + i]);
+      if (inverse < kLargestInverse) {
+        encode<true>(wide, codes[i]);
+      } else {
+        encode(wide, codes[i]);
+      }
+      if (HAS_Q && i % 2 == 1) {
+        store_rows<kVectors>(codes, i - 1, step + i - 1, given.q, part, columns);
+      }
     }
-#if HAS_Q
-#pragma unroll
-    for (int i = 0; i < BATCH; i += 2) {
-      store_rows<kVectors>(codes, begin + i, given.q, part, columns);
-    }
-#endif
+    // In slots of rows whose codes these are: nobody reads those any more.
+    if (HAS_QT) place_group<kGroupSlots>(codes, step / 4, slots);
   }
 #if HAS_QT
-  store_transposed<kVectors>(codes, reinterpret_cast<uint4*>(shared), given.qt, first, given.rows,
-                             columns);
+  __syncthreads();
+  store_tile<kVectors, kGroupSlots>(slots, given.qt, first, given.rows, columns);
 #endif
 }
 

@@ -325,6 +325,7 @@ void store_evicted(T* pointer, T value) {
 inline void cluster_arrive() {
   emulator::current->cluster_ticket = emulator::cluster->barrier.Arrive();
 }
+inline void cluster_arrive_relaxed() { cluster_arrive(); }
 inline void cluster_wait() {
   emulator::WaitFor(emulator::cluster->barrier, emulator::current->cluster_ticket);
 }

@@ -68,6 +68,19 @@ def test_cuda_norms_are_quantized_as_they_are_made(shape, dtype, has_residual, r
     assert np.all((np.minimum(*ends) <= value) & (value <= np.maximum(*ends)))
 
 
+def test_cuda_norms_without_eps_of_tiny_rows(rng):
+    """Squares that underflow leave no bound: NaN, where rounding would write the largest number."""
+    x = jnp.asarray(rng.standard_normal((32, 512)), jnp.float32)
+    x = x.at[1].mul(1e-15).at[2].set(1e-30).at[3].set(-1e-21)
+    of = Norm(eps=0.0, axes=(1,), with_rstd=True)
+    found = jax.jit(lambda a: norm.quantize(NormCodes(of), a, order=NATIVE))(x)
+    codes = np.asarray(found.q).view(ml_dtypes.float8_e4m3fn).astype("f8")
+    assert np.isnan(codes[2]).all() and np.isfinite(codes[[0, 1, *range(4, 32)]]).all()
+    # 1e-42 has few bits, so that the mean is about right, or the bound does not hold.
+    decoded = codes[3] * float(found.scale)
+    assert np.isnan(decoded).all() or np.allclose(decoded, -1, rtol=0.1)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_cuda_products_are_those_of_the_codes(dtype, rng):
     x, y = (rng.standard_normal((n, 1024)).astype(np.float32) for n in (256, 512))

@@ -270,6 +270,8 @@ NARROW = CastLayout(16, 8, 2, group=1)
         ((32, 528), WARPS, BF16, {"residual": BF16}),  # two blocks, the second almost empty
         ((21, 77), NARROW, "float16", {"residual": "float16", "scale": "bfloat16"}),
         ((16, 128), NARROW, BF16, {"scale": None}),
+        ((48, 192), CLUSTER, "float32", {"residual": BF16}),  # two slots of shared memory a row
+        ((48, 192), CLUSTER, BF16, {"residual": "float32"}),
         ((48, 192), None, BF16, {"residual": "float32"}),  # sums of rows before, and then codes
         ((7, 50), None, "float32", {"offset": -0.5}),
     ],
@@ -435,22 +437,25 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
         assert spilled <= (256 if residual else 0), log  # most of it where nothing is aligned
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
-def test_cuda_norms_of_every_length_have_a_layout_or_two_launches(arch):
+@pytest.mark.parametrize(
+    ("arch", "itemsize", "most"),
+    [("sm_80", 2, 4096), ("sm_80", 4, 2304), ("sm_90", 2, 32768), ("sm_90", 4, 26624)]
+    + [("sm_120", 2, 22528), ("sm_120", 4, 10240)],
+)
+def test_cuda_norms_of_every_length_have_a_layout_or_two_launches(arch, itemsize, most):
     """Whole clusters, of a power of two blocks, that hold the row and no more than that."""
-    target, longest = named_target(arch), 0
-    for n in range(1, 40_000, 13):
-        if (layout := norm.layout(n, 2, target)) is None:
-            assert longest
+    target = named_target(arch)
+    for n in range(1, most + 2000, 13):
+        layout = norm.layout(n, itemsize, target)
+        if n > most or (arch == "sm_120" and layout is None):  # a width that is no power of two
+            assert layout is None
             continue
-        longest = n
         blocks, threads = -(-n // (8 * layout.width)), layout.width * layout.height
         assert blocks in ((1, 2, 4, 8) if target.clusters else (1,))
         assert layout.width % 32 == 0 or layout.width in (8, 16)
-        assert 64 <= threads <= 512 and threads * layout.min_blocks * 128 <= 65536
-        assert layout.shared <= target.shared_memory // layout.min_blocks - 4096
-        assert norm.layout(n, 4, target) is None
-    assert longest > (30_000 if target.clusters else 4000)
+        assert 64 <= threads <= 512 and threads * layout.min_blocks * 80 <= 65536
+        assert layout.held(itemsize) <= target.shared_memory // layout.min_blocks - 4096
+    assert norm.layout(most, itemsize, target)
 
 
 def test_cuda_hopper_rounds_by_its_own_instruction():
