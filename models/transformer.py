@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
+from ..layers.dense.matmul import shared
 from ..layers.quantization import kernel_codes_saveable
+from ..native.implementation import requested
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
 from .config import TransformerConfig
 from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
@@ -174,7 +176,10 @@ def attention(
     ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
 ) -> tuple[Array, KeyValue | None]:
     """Applies grouped-query attention with rotary embedding to `(batch, seq, dim)`."""
-    projections = [ops.linear(linear, x) for linear in (module.q, module.k, module.v)]
+    linears = module.q, module.k, module.v
+    plain = requested(module.config.implementation)[:1] == ["xla"]
+    each = [x] * 3 if plain else shared(x, 3)
+    projections = [ops.linear(linear, x) for linear, x in zip(linears, each)]
     return _attention(ops, module, projections, rope, cache)
 
 

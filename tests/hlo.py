@@ -42,13 +42,7 @@ def runs(compiled, prefix: str) -> dict[tuple[str, str], int]:
 
     Loops count as often as they go round; the name is without `prefix`.
     """
-    bodies, name, lines = {}, "", []
-    for line in text(compiled).splitlines():
-        if begun := re.match(r"(?:ENTRY )?(%\S+) .*\{$", line):
-            name = begun[1]
-            bodies["ENTRY" if line.startswith("ENTRY") else name] = lines = []
-        elif name:
-            lines.append(line)
+    bodies = _computations(compiled)
 
     def count(name: str) -> collections.Counter:
         found = collections.Counter()
@@ -66,6 +60,18 @@ def runs(compiled, prefix: str) -> dict[tuple[str, str], int]:
         return found
 
     return dict(count("ENTRY"))
+
+
+def _computations(compiled) -> dict[str, list[str]]:
+    """The lines of each computation by its name; those of the main program are ENTRY's."""
+    bodies, name, lines = {}, "", []
+    for line in text(compiled).splitlines():
+        if begun := re.match(r"(?:ENTRY )?(%\S+) .*\{$", line):
+            name = begun[1]
+            bodies["ENTRY" if line.startswith("ENTRY") else name] = lines = []
+        elif name:
+            lines.append(line)
+    return bodies
 
 
 def results(compiled) -> list[int]:
@@ -150,6 +156,22 @@ def gemms(compiled) -> list[Gemm]:
             result = re.search(r"= \(?(\w+\[[\d,]*\])", line)[1]
             beta = int(float(re.search(r'"beta":([\d.]+)', line)[1]))
             found.append(Gemm(result, beta, "output_to_operand_aliasing" in line))
+    return found
+
+
+def additions(compiled) -> list[str]:
+    """The result, as "bf16[16,8]", of every kernel of the main program that only adds arrays."""
+    bodies, found = _computations(compiled), []
+    for line in bodies["ENTRY"]:
+        match = re.match(r"\s+(?:ROOT )?%\S+ = (\w+\[[\d,]*\])\S* (add|fusion)\(", line)
+        if not match:
+            continue
+        result, operation = match.groups()
+        called = re.search(r"calls=(%[\w.-]+)", line)
+        body = "\n".join(bodies[called[1]]) if called else ""
+        operations = set(re.findall(r" = \S+ ([a-z-]+)\(", body))
+        if operation == "add" or operations - {"parameter", "convert", "bitcast"} == {"add"}:
+            found.append(result)
     return found
 
 

@@ -17,6 +17,10 @@ from ..models.side_by_side import side_by_side
 from .config import OptimConfig
 from .mesh import batch_sharding, replicated
 
+# cuBLAS takes every product, and adds to it (beta = 1) what a sum has beside it. Where XLA may use
+# Triton, versions before JAX 0.12's take products away before they look for sums: a pass over the
+# gradient that q, k and v have of one x, and over that of gate and up.
+_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this many
 
 
@@ -76,9 +80,9 @@ class Program:
         shape = (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
         out = (self.shardings(), replicated(self.mesh))
-        return jax.jit(self._step, donate_argnums=0, out_shardings=out).lower(
-            self.abstract(), tokens
-        )
+        options = _GPU_OPTIONS if _on_gpus(self.mesh) else None
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
+        return step.lower(self.abstract(), tokens)
 
     def _init(self, key: Array) -> State:
         params = self.model.init(key)
@@ -204,6 +208,10 @@ def loss_and_gradient(
     )
 
 
+def _on_gpus(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
+
+
 def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
     """Returns the gradient in the parameters' memory order, on GPUs where "fsdp" splits it.
 
@@ -211,7 +219,7 @@ def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
     out transposed. If the update's kernel transposes it, it cannot write over the parameter and its
     moments, and each is copied. Transposed on its own, the gradient is read and written once.
     """
-    if mesh.devices.flat[0].platform != "gpu":
+    if not _on_gpus(mesh):
         return gradient
 
     def lay_out(x: Array, sharding: NamedSharding) -> Array:

@@ -40,6 +40,7 @@ from .matmul import (
     Product,
     batched,
     batched_sharding,
+    chained,
     equally_varying,
     gathered,
     matmul,
@@ -631,15 +632,6 @@ def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequenc
         found += [d if d is None else kernel_gradient(fp8, *r.x, g, d) for d in dkernels]
     found = [chained(parts) if parts else None, *found]
     return [f for f, moved in zip(found, spec.moves) if moved]
-
-
-def chained(parts: Sequence[Array]) -> Array:
-    """Returns the sum of products, so that XLA adds each to those before it in its own call.
-
-    What an addition has on its left, XLA makes the call that adds the other (beta = 1), and such a
-    call adds nothing more: with a sum of two on the left, a third part costs a pass over all three.
-    """
-    return functools.reduce(lambda before, part: part + before, parts)
 
 
 def gradient_codes(fp8: Fp8, dy: Array, *, q: bool, qt: bool) -> Quantized:

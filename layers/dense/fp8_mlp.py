@@ -31,7 +31,6 @@ from .fp8 import (
     Fp8,
     Input,
     backward_codes,
-    chained,
     fits,
     forward,
     gradient_codes,
@@ -47,7 +46,7 @@ from .fp8 import (
     vmap_tangent,
     vmapped,
 )
-from .matmul import Product
+from .matmul import Product, chained
 
 
 @dataclasses.dataclass(frozen=True)

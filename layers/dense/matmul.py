@@ -19,6 +19,7 @@ else they are zeros that nothing uses.
 import dataclasses
 import functools
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -274,3 +275,54 @@ def equally_varying(*arrays: Array | None) -> list[Any]:
 
 def _explicit(aval: Any) -> NamedSharding | None:
     return aval.sharding if aval.sharding.mesh.explicit_axes else None
+
+
+# ---------------------------------------------------------------- one x of several products
+# cuBLAS adds an array to a product as it writes it (beta = 1). XLA asks it to where a sum has a
+# product on its left, and that call adds nothing more: of `(v + k) + q`, as JAX sums what a program
+# reads three times, the second addition stays a pass over all of x's size; `v + (k + q)` has none.
+# Where XLA may use Triton (`xla_gpu_enable_triton_gemm`), versions before JAX 0.12's take products
+# away before they look for such sums, and no order of them helps.
+
+
+def chained(parts: Sequence[Array]) -> Array:
+    """Returns the sum of products, so that XLA adds each to those before it in its own call."""
+    return functools.reduce(lambda before, part: part + before, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """How many products read x."""
+
+    count: int
+    op: str = "dense"  # the function the user called
+
+
+def shared(x: Array, count: int) -> list[Array]:
+    """Returns x for each of `count` products, whose gradients are then `chained`."""
+    return [x] if count == 1 else _shared(Shared(count), x)
+
+
+def _push_shared(primals: Any, tangents: Any, *, spec: Shared, order: Order) -> Any:
+    (x,), (dx,) = primals, tangents
+    moved = [dx] * spec.count if type(dx) is ad.Zero else _shared(spec, dx, order=order)
+    return [x] * spec.count, moved  # one x: a scan would keep each result for the backward
+
+
+def _sum_shared(cts: Any, x: Any, *, spec: Shared, order: Order) -> list[Any]:
+    del x, spec, order
+    live = [ct for ct in cts if type(ct) is not ad.Zero]
+    return [chained(live) if live else None]
+
+
+def _batch_shared(op: Op, args: Any, dims: Any, *, spec: Shared, order: Order) -> Any:
+    return op(spec, *args, order=order), [dims[0]] * spec.count
+
+
+_shared = Op(
+    "shared",
+    lambda spec, x: [x] * spec.count,
+    batch=_batch_shared,
+    jvp=_push_shared,
+    transpose=_sum_shared,
+)

@@ -17,6 +17,7 @@ from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply
 from .gated import gate_and_up
+from .matmul import shared
 from .remat import Normalised, products
 
 
@@ -223,22 +224,23 @@ def _project(
 
     With a residual those of x + residual, and the sum.
     """
-    shared: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
+    common: dict[str, Any] = {"contract": contract, "out_sharding": out_sharding}
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset}
     if quantization and fp8_norm.serves(kernels, contract, x, residual, scale):
         of = fp8_norm.norm_of(op, x, scale, dtype, residual=residual is not None, **options)
-        shared |= {"order": native_or_best(strict), "plain": norm == "xla", "residual": residual}
-        return fp8_norm.multiply_normalised(of, x, scale, kernels, **shared)
+        common |= {"order": native_or_best(strict), "plain": norm == "xla", "residual": residual}
+        return fp8_norm.multiply_normalised(of, x, scale, kernels, **common)
     if norm or not recompute or quantization or residual is not None:
         options |= {"implementation": "native" if strict else norm, "dtype": dtype}
         if residual is None:
             n, *h = (rms_norm(x, scale, **options),)
         else:
             n, *h = add_rms_norm(x, residual, scale, **options)
-        shared |= {"quantization": quantization, "order": native_or_best(strict)}
-        return *(multiply(op, n, kernel, dtype=dtype, **shared) for kernel in kernels), *h
+        common |= {"quantization": quantization, "order": native_or_best(strict)}
+        pairs = zip([n] * len(kernels) if norm else shared(n, len(kernels)), kernels)
+        return *(multiply(op, n, kernel, dtype=dtype, **common) for n, kernel in pairs), *h
     producer = Normalised(op, eps, scale_offset, dtype, native_or_best(strict), apart)
     if scale is None:
-        return products(producer, (x,), kernels, **shared)
+        return products(producer, (x,), kernels, **common)
     x = vary(x, varying_axes(scale))
-    return products(producer, (x, match(scale, x, [x.ndim - 1])), kernels, **shared)
+    return products(producer, (x, match(scale, x, [x.ndim - 1])), kernels, **common)

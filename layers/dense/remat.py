@@ -34,6 +34,7 @@ from . import epilogue, product_gradient
 from .epilogue import Epilogue, Scalar
 from .matmul import (
     Product,
+    chained,
     dot,
     equally_varying,
     input_gradient,
@@ -408,7 +409,7 @@ def _pull_back(
             return [g.astype(a.dtype) if w else None for g, a, w in zip(found, args, wanted)], value
     like = producer.value_type(args)
     terms = [input_gradient(product, dy, like, kernel) for product, dy, kernel in products]
-    return producer.backward(functools.reduce(jnp.add, terms), args, kept, wanted, with_value)
+    return producer.backward(chained(terms), args, kept, wanted, with_value)
 
 
 def _not_before(cts: Any, arrays: Any) -> Any:

@@ -13,6 +13,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from normfuse.models import transformer
+from normfuse.train import topology
 from normfuse.train.config import preset_config
 from normfuse.train.mesh import AXES
 from normfuse.train.topology import step_on
@@ -84,6 +86,25 @@ def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     # Parts of the gradients of both norms are added in the products.
     rows = f"bf16[16384,{preset_config('1b').transformer().dim}]"
     assert [g for g in gemms if g.beta and g.result == rows] == [hlo.Gemm(rows, 1, True)] * 3
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"], ids=str)
+def test_products_add_the_gradients_of_one_x(quantization, monkeypatch):
+    """Those of q, k and v, and of gate and up, where users' XLA may choose Triton for products."""
+    monkeypatch.delitem(topology.OPTIONS, "xla_gpu_enable_triton_gemm")
+    program, _ = step("1b", mesh(), num_layers=1, quantization=quantization)
+    rows = f"bf16[16384,{preset_config('1b').transformer().dim}]"
+    found = [g for g in hlo.gemms(program) if g.beta and g.result == rows]
+    assert found == [hlo.Gemm(rows, 1, in_place=True)] * 3
+    assert rows not in hlo.additions(program)
+
+
+@pytest.mark.newest
+def test_products_do_not_add_all_that_jax_sums(monkeypatch):
+    """What the test above would find in a program that sums as JAX does."""
+    monkeypatch.setattr(transformer, "shared", lambda x, count: [x] * count)
+    program, _ = step("1b", mesh(), num_layers=1)
+    assert f"bf16[16384,{preset_config('1b').transformer().dim}]" in hlo.additions(program)
 
 
 @pytest.mark.parametrize(
