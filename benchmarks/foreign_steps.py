@@ -5,6 +5,19 @@
     python benchmarks/foreign_steps.py --folder build/foreign --layers 1 --tokens 64 --seq 32 \
         --vocabulary 256                                                     # to try it on a CPU
 
+Four programs of so many layers compile for minutes on a GPU, where XLA times ways to compute each
+product. Where a run may not take that long, compile first, a process a model, beside each other;
+runs then take the programs from JAX's cache, and say which of them were not there. (XLA's timings
+disturb one another then. One process after another chooses best.) Without Triton's ways among them,
+by `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, four programs compile in less than half a minute.
+
+    export JAX_COMPILATION_CACHE_DIR=build/programs
+    python benchmarks/foreign_steps.py --folder build/foreign --only Llama --compile-only &
+    python benchmarks/foreign_steps.py --folder build/foreign --only DantinoX --compile-only &
+    wait
+    python benchmarks/foreign_steps.py --folder build/foreign --only Llama
+    python benchmarks/foreign_steps.py --folder build/foreign --only DantinoX
+
 Every version is the same step but for the user's one line: float32 parameters, a forward in
 bfloat16 (by the model's own settings where it has them, else of parameters that were cast), the
 cross-entropy of random tokens, gradients, AdamW on donated state. No rematerialisation, and their
@@ -34,6 +47,7 @@ import pathlib
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -136,20 +150,36 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass
 class Built:
-    """A model at its real size, without its matrices: these are drawn.
+    """A model at its real size, without its matrices: these are drawn, and not before it runs.
 
     Attributes:
       forward: its call.
       abstract: shapes and dtypes of its parameters.
-      draw: returns its parameters, the same again and again: matrices random, for some initialisers
-        make zeros, and vectors, such as the scales of norms, as the model's code has them.
-      model: returns the model with given parameters, and Linen's variables.
+      vectors: values of those that are no matrices, such as the scales of norms.
+      model: the model of shapes, with values of what is no parameter.
+      variables: the shapes of Linen's parameters.
     """
 
     forward: Forward
     abstract: list[jax.ShapeDtypeStruct]
-    draw: Callable[[], Leaves]
-    model: Callable[[Leaves], tuple[Any, Any]]
+    vectors: Leaves
+    model: Any
+    variables: Any
+
+    def draw(self) -> Leaves:
+        """Returns its parameters, the same again and again.
+
+        Matrices are random, for some initialisers make zeros, vectors as the model's code has them.
+        """
+        keys, kept = jax.random.split(jax.random.key(1), len(self.abstract)), iter(self.vectors)
+        one = lambda key, x: normal(key, x.shape, x.dtype) if x.ndim > 1 else jnp.copy(next(kept))
+        return [one(key, x) for key, x in zip(keys, self.abstract)]
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a leaf is a parameter of an Equinox module, or the shape of one."""
+    shape = isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return shape or eqx.is_inexact_array(x)
 
 
 def build(given: Model) -> Built:
@@ -165,13 +195,7 @@ def build(given: Model) -> Built:
     leaves, tree = jax.tree.flatten(params)
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     vectors = [leaf for leaf in leaves if leaf.ndim < 2]
-
-    def draw() -> Leaves:
-        keys, kept = jax.random.split(jax.random.key(1), len(abstract)), iter(vectors)
-        one = lambda key, x: normal(key, x.shape, x.dtype) if x.ndim > 1 else jnp.copy(next(kept))
-        return [one(key, x) for key, x in zip(keys, abstract)]
-
-    return Built(given.forward, abstract, draw, lambda new: merge(jax.tree.unflatten(tree, new)))
+    return Built(given.forward, abstract, vectors, *merge(jax.tree.unflatten(tree, abstract)))
 
 
 def home(model: Any) -> Any:
@@ -266,10 +290,10 @@ def step_of(run: Callable[[Any, Any, jax.Array], jax.Array], tree: Any, cast: bo
     return jax.jit(step, donate_argnums=0)
 
 
-def traced(built: Built, case: Case, name: str, leaves: Leaves, optimizer: Any, tokens: Any):
-    """Returns a version whose step is not compiled yet; `leaves` are the parameters' values."""
-    (model, variables), forward = built.model(leaves), built.forward
-    if name != "theirs":
+def traced(built: Built, case: Case, name: str, optimizer: Any, tokens: Any) -> Version:
+    """Returns a version whose step is not compiled yet."""
+    model, variables, forward = built.model, built.variables, built.forward
+    if name != "theirs":  # nnx's swap works in place: it takes the version before again
         model = home(model).swap(model, quantization="fp8" if "fp8" in name else None)
     if isinstance(model, nnx.Module):
         graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -278,7 +302,7 @@ def traced(built: Built, case: Case, name: str, leaves: Leaves, optimizer: Any, 
         params, rest = variables, None
         run = lambda params, _, x: nn.apply(lambda m, x: forward(m, x), model)(params, x)
     else:
-        params, rest = eqx.partition(model, eqx.is_inexact_array)
+        params, rest = eqx.partition(model, is_inexact)
         rest, static = eqx.partition(rest, eqx.is_array)
         run = lambda params, rest, x: forward(eqx.combine(params, rest, static), x)
     flat, tree = jax.tree.flatten(params)
@@ -290,6 +314,21 @@ def traced(built: Built, case: Case, name: str, leaves: Leaves, optimizer: Any, 
     state = built.abstract, jax.eval_shape(optimizer.init, built.abstract)
     lowered = step.lower(state, tokens, rest)
     return Version(name, rest, lowered, norms=len(reports[0].fused) if reports else 0)
+
+
+_hits: collections.Counter[int] = collections.Counter()  # programs found in JAX's cache, by thread
+
+
+def count_hit(event: str, **_: Any) -> None:
+    _hits[threading.get_ident()] += event == "/jax/compilation_cache/cache_hits"
+
+
+def compiled(lowered: Any, after: list[concurrent.futures.Future]) -> tuple[Any, bool]:
+    """Returns the program, compiled after others, and whether it was in JAX's cache."""
+    concurrent.futures.wait(after)
+    before = _hits[threading.get_ident()]
+    program = lowered.compile()
+    return program, _hits[threading.get_ident()] > before
 
 
 def say(began: float, what: str) -> None:
@@ -309,27 +348,33 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     rows = max(options.tokens // options.seq, 1)
     vocabulary = options.vocabulary or max(leaf.shape[0] for leaf in built.abstract)
     tokens = jax.random.randint(jax.random.key(2), (rows, options.seq + 1), 0, vocabulary)
-    leaves = built.draw()
     say(began, f"{name}: {size / 1e9:.2f}e9 parameters, {rows} x {options.seq} tokens")
     versions = []
     plain = len(normfuse.fallbacks())
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = []
         for each in case.versions():
-            versions.append(traced(built, case, each, leaves, optimizer, tokens))
-            futures.append(pool.submit(versions[-1].lowered.compile))
+            versions.append(traced(built, case, each, optimizer, tokens))
+            # Compilers time ways to compute products. Ours take those chosen for theirs where they
+            # have the same products, which is quicker and fair.
+            futures.append(pool.submit(compiled, versions[-1].lowered, futures[:1]))
             say(began, f"{each}: traced")
         for version, future in zip(versions, futures):
-            version.problem = version.compiled(future.result())
-            say(began, f"{version.name}: compiled, {version.gib:.1f} GiB. {version.problem}")
+            program, found = future.result()
+            version.problem = version.compiled(program)
+            how = "found in the cache" if found else "compiled"
+            say(began, f"{version.name}: {how}, {version.gib:.1f} GiB. {version.problem}")
+            if not found and jax.config.jax_compilation_cache_dir and not options.compile_only:
+                print(f"{name}, {version.name}: was not in the cache, so compiled here", flush=True)
             if options.kernels:
                 say(began, f"{version.products} FP8 products, kernels {version.found}")
     for op, reason in normfuse.fallbacks()[plain:]:
         print(f"plain XLA serves {op}: {reason}", flush=True)
     problems = [f"{name}, {v.name}: not measured: {v.problem}" for v in versions if v.problem]
+    if options.compile_only:
+        return problems
     versions = [version for version in versions if not version.problem]
     state: list[Any] = []
-    del leaves
     gc.collect()  # models may refer to themselves
     for version in versions:  # from the same state
         state.clear()  # before there is another
@@ -405,8 +450,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--vocabulary", type=int, help="only so many tokens")
+    parser.add_argument("--compile-only", action="store_true", help="into JAX's cache")
     parser.add_argument("--kernels", action="store_true", help="names of the kernels of a program")
     options = parser.parse_args()
+    if options.compile_only:
+        if not jax.config.jax_compilation_cache_dir:
+            parser.error("--compile-only is for runs after it: set JAX_COMPILATION_CACHE_DIR")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others compile beside it
+    jax.monitoring.register_event_listener(count_hit)
     look_in(options.folder)
     chosen = {name: case for name, case in MODELS.items() if options.only in name}
     if not chosen:

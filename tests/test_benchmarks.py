@@ -12,9 +12,10 @@ import statistics
 import subprocess
 import sys
 
+import foreign_steps_worker
 import numpy as np
+import processes
 import pytest
-from flax import nnx
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -201,14 +202,18 @@ def test_traced_steps_are_means_over_steps_and_devices(overlap, monkeypatch):
 # ---------------------------------------------------------------- before and after a change
 
 
-def before_after(*arguments) -> subprocess.CompletedProcess:
+def on_one_device(script, *arguments, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, REPOSITORY / "benchmarks" / "before_after.py", *map(str, arguments)],
-        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": ""},  # one device
+        [sys.executable, script, *map(str, arguments)],
+        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def before_after(*arguments) -> subprocess.CompletedProcess:
+    return on_one_device(REPOSITORY / "benchmarks" / "before_after.py", *arguments)
 
 
 NORMS = itertools.product(["rms_norm", "add_rms_norm"], ["forward", "backward"])
@@ -276,16 +281,10 @@ def measure_steps(monkeypatch, capsys, norm):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
     steps = loaded("foreign_steps")
 
-    def make(layers, vocabulary):
-        rngs = nnx.Rngs(0)
-        norms = [nnx.RMSNorm(32, rngs=rngs)] if norm else []
-        linear = nnx.Linear(32, vocabulary, use_bias=False, rngs=rngs)
-        model = nnx.Sequential(nnx.Embed(vocabulary, 32, rngs=rngs), *norms * layers, linear)
-        return steps.Model(model, lambda model, tokens: model(tokens), steps.TOKENS)
-
-    case = steps.Case(make, "layers", "vocabulary")
+    case = foreign_steps_worker.toy(steps, norm)
     sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
-    failed = steps.measure("toy", case, argparse.Namespace(**sizes, kernels=False))
+    options = argparse.Namespace(**sizes, kernels=False, compile_only=False)
+    failed = steps.measure("toy", case, options)
     lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
     return {line["version"]: line for line in lines}, failed
 
@@ -318,3 +317,32 @@ def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, cap
     without = "not measured: its program calls no norm of ours"
     versions = "swap", "swap, fp8", "fp8, fused norms"
     assert failed == [f"toy, {version}: {without}" for version in versions]
+
+
+def toy_steps(*flags, **environment) -> subprocess.CompletedProcess:
+    """Runs the command for a toy of one layer."""
+    sizes = "--layers 1 --vocabulary 64 --tokens 32 --seq 16 --rounds 1 --steps 1".split()
+    return on_one_device(foreign_steps_worker.__file__, *sizes, *flags, **environment)
+
+
+@pytest.mark.newest
+def test_steps_compiled_before_are_found_and_others_are_said(tmp_path):
+    cache = processes.compilation_cache(tmp_path)
+    first = toy_steps("--compile-only", **cache)
+    assert (first.returncode, first.stdout) == (0, ""), first.stderr
+    assert first.stderr.count(": compiled, ") == 4 and "loss" not in first.stderr
+    again = toy_steps(**cache)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count(": found in the cache, ") == again.stdout.count('{"model"') == 4
+    assert "not in the cache" not in again.stdout
+    others = toy_steps("--tokens", 64, **cache)
+    assert others.returncode == 0, others.stderr
+    versions = "theirs", "swap", "swap, fp8", "fp8, fused norms"
+    said = [line for line in others.stdout.splitlines() if "not in the cache" in line]
+    assert said == [f"toy, {name}: was not in the cache, so compiled here" for name in versions]
+
+
+def test_steps_are_not_compiled_alone_without_a_cache():
+    done = toy_steps("--compile-only", JAX_COMPILATION_CACHE_DIR="")
+    assert done.returncode == 2 and not done.stdout
+    assert "set JAX_COMPILATION_CACHE_DIR" in done.stderr
