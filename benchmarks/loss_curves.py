@@ -209,11 +209,12 @@ def settings_of(config: Any, points: int, sha256: str) -> str:
 
 def configured(arguments: argparse.Namespace, flags: Sequence[str]) -> Any:
     """Returns the trainer's configuration for so many tokens, or for the next whole step."""
+    from normfuse.train import UsageError
     from normfuse.train.cli import parse
 
     for flag in flags:
         if flag.split("=")[0].replace("_", "-") in NOT_TAKEN:
-            raise SystemExit(f"loss_curves.py: {flag} is set for each run here: leave it out.")
+            raise UsageError(f"{flag} is set for each run here: leave it out.")
     given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]
     config = parse(given)
     return dataclasses.replace(config, steps=math.ceil(arguments.tokens / config.tokens_per_step))
@@ -316,7 +317,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         distributed.order_kernels()  # as the trainer does, before JAX looks for devices
         try:
             left = train(configured(arguments, flags), arguments, began + arguments.seconds)
-        except (UsageError, RunError) as error:
+        except UsageError as error:
+            parser.error(str(error))
+        except RunError as error:
             raise SystemExit(f"loss_curves.py: {error}") from None
     curves = Curves(arguments.out / "loss_curves.csv")
     points, common = curves.points, curves.common

@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from normfuse.native import implementation
-from normfuse.train import compilation, data, mesh
+from normfuse.train import UsageError, compilation, data, mesh
 from normfuse.train.evaluate import Validation
 from normfuse.train.step import Metrics
 
@@ -181,7 +181,7 @@ def test_the_schedule_ends_with_the_tokens(loss_curves):
     assert loss_curves.evenly(9, 3) == [3, 6, 9]
     assert loss_curves.evenly(10, 4) == [3, 5, 8, 10]
     assert loss_curves.evenly(2, 4) == [1, 2]
-    with pytest.raises(SystemExit, match="--seed is set for each run here"):
+    with pytest.raises(UsageError, match="--seed is set for each run here"):
         configured(64, "--seed", "3")
 
 
