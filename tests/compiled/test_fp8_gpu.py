@@ -341,6 +341,33 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     }
 
 
+@pytest.mark.newest
+def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
+    """Six products; one pass over a finds a maximum, and two write codes."""
+
+    def layer(x, scale, *kernels, **options):
+        named = dict(zip(("up", "down"), kernels))
+        options |= {"dtype": "bfloat16", "implementation": None, "activation": "gelu_tanh"}
+        return gated.norm_mlp(x, None, scale, named, eps=1e-6, **options)[0]
+
+    x, scale = struct(TOKENS, DIM, dtype=bf16), struct(DIM, dtype=f32)
+    kernels = [struct(*s, dtype=f32) for s in [(DIM, HIDDEN), (HIDDEN, DIM)]]
+    program = compiled(apart(layer), (x, scale, *kernels), x)
+    assert len(calls(program)) == 6
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
+    moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
+    size = lambda elements, width: elements * width // 2**20
+    (backward,) = moved.pop("rms_norm_backward")
+    assert 0 <= backward - size(X, 6) <= SMALL // 2**20
+    assert moved == {
+        "quantize_rms_norm": [size(X, 4)],
+        "quantize_amax": sorted([size(X, 2)] + [size(KERNEL, 4)] * 2 + [size(H, 2)]),
+        "quantize_cast": sorted([size(X, 4)] + [size(KERNEL, 6)] * 2),
+        "quantize_gated_amax": [size(H, 2)],
+        "quantize_gated": [size(H, 4), size(H, 6)],
+    }
+
+
 PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
 
 
