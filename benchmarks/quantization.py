@@ -3,13 +3,21 @@
     python benchmarks/quantization.py                    # the first two parts, about a minute
     python benchmarks/quantization.py --part layouts     # through the CUDA driver, without XLA
     python benchmarks/quantization.py --part xla         # as a jitted program, CUPTI's times
-    python benchmarks/quantization.py --part layers      # a whole MLP, beside Flax's and XLA's FP8
+    python benchmarks/quantization.py --part layers      # layers, beside Flax's and XLA's FP8
+    python benchmarks/quantization.py --part layers --rows mlp blocks --seconds 300
+    python benchmarks/quantization.py --part layers --size tiny    # to try it on a CPU
 
 A fraction is the time in which the driver's own copy would move the same bytes over the time taken.
 `cast` reads a matrix and writes codes in both layouts; `amax` reads it; `quantize` does both, so
 reads it twice, and its bytes are counted twice. `norm` reads rows and writes codes of their
 RMSNorm; `add norm` adds a residual before, and writes the sum too. Every line of the tables is a
 JSON line too, for other programs to read (`--json FILE`).
+
+`layers` has a row for each layer and size (`fp8_rows.py`): SwiGLU and gelu MLPs and a dense layer
+behind a norm, a foreign model's Linears after `swap`, and eight layers of the `8b` preset. All
+programs are compiled first, beside one another and without Triton's products; then the versions of
+one row after another take turns, until `--seconds` are over. What was not measured is said, and
+why: a version without the FP8 products or the kernels of ours that it is named for is not.
 """
 
 import argparse
@@ -512,6 +520,8 @@ def beside_xla(seconds: float) -> None:
 
 def table(lines: list[dict]) -> None:
     for line in lines:
+        if line.get("compiling"):
+            print(f"compiling went on beside all rows, of {', '.join(line['compiling'])}")
         if "row" in line:
             print(layer_line(line))
         if "us" in line:

@@ -11,7 +11,9 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import foreign_steps_worker
 import numpy as np
@@ -354,7 +356,6 @@ def test_steps_are_not_compiled_alone_without_a_cache():
 ROWS = {  # each with the versions of ours
     "linears": ["bf16, normfuse", "FP8, normfuse", "FP8, normfuse, fused norms"],
     "blocks": ["bf16, normfuse", "FP8, normfuse"],
-    "gelu": ["bf16, normfuse", "FP8, normfuse"],
     "dense": ["bf16, normfuse", "FP8, normfuse"],
 }
 RIVALS = ["bf16, jnp", "FP8, XLA's best", "FP8, Flax's fp8_ops"]
@@ -422,6 +423,7 @@ def test_layers_without_fp8_are_not_measured_as_such(fp8_rows, capsys):
     assert not_measured(fp8_rows, capsys, row) == without
 
 
+@pytest.mark.newest
 def test_rows_that_time_leaves_out_are_said(fp8_rows, capsys):
     (row,) = fp8_rows.rows(["dense"], tiny=True)
     late = dict.fromkeys(ROWS["dense"], "out of time")
@@ -432,6 +434,22 @@ CUBLAS = 'custom_call_target="__cublas$lt$matmul$f8"\n'
 QUANTIZER = 'custom_call_target="normfuse_launch" kernel = "quantize_cast"\n'
 
 
+@pytest.mark.newest
+def test_programs_that_take_too_long_are_left_behind(fp8_rows, monkeypatch):
+    started, go_on, few = threading.Event(), threading.Event(), {"timeout": 60}
+    compile = lambda options: started.set() or go_on.wait(**few)
+    lowered = types.SimpleNamespace(compile=compile)
+    traced = types.SimpleNamespace(lower=lambda: lowered)
+    (row,) = fp8_rows.rows(["dense"], tiny=True)
+    traces = iter([lambda: traced, *[lambda: started.wait(**few) and traced] * 4])
+    jit = lambda run: types.SimpleNamespace(trace=lambda *_: next(traces)())
+    monkeypatch.setattr(fp8_rows.jax, "jit", jit)
+    assert fp8_rows.compile_all([row], 1, time.perf_counter()) == ["dense: bf16, normfuse"]
+    go_on.set()
+    assert {version.problem for version in row.versions} == {"was not compiled in time"}
+
+
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
