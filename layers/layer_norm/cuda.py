@@ -17,6 +17,7 @@ from ..rms_norm import cuda as rms_norm
 from ..rms_norm.cuda import (
     Call,
     Step,
+    by_rows,
     compute_of,
     eased_backward,
     eased_forward,
@@ -76,6 +77,7 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
 # ---------------------------------------------------------------- the kernels
 
 
+@by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual."""
     given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
@@ -85,7 +87,7 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
         call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
     for name in ["MEAN"] * norm.with_mean + ["RSTD"] * norm.with_rstd:
         call.result(name, call.row_shape, call.compute)
-    done = _forward(call, norm.eps, norm.scale_offset)
+    done = _forward(call, norm, norm.eps, norm.scale_offset)
     if done is not None:
         return done
 
@@ -98,13 +100,13 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     return [y, *[h] * norm.has_residual, *[mean] * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
+@by_rows
 def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> Arrays:
     """`x -> (mean, Σ (x − mean)²)`, one value a row each."""
-    del norm
     call = _call(target, "row_statistics", {"X": x}, compute)
     for name in ("MEAN", "SQUARES"):
         call.result(name, call.row_shape, call.compute)
-    means, squares = found(_forward(call))
+    means, squares = found(_forward(call, norm))
     if means.shape == call.row_shape:
         return [means, squares]
     slices = means.shape[1]  # as long as each other, but for the last
@@ -116,14 +118,16 @@ def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -
     return [part[:, None] for part in parts]
 
 
+@by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     """`(x[, scale][, bias], mean, rstd) -> y`, for statistics that are already known."""
     given = {"SCALE": norm.has_scale, "BIAS": norm.has_bias, "MEAN": True, "RSTD": True}
     call = _call(target, "apply", named(rest, X=x, **given), norm.out_dtype)
     call.result("Y", x.shape, norm.out_dtype)
-    return found(_forward(call, scale_offset=norm.scale_offset))
+    return found(_forward(call, norm, scale_offset=norm.scale_offset))
 
 
+@by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     """`(dy, x[, scale], mean, rstd[, dh]) -> (dx[, dscale][, dbias])`."""
     given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
@@ -139,6 +143,7 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     return backward_apply(target, count, dy, x, *rest, *sums)
 
 
+@by_rows
 def row_dots(
     target: Target, norm: Norm, dy: Any, x: Any, *rest: Any, compute: Any = None
 ) -> Arrays:
@@ -151,6 +156,7 @@ def row_dots(
     return call.over_slices(found(_backward(call, alone, x.shape[1])))
 
 
+@by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     """`(dy, x[, scale], mean, rstd[, dh], sums, dots) -> (dx[, dscale][, dbias])`."""
     given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
@@ -166,8 +172,8 @@ def _call(target: Target, kernel: str, operands: dict[str, Any], *more: Any) -> 
     return Call(target, kernel, operands, compute, "layer_norm")
 
 
-def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays | None:
-    macros = {
+def _forward(call: Call, norm: Norm, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays | None:
+    macros = call.per_example(norm) | {
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
         "WITH_MEAN": "MEAN" in call.results,
@@ -177,11 +183,13 @@ def _forward(call: Call, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays 
     }
     ease = functools.partial(eased_forward, call)
     scalars = scalars_of(call.compute, eps, scale_offset)
-    return launch_forward(call, macros, scalars, sums_of_row=2, steps=_FORWARD, ease=ease)
+    tokens = call.outer // call.examples if call.examples else 0
+    options: dict[str, Any] = {"steps": _FORWARD, "ease": ease, "tokens": tokens}
+    return launch_forward(call, macros, scalars, sums_of_row=2, **options)
 
 
 def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
-    macros = {
+    macros = call.per_example(norm) | {
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": "DX" in call.results,
         "WITH_DSCALE": norm.with_dscale,
