@@ -1,12 +1,13 @@
 """Runs CUDA kernels on the CPU, thread by thread, compiled as C++ by the system's compiler.
 
-`emulator/machine.cuh` takes the place of the one kernel header that talks to the machine. Arrays
-stand between guards, and results begin as NaN: a kernel that leaves its bounds or leaves something
-out fails.
+`emulator/machine.cuh` takes the place of the one kernel header that talks to the machine. Results
+stand between guards and begin as NaN: a kernel that writes elsewhere or leaves something out fails.
+Operands end where memory ends: a kernel that reads on ends the process.
 """
 
 import ctypes
 import hashlib
+import mmap
 import pathlib
 import shutil
 import subprocess
@@ -68,7 +69,7 @@ class Emulator:
         done = {"kernel": kernel, "macros": macros, "grid": _three(grid)}
         self.launches.append(done | {"aliases": dict(aliases or {})})
         run = self._build(source, kernel, macros or {})
-        arrays = [_Guarded(np.asarray(a), self.shift) for a in operands]
+        arrays: list = [_Operand(np.asarray(a), self.shift) for a in operands]
         outputs = [_Guarded(_nan(r), self.shift) for r in results]
         in_place = dict(aliases or {})
         for operand, result in in_place.items():
@@ -103,6 +104,25 @@ class Emulator:
         command = ["g++", *self._flags, *map(str, arguments)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
+
+
+class _Operand:
+    """An array before a page that nobody may read, `shift` elements off a 16-byte boundary."""
+
+    def __init__(self, array: np.ndarray, shift: int):
+        self.like = array
+        end = -(-(array.nbytes + 16) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.bytes = np.frombuffer(mmap.mmap(-1, end + mmap.PAGESIZE), np.uint8)
+        start = self.bytes.ctypes.data
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + end), mmap.PAGESIZE, 0) == 0
+        begin = end - array.nbytes
+        begin -= (begin - shift * array.dtype.itemsize) % 16  # a page begins on such a boundary
+        self.inside = self.bytes[begin : begin + array.nbytes]
+        self.inside[:] = np.frombuffer(array.tobytes(), np.uint8)
+        self.address = start + begin
+
+    def read(self) -> np.ndarray:
+        return np.frombuffer(self.inside.tobytes(), self.like.dtype).reshape(self.like.shape)
 
 
 class _Guarded:

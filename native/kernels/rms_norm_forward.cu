@@ -187,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[THREAD_ROWS]);
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
-        const long long at = row(r) / tokens * FEATURES;
+        const long long known = row(r) < rows ? row(r) : mine;  // beyond the last is no example
+        const long long at = known / tokens * FEATURES;
         weights[r] = load_weight(scale + at, scale_offset, i, aligned);
         IF(HAS_BIAS, shifts[r] = load_columns<Compute>(bias + at, i, aligned));
       }
