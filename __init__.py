@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse_norms import FusionReport as FusionReport
     from .layers.fuse_norms import fuse_norms as fuse_norms
+    from .layers.layer_norm import adaptive_layer_norm as adaptive_layer_norm
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
     from .layers.rms_norm import adaptive_rms_norm as adaptive_rms_norm
@@ -47,6 +48,7 @@ _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "FusionReport": ".layers.fuse_norms",
     "accumulate_gradients": ".layers.accumulate",
+    "adaptive_layer_norm": ".layers.layer_norm",
     "adaptive_rms_norm": ".layers.rms_norm",
     "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",

@@ -112,7 +112,8 @@ def table(shapes, iterations: int, show: bool) -> None:
     """Prints each version's times and temporaries."""
     import jax
     import jax.numpy as jnp
-    from dense import GEMM, by_turns, show_kernels
+    from dense import show_kernels
+    from device_time import GEMM, by_turns
 
     for tokens, n, vocabulary in shapes:
         x, kernel, labels = operands(tokens, n, vocabulary)
@@ -246,7 +247,7 @@ def torch_table(shapes, iterations: int) -> None:
 def sweep_chunks(shapes, iterations: int) -> None:
     """Times of the whole for other rows of a chunk."""
     import jax
-    from dense import GEMM, by_turns
+    from device_time import GEMM, by_turns
 
     from normfuse import linear_cross_entropy as ours
 

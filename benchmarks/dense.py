@@ -20,11 +20,11 @@ import pathlib
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from device_time import GEMM, by_turns
 from jax.experimental.mosaic.gpu import profiler
 
 from normfuse import accumulate_gradients, gated_product
@@ -33,7 +33,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 from dense_layers import LAYERS, MOVED, both_ways, kernel_shapes, project, rms  # noqa: E402
 
 DIM, HIDDEN = 4096, 14336
-GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)
 COPY_RATE = 4.17e6  # bytes a microsecond, one H200's copy within the device
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -86,27 +85,6 @@ def show_kernels(samples, gemms: bool) -> None:
             times[name].append(us)
     line = ", ".join(f"{name[:60]} {statistics.median(us):.1f}" for name, us in times.items())
     print(f"    {line}", flush=True)
-
-
-def by_turns(calls: dict[str, tuple], iterations: int, warm: float = 1.5):
-    """[(kernel, microseconds)] of every call of (compiled function, arguments), taking turns.
-
-    The GPU is warm when it begins, and each turn is one call: products that heat it slow down what
-    comes after them by up to a tenth.
-    """
-    samples: dict[str, list] = {name: [] for name in calls}
-    began = time.perf_counter()
-    while time.perf_counter() - began < warm:
-        jax.block_until_ready([fn(*args) for fn, args in calls.values()])
-    measured = {
-        name: profiler.measure(fn, aggregate=False, iterations=1) for name, (fn, _) in calls.items()
-    }
-    for turn in range(iterations):
-        order = list(calls) if turn % 2 else list(calls)[::-1]
-        for name in order:
-            _, run = measured[name](*calls[name][1])
-            samples[name].append([(kernel, 1e3 * ms) for kernel, ms in run])
-    return samples
 
 
 # ---------------------------------------------------------------- accumulation

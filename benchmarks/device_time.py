@@ -1,12 +1,17 @@
 """Device times from CUPTI, through JAX's own profiler tools."""
 
 import itertools
+import math
+import re
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.mosaic.gpu import profiler
 
+GEMM = re.compile(r"gemm|nvjet|cutlass|xmma|split_?k", re.IGNORECASE)  # kernels' names
 CACHE_BYTES = 256 << 20  # several times any L2: inputs of one turn are gone when it comes again
 
 
@@ -28,6 +33,45 @@ def kernels(fn: Callable, sets: Sequence[tuple], runs: int) -> list[list[tuple[s
         _, timings = measured(*operands)
         found.append([(name, 1e3 * ms) for name, ms in timings or []])
     return found
+
+
+def by_turns(
+    calls: dict[str, tuple], iterations: int, warm: float = 1.5, until: float = math.inf
+) -> dict[str, list[list[tuple[str, float]]]]:
+    """[(kernel, microseconds)] of every call of (compiled function, arguments), taking turns.
+
+    The GPU is warm when it begins, and each turn is one call: products that heat it slow down what
+    comes after them by up to a tenth. No round of turns begins after `until`, by
+    `time.perf_counter`. On CPUs the one "kernel" of a call is all of it, by the clock.
+    """
+    samples: dict[str, list] = {name: [] for name in calls}
+    began = time.perf_counter()
+    while time.perf_counter() - began < warm and time.perf_counter() < until:
+        for fn, args in calls.values():
+            jax.block_until_ready(fn(*args))
+    measured = {name: _measured(fn) for name, (fn, _) in calls.items()}
+    for turn in range(iterations):
+        if time.perf_counter() > until:
+            break
+        order = list(calls) if turn % 2 else list(calls)[::-1]
+        for name in order:
+            samples[name].append(measured[name](*calls[name][1]))
+    return samples
+
+
+def _measured(fn: Callable) -> Callable[..., list[tuple[str, float]]]:
+    """(name, microseconds) of each kernel of one call, after another."""
+    if jax.default_backend() == "gpu":
+        run = profiler.measure(fn, aggregate=False, iterations=1)
+        return lambda *args: [(kernel, 1e3 * ms) for kernel, ms in run(*args)[1]]
+
+    def by_clock(*args: Any) -> list[tuple[str, float]]:
+        jax.block_until_ready(fn(*args))
+        began = time.perf_counter()
+        jax.block_until_ready(fn(*args))
+        return [("all", 1e6 * (time.perf_counter() - began))]
+
+    return by_clock
 
 
 class Copies:

@@ -44,7 +44,6 @@ import itertools
 import math
 import os
 import pathlib
-import re
 import statistics
 import sys
 import threading
@@ -72,6 +71,7 @@ from foreign_models import (
     tunix_call,
 )
 from parts import emit
+from programs import fp8_products, our_kernels
 from step import taker
 
 import normfuse
@@ -248,23 +248,6 @@ class Version:
         if (self.products > 0) != ("fp8" in self.name):
             return f"its program has {self.products} products of FP8 codes"
         return "no norm writes codes" if self.name == VERSIONS[-1] and not self.norms else ""
-
-
-def our_kernels(text: str) -> dict[str, int]:
-    """Native kernels in a program's text, and Pallas's; all CUDA kernels have one target."""
-    found: collections.Counter[str] = collections.Counter()
-    for line in text.splitlines():
-        if target := re.search(r'custom_call_target="(?:normfuse_(\w+)|(mosaic_gpu))', line):
-            kernel = re.search(r'\bkernel = "(\w+)"', line)
-            found[kernel[1] if kernel else target[1] or target[2]] += 1
-    return dict(sorted(found.items()))
-
-
-def fp8_products(text: str) -> int:
-    """cuBLAS's products of FP8 codes; on CPUs, whose products have none, the arrays of codes."""
-    if jax.default_backend() == "gpu":
-        return text.count('custom_call_target="__cublas$lt$matmul$f8"')
-    return len(re.findall(r"= f8e4m3fn\[\S+ ", text))
 
 
 def step_of(run: Callable[[Any, Any, jax.Array], jax.Array], tree: Any, cast: bool, optimizer: Any):

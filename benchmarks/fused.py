@@ -17,8 +17,9 @@ import statistics
 
 import jax
 import jax.numpy as jnp
-from dense import DIM, GEMM, HIDDEN, LAYERS, bf16, by_turns, f32, operands, show_kernels
+from dense import DIM, HIDDEN, LAYERS, bf16, f32, operands, show_kernels
 from dense_layers import FUSED, both_ways
+from device_time import GEMM, by_turns
 
 from normfuse.layers.dense import pallas_gradient, product_gradient
 from normfuse.layers.dense.epilogue import SCALARS, Epilogue

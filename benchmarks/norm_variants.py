@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.device_time import Copies, microseconds, sets_for
-from normfuse import adaptive_rms_norm, gated_rms_norm, rms_norm
+from normfuse import adaptive_layer_norm, adaptive_rms_norm, gated_rms_norm, rms_norm
 
 BATCH, TOKENS = 16, 1024
 FEATURES = (1024, 2048, 4096, 8192)
@@ -26,6 +26,7 @@ VARIANTS = {
     "gate after": (functools.partial(gated_rms_norm, gate="after"), True, False, (3, 5)),
     "gate before": (functools.partial(gated_rms_norm, gate="before"), True, False, (3, 5)),
     "examples": (adaptive_rms_norm, False, True, (2, 3)),
+    "AdaLN": (adaptive_layer_norm, False, True, (2, 3)),
 }
 
 

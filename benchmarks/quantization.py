@@ -3,13 +3,21 @@
     python benchmarks/quantization.py                    # the first two parts, about a minute
     python benchmarks/quantization.py --part layouts     # through the CUDA driver, without XLA
     python benchmarks/quantization.py --part xla         # as a jitted program, CUPTI's times
-    python benchmarks/quantization.py --part layers      # a whole MLP, beside Flax's and XLA's FP8
+    python benchmarks/quantization.py --part layers      # layers, beside Flax's and XLA's FP8
+    python benchmarks/quantization.py --part layers --rows mlp blocks --seconds 300
+    python benchmarks/quantization.py --part layers --size tiny    # to try it on a CPU
 
 A fraction is the time in which the driver's own copy would move the same bytes over the time taken.
 `cast` reads a matrix and writes codes in both layouts; `amax` reads it; `quantize` does both, so
 reads it twice, and its bytes are counted twice. `norm` reads rows and writes codes of their
 RMSNorm; `add norm` adds a residual before, and writes the sum too. Every line of the tables is a
 JSON line too, for other programs to read (`--json FILE`).
+
+`layers` has a row for each layer and size (`fp8_rows.py`): SwiGLU and gelu MLPs and a dense layer
+behind a norm, a foreign model's Linears after `swap`, and eight layers of the `8b` preset. All
+programs are compiled first, beside one another and without Triton's products; then the versions of
+one row after another take turns, until `--seconds` are over. What was not measured is said, and
+why: a version without the FP8 products or the kernels of ours that it is named for is not.
 """
 
 import argparse
@@ -510,104 +518,12 @@ def beside_xla(seconds: float) -> None:
                 )
 
 
-def xla_quantize(x, dtype=None, *, bound=None):
-    """Codes in both layouts by XLA alone, their scale given: with delayed scaling it is a state."""
-    import jax
-    import jax.numpy as jnp
-
-    from normfuse.layers.quantization import Quantized
-
-    del bound
-    dtype, scale = jnp.dtype(dtype or jnp.float8_e4m3fn), 2.0**-4
-    largest = float(jnp.finfo(dtype).max)
-    q = (x.astype(jnp.float32) / scale).clip(-largest, largest).astype(dtype)
-    q = jax.lax.optimization_barrier(q)  # or codes are made twice, and what is transposed is x
-    return Quantized(q, q.T, jnp.float32(scale))
-
-
-def flax_mlp():
-    """The MLP from Flax's Linen layers with its FP8 products, and the type of its extra state."""
-    import flax.linen as nn
-    import jax
-    import jax.numpy as jnp
-    from flax.linen import fp8_ops
-    from fp8_layers import gated, rms_norm
-
-    class Mlp(nn.Module):
-        @nn.compact
-        def __call__(self, x, features):
-            of = {"use_bias": False, "dtype": x.dtype}
-            of["dot_general_cls"] = fp8_ops.Fp8DirectDotGeneralOp
-            a, b = (nn.Dense(features, name=name, **of)(x) for name in ("gate", "up"))
-            return nn.Dense(x.shape[-1], name="down", **of)(gated(a, b))
-
-    key = "_overwrite_with_gradient"
-    init = lambda: Mlp().init(jax.random.key(0), jnp.ones((16, 16), jnp.bfloat16), 16)[key]
-
-    def run(x, scale, gate, up, down, state):
-        kernels = zip(("gate", "up", "down"), (gate, up, down))
-        params = {name: {"kernel": kernel} for name, kernel in kernels}
-        variables = {"params": params, key: state}
-        return Mlp().apply(variables, rms_norm(x, scale), gate.shape[1])
-
-    return run, init
-
-
-def mlps() -> dict:
-    """Norm and SwiGLU MLP: `(function of x, scale, gate, up, down and a state, its state)`."""
-    from fp8_layers import mlp, plain_mlp
-
-    from normfuse import rms_norm
-    from normfuse.layers.dense import gated
-
-    def ours(x, scale, gate, up, down, quantization):
-        options = {"activation": "silu", "dtype": x.dtype, "implementation": None}
-        kernels = {"gate": gate, "up": up, "down": down}
-        return gated.mlp(rms_norm(x, scale), kernels, {}, quantization=quantization, **options)
-
-    stateless = lambda run: (lambda *operands: run(*operands[:5]), dict)
-    return {
-        "bf16, jnp": stateless(plain_mlp),
-        "bf16, normfuse": stateless(lambda *operands: ours(*operands, None)),
-        "FP8, normfuse": stateless(lambda *operands: ours(*operands, "fp8")),
-        "FP8, Flax's fp8_ops": flax_mlp(),
-        "FP8, XLA's best": stateless(lambda *operands: mlp(*operands, quantize=xla_quantize)),
-    }
-
-
-def beside_rivals(seconds: float) -> None:
-    """A norm and an MLP, forward and backward, kernels quantized in each call, by turns."""
-    import jax
-    import jax.numpy as jnp
-    from device_time import kernels
-    from fp8_layers import both_ways
-
-    began = time.perf_counter()
-    for tokens, dim, hidden in ((16384, 4096, 14336), (2048, 4096, 14336), (16384, 2048, 8192)):
-        keys = jax.random.split(jax.random.key(0), 5)
-        shapes = (dim, hidden), (dim, hidden), (hidden, dim)
-        weights = [jax.random.normal(k, s) * s[0] ** -0.5 for k, s in zip(keys, shapes)]
-        x, dy = (jax.random.normal(k, (tokens, dim), jnp.bfloat16) for k in keys[3:])
-        times: dict[str, list[float]] = {}
-        for _ in range(3):
-            for name, (run, init) in mlps().items():
-                if time.perf_counter() - began > seconds:
-                    emit(part="layers", out_of_time=True)
-                    return
-                operands = (x, jnp.ones(dim), *weights, init())
-                runs = kernels(both_ways(run), [(operands, dy)], 5)[2:]
-                ms = statistics.median(sum(us for _, us in one) for one in runs) / 1e3
-                times.setdefault(name, []).append(round(ms, 3))
-        for name, found in times.items():
-            ms = statistics.median(found)
-            emit(part="layers", shape=[tokens, dim, hidden], version=name, ms=ms, turns=found)
-
-
 def table(lines: list[dict]) -> None:
     for line in lines:
-        if "ms" in line:
-            shape = " x ".join(map(str, line["shape"]))
-            print(f"{shape:22} {line['version']:22} {line['ms']:8.3f} ms  {line['turns']}")
+        if line.get("compiling"):
+            print(f"compiling went on beside all rows, of {', '.join(line['compiling'])}")
+        if "row" in line:
+            print(layer_line(line))
         if "us" in line:
             what = line.get("version") or line.get("layout")
             print(
@@ -616,17 +532,49 @@ def table(lines: list[dict]) -> None:
             )
 
 
+def layer_line(line: dict) -> str:
+    """A version of a row of layers, beside our bfloat16 and what we want of ours in FP8."""
+    begin = f"{line['row']:16}{line.get('version', ''):28}"
+    if "not_measured" in line:
+        return f"{begin}not measured: {line['not_measured']}"
+    ratio = "-" if line["ratio"] is None else f"{line['ratio']:.3f}"
+    text = f"{begin}{line['ms']:9.3f} ms {ratio:>6} x  {line['fp8']:3} FP8 products"
+    if "must" not in line:
+        return text
+    unit, is_ratio = ("x", True) if line["relative"] else ("ms", False)
+    reached = (line["ratio"] or 0) >= line["must"] if is_ratio else line["ms"] <= line["must"]
+    wanted = f"must {line['must']} {unit}, aim {line['aim']} {unit}"
+    return f"{text}  {wanted}: {'reached' if reached else 'not reached'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=28, help="for each part")
+    parser.add_argument("--seconds", type=float, help="for each part: 28, for layers 540")
     parser.add_argument("--kernels", nargs="+", default=[], help="whose layouts: all")
     parser.add_argument("--widths", nargs="+", type=int, default=[], help="of their rows: all")
+    parser.add_argument("--rows", nargs="+", default=[], help="of layers, by name: all")
+    parser.add_argument("--turns", type=int, default=9, help="of each version of a row")
+    parser.add_argument("--threads", type=int, help="that compile layers: as many as CPU cores")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="of layers")
     parts = {
-        "layouts": lambda arguments: sweep(arguments.seconds, arguments.kernels, arguments.widths),
-        "xla": lambda arguments: beside_xla(arguments.seconds),
-        "layers": lambda arguments: beside_rivals(arguments.seconds),
+        "layouts": lambda given: sweep(given.seconds or 28, given.kernels, given.widths),
+        "xla": lambda given: beside_xla(given.seconds or 28),
+        "layers": layers,
     }
     run_parts(parser, parts, ["layouts", "xla"], table)
+
+
+def layers(given: argparse.Namespace) -> None:
+    """Whole layers, forward and backward, beside other FP8."""
+    import fp8_rows
+
+    fp8_rows.measure(
+        given.rows or fp8_rows.NAMES,
+        seconds=given.seconds or 540,
+        turns=given.turns,
+        threads=given.threads or os.cpu_count() or 1,
+        tiny=given.size == "tiny",
+    )
 
 
 if __name__ == "__main__":

@@ -123,16 +123,10 @@ def blocks(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Callabl
     import jax.numpy as jnp
     from sharded_steps import filled
 
-    from normfuse.models.attention import rope_table
     from normfuse.models.functional import build
 
     functional = build(config.framework, model)
-
-    def loss(params, x):
-        rope, branch = rope_table(model, 0, x.shape[1]), None
-        for layer in functional.model(params).layers:
-            x, branch, _ = layer(x, branch, rope, None)
-        return jnp.mean(jnp.square((x + branch).astype(jnp.float32)))
+    loss = blocks_loss(functional)
 
     def step(state, x):
         value, gradients = jax.value_and_grad(loss)(state[0], x)
@@ -144,6 +138,21 @@ def blocks(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Callabl
     x = place(jax.ShapeDtypeStruct((*size, model.dim), jnp.bfloat16))
     lowered = jax.jit(step, donate_argnums=0).lower((params, params), x)
     return lowered, lambda: [(filled(params), filled(params)), filled(x, 1.0)]
+
+
+def blocks_loss(functional: Any) -> Callable[[Any, Any], Any]:
+    """`(parameters, x) -> loss` of a model's blocks alone."""
+    import jax.numpy as jnp
+
+    from normfuse.models.attention import rope_table
+
+    def loss(params, x):
+        rope, branch = rope_table(functional.config, 0, x.shape[1]), None
+        for layer in functional.model(params).layers:
+            x, branch, _ = layer(x, branch, rope, None)
+        return jnp.mean(jnp.square((x + branch).astype(jnp.float32)))
+
+    return loss
 
 
 def breakdown(name: str, take: Take) -> str:

@@ -102,8 +102,8 @@ def warm(
     """Compiles every kernel for these widths and types into the cache; returns how many.
 
     Afterwards no op of the library compiles one for such arrays, whatever the number of rows, but
-    for norms with a gate, and RMSNorms with a bias or several heads: the kernels and their operands
-    are those that the ops' own files list.
+    for norms with a gate or with parameters of each example, and RMSNorms with a bias or several
+    heads: the kernels and their operands are those that the ops' own files list.
 
     Args:
       features: lengths of the rows: of norms and hidden layers, and of logits.

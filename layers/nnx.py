@@ -549,37 +549,44 @@ class GatedMLP(nnx.Module, _Options):
         The norm has eps and scale_offset. None for an MLP that is not quantized as one function, or
         that has biases.
         """
-        linears = {"gate": self.gate, "up": self.up, "down": self.down}
+        linears = _parts(self)
         biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
         if biased or not _is_quantized(self, x):
             return None
         kernels = {name: linear.kernel[...] for name, linear in linears.items()}
-        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.gate.dtype)
+        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.up.dtype)
         options = options_of("GatedMLP", self, dtype)
         options["hidden_sharding"] = hidden_sharding
         return norm_mlp(x, residual, scale, kernels, **norm, **options)
 
-    def combine(self, gate: Array, up: Array, hidden_sharding: jax.P | None = None) -> Array:
+    def combine(self, gate: Array, up: Array | None, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
         return _combine(self, gate, up, hidden_sharding)
 
 
 def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
     """Applies a GatedMLP, or what has its layers and options."""
+    linears = _parts(mlp)
     if not _is_quantized(mlp, x):
-        return _combine(mlp, mlp.gate(x), mlp.up(x), hidden_sharding)
-    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+        gate, *up = (linears[name](x) for name in linears if name != "down")
+        return _combine(mlp, gate, up[0] if up else None, hidden_sharding)
     kernels = {name: linear.kernel[...] for name, linear in linears.items()}
     biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
-    _check_features("GatedMLP: x", x, kernels["gate"])
-    dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=mlp.gate.dtype)
+    _check_features("GatedMLP: x", x, kernels["up"])
+    dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=mlp.up.dtype)
     options = options_of("GatedMLP", mlp, dtype)
     return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
 
 
 def _is_quantized(mlp: Any, x: Array) -> bool:
     """Whether all parts may be computed together, in FP8."""
-    return _quantized_alike((mlp.gate, mlp.up, mlp.down), mlp.quantization, x)
+    return _quantized_alike([*_parts(mlp).values()], mlp.quantization, x)
+
+
+def _parts(mlp: Any) -> dict[str, Any]:
+    """The layers of a GatedMLP by name; the transformer's may have no gate."""
+    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    return {name: linear for name, linear in linears.items() if linear is not None}
 
 
 def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Array) -> bool:
@@ -593,7 +600,7 @@ def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Arra
     return quantization is not None and all(map(as_made, linears))
 
 
-def _combine(mlp: Any, gate: Array, up: Array, hidden_sharding: jax.P | None) -> Array:
+def _combine(mlp: Any, gate: Array, up: Array | None, hidden_sharding: jax.P | None) -> Array:
     down = mlp.down
 
     def call():

@@ -76,20 +76,25 @@ def _unquantized(module: eqx.Module) -> eqx.Module:
 
 
 def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
-    assert mlp.gate is not None
-    kernels = {"gate": mlp.gate.weight, "up": mlp.up.weight, "down": mlp.down.weight}
-    options = {"quantization": mlp.gate.quantization, "implementation": mlp.gate.implementation}
+    kernels = {name: part.weight for name, part in _parts(mlp).items()}
+    options = {"quantization": mlp.up.quantization, "implementation": mlp.up.implementation}
     options |= {"dtype": x.dtype, "contract": 1, "hidden_sharding": spec}
     return apply_mlp(x, kernels, {}, activation=mlp.activation, **options)
+
+
+def _parts(mlp: "MLP") -> dict[str, Any]:
+    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    return {name: linear for name, linear in linears.items() if linear is not None}
 
 
 def _norm_mlp(
     mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    parts: Any = (mlp.gate, mlp.up, mlp.down) if type(mlp) is MLP else ()
+    named = _parts(mlp) if type(mlp) is MLP else {}
+    parts: Any = [*named.values()]
     if not _quantized_alike(norm, parts) or any(part.bias is not None for part in parts):
         return None
-    kernels: dict[str, Any] = dict(zip(("gate", "up", "down"), (part.weight for part in parts)))
+    kernels: dict[str, Any] = {name: part.weight for name, part in named.items()}
     options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
     options |= {"dtype": x.dtype.name, "contract": 1, "hidden_sharding": spec}
     options |= _normalisation(norm) | {"activation": mlp.activation}

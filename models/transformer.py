@@ -210,10 +210,10 @@ def _attention(
 def mlp(ops: Ops, module: Any, x: Array) -> Array:
     """Applies the MLP, gated or not, to `(batch, seq, dim)`."""
     spec = in_context(module.sharding.hidden)
+    if module.up.quantization is not None:
+        return ops.quantized_mlp(module, x, spec)
     if module.gate is None:
         return ops.gated_product(module, pause(ops.linear(module.up, x)), None, spec)
-    if module.gate.quantization is not None:
-        return ops.quantized_mlp(module, x, spec)
     gate, up = pause((ops.linear(module.gate, x), ops.linear(module.up, x)))
     return ops.gated_product(module, gate, up, spec)
 

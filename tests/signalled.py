@@ -38,8 +38,8 @@ def send(number: int):
 
     The second never returns.
     """
-    # Not by gc.get_objects: it shows unfinished tuples, and a thread that saves then fails in CPython
-    # ("bad argument to internal function"), because its tuple has another owner.
+    # Not by gc.get_objects: it shows unfinished tuples, and a thread that saves then fails in
+    # CPython ("bad argument to internal function"), because its tuple has another owner.
     (watching,) = (thread for thread in threading.enumerate() if thread.name == "signals")
     request = watching._target.__self__
     second = bool(request)

@@ -11,6 +11,9 @@ import re
 import statistics
 import subprocess
 import sys
+import threading
+import time
+import types
 
 import foreign_steps_worker
 import numpy as np
@@ -346,3 +349,122 @@ def test_steps_are_not_compiled_alone_without_a_cache():
     done = toy_steps("--compile-only", JAX_COMPILATION_CACHE_DIR="")
     assert done.returncode == 2 and not done.stdout
     assert "set JAX_COMPILATION_CACHE_DIR" in done.stderr
+
+
+# ---------------------------------------------------------------- rows of layers in FP8
+
+ROWS = {  # each with the versions of ours
+    "linears": ["bf16, normfuse", "FP8, normfuse", "FP8, normfuse, fused norms"],
+    "blocks": ["bf16, normfuse", "FP8, normfuse"],
+    "dense": ["bf16, normfuse", "FP8, normfuse"],
+}
+RIVALS = ["bf16, jnp", "FP8, XLA's best", "FP8, Flax's fp8_ops"]
+
+
+@pytest.mark.newest
+def test_rows_of_layers_take_turns_with_other_fp8(tmp_path):
+    flags = "--part layers --size tiny --turns 3 --threads 2 --seconds 280 --rows".split()
+    script, out = REPOSITORY / "benchmarks" / "quantization.py", tmp_path / "lines"
+    done = on_one_device(script, *flags, *ROWS, "--json", out)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")] == lines
+    head, *lines = lines
+    assert head["device"] == "cpu" and head["compiling"] == []
+    assert [(line["row"], line["version"]) for line in lines] == [
+        (row, version) for row, ours in ROWS.items() for version in [*ours, *RIVALS]
+    ]
+    base = {line["row"]: line for line in lines if line["version"] == "bf16, normfuse"}
+    table = [x for x in done.stdout.splitlines() if not x.startswith("{")]
+    for line, text in zip(lines, table, strict=True):
+        version = line["version"]
+        assert text.startswith(line["row"]) and version in text and f"{line['ms']:.3f} ms" in text
+        assert (line["fp8"] > 0) == version.startswith("FP8")
+        assert bool(line["kernels"]) == ("normfuse" in version)
+        assert ("quantize_cast" in line["kernels"]) == version.startswith("FP8, normfuse")
+        assert len(line["turns"]) == 3 and line["ms"] == statistics.median(line["turns"]) > 0
+        # Both times and the ratio are rounded by half a thousandth.
+        times = base[line["row"]]["ms"], line["ms"]
+        off = 0.0005 * (1 + (1 + line["ratio"]) / (line["ms"] - 0.0005))
+        assert abs(times[0] / times[1] - line["ratio"]) <= off
+
+
+@pytest.fixture
+def fp8_rows(monkeypatch):
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
+    return loaded("fp8_rows")
+
+
+def not_measured(fp8_rows, capsys, row, seconds=60.0) -> dict[str, str]:
+    """Why which of our versions of a row are not measured."""
+    row.versions = [version for version in row.versions if version.ours]
+    if seconds:
+        assert fp8_rows.compile_all([row], 1, time.perf_counter() + seconds) == []
+    fp8_rows.measure_row(row, 1, time.perf_counter() + seconds, wants=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["version"] for line in lines] == [version.name for version in row.versions]
+    return {line["version"]: line["not_measured"] for line in lines if "not_measured" in line}
+
+
+@pytest.mark.newest
+def test_layers_that_plain_xla_serves_are_not_measured(fp8_rows, capsys, monkeypatch):
+    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "xla")
+    (row,) = fp8_rows.rows(["dense"], tiny=True)
+    without = {"bf16, normfuse": "its program calls no kernel of ours"}  # codes are ours
+    assert not_measured(fp8_rows, capsys, row) == without
+
+
+@pytest.mark.newest
+def test_layers_without_fp8_are_not_measured_as_such(fp8_rows, capsys):
+    sizes = 32, 24, 40  # no multiples of 16: their products are in the compute dtype
+    row = fp8_rows.layer_row("odd", "norm + dense", *sizes, 1.0, 1.0)
+    without = {"FP8, normfuse": "its program calls no quantizer of ours"}
+    assert not_measured(fp8_rows, capsys, row) == without
+
+
+@pytest.mark.newest
+def test_rows_that_time_leaves_out_are_said(fp8_rows, capsys):
+    (row,) = fp8_rows.rows(["dense"], tiny=True)
+    late = dict.fromkeys(ROWS["dense"], "out of time")
+    assert not_measured(fp8_rows, capsys, row, seconds=0.0) == late
+
+
+CUBLAS = 'custom_call_target="__cublas$lt$matmul$f8"\n'
+QUANTIZER = 'custom_call_target="normfuse_launch" kernel = "quantize_cast"\n'
+
+
+@pytest.mark.newest
+def test_programs_that_take_too_long_are_left_behind(fp8_rows, monkeypatch):
+    started, go_on, few = threading.Event(), threading.Event(), {"timeout": 60}
+    compile = lambda options: started.set() or go_on.wait(**few)
+    lowered = types.SimpleNamespace(compile=compile)
+    traced = types.SimpleNamespace(lower=lambda: lowered)
+    (row,) = fp8_rows.rows(["dense"], tiny=True)
+    traces = iter([lambda: traced, *[lambda: started.wait(**few) and traced] * 4])
+    jit = lambda run: types.SimpleNamespace(trace=lambda *_: next(traces)())
+    monkeypatch.setattr(fp8_rows.jax, "jit", jit)
+    assert fp8_rows.compile_all([row], 1, time.perf_counter()) == ["dense: bf16, normfuse"]
+    go_on.set()
+    assert {version.problem for version in row.versions} == {"was not compiled in time"}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (2 * CUBLAS + QUANTIZER, ""),
+        (CUBLAS + QUANTIZER, "its program has 1 products of FP8 codes and 0 others"),
+        (
+            2 * CUBLAS + QUANTIZER + 'custom_call_target="__cublas$gemm"',
+            "2 products of FP8 codes and 1",
+        ),
+        (2 * CUBLAS, "its program calls no kernel of ours"),
+        (2 * CUBLAS + QUANTIZER.replace("quantize_cast", "rms_norm"), "calls no quantizer of ours"),
+        (QUANTIZER, "has no products of FP8 codes"),
+    ],
+)
+def test_every_product_of_ours_must_be_fp8(fp8_rows, text, problem):
+    version = fp8_rows.Version("FP8, normfuse", print, products=2, ours=True)
+    version.read(text, exact=True)
+    assert problem in version.problem and bool(problem) == bool(version.problem)

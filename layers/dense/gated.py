@@ -241,22 +241,23 @@ def mlp(
     contract: int = 0,
     hidden_sharding: jax.P | None = None,
 ) -> Array:
-    """A gated MLP of operands known to fit, its gated activation not kept.
+    """An MLP of operands known to fit, its (gated) activation not kept.
 
-    kernels: "gate", "up" and "down". biases: of the same names, or none.
+    kernels: "gate", "up" and "down", or without "gate". biases: of the same names, or none.
     """
     op = "GatedMLP"
-    first, down = [kernels["gate"], kernels["up"]], kernels["down"]
+    *first, down = (kernels[name] for name in _names(kernels))
     options = {"dtype": dtype, "quantization": quantization, "contract": contract}
     function = scalar_of(activation)
 
     def in_parts(implementation: Implementation) -> Array:
-        gate, up = (
+        z, *up = (
             finish(multiply(op, x, kernels[name], **options), biases.get(name), None, dtype)
-            for name in ("gate", "up")
+            for name in _names(kernels)[:-1]
         )
-        shared = {"implementation": implementation, "hidden_sharding": hidden_sharding}
-        return apply_product(gate, up, down, biases.get("down"), activation, **options, **shared)
+        shared = {"implementation": implementation, "hidden_sharding": hidden_sharding} | options
+        bias = biases.get("down")
+        return apply_product(z, up[0] if up else None, down, bias, activation, **shared)
 
     def in_fp8(strict: bool) -> Array:
         assert function is not None
@@ -269,6 +270,11 @@ def mlp(
         return in_parts(implementation)
     serve = {"native": in_fp8, "xla": lambda strict: in_parts("xla")}
     return choose(op, implementation, serve)
+
+
+def _names(kernels: dict[str, Array]) -> list[str]:
+    """Of an MLP's kernels, "down" last."""
+    return [name for name in ("gate", "up", "down") if name in kernels]
 
 
 def norm_mlp(
@@ -289,7 +295,7 @@ def norm_mlp(
     In FP8 one pass adds, normalises and writes codes.
     """
     op = "GatedMLP"
-    first, down = [kernels["gate"], kernels["up"]], kernels["down"]
+    *first, down = (kernels[name] for name in _names(kernels))
     contract, function = options.get("contract", 0), scalar_of(activation)
     dtype = jnp.dtype(dtype).name
     of_norm: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset}

@@ -17,6 +17,7 @@ from ..rms_norm import cuda as rms_norm
 from ..rms_norm.cuda import (
     Call,
     Step,
+    by_rows,
     compute_of,
     eased_backward,
     eased_forward,
@@ -75,6 +76,7 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
 # ---------------------------------------------------------------- the kernels
 
 
+@by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual."""
     given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
@@ -97,6 +99,7 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     return [y, *[h] * norm.has_residual, *[mean] * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
+@by_rows
 def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> Arrays:
     """`x -> (mean, Σ (x − mean)²)`, one value a row each."""
     del norm
@@ -115,6 +118,7 @@ def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -
     return [part[:, None] for part in parts]
 
 
+@by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     """`(x[, scale][, bias], mean, rstd) -> y`, for statistics that are already known."""
     given = {"SCALE": norm.has_scale, "BIAS": norm.has_bias, "MEAN": True, "RSTD": True}
@@ -123,6 +127,7 @@ def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     return found(_forward(call, norm))
 
 
+@by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     """`(dy, x[, scale], mean, rstd[, dh]) -> (dx[, dscale][, dbias])`."""
     given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
@@ -138,6 +143,7 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     return backward_apply(target, count, dy, x, *rest, *sums)
 
 
+@by_rows
 def row_dots(
     target: Target, norm: Norm, dy: Any, x: Any, *rest: Any, compute: Any = None
 ) -> Arrays:
@@ -149,6 +155,7 @@ def row_dots(
     return call.over_slices(found(_backward(call, norm)))
 
 
+@by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     """`(dy, x[, scale], mean, rstd[, dh], sums, dots) -> (dx[, dscale][, dbias])`."""
     given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
@@ -165,13 +172,16 @@ def _call(target: Target, kernel: str, operands: dict[str, Any], *more: Any) -> 
 
 
 def _forward(call: Call, norm: Norm, eps: float = 0.0) -> Arrays | None:
-    macros = {"WITH_MEAN": "MEAN" in call.results, "HAS_BIAS": "BIAS" in call.operands}
+    macros = call.per_example(norm)
+    macros |= {"WITH_MEAN": "MEAN" in call.results, "HAS_BIAS": "BIAS" in call.operands}
     ease = functools.partial(eased_forward, call)
-    return launch_forward(call, norm, eps, macros, sums_of_row=2, steps=_FORWARD, ease=ease)
+    tokens = call.outer // call.examples if call.examples else 0
+    options: dict[str, Any] = {"steps": _FORWARD, "ease": ease, "tokens": tokens}
+    return launch_forward(call, norm, eps, macros, sums_of_row=2, **options)
 
 
 def _backward(call: Call, norm: Norm, count: float | None = None) -> Arrays | None:
-    gradients = call.columns(norm)
+    macros, gradients = call.per_example(norm), call.columns(norm)
     steps = _BACKWARD if gradients == 2 else ()
     ease = functools.partial(eased_backward, call, gradients + norm.has_scale)
-    return launch_backward(call, norm, count, {}, sums_of_row=2, steps=steps, ease=ease)
+    return launch_backward(call, norm, count, macros, sums_of_row=2, steps=steps, ease=ease)

@@ -120,6 +120,56 @@ def add_layer_norm(
     return y, h
 
 
+def adaptive_layer_norm(
+    x: Array,
+    scale: Array,
+    shift: Array | None = None,
+    *,
+    eps: float = 1e-6,
+    scale_offset: float = 1.0,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Array:
+    """LayerNorm over the last axis with a scale and a shift of each example: AdaLN.
+
+        x̂[b, t] = (x[b, t] − mean(x[b, t])) / sqrt(mean((x[b, t] − mean(x[b, t]))²) + eps)
+        y[b, t] = x̂[b, t] · (scale[b] + scale_offset) + shift[b]
+
+    In DiT, PixArt, Stable Diffusion 3 and Flux, a LayerNorm without parameters and `modulate`. On
+    GPUs one pass over the activations in each direction, which also sums the gradients of each
+    example's scale and shift over its tokens. Computed in float32 (float64 if an operand or `dtype`
+    is float64); any dimensions of x but the last may be split over mesh axes, and those sums cross
+    the devices that have tokens of one example. Pallas does not serve it.
+
+    Args:
+      x: `(*examples, *tokens, features)`; float64, float32, bfloat16 or float16.
+      scale: `(*examples, features)`, of one or more leading dimensions of x; any of those dtypes.
+      shift: the shape of scale, or None.
+      scale_offset: added to scale: 1 as DiT's `modulate` does.
+      eps, dtype, implementation: as for `layer_norm`.
+
+    Returns:
+      An array of x's shape and sharding.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `layer_norm`.
+
+    References:
+      Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import adaptive_layer_norm
+    >>> x, scale = jnp.array([[[3.0, 5.0]], [[5.0, 1.0]]]), jnp.array([[0.0, 0.0], [1.0, 1.0]])
+    >>> y = adaptive_layer_norm(x, scale, jnp.array([[0.0, 1.0], [0.0, 0.0]]))
+    >>> [round(value, 3) for value in y.ravel().tolist()]
+    [-1.0, 2.0, 2.0, -2.0]
+    """
+    options = eps, scale_offset, dtype
+    norm, x, own = rms_norm.check_examples("adaptive_layer_norm", x, scale, shift, *options)
+    norm = replace(norm, centred=True, with_mean=True)
+    return rms_norm.call(forward, norm, x, [], own, implementation)[0]
+
+
 def _check(op: str, *given: Any) -> tuple[Norm, Array, Array | None, Array | None]:
     """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
     norm, x, scale, bias = rms_norm.check(op, *given)
@@ -128,7 +178,8 @@ def _check(op: str, *given: Any) -> tuple[Norm, Array, Array | None, Array | Non
 
 # ---------------------------------------------------------------- definitions, in plain JAX
 # Every kernel is held to these. Scale and bias have the shape of the normalised axes, in increasing
-# order; `mean`, `rstd`, `squares`, `sums` and `dots` have that of the other dimensions of x.
+# order, after that of the examples; `mean`, `rstd`, `squares`, `sums` and `dots` have that of all
+# but the normalised axes of x.
 
 
 def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
@@ -318,13 +369,13 @@ def _forward_over_devices(
     norm: Norm, split: Split, large: list[Array], parameters: list[Array], order: Order
 ) -> list[Array]:
     """Each device has a part of every row: their statistics are gathered between two kernels."""
-    local = replace(norm, axes=(1,))
+    local = rms_norm.local(norm)
     dtype = dtype_of(*large, *parameters, out=norm.out_dtype)
     h = rms_norm.add(large[0], large[1], dtype) if norm.has_residual else large[0]
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # it sees no parameter, no dtype of y
     own = jnp.stack(row_statistics_kernel(local, wide, order=order))
     means, squares = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
-    mean, squares = cuda.combined(means, squares, jnp.asarray(h.shape[1], dtype))
+    mean, squares = cuda.combined(means, squares, jnp.asarray(h.shape[local.axes[0]], dtype))
     rstd = rstd_of(norm, squares, split.count(norm.axes))
     y = apply_kernel(local, h, *parameters, mean, rstd, order=order)
     known = [*[mean] * norm.with_mean, *[rstd] * norm.with_rstd]
@@ -335,7 +386,7 @@ def _backward_over_devices(
     norm: Norm, split: Split, operands: list[Array], order: Order
 ) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
-    local = replace(norm, axes=(1,), count=float(split.count(norm.axes)))
+    local = rms_norm.local(norm, count=float(split.count(norm.axes)))
     own = row_dots_kernel(local, *operands[: 3 + norm.has_scale], order=order)
     sums = split.psum(jnp.stack(own), norm.axes)
     return backward_apply_kernel(local, *operands, *sums, order=order)
@@ -348,8 +399,8 @@ def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[A
     """Normalises on kernels; applies scale and bias of each example's own in plain JAX."""
     dtype = dtype_of(x, *rest, out=norm.out_dtype)
     residual, parameters = rest[: norm.has_residual], list(rest[norm.has_residual :])
-    alone = replace(norm, has_scale=False, has_bias=False, scale_offset=0.0, out_dtype=dtype.name)
-    y, *others = forward(alone, x, *residual, order=order)
+    alone = replace(norm, has_scale=False, has_bias=False, heads=(), scale_offset=0.0)
+    y, *others = forward(replace(alone, out_dtype=dtype.name), x, *residual, order=order)
     w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
     return [plus(y * w, bias).astype(norm.out_dtype), *others]
 
@@ -359,8 +410,9 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
     dtype, others, rows = dtype_of(dy, x, *rest), list(rest), rows_of(norm, x)
     wide = dy.astype(dtype)
     g = wide * weight_of(norm, others, x, dtype)
-    flags = {"has_scale": False, "scale_offset": 0.0, "with_dscale": False, "with_dbias": False}
-    results = backward(replace(norm, **flags), g, x, *others, order=order)
+    alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
+    alone = replace(alone, with_dscale=False, with_dbias=False)
+    results = backward(alone, g, x, *others, order=order)
     if norm.with_dscale:
         results.append(jnp.sum(wide * _normal(norm, x, others, dtype)[0], rows))
     return results + [jnp.sum(wide, rows)] * norm.with_dbias

@@ -881,12 +881,14 @@ def launch_forward(
     sums_of_row: int = 1,
     steps: Sequence[Step] = (),
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
+    tokens: int = 0,
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
 
     `macros` are those that not all such kernels have. `steps` are layouts that were timed for it.
     Where there is none, `ease` makes of RMSNorm's layout one for a kernel that needs more
-    registers.
+    registers. All rows of a thread are of the same `tokens` rows after one another, where these are
+    given.
     """
     if 0 in call.row_shape:
         return call.empty()
@@ -914,8 +916,13 @@ def launch_forward(
             return None
         layout = ease(layout)
     layout = dataclasses.replace(layout, sums=sums_of_row)
+    owners = call.heads
+    if tokens:
+        owners = call.outer // tokens
+        thread_rows = min(layout.thread_rows, power_of_two(tokens))
+        layout = dataclasses.replace(layout, thread_rows=thread_rows)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
-    rows = call.heads * round_up(call.outer // call.heads, layout.thread_rows)  # as blocks see them
+    rows = owners * round_up(call.outer // owners, layout.thread_rows)  # as blocks see them
     grid = min(layout.blocks_for(rows), _MAX_GRID)
     if layout.persistent:
         grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))

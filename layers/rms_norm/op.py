@@ -211,19 +211,8 @@ def adaptive_rms_norm(
     >>> [round(value, 3) for value in y.ravel().tolist()]
     [0.849, 1.131, 2.263, 1.697]
     """
-    name = "adaptive_rms_norm"
-    norm, x, *_ = check(name, x, None, None, eps, -1, scale_offset, dtype)
-    own = [floating(name, "scale", scale)]
-    own += [] if shift is None else [floating(name, "shift", shift)]
-    count = own[0].ndim - 1
-    for argument, value in zip(("scale", "shift"), own):
-        if not 0 < count < x.ndim or value.shape != (*x.shape[:count], x.shape[-1]):
-            raise ValueError(
-                f"{name}: {argument} must have the shape (*examples, features), of leading "
-                f"dimensions of x and its last, and shift that of scale, for x of shape {x.shape}; "
-                f"got {value.shape}"
-            )
-    norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
+    options = eps, scale_offset, dtype
+    norm, x, own = check_examples("adaptive_rms_norm", x, scale, shift, *options)
     return call(forward, norm, x, [], own, implementation)[0]
 
 
@@ -288,6 +277,25 @@ def check_parameter(norm: Norm, name: str, value: Any, x: Array, axis: Any) -> A
             f"of shape {x.shape} and axis={axis}; got {value.shape}"
         )
     return value
+
+
+def check_examples(
+    op: str, x: Any, scale: Any, shift: Any, eps: Any, scale_offset: Any, dtype: Any
+) -> tuple[Norm, Array, list[Array]]:
+    """As `check`, of a norm with scale and shift of each example, which it returns last."""
+    norm, x, *_ = check(op, x, None, None, eps, -1, scale_offset, dtype)
+    own = [floating(op, "scale", scale)]
+    own += [] if shift is None else [floating(op, "shift", shift)]
+    count = own[0].ndim - 1
+    for argument, value in zip(("scale", "shift"), own):
+        if not 0 < count < x.ndim or value.shape != (*x.shape[:count], x.shape[-1]):
+            raise ValueError(
+                f"{op}: {argument} must have the shape (*examples, features), of leading "
+                f"dimensions of x and its last, and shift that of scale, for x of shape {x.shape}; "
+                f"got {value.shape}"
+            )
+    norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
+    return norm, x, own
 
 
 def check_residual(op: str, x: Array, residual: Any) -> Array:
@@ -483,7 +491,8 @@ def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Cal
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
     def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
-        if norm.per_example and norm.has_scale and name != "rms_norm_row_sums":
+        rows_alone = name.endswith(("_row_sums", "_row_statistics"))
+        if norm.per_example and norm.has_scale and not rows_alone:
             return _per_example_on_cpu(name, call, norm, *operands)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
         flat = types
@@ -520,7 +529,8 @@ def _per_example_on_cpu(
     results = call(alone, wide * weight_of(norm, [scale], x, dtype), x, *known)
     if name.endswith("_row_dots"):
         return results
-    normal = x.astype(dtype) * along_rows(norm, known[0])
+    *mean, rstd = (along_rows(norm, a) for a in known[: 1 + norm.centred])
+    normal = (x.astype(dtype) - mean[0] if mean else x.astype(dtype)) * rstd
     dscale = [jnp.sum(wide * normal, rows) for _ in range(norm.with_dscale)]
     return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
 
@@ -635,20 +645,14 @@ def examples(
 def canonical(norm: Norm, array: Array) -> Array:
     """Returns the array with its `axes` together, as kernels see it: (outer, n, inner).
 
-    With heads: (outer, heads, n); with examples: (examples, tokens, n). A reshape where the axes
-    are neighbours, which costs nothing; otherwise a transpose before it.
+    With heads: (outer, heads, n); with examples: (examples, tokens, n). A reshape where the
+    dimensions of each are neighbours in this order, which costs nothing; otherwise a transpose
+    before it.
     """
-    if are_examples(norm):
-        array = jnp.moveaxis(array, norm.axes, range(-len(norm.axes), 0))
-        sizes = [
-            math.prod(array.shape[: len(norm.heads)]),
-            math.prod(array.shape[-len(norm.axes) :]),
-        ]
-        return array.reshape(sizes[0], -1, sizes[1])
     if norm.heads:
-        sizes = [math.prod(array.shape[d] for d in dims) for dims in (norm.heads, norm.axes)]
-        last = (*norm.heads, *norm.axes)
-        return jnp.moveaxis(array, last, range(-len(last), 0)).reshape(-1, *sizes)
+        parts = _parts(norm, array.ndim)
+        sizes = [math.prod(array.shape[d] for d in dims) for dims in parts]
+        return array.transpose([d for dims in parts for d in dims]).reshape(sizes)
     axes, first = norm.axes, norm.axes[0]
     if axes != tuple(range(first, first + len(axes))):
         array = jnp.moveaxis(array, axes, range(first, first + len(axes)))
@@ -659,15 +663,9 @@ def canonical(norm: Norm, array: Array) -> Array:
 
 def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `canonical`."""
-    if are_examples(norm):
-        others = [n for i, n in enumerate(shape) if i not in norm.axes]
-        array = array.reshape(*others, *[shape[a] for a in norm.axes])
-        return jnp.moveaxis(array, range(-len(norm.axes), 0), norm.axes)
     if norm.heads:
-        last = (*norm.heads, *norm.axes)
-        others = [n for i, n in enumerate(shape) if i not in last]
-        array = array.reshape(*others, *[shape[d] for d in last])
-        return jnp.moveaxis(array, range(-len(last), 0), last)
+        order = [d for dims in _parts(norm, len(shape)) for d in dims]
+        return array.reshape([shape[d] for d in order]).transpose(np.argsort(order))
     axes, first = norm.axes, norm.axes[0]
     block = tuple(range(first, first + len(axes)))
     others = [n for i, n in enumerate(shape) if i not in axes]
@@ -676,36 +674,37 @@ def restore(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def row_values(norm: Norm, array: Array) -> Array:
-    """Returns a row statistic as kernels see it: (outer, inner), or (outer, heads)."""
-    if are_examples(norm):
-        return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
+    """Returns a row statistic as kernels see it: (outer, inner), (outer, heads) or
+    (examples, tokens)."""
     if norm.heads:
-        heads = _heads_of_rows(norm)
-        array = jnp.moveaxis(array, heads, range(-len(heads), 0))
-        return array.reshape(-1, math.prod(array.shape[-len(heads) :]))
+        return canonical(norm, along_rows(norm, array)).squeeze(2)
     return array.reshape(math.prod(array.shape[: norm.axes[0]]), -1)
 
 
 def restore_row_values(norm: Norm, array: Array, shape: tuple[int, ...]) -> Array:
     """The inverse of `row_values`, for x of this shape."""
-    rows = [n for i, n in enumerate(shape) if i not in norm.axes]
-    if not norm.heads or are_examples(norm):
-        return array.reshape(rows)
-    heads = _heads_of_rows(norm)
-    others = [n for i, n in enumerate(rows) if i not in heads]
-    array = array.reshape(*others, *[rows[i] for i in heads])
-    return jnp.moveaxis(array, range(-len(heads), 0), heads)
+    if norm.heads:
+        shape = tuple(1 if i in norm.axes else n for i, n in enumerate(shape))
+        return restore(norm, array, shape).squeeze(norm.axes)
+    return array.reshape([n for i, n in enumerate(shape) if i not in norm.axes])
 
 
-def _heads_of_rows(norm: Norm) -> tuple[int, ...]:
-    """The heads among the dimensions of a row statistic."""
-    return tuple(h - sum(a < h for a in norm.axes) for h in norm.heads)
+def _parts(norm: Norm, ndim: int) -> tuple[Sequence[int], ...]:
+    """The dimensions that those which kernels see are made of, where there are heads."""
+    rows = [d for d in range(ndim) if d not in (*norm.heads, *norm.axes)]
+    both = (norm.heads, rows) if are_examples(norm) else (rows, norm.heads)
+    return *both, norm.axes
 
 
 def are_examples(norm: Norm) -> bool:
-    """Whether scale has the first dimensions of x, and others of x are between them and `axes`."""
+    """Whether scale has the first dimensions of x, and others of x are between them and `axes`.
+
+    LayerNorm's kernels take examples alone: there vmap may have put rows before them, or none is
+    between.
+    """
     count = len(norm.heads)
-    return count > 0 and norm.heads == tuple(range(count)) and norm.axes[0] > count
+    first = norm.heads == tuple(range(count)) and norm.axes[0] > count
+    return count > 0 and (first or norm.centred)
 
 
 def local(norm: Norm, **changes: Any) -> Norm:

@@ -17,9 +17,13 @@
 //                                    each block's dscale if WITH_DSCALE, then dbias if WITH_DBIAS
 //
 // A block goes through rows, and has them on their way, as in rms_norm_backward.cu. If SHARE_WEIGHT
-// the scale is in shared memory, for registers have no room for three vectors of long rows.
+// the scale is in shared memory, for registers have no room for three vectors of long rows. If
+// PER_EXAMPLE, scales, blocks and their sums are those of examples, as there.
 #ifndef SHARE_WEIGHT
 #define SHARE_WEIGHT 0
+#endif
+#ifndef PER_EXAMPLE
+#define PER_EXAMPLE 0
 #endif
 #include "stage.cuh"
 #include "sums.cuh"
@@ -93,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF_NOT(DOTS, const Compute* sums, const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx, IF(HAS_PARTIAL, Compute* partial,))
            IF_NOT(GRADIENT, Compute* sums, Compute* dots,)
-           long long rows, Compute scale_offset, Compute count) {
+           long long rows, IF(PER_EXAMPLE, long long tokens,) Compute scale_offset, Compute count) {
   // clang-format on
   bool aligned = aligned_16(dy, x);
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
@@ -105,8 +109,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
   unsigned char* const stages = shared_memory() + kSumBytes + kWeightBytes;
   IF(DOTS, RowPairs row_sums(shared_memory()));
+#if PER_EXAMPLE
+  const long long examples = rows / tokens, example = blockIdx.x % examples;
+  const long long stride = gridDim.x / examples * BLOCK_ROWS;
+  long long row = example * tokens + blockIdx.x / examples * BLOCK_ROWS + row_group();
+  rows = (example + 1) * tokens;
+  IF(HAS_SCALE, scale += example * FEATURES);
+#else
   const long long stride = 1LL * gridDim.x * BLOCK_ROWS;
   long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
+#endif
 
   // Begin to copy what the sums are of, and the rest, of row `which`.
   const auto fetch_terms = [&](long long which, int stage) {

@@ -17,7 +17,12 @@
 //   mean, squares  (rows, SLICES)  COMPUTE_TYPE   of each slice, where NORMALIZE is 0
 //
 // Threads have rows as in rms_norm_forward.cu. If HOLD, registers have scale and bias too, so that
-// they are there when the statistics are; otherwise they are read once for all rows of a thread.
+// they are there when the statistics are; otherwise they are read once for all rows of a thread. If
+// PER_EXAMPLE, scale and bias are (rows / tokens, FEATURES), and `tokens` rows after one another
+// have the same: the rows of a thread are of one example, and read them once.
+#ifndef PER_EXAMPLE
+#define PER_EXAMPLE 0
+#endif
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;
@@ -53,6 +58,12 @@ __device__ inline Compute square_sum(const Chunks<T>& values, Compute mean) {
   return sum;
 }
 
+#if NORMALIZE && HOLD && !PER_EXAMPLE
+#define HELD 1
+#else
+#define HELD 0
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
            // clang-format off
@@ -64,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            IF(HAS_RESIDUAL, H_TYPE* h,)
            IF(STATISTICS, IF(WITH_MEAN, Compute* mean,) IF(WITH_RSTD, Compute* rstd,))
            IF_NOT(NORMALIZE, Compute* squares,)
-           long long rows, Compute eps, Compute scale_offset) {
+           long long rows, IF(PER_EXAMPLE, long long tokens,) Compute eps, Compute scale_offset) {
   // clang-format on
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
@@ -72,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
   IF(STATISTICS, RowMoments<Compute, THREAD_ROWS> moments(shared_memory()));
-#if NORMALIZE && HOLD
+#if HELD
   IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
   IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
 #pragma unroll
@@ -82,8 +93,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 #endif
   const long long stride = 1LL * gridDim.x * kRows;
+#if PER_EXAMPLE
+  // Groups of THREAD_ROWS rows; what the last one of an example has past its rows is nothing.
+  const long long all = rows, groups = (tokens + THREAD_ROWS - 1) / THREAD_ROWS;
+  const long long last = all / tokens * groups * THREAD_ROWS;
+  for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {
+    const long long group = first / THREAD_ROWS + row_group(), example = group / groups;
+    const long long mine = example * tokens + group % groups * THREAD_ROWS;
+    const long long at = example * FEATURES;  // of scale and bias
+    rows = mine < all ? (example + 1) * tokens : 0;
+#else
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
+    [[maybe_unused]] constexpr long long at = 0;
+#endif
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
 #pragma unroll
@@ -137,12 +160,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (mine >= rows) continue;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
-#if HOLD
+#if HELD
       IF(HAS_SCALE, const auto& weight = weights[i]);
       IF(HAS_BIAS, const auto& shift = shifts[i]);
 #else
-      IF(HAS_SCALE, const auto weight = load_weight(scale, scale_offset, i, aligned));
-      IF(HAS_BIAS, const auto shift = load_columns<Compute>(bias, i, aligned));
+      IF(HAS_SCALE, const auto weight = load_weight(scale + at, scale_offset, i, aligned));
+      IF(HAS_BIAS, const auto shift = load_columns<Compute>(bias + at, i, aligned));
 #endif
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {

@@ -5,7 +5,7 @@ import importlib
 import pathlib
 import re
 
-import foreign_norms
+import foreign_blocks
 import fp8_layers
 import gpu_compiler
 import hlo
@@ -29,6 +29,7 @@ from normfuse.layers.dense import gated
 from normfuse.layers.dense.norm_dense import apply as norm_linears
 from normfuse.layers.nnx import swap
 from normfuse.layers.quantization import kernel_codes_saveable, product
+from normfuse.native.jax_private import described_cudnn
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 f32, bf16 = jnp.float32, jnp.bfloat16
@@ -340,6 +341,33 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     }
 
 
+@pytest.mark.newest
+def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
+    """Six products; one pass over a finds a maximum, and two write codes."""
+
+    def layer(x, scale, *kernels, **options):
+        named = dict(zip(("up", "down"), kernels))
+        options |= {"dtype": "bfloat16", "implementation": None, "activation": "gelu_tanh"}
+        return gated.norm_mlp(x, None, scale, named, eps=1e-6, **options)[0]
+
+    x, scale = struct(TOKENS, DIM, dtype=bf16), struct(DIM, dtype=f32)
+    kernels = [struct(*s, dtype=f32) for s in [(DIM, HIDDEN), (HIDDEN, DIM)]]
+    program = compiled(apart(layer), (x, scale, *kernels), x)
+    assert len(calls(program)) == 6
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
+    moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
+    size = lambda elements, width: elements * width // 2**20
+    (backward,) = moved.pop("rms_norm_backward")
+    assert 0 <= backward - size(X, 6) <= SMALL // 2**20
+    assert moved == {
+        "quantize_rms_norm": [size(X, 4)],
+        "quantize_amax": sorted([size(X, 2)] + [size(KERNEL, 4)] * 2 + [size(H, 2)]),
+        "quantize_cast": sorted([size(X, 4)] + [size(KERNEL, 6)] * 2),
+        "quantize_gated_amax": [size(H, 2)],
+        "quantize_gated": [size(H, 4), size(H, 6)],
+    }
+
+
 PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
 
 
@@ -432,18 +460,23 @@ def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["FP8, Flax's fp8_ops", "FP8, XLA's best"])
-def test_what_benchmarks_compare_with_multiplies_in_fp8(name, monkeypatch):
+@pytest.mark.parametrize("name", ["dense", "linears", "mlp-2048-tokens", "gelu", "blocks"])
+def test_what_benchmarks_compare_multiplies_in_fp8(name, monkeypatch):
+    """Every product of ours; of Flax's and XLA's, which take longer to compile, in one row."""
     folder = pathlib.Path(__file__).parents[2] / "benchmarks"
     if not folder.is_dir():
         pytest.skip("benchmarks are not beside these tests")
     monkeypatch.syspath_prepend(folder)
-    rival = importlib.import_module("quantization").mlps()[name]
-    types = [(256, 512), (512,), (512, 1024), (512, 1024), (1024, 512)]
-    x, *params = (struct(*shape, dtype=f32 if i else bf16) for i, shape in enumerate(types))
-    state = jax.tree.map(lambda a: struct(*a.shape, dtype=a.dtype), jax.eval_shape(rival[1]))
-    program = compiled(both_ways(rival[0]), (x, *params, state), x)
-    assert len(calls(program)) >= 7  # XLA may merge gate and up at this size
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
+    (row,) = importlib.import_module("fp8_rows").rows([name], tiny=True, attention="cudnn")
+    here = lambda tree: jax.tree.map(lambda a: struct(*a.shape, dtype=a.dtype), tree)
+    versions = [v for v in row.versions if "FP8" in v.name and (v.ours or name == "dense")]
+    assert versions
+    for version in versions:
+        given = here(row.operands), here(jax.eval_shape(version.extra))
+        with described_cudnn(91_000):
+            version.read(compiled(version.run, *given).as_text(), exact=True)
+        assert (version.problem, version.others) == ("", 0), version.name
 
 
 @pytest.mark.newest
@@ -494,39 +527,9 @@ def test_a_kernel_split_over_the_devices_of_rows_is_gathered_as_codes(split, kin
     assert moved["all-reduce", "f32"] == 3
 
 
-class ForeignBlock(nnx.Module):
-    """A norm of its own class into three Linears, as in other people's attention."""
-
-    def __init__(self, rngs):
-        self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
-        linear = lambda: nnx.Linear(DIM, DIM, use_bias=False, dtype=bf16, rngs=rngs)
-        self.q, self.k, self.v = linear(), linear(), linear()
-
-    def __call__(self, x):
-        y = self.norm(x)
-        return self.q(y), self.k(y), self.v(y)
-
-
-class ForeignMlp(nnx.Module):
-    """A norm and three Linears, as in other people's blocks."""
-
-    def __init__(self, rngs):
-        self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
-        linear = lambda *sizes: nnx.Linear(*sizes, use_bias=False, dtype=bf16, rngs=rngs)
-        self.gate, self.up, self.down = (
-            linear(DIM, HIDDEN),
-            linear(DIM, HIDDEN),
-            linear(HIDDEN, DIM),
-        )
-
-    def __call__(self, x):
-        y = self.norm(x)
-        return self.down(nnx.silu(self.gate(y)) * self.up(y))
-
-
-def foreign(cls, transformation=lambda function: function):
+def foreign(cls, *sizes, transformation=lambda function: function):
     """The programs of a swapped model: forward, and forward and backward."""
-    model = swap(nnx.eval_shape(lambda: cls(nnx.Rngs(0))), quantization="fp8")
+    model = swap(nnx.eval_shape(lambda: cls(*sizes, rngs=nnx.Rngs(0))), quantization="fp8")
     graph, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     state = jax.tree.unflatten(tree, [struct(*leaf.shape, dtype=leaf.dtype) for leaf in leaves])
@@ -544,7 +547,7 @@ def foreign(cls, transformation=lambda function: function):
 
 def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
     """Forward one amax and one cast of the norm's output, backward of each dy alone."""
-    _, program = foreign(ForeignBlock)
+    _, program = foreign(foreign_blocks.Projections, DIM)
     # x is quantized once and so is each kernel and each dy; rms_norm_* are the norm's own passes.
     found = hlo.calls(program, "quantize_")
     assert (found["amax"], found["cast"]) == (7, 7)
@@ -556,7 +559,7 @@ def test_linears_of_one_input_in_a_foreign_model_quantize_it_once():
 def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
     """No amax and no cast of the norm's output: 4 bytes an element forward, for 12 (with a
     gradient 4 + 2, for 14), and one backward of the norm."""
-    forward, program = foreign(ForeignBlock, fuse_norms)
+    forward, program = foreign(foreign_blocks.Projections, DIM, transformation=fuse_norms)
     assert hlo.calls(forward, "") == {
         "quantize_amax": 3,
         "quantize_cast": 3,
@@ -571,7 +574,7 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
 
 @pytest.mark.newest
 def test_a_fused_norm_before_a_foreign_mlp_leaves_one_cast_for_each_other_operand():
-    forward, program = foreign(ForeignMlp, fuse_norms)
+    forward, program = foreign(foreign_blocks.Mlp, DIM, HIDDEN, transformation=fuse_norms)
     for found, casts in ((forward, 4), (program, 7)):
         kernels = hlo.calls(found, "quantize_")
         assert (kernels["amax"], kernels["cast"], kernels["rms_norm"]) == (casts, casts, 1)

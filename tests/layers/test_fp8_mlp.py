@@ -31,8 +31,13 @@ f32, bf16 = jnp.float32, jnp.bfloat16
 ROWS, DIM, HIDDEN = (8, 6), 32, 48
 
 
-def mlp(x, gate, up, down, *, contract=0, implementation=None, activation="silu", **options):
-    kernels = {"gate": gate, "up": up, "down": down}
+def named(kernels):
+    """Those of gate, up and down; two are of an MLP without a gate."""
+    return dict(zip(("gate", "up", "down")[-len(kernels) :], kernels))
+
+
+def mlp(x, *kernels, contract=0, implementation=None, activation="silu", **options):
+    kernels = named(kernels)
     options |= {"dtype": x.dtype, "implementation": implementation, "activation": activation}
     return gated.mlp(x, kernels, {}, quantization="fp8", contract=contract, **options)
 
@@ -65,23 +70,24 @@ def recipe(args, dy, x=None):
     """
     given, *kernels, down = args
     dtype, x = given.dtype, rows(given) if x is None else x
-    a, b = (product(x, kernel, dtype) for kernel in kernels)
+    a, *up = (product(x, kernel, dtype) for kernel in kernels)
+    b = up[0] if up else exact(np.float32(1))
     value, slope = epilogue(a, None, "silu")
-    h = value * b
+    h = value * b if up else value
     y = (h.quantized() @ exact(down).quantized()).rounded(dtype)
     g = rows(dy).quantized()
     dh = (g @ exact(down).quantized().T).rounded(dtype)
     ddown = (h.quantized().T @ g).rounded(down.dtype)
     bounds = [
-        largest(dh) * largest(b) * exact(np.float32(SLOPES["silu"])),
+        largest(dh) * (largest(b) if up else b) * exact(np.float32(SLOPES["silu"])),
         largest(dh) * largest(value),
     ]
     dx, gradients = [], []
-    for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds, strict=True):
+    for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds):
         codes = d.quantized(bound)
         dx.append((codes @ exact(kernel).quantized().T).rounded(dtype))
         gradients.append((x.quantized().T @ codes).rounded(kernel.dtype))
-    return y, [(dx[0] + dx[1]).rounded(dtype), *gradients, ddown]
+    return y, [(dx[0] + dx[1]).rounded(dtype) if up else dx[0], *gradients, ddown]
 
 
 @pytest.mark.parametrize("contract", [0, 1])
@@ -96,10 +102,25 @@ def test_values_and_gradients_are_those_of_the_recipe(dtypes, contract, rng):
     check_all([y, [dx, *(k.T if contract else k for k in kernels)]], expected)
 
 
-def norm_mlp(x, residual, scale, gate, up, down, **options):
-    kernels = {"gate": gate, "up": up, "down": down}
+@pytest.mark.newest
+@pytest.mark.parametrize("contract", [0, 1])
+def test_an_mlp_without_a_gate_follows_the_recipe(contract, rng):
+    (x, _, *kernels), dy = operands(rng, bf16)
+    given = [x, *(k.T if contract else k for k in kernels)]
+    run = jax.jit(both_ways(functools.partial(mlp, contract=contract)))
+    compiled = run.lower(given, dy).compile()
+    y, (dx, *found) = compiled(given, dy)
+    found = [dx, *(k.T if contract else k for k in found)]
+    check_all([y, found], recipe([x, *kernels], dy))
+    # Of x, two kernels, the hidden array, dy and its gradient; none reads what another wrote.
+    assert hlo.calls(compiled, "quantize_")["amax"] == 6
+    assert not any("epilogue" in name for name in hlo.calls(compiled, ""))
+
+
+def norm_mlp(x, residual, scale, *kernels, **options):
     options = {"implementation": None, "activation": "silu", "quantization": "fp8"} | options
-    return gated.norm_mlp(x, residual, scale, kernels, eps=1e-6, dtype=x.dtype.name, **options)
+    options |= {"eps": 1e-6, "dtype": x.dtype.name}
+    return gated.norm_mlp(x, residual, scale, named(kernels), **options)
 
 
 def norm_recipe(args, dy, dh):

@@ -93,10 +93,14 @@ def test_remat_changes_no_gradient(small, noisy, rng, jit):
 
 @pytest.mark.newest
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_fp8_is_near_and_generation_has_none(small, noisy, rng, framework, jit):
-    """A plain MLP, whose product with `down` follows an activation alone."""
+@pytest.mark.parametrize("activation", ["squared_relu", "gelu_tanh"])
+def test_fp8_is_near_and_generation_has_none(small, noisy, rng, framework, activation, jit):
+    """A plain MLP, whose product with `down` follows an activation alone.
+
+    It is computed layer by layer where the slope of the activation has no bound.
+    """
     sizes = {"dim": 32, "mlp_dim": 64, "num_layers": 1}  # FP8 products take multiples of 16
-    config = dataclasses.replace(small, gated=False, activation="squared_relu", **sizes)
+    config = dataclasses.replace(small, gated=False, activation=activation, **sizes)
     values = noisy(config, rng)
     tokens = rng.integers(0, config.vocab_size, (2, 8), np.int32)
     logits = {}

@@ -67,13 +67,17 @@ def test_both_frameworks_compute_the_same_and_nearly_the_unquantized(framework, 
     assert 0.005 < distance(got[1], plain[1]) < 0.15
 
 
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
-    model = build(framework, FP8)
-    given = model.from_dict(params)
+def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, params):
+    """An MLP without a gate is one function as well."""
+    activation = "silu" if gated else "gelu_tanh"
+    model = build(framework, dataclasses.replace(FP8, gated=gated, activation=activation))
+    given = model.from_dict({k: v for k, v in params.items() if gated or ".gate." not in k})
     found = primitives(jax.make_jaxpr(model.apply)(given, TOKENS).jaxpr)
-    assert found["normfuse_fp8_product"] == 7 * FP8.num_layers
-    assert found["normfuse_quantize_array of a kernel"] == 7 * FP8.num_layers
+    assert found["normfuse_fp8_product"] == (6 + gated) * FP8.num_layers
+    assert found["normfuse_quantize_array of a kernel"] == (6 + gated) * FP8.num_layers
+    assert found["normfuse_quantize_hidden"] == FP8.num_layers
     assert found["dot_general"] == 2 * FP8.num_layers + 1  # attention, and the logits
     # A block's norms write codes, which all products after them read; the last one does not.
     assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
@@ -89,13 +93,13 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, params):
         ("nnx", {"norm_offset": 1.0, "norms": "both"}, 2),  # Gemma
         ("eqx", {"norm_offset": 1.0, "norms": "both"}, 2),
         ("eqx", {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}, 0),  # OLMo 2
-        ("nnx", {"gated": False, "activation": "relu"}, 1),
+        ("nnx", {"gated": False, "activation": "relu"}, 2),
         ("nnx", {"num_kv_heads": 1, "head_dim": 8}, 1),  # 8 features of k and v: no FP8 product
     ],
     ids=str,
 )
 def test_norms_of_other_families_write_codes_where_products_follow(framework, changes, norms):
-    """Those before attention and before a gated MLP, for all products that read them."""
+    """Those before attention and before an MLP, for all products that read them."""
     config, plain = (dataclasses.replace(c, num_layers=1, **changes) for c in (FP8, SMALL))
     model = build(framework, config)
     values = model.to_dict(model.init(jax.random.key(0)))

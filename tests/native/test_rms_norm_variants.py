@@ -1,4 +1,4 @@
-"""Variants of RMSNorm's kernels, against float64: C++ on this machine, CUDA emulated."""
+"""Variants of the norms' kernels, against float64: C++ on this machine, CUDA emulated."""
 
 import dataclasses
 
@@ -13,12 +13,14 @@ from norm_kernels import KERNELS as PLAIN
 from norm_kernels import norm_of
 from reference import assert_close
 
+from normfuse.layers.layer_norm import op as layer_norm
 from normfuse.layers.rms_norm import cuda, gated
 from normfuse.native.launch import Target
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
 KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in gated.KERNELS}
+KERNELS |= {kernel.name: kernel for kernel in layer_norm.KERNELS}
 
 
 @pytest.fixture
@@ -206,7 +208,7 @@ def test_cuda_gates_of_unaligned_and_of_long_rows(emulated, gate):
 # ---------------------------------------------------------------- parameters of each example
 
 
-def check_examples(run, case: Case, examples: int) -> None:
+def check_examples(run, case: Case, examples: int, op: str) -> None:
     """All kernels on (examples, tokens, n), of each example alone against the reference."""
     tokens, n, _ = case.shape
     x, dy, dh, _ = dataclasses.replace(case, shape=(examples, tokens, n)).draw(9)
@@ -214,24 +216,39 @@ def check_examples(run, case: Case, examples: int) -> None:
     scale, bias = own.astype(jnp.dtype(case.scale))
     flags = dict(case.flags, eps=EPS, out_dtype=case.out, has_residual=case.residual)
     flags |= {"axes": (2,), "heads": (0,), "per_example": True}
+    centred, prefix = op == "layer_norm", "layer_norm_" * (op == "layer_norm")
+    flags |= {"centred": centred}
     more, known = [dh] * case.residual, flags | {"has_bias": True}
-    y, *h, rstd = run("forward", [x, *more, scale, bias], **known, with_rstd=True)
+    statistics = {"with_mean": centred, "with_rstd": True}
+    y, *h = run(f"{prefix}forward", [x, *more, scale, bias], **known, **statistics)
+    h, statistics = h[: case.residual], h[case.residual :]
     h = h[0] if h else x
-    (again,) = run("apply", [h, scale, bias, rstd], **known)
+    ys = [y, *run(f"{prefix}apply", [h, scale, bias, *statistics], **known)]
     asked = {"with_dscale": True, "with_dbias": True}
-    operands = [dy, h, scale, rstd, *more]
-    found = run("backward", operands, **flags, **asked)
-    (dots,) = run("row_dots", operands[:3], **flags, **asked)
-    halves = run("backward_apply", [*operands, dots], **flags, **asked, count=float(n))
+    operands = [dy, h, scale, *statistics, *more]
+    found = run(f"{prefix}backward", operands, **flags, **asked)
+    sums = run(f"{prefix}row_dots", operands[: 3 + centred], **flags, **asked)
+    halves = run(f"{prefix}backward_apply", [*operands, *sums], **flags, **asked, count=float(n))
+    if centred:
+        wider = h.astype(case.compute) if case.compute == "float64" else h  # as the op does
+        mean, squares = run("layer_norm_row_statistics", [wider], **flags)
+        rstd = (1 / np.sqrt(squares / n + EPS)).astype(case.compute)
+        ys += run("layer_norm_apply", [h, scale, bias, mean, rstd], **known)
     options = {"eps": EPS, "axes": 1, "scale_offset": case.offset}
     for i in range(examples):
-        of_y = reference.forward(h[i], scale[i], **options)[0]
-        for one in (y, again):
-            assert_close(one[i], reference.plus(of_y, bias[i], (1,)), case.compute)
         gradient = dh[i] if case.residual else None
-        dx, dscale = reference.backward(dy[i], h[i], scale[i], gradient, **options)
+        given = dy[i], h[i], scale[i], gradient
+        if centred:
+            of_y = reference.layer_forward(h[i], scale[i], bias[i], **options)
+            expected = reference.layer_backward(*given, **options)
+        else:
+            of_y = reference.forward(h[i], scale[i], **options)[0]
+            of_y = reference.plus(of_y, bias[i], (1,))
+            sums = reference.sum_of_rows(dy[i], (1,))
+            expected = *reference.backward(*given, **options), sums
+        for one in ys:
+            assert_close(one[i], of_y, case.compute)
         for got in (found, halves):
-            expected = dx, dscale, reference.sum_of_rows(dy[i], (1,))
             for one, want in zip(got, expected, strict=True):
                 assert_close(one[i], want, case.compute)
 
@@ -244,27 +261,36 @@ EXAMPLES = [
 ]
 
 
+NORMS = ["rms_norm", "layer_norm"]
+
+
 @pytest.mark.newest
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("case, examples", EXAMPLES[1:], ids=str)
-def test_cuda_examples_match_reference(emulated, case, examples):
+def test_cuda_examples_match_reference(emulated, case, examples, op):
     run, launches = emulated(dataclasses.replace(SM90, multiprocessors=4))
-    check_examples(run, case, examples)
-    backward = next(one for one in launches if one["kernel"] == "rms_norm_backward")
+    check_examples(run, case, examples, op)
+    backward = next(one for one in launches if one["kernel"] == f"{op}_backward")
     assert backward["grid"][0] % examples == 0 and backward["macros"]["PER_EXAMPLE"] == 1
 
 
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("case, examples", EXAMPLES, ids=str)
-def test_host_examples_match_reference(host, case, examples):
-    check_examples(host, case, examples)
+def test_host_examples_match_reference(host, case, examples, op):
+    check_examples(host, case, examples, op)
 
 
 @pytest.mark.newest
-def test_cuda_examples_of_unaligned_and_of_long_rows(emulated):
-    check_examples(emulated(SM90, shift=1)[0], Case((3, 136, 1)), 2)
-    check_examples(emulated(SM80)[0], Case((2, 16392, 1), "float32", "float32", "float32"), 2)
+@pytest.mark.parametrize("op", NORMS)
+def test_cuda_examples_of_unaligned_and_of_long_rows(emulated, op):
+    run, launches = emulated(SM90, shift=1)
+    check_examples(run, Case((5, 1032, 1)), 3, op)
+    assert launches[0]["macros"]["THREAD_ROWS"] == 2  # and the last row of an example is alone
+    case = Case((2, 33000, 1), "float32", "float32", "float32")
+    check_examples(emulated(SM80)[0], case, 2, op)
     run, launches = emulated(SM90)
-    check_examples(run, Case((3, 12296, 1)), 2)
-    (backward,) = [one for one in launches if one["kernel"] == "rms_norm_backward"]
+    check_examples(run, Case((3, 12296, 1)), 2, op)
+    (backward,) = [one for one in launches if one["kernel"] == f"{op}_backward"]
     assert backward["macros"]["CLUSTER"] > 1
 
 
@@ -315,12 +341,16 @@ def test_cuda_gates_compile_and_spill_no_registers(spilled, arch, shape, gate):
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("arch, shape", ARCHS[:-1])
-def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape):
+def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape, op):
     x = jax.ShapeDtypeStruct((4, *shape[:2]), "bfloat16")
     w = jax.ShapeDtypeStruct((4, shape[1]), "float32")
     row = jax.ShapeDtypeStruct((4, shape[0]), "float32")
     flags = {"axes": (2,), "heads": (0,), "per_example": True, "has_scale": True}
-    compiled("forward", arch, {**flags, "out_dtype": "bfloat16", "has_bias": True}, x, w, w)
-    compiled("backward", arch, {**flags, "with_dscale": True, "with_dbias": True}, x, x, w, row)
+    centred, prefix = op == "layer_norm", "layer_norm_" * (op == "layer_norm")
+    forward = {**flags, "out_dtype": "bfloat16", "has_bias": True, "with_rstd": True}
+    compiled(f"{prefix}forward", arch, {**forward, "with_mean": centred}, x, w, w)
+    sums, rows = {"with_dscale": True, "with_dbias": True}, [row] * (1 + centred)
+    compiled(f"{prefix}backward", arch, {**flags, **sums}, x, x, w, *rows)
     assert max(spilled.values()) <= 8, spilled

@@ -1,4 +1,4 @@
-"""RMSNorm with scale and shift of each example: against RMSNorm's expectations for each alone."""
+"""Norms with scale and shift of each example: against the norm's expectations for each alone."""
 
 import functools
 
@@ -13,7 +13,14 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from rms_norm_cases import Case
 
-from normfuse import adaptive_rms_norm
+from normfuse import adaptive_layer_norm, adaptive_rms_norm
+
+OPS = {"rms_norm": adaptive_rms_norm, "layer_norm": adaptive_layer_norm}
+
+
+@pytest.fixture(params=OPS)
+def norm(request) -> str:
+    return request.param
 
 
 def drawn(shape, examples, dtype="float32", shift=True, seed=0):
@@ -34,10 +41,10 @@ def both(fn, args, dy):
     return run(tuple(args), dy)
 
 
-def check(args, dy, y, grads, examples):
-    """Each example alone is an RMSNorm with a bias."""
+def check(norm, args, dy, y, grads, examples):
+    """Each example alone is a norm with a bias."""
     flat = lambda a: np.asarray(a).reshape(-1, *a.shape[examples:])
-    case = Case("rms_norm", (1, 4), bias="float32", scale_offset=1.0)
+    case = Case(norm, (1, 4), bias="float32", scale_offset=1.0)
     case.has_bias = len(args) == 3
     rows = lambda a: a.reshape(-1, a.shape[-1])
     for i, x in enumerate(flat(args[0])):
@@ -60,25 +67,25 @@ def check(args, dy, y, grads, examples):
     ],
     ids=str,
 )
-def test_values_and_gradients(shape, examples, shift, implementation):
+def test_values_and_gradients(norm, shape, examples, shift, implementation):
     args, dy = drawn(
         shape, examples, "bfloat16" if implementation == "native" else "float32", shift
     )
-    fn = functools.partial(adaptive_rms_norm, implementation=implementation)
+    fn = functools.partial(OPS[norm], implementation=implementation)
     y, grads = both(fn, args, dy)
-    check(args, dy, y, grads, examples)
+    check(norm, args, dy, y, grads, examples)
     assert [g.dtype for g in grads] == [a.dtype for a in args] and y.dtype == args[0].dtype
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (2, 0, 0), (3, None, 0)], ids=str)
-def test_vmap(in_axes):
+def test_vmap(norm, in_axes):
+    op = OPS[norm]
     args, dy = drawn((2, 3, 5, 8), 2)
     args = [a if axis is not None else a[0] for a, axis in zip(args, in_axes)]
     placed = [np.moveaxis(a, 0, axis or 0) if axis else a for a, axis in zip(args, in_axes)]
-    y, grads = both(jax.vmap(adaptive_rms_norm, in_axes), placed, dy)
+    y, grads = both(jax.vmap(op, in_axes), placed, dy)
     expected = [
-        both(adaptive_rms_norm, [a if n is None else a[i] for a, n in zip(args, in_axes)], dy[i])
-        for i in range(2)
+        both(op, [a if n is None else a[i] for a, n in zip(args, in_axes)], dy[i]) for i in range(2)
     ]
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     close(y, np.stack([one for one, _ in expected]))
@@ -89,11 +96,11 @@ def test_vmap(in_axes):
 
 @pytest.mark.newest
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
-def test_second_order(mode):
+def test_second_order(norm, mode):
     with jax.enable_x64(True):
         args, _ = drawn((2, 3, 4), 1, "float64")
         args = [a.astype("float64") for a in args]
-        fn = functools.partial(adaptive_rms_norm, eps=0.1)
+        fn = functools.partial(OPS[norm], eps=0.1)
         check_grads(fn, args, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
@@ -101,32 +108,33 @@ def test_second_order(mode):
 @pytest.mark.parametrize(
     "spec", [P("data", None, None), P("data", "model", None), P("data", None, "model")], ids=str
 )
-def test_meshes(eight_devices, kind, spec):
+def test_meshes(eight_devices, norm, kind, spec):
     """Sums cross the devices that have tokens of one example, or parts of one row, alone."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     args, dy = drawn((8, 2, 16), 1)
     put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
     with jax.set_mesh(mesh):
         placed = [put(args[0], spec), *[put(a, P("data", spec[2])) for a in args[1:]]]
-        fn = functools.partial(adaptive_rms_norm, implementation="native")
+        fn = functools.partial(OPS[norm], implementation="native")
         ct = put(dy, spec)
         y, grads = both(fn, placed, ct)
-        check(args, dy, y, grads, 1)
+        check(norm, args, dy, y, grads, 1)
         run = jax.jit(lambda args, dy: jax.vjp(fn, *args)[1](dy))
         found = hlo.collectives(run.lower(tuple(placed), ct).compile())
     if spec[2] is None:
         assert found == [Collective("all-reduce", 2 * 2 * 16 * 4)] * (spec[1] is not None)
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named(norm):
+    op, name = OPS[norm], f"adaptive_{norm}"
     x, one = jnp.ones((4, 6, 8)), jnp.ones((4, 8))
     wrong = [one[:, :7], jnp.ones(8), jnp.ones((6, 8)), jnp.ones((4, 6, 1, 8))]
     for scale in wrong:
-        with pytest.raises(ValueError, match=r"^adaptive_rms_norm: scale must .*\(4, 6, 8\); got"):
-            adaptive_rms_norm(x, scale)
-    with pytest.raises(ValueError, match=r"^adaptive_rms_norm: shift must .*got \(8,\)"):
-        adaptive_rms_norm(x, one, jnp.ones(8))
-    with pytest.raises(TypeError, match="^adaptive_rms_norm: shift must be one of .*int32"):
-        adaptive_rms_norm(x, one, jnp.ones((4, 8), int))
+        with pytest.raises(ValueError, match=rf"^{name}: scale must .*\(4, 6, 8\); got"):
+            op(x, scale)
+    with pytest.raises(ValueError, match=rf"^{name}: shift must .*got \(8,\)"):
+        op(x, one, jnp.ones(8))
+    with pytest.raises(TypeError, match=f"^{name}: shift must be one of .*int32"):
+        op(x, one, jnp.ones((4, 8), int))
     with pytest.raises(NotImplementedError, match="Pallas kernels take one scale"):
-        adaptive_rms_norm(x, one, implementation="pallas")
+        op(x, one, implementation="pallas")

@@ -1,0 +1,515 @@
+"""Layers in FP8 beside bfloat16 and other FP8: `quantization.py --part layers`.
+
+A row is a layer at a size, forward and backward, with the time that we want for it. Its versions
+are of the same bfloat16 x and float32 parameters, whose casts and codes are made in each call, and
+take turns. Every product
+of "FP8, normfuse" must be one of FP8 codes in its compiled program; a version without what it is
+named for is not measured.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import sys
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# The blocks take most of the memory; JAX reads this when it first looks for a device.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import foreign_blocks
+import jax
+import jax.numpy as jnp
+from dense_layers import both_ways, kernel_shapes
+from device_time import GEMM, by_turns
+from flax import nnx
+from flax.linen import fp8_ops
+from fp8_layers import gated, linears, rms_norm
+from parts import emit
+from programs import fp8_products, other_products, our_kernels
+from step import blocks_loss
+
+import normfuse
+from normfuse import norm_dense
+from normfuse.layers.dense import gated as gated_layers
+from normfuse.layers.nnx import swap
+from normfuse.layers.quantization import Quantized
+from normfuse.models import nnx as nnx_models
+from normfuse.models.functional import build
+from normfuse.train.config import preset_config
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+OURS, PLAIN, FP8 = "bf16, normfuse", "bf16, jnp", "FP8, normfuse"
+XLA, FLAX = "FP8, XLA's best", "FP8, Flax's fp8_ops"
+# As the trainer has it: cuBLAS takes every product. Programs compile in a quarter of the time.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+Multiply = Callable[[jax.Array, Sequence[jax.Array]], list[jax.Array]]
+
+
+@dataclasses.dataclass(eq=False)
+class Version:
+    """A program that computes a row.
+
+    Attributes:
+      run: of the row's operands and of `extra()`.
+      extra: makes what it needs beside them.
+      products: how many FP8 products its program must have; 0 for bfloat16, and None where as many
+        as XLA makes of it will do.
+      ours: whether it must call kernels of ours; others must not.
+      norms: how many norms write codes, where `fuse_norms` says so.
+      program: its compiled step.
+      problem: why it is not measured.
+    """
+
+    name: str
+    run: Callable
+    extra: Callable[[], Any] = tuple
+    products: int | None = 0
+    ours: bool = False
+    norms: Callable[[], int] = lambda: 1
+    program: Any = None
+    problem: str = ""
+    fp8: int = 0
+    others: int = 0
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def read(self, text: str, exact: bool) -> None:
+        """Takes what its program's text says; notes what it lacks of what it is named for.
+
+        Products are counted where `exact`: programs for CPUs only have codes.
+        """
+        self.fp8, self.others = fp8_products(text), other_products(text)
+        self.kernels = our_kernels(text)
+        quantizes = any(name.startswith("quantize") for name in self.kernels)
+        if bool(self.kernels) != self.ours:
+            self.problem = f"its program calls {sorted(self.kernels) or 'no kernel'} of ours"
+        elif self.products != 0 and self.ours and not quantizes:
+            self.problem = "its program calls no quantizer of ours"
+        elif bool(self.fp8) != (self.products != 0):
+            self.problem = f"its program has {self.fp8 or 'no'} products of FP8 codes"
+        elif exact and self.products and (self.fp8, self.others) != (self.products, 0):
+            self.problem = (
+                f"its program has {self.fp8} products of FP8 codes and {self.others} others, "
+                f"must have {self.products} and none"
+            )
+        elif not self.norms():
+            self.problem = "no norm writes codes"
+
+
+@dataclasses.dataclass
+class Row:
+    """A layer at a size.
+
+    Attributes:
+      must, aim: milliseconds that we want; or, where `relative`, the ratio to our bfloat16.
+      operands: shapes and dtypes of what all versions take.
+    """
+
+    name: str
+    title: str
+    must: float
+    aim: float
+    operands: Any
+    versions: list[Version]
+    relative: bool = False
+
+    def draw(self) -> Any:
+        """Random operands; products of theirs are about 1."""
+
+        def draw(key: jax.Array, x: Any) -> jax.Array:
+            if x.ndim < 2:
+                return jnp.ones(x.shape, x.dtype)
+            size = x.shape[0] ** -0.5 if x.dtype == f32 else 1
+            return jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(size, x.dtype)
+
+        leaves, tree = jax.tree.flatten(self.operands)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        return jax.tree.unflatten(tree, map(jax.jit(draw, static_argnums=1), keys, leaves))
+
+
+# ---------------------------------------------------------------- products of others
+
+
+def xla_quantize(x: jax.Array, dtype: Any = None, *, bound: Any = None) -> Quantized:
+    """Codes in both layouts by XLA alone, their scale given: with delayed scaling it is a state."""
+    del bound
+    dtype, scale = jnp.dtype(dtype or jnp.float8_e4m3fn), 2.0**-4
+    largest = float(jnp.finfo(dtype).max)
+    q = (x.astype(f32) / scale).clip(-largest, largest).astype(dtype)
+    q = jax.lax.optimization_barrier(q)  # or codes are made twice, and what is transposed is x
+    return Quantized(q, q.T, f32(scale))
+
+
+def jnp_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x @ kernel.astype(x.dtype) for kernel in kernels]
+
+
+def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    """Codes of x are made once for all."""
+    return linears(x, kernels, quantize=xla_quantize)
+
+
+FLAX_STATE = "_overwrite_with_gradient"
+
+
+def flax_products(states: Iterator[Any]) -> Multiply:
+    """Those of Flax's layers with its FP8 products, each with the next of the `states`."""
+
+    def multiply(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+        op, dims = fp8_ops.Fp8DirectDotGeneralOp(), (((1,), (0,)), ((), ()))
+
+        def one(kernel: jax.Array) -> Any:
+            return op.apply({FLAX_STATE: next(states)}, x, kernel.astype(x.dtype), dims)
+
+        return [one(kernel) for kernel in kernels]
+
+    return multiply
+
+
+def flax_states(count: int) -> list[Any]:
+    small = jnp.ones((16, 16), bf16)
+    init = fp8_ops.Fp8DirectDotGeneralOp().init
+    state = lambda: init(jax.random.key(0), small, small, (((1,), (0,)), ((), ())))[FLAX_STATE]
+    return [state() for _ in range(count)]
+
+
+# ---------------------------------------------------------------- an MLP, or a dense layer
+
+
+def plain_layer(multiply: Multiply) -> Callable:
+    """A layer of x, the norm's scale and kernels, in plain JAX but for the products."""
+
+    def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+        *ups, down = kernels
+        y = rms_norm(x, scale)
+        if not ups:
+            return multiply(y, [down])[0]
+        a, *up = multiply(y, ups)
+        h = gated(a, *up) if up else jax.nn.gelu(a.astype(f32)).astype(a.dtype)
+        return multiply(h, [down])[0]
+
+    return run
+
+
+def our_layer(quantization: str | None) -> Callable:
+    """The same of ours: an MLP as in the transformer, one function with its norm in FP8."""
+
+    def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+        if len(kernels) == 1:
+            return norm_dense(x, scale, *kernels, quantization=quantization)
+        names = ("gate", "up", "down")[-len(kernels) :]
+        named: dict[str, jax.Array] = dict(zip(names, kernels))
+        options: dict[str, Any] = {"dtype": x.dtype, "implementation": None}
+        options |= {"activation": "silu" if "gate" in named else "gelu_tanh"}
+        options |= {"eps": 1e-6, "quantization": quantization}
+        return gated_layers.norm_mlp(x, None, scale, named, **options)[0]
+
+    return run
+
+
+def norm_apart(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+    """A norm and then a GatedMLP in FP8, which quantizes what it is given."""
+    named: dict[str, jax.Array] = dict(zip(("gate", "up", "down"), kernels))
+    options: dict[str, Any] = {"activation": "silu", "dtype": x.dtype, "implementation": None}
+    y = normfuse.rms_norm(x, scale)
+    return gated_layers.mlp(y, named, {}, quantization="fp8", **options)
+
+
+def on_operands(layer: Callable) -> Callable:
+    """`(((x, scale, *kernels), dy), ()) -> (y, gradients)`."""
+    run = both_ways(layer)
+    return lambda operands, _: run(*operands)
+
+
+@functools.cache
+def layer_operands(layer: str, tokens: int, dim: int, hidden: int) -> Any:
+    struct = jax.ShapeDtypeStruct
+    kernels = [struct(shape, f32) for shape in kernel_shapes(layer, dim, hidden)]
+    out = kernels[-1].shape[1]
+    return (struct((tokens, dim), bf16), struct((dim,), f32), *kernels), struct((tokens, out), bf16)
+
+
+@functools.cache  # rows of one size share them, and their programs
+def rivals(layer: str, *sizes: int) -> list[Version]:
+    count = len(kernel_shapes(layer, 1, 1))
+
+    def with_flax(operands: Any, states: Any) -> Any:
+        args, dy = operands
+        run = lambda states, *args: plain_layer(flax_products(iter(states)))(*args)
+        return both_ways(run)((states, *args), dy)
+
+    return [
+        Version(PLAIN, on_operands(plain_layer(jnp_products))),
+        Version(XLA, on_operands(plain_layer(xla_products)), products=None),
+        Version(FLAX, with_flax, functools.partial(flax_states, count), None),
+    ]
+
+
+def layer_row(
+    name: str, layer: str, tokens: int, dim: int, hidden: int, must: float, aim: float
+) -> Row:
+    """A row of functions of ours."""
+    sizes = tokens, dim, hidden
+    products = 3 * len(kernel_shapes(layer, dim, hidden))
+    of_fp8 = {"products": products, "ours": True}
+    versions = [
+        Version(OURS, on_operands(our_layer(None)), ours=True),
+        Version(FP8, on_operands(our_layer("fp8")), **of_fp8),
+    ]
+    if "SwiGLU" in layer:
+        versions.append(Version(f"{FP8}, norm apart", on_operands(norm_apart), **of_fp8))
+    versions += rivals(layer, *sizes)
+    title = f"{layer} {dim} -> {hidden}, {tokens} tokens"
+    return Row(name, title, must, aim, layer_operands(layer, *sizes), versions)
+
+
+# ---------------------------------------------------------------- a foreign model's Linears
+
+
+def linears_row(name: str, tokens: int, dim: int, hidden: int, must: float, aim: float) -> Row:
+    """A row of `swap`: a foreign module's norm and Linears, its activation between."""
+    layer, sizes = "norm + SwiGLU MLP", (tokens, dim, hidden)
+
+    def swapped(quantization: Any, fused: bool = False) -> tuple[Callable, list[int]]:
+        make = lambda: foreign_blocks.Mlp(dim, hidden, rngs=nnx.Rngs(0))
+        graph, _ = nnx.split(swap(nnx.eval_shape(make), quantization=quantization))
+        norms: list[int] = []
+
+        def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+            params: dict[str, Any] = {"norm": {"w": scale}}
+            params |= {k: {"kernel": w} for k, w in zip(("gate", "up", "down"), kernels)}
+            return nnx.merge(graph, params)(x)
+
+        report = lambda report: norms.append(len(report.fused))
+        return on_operands(normfuse.fuse_norms(run, report=report) if fused else run), norms
+
+    fused, norms = swapped("fp8", fused=True)
+    of_fp8 = {"products": 9, "ours": True}
+    versions = [
+        Version(OURS, swapped(None)[0], ours=True),
+        Version(FP8, swapped("fp8")[0], **of_fp8),
+        Version(f"{FP8}, fused norms", fused, **of_fp8, norms=lambda: sum(norms)),
+        *rivals(layer, *sizes),
+    ]
+    title = f"the same from Linears, {dim} -> {hidden}, {tokens} tokens"
+    return Row(name, title, must, aim, layer_operands(layer, *sizes), versions)
+
+
+# ---------------------------------------------------------------- blocks of the transformer
+
+
+def blocks_row(
+    preset: Any, layers: int, sequences: int, must: float, aim: float, **config: Any
+) -> Row:
+    """A row of a preset's blocks with attention; `config` replaces fields of the transformer's."""
+    settings = preset_config(preset)
+    options = {"num_layers": layers, "vocab_size": 256, "dtype": "bfloat16", "remat": "none"}
+    shape = dataclasses.replace(settings.transformer(), **options | config)
+    count = 7 * layers  # products forward
+
+    def run_of(**options: Any) -> Callable:
+        loss = blocks_loss(build("nnx", dataclasses.replace(shape, **options)))
+        return lambda operands, _: jax.value_and_grad(loss)(*operands)
+
+    def with_products(products: Callable[[Any], Multiply]) -> Callable:
+        loss = blocks_loss(build("nnx", dataclasses.replace(shape, implementation="xla")))
+
+        def of_states(params: Any, states: Any, x: jax.Array) -> jax.Array:
+            with other_products_in_blocks(products(states)):
+                return loss(params, x)
+
+        def run(operands: Any, states: Any) -> Any:
+            params, x = operands
+            return jax.value_and_grad(of_states, (0, 1))(params, states, x)
+
+        return run
+
+    versions = [
+        Version(OURS, run_of(), ours=True),
+        Version(FP8, run_of(quantization="fp8"), products=3 * count, ours=True),
+        Version(PLAIN, run_of(implementation="xla")),
+        Version(XLA, with_products(lambda _: xla_products), products=None),
+        Version(
+            FLAX,
+            with_products(lambda states: flax_products(iter(states))),
+            functools.partial(flax_states, count),
+            None,
+        ),
+    ]
+    x = jax.ShapeDtypeStruct((sequences, settings.seq_len, shape.dim), bf16)
+    params = build("nnx", shape).abstract
+    title = f"{layers} layers of {preset}, {sequences} x {settings.seq_len} tokens"
+    return Row("blocks", title, must, aim, (params, x), versions, relative=True)
+
+
+def other_products_in_blocks(multiply: Multiply) -> Any:
+    """Within it, blocks of plain JAX are traced with these products."""
+
+    def linear(layer: Any, x: jax.Array) -> jax.Array:
+        (y,) = multiply(x.reshape(-1, x.shape[-1]), [layer.kernel[...]])
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    operations = dataclasses.replace(
+        nnx_models._OPS,
+        linear=linear,
+        gated_product=lambda mlp, gate, up, _: linear(mlp.down, gated(gate, up)),
+        norm_mlp=lambda *_: None,
+        norm_projections=lambda *_: None,
+    )
+    return unittest.mock.patch.object(nnx_models, "_OPS", operations)
+
+
+# ---------------------------------------------------------------- the table
+
+NAMES = ("mlp", "linears", "blocks", "gelu", "dense", "mlp-2048-tokens", "mlp-2048")
+
+
+def rows(chosen: Sequence[str] = NAMES, *, tiny: bool = False, **config: Any) -> list[Row]:
+    """The chosen rows, in their order; `tiny` for trying this on a CPU."""
+
+    def sizes(tokens: int, dim: int, hidden: int) -> tuple[int, int, int]:
+        by = 64 if tiny else 1
+        return tokens // by, dim // by, hidden // by
+
+    large, few = sizes(16384, 4096, 14336), sizes(2048, 4096, 14336)
+    narrow = sizes(16384, 2048, 8192)
+    swiglu, gelu = "norm + SwiGLU MLP", "norm + gelu MLP"
+    make: dict[str, Callable[[], Row]] = {
+        "mlp": lambda: layer_row("mlp", swiglu, *large, 13.7, 12.9),
+        "linears": lambda: linears_row("linears", *large, 14.2, 13.5),
+        "blocks": lambda: (
+            blocks_row("tiny", 1, 2, 1.45, 1.6, **config)
+            if tiny
+            else blocks_row("8b", 8, 8, 1.45, 1.6, **config)
+        ),
+        "gelu": lambda: layer_row("gelu", gelu, *large, 9.4, 9.0),
+        "dense": lambda: layer_row("dense", "norm + dense", *large, 4.7, 4.45),
+        "mlp-2048-tokens": lambda: layer_row("mlp-2048-tokens", swiglu, *few, 2.05, 1.9),
+        "mlp-2048": lambda: layer_row("mlp-2048", swiglu, *narrow, 4.4, 4.1),
+    }
+    if unknown := set(chosen) - set(make):
+        raise SystemExit(f"no rows {sorted(unknown)}: there are {', '.join(NAMES)}")
+    return [make[name]() for name in chosen]
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def compile_all(found: Sequence[Row], threads: int, until: float) -> list[str]:
+    """Compiles every version, beside one another; returns those not compiled at `until`.
+
+    Flax's come last: XLA has been seen to take minutes for products that accumulate in full.
+    """
+    options = OPTIONS if jax.default_backend() == "gpu" else None
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    futures: dict[Version, concurrent.futures.Future] = {}
+    names = {}
+    every = [(row, version) for row in found for version in row.versions]
+    for row, version in sorted(every, key=lambda pair: pair[1].name == FLAX):
+        if version in futures:
+            continue
+        names[version] = f"{row.name}: {version.name}"
+        try:
+            traced = jax.jit(version.run).trace(row.operands, jax.eval_shape(version.extra))
+        except Exception as error:
+            version.problem = f"tracing: {said(error)}"
+            continue
+        futures[version] = pool.submit(lambda traced=traced: traced.lower().compile(options))
+    concurrent.futures.wait(futures.values(), max(0, until - time.perf_counter()))
+    pool.shutdown(wait=False, cancel_futures=True)
+    for version, future in futures.items():
+        if not future.done() or future.cancelled():
+            version.problem = "was not compiled in time"
+        elif error := future.exception():
+            version.problem = f"compiling: {said(error)}"
+        else:
+            version.program = future.result()
+            version.read(version.program.as_text(), jax.default_backend() == "gpu")
+    return [names[version] for version, future in futures.items() if not future.done()]
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def measure(chosen: Sequence[str], *, seconds: float, turns: int, threads: int, tiny: bool) -> None:
+    """Emits a line for each version of each row, in the time that there is."""
+    began = time.perf_counter()
+    until = began + seconds
+    device = jax.devices()[0].device_kind
+    found = rows(chosen, tiny=tiny)
+    compiling = compile_all(found, threads, began + 0.6 * seconds)
+    took = round(time.perf_counter() - began, 1)
+    emit(part="layers", device=device, jax=jax.__version__, compiled_s=took, compiling=compiling)
+    for op, reason in normfuse.fallbacks():
+        emit(part="layers", plain_xla_serves=op, reason=reason)
+    for row in found:
+        try:
+            measure_row(row, turns, until, wants=not tiny)
+        except Exception as error:  # the other rows can be measured
+            emit(part="layers", row=row.name, not_measured=said(error))
+    if compiling:  # threads that compile cannot be stopped
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def measure_row(row: Row, turns: int, until: float, wants: bool) -> None:
+    """Emits the lines of a row."""
+    if time.perf_counter() < until:
+        operands = row.draw()
+        calls = {v: (v.program, (operands, v.extra())) for v in row.versions if not v.problem}
+        for version, (program, args) in list(calls.items()):
+            try:
+                jax.block_until_ready(program(*args))
+            except jax.errors.JaxRuntimeError as error:
+                version.problem = said(error)
+                del calls[version]
+        named = {version.name: call for version, call in calls.items()}
+        warm = 1.5 if jax.default_backend() == "gpu" else 0
+        samples = by_turns(named, turns, warm, until)
+    else:
+        samples = {}
+    times = {
+        name: [sum(us for _, us in call) / 1e3 for call in found]
+        for name, found in samples.items()
+        if found
+    }
+    base = statistics.median(times[OURS]) if OURS in times else math.nan
+    for version in row.versions:
+        line: dict[str, Any] = {"part": "layers", "row": row.name, "title": row.title}
+        line["version"] = version.name
+        if version.name not in times:
+            emit(**line, not_measured=version.problem or "out of time")
+            continue
+        ms = statistics.median(times[version.name])
+        line |= {"ms": round(ms, 3), "ratio": None if math.isnan(base) else round(base / ms, 3)}
+        if wants:
+            line |= {"must": row.must, "aim": row.aim, "relative": row.relative}
+        multiplied = [
+            sum(us for kernel, us in call if GEMM.search(kernel)) / 1e3
+            for call in samples[version.name]
+        ]
+        emit(
+            **line,
+            products_ms=round(statistics.median(multiplied), 3),
+            fp8=version.fp8,
+            other_products=version.others,
+            turns=[round(ms, 3) for ms in times[version.name]],
+            kernels=version.kernels,
+            rest=rest(samples[version.name][-1]),
+        )
+
+
+def rest(call: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:
+    """How often each kernel that is no product was called, and its microseconds: the largest."""
+    found: dict[str, tuple[int, float]] = {}
+    for kernel, us in call:
+        if not GEMM.search(kernel):
+            count, total = found.get(kernel[:60], (0, 0.0))
+            found[kernel[:60]] = count + 1, round(total + us, 1)
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][1])[:12])

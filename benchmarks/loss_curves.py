@@ -1,0 +1,337 @@
+"""Loss curves of a preset in bfloat16 and in FP8, over several seeds, and whether they agree.
+
+    python benchmarks/loss_curves.py                             # small, 30 million tokens, 3 seeds
+    python benchmarks/loss_curves.py --seconds 500 --out build/curves     # in several calls
+    python benchmarks/loss_curves.py --preset tiny --tokens 100k --seeds 2    # to try it on a CPU
+    python benchmarks/loss_curves.py --report --out build/curves             # trains nothing
+
+Runs are the trainer's: its step, optimizer, text, batches and validation, under a learning rate
+that decays over exactly these tokens. All other flags are those of `normfuse train`, such as
+`--data.path` and `--model.num-layers`. A seed decides the initial values and the order of the text,
+the same for bfloat16 and FP8. One process trains all of them, and compiles each program once.
+
+The criterion: the mean over seeds of the gap, FP8's last loss less bfloat16's, is at most the range
+of bfloat16's last losses over the seeds, for the loss in training and for that on the held-out
+text. The exit status is 1 if it does not hold. A run that diverges has the loss NaN, and it fails.
+
+An FP8 program without FP8 products, or with an op that something else serves, is an error.
+
+Writes loss_curves.csv and loss_curves.png to --out. Rows are added as they are measured, seed by
+seed. A call that --seconds ends saves the state of its run beside them; the next call goes on from
+there, or, where there is no saved state, from the start of that run.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from loss_curves_table import QUANTIZATIONS, Curves, Point, Run, compare, last_losses, plot, report
+
+PER_BLOCK = 3 * 7  # products of a block's kernels: each once forward and twice backward
+NOT_TAKEN = ("--steps", "--seed", "--precision", "--model.quantization", "--out-dir")
+
+
+def evenly(steps: int, points: int) -> list[int]:
+    """Returns the steps after which a run is evaluated; the last is among them."""
+    return sorted({-(-steps * i // points) for i in range(1, points + 1)})
+
+
+def check_products(quantization: str, hlo: str, platform: str, blocks: int) -> None:
+    """Checks that a compiled step has the FP8 products that it is named for, or has none.
+
+    Args:
+      quantization: the name of the version.
+      hlo: the compiled program's text.
+      platform: of its devices. GPUs have FP8 products, others products of widened codes.
+      blocks: layers of the model.
+    """
+    gpu = platform == "gpu"
+    found = hlo.count('"__cublas$lt$matmul$f8"' if gpu else " = f8e4m3fn[")
+    least = PER_BLOCK * blocks if quantization == "fp8" else 0
+    if found < least or (found and not least):
+        raise SystemExit(
+            f"loss_curves.py: the step in {quantization} has {found} "
+            f"{'products' if gpu else 'arrays'} of FP8 codes, and should have "
+            f"{f'at least {least}' if least else 'none'}."
+        )
+
+
+class Trainer:
+    """The trainer's programs in each quantization, and the runs of any seed with them."""
+
+    def __init__(
+        self, config: Any, text: Any, mesh: Any, points: Sequence[int], names: Sequence[str]
+    ) -> None:
+        """Compiles the steps of these quantizations; `points` are the steps to evaluate after."""
+        import jax
+
+        from normfuse.models.functional import build
+        from normfuse.native.implementation import fallbacks
+        from normfuse.train.compilation import keep_compiled_programs, lower
+        from normfuse.train.evaluate import Evaluator
+        from normfuse.train.mesh import check_model, make_sharding
+        from normfuse.train.step import Program, make_optimizer, schedule
+
+        self._config, self._text, self._mesh, self._points = config, text, mesh, points
+        sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
+        check_model(config, mesh, sharding)
+        keep_compiled_programs()
+        programs, lowered = {}, {}
+        self._evaluators = {}
+        for name, quantization in QUANTIZATIONS.items():
+            shape = dataclasses.replace(config.transformer(), quantization=quantization)
+            model = build(config.framework, shape, sharding)
+            programs[name] = Program(
+                model,
+                make_optimizer(config.optim, config.steps),
+                schedule(config.optim, config.steps),
+                mesh,
+                config.microbatches,
+                skip_limit=0,
+                spike=config.spike,
+                parts=config.mesh.parts,
+            )
+            self._evaluators[name] = Evaluator(
+                model,
+                mesh,
+                text.held_out,
+                text.widths,
+                seq_len=config.seq_len,
+                batch_size=config.batch_size // config.microbatches,
+            )
+            known = fallbacks()  # for FP8 those of bfloat16, which is traced first
+            lowered[name] = lower(programs[name], config.batch_size, config.seq_len)
+            served = [": ".join(one) for one in fallbacks() if one not in known]
+            if quantization and served:
+                raise SystemExit(f"loss_curves.py: not all of it is FP8: {'; '.join(served)}.")
+        began = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            compiled = {name: pool.submit(lowered[name].compile) for name in names}
+        self._steps = {name: future.result() for name, future in compiled.items()}
+        say(f"compiled {', '.join(names)} in {time.perf_counter() - began:.0f} s")
+        platform, blocks = mesh.devices.flat[0].platform, config.model.num_layers
+        for name, step in self._steps.items():
+            check_products(name, step.as_text() or "", platform, blocks)
+        either = programs["bf16"]  # quantization changes neither the state nor its first values
+        self._init = jax.jit(either.init, out_shardings=either.shardings())
+        self.abstract = either.abstract()
+
+    def curve(self, run: Run, start: tuple[Any, int] | None) -> Iterator[tuple[Point, Any]]:
+        """Yields the points of a run, each with the state there, which the next step overwrites.
+
+        `start` is a state and how many steps it has taken; None for the seed's initial values.
+        """
+        from normfuse.train.data import batches
+        from normfuse.train.mesh import batch_sharding, on_devices
+
+        (seed, name), config, rows = run, self._config, batch_sharding(self._mesh)
+        state, done = start or (self._init(seed), 0)
+        size = {"seq_len": config.seq_len, "batch_size": config.batch_size}
+        part = {"seed": seed, "first": done, "steps": config.steps}
+        given = (on_devices(batch, rows) for batch in batches(self._text.train, **size, **part))
+        for point in (point for point in self._points if point > done):
+            began, metrics = time.perf_counter(), []
+            for _ in range(point - done):
+                state, one = self._steps[name](state, next(given))
+                metrics.append(one)
+            losses = [float(one.loss) for one in metrics]  # waits for the steps
+            ms = 1e3 * (time.perf_counter() - began) / (point - done)
+            if any(int(one.skipped) for one in metrics):
+                bad = next(i for i, one in enumerate(metrics) if int(one.skipped))
+                say(f"step {done + bad + 1} diverged: loss {losses[bad]:.4f}, or its gradient")
+                loss, val_loss, point = math.nan, math.nan, config.steps
+            else:
+                loss = math.fsum(losses) / len(losses)
+                val_loss = self._evaluators[name](state.params, config.eval.tokens).loss
+            values = round(loss, 6), round(val_loss, 6), round(ms, 3)
+            tokens = point * config.tokens_per_step
+            yield Point(seed, name, point, config.steps, tokens, *values), state
+            if point == config.steps:
+                return
+            done = point
+
+
+class Unfinished:
+    """The saved state of the run that --seconds ended."""
+
+    def __init__(self, folder: pathlib.Path, settings: str) -> None:
+        self._folder, self._settings = folder, settings
+
+    def save(self, state: Any, run: Run, step: int) -> None:
+        from normfuse.train.checkpoint import Checkpoints
+
+        self.remove()
+        checkpoints = Checkpoints(self._folder, report=say)
+        checkpoints.save(state, step, {"settings": self._settings, "run": list(run)})
+        checkpoints.close()
+
+    def restore(self, abstract: Any, run: Run) -> tuple[Any, int] | None:
+        """Returns this run's state and how many steps it has taken; None if it was not saved."""
+        from normfuse.train.checkpoint import Checkpoints
+
+        if not self._folder.exists():
+            return None
+        checkpoints = Checkpoints(self._folder, report=say)
+        _, record = checkpoints.newest_record() or (0, {})
+        if (record.get("settings"), record.get("run")) != (self._settings, list(run)):
+            checkpoints.close()
+            return None
+        state, record = checkpoints.restore(abstract)
+        checkpoints.close()
+        return state, record["step"]
+
+    def remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def settings_of(config: Any, points: int, sha256: str) -> str:
+    """Returns what decides the curves, in words and, of all flags, as a digest."""
+    from normfuse.train.config import as_dict
+
+    flags = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True).encode()).hexdigest()
+    return (
+        f"{config.preset}; {config.steps} steps of {config.batch_size} x {config.seq_len} tokens; "
+        f"{points} points; text {sha256[:8]}; flags {flags[:8]}"
+    )
+
+
+def configured(arguments: argparse.Namespace, flags: Sequence[str]) -> Any:
+    """Returns the trainer's configuration for so many tokens, or for the next whole step."""
+    from normfuse.train import UsageError
+    from normfuse.train.cli import parse
+
+    for flag in flags:
+        if flag.split("=")[0].replace("_", "-") in NOT_TAKEN:
+            raise UsageError(f"{flag} is set for each run here: leave it out.")
+    given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]
+    config = parse(given)
+    return dataclasses.replace(config, steps=math.ceil(arguments.tokens / config.tokens_per_step))
+
+
+def train(config: Any, arguments: argparse.Namespace, deadline: float) -> int:
+    """Trains, until the deadline, the runs that are not complete; returns how many are left."""
+    import jax
+
+    from normfuse.train import data
+    from normfuse.train.checks import check
+    from normfuse.train.mesh import make_mesh
+
+    check(config)
+    text = data.read(config)
+    settings = settings_of(config, arguments.points, text.sha256)
+    common = {
+        "date": datetime.date.today().isoformat(),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "normfuse": importlib.metadata.version("normfuse"),
+        "settings": settings,
+    }
+    curves = Curves(arguments.out / "loss_curves.csv", common)
+    unfinished = Unfinished(arguments.out / "loss_curves.state", settings)
+    complete = last_losses(curves.points)
+    wanted = itertools.product(range(arguments.seeds), QUANTIZATIONS)
+    left = [run for run in wanted if run not in complete]
+    if not left:
+        return 0
+    say(", ".join(common.values()))
+    names = [name for name in QUANTIZATIONS if any(name == run[1] for run in left)]
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        trainer = Trainer(config, text, mesh, evenly(config.steps, arguments.points), names)
+        for i, run in enumerate(left):
+            if (i and time.monotonic() >= deadline) or not follow(
+                trainer, run, curves, unfinished, deadline
+            ):
+                return len(left) - i
+    return 0
+
+
+def follow(
+    trainer: Trainer, run: Run, curves: Curves, unfinished: Unfinished, deadline: float
+) -> bool:
+    """Trains a run, or the rest of it; returns False if the deadline ended it, its state saved."""
+    start = unfinished.restore(trainer.abstract, run)
+    if start and not any((p.run, p.step) == (run, start[1]) for p in curves.points):
+        start = None  # of another file
+    done = start[1] if start else 0
+    curves.drop(lambda point: point.run == run and point.step > done)
+    before = time.monotonic()
+    for point, state in trainer.curve(run, start):
+        curves.add(point)
+        say(
+            f"seed {point.seed}, {point.quantization}, step {point.step} of {point.steps}: "
+            f"loss {point.loss:.4f}, held-out {point.val_loss:.4f}, {point.ms:.2f} ms a step"
+        )
+        now = time.monotonic()
+        if point.step < point.steps and now + (now - before) > deadline:
+            unfinished.save(state, run, point.step)
+            return False
+        before = now
+    unfinished.remove()
+    return True
+
+
+def number(text: str) -> float:
+    """Reads a number such as 30M, 100k or 3e7."""
+    scale = {"k": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:])
+    return float(text[:-1]) * scale if scale else float(text)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(
+        description=str(__doc__).splitlines()[0],
+        epilog="All other flags are those of `normfuse train`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", default="small")
+    parser.add_argument("--tokens", type=number, default=30e6, help="of each run: 30M, 100k, 3e7")
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--points", type=int, default=30, help="evaluations of each run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of this call, about")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder")
+    parser.add_argument("--report", action="store_true", help="train nothing: read the CSV file")
+    arguments, flags = parser.parse_known_args(argv)
+    left = 0
+    if arguments.report and flags:
+        parser.error(f"--report takes no {flags[0]}")
+    if not arguments.report:
+        from normfuse.train import RunError, UsageError, distributed
+
+        distributed.order_kernels()  # as the trainer does, before JAX looks for devices
+        try:
+            left = train(configured(arguments, flags), arguments, began + arguments.seconds)
+        except UsageError as error:
+            parser.error(str(error))
+        except RunError as error:
+            raise SystemExit(f"loss_curves.py: {error}") from None
+    curves = Curves(arguments.out / "loss_curves.csv")
+    points, common = curves.points, curves.common
+    if not points:
+        raise SystemExit(f"loss_curves.py: {arguments.out / 'loss_curves.csv'} has no curve yet.")
+    preset, steps = common["settings"].split("; ")[:2]
+    plot(arguments.out / "loss_curves.png", points, f"{preset} on {common['device']}, {steps}")
+    say(f"\n{report(points)}")
+    if left:
+        say(f"{left} runs are not complete: the same command goes on")
+    return int(any(not found.holds for found in compare(points).values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

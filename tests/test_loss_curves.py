@@ -1,0 +1,281 @@
+"""Loss curves in bfloat16 and FP8 are trained as asked, resumed exactly, and judged."""
+
+import argparse
+import csv
+import importlib
+import math
+import pathlib
+import sys
+import types
+
+import numpy as np
+import pytest
+import tiny_model
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from normfuse.native import implementation
+from normfuse.train import UsageError, compilation, data, mesh
+from normfuse.train.evaluate import Validation
+from normfuse.train.step import Metrics
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+pytestmark = [
+    pytest.mark.skipif(
+        not (BENCHMARKS / "loss_curves.py").is_file(),
+        reason="benchmarks are not beside these tests",
+    ),
+    pytest.mark.newest,  # benchmarks are run with the newest JAX
+]
+
+TOKENS = 4 * 16  # a step's
+SIZES = "--batch-size 4 --seq-len 16 --eval.tokens 64 --optim.lr 0.01"
+LAYER = "--model.num-layers 1 --model.dim 32 --model.mlp-dim 64 --model.num-heads 2"
+HEADS = "--model.num-kv-heads 2 --model.head-dim 16"
+RUNS = [(seed, name) for seed in (0, 1) for name in ("bf16", "fp8")]
+
+
+@pytest.fixture
+def loss_curves(monkeypatch):
+    """The benchmark as a module, for one device and without a cache of programs."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # else it sets this for good
+    monkeypatch.setattr(compilation, "keep_compiled_programs", lambda: None)
+    monkeypatch.setattr(mesh, "make_mesh", lambda config: tiny_model.first_devices(1, 1, 1))
+    before = {*sys.modules}
+    yield importlib.import_module("loss_curves")
+    for name in ({*sys.modules} - before) & {"loss_curves", "loss_curves_table", "headline"}:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def train(loss_curves, tmp_path):
+    """Calls the command for eight steps of a model of one layer, by default with two seeds."""
+    text = tmp_path / "text"
+    text.write_bytes(np.random.default_rng(0).integers(97, 123, 8000).astype(np.uint8).tobytes())
+
+    def run(out, *flags, tokens=8 * TOKENS, seeds=2, heads=HEADS):
+        flags = (
+            f"--preset tiny --tokens {tokens} --seeds {seeds} --points 8 --out {out}".split()
+            + [
+                *f"{SIZES} {LAYER} {heads}".split(),
+                *("--data.path", __file__, *flags),
+            ]
+        )
+        return loss_curves.main(flags)
+
+    return run
+
+
+def rows_of(folder):
+    """Rows of the file without what each measurement has anew."""
+    with open(folder / "loss_curves.csv", newline="") as file:
+        return [
+            {name: value for name, value in row.items() if name not in ("ms", "date")}
+            for row in csv.DictReader(file)
+        ]
+
+
+def test_curves_are_trained_as_asked_and_resumed_exactly(
+    train, loss_curves, tmp_path, compilations, monkeypatch, capsys
+):
+    given, drawn, whole, parts = [], [], tmp_path / "whole", tmp_path / "parts"
+    batches, make, made = data.batches, loss_curves.Trainer, []
+
+    def watched(tokens, *, seed, first, steps, **size):
+        given.append((seed, first, steps))
+        return batches(tokens, seed=seed, first=first, steps=steps, **size)
+
+    def once(*arguments):  # all calls but the first take its programs: this test is quicker so
+        trainer = made[0][1] if made else make(*arguments)
+        if not made:
+            init = trainer._init
+            trainer._init = lambda seed: drawn.append(seed) or init(seed)
+        made.append((arguments[-1], trainer))
+        return trainer
+
+    monkeypatch.setattr(data, "batches", watched)
+    monkeypatch.setattr(loss_curves, "Trainer", once)
+    status = train(whole)
+    # Both runs of a seed have the same initial values and batches.
+    assert drawn == [seed for seed, _ in RUNS]
+    assert given == [(seed, 0, 8) for seed, _ in RUNS]
+    counts = {name: compilations[f"jit({name})"] for name in ("_step", "loss_sum", "init")}
+    assert counts == {"_step": 2, "loss_sum": 2, "init": 1}
+    rows, printed = rows_of(whole), capsys.readouterr().out
+    places = [(int(r["seed"]), r["quantization"], int(r["step"]), int(r["tokens"])) for r in rows]
+    assert places == [(*run, step, step * TOKENS) for run in RUNS for step in range(1, 9)]
+    for name, title in {"loss": "training", "val_loss": "held-out"}.items():
+        found = np.array([float(row[name]) for row in rows]).reshape(2, 2, 8)
+        first, last = found[..., 0], found[..., -1]  # (seed, quantization)
+        assert np.all(last < 0.9 * first)  # it learns
+        assert np.all(found[:, 0] != found[:, 1])  # it quantizes
+        holds = abs(np.mean(last[:, 1] - last[:, 0])) <= np.ptp(last[:, 0])
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"{title}: ")]
+        assert line.endswith(": holds") == holds
+        assert holds or status == 1
+    check_picture(whole / "loss_curves.png")
+
+    # A run that --seconds ends goes on from its state; a row that a crash has cut off is dropped.
+    train(parts, "--seconds", "0")
+    assert rows_of(parts) == rows[:1]
+    assert "4 runs are not complete" in capsys.readouterr().out
+    with open(parts / "loss_curves.csv", "a") as file:
+        file.write("2026-01-01,cpu,0.1")
+    given.clear()
+    train(parts)
+    assert given == [(0, 1, 8), *[(seed, 0, 8) for seed, _ in RUNS[1:]]]
+    assert rows_of(parts) == rows
+    assert sorted(path.name for path in parts.iterdir()) == ["loss_curves.csv", "loss_curves.png"]
+
+    # Without a state it begins again; only what is left is compiled, and nothing if nothing is.
+    lines = (parts / "loss_curves.csv").read_text().splitlines(keepends=True)
+    (parts / "loss_curves.csv").write_text("".join(lines[:-3]))
+    given.clear()
+    assert train(parts) == train(parts) == status
+    assert given == [(1, 0, 8)] and rows_of(parts) == rows
+    assert drawn == [*[0, 0, 1, 1] * 2, 1]  # not where a state was saved
+    assert [names for names, _ in made] == [*[["bf16", "fp8"]] * 3, ["fp8"]]
+
+    with pytest.raises(SystemExit, match="curves of other settings"):
+        train(parts, tokens=9 * TOKENS)
+    assert rows_of(parts) == rows
+
+
+def test_what_is_not_served_in_fp8_is_an_error(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(implementation, "_plain", {})  # each reason is reported once a process
+    with pytest.raises(SystemExit, match="not all of it is FP8: .*no multiple of 16"):
+        train(tmp_path, heads="--model.num-kv-heads 1 --model.head-dim 8")
+    assert not (tmp_path / "loss_curves.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "hlo", "platform", "message"),
+    [
+        ("fp8", '"__cublas$lt$matmul$f8"' * 42, "gpu", None),
+        ("fp8", '"__cublas$lt$matmul$f8"' * 41, "gpu", "41 products .* at least 42"),
+        ("fp8", '"__cublas$gemm"' * 42, "gpu", "0 products .* at least 42"),
+        ("bf16", '"__cublas$gemm"' * 42, "gpu", None),
+        ("bf16", '"__cublas$lt$matmul$f8"', "gpu", "bf16 has 1 products .* should have none"),
+        ("fp8", "%a = f8e4m3fn[4]{0} copy(%b)\n" * 42, "cpu", None),
+        ("fp8", "%a = bf16[4]{0} copy(%b)\n" * 42, "cpu", "0 arrays .* at least 42"),
+        ("bf16", "%a = f8e4m3fn[4]{0} copy(%b)\n", "cpu", "should have none"),
+    ],
+)
+def test_programs_without_what_they_are_named_for_are_errors(
+    loss_curves, name, hlo, platform, message
+):
+    if message is None:
+        loss_curves.check_products(name, hlo, platform, blocks=2)
+    else:
+        with pytest.raises(SystemExit, match=message):
+            loss_curves.check_products(name, hlo, platform, blocks=2)
+
+
+def test_the_schedule_ends_with_the_tokens(loss_curves):
+    configured = lambda tokens, *flags: loss_curves.configured(
+        argparse.Namespace(preset="tiny", tokens=tokens), SIZES.split() + [*flags]
+    )
+    assert [configured(n * TOKENS).steps for n in (8, 8.01)] == [8, 9]
+    assert configured(64).precision == "bfloat16"  # the preset's is float32
+    assert loss_curves.evenly(9, 3) == [3, 6, 9]
+    assert loss_curves.evenly(10, 4) == [3, 5, 8, 10]
+    assert loss_curves.evenly(2, 4) == [1, 2]
+    with pytest.raises(UsageError, match="--seed is set for each run here"):
+        configured(64, "--seed", "3")
+
+
+def made_up(loss_curves, folder, last, steps=4):
+    """A file of curves that end in these losses, by run; None for a run that is not complete."""
+    common = dict.fromkeys(("date", "device", "jax", "normfuse"), "x") | {"settings": "a; b; c"}
+    curves = loss_curves.Curves(folder / "loss_curves.csv", common)
+    for (seed, name), loss in last.items():
+        for step in range(1, steps + (loss is not None)):
+            value = 5 + seed - step if step < steps else loss
+            ms = 20.0 if name == "bf16" else 10.0 + step
+            curves.add(
+                loss_curves.Point(seed, name, step, steps, 100 * step, value, value + 0.5, ms)
+            )
+
+
+# The gaps of three seeds; bfloat16's last losses are 2.0, 2.1 and 2.3, a range of 0.3.
+@pytest.mark.parametrize(
+    ("gaps", "holds"),
+    [
+        ((0.1, -0.1, 0.2), True),
+        ((0.0, 0.0, 0.87), True),  # one seed's gap may be larger: the mean is 0.29
+        ((0.3, 0.3, 0.36), False),
+        ((-0.3, -0.3, -0.36), False),  # better by more than seeds differ: not the same training
+        ((0.0, 0.0, math.nan), False),
+    ],
+)
+def test_a_gap_larger_than_the_range_fails(loss_curves, tmp_path, capsys, monkeypatch, gaps, holds):
+    drawn = math.nan in gaps  # the others' picture is like it
+    if not drawn:
+        monkeypatch.setattr(loss_curves, "plot", lambda *_: None)
+    plain = (2.0, 2.1, 2.3)
+    last = {(seed, "bf16"): loss for seed, loss in enumerate(plain)}
+    last |= {(seed, "fp8"): plain[seed] + gap for seed, gap in enumerate(gaps)}
+    made_up(loss_curves, tmp_path, dict(sorted(last.items())))
+    assert loss_curves.main(["--report", "--out", str(tmp_path)]) == (0 if holds else 1)
+    lines = capsys.readouterr().out.splitlines()
+    mean, end = sum(gaps) / 3, "holds" if holds else "DOES NOT HOLD"
+    said = f"mean gap {mean:+.4f}, range of bf16's 3 seeds 0.3000: {end}"
+    assert lines[-2:] == [f"training: {said}", f"held-out: {said}"]
+    row = f"| 1 | 2.1000 | {2.1 + gaps[1]:.4f} | {gaps[1]:+.4f} | 2.6000 | {2.6 + gaps[1]:.4f} |"
+    assert f"{row} {gaps[1]:+.4f} |" in lines
+    assert "| bf16 | 20.00 | 5,000 |" in lines and "| fp8 | 12.50 | 8,000 |" in lines
+    if drawn:
+        check_picture(tmp_path / "loss_curves.png")
+
+
+def test_there_is_no_verdict_on_one_seed(loss_curves, tmp_path, capsys):
+    last = {(0, "bf16"): 2.0, (0, "fp8"): 3.0, (1, "bf16"): 2.1, (1, "fp8"): None}
+    made_up(loss_curves, tmp_path, last)
+    assert loss_curves.main(["--report", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "no verdict yet" in printed and "holds" not in printed.lower()
+    assert "| 1 | 2.1000 |  |  | 2.6000 |  |  |" in printed
+    check_picture(tmp_path / "loss_curves.png")
+
+
+def test_a_run_that_diverges_ends_there_with_no_number(loss_curves, capsys):
+    def step(state, batch):  # the trainer's program takes no step after the fifth
+        skipped = state + 1 if state >= 5 else 0
+        return state + 1, Metrics(math.inf if skipped else 2.0, 1.0, 1e-3, skipped, 2.0)
+
+    trainer = types.SimpleNamespace(
+        _config=loss_curves.configured(
+            argparse.Namespace(preset="tiny", tokens=8 * TOKENS), SIZES.split()
+        ),
+        _text=types.SimpleNamespace(train=np.zeros(1000, np.uint8)),
+        _mesh=tiny_model.first_devices(1, 1, 1),
+        _points=[4, 6, 8],
+        _steps={"fp8": step},
+        _evaluators={"fp8": lambda params, tokens: Validation(2.5, 1.0)},
+        _init=lambda seed: Parameters(0),
+    )
+    points = [point for point, _ in loss_curves.Trainer.curve(trainer, (0, "fp8"), None)]
+    assert [(point.step, point.steps) for point in points] == [(4, 8), (8, 8)]
+    assert (points[0].loss, points[0].val_loss) == (2.0, 2.5)
+    assert math.isnan(points[1].loss) and math.isnan(points[1].val_loss)
+    assert "step 6 diverged: loss inf" in capsys.readouterr().out
+
+
+class Parameters(int):
+    """A state that counts steps."""
+
+    params = None
+
+    def __add__(self, other):
+        return Parameters(int(self) + other)
+
+
+def check_picture(path):
+    """Two panels, with lines of both versions."""
+    pixels = np.round(255 * imread(path)[..., :3])
+    height, width, _ = pixels.shape
+    assert width > 2 * height
+    for colour in ("#c0392b", "#9aa5ae"):
+        same = np.all(pixels == np.round(255 * np.array(to_rgb(colour))), axis=-1)
+        assert same.sum() > 200, colour
