@@ -92,28 +92,8 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         """Normalises all of x; `state` is passed through, `key` is ignored."""
-        x = _floating("eqx.nn.RMSNorm", x, self.shape)
-        if reason := self._unserved(x):
-            call = lambda: super(RMSNorm, self).__call__(x, key=key)
-            y = modules.by_framework("eqx.nn.RMSNorm", reason, self, call)
-        else:
-            options = {"eps": self.eps, "axis": tuple(range(x.ndim))}
-            y = rms_norm(x, *self._parameters, **options, implementation=self.implementation)
-        return y if state is _NOT_GIVEN else (y, state)
-
-    def _unserved(self, x: Array) -> str:
-        """Returns what only Equinox serves, or ""."""
-        reasons = {
-            "shape=()": x.ndim == 0,
-            "an eps that is an array": isinstance(self.eps, Array),
-        }
-        dtypes = [None if a is None else a.dtype for a in self._parameters]
-        return unserved(reasons, x.dtype, *dtypes)
-
-    @property
-    def _parameters(self) -> tuple[Array | None, Array | None]:
-        """Weight and bias."""
-        return self.weight if self.use_weight else None, self.bias if self.use_bias else None
+        call = lambda x: super(RMSNorm, self).__call__(x, key=key)
+        return _normalised("eqx.nn.RMSNorm", rms_norm, self, x, state, call)
 
 
 class LayerNorm(eqx.nn.LayerNorm):
@@ -162,18 +142,37 @@ class LayerNorm(eqx.nn.LayerNorm):
 
     def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
         """Normalises all of x; `state` is passed through, `key` is ignored."""
-        x = _floating("eqx.nn.LayerNorm", x, self.shape)
-        weight = self.weight if self.use_weight else None
-        bias = self.bias if self.use_bias else None
-        reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(self.eps, Array)}
-        own = [None if a is None else a.dtype for a in (weight, bias)]
-        if reason := unserved(reasons, x.dtype, *own):
-            call = lambda: super(LayerNorm, self).__call__(x, key=key)
-            y = modules.by_framework("eqx.nn.LayerNorm", reason, self, call)
-        else:
-            options = {"axis": tuple(range(x.ndim)), "implementation": self.implementation}
-            y = layer_norm(x, weight, bias, eps=self.eps, **options)
-        return y if state is _NOT_GIVEN else (y, state)
+        call = lambda x: super(LayerNorm, self).__call__(x, key=key)
+        return _normalised("eqx.nn.LayerNorm", layer_norm, self, x, state, call)
+
+
+def _normalised(
+    name: str,
+    norm: Callable[..., Array],
+    layer: Any,
+    x: Any,
+    state: Any,
+    call: Callable[[Array], Array],
+) -> Any:
+    """Computes a norm by `norm`, or by Equinox where an option asks for what it does not do."""
+    x = _floating(name, x, layer.shape)
+    if reason := _norm_unserved(layer, x):
+        y = modules.by_framework(name, reason, layer, lambda: call(x))
+    else:
+        options = {"axis": tuple(range(x.ndim)), "implementation": layer.implementation}
+        y = norm(x, *_norm_parameters(layer), eps=layer.eps, **options)
+    return y if state is _NOT_GIVEN else (y, state)
+
+
+def _norm_unserved(layer: Any, x: Array) -> str:
+    """Returns what of a norm only Equinox serves, or ""."""
+    reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(layer.eps, Array)}
+    return unserved(reasons, x.dtype, *[a.dtype for a in _norm_parameters(layer) if a is not None])
+
+
+def _norm_parameters(layer: Any) -> tuple[Array | None, Array | None]:
+    """Weight and bias."""
+    return layer.weight if layer.use_weight else None, layer.bias if layer.use_bias else None
 
 
 class _Options(eqx.Module):
@@ -333,7 +332,7 @@ class NormDense(_Options):
         x = _checked("NormDense", "layer", x, linear.weight.shape[1:])
         if norm.use_bias and norm.bias is not None:
             return modules.unfused_norm_dense(self, x, "a norm with a bias")
-        if reason := norm._unserved(x) or linear._unserved(x):
+        if reason := _norm_unserved(norm, x) or linear._unserved(x):
             return modules.unfused_norm_dense(self, x, reason)
         scale = norm.weight if norm.use_weight else None
         dtype, options = jnp.result_type(linear.weight, x), {"eps": norm.eps, "contract": 1}

@@ -25,7 +25,6 @@ from ..rms_norm.cuda import (
     launch_backward,
     launch_forward,
     named,
-    scalars_of,
 )
 from ..rms_norm.spec import Norm
 
@@ -87,7 +86,7 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
         call.result("H", x.shape, jnp.promote_types(x.dtype, rest[0].dtype))
     for name in ["MEAN"] * norm.with_mean + ["RSTD"] * norm.with_rstd:
         call.result(name, call.row_shape, call.compute)
-    done = _forward(call, norm, norm.eps, norm.scale_offset)
+    done = _forward(call, norm, norm.eps)
     if done is not None:
         return done
 
@@ -103,10 +102,11 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
 @by_rows
 def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> Arrays:
     """`x -> (mean, Σ (x − mean)²)`, one value a row each."""
+    del norm
     call = _call(target, "row_statistics", {"X": x}, compute)
     for name in ("MEAN", "SQUARES"):
         call.result(name, call.row_shape, call.compute)
-    means, squares = found(_forward(call, norm))
+    means, squares = found(_forward(call, Norm()))  # without parameters
     if means.shape == call.row_shape:
         return [means, squares]
     slices = means.shape[1]  # as long as each other, but for the last
@@ -124,7 +124,7 @@ def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> Arrays:
     given = {"SCALE": norm.has_scale, "BIAS": norm.has_bias, "MEAN": True, "RSTD": True}
     call = _call(target, "apply", named(rest, X=x, **given), norm.out_dtype)
     call.result("Y", x.shape, norm.out_dtype)
-    return found(_forward(call, norm, scale_offset=norm.scale_offset))
+    return found(_forward(call, norm))
 
 
 @by_rows
@@ -133,7 +133,7 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> Arrays:
     given = {"SCALE": norm.has_scale, "MEAN": True, "RSTD": True, "DH": norm.has_residual}
     call = _call(target, "backward", named(rest, DY=dy, X=x, **given))
     call.result("DX", x.shape, x.dtype)
-    done = _backward(call, norm, x.shape[1])
+    done = _backward(call, norm)
     if done is not None:
         return done
 
@@ -152,8 +152,7 @@ def row_dots(
     call = _call(target, "row_dots", operands, compute)
     for name in ("SUMS", "DOTS"):
         call.result(name, call.row_shape, call.compute)
-    alone = dataclasses.replace(norm, with_dscale=False, with_dbias=False)
-    return call.over_slices(found(_backward(call, alone, x.shape[1])))
+    return call.over_slices(found(_backward(call, norm)))
 
 
 @by_rows
@@ -172,33 +171,17 @@ def _call(target: Target, kernel: str, operands: dict[str, Any], *more: Any) -> 
     return Call(target, kernel, operands, compute, "layer_norm")
 
 
-def _forward(call: Call, norm: Norm, eps: float = 0.0, scale_offset: float = 0.0) -> Arrays | None:
-    macros = call.per_example(norm) | {
-        "STATISTICS": "RSTD" not in call.operands,
-        "NORMALIZE": "Y" in call.results,
-        "WITH_MEAN": "MEAN" in call.results,
-        "WITH_RSTD": "RSTD" in call.results,
-        "HAS_BIAS": "BIAS" in call.operands,
-        **call.flags(scale_offset),
-    }
+def _forward(call: Call, norm: Norm, eps: float = 0.0) -> Arrays | None:
+    macros = call.per_example(norm)
+    macros |= {"WITH_MEAN": "MEAN" in call.results, "HAS_BIAS": "BIAS" in call.operands}
     ease = functools.partial(eased_forward, call)
-    scalars = scalars_of(call.compute, eps, scale_offset)
     tokens = call.outer // call.examples if call.examples else 0
     options: dict[str, Any] = {"steps": _FORWARD, "ease": ease, "tokens": tokens}
-    return launch_forward(call, macros, scalars, sums_of_row=2, **options)
+    return launch_forward(call, norm, eps, macros, sums_of_row=2, **options)
 
 
-def _backward(call: Call, norm: Norm, count: float) -> Arrays | None:
-    macros = call.per_example(norm) | {
-        "DOTS": "DOTS" not in call.operands,
-        "GRADIENT": "DX" in call.results,
-        "WITH_DSCALE": norm.with_dscale,
-        "WITH_DBIAS": norm.with_dbias,
-        "HAS_PARTIAL": norm.with_dscale or norm.with_dbias,
-        **call.flags(norm.scale_offset),
-    }
-    scalars = scalars_of(call.compute, norm.scale_offset, count)
-    gradients = norm.with_dscale + norm.with_dbias
+def _backward(call: Call, norm: Norm, count: float | None = None) -> Arrays | None:
+    macros, gradients = call.per_example(norm), call.columns(norm)
     steps = _BACKWARD if gradients == 2 else ()
     ease = functools.partial(eased_backward, call, gradients + norm.has_scale)
-    return launch_backward(call, macros, scalars, gradients, sums_of_row=2, steps=steps, ease=ease)
+    return launch_backward(call, norm, count, macros, sums_of_row=2, steps=steps, ease=ease)

@@ -13,6 +13,7 @@ the mean is large. Checks, placement, layouts of rows and the derivative's rules
 References: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -60,21 +61,13 @@ def layer_norm(
       scale, bias: the shape of x's normalised axes, in increasing order of axis; any of those
         dtypes.
       eps: added to the variance; finite, at least 0.
-      axis: the normalised axis, or several.
-      scale_offset: added to scale; 1 for checkpoints that store scale − 1.
-      dtype: of the result; x's where None.
-      implementation: None, "native", "pallas" or "xla", or several to try in order; see
-        `normfuse info` for what serves here.
+      axis, scale_offset, dtype, implementation: as for `rms_norm`.
 
     Returns:
       An array of x's shape and sharding.
 
     Raises:
-      TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale or bias that does not fit, an axis out of range, or an eps that is not
-        finite or negative.
-      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
-        them where it names several.
+      TypeError, ValueError, NotImplementedError: as `rms_norm`.
 
     References:
       Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
@@ -177,14 +170,10 @@ def adaptive_layer_norm(
     return rms_norm.call(forward, norm, x, [], own, implementation)[0]
 
 
-def _check(
-    op: str, x: Any, scale: Any, bias: Any, eps: Any, axis: Any, scale_offset: Any, dtype: Any
-) -> tuple[Norm, Array, Array | None, Array | None]:
+def _check(op: str, *given: Any) -> tuple[Norm, Array, Array | None, Array | None]:
     """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
-    norm, x, scale = rms_norm.check(op, x, scale, eps, axis, scale_offset, dtype)
-    bias = rms_norm.check_parameter(norm, "bias", bias, x, axis)
-    norm = replace(norm, centred=True, has_bias=bias is not None, with_mean=True)
-    return norm, x, scale, bias
+    norm, x, scale, bias = rms_norm.check(op, *given)
+    return replace(norm, centred=True, with_mean=True), x, scale, bias
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX
@@ -376,11 +365,6 @@ def examples(
 # ---------------------------------------------------------------- one device's share
 
 
-def _forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    kernel, apart = forward_kernel, _forward_over_devices
-    return rms_norm.forward_on(kernel, apart, norm, split, x, *rest, order=order)
-
-
 def _forward_over_devices(
     norm: Norm, split: Split, large: list[Array], parameters: list[Array], order: Order
 ) -> list[Array]:
@@ -396,13 +380,6 @@ def _forward_over_devices(
     y = apply_kernel(local, h, *parameters, mean, rstd, order=order)
     known = [*[mean] * norm.with_mean, *[rstd] * norm.with_rstd]
     return [*y, *[h] * norm.has_residual, *known]
-
-
-def _backward_body(
-    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
-) -> list[Array]:
-    kernel, apart = backward_kernel, _backward_over_devices
-    return rms_norm.gradients_on(kernel, apart, norm, split, dy, x, *rest, order=order)
 
 
 def _backward_over_devices(
@@ -479,7 +456,7 @@ backward = Op(
     "layer_norm_gradient",
     define_backward,
     dims=rms_norm.backward_dims,
-    body=_backward_body,
+    body=functools.partial(rms_norm.gradients_on, backward_kernel, _backward_over_devices),
     leads=(1,),
     unfused=_backward_unfused,
     batched=rms_norm.batched,
@@ -490,7 +467,7 @@ forward = Op(
     "layer_norm",
     define_forward,
     dims=rms_norm.forward_dims,
-    body=_forward_body,
+    body=functools.partial(rms_norm.forward_on, forward_kernel, _forward_over_devices),
     unfused=_forward_unfused,
     batched=rms_norm.batched,
     jvp=_forward_jvp,

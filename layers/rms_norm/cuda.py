@@ -178,6 +178,16 @@ class Step(NamedTuple):
         )
 
 
+def layout_of(
+    steps: Sequence[Step], features: int, vector: int, target: Target
+) -> RowLayout | None:
+    """The layout of the first of `steps` that takes such a row, if the target has its clusters."""
+    vectors = features // vector
+    step = next((step for step in steps if vectors <= step.vectors), None)
+    layout = step and step.layout(features, vector)
+    return layout if layout and (layout.slices == 1 or target.clusters) else None
+
+
 def strided_block(features: int, inner: int) -> tuple[int, int]:
     """Threads along `inner` and along the row, for rows whose elements are `inner` apart."""
     width = min(WARP, power_of_two(inner))
@@ -315,13 +325,10 @@ def _plain_layout(
         layout = _FORWARD_FEW_ROWS.layout(features, vector)
         if layout.blocks_for(rows) <= target.multiprocessors * layout.min_blocks:
             return layout
-    for step in _FORWARD:
-        if vectors <= step.vectors:
-            layout = step.layout(features, vector)
-            if layout.slices > 1 and not (target.clusters and whole_rows):
-                return None
-            return layout if has_few or rows >= layout.least_rows(target) else None
-    return None
+    layout = layout_of(_FORWARD, features, vector, target)
+    if layout is None or (layout.slices > 1 and not whole_rows):
+        return None
+    return layout if has_few or rows >= layout.least_rows(target) else None
 
 
 def _held_layout(features: int, vector: int, slices: int, held: _Held) -> RowLayout:
@@ -444,13 +451,10 @@ def backward_layout(
         few = rows <= target.multiprocessors and vectors <= _BACKWARD_FEW_ROWS[-1].vectors
         if few and vectors > 2 * WARP and target.clusters:
             steps = _BACKWARD_FEW_ROWS
-        for step in steps:
-            if vectors > step.vectors:
-                continue
-            layout = dataclasses.replace(step.layout(features, vector), sums=sums)
-            if (layout.slices == 1 or target.clusters) and layout.fits(target, **options):
+        if layout := layout_of(steps, features, vector, target):
+            layout = dataclasses.replace(layout, sums=sums)
+            if layout.fits(target, **options):
                 return layout
-            break
 
     # Rows that no step is for: what threads can hold, and 1024 threads to a multiprocessor.
     most = max(1, 128 // compute.itemsize // (2 * vector))
@@ -771,6 +775,10 @@ class Call:
         if with_value:
             self.result("VALUE", self.operands["X"].shape, self.operands["DY"].dtype)
 
+    def columns(self, norm: Norm) -> int:
+        """How many vectors of parameters have gradients among the results."""
+        return ("DX" in self.results) * (norm.with_dscale + norm.with_dbias)
+
     def empty(self) -> list[jax.Array]:
         return [jnp.zeros(r.shape, r.dtype) for r in self.results.values()]
 
@@ -852,12 +860,8 @@ class Call:
 
 def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None:
     macros = call.per_example(norm) | {
-        "STATISTICS": "RSTD" not in call.operands,
-        "NORMALIZE": "Y" in call.results,
-        "WITH_RSTD": "RSTD" in call.results,
         "CAST_BEFORE": "Y" in call.results and norm.cast_before,
         "HEADS": call.heads,
-        **call.flags(norm.scale_offset),
     }
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
     # What a kernel does not have, its macros do not name.
@@ -865,14 +869,14 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     if "BIAS" in call.operands or "Z" in call.operands:
         ease = functools.partial(eased_forward, call)
     steps = _FORWARD_BIAS if "BIAS" in call.operands else ()
-    scalars = scalars_of(call.compute, eps, norm.scale_offset)
-    return launch_forward(call, macros, scalars, steps=steps, ease=ease)
+    return launch_forward(call, norm, eps, macros, steps=steps, ease=ease)
 
 
 def launch_forward(
     call: Call,
+    norm: Norm,
+    eps: float,
     macros: dict[str, Any],
-    scalars: Any,
     *,
     sums_of_row: int = 1,
     steps: Sequence[Step] = (),
@@ -881,12 +885,20 @@ def launch_forward(
 ) -> list[jax.Array] | None:
     """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
 
-    `steps` are layouts that were timed for it. Where there is none, `ease` makes of RMSNorm's
-    layout one for a kernel that needs more registers. All rows of a thread are of the same `tokens`
-    rows after one another, where these are given.
+    `macros` are those that not all such kernels have. `steps` are layouts that were timed for it.
+    Where there is none, `ease` makes of RMSNorm's layout one for a kernel that needs more
+    registers. All rows of a thread are of the same `tokens` rows after one another, where these are
+    given.
     """
     if 0 in call.row_shape:
         return call.empty()
+    macros |= {
+        "STATISTICS": "RSTD" not in call.operands,
+        "NORMALIZE": "Y" in call.results,
+        "WITH_RSTD": "RSTD" in call.results,
+        **call.flags(norm.scale_offset),
+    }
+    scalars = scalars_of(call.compute, eps, norm.scale_offset)
     if call.inner != 1:
         return call.strided(f"{call.op}_forward_strided.cu", macros, scalars, _MAX_GRID)
     layout = timed_forward(call, steps)
@@ -920,45 +932,39 @@ def launch_forward(
 
 def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Array] | None:
     gradient = "DX" in call.results
-    macros = call.per_example(norm) | {
-        "DOTS": "DOTS" not in call.operands,
-        "GRADIENT": gradient,
-        "WITH_DSCALE": gradient and norm.with_dscale,
-        "WITH_VALUE": gradient and norm.with_value,
-        "HEADS": call.heads,
-        **call.flags(norm.scale_offset),
-    }
-    columns = gradient * (norm.with_dscale + norm.with_dbias)
+    macros = call.per_example(norm)
+    macros |= {"WITH_VALUE": gradient and norm.with_value, "HEADS": call.heads}
+    macros |= _gate_macros(call, norm)
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
-    macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else _gate_macros(call, norm)
     if (gradient and norm.with_dbias) or "Z" in call.operands:
-        ease = functools.partial(eased_backward, call, columns + norm.has_scale)
-    size = call.features if count is None else count
-    return launch_backward(
-        call,
-        macros,
-        scalars_of(call.compute, norm.scale_offset, size),
-        columns,
-        with_value=gradient and norm.with_value,
-        ease=ease,
-    )
+        ease = functools.partial(eased_backward, call, call.columns(norm) + norm.has_scale)
+    return launch_backward(call, norm, count, macros, ease=ease)
 
 
 def launch_backward(
     call: Call,
+    norm: Norm,
+    count: float | None,
     macros: dict[str, Any],
-    scalars: Any,
-    columns: int,
     *,
-    with_value: bool = False,
     sums_of_row: int = 1,
     steps: Sequence[Step] = (),
     ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
 ) -> list[jax.Array] | None:
-    """Launches a kernel of OP_backward.cu, and for `columns` vectors of parameters the sum over its
-    blocks; None where its rows are too long to be held. `steps` and `ease` are as for
-    `launch_forward`."""
+    """Launches a kernel of OP_backward.cu, and the sum over its blocks for dscale and dbias; None
+    where its rows are too long to be held. `count` is of the features of whole rows, unless the
+    kernel has these. `macros`, `steps` and `ease` are as for `launch_forward`."""
     n, owners = call.features, max(call.heads, call.examples)
+    columns, gradient = call.columns(norm), "DX" in call.results
+    with_value = gradient and norm.with_value
+    macros |= {
+        "DOTS": "DOTS" not in call.operands,
+        "GRADIENT": gradient,
+        "WITH_DSCALE": gradient and norm.with_dscale,
+        **call.flags(norm.scale_offset),
+    }
+    macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else {}
+    scalars = scalars_of(call.compute, norm.scale_offset, n if count is None else count)
     if 0 in call.row_shape:
         sums = [jnp.zeros(owners * n, call.compute)] * columns
         return call.empty() + sums + ([call.operands["DY"]] if with_value else [])
@@ -1043,10 +1049,7 @@ def _timed(call: Call, steps: Sequence[Step]) -> RowLayout | None:
 def timed_layout(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -> RowLayout | None:
     """The layout of one of `steps` for rows of n elements that move 16 bytes at a time."""
     vector = vector_size(n, itemsize)
-    step = next((step for step in steps if n // vector <= step.vectors), None)
-    if step is None or vector * itemsize != 16 or (step.slices > 1 and not target.clusters):
-        return None
-    return step.layout(n, vector)
+    return layout_of(steps, n, vector, target) if vector * itemsize == 16 else None
 
 
 def eased_forward(call: Call, layout: RowLayout) -> RowLayout:

@@ -98,7 +98,7 @@ def gated_rms_norm(
     shape = x.shape
     if group_size is not None:
         x, z, scale = _grouped(name, x, z, scale, group_size)
-    norm, x, scale = op.check(name, x, scale, eps, -1, scale_offset, dtype, per_head=True)
+    norm, x, scale, _ = op.check(name, x, scale, None, eps, -1, scale_offset, dtype, per_head=True)
     norm = replace(norm, gate=gate, activation=activation, with_rstd=False)
     return op.call(forward, norm, x, [z], [scale], implementation)[0].reshape(shape)
 

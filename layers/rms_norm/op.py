@@ -11,6 +11,7 @@ With w = scale + scale_offset, all sums in float32 (float64 where an operand is 
 References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -96,7 +97,7 @@ def rms_norm(
     [0.849, 2.263]
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = _check("rms_norm", x, scale, bias, *options)
+    norm, x, *parameters = check("rms_norm", x, scale, bias, *options, per_head=True)
     return call(forward, norm, x, [], parameters, implementation)[0]
 
 
@@ -120,7 +121,7 @@ def rms_norm_with_rstd(
       `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = _check("rms_norm_with_rstd", x, scale, bias, *options)
+    norm, x, *parameters = check("rms_norm_with_rstd", x, scale, bias, *options, per_head=True)
     y, rstd = call(forward, norm, x, [], parameters, implementation)
     return y, rstd
 
@@ -159,7 +160,7 @@ def add_rms_norm(
     ([0.849, 1.131], [3.0, 4.0])
     """
     options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = _check("add_rms_norm", x, scale, bias, *options)
+    norm, x, *parameters = check("add_rms_norm", x, scale, bias, *options, per_head=True)
     residual = check_residual("add_rms_norm", x, residual)
     if residual_dtype is not None:
         residual_dtype = floating_dtype("add_rms_norm", residual_dtype, None, "residual_dtype")
@@ -215,15 +216,6 @@ def adaptive_rms_norm(
     return call(forward, norm, x, [], own, implementation)[0]
 
 
-def _check(
-    op: str, x: Any, scale: Any, bias: Any, eps: Any, axis: Any, *options: Any
-) -> tuple[Norm, Array, Array | None, Array | None]:
-    """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
-    norm, x, scale = check(op, x, scale, eps, axis, *options, per_head=True)
-    bias = check_parameter(norm, "bias", bias, x, axis)
-    return replace(norm, has_bias=bias is not None), x, scale, bias
-
-
 # `check` to `call`, and below all that is public and no definition, serve `layer_norm` too.
 
 
@@ -231,13 +223,14 @@ def check(
     op: str,
     x: Any,
     scale: Any,
+    bias: Any,
     eps: Any,
     axis: Any,
     scale_offset: Any,
     dtype: Any,
     cast: Any = "after",
     per_head: bool = False,  # whether scale may have heads
-) -> tuple[Norm, Array, Array | None]:
+) -> tuple[Norm, Array, Array | None, Array | None]:
     """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
     x = floating(op, "x", x)
     check_cast(op, cast)
@@ -252,10 +245,12 @@ def check(
         scale_offset=finite(op, "scale_offset", scale_offset),
         out_dtype=floating_dtype(op, dtype, x.dtype),
         has_scale=scale is not None,
+        has_bias=bias is not None,
         cast_before=cast == "before",
         with_rstd=True,
     )
-    return norm, x, check_parameter(norm, "scale", scale, x, axis)
+    scale = check_parameter(norm, "scale", scale, x, axis)
+    return norm, x, scale, check_parameter(norm, "bias", bias, x, axis)
 
 
 def check_cast(op: str, cast: Any) -> None:
@@ -288,7 +283,7 @@ def check_examples(
     op: str, x: Any, scale: Any, shift: Any, eps: Any, scale_offset: Any, dtype: Any
 ) -> tuple[Norm, Array, list[Array]]:
     """As `check`, of a norm with scale and shift of each example, which it returns last."""
-    norm, x, _ = check(op, x, None, eps, -1, scale_offset, dtype)
+    norm, x, *_ = check(op, x, None, None, eps, -1, scale_offset, dtype)
     own = [floating(op, "scale", scale)]
     own += [] if shift is None else [floating(op, "shift", shift)]
     count = own[0].ndim - 1
@@ -728,11 +723,6 @@ def parameter_values(norm: Norm, array: Array) -> Array:
     return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
 
 
-def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    kernel, apart = forward_kernel, _forward_over_devices
-    return forward_on(kernel, apart, norm, split, x, *rest, order=order)
-
-
 def forward_on(
     kernel: Kernel,
     over_devices: Callable[..., list[Array]],
@@ -770,6 +760,9 @@ def _forward_over_devices(
     return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
 
 
+forward_body = functools.partial(forward_on, forward_kernel, _forward_over_devices)
+
+
 def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     """Needs nothing of other devices: rstd is of the whole row."""
     del split
@@ -780,27 +773,6 @@ def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) 
     operands = [canonical(norm, x), *parameters, row_values(norm, rstd)]
     (y,) = apply_kernel(local(norm), *operands, order=order)
     return [restore(norm, y, x.shape)]
-
-
-def backward_body(
-    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
-) -> list[Array]:
-    kernel, apart = backward_kernel, _backward_over_devices
-    return gradients_on(kernel, apart, norm, split, dy, x, *rest, order=order)
-
-
-def _pullback_body(
-    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
-) -> list[Array]:
-    if x.size and not split.over(norm.axes):
-        apart = _backward_over_devices
-        return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
-    alone = replace(norm, with_value=False)
-    results = backward_body(alone, split, dy, x, *rest, order=order)
-    if norm.with_value:
-        again = replace(norm, out_dtype=dy.dtype.name)
-        results += _apply_body(again, split, x, *rest, order=order)
-    return results
 
 
 def gradients_on(
@@ -843,6 +815,23 @@ def _backward_over_devices(
     here = local(norm, count=float(split.count(norm.axes)))
     (dots,) = row_dots_kernel(here, *operands[: 2 + norm.has_scale], order=order)
     return backward_apply_kernel(here, *operands, split.psum(dots, norm.axes), order=order)
+
+
+backward_body = functools.partial(gradients_on, backward_kernel, _backward_over_devices)
+
+
+def _pullback_body(
+    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
+) -> list[Array]:
+    if x.size and not split.over(norm.axes):
+        apart = _backward_over_devices
+        return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
+    alone = replace(norm, with_value=False)
+    results = backward_body(alone, split, dy, x, *rest, order=order)
+    if norm.with_value:
+        again = replace(norm, out_dtype=dy.dtype.name)
+        results += _apply_body(again, split, x, *rest, order=order)
+    return results
 
 
 # ---------------------------------------------------------------- sharding

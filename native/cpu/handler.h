@@ -66,5 +66,8 @@ inline auto Variadic() {
   return xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets();
 }
 inline auto Scaled() { return Variadic().Attr<double>("scale_offset").Attr<bool>("has_scale"); }
+inline auto GradientAttributes() {
+  return Scaled().Attr<bool>("has_residual").Attr<bool>("with_dscale").Attr<bool>("with_dbias");
+}
 
 }  // namespace normfuse

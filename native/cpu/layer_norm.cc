@@ -269,10 +269,6 @@ ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
   });
 }
 
-auto GradientAttributes() {
-  return Scaled().Attr<bool>("has_residual").Attr<bool>("with_dscale").Attr<bool>("with_dbias");
-}
-
 }  // namespace
 }  // namespace normfuse
 

@@ -95,9 +95,6 @@ ffi::Error RowDotsImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remai
 }
 
 auto ForwardAttributes() { return Scaled().Attr<bool>("cast_before").Attr<bool>("has_bias"); }
-auto GradientAttributes() {
-  return Scaled().Attr<bool>("has_residual").Attr<bool>("with_dscale").Attr<bool>("with_dbias");
-}
 
 }  // namespace
 }  // namespace normfuse

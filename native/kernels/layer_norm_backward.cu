@@ -26,6 +26,7 @@
 #define PER_EXAMPLE 0
 #endif
 #include "stage.cuh"
+#include "sums.cuh"
 
 using Compute = COMPUTE_TYPE;
 
@@ -236,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(DOTS, row_sums.finish());
 #if GRADIENT && HAS_PARTIAL
   wait_copies<0>();
-  Compute* const mine = partial + 1LL * blockIdx.x * (WITH_DSCALE + WITH_DBIAS) * FEATURES;
+  Compute* const mine = partial + 1LL * blockIdx.x * SUMS * FEATURES;
   IF(WITH_DSCALE, store_columns(dscale, partial_aligned, mine));
   IF(WITH_DBIAS, store_columns(dbias, partial_aligned, mine + WITH_DSCALE * FEATURES));
 #endif

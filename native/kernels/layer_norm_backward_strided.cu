@@ -3,6 +3,7 @@
 // is read twice, and then its place written, by one thread; dscale and dbias are added up as in
 // rms_norm_backward_strided.cu.
 #include "strided.cuh"
+#include "sums.cuh"
 
 using Compute = COMPUTE_TYPE;
 
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if GRADIENT
   const Compute per_count = Compute(1) / count;
 #if HAS_PARTIAL
-  Compute* const mine = partial + 1LL * blockIdx.x * (WITH_DSCALE + WITH_DBIAS) * FEATURES;
+  Compute* const mine = partial + 1LL * blockIdx.x * SUMS * FEATURES;
   [[maybe_unused]] Compute* const dbias = mine + WITH_DSCALE * FEATURES;
   IF(WITH_DSCALE, clear_columns(mine));
   IF(WITH_DBIAS, clear_columns(dbias));

@@ -37,20 +37,12 @@
 // its way (through the block, or the cluster) while dx of this one is computed. Every block adds
 // its rows in order, and column_sum.cu adds the blocks in order: the result does not depend on
 // timing.
-#ifndef WITH_DBIAS
-#define WITH_DBIAS 0
-#endif
-#define SUMS (WITH_DSCALE + WITH_DBIAS)  // of a parameter's shape
-#if WITH_DSCALE || WITH_DBIAS
-#define HAS_PARTIAL 1
-#else
-#define HAS_PARTIAL 0
-#endif
 #ifndef PER_EXAMPLE
 #define PER_EXAMPLE 0
 #endif
 #include "gate.cuh"
 #include "stage.cuh"
+#include "sums.cuh"
 
 using Compute = COMPUTE_TYPE;
 

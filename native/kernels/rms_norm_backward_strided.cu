@@ -4,15 +4,8 @@
 //
 // A block adds up dscale and dbias over its rows in its own row of `partial`, each element always
 // by the same thread, and column_sum.cu adds the blocks: the result does not depend on timing.
-#ifndef WITH_DBIAS
-#define WITH_DBIAS 0
-#endif
-#if WITH_DSCALE || WITH_DBIAS
-#define HAS_PARTIAL 1
-#else
-#define HAS_PARTIAL 0
-#endif
 #include "strided.cuh"
+#include "sums.cuh"
 
 using Compute = COMPUTE_TYPE;
 
@@ -30,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #if GRADIENT
   const Compute per_count = Compute(1) / count;
 #if HAS_PARTIAL
-  Compute* const dscale = partial + 1LL * blockIdx.x * (WITH_DSCALE + WITH_DBIAS) * FEATURES;
+  Compute* const dscale = partial + 1LL * blockIdx.x * SUMS * FEATURES;
   IF(WITH_DSCALE, clear_columns(dscale));
 #endif
 #if WITH_DBIAS

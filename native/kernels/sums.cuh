@@ -1,0 +1,13 @@
+// What a norm's backward kernel adds up over rows, each (FEATURES,): dscale if WITH_DSCALE, then
+// dbias if WITH_DBIAS.
+#pragma once
+
+#ifndef WITH_DBIAS
+#define WITH_DBIAS 0
+#endif
+#define SUMS (WITH_DSCALE + WITH_DBIAS)
+#if WITH_DSCALE || WITH_DBIAS
+#define HAS_PARTIAL 1
+#else
+#define HAS_PARTIAL 0
+#endif
