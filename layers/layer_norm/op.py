@@ -61,13 +61,21 @@ def layer_norm(
       scale, bias: the shape of x's normalised axes, in increasing order of axis; any of those
         dtypes.
       eps: added to the variance; finite, at least 0.
-      axis, scale_offset, dtype, implementation: as for `rms_norm`.
+      axis: the normalised axis, or several.
+      scale_offset: added to scale; 1 for checkpoints that store scale − 1.
+      dtype: of the result; x's where None.
+      implementation: None, "native", "pallas" or "xla", or several to try in order; see
+        `normfuse info` for what serves here.
 
     Returns:
       An array of x's shape and sharding.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `rms_norm`.
+      TypeError: for integer or complex operands, or an eps that is not a number.
+      ValueError: for a scale or bias that does not fit, an axis out of range, or an eps that is not
+        finite or negative.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     References:
       Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.

@@ -182,7 +182,7 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
         h = rms_norm.add(x, given.pop("RESIDUAL"), jnp.dtype("float32"))
     (sums,) = row_sums_kernel.bodies["cuda"](target, norm, h[..., None])
     rstd = jax.lax.rsqrt(sums.reshape(-1) / h.shape[1] + jnp.float32(norm.eps))
-    scale = [given["SCALE"]] * norm.has_scale
+    scale = [given["SCALE"]] if norm.has_scale else []
     codes = cuda_apply(target, spec, h, *scale, rstd, given["BOUND"])
     return [*codes, *[h] * norm.has_residual, rstd]
 

@@ -274,6 +274,7 @@ NARROW = CastLayout(16, 8, 2, group=1)
         ((48, 192), CLUSTER, BF16, {"residual": "float32"}),
         ((48, 192), None, BF16, {"residual": "float32"}),  # sums of rows before, and then codes
         ((7, 50), None, "float32", {"offset": -0.5}),
+        ((7, 50), None, BF16, {"scale": None}),
     ],
     ids=str,
 )
