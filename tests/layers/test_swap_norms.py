@@ -225,6 +225,9 @@ def test_calls_that_were_not_verified_are_the_class_own():
     with pytest.raises(AssertionError):
         norm(x, out_sharding=3)
     assert calls(jnp.ones((2, SIZE), int)) == 0
+    norm.epsilon = np.float32(0.5)
+    assert calls(x) == 0
+    np.testing.assert_allclose(norm(x)[0], norm.weight[...] / np.sqrt(np.float32(1.5)), rtol=1e-6)
     norm.weight = nnx.Param(jnp.ones((2, SIZE)))
     assert calls(x) == 0
     whole = ours_eqx.swap(WholeInput(8))
