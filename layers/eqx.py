@@ -564,7 +564,7 @@ def _chosen(
         if implementation not in (None, service.implementation) and not mlp:
             service = service_of(base, service.how, implementation, FRAMEWORK)
             layer = modules.converted(layer, subclass(service))
-        return row(service.name, error=service.error), layer
+        return row(service.name, error=service.error(layer)), layer
     arrays, parts = _contents(layer)
     try:
         service = recognised_mlp(layer, base, FRAMEWORK)
@@ -581,7 +581,7 @@ def _chosen(
         service = service_of(base, known[1], implementation, FRAMEWORK)
         return row(service.name), modules.converted(layer, subclass(service))  # a filtered copy
     _known[_structure(layer)] = _kinds(layer), service.how
-    return row(service.name, error=service.error), modules.converted(layer, cls)
+    return row(service.name, error=service.error(layer)), modules.converted(layer, cls)
 
 
 # Of each class and configuration that was recognised: what its fields held, and the formula. An

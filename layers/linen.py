@@ -662,7 +662,7 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
     try:
         candidate = _candidate(module, base)
         service = recognised(module, base, candidate, options.implementation, FRAMEWORK)
-        return row(service.name, error=service.error), service.compute
+        return row(service.name, error=service.error(module)), service.compute
     except Different as different:
         return row(reason=str(different)), None
 

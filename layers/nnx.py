@@ -833,17 +833,17 @@ def _chosen(
         service = SERVED[type(module)]
         if implementation is not None and not isinstance(service.how, GatedFormula):
             service = service_of(base, service.how, implementation, FRAMEWORK)
-        return row(service.name, error=service.error), subclass(service)
+        return row(service.name, error=service.error(module)), subclass(service)
     own = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
     parts = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
     try:
         if service := recognised_mlp(module, base, FRAMEWORK):
-            return row(service.name, error=service.error), subclass(service)
+            return row(service.name, error=service.error(module)), subclass(service)
         if not own and (len(parts) > 1 or not callable(module)):
             return None, None
         check_concrete(jax.tree.leaves(nnx.state(module)))
         service = recognised(module, base, _candidate(module, base), implementation, FRAMEWORK)
-        return row(service.name, error=service.error), subclass(service)
+        return row(service.name, error=service.error(module)), subclass(service)
     except Different as different:
         return row(reason=str(different)), None
 

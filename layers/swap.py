@@ -175,14 +175,23 @@ class Service:
         name = getattr(self.how, "__name__", type(self.how).__name__)
         return getattr(self.how, "served", "") or f"rule {name}"
 
-    @property
-    def error(self) -> str:
-        """The largest verified error for each dtype of x, for the report."""
+    def error(self, module: Any) -> str:
+        """The largest verified error of modules like one, for each dtype of x, for the report."""
         errors: dict[str, float] = {}
+        like = self._like(module)
         for key, casts in self.verified.items():
-            if isinstance(casts, Casts):
+            if isinstance(casts, Casts) and key[3:] == like:
                 errors[key[2]] = max(casts.error, errors.get(key[2], 0.0))
         return ", ".join(f"{dtype} {error:.1g}" for dtype, error in errors.items())
+
+    def _like(self, module: Any) -> tuple[Any, ...]:
+        """What is verified once for modules, as the end of a key of `verified`."""
+        if isinstance(self.how, GatedFormula):
+            return (_mlp_key(module, self.framework),)
+        scale = self.how.scale if isinstance(self.how, Formula) else None
+        held = None if scale is None else self.framework.read(module, scale)
+        dtype = getattr(held, "dtype", np.dtype("float32"))  # in an optimizer's state, of anything
+        return dtype.name, self.framework.configuration(module)
 
     def casts(
         self, how: Formula, module: Any, rank: int, size: int, x_dtype: str, dtype: str

@@ -471,6 +471,16 @@ def test_the_printed_report(capsys):
     assert lines[-1] == "5 of 6 modules are served by normfuse"
 
 
+def test_the_reported_error_is_the_models_own():
+    def errors(**options):
+        norm = foreign_norms.SumOverN(SIZE, rngs=nnx.Rngs(0), **options)
+        return report_of(ours_nnx.swap, norm).rows[0].error
+
+    own = errors(dtype=f32)
+    assert "e-07" in own and errors() != own  # in bfloat16
+    assert errors(dtype=f32) == own
+
+
 def test_replacing_nothing_warns():
     model = nnx.Dict(a=nnx.GroupNorm(4, 2, rngs=nnx.Rngs(0)))
     with pytest.warns(
