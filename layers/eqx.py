@@ -31,6 +31,7 @@ from .swap import (
     Row,
     Rules,
     check_concrete,
+    check_model,
     check_rule,
     check_rules,
     conclude,
@@ -468,7 +469,8 @@ def swap(
 
     Raises:
       ValueError: for a rule that computes anything else than the class.
-      TypeError: for rules that do not map classes to functions, or a report that is no function.
+      TypeError: for a class, a module of another framework, rules that do not map classes to
+        functions, or a report that is no function.
 
     Warns:
       UserWarning: if nothing is served, or modules could not be probed because they are traced.
@@ -483,6 +485,7 @@ def swap(
     """
     implementation = modules.check_options(implementation, quantization=quantization)
     rules, rows = check_rules(rules, report), []
+    check_model(model, "eqx")
 
     def ours(layer: Any, path: str) -> Any:
         if not isinstance(layer, eqx.Module):

@@ -32,6 +32,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    check_model,
     check_rule,
     check_rules,
     conclude,
@@ -529,6 +530,7 @@ def swap(
     >>> model.apply(model.init(jax.random.key(0), x), x).shape
     (3, 2)
     """
+    check_model(model, "linen")
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a linen Module, got {type(model).__name__}")
     if model.scope is not None:

@@ -398,6 +398,22 @@ def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+_HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}
+
+
+def check_model(model: Any, own: str) -> None:
+    """Raises TypeError for a class, and for a module of another framework than `own`."""
+    if isinstance(model, type):
+        raise TypeError(f"swap: model must be a module, got the class {model.__name__}; call it")
+    within = lambda cls, home: f"{cls.__module__}.".startswith(f"{home}.")
+    homes = [home for home in _HOMES for cls in type(model).__mro__ if within(cls, home)]
+    if homes and own not in map(_HOMES.get, homes):  # Flax's bridges are of both
+        raise TypeError(
+            f"swap: model is a {type(model).__name__}, a module of {homes[0]}; use "
+            f"normfuse.layers.{_HOMES[homes[0]]}.swap"
+        )
+
+
 def check_concrete(arrays: Iterable[Any]) -> None:
     """Raises Different if one of the arrays is traced."""
     if any(isinstance(array, Tracer) for array in arrays):

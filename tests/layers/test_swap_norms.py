@@ -20,6 +20,7 @@ from foreign_norms import DivideByRms, OnePlusScale, StaticEps, WholeInput
 
 from normfuse import rms_norm
 from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -479,6 +480,23 @@ def test_the_reported_error_is_the_models_own():
     own = errors(dtype=f32)
     assert "e-07" in own and errors() != own  # in bfloat16
     assert errors(dtype=f32) == own
+
+
+def test_what_is_no_model_is_an_error_that_names_the_swap_to_use():
+    theirs, model = StaticEps(8), DivideByRms(8, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        TypeError, match=r"a StaticEps, .* of equinox; .*normfuse\.layers\.eqx\.swap"
+    ):
+        ours_nnx.swap(theirs)
+    with pytest.raises(TypeError, match=r"of flax\.nnx; use normfuse\.layers\.nnx\.swap$"):
+        ours_eqx.swap(model)
+    with pytest.raises(TypeError, match=r"of flax\.nnx; use normfuse\.layers\.nnx\.swap$"):
+        ours_linen.swap(model)  # pyright: ignore[reportArgumentType]
+    for swap in (ours_nnx.swap, ours_eqx.swap, ours_linen.swap):
+        with pytest.raises(TypeError, match="must be a module, got the class DivideByRms; call it"):
+            swap(DivideByRms)
+    with pytest.warns(UserWarning, match=r"there is no nnx\.Module in State$"):
+        ours_nnx.swap(nnx.state(model))
 
 
 def test_replacing_nothing_warns():
