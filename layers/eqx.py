@@ -732,6 +732,7 @@ FRAMEWORK = Framework(
     home=__name__,
     read=lambda layer, name: named.array_of(getattr(layer, name)),
     unwrap=named.unwrapped,
+    held=getattr,
     candidate=_candidate,
     ranks=(1, 2, 3),
     linears=_linears,

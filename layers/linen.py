@@ -748,6 +748,7 @@ def _fields(module: nn.Module) -> dict[str, Any]:
 FRAMEWORK = Framework(
     home=__name__,
     read=lambda module, name: nn.unbox(module.get_variable("params", name)),
+    held=lambda module, name: nn.unbox(module.get_variable("params", name)),
     candidate=_candidate,
     configuration=lambda module: configuration(_fields(module)),
 )

@@ -958,6 +958,7 @@ def _apply_mlp(how: GatedFormula, module: Any, x: Array) -> Array:
 FRAMEWORK = Framework(
     home=__name__,
     read=lambda module, name: getattr(module, name)[...],
+    held=getattr,
     candidate=_candidate,
     options=lambda base: {"pytree": base._pytree__is_pytree},
     linears=_linears,

@@ -153,7 +153,8 @@ def _gated(candidate: GatedCandidate, probe: "_Probe", own: Trace) -> GatedFormu
             f"nearest, {formula.activation}, differs by {error:.2g} of the largest value"
         )
     if found[1][0][2] <= 1:
-        raise Different(f"its rounding hides whether it is {formula} or {found[1][1]}")
+        first, second = (f"{f.down}({f.activation}({f.gate}) · {f.up})" for _, f in found[:2])
+        raise Different(f"its rounding hides whether it is {first} or {second}")
     check_smooth(own, but=_RELU)
     return formula
 

@@ -138,6 +138,8 @@ class Framework:
 
     home: str  # the module that defines it, as FRAMEWORK
     read: Callable[[Any, str], Any]  # returns the array that a module holds by a name
+    # Returns what a module holds by a name, of which only the dtype is read.
+    held: Callable[[Any, str], Any]
     # Returns a Candidate for a module, called as an object of another class.
     candidate: Callable[[Any, type], Candidate]
     # Returns the array in a module's input, the dimension that a norm is over, and a function that
@@ -189,7 +191,7 @@ class Service:
         if isinstance(self.how, GatedFormula):
             return (_mlp_key(module, self.framework),)
         scale = self.how.scale if isinstance(self.how, Formula) else None
-        held = None if scale is None else self.framework.read(module, scale)
+        held = None if scale is None else self.framework.held(module, scale)
         dtype = getattr(held, "dtype", np.dtype("float32"))  # in an optimizer's state, of anything
         return dtype.name, self.framework.configuration(module)
 
@@ -383,19 +385,30 @@ def _restore(
 
 
 def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the attributes that are no arrays, as a key."""
+    """Returns the attributes that are no arrays, as a key.
+
+    An object that is hashed by identity, as a model's configuration may be, stands there with its
+    own attributes: they may change.
+    """
     items = []
     for name, value in sorted(attributes.items()):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
         is_number = isinstance(value, type | np.generic)  # or a dtype, as np.float32
         if is_array and not is_number or name.startswith("_pytree__"):  # Flax's notes
             continue
-        try:
-            hash(value)
-        except TypeError:
-            value = repr(value)
-        items.append((name, value))
+        items.append((name, _hashable(value)))
     return tuple(items)
+
+
+def _hashable(value: Any, deep: bool = True) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    mutable = type(value).__hash__ is object.__hash__ and hasattr(value, "__dict__")
+    if not deep or not mutable or callable(value):
+        return value
+    return value, *((name, _hashable(held, False)) for name, held in sorted(vars(value).items()))
 
 
 _HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}

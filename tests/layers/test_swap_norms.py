@@ -237,6 +237,26 @@ def test_calls_that_were_not_verified_are_the_class_own():
     np.testing.assert_allclose(jax.vmap(whole)(x), jax.vmap(WholeInput(8))(x), rtol=1e-6)
 
 
+def test_a_configuration_that_changes_is_followed():
+    class Config:
+        def __init__(self):
+            self.offset = 0.0
+
+    class Norm(nnx.Module):
+        def __init__(self, config):
+            self.weight, self.config = nnx.Param(jnp.ones(8)), config
+
+        def __call__(self, x):
+            return foreign_norms.normal(x) * (self.config.offset + self.weight[...])
+
+    config, x = Config(), jnp.full((2, 8), 3.0)
+    norm = ours_nnx.swap(Norm(config))
+    assert "normfuse_rms_norm[" in str(jax.make_jaxpr(lambda x: norm(x))(x))
+    np.testing.assert_allclose(norm(x), 1, rtol=1e-6)
+    config.offset = 1.0
+    np.testing.assert_allclose(norm(x), 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
 def test_served_where_the_parameters_are_traced(rank):
     graph, state = nnx.split(ours_nnx.swap(nnx.Dict(a=DivideByRms(SIZE, rngs=nnx.Rngs(0)))))
