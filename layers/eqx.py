@@ -31,6 +31,7 @@ from .swap import (
     Row,
     Rules,
     check_concrete,
+    check_model,
     check_rule,
     check_rules,
     conclude,
@@ -467,7 +468,8 @@ def swap(
 
     Raises:
       ValueError: for a rule that computes anything else than the class.
-      TypeError: for rules that do not map classes to functions, or a report that is no function.
+      TypeError: for a class, a module of another framework, rules that do not map classes to
+        functions, or a report that is no function.
 
     Warns:
       UserWarning: if nothing is served, or modules could not be probed because they are traced.
@@ -482,6 +484,7 @@ def swap(
     """
     implementation = modules.check_options(implementation, quantization=quantization)
     rules, rows = check_rules(rules, report), []
+    check_model(model, "eqx")
 
     def ours(layer: Any, path: str) -> Any:
         if not isinstance(layer, eqx.Module):
@@ -563,7 +566,7 @@ def _chosen(
         if implementation not in (None, service.implementation) and not mlp:
             service = service_of(base, service.how, implementation, FRAMEWORK)
             layer = modules.converted(layer, subclass(service))
-        return row(service.name, error=service.error), layer
+        return row(service.name, error=service.error(layer)), layer
     arrays, parts = _contents(layer)
     try:
         service = recognised_mlp(layer, base, FRAMEWORK)
@@ -580,7 +583,7 @@ def _chosen(
         service = service_of(base, known[1], implementation, FRAMEWORK)
         return row(service.name), modules.converted(layer, subclass(service))  # a filtered copy
     _known[_structure(layer)] = _kinds(layer), service.how
-    return row(service.name, error=service.error), modules.converted(layer, cls)
+    return row(service.name, error=service.error(layer)), modules.converted(layer, cls)
 
 
 # Of each class and configuration that was recognised: what its fields held, and the formula. An
@@ -728,6 +731,7 @@ FRAMEWORK = Framework(
     home=__name__,
     read=lambda layer, name: named.array_of(getattr(layer, name)),
     unwrap=named.unwrapped,
+    held=getattr,
     candidate=_candidate,
     ranks=(1, 2, 3),
     linears=_linears,

@@ -130,9 +130,7 @@ def fuse_norms(
     >>> y = jax.jit(fused)(x, scale, kernel)
     1 × dense
     """
-    for name, value in (("function", function), ("report", report)):
-        if not callable(value) and (name == "function" or value is not None):
-            raise TypeError(f"fuse_norms: {name} must be a function, got {value!r}")
+    check_functions(function, report)
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
@@ -160,6 +158,13 @@ def fuse_norms(
         return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
 
     return fused  # pyright: ignore[reportReturnType]
+
+
+def check_functions(function: Any, report: Any) -> None:
+    """Raises TypeError unless a function and a report, if there is one, can be called."""
+    for name, value in (("function", function), ("report", report)):
+        if not callable(value) and (name == "function" or value is not None):
+            raise TypeError(f"fuse_norms: {name} must be a function, got {value!r}")
 
 
 def _check_unchanged(before: Sequence[Any], args: Any) -> None:

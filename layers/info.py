@@ -202,7 +202,9 @@ def _in_order(serves: list[str], where: str, op: str) -> list[str]:
 
 def show() -> str:
     """Returns the cache folder, its size, and every kernel in it."""
-    lines = _cache()
+    from .swap import aligned
+
+    table = []
     for entry in cache.entries():
         features = entry.macros.get("FEATURES", "-")
         types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
@@ -210,11 +212,10 @@ def show() -> str:
         # NVRTC's version is a number alone; the system's compiler says its name.
         by = f"NVRTC {entry.compiler}" if entry.compiler[0].isdigit() else entry.compiler
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        lines.append(
-            f"  {kernel:24} n={features:8} {'/'.join(types):36} {entry.arch:11} "
-            f"{entry.bytes / 1024:6.1f} KiB  {by}  used {used}"
-        )
-    return "\n".join(lines)
+        size = f"{entry.bytes / 1024:6.1f} KiB"
+        row = f"  {kernel}", f"n={features}", "/".join(types), entry.arch, size, by, f"used {used}"
+        table.append(row)
+    return "\n".join([*_cache(), *aligned(table)])
 
 
 def _environment() -> list[str]:

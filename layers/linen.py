@@ -32,6 +32,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    check_model,
     check_rule,
     check_rules,
     conclude,
@@ -529,6 +530,7 @@ def swap(
     >>> model.apply(model.init(jax.random.key(0), x), x).shape
     (3, 2)
     """
+    check_model(model, "linen")
     if not isinstance(model, nn.Module):
         raise TypeError(f"swap: model must be a linen Module, got {type(model).__name__}")
     if model.scope is not None:
@@ -662,7 +664,7 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
     try:
         candidate = _candidate(module, base)
         service = recognised(module, base, candidate, options.implementation, FRAMEWORK)
-        return row(service.name, error=service.error), service.compute
+        return row(service.name, error=service.error(module)), service.compute
     except Different as different:
         return row(reason=str(different)), None
 
@@ -746,6 +748,7 @@ def _fields(module: nn.Module) -> dict[str, Any]:
 FRAMEWORK = Framework(
     home=__name__,
     read=lambda module, name: nn.unbox(module.get_variable("params", name)),
+    held=lambda module, name: nn.unbox(module.get_variable("params", name)),
     candidate=_candidate,
     configuration=lambda module: configuration(_fields(module)),
 )

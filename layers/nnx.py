@@ -3,6 +3,7 @@
 import functools
 import math
 import types
+import warnings
 from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .dense.gated import norm_mlp
 from .dense.norm_dense import apply as norm_linears
-from .fuse_norms import FusionReport
+from .fuse_norms import FusionReport, check_functions
 from .fuse_norms import fuse_norms as fuse_norms_of_arrays
 from .layer_norm import layer_norm
 from .recognize import Candidate, Different
@@ -36,6 +37,7 @@ from .swap import (
     Row,
     Rules,
     check_concrete,
+    check_model,
     check_rule,
     check_rules,
     conclude,
@@ -682,10 +684,12 @@ def swap(
 
     Raises:
       ValueError: for a rule that computes anything else than the class; nothing is changed then.
-      TypeError: for rules that do not map classes to functions, or a report that is no function.
+      TypeError: for a class, a module of another framework, rules that do not map classes to
+        functions, or a report that is no function.
 
     Warns:
-      UserWarning: if nothing is served, or modules could not be probed because they are traced.
+      UserWarning: if there are no modules, nothing is served, or modules could not be probed
+        because they are traced.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -698,8 +702,11 @@ def swap(
     """
     implementation = modules.check_options(implementation, quantization=quantization)
     rules = check_rules(rules, report)
+    check_model(model, "nnx")
     rows, classes = [], []
-    for path, module in _modules(model):
+    if not (found := _modules(model)) and not isinstance(model, nnx.Optimizer):
+        warnings.warn(f"swap: there is no nnx.Module in {type(model).__name__}", stacklevel=2)
+    for path, module in found:
         row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
         rows += [row] if row else []
         classes += [(module, cls)] if cls else []
@@ -747,6 +754,8 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
     ['1 × dense']
     (2, 16)
     """
+
+    check_functions(function, report)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -840,17 +849,17 @@ def _chosen(
         service = SERVED[type(module)]
         if implementation is not None and not isinstance(service.how, GatedFormula):
             service = service_of(base, service.how, implementation, FRAMEWORK)
-        return row(service.name, error=service.error), subclass(service)
+        return row(service.name, error=service.error(module)), subclass(service)
     own = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
     parts = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
     try:
         if service := recognised_mlp(module, base, FRAMEWORK):
-            return row(service.name, error=service.error), subclass(service)
+            return row(service.name, error=service.error(module)), subclass(service)
         if not own and (len(parts) > 1 or not callable(module)):
             return None, None
         check_concrete(jax.tree.leaves(nnx.state(module)))
         service = recognised(module, base, _candidate(module, base), implementation, FRAMEWORK)
-        return row(service.name, error=service.error), subclass(service)
+        return row(service.name, error=service.error(module)), subclass(service)
     except Different as different:
         return row(reason=str(different)), None
 
@@ -956,6 +965,7 @@ def _apply_mlp(how: GatedFormula, module: Any, x: Array) -> Array:
 FRAMEWORK = Framework(
     home=__name__,
     read=lambda module, name: getattr(module, name)[...],
+    held=getattr,
     candidate=_candidate,
     options=lambda base: {"pytree": base._pytree__is_pytree},
     linears=_linears,

@@ -18,6 +18,7 @@ from .recognize import (
     Different,
     Trace,
     check,
+    check_smooth,
     equations,
     evaluate,
     probe_shape,
@@ -45,6 +46,8 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
 }
+# What a relu may be written with: probes meet both of its pieces.
+_RELU = {"max", "select_n", "eq", "ne", "lt", "le", "gt", "ge"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,9 @@ def _gated(candidate: GatedCandidate, probe: "_Probe", own: Trace) -> GatedFormu
             f"nearest, {formula.activation}, differs by {error:.2g} of the largest value"
         )
     if found[1][0][2] <= 1:
-        raise Different(f"its rounding hides whether it is {formula} or {found[1][1]}")
+        first, second = (f"{f.down}({f.activation}({f.gate}) · {f.up})" for _, f in found[:2])
+        raise Different(f"its rounding hides whether it is {first} or {second}")
+    check_smooth(own, but=_RELU)
     return formula
 
 

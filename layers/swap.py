@@ -138,6 +138,8 @@ class Framework:
 
     home: str  # the module that defines it, as FRAMEWORK
     read: Callable[[Any, str], Any]  # returns the array that a module holds by a name
+    # Returns what a module holds by a name, of which only the dtype is read.
+    held: Callable[[Any, str], Any]
     # Returns a Candidate for a module, called as an object of another class.
     candidate: Callable[[Any, type], Candidate]
     # Returns the array in a module's input, the dimension that a norm is over, and a function that
@@ -175,14 +177,23 @@ class Service:
         name = getattr(self.how, "__name__", type(self.how).__name__)
         return getattr(self.how, "served", "") or f"rule {name}"
 
-    @property
-    def error(self) -> str:
-        """The largest verified error for each dtype of x, for the report."""
+    def error(self, module: Any) -> str:
+        """The largest verified error of modules like one, for each dtype of x, for the report."""
         errors: dict[str, float] = {}
+        like = self._like(module)
         for key, casts in self.verified.items():
-            if isinstance(casts, Casts):
+            if isinstance(casts, Casts) and key[3:] == like:
                 errors[key[2]] = max(casts.error, errors.get(key[2], 0.0))
         return ", ".join(f"{dtype} {error:.1g}" for dtype, error in errors.items())
+
+    def _like(self, module: Any) -> tuple[Any, ...]:
+        """What is verified once for modules, as the end of a key of `verified`."""
+        if isinstance(self.how, GatedFormula):
+            return (_mlp_key(module, self.framework),)
+        scale = self.how.scale if isinstance(self.how, Formula) else None
+        held = None if scale is None else self.framework.held(module, scale)
+        dtype = getattr(held, "dtype", np.dtype("float32"))  # in an optimizer's state, of anything
+        return dtype.name, self.framework.configuration(module)
 
     def casts(
         self, how: Formula, module: Any, rank: int, size: int, x_dtype: str, dtype: str
@@ -374,19 +385,46 @@ def _restore(
 
 
 def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the attributes that are no arrays, as a key."""
+    """Returns the attributes that are no arrays, as a key.
+
+    An object that is hashed by identity, as a model's configuration may be, stands there with its
+    own attributes: they may change.
+    """
     items = []
     for name, value in sorted(attributes.items()):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
         is_number = isinstance(value, type | np.generic)  # or a dtype, as np.float32
         if is_array and not is_number or name.startswith("_pytree__"):  # Flax's notes
             continue
-        try:
-            hash(value)
-        except TypeError:
-            value = repr(value)
-        items.append((name, value))
+        items.append((name, _hashable(value)))
     return tuple(items)
+
+
+def _hashable(value: Any, deep: bool = True) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    mutable = type(value).__hash__ is object.__hash__ and hasattr(value, "__dict__")
+    if not deep or not mutable or callable(value):
+        return value
+    return value, *((name, _hashable(held, False)) for name, held in sorted(vars(value).items()))
+
+
+_HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}
+
+
+def check_model(model: Any, own: str) -> None:
+    """Raises TypeError for a class, and for a module of another framework than `own`."""
+    if isinstance(model, type):
+        raise TypeError(f"swap: model must be a module, got the class {model.__name__}; call it")
+    within = lambda cls, home: f"{cls.__module__}.".startswith(f"{home}.")
+    homes = [home for home in _HOMES for cls in type(model).__mro__ if within(cls, home)]
+    if homes and own not in map(_HOMES.get, homes):  # Flax's bridges are of both
+        raise TypeError(
+            f"swap: model is a {type(model).__name__}, a module of {homes[0]}; use "
+            f"normfuse.layers.{_HOMES[homes[0]]}.swap"
+        )
 
 
 def check_concrete(arrays: Iterable[Any]) -> None:

@@ -261,6 +261,26 @@ NO_NORM = {  # name: (module, why it stays)
     "a list": (lambda: Scaled(listing, calls=nnx.static([])), "changes its attributes"),
     "twice": (lambda: Scaled(lambda m, x: 2 * normal(x) * W(m)), "2 times the parameter"),
     "squared": (lambda: Scaled(lambda m, x: normal(x) * W(m) ** 2), "plus a constant"),
+    "the weight's magnitude": (
+        lambda: Scaled(lambda m, x: normal(x) * jnp.abs(W(m))),
+        "plus a constant",
+    ),
+    "a positive weight": (
+        lambda: Scaled(lambda m, x: normal(x) * jax.nn.relu(W(m))),
+        "plus a constant",
+    ),
+    "a limited weight": (
+        lambda: Scaled(lambda m, x: normal(x) * jnp.clip(W(m), -9, 9)),
+        "may compute something else for other values",
+    ),
+    "a limited x": (
+        lambda: Scaled(lambda m, x: normal(jnp.clip(x, -6e4, 6e4)) * W(m)),
+        "may compute something else for other values",
+    ),
+    "large rows as they are": (
+        lambda: Scaled(lambda m, x: jnp.where(jnp.abs(x) > 1e6, x, normal(x) * W(m))),
+        "may compute something else for other values (gt)",
+    ),
     "the weight alone": (lambda: Scaled(lambda m, x: x * W(m)), "not x over its root mean square"),
     "eps outside": (lambda: Scaled(outside), "differs by"),
     "a floor": (lambda: Scaled(clipped), "differs by"),

@@ -54,7 +54,7 @@ assert jax.tree.structure(model.init(jax.random.key(1), x)) == jax.tree.structur
 # 3. The report comes with the first call, when the modules are made.
 y = model.apply(variables, x)
 # module                             class    served by, or why not  verified error
-# ScanCheckpointBlock_0.Norm_0       Norm     rms_norm               float32 2e-07, bfloat16 0.006
+# ScanCheckpointBlock_0.Norm_0       Norm     rms_norm               float32 2e-07, bfloat16 0.008
 # ScanCheckpointBlock_*.Dense_* (2)  Dense    normfuse Dense
 # RMSNorm_0                          RMSNorm  rms_norm               float32 2e-07, bfloat16 1e-07
 # 4 of 4 modules are served by normfuse

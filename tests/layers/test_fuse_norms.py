@@ -523,10 +523,11 @@ def test_what_is_no_array_stays_as_it_is(rng):
 
 
 def test_bad_input_is_one_clear_error(rng):
-    with pytest.raises(TypeError, match="fuse_norms: function must be a function, got 3"):
-        fuse_norms(3)
-    with pytest.raises(TypeError, match="fuse_norms: report must be a function, got 'print'"):
-        fuse_norms(one, report="print")
+    for fuse in (fuse_norms, ours_nnx.fuse_norms):
+        with pytest.raises(TypeError, match="fuse_norms: function must be a function, got 3"):
+            fuse(3)
+        with pytest.raises(TypeError, match="fuse_norms: report must be a function, got 'print'"):
+            fuse(one, report="print")
     model = ours_nnx.swap(NnxBlock(nnx.Rngs(0)), quantization="fp8")
     with pytest.raises(ValueError, match=r"changes arrays .* use normfuse.layers.nnx.fuse_norms"):
         fuse_norms(lambda model, x: model(x))(model, jnp.ones((2, DIM), bf16))

@@ -139,7 +139,8 @@ def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
     assert "compiled 0 kernels" in printed(capsys, *WARM, "9.0")
     monkeypatch.setattr(cache, "_memory", {})
     assert "compiled 0 kernels" in printed(capsys, *WARM, "90")
-    assert printed(capsys, "cache").count("n=96") > 20
+    assert (shown := printed(capsys, "cache")).count("n=96") > 20
+    assert len({line.index("n=") for line in shown.splitlines() if " n=" in line}) == 1
     assert f"removed {count} files" in printed(capsys, "cache", "clear")
     assert printed(capsys, "cache", "show").count("\n") == 1
 

@@ -142,6 +142,14 @@ NO_MLP = {
     "a shared kernel": (Shared, "shares layers or parameters"),
     "state": (Counting, "its call changes its state"),
     "a limit": (lambda: Gated(hidden=lambda m, h: jnp.clip(h, -7, 7)), "the nearest, silu"),
+    "rounded": (
+        lambda: Gated(hidden=lambda m, h: h.astype(jnp.bfloat16)),
+        "its rounding hides whether it is c(silu(b) · a) or c(gelu_tanh(b) · a)",
+    ),
+    "a large limit": (
+        lambda: Gated(hidden=lambda m, h: jnp.clip(h, -6e4, 6e4)),
+        "may compute something else for other values (min)",
+    ),
     "a factor": (
         lambda: Gated(after=lambda m, y: 1.001 * y),
         "silu, differs by 0.001",

@@ -20,6 +20,7 @@ from foreign_norms import DivideByRms, OnePlusScale, StaticEps, WholeInput
 
 from normfuse import rms_norm
 from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -225,12 +226,35 @@ def test_calls_that_were_not_verified_are_the_class_own():
     with pytest.raises(AssertionError):
         norm(x, out_sharding=3)
     assert calls(jnp.ones((2, SIZE), int)) == 0
+    norm.epsilon = np.float32(0.5)
+    assert calls(x) == 0
+    np.testing.assert_allclose(norm(x)[0], norm.weight[...] / np.sqrt(np.float32(1.5)), rtol=1e-6)
     norm.weight = nnx.Param(jnp.ones((2, SIZE)))
     assert calls(x) == 0
     whole = ours_eqx.swap(WholeInput(8))
     x = jnp.arange(16.0).reshape(2, 8)
     np.testing.assert_array_equal(whole(x), WholeInput(8)(x))  # the mean over both rows
     np.testing.assert_allclose(jax.vmap(whole)(x), jax.vmap(WholeInput(8))(x), rtol=1e-6)
+
+
+def test_a_configuration_that_changes_is_followed():
+    class Config:
+        def __init__(self):
+            self.offset = 0.0
+
+    class Norm(nnx.Module):
+        def __init__(self, config):
+            self.weight, self.config = nnx.Param(jnp.ones(8)), config
+
+        def __call__(self, x):
+            return foreign_norms.normal(x) * (self.config.offset + self.weight[...])
+
+    config, x = Config(), jnp.full((2, 8), 3.0)
+    norm = ours_nnx.swap(Norm(config))
+    assert "normfuse_rms_norm[" in str(jax.make_jaxpr(lambda x: norm(x))(x))
+    np.testing.assert_allclose(norm(x), 1, rtol=1e-6)
+    config.offset = 1.0
+    np.testing.assert_allclose(norm(x), 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
@@ -466,6 +490,33 @@ def test_the_printed_report(capsys):
     )
     assert any(re.match(r"last +GroupNorm +not: it has 2 arrays: bias, scale$", l) for l in lines)
     assert lines[-1] == "5 of 6 modules are served by normfuse"
+
+
+def test_the_reported_error_is_the_models_own():
+    def errors(**options):
+        norm = foreign_norms.SumOverN(SIZE, rngs=nnx.Rngs(0), **options)
+        return report_of(ours_nnx.swap, norm).rows[0].error
+
+    own = errors(dtype=f32)
+    assert "e-07" in own and errors() != own  # in bfloat16
+    assert errors(dtype=f32) == own
+
+
+def test_what_is_no_model_is_an_error_that_names_the_swap_to_use():
+    theirs, model = StaticEps(8), DivideByRms(8, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        TypeError, match=r"a StaticEps, .* of equinox; .*normfuse\.layers\.eqx\.swap"
+    ):
+        ours_nnx.swap(theirs)
+    with pytest.raises(TypeError, match=r"of flax\.nnx; use normfuse\.layers\.nnx\.swap$"):
+        ours_eqx.swap(model)
+    with pytest.raises(TypeError, match=r"of flax\.nnx; use normfuse\.layers\.nnx\.swap$"):
+        ours_linen.swap(model)  # pyright: ignore[reportArgumentType]
+    for swap in (ours_nnx.swap, ours_eqx.swap, ours_linen.swap):
+        with pytest.raises(TypeError, match="must be a module, got the class DivideByRms; call it"):
+            swap(DivideByRms)
+    with pytest.warns(UserWarning, match=r"there is no nnx\.Module in State$"):
+        ours_nnx.swap(nnx.state(model))
 
 
 def test_replacing_nothing_warns():
