@@ -875,7 +875,8 @@ def _candidate(module: Any, base: type) -> Candidate:
     variables = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Variable)}
     parameters, call = _copies(module, base)
     if len(parameters) != len(variables):
-        raise Different("it holds other modules or state")
+        held = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(module))} - {*variables}
+        raise Different(f"it holds other modules or arrays in {', '.join(sorted(held))}")
     arguments = parameter_of(variables.keys(), parameters)
 
     def compute(values, x, changed):

@@ -285,7 +285,7 @@ NO_NORM = {  # name: (module, why it stays)
     "eps outside": (lambda: Scaled(outside), "differs by"),
     "a floor": (lambda: Scaled(clipped), "differs by"),
     "state": (lambda: Scaled(running, seen=nnx.BatchStat(jnp.zeros(()))), "2 arrays"),
-    "dropout": (lambda: Scaled(dropped, rngs=nnx.Rngs(dropout=0)), "other modules or state"),
+    "dropout": (lambda: Scaled(dropped, rngs=nnx.Rngs(dropout=0)), "modules or arrays in rngs"),
     "integers": (lambda: Scaled(lambda m, x: normal(x).astype(jnp.int32)), "returns int32"),
     "a pair": (lambda: Scaled(lambda m, x: (normal(x) * W(m), x)), "returns 2 arrays"),
     "another shape": (lambda: Scaled(lambda m, x: x[..., :4]), "turns shape"),
@@ -293,6 +293,6 @@ NO_NORM = {  # name: (module, why it stays)
     "two arguments": (lambda: Scaled(lambda m, x: m.function(x)), "its call fails"),
     "an integer array": (lambda: Scaled(normal, weight=nnx.Param(jnp.arange(8))), "is int32"),
     "Embed": (lambda: nnx.Embed(3, 8, rngs=nnx.Rngs(0)), "embedding is not a vector: (3, 8)"),
-    "Dropout": (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "other modules or state"),
+    "Dropout": (lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)), "modules or arrays in rngs"),
     "Conv": (lambda: nnx.Conv(3, 4, 3, rngs=nnx.Rngs(0)), "2 arrays: bias, kernel"),
 }
