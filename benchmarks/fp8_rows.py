@@ -2,9 +2,8 @@
 
 A row is a layer at a size, forward and backward, with the time that we want for it. Its versions
 are of the same bfloat16 x and float32 parameters, whose casts and codes are made in each call, and
-take turns. Every product
-of "FP8, normfuse" must be one of FP8 codes in its compiled program; a version without what it is
-named for is not measured.
+take turns. Every product of "FP8, normfuse" must be one of FP8 codes in its compiled program; a
+version without what it is named for is not measured.
 """
 
 import concurrent.futures
