@@ -41,12 +41,11 @@ from normfuse.layers.quantization import Quantized
 from normfuse.models import nnx as nnx_models
 from normfuse.models.functional import build
 from normfuse.train.config import preset_config
+from normfuse.train.step import GPU_OPTIONS
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 OURS, PLAIN, FP8 = "bf16, normfuse", "bf16, jnp", "FP8, normfuse"
 XLA, FLAX = "FP8, XLA's best", "FP8, Flax's fp8_ops"
-# As the trainer has it: cuBLAS takes every product. Programs compile in a quarter of the time.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 Multiply = Callable[[jax.Array, Sequence[jax.Array]], list[jax.Array]]
 
 
@@ -404,7 +403,7 @@ def compile_all(found: Sequence[Row], threads: int, until: float) -> list[str]:
 
     Flax's come last: XLA has been seen to take minutes for products that accumulate in full.
     """
-    options = OPTIONS if jax.default_backend() == "gpu" else None
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
     pool = concurrent.futures.ThreadPoolExecutor(threads)
     futures: dict[Version, concurrent.futures.Future] = {}
     names = {}

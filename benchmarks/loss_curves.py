@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from loss_curves_table import QUANTIZATIONS, Curves, Point, Run, compare, last_losses, plot, report
+from programs import fp8_products
 
 PER_BLOCK = 3 * 7  # products of a block's kernels: each once forward and twice backward
 NOT_TAKEN = ("--steps", "--seed", "--precision", "--model.quantization", "--out-dir")
@@ -58,7 +59,7 @@ def check_products(quantization: str, hlo: str, platform: str, blocks: int) -> N
       blocks: layers of the model.
     """
     gpu = platform == "gpu"
-    found = hlo.count('"__cublas$lt$matmul$f8"' if gpu else " = f8e4m3fn[")
+    found = fp8_products(hlo)
     least = PER_BLOCK * blocks if quantization == "fp8" else 0
     if found < least or (found and not least):
         raise SystemExit(

@@ -745,10 +745,14 @@ def _fields(module: nn.Module) -> dict[str, Any]:
     return {name: getattr(module, name) for name in fields if name not in ("parent", "name")}
 
 
+def _parameter(module: nn.Module, name: str) -> Any:
+    return nn.unbox(module.get_variable("params", name))
+
+
 FRAMEWORK = Framework(
     home=__name__,
-    read=lambda module, name: nn.unbox(module.get_variable("params", name)),
-    held=lambda module, name: nn.unbox(module.get_variable("params", name)),
+    read=_parameter,
+    held=_parameter,
     candidate=_candidate,
     configuration=lambda module: configuration(_fields(module)),
 )

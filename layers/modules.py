@@ -168,6 +168,12 @@ def converted(layer: Any, cls: type, **extra: Any) -> Any:
     return new
 
 
+def layers_of(mlp: Any) -> dict[str, Any]:
+    """Returns the layers of a gated MLP by name; the transformer's may have no gate."""
+    layers = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    return {name: layer for name, layer in layers.items() if layer is not None}
+
+
 def replaced(layer: Any, expected: type) -> str:
     """Returns how a part of a fused module differs from what the module made, or ""."""
     if type(layer) is not expected:

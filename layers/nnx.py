@@ -551,7 +551,7 @@ class GatedMLP(nnx.Module, _Options):
         The norm has eps and scale_offset. None for an MLP that is not quantized as one function, or
         that has biases.
         """
-        linears = _parts(self)
+        linears = modules.layers_of(self)
         biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
         if biased or not _is_quantized(self, x):
             return None
@@ -568,7 +568,7 @@ class GatedMLP(nnx.Module, _Options):
 
 def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
     """Applies a GatedMLP, or what has its layers and options."""
-    linears = _parts(mlp)
+    linears = modules.layers_of(mlp)
     if not _is_quantized(mlp, x):
         gate, *up = (linears[name](x) for name in linears if name != "down")
         return _combine(mlp, gate, up[0] if up else None, hidden_sharding)
@@ -582,13 +582,7 @@ def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Ar
 
 def _is_quantized(mlp: Any, x: Array) -> bool:
     """Whether all parts may be computed together, in FP8."""
-    return _quantized_alike([*_parts(mlp).values()], mlp.quantization, x)
-
-
-def _parts(mlp: Any) -> dict[str, Any]:
-    """The layers of a GatedMLP by name; the transformer's may have no gate."""
-    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
-    return {name: linear for name, linear in linears.items() if linear is not None}
+    return _quantized_alike([*modules.layers_of(mlp).values()], mlp.quantization, x)
 
 
 def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Array) -> bool:

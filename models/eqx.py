@@ -17,7 +17,7 @@ from ..layers.dense.gated import mlp as apply_mlp
 from ..layers.dense.gated import norm_mlp as apply_norm_mlp
 from ..layers.dense.norm_dense import apply as apply_norm_dense
 from ..layers.eqx import Linear, RMSNorm
-from ..layers.modules import converted
+from ..layers.modules import converted, layers_of
 from ..layers.rms_norm import add_rms_norm, rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -76,21 +76,16 @@ def _unquantized(module: eqx.Module) -> eqx.Module:
 
 
 def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
-    kernels = {name: part.weight for name, part in _parts(mlp).items()}
+    kernels = {name: part.weight for name, part in layers_of(mlp).items()}
     options = {"quantization": mlp.up.quantization, "implementation": mlp.up.implementation}
     options |= {"dtype": x.dtype, "contract": 1, "hidden_sharding": spec}
     return apply_mlp(x, kernels, {}, activation=mlp.activation, **options)
 
 
-def _parts(mlp: "MLP") -> dict[str, Any]:
-    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
-    return {name: linear for name, linear in linears.items() if linear is not None}
-
-
 def _norm_mlp(
     mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
 ) -> tuple[Array, Array] | None:
-    named = _parts(mlp) if type(mlp) is MLP else {}
+    named = layers_of(mlp) if type(mlp) is MLP else {}
     parts: Any = [*named.values()]
     if not _quantized_alike(norm, parts) or any(part.bias is not None for part in parts):
         return None

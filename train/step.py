@@ -20,7 +20,7 @@ from .mesh import batch_sharding, replicated
 # cuBLAS takes every product, and adds to it (beta = 1) what a sum has beside it. Where XLA may use
 # Triton, versions before JAX 0.12's take products away before they look for sums: a pass over the
 # gradient that q, k and v have of one x, and over that of gate and up.
-_GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this many
 
 
@@ -80,7 +80,7 @@ class Program:
         shape = (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
         out = (self.shardings(), replicated(self.mesh))
-        options = _GPU_OPTIONS if _on_gpus(self.mesh) else None
+        options = GPU_OPTIONS if _on_gpus(self.mesh) else None
         step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
         return step.lower(self.abstract(), tokens)
 

@@ -35,7 +35,7 @@ from .op import as_bytes
 _CLUSTER = 8  # blocks, the most that every device with clusters has
 _NARROW = 32  # threads along a row's part, beyond which more blocks share the row
 _THREADS, _MOST_THREADS = 128, 512  # of a block: enough, and the most
-_REGISTERS = 65536 // 80  # threads of a multiprocessor, with as many registers as each needs
+_RESIDENT = 65536 // 80  # threads of a multiprocessor, with as many registers as each needs
 _SUMS = 4096  # bytes of shared memory, more than sums over rows take
 
 
@@ -105,9 +105,9 @@ def layout(columns: int, itemsize: int, target: Target) -> CastLayout | None:
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
         threads, shared = chosen.width * height, chosen.held(itemsize) + _SUMS
-        most = min(max(_THREADS, 2 * chosen.width), _MOST_THREADS)
-        if threads <= most and shared <= target.shared_memory:
-            fit = min(_REGISTERS // threads, target.shared_memory // shared)
+        enough = min(max(_THREADS, 2 * chosen.width), _MOST_THREADS)
+        if threads <= enough and shared <= target.shared_memory:
+            fit = min(_RESIDENT // threads, target.shared_memory // shared)
             return replace(chosen, min_blocks=max(1, fit))
     return None
 
