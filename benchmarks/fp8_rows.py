@@ -1,9 +1,11 @@
 """Layers in FP8 beside bfloat16 and other FP8: `quantization.py --part layers`.
 
 A row is a layer at a size, forward and backward, with the time that we want for it. Its versions
-are of the same bfloat16 x and float32 parameters, whose casts and codes are made in each call, and
-take turns. Every product of "FP8, normfuse" must be one of FP8 codes in its compiled program; a
-version without what it is named for is not measured.
+are of the same bfloat16 x and parameters (float32, but for the row of few tokens), whose casts and
+codes are made in each call, and take turns. Every product of "FP8, normfuse" must be one of FP8
+codes in its compiled program; a version without what it is named for is not measured. Nor is one
+whose results are far from bfloat16's: codes of too small a gradient are all zero, and a GPU
+multiplies zeros faster than numbers.
 """
 
 import concurrent.futures
@@ -47,6 +49,7 @@ f32, bf16 = jnp.float32, jnp.bfloat16
 OURS, PLAIN, FP8 = "bf16, normfuse", "bf16, jnp", "FP8, normfuse"
 XLA, FLAX = "FP8, XLA's best", "FP8, Flax's fp8_ops"
 Multiply = Callable[[jax.Array, Sequence[jax.Array]], list[jax.Array]]
+FAR = 0.5  # relative error: FP8's is a tenth of it, that of a gradient of zeros is 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -62,6 +65,7 @@ class Version:
       norms: how many norms write codes, where `fuse_norms` says so.
       program: its compiled step.
       problem: why it is not measured.
+      error: of the result or gradient that is furthest from bfloat16's by plain JAX, relative.
     """
 
     name: str
@@ -72,6 +76,7 @@ class Version:
     norms: Callable[[], int] = lambda: 1
     program: Any = None
     problem: str = ""
+    error: float = math.nan
     fp8: int = 0
     others: int = 0
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -105,7 +110,7 @@ class Row:
 
     Attributes:
       must, aim: milliseconds that we want; or, where `relative`, the ratio to our bfloat16.
-      operands: shapes and dtypes of what all versions take.
+      operands: shapes and dtypes of what all versions take: parameters, and what they are applied to.
     """
 
     name: str
@@ -119,15 +124,18 @@ class Row:
     def draw(self) -> Any:
         """Random operands; products of theirs are about 1."""
 
-        def draw(key: jax.Array, x: Any) -> jax.Array:
+        @functools.partial(jax.jit, static_argnums=(1, 2))
+        def draw(key: jax.Array, x: Any, is_parameter: bool) -> jax.Array:
             if x.ndim < 2:
                 return jnp.ones(x.shape, x.dtype)
-            size = x.shape[0] ** -0.5 if x.dtype == f32 else 1
+            size = x.shape[0] ** -0.5 if is_parameter else 1
             return jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(size, x.dtype)
 
         leaves, tree = jax.tree.flatten(self.operands)
         keys = jax.random.split(jax.random.key(0), len(leaves))
-        return jax.tree.unflatten(tree, map(jax.jit(draw, static_argnums=1), keys, leaves))
+        parameters = len(jax.tree.leaves(self.operands[0]))
+        found = [draw(key, x, i < parameters) for i, (key, x) in enumerate(zip(keys, leaves))]
+        return jax.tree.unflatten(tree, found)
 
 
 # ---------------------------------------------------------------- products of others
@@ -219,27 +227,34 @@ def norm_apart(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array
 
 
 def on_operands(layer: Callable) -> Callable:
-    """`(((x, scale, *kernels), dy), ()) -> (y, gradients)`."""
+    """`(((scale, *kernels), (x, dy)), ()) -> (y, gradients of x, scale and kernels)`."""
     run = both_ways(layer)
-    return lambda operands, _: run(*operands)
+
+    def on(operands: Any, _: Any) -> Any:
+        params, (x, dy) = operands
+        return run((x, *params), dy)
+
+    return on
 
 
 @functools.cache
-def layer_operands(layer: str, tokens: int, dim: int, hidden: int) -> Any:
+def layer_operands(layer: str, tokens: int, dim: int, hidden: int, dtype: Any = f32) -> Any:
     struct = jax.ShapeDtypeStruct
-    kernels = [struct(shape, f32) for shape in kernel_shapes(layer, dim, hidden)]
+    kernels = [struct(shape, dtype) for shape in kernel_shapes(layer, dim, hidden)]
     out = kernels[-1].shape[1]
-    return (struct((tokens, dim), bf16), struct((dim,), f32), *kernels), struct((tokens, out), bf16)
+    x, dy = struct((tokens, dim), bf16), struct((tokens, out), bf16)
+    return (struct((dim,), f32), *kernels), (x, dy)
 
 
-@functools.cache  # rows of one size share them, and their programs
-def rivals(layer: str, *sizes: int) -> list[Version]:
+@functools.cache  # rows of the same operands share them, and their programs
+def rivals(layer: str, operands: Any) -> list[Version]:
     count = len(kernel_shapes(layer, 1, 1))
+    del operands
 
     def with_flax(operands: Any, states: Any) -> Any:
-        args, dy = operands
+        params, (x, dy) = operands
         run = lambda states, *args: plain_layer(flax_products(iter(states)))(*args)
-        return both_ways(run)((states, *args), dy)
+        return both_ways(run)((states, x, *params), dy)
 
     return [
         Version(PLAIN, on_operands(plain_layer(jnp_products))),
@@ -249,10 +264,17 @@ def rivals(layer: str, *sizes: int) -> list[Version]:
 
 
 def layer_row(
-    name: str, layer: str, tokens: int, dim: int, hidden: int, must: float, aim: float
+    name: str,
+    layer: str,
+    tokens: int,
+    dim: int,
+    hidden: int,
+    must: float,
+    aim: float,
+    kernels: Any = f32,
 ) -> Row:
-    """A row of functions of ours."""
-    sizes = tokens, dim, hidden
+    """A row of functions of ours; `kernels` is their dtype."""
+    operands = layer_operands(layer, tokens, dim, hidden, kernels)
     products = 3 * len(kernel_shapes(layer, dim, hidden))
     of_fp8 = {"products": products, "ours": True}
     versions = [
@@ -261,9 +283,10 @@ def layer_row(
     ]
     if "SwiGLU" in layer:
         versions.append(Version(f"{FP8}, norm apart", on_operands(norm_apart), **of_fp8))
-    versions += rivals(layer, *sizes)
+    versions += rivals(layer, operands)
     title = f"{layer} {dim} -> {hidden}, {tokens} tokens"
-    return Row(name, title, must, aim, layer_operands(layer, *sizes), versions)
+    title += "" if kernels == f32 else f", {jnp.dtype(kernels)} kernels"
+    return Row(name, title, must, aim, operands, versions)
 
 
 # ---------------------------------------------------------------- a foreign model's Linears
@@ -271,7 +294,8 @@ def layer_row(
 
 def linears_row(name: str, tokens: int, dim: int, hidden: int, must: float, aim: float) -> Row:
     """A row of `swap`: a foreign module's norm and Linears, its activation between."""
-    layer, sizes = "norm + SwiGLU MLP", (tokens, dim, hidden)
+    layer = "norm + SwiGLU MLP"
+    operands = layer_operands(layer, tokens, dim, hidden)
 
     def swapped(quantization: Any, fused: bool = False) -> tuple[Callable, list[int]]:
         make = lambda: foreign_blocks.Mlp(dim, hidden, rngs=nnx.Rngs(0))
@@ -292,10 +316,10 @@ def linears_row(name: str, tokens: int, dim: int, hidden: int, must: float, aim:
         Version(OURS, swapped(None)[0], ours=True),
         Version(FP8, swapped("fp8")[0], **of_fp8),
         Version(f"{FP8}, fused norms", fused, **of_fp8, norms=lambda: sum(norms)),
-        *rivals(layer, *sizes),
+        *rivals(layer, operands),
     ]
     title = f"the same from Linears, {dim} -> {hidden}, {tokens} tokens"
-    return Row(name, title, must, aim, layer_operands(layer, *sizes), versions)
+    return Row(name, title, must, aim, operands, versions)
 
 
 # ---------------------------------------------------------------- blocks of the transformer
@@ -387,7 +411,7 @@ def rows(chosen: Sequence[str] = NAMES, *, tiny: bool = False, **config: Any) ->
         ),
         "gelu": lambda: layer_row("gelu", gelu, *large, 9.4, 9.0),
         "dense": lambda: layer_row("dense", "norm + dense", *large, 4.7, 4.45),
-        "mlp-2048-tokens": lambda: layer_row("mlp-2048-tokens", swiglu, *few, 2.05, 1.9),
+        "mlp-2048-tokens": lambda: layer_row("mlp-2048-tokens", swiglu, *few, 2.05, 1.9, bf16),
         "mlp-2048": lambda: layer_row("mlp-2048", swiglu, *narrow, 4.4, 4.1),
     }
     if unknown := set(chosen) - set(make):
@@ -461,12 +485,22 @@ def measure_row(row: Row, turns: int, until: float, wants: bool) -> None:
     if time.perf_counter() < until:
         operands = row.draw()
         calls = {v: (v.program, (operands, v.extra())) for v in row.versions if not v.problem}
-        for version, (program, args) in list(calls.items()):
+        found: list[jax.Array] = []
+        expected = found
+        for version in sorted(calls, key=lambda version: version.name != PLAIN):
+            program, args = calls[version]
             try:
-                jax.block_until_ready(program(*args))
+                found = arrays(program(*args))
             except jax.errors.JaxRuntimeError as error:
                 version.problem = said(error)
-                del calls[version]
+            else:
+                expected = expected or found
+                errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+                version.error = float(jnp.max(jnp.stack(errors)))  # NaN if one is
+                if not version.error <= FAR:
+                    version.problem = f"its results are {version.error:.2g} from bfloat16's"
+        found = expected = []
+        calls = {version: call for version, call in calls.items() if not version.problem}
         named = {version.name: call for version, call in calls.items()}
         warm = 1.5 if jax.default_backend() == "gpu" else 0
         samples = by_turns(named, turns, warm, until)
@@ -495,12 +529,26 @@ def measure_row(row: Row, turns: int, until: float, wants: bool) -> None:
         emit(
             **line,
             products_ms=round(statistics.median(multiplied), 3),
+            error=round(version.error, 4),
             fp8=version.fp8,
             other_products=version.others,
             turns=[round(ms, 3) for ms in times[version.name]],
             kernels=version.kernels,
             rest=rest(samples[version.name][-1]),
         )
+
+
+def arrays(results: Any) -> list[jax.Array]:
+    """A layer's result and the gradients of x and of kernels; none of what only one version has."""
+    return [leaf for leaf in jax.tree.leaves(results) if leaf.ndim >= 2]
+
+
+@jax.jit
+def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """‖found - expected‖ / ‖expected‖, and 0 where both are zero; NaN is kept."""
+    size = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(f32))))
+    far, full = size(found.astype(f32) - expected.astype(f32)), size(expected)
+    return jnp.where(far == 0, 0.0, far / full)
 
 
 def rest(call: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:

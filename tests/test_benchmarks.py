@@ -5,6 +5,7 @@ import csv
 import importlib.util
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -382,6 +383,7 @@ def test_rows_of_layers_take_turns_with_other_fp8(tmp_path):
         assert (line["fp8"] > 0) == version.startswith("FP8")
         assert bool(line["kernels"]) == ("normfuse" in version)
         assert ("quantize_cast" in line["kernels"]) == version.startswith("FP8, normfuse")
+        assert (0 < line["error"] < 0.2) if line["fp8"] else (line["error"] < 0.03)
         assert len(line["turns"]) == 3 and line["ms"] == statistics.median(line["turns"]) > 0
         # Both times and the ratio are rounded by half a thousandth.
         times = base[line["row"]]["ms"], line["ms"]
@@ -428,6 +430,26 @@ def test_rows_that_time_leaves_out_are_said(fp8_rows, capsys):
     (row,) = fp8_rows.rows(["dense"], tiny=True)
     late = dict.fromkeys(ROWS["dense"], "out of time")
     assert not_measured(fp8_rows, capsys, row, seconds=0.0) == late
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(0.0, "its results are 1 from bfloat16's"), (math.nan, "are nan from"), (1.0, "")],
+)
+def test_versions_whose_gradients_are_zero_are_not_measured(fp8_rows, capsys, value, problem):
+    (row,) = fp8_rows.rows(["dense"], tiny=True)
+    (plain,) = (version for version in row.versions if version.name == "bf16, jnp")
+
+    def run(operands, extra):
+        y, (dx, dscale, dkernel) = plain.run(operands, extra)
+        return y, (dx, dscale, dkernel * value)
+
+    row.versions = [fp8_rows.Version("other", run), plain]
+    assert fp8_rows.compile_all([row], 1, time.perf_counter() + 60) == []
+    fp8_rows.measure_row(row, 1, time.perf_counter() + 60, wants=True)
+    other, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    assert problem in other.get("not_measured", "") and ("ms" in other) == (not problem)
 
 
 CUBLAS = 'custom_call_target="__cublas$lt$matmul$f8"\n'
