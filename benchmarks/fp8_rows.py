@@ -110,7 +110,7 @@ class Row:
 
     Attributes:
       must, aim: milliseconds that we want; or, where `relative`, the ratio to our bfloat16.
-      operands: shapes and dtypes of what all versions take: parameters, and what they are applied to.
+      operands: shapes and dtypes of what all versions take: parameters, and what these meet.
     """
 
     name: str

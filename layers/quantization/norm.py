@@ -33,9 +33,7 @@ from .kernels import INPUTS, CastLayout, Codes
 from .op import as_bytes
 
 _CLUSTER = 8  # blocks, the most that every device with clusters has
-_NARROW = 32  # threads along a row's part, beyond which more blocks share the row
-_THREADS, _MOST_THREADS = 128, 512  # of a block: enough, and the most
-_RESIDENT = 65536 // 80  # threads of a multiprocessor, with as many registers as each needs
+_MOST_THREADS = 512  # of a block
 _SUMS = 4096  # bytes of shared memory, more than sums over rows take
 
 
@@ -90,7 +88,21 @@ _DEFINITIONS = {
 # ---------------------------------------------------------------- kernels
 
 
-def layout(columns: int, itemsize: int, target: Target) -> CastLayout | None:
+class _Blocks(NamedTuple):
+    """What a block of 16 rows or more should have."""
+
+    narrow: int  # threads along a row's part, beyond which more blocks share the row
+    threads: int  # enough of them
+    registers: int  # of a thread
+
+
+# x comes past the registers into shared memory; beside a residual it comes through them.
+_ALONE, _ADDED = _Blocks(32, 128, 80), _Blocks(128, 256, 128)
+
+
+def layout(
+    columns: int, itemsize: int, target: Target, *, has_residual: bool = False
+) -> CastLayout | None:
     """How blocks share rows in one pass; None where the sums over rows take a pass of their own.
 
     A row is held by one block or, from compute capability 9.0, by a cluster of up to eight. None
@@ -98,16 +110,17 @@ def layout(columns: int, itemsize: int, target: Target) -> CastLayout | None:
     (benchmarks/results).
     """
     vectors, most = -(-columns // 8), _CLUSTER if target.clusters else 1
+    wanted = _ADDED if has_residual else _ALONE
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
-    fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
+    fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * wanted.narrow]
     blocks = (fits or [1])[0]
     # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
         threads, shared = chosen.width * height, chosen.held(itemsize) + _SUMS
-        enough = min(max(_THREADS, 2 * chosen.width), _MOST_THREADS)
+        enough = min(max(wanted.threads, 2 * chosen.width), _MOST_THREADS)
         if threads <= enough and shared <= target.shared_memory:
-            fit = min(_RESIDENT // threads, target.shared_memory // shared)
+            fit = min(65536 // wanted.registers // threads, target.shared_memory // shared)
             return replace(chosen, min_blocks=max(1, fit))
     return None
 
@@ -175,7 +188,8 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     given, norm = dict(zip(names, operands, strict=True)), spec.norm
     x = given["X"]
     stored = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype)
-    if chosen := layout(x.shape[1], stored.itemsize, target):
+    added = norm.has_residual
+    if chosen := layout(x.shape[1], stored.itemsize, target, has_residual=added):
         return _launch(target, spec, chosen, given, norm.eps)
     h = x
     if norm.has_residual:

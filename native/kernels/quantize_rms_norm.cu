@@ -13,7 +13,8 @@
 //   q, qt, code_scale          as q, qt and scale in quantize_cast.cu
 //
 // With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, in shared
-// memory, where x comes without taking registers; and the CLUSTER blocks side by side that have a
+// memory, where x comes without taking registers (beside a residual it comes through them: two
+// arrays keep enough bytes on their way); and the CLUSTER blocks side by side that have a
 // row add their sums of squares up in one cluster; the grid is as many blocks wide. Otherwise
 // blocks know nothing of each other.
 #include "fp8_tile.cuh"
@@ -170,23 +171,59 @@ class HeldRows {
 
   __device__ explicit HeldRows(uint4* slots) : slots_(slots) {}
 
-  template <typename T>
-  __device__ Packed<T, kColumns> row(int i) const {
-    uint4 words[sizeof(Packed<T, kColumns>) / 16];
+  __device__ Packed<H, kColumns> row(int i) const {
+    uint4 words[kRowSlots];
 #pragma unroll
     for (uint4& word : words) word = at(i, &word - words);
-    return bit_cast<Packed<T, kColumns>>(words);
+    return bit_cast<Packed<H, kColumns>>(words);
   }
 
-  template <typename T>
-  __device__ void keep(int i, const Packed<T, kColumns>& row) {
-    uint4 words[sizeof(row) / 16];
+  __device__ void keep(int i, const Packed<H, kColumns>& row) {
+    uint4 words[kRowSlots];
     memcpy(words, &row, sizeof(row));
 #pragma unroll
     for (const uint4& word : words) at(i, &word - words) = word;
   }
 
-  // Begins to bring x, each row to where its row of h will be; zeros beyond the edge.
+#if HAS_RESIDUAL
+  // Makes h of x and residual, which is written, and adds its squares up.
+  template <bool kVectors>
+  __device__ void square(const Operands& given, const Part& part, RowStatistics& statistics) {
+    struct Loaded {
+      Packed<X, kColumns> x[BATCH];
+      Packed<RESIDUAL_TYPE, kColumns> residual[BATCH];
+    };
+    const auto load = [&](int begin) {
+      Loaded loaded;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        loaded.x[i] = load_row<kVectors>(given.x, part, begin + i, given.columns);
+        loaded.residual[i] = load_row<kVectors>(given.residual, part, begin + i, given.columns);
+      }
+      return loaded;
+    };
+    Loaded next = load(0);
+#pragma unroll 1
+    for (int begin = 0; begin < kRows; begin += BATCH) {
+      const Loaded now = next;
+      if (begin + BATCH < kRows) next = load(begin + BATCH);
+      float sums[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        Wide<float, kColumns> wide = widen_all<float>(now.x[i]);
+        const Wide<float, kColumns> more = widen_all<float>(now.residual[i]);
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) wide.at[k] += more.at[k];
+        const Packed<H, kColumns> stored = narrow_all<H>(wide);
+        keep(begin + i, stored);
+        store_row<kVectors>(stored, begin + i, given.h, part, given.columns);
+        sums[i] = squares(stored);
+      }
+      statistics.add(sums, begin);
+    }
+  }
+#else
+  // Begins to bring x; zeros beyond the edge.
   template <bool kVectors>
   __device__ void bring(const X* x, const Part& part, long long stride) {
 #pragma unroll 4
@@ -194,9 +231,7 @@ class HeldRows {
       if (kVectors && i < part.rows) {
         const uint4* from = reinterpret_cast<const uint4*>(x + part.first + i * stride);
 #pragma unroll
-        for (int n = 0; n < sizeof(Packed<X, kColumns>) / 16; ++n) {
-          copy_async<16>(&at(i, n), from + n);
-        }
+        for (int n = 0; n < kRowSlots; ++n) copy_async<16>(&at(i, n), from + n);
       } else {
         keep(i, load_row<kVectors>(x, part, i, stride));
       }
@@ -204,50 +239,28 @@ class HeldRows {
     commit_copies();
   }
 
-  // Makes h of x, which is written where there is a residual, and adds its squares up.
-  template <bool kVectors>
-  __device__ void square(const Operands& given, const Part& part, RowStatistics& statistics) {
-#if HAS_RESIDUAL
-    using Loaded = Packed<RESIDUAL_TYPE, kColumns>[BATCH];
-    const auto load = [&](int begin, Loaded& loaded) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        loaded[i] = load_row<kVectors>(given.residual, part, begin + i, given.columns);
-      }
-    };
-    Loaded next;
-    load(0, next);
-#endif
+  // Adds the squares of what was brought up.
+  __device__ void square(RowStatistics& statistics) {
     wait_copies<0>();
 #pragma unroll 1
     for (int begin = 0; begin < kRows; begin += BATCH) {
-#if HAS_RESIDUAL
-      Loaded now;
-      memcpy(now, next, sizeof(now));
-      if (begin + BATCH < kRows) load(begin + BATCH, next);
-#endif
       float sums[BATCH];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        Wide<float, kColumns> wide = widen_all<float>(row<X>(begin + i));
-#if HAS_RESIDUAL
-        const Wide<float, kColumns> more = widen_all<float>(now[i]);
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) wide.at[k] += more.at[k];
-        const Packed<H, kColumns> stored = narrow_all<H>(wide);
-        keep(begin + i, stored);
-        store_row<kVectors>(stored, begin + i, given.h, part, given.columns);
-        wide = widen_all<float>(stored);
-#endif
-        sums[i] = 0;
-#pragma unroll
-        for (int k = 0; k < kColumns; ++k) sums[i] += wide.at[k] * wide.at[k];
-      }
+      for (int i = 0; i < BATCH; ++i) sums[i] = squares(row(begin + i));
       statistics.add(sums, begin);
     }
   }
+#endif
 
  private:
+  __device__ static float squares(const Packed<H, kColumns>& row) {
+    const Wide<float, kColumns> wide = widen_all<float>(row);
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) sum += wide.at[k] * wide.at[k];
+    return sum;
+  }
+
   __device__ uint4& at(int i, int n) const { return slots_[own_slot(kRowSlots * i + n)]; }
 
   uint4* slots_;
@@ -263,7 +276,7 @@ __device__ inline void run(const Operands& given, int group) {
   constexpr int kGroupSlots = HeldRows::kGroupSlots;
   uint4* slots = reinterpret_cast<uint4*>(shared_memory() + RowStatistics::kBytes);
   HeldRows held(slots);
-  held.bring<kVectors>(given.x, part, columns);
+  IF_NOT(HAS_RESIDUAL, held.bring<kVectors>(given.x, part, columns));
   RowStatistics statistics(shared_memory());
 #else
   constexpr int kGroupSlots = kCodeSlots;
@@ -273,7 +286,11 @@ __device__ inline void run(const Operands& given, int group) {
   const Scale by = scale_of(bit_cast<int>(*given.bound) & 0x7fffffff);
   if (blockIdx.x == 0 && threadIdx.x == 0) *given.code_scale = by.scale;
 #if STATISTICS
+#if HAS_RESIDUAL
   held.square<kVectors>(given, part, statistics);
+#else
+  held.square(statistics);
+#endif
   statistics.find(given, first);
 #endif
   const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
@@ -292,7 +309,7 @@ __device__ inline void run(const Operands& given, int group) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if STATISTICS
-      Wide<float, kColumns> wide = widen_all<float>(held.row<H>(step + i));
+      Wide<float, kColumns> wide = widen_all<float>(held.row(step + i));
       const float inverse = statistics.inverse(step + i);
 #else
       Wide<float, kColumns> wide = widen_all<float>(loaded[i]);
