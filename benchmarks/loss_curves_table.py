@@ -187,6 +187,10 @@ def losses(axes: Any, points: Sequence[Point]) -> None:
 
     Where runs agree, FP8's thin line and small dots lie within bfloat16's broad and large ones.
     """
+    found = [p for p in points if math.isfinite(p.loss) and math.isfinite(p.val_loss)]
+    late = [p for p in found if p.step > 0.08 * p.steps] or found  # the first losses fall fast
+    top = max((max(p.loss, p.val_loss) for p in late), default=math.inf)
+    # The last dots lie on the edge, and whole: so those above it are left out here.
     dots: dict[str, Any] = {"linestyle": "", "marker": "o", "clip_on": False, "zorder": 3}
     seeds = sorted({point.seed for point in points})
     for quantization in QUANTIZATIONS:
@@ -197,13 +201,10 @@ def losses(axes: Any, points: Sequence[Point]) -> None:
             at, labels = [p.tokens for p in some], [f"{name}, {loss}" for loss in LOSSES.values()]
             training, held_out = labels if number == 0 else (None, None)
             axes.plot(at, [p.loss for p in some], color=color, linewidth=width, label=training)
-            values = [p.val_loss for p in some]
+            values = [p.val_loss if p.val_loss <= top else math.nan for p in some]
             axes.plot(at, values, color=color, markersize=size, label=held_out, **dots)
-    found = [p for p in points if math.isfinite(p.loss) and math.isfinite(p.val_loss)]
-    late = [p for p in found if p.step > 0.08 * p.steps] or found  # the first losses fall fast
     if late:
         bottom = min(min(p.loss, p.val_loss) for p in found)
-        top = max(max(p.loss, p.val_loss) for p in late)
         axes.set_ylim(bottom - 0.05 * (top - bottom), top + 0.05 * (top - bottom))
     axes.set_title(f"loss, {len(seeds)} seed{'s' * (len(seeds) > 1)}", loc="left", fontsize=10.5)
 

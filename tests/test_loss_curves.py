@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_model
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from normfuse.native import implementation
@@ -269,6 +270,24 @@ class Parameters(int):
 
     def __add__(self, other):
         return Parameters(int(self) + other)
+
+
+def test_losses_before_what_is_shown_are_left_out(loss_curves):
+    """Dots are not clipped: above the axes they would lie on the title."""
+    table = sys.modules["loss_curves_table"]
+    curve = [9.0, 3.0, *np.linspace(2, 1, 28)]
+    points = [
+        table.Point(0, quantization, step, 30, step, loss, loss + 0.1, 1.0)
+        for quantization in ("bf16", "fp8")
+        for step, loss in enumerate(curve, 1)
+    ]
+    figure = Figure()
+    axes = figure.subplots()
+    table.losses(axes, points)
+    bottom, top = axes.get_ylim()
+    dots = np.array([line.get_ydata() for line in axes.lines if not line.get_clip_on()])
+    assert dots.shape == (2, 30) and np.isnan(dots[:, :2]).all()
+    assert np.all((bottom <= dots[:, 2:]) & (dots[:, 2:] <= top))
 
 
 def check_picture(path):
