@@ -34,6 +34,7 @@ from .op import as_bytes
 
 _CLUSTER = 8  # blocks, the most that every device with clusters has
 _MOST_THREADS = 512  # of a block
+_REGISTERS = 65536  # of a multiprocessor
 _SUMS = 4096  # bytes of shared memory, more than sums over rows take
 
 
@@ -120,7 +121,7 @@ def layout(
         threads, shared = chosen.width * height, chosen.held(itemsize) + _SUMS
         enough = min(max(wanted.threads, 2 * chosen.width), _MOST_THREADS)
         if threads <= enough and shared <= target.shared_memory:
-            fit = min(65536 // wanted.registers // threads, target.shared_memory // shared)
+            fit = min(_REGISTERS // wanted.registers // threads, target.shared_memory // shared)
             return replace(chosen, min_blocks=max(1, fit))
     return None
 
@@ -188,8 +189,8 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     given, norm = dict(zip(names, operands, strict=True)), spec.norm
     x = given["X"]
     stored = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype)
-    added = norm.has_residual
-    if chosen := layout(x.shape[1], stored.itemsize, target, has_residual=added):
+    chosen = layout(x.shape[1], stored.itemsize, target, has_residual=norm.has_residual)
+    if chosen:
         return _launch(target, spec, chosen, given, norm.eps)
     h = x
     if norm.has_residual:
