@@ -137,15 +137,23 @@ def type_macros(arrays: Mapping[str, Any]) -> dict[str, str]:
 def column_sum(launch: Callable[..., Any], target: "Target", partial: jax.Array) -> jax.Array:
     """Returns the sums over the blocks' rows of `partial`, in order, by the caller's `launch`."""
     count, columns = partial.shape
+    vector = 16 // partial.dtype.itemsize
+    if columns % vector or columns // (32 * vector) < target.multiprocessors * 3 // 4:
+        vector = 1  # more blocks, each with a row for every warp
+    warps = 16 if vector > 1 else 32
     (sums,) = launch(
         "column_sum.cu",
         "column_sum",
         [partial],
         [jax.ShapeDtypeStruct((columns,), partial.dtype)],
         target=target,
-        macros={"COMPUTE_TYPE": CUDA_TYPES[partial.dtype.name]},
-        grid=-(-columns // 32),
-        block=1024,
+        macros={
+            "COMPUTE_TYPE": CUDA_TYPES[partial.dtype.name],
+            "VECTOR": vector,
+            "WARPS": warps,
+        },
+        grid=-(-columns // (32 * vector)),
+        block=32 * warps,
         ints=(count, columns),
     )
     return sums

@@ -15,7 +15,7 @@ from normfuse.layers.layer_norm import op
 from normfuse.layers.rms_norm import cuda
 from normfuse.layers.rms_norm.cuda import RowLayout
 from normfuse.layers.rms_norm.spec import Norm
-from normfuse.native.launch import Target
+from normfuse.native.launch import Target, column_sum
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
@@ -187,6 +187,22 @@ def test_cuda_unaligned_arrays_match_reference(emulated):
     run, _ = emulated(SM90, shift=1)
     check_forward(run, Case((3, 136, 1), residual=True))
     check_backward(run, Case((3, 136, 1), residual=True))
+
+
+# Few columns take a block per 32 of them; many, four at a time; and some no whole vectors.
+@pytest.mark.parametrize("shape", [(70, 96), (133, 1024), (9, 1028), (40, 1027)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_column_sums(emulator_folder, shape, dtype, rng):
+    pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")
+    with jax.enable_x64(True):
+        partial, emulator = rng.normal(size=shape).astype(dtype), Emulator(emulator_folder, 0)
+        target = Target("sm_90", multiprocessors=8)
+        sums = column_sum(emulator.launch, target, jnp.asarray(partial))
+    vector = 16 // partial.itemsize if shape[1] in (1024, 1028) else 1
+    assert emulator.launches[0]["macros"]["VECTOR"] == vector
+    exact = partial.astype("float64").sum(0)
+    slack = shape[0] * np.finfo(dtype).eps * np.abs(partial).sum(0)
+    assert sums.dtype == dtype and np.all(np.abs(np.asarray(sums) - exact) <= slack)
 
 
 # The longest rows take more blocks than RMSNorm's, which have registers for fewer columns each.
