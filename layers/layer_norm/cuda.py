@@ -47,7 +47,7 @@ _BACKWARD = (
     Step(512, chunks=4, fill=256, hold=True),
     Step(1024, chunks=2, hold=True),
     Step(2048, chunks=2, slices=2, hold=True, stages=3),
-    Step(4096, chunks=4, slices=2, stages=3, share=True),
+    Step(4096, chunks=2, slices=2, stages=3, share=True),
 )
 
 

@@ -45,15 +45,40 @@ using Sums = Wide<Compute, 2>;  // Σ g and Σ g · (x - mean)
 // scale + offset at this thread's columns, which only it reads.
 #if SHARE_WEIGHT
 struct Weight {
-  Wide<Compute, VECTOR>* values;
+  using Values = Wide<Compute, VECTOR>;
+  static constexpr int kWords = sizeof(Values) > 16 ? sizeof(Values) / 16 : 1;
+  using Word = WordOf<sizeof(Values) / kWords>;
+  static constexpr int kBytes = kThreads * CHUNKS * sizeof(Values);
 
-  __device__ Wide<Compute, VECTOR>& operator[](int chunk) const {
-    return values[chunk * kThreads + threadIdx.x];
+  Word* words;
+
+  __device__ Values operator[](int chunk) const {
+    Word values[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) values[i] = at(chunk, i);
+    return bit_cast<Values>(values);
+  }
+
+  __device__ void set(int chunk, const Values& values) const {
+    Word from[kWords];
+    memcpy(from, &values, sizeof(values));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) at(chunk, i) = from[i];
+  }
+
+  // Neighbouring threads' words lie side by side: they are in different banks.
+  __device__ Word& at(int chunk, int i) const {
+    return words[(chunk * kWords + i) * kThreads + threadIdx.x];
   }
 };
-constexpr int kWeightBytes = kThreads * CHUNKS * sizeof(Wide<Compute, VECTOR>);
+constexpr int kWeightBytes = Weight::kBytes;
 #else
-using Weight = Columns;
+struct Weight {
+  ColumnsOf<Compute> values;
+
+  __device__ const Wide<Compute, VECTOR>& operator[](int chunk) const { return values[chunk]; }
+  __device__ void set(int chunk, const Wide<Compute, VECTOR>& of) { values[chunk] = of; }
+};
 constexpr int kWeightBytes = 0;
 #endif
 
@@ -65,7 +90,7 @@ __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs, Compute mean,
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_dy = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
-    IF(HAS_SCALE, const auto& of_columns = weight[i]);
+    IF(HAS_SCALE, const auto of_columns = weight[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
       const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
@@ -145,13 +170,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   };
 
 #if SHARE_WEIGHT
-  const Weight weight{reinterpret_cast<Wide<Compute, VECTOR>*>(shared_memory() + kSumBytes)};
+  const Weight weight{reinterpret_cast<Weight::Word*>(shared_memory() + kSumBytes)};
 #else
   Weight weight;
 #endif
 #if HAS_SCALE
 #pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
+  for (int i = 0; i < CHUNKS; ++i) weight.set(i, load_weight(scale, scale_offset, i, aligned));
 #endif
   // Means are read two rows ahead: sums may be begun one row ahead.
   Compute mean_row = of_row(mean, row), next_mean = of_row(mean, row + stride);
@@ -206,14 +231,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       dots[row * SLICES + slice()] = totals.at[1];
     }
 #else
-    const Compute of_g = totals.at[0] * per_count;
-    const Compute pull = totals.at[1] * per_count * rstd_row;
+    // dx = g · rstd - normal · pull - rest
+    const Compute pull = totals.at[1] * per_count * rstd_row * rstd_row;
+    const Compute rest = totals.at[0] * per_count * rstd_row;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       const auto wide_dy = widen_again<Compute>(dys[i]);
       const auto wide_x = widen_again<Compute>(xs[i]);
       IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
-      IF(HAS_SCALE, const auto& of_columns = weight[i]);
+      IF(HAS_SCALE, const auto of_columns = weight[i]);
       Wide<Compute, VECTOR> out;
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
@@ -221,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
         const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
-        out.at[k] = rstd_row * (g - of_g - normal * pull);
+        out.at[k] = g * rstd_row - (normal * pull + rest);
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
       }
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
