@@ -82,16 +82,16 @@ def measure(
         seq, wanted = batches_of(part, work, count)
         for batch in sorted({wanted[mode] for mode in arguments.scaling}):
             for row, case in run(part, work, mesh_of(axis, count), batch, arguments):
-                library = VERSIONS[row["version"]].library
+                base = VERSIONS[row["version"]].alone
                 ms = milliseconds(case.seconds)
                 rate = batch * seq / ms * 1e3
                 times = {} if arguments.no_trace else traced(case.take)
                 for mode in arguments.scaling:
                     if wanted[mode] != batch:
                         continue
-                    if count == 1 and row["version"] == library:
-                        alone[make, library, mode] = rate
-                    base = alone.get((make, library, mode))
+                    if count == 1 and row["version"] == base:
+                        alone[make, base, mode] = rate
+                    one = alone.get((make, base, mode))
                     yield {
                         "part": part,
                         "scaling": mode,
@@ -100,7 +100,7 @@ def measure(
                         **row,
                         "ms": round(ms, 3),
                         "tokens_per_s": round(rate),
-                        "efficiency": round(rate / base / count, 4) if base else "",
+                        "efficiency": round(rate / one / count, 4) if one else "",
                         **times,
                     }
                 case.state = case.batch = None
@@ -115,7 +115,7 @@ def run(
     """
     done = []
     for version, options in itertools.product(versions_of(part, arguments), arguments.options):
-        plain = version == VERSIONS[version].library and options == arguments.options[0]
+        plain = version == VERSIONS[version].alone and options == arguments.options[0]
         if mesh.size == 1 and not plain:
             continue  # nothing is communicated: what is compared with is the one without
         row, began = {"version": version, "options": options}, time.perf_counter()

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import dense, gated_product, rms_norm
-from normfuse.models.config import Remat
+from normfuse.models.config import Quantization, Remat
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
 from normfuse.train.config import Preset, preset_config
@@ -55,12 +55,19 @@ class Version:
     Attributes:
       kept: the gathered and normalised input of a block is kept for the backward.
       gathered: so are the kernels that "fsdp" devices gather, which is ZeRO's second stage.
+      quantization: of the preset's products; the stack has none.
     """
 
     library: str = "normfuse"
     parts: int = 1
     kept: bool = False
     gathered: bool = False
+    quantization: Quantization | None = None
+
+    @property
+    def alone(self) -> str:
+        """The version whose rate on one GPU this one is compared with."""
+        return self.library if self.quantization is None else f"{self.library}, fp8"
 
     @property
     def sharding(self) -> Sharding:
@@ -78,6 +85,8 @@ VERSIONS = {
     "normfuse, 2 parts, kept": Version(parts=2, kept=True),
     "normfuse, gathered once": Version(gathered=True),
     "normfuse, kept, gathered once": Version(kept=True, gathered=True),
+    "normfuse, fp8": Version(quantization="fp8"),
+    "normfuse, fp8, 2 parts": Version(parts=2, quantization="fp8"),
 }
 
 
@@ -183,7 +192,9 @@ def preset(work: Workload, version: Version, mesh: Mesh, rows: int):
     config = preset_config(work.preset)
     implementation = {"jnp": "xla", "normfuse": None}[version.library]
     model = dataclasses.replace(config.transformer(), implementation=implementation)
-    model = dataclasses.replace(model, remat=work.remat or model.remat)
+    model = dataclasses.replace(
+        model, remat=work.remat or model.remat, quantization=version.quantization
+    )
     program = Program(
         build(config.framework, model, version.sharding),
         make_optimizer(config.optim, config.steps),
