@@ -179,7 +179,7 @@ def _launch(
         cluster=blocks,
         shared=shared,
         ints=(rows, columns, chosen.group),
-        floats=(eps, norm.scale_offset),
+        floats=(eps, norm.scale_offset, 1 / columns),
     )
 
 

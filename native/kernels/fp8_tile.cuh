@@ -160,18 +160,20 @@ __device__ inline void store_tile(const uint4* slots, Fp8* qt, const Tile& first
                                   long long columns) {
   static_assert(kGroupSlots % 2 == 0, "all groups are turned the same way");
   const unsigned* words = reinterpret_cast<const unsigned*>(slots);
+  const int y = threadIdx.x % BLOCK_Y, own = threadIdx.x / BLOCK_Y;  // the thread's first column
+  const long long row = first.row + y * kRows, step = BLOCK_X * rows;
+  const int left = row < rows ? limited(columns - first.column, kColumns * BLOCK_X) : 0;
+  Fp8* from = qt + (first.column + own) * rows + row;
 #pragma unroll
-  for (int i = 0; i < kColumns; ++i) {
-    const int y = threadIdx.x % BLOCK_Y, column = threadIdx.x / BLOCK_Y + i * BLOCK_X;
+  for (int i = 0; i < kColumns; ++i, from += step) {
+    const int column = own + i * BLOCK_X;
     const int at = 4 * slot(column / 4 % 2, column / kColumns, y) + column % 4;
     unsigned run[4];
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
       run[group] = words[at + 4 * kGroupSlots * kThreads * group];
     }
-    const long long row = first.row + y * kRows, to = first.column + column;
-    if (to >= columns || row >= rows) continue;
-    Fp8* from = qt + to * rows + row;
+    if (column >= left) continue;
     if constexpr (kVectors) {
       store_streaming(reinterpret_cast<uint4*>(from), uint4{run[0], run[1], run[2], run[3]});
     } else {

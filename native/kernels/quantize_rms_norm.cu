@@ -10,6 +10,7 @@
 //   scale     (columns,)       SCALE_TYPE                                  if HAS_SCALE
 //   rstd      (rows,)          float: operand, or result if STATISTICS
 //   bound     (1,)             float: no |y| exceeds it
+//   per_column                 float: 1 / columns
 //   q, qt, code_scale          as q, qt and scale in quantize_cast.cu
 //
 // With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, in shared
@@ -39,7 +40,7 @@ struct Operands {
   IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual; H * h;)
   IF(HAS_SCALE, const SCALE_TYPE* scale;)
   const float *bound, *known_rstd;
-  float *code_scale, *rstd, eps, offset;
+  float *code_scale, *rstd, eps, offset, per_column;
   Fp8 *q, *qt;
   long long rows, columns;
 };
@@ -69,7 +70,8 @@ __device__ inline void add_lanes(float (&sums)[kSums]) {
 class RowStatistics {
  public:
   static constexpr int kInbox = CLUSTER > 1 ? 16 : 0;
-  static constexpr int kBytes = kInbox + 4 * kTileRows * (kWarps + 1 + (CLUSTER > 1 ? CLUSTER : 0));
+  static constexpr int kArrived = CLUSTER > 1 ? kTileRows * CLUSTER : 0;  // a row's sums
+  static constexpr int kBytes = kInbox + 4 * (kTileRows * (kWarps + 1) + kArrived);
 
   __device__ explicit RowStatistics(unsigned char* shared)
       : inbox_(shared),
@@ -79,7 +81,7 @@ class RowStatistics {
 #if CLUSTER > 1
     if (threadIdx.x == 0) {
       inbox_open(inbox());
-      inbox_expect(inbox(), 4 * kTileRows * CLUSTER);
+      inbox_expect(inbox(), 4 * kArrived);
     }
     cluster_arrive_relaxed();  // a block may be sent to only once its inbox is open
 #endif
@@ -102,24 +104,22 @@ class RowStatistics {
     __syncthreads();
 #if CLUSTER > 1
     cluster_wait();
-    const int mine = blockIdx.x % CLUSTER;
-    for (int row = threadIdx.x; row < kTileRows; row += kThreads) {
-      const float sum = row_sum(row);
-      for (int rank = 0; rank < CLUSTER; ++rank) {
-        inbox_send(arrived_ + mine * kTileRows + row, inbox(), rank, sum);
-      }
-    }
+    float* const mine = arrived_ + blockIdx.x % CLUSTER * kTileRows;
+    share<kArrived>([&](int i) {
+      inbox_send(mine + i % kTileRows, inbox(), i / kTileRows, row_sum(i % kTileRows));
+    });
     if (threadIdx.x < kTileRows) inbox_wait(inbox(), 0);
 #endif
-    for (int row = threadIdx.x; row < kTileRows; row += kThreads) {
+    share<kTileRows>([&](int row) {
       float sum = CLUSTER > 1 ? 0 : row_sum(row);
 #if CLUSTER > 1
+#pragma unroll
       for (int rank = 0; rank < CLUSTER; ++rank) sum += arrived_[rank * kTileRows + row];
 #endif
-      inverse_[row] = inverse_root(sum / given.columns + given.eps);
+      inverse_[row] = inverse_root(sum * given.per_column + given.eps);
       const bool writes = first.column == 0 && first.row + row < given.rows;
       if (writes) given.rstd[first.row + row] = inverse_[row];
-    }
+    });
     __syncthreads();
   }
 
@@ -127,6 +127,16 @@ class RowStatistics {
   __device__ float inverse(int i) const { return inverse_[threadIdx.x / BLOCK_X * kRows + i]; }
 
  private:
+  // Calls `run` for 0 to kCount - 1, by all threads.
+  template <int kCount, typename Run>
+  __device__ static void share(Run run) {
+#pragma unroll
+    for (int begin = 0; begin < kCount; begin += kThreads) {
+      const int i = begin + threadIdx.x;
+      if (kCount % kThreads == 0 || i < kCount) run(i);
+    }
+  }
+
   __device__ float row_sum(int row) const {
     float sum = 0;
 #pragma unroll
@@ -142,16 +152,20 @@ class RowStatistics {
 };
 #endif
 
-// What the thread's columns are multiplied with; read often: it may stay in the caches.
+// What the thread's columns are multiplied with, and their codes' multiplier: a power of two, so
+// that it changes no bit of a product whose code is not zero. Read often: it may stay in the caches.
 template <bool kVectors>
 __device__ inline Wide<float, kColumns> weights(const Operands& given, const Part& part,
-                                                long long column) {
+                                                long long column, float multiplier) {
   Wide<float, kColumns> weight{};
 #if HAS_SCALE
   using Scales = Packed<SCALE_TYPE, kColumns>;
   const SCALE_TYPE* from = given.scale + column;
   if constexpr (kVectors) {
-    if (part.columns > 0) weight = widen_all<float>(*reinterpret_cast<const Scales*>(from));
+    if (part.columns > 0) {
+      const Scales packed = *reinterpret_cast<const Scales*>(from);  // whole words of it
+      weight = widen_all<float>(packed);
+    }
   } else {
     for (int k = 0; k < part.columns; ++k) weight.at[k] = widen<float>(from[k]);
   }
@@ -160,6 +174,8 @@ __device__ inline Wide<float, kColumns> weights(const Operands& given, const Par
   for (int k = 0; k < kColumns; ++k) weight.at[k] += given.offset;
 #endif
 #endif
+#pragma unroll
+  for (float& each : weight.at) each = (HAS_SCALE ? each : 1.0f) * multiplier;
   return weight;
 }
 
@@ -223,18 +239,19 @@ class HeldRows {
     }
   }
 #else
-  // Begins to bring x; zeros beyond the edge.
+  // Begins to bring x; zeros beyond the edge. Where vectors move, all 16 rows are there or none.
   template <bool kVectors>
   __device__ void bring(const X* x, const Part& part, long long stride) {
+    if (kVectors && part.rows > 0) {
 #pragma unroll 4
-    for (int i = 0; i < kRows; ++i) {
-      if (kVectors && i < part.rows) {
+      for (int i = 0; i < kRows; ++i) {
         const uint4* from = reinterpret_cast<const uint4*>(x + part.first + i * stride);
 #pragma unroll
         for (int n = 0; n < kRowSlots; ++n) copy_async<16>(&at(i, n), from + n);
-      } else {
-        keep(i, load_row<kVectors>(x, part, i, stride));
       }
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < kRows; ++i) keep(i, load_row<kVectors>(x, part, i, stride));
     }
     commit_copies();
   }
@@ -267,6 +284,22 @@ class HeldRows {
 };
 #endif
 
+// The codes of four rows of y. kBounded: the bound holds for all of them.
+template <bool kBounded>
+__device__ inline void encode_rows(const Packed<H, kColumns> (&rows)[4], const float (&inverse)[4],
+                                   const Wide<float, kColumns>& weight, Codes& codes) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Wide<float, kColumns> wide = widen_all<float>(rows[i]);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+      wide.at[k] *= inverse[i];
+      wide.at[k] *= weight.at[k];
+    }
+    encode<kBounded>(wide, codes[i]);
+  }
+}
+
 template <bool kVectors>
 __device__ inline void run(const Operands& given, int group) {
   const long long columns = given.columns;
@@ -283,7 +316,8 @@ __device__ inline void run(const Operands& given, int group) {
   uint4* slots = reinterpret_cast<uint4*>(shared_memory());
 #endif
   // While the first elements are on their way.
-  const Scale by = scale_of(bit_cast<int>(*given.bound) & 0x7fffffff);
+  const float bound = *given.bound;
+  const Scale by = scale_of(bit_cast<int>(bound) & 0x7fffffff);
   if (blockIdx.x == 0 && threadIdx.x == 0) *given.code_scale = by.scale;
 #if STATISTICS
 #if HAS_RESIDUAL
@@ -291,45 +325,37 @@ __device__ inline void run(const Operands& given, int group) {
 #else
   held.square(statistics);
 #endif
-  statistics.find(given, first);
 #endif
   const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
-  Wide<float, kColumns> weight = weights<kVectors>(given, part, column);
-  // The scale is a power of two, so that it changes no bit of a product whose code is not zero.
-#pragma unroll
-  for (float& each : weight.at) each = (HAS_SCALE ? each : 1.0f) * by.multiplier;
+  const auto weight = weights<kVectors>(given, part, column, by.multiplier);
+  IF(STATISTICS, statistics.find(given, first));
   Codes codes;
 #pragma unroll 1
   for (int step = 0; step < kRows; step += 4) {
-#if !STATISTICS
-    Packed<X, kColumns> loaded[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) loaded[i] = load_row<kVectors>(given.x, part, step + i, columns);
-#endif
+    Packed<H, kColumns> rows[4];
+    float inverse[4];
+    bool bounded = true;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if STATISTICS
-      Wide<float, kColumns> wide = widen_all<float>(held.row(step + i));
-      const float inverse = statistics.inverse(step + i);
+      rows[i] = held.row(step + i);
+      inverse[i] = statistics.inverse(step + i);
 #else
-      Wide<float, kColumns> wide = widen_all<float>(loaded[i]);
+      rows[i] = load_row<kVectors>(given.x, part, step + i, columns);
       const long long row = first.row + threadIdx.x / BLOCK_X * kRows + step + i;
-      const float inverse = step + i < part.rows ? given.known_rstd[row] : 0.0f;
+      inverse[i] = step + i < part.rows ? given.known_rstd[row] : 0.0f;
 #endif
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        wide.at[k] *= inverse;
-        wide.at[k] *= weight.at[k];
-      }
-      if (inverse < kLargestInverse) {
-        encode<true>(wide, codes[i]);
-      } else {
-        encode(wide, codes[i]);
-      }
-      if (HAS_Q && i % 2 == 1) {
-        store_rows<kVectors>(codes, i - 1, step + i - 1, given.q, part, columns);
-      }
+      bounded = bounded && inverse[i] < kLargestInverse;
     }
+    if (bounded) {
+      encode_rows<true>(rows, inverse, weight, codes);
+    } else {
+      encode_rows<false>(rows, inverse, weight, codes);
+    }
+#if HAS_Q
+    store_rows<kVectors>(codes, 0, step, given.q, part, columns);
+    store_rows<kVectors>(codes, 2, step + 2, given.q, part, columns);
+#endif
     // In slots of rows whose codes these are: nobody reads those any more.
     if (HAS_QT) place_group<kGroupSlots>(codes, step / 4, slots);
   }
@@ -351,7 +377,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
            float* code_scale,
            IF(HAS_RESIDUAL, H* h,)
            IF(STATISTICS, float* rstd,)
-           long long rows, long long columns, long long group, float eps, float offset) {
+           long long rows, long long columns, long long group, float eps, float offset,
+           float per_column) {
   // clang-format on
   Operands given{};
   given.x = x;
@@ -363,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_QT, given.qt = qt);
   given.bound = bound, given.code_scale = code_scale;
   given.rows = rows, given.columns = columns, given.eps = eps, given.offset = offset;
+  given.per_column = per_column;
   bool aligned = VECTORS && aligned_16(x, given.q, given.qt);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));

@@ -62,7 +62,11 @@ __device__ inline C widen(__half value) {
 __device__ inline float inverse_root(float value) { return rsqrtf(value); }
 __device__ inline double inverse_root(double value) { return rsqrt(value); }
 
-__device__ inline float2 widen_pair(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+// By two instructions, where CUDA's own function takes three.
+__device__ inline float2 widen_pair(__nv_bfloat162 pair) {
+  const unsigned bits = bit_cast<unsigned>(pair);
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
 __device__ inline float2 widen_pair(__half2 pair) { return __half22float2(pair); }
 
 // The same by other instructions: the compiler does not see it, and keeps the elements until here
