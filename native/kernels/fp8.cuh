@@ -100,7 +100,8 @@ template <int kThreads>
 __device__ inline int largest_of(const float* magnitudes, long long count, int* warps) {
   int largest = 0;
   for (long long i = threadIdx.x; i < count; i += kThreads) {
-    largest = max_of(largest, bit_cast<int>(magnitudes[i]) & 0x7fffffff);
+    const float magnitude = magnitudes[i];  // in one load: of memory bit_cast reads bytes
+    largest = max_of(largest, bit_cast<int>(magnitude) & 0x7fffffff);
   }
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {

@@ -94,11 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (blockIdx.x == 0) {
     const long long rest = head + size - tail;
     for (long long k = threadIdx.x; k < rest; k += THREADS) {
-      const Element* at = x + (k < head ? k : tail + k - head);
+      const Element value = x[k < head ? k : tail + k - head];
       if constexpr (sizeof(Element) == 4) {
-        largest = raise(largest, bit_cast<unsigned>(*at));
+        largest = raise(largest, bit_cast<unsigned>(value));
       } else {
-        largest = raise(largest, bit_cast<unsigned short>(*at));
+        largest = raise(largest, bit_cast<unsigned short>(value));
       }
     }
   }

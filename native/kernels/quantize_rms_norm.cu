@@ -209,20 +209,28 @@ class HeldRows {
       Packed<X, kColumns> x[BATCH];
       Packed<RESIDUAL_TYPE, kColumns> residual[BATCH];
     };
-    const auto load = [&](int begin) {
+    // Pointers go along: an address from a row's number would take a product for each array.
+    const long long stride = given.columns, jump = BATCH * stride;
+    const X* x = given.x + part.first;
+    const RESIDUAL_TYPE* residual = given.residual + part.first;
+    H* h = given.h + part.first;
+    Part rest = {0, part.rows, part.columns};  // of which nothing is loaded
+    const auto load = [&] {
       Loaded loaded;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        loaded.x[i] = load_row<kVectors>(given.x, part, begin + i, given.columns);
-        loaded.residual[i] = load_row<kVectors>(given.residual, part, begin + i, given.columns);
+        loaded.x[i] = load_row<kVectors>(x, rest, i, stride);
+        loaded.residual[i] = load_row<kVectors>(residual, rest, i, stride);
       }
+      x += jump, residual += jump, rest.rows -= BATCH;
       return loaded;
     };
-    Loaded next = load(0);
+    Loaded next = load();
 #pragma unroll 1
-    for (int begin = 0; begin < kRows; begin += BATCH) {
+    for (int begin = 0; begin < kRows; begin += BATCH, h += jump) {
       const Loaded now = next;
-      if (begin + BATCH < kRows) next = load(begin + BATCH);
+      if (begin + BATCH < kRows) next = load();
+      const Part left = {0, part.rows - begin, part.columns};
       float sums[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
@@ -232,7 +240,7 @@ class HeldRows {
         for (int k = 0; k < kColumns; ++k) wide.at[k] += more.at[k];
         const Packed<H, kColumns> stored = narrow_all<H>(wide);
         keep(begin + i, stored);
-        store_row<kVectors>(stored, begin + i, given.h, part, given.columns);
+        store_row<kVectors>(stored, i, h, left, stride);
         sums[i] = squares(stored);
       }
       statistics.add(sums, begin);

@@ -153,16 +153,28 @@ __device__ inline Packed<T, kSize> load_packed(const T* from) {
   return bit_cast<Packed<T, kSize>>(words);
 }
 
+// A word of its parts, one by one: of a memcpy the compiler may make a store for each of them.
+template <typename Word, typename Unit>
+__device__ inline Word word_of(const Unit* units) {
+  if constexpr (sizeof(Word) == 4 * sizeof(Unit)) {
+    return Word{units[0], units[1], units[2], units[3]};
+  } else if constexpr (sizeof(Word) == 2 * sizeof(Unit)) {
+    return Word{units[0], units[1]};
+  } else {
+    static_assert(sizeof(Word) == sizeof(Unit), "whole parts");
+    return units[0];
+  }
+}
+
 template <int kSize, bool kEvicted = false, typename T>
 __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   using Word = typename Packed<T, kSize>::Word;
-  constexpr int kWords = Packed<T, kSize>::kBytes / sizeof(Word);
-  Word words[kWords];
-  memcpy(words, &packed, sizeof(packed));
+  using Unit = typename Packed<T, kSize>::Unit;
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
+  for (int i = 0; i < Packed<T, kSize>::kBytes / sizeof(Word); ++i) {
+    const Word word = word_of<Word>(packed.units + i * (sizeof(Word) / sizeof(Unit)));
     Word* at = reinterpret_cast<Word*>(to) + i;
-    kEvicted ? store_evicted(at, words[i]) : store_streaming(at, words[i]);
+    kEvicted ? store_evicted(at, word) : store_streaming(at, word);
   }
 }
 
