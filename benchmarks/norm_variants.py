@@ -1,6 +1,7 @@
 """Norms with a bias, a gate, or scale and shift of each example, beside a copy and XLA.
 
     python -m benchmarks.norm_variants
+    python -m benchmarks.norm_variants examples AdaLN    # of these alone
 
 Times are as in benchmarks/rms_norm.py: device times of all kernels of a call, inputs that are in no
 cache. The fraction is the time in which the device would copy the bytes that must move over the
@@ -8,6 +9,7 @@ time taken. "both" is a program with forward and gradients: what XLA shares betw
 for it.
 """
 
+import argparse
 import functools
 
 import jax
@@ -57,10 +59,16 @@ def modes(variant: str, implementation: str) -> dict:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.norm_variants")
+    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all by default")
+    wanted = parser.parse_args().variants or [*VARIANTS]
+    if unknown := {*wanted} - {*VARIANTS}:
+        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     copies = Copies()
     kind = jax.devices()[0].device_kind
     print(f"{kind}, JAX {jax.__version__}, copy {copies.rate / 1e6:.2f} TB/s")
-    for variant, (*_, (forward, backward)) in VARIANTS.items():
+    for variant in wanted:
+        forward, backward = VARIANTS[variant][-1]
         for n in FEATURES:
             sets = operands(variant, n, sets_for(6 * BATCH * TOKENS * n))
             size = sets[0][0].nbytes

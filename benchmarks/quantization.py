@@ -251,8 +251,11 @@ def short(layout) -> str:
     return f"{text} group {layout.group}{' backwards' if layout.backwards else ''}"
 
 
-def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
-    """Times the layouts of all kernels, or of some, for as long as there is time."""
+def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = False) -> None:
+    """Times the layouts of all kernels, or of some, for as long as there is time.
+
+    With `chosen` those only that the package takes.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
     from cuda_launches import Gpu, copy_rate
 
@@ -275,6 +278,8 @@ def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
         "gated": gates,
         "gated gradient": gates,
     }
+    searched = {} if chosen else searched
+    of_norm = lambda work: [] if chosen else norm_layouts(work.columns)
     wanted = lambda call: not only or call in only
     images: dict = {}
     jobs = set()
@@ -285,7 +290,7 @@ def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
             for layout in candidates:
                 jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
     for work, call in itertools.product(works, filter(wanted, ("norm", "add norm"))):
-        for layout in norm_layouts(work.columns) if work.itemsize == 2 else ():  # here it does
+        for layout in of_norm(work) if work.itemsize == 2 else ():  # here it does
             jobs |= {job_of(n, target) for n in work.launches(target, call, layout=layout)}
     with concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), multiprocessing.get_context("spawn")
@@ -340,7 +345,7 @@ def sweep(seconds: float, only: list[str], widths: list[int]) -> None:
             results = []
             options = searched.get(call, {})
             if call.endswith("norm"):
-                options = {"layout": norm_layouts(work.columns)}
+                options = {"layout": of_norm(work)}
             for name, candidates in options.items():
                 for layout in candidates:
                     if us := timed(device, work, call, **{name: layout}):
@@ -552,12 +557,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="for each part: 28, for layers 540")
     parser.add_argument("--kernels", nargs="+", default=[], help="whose layouts: all")
     parser.add_argument("--widths", nargs="+", type=int, default=[], help="of their rows: all")
+    parser.add_argument("--chosen", action="store_true", help="time the package's choices alone")
     parser.add_argument("--rows", nargs="+", default=[], help="of layers, by name: all")
     parser.add_argument("--turns", type=int, default=9, help="of each version of a row")
     parser.add_argument("--threads", type=int, help="that compile layers: as many as CPU cores")
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="of layers")
     parts = {
-        "layouts": lambda given: sweep(given.seconds or 28, given.kernels, given.widths),
+        "layouts": lambda given: sweep(
+            given.seconds or 28, given.kernels, given.widths, given.chosen
+        ),
         "xla": lambda given: beside_xla(given.seconds or 28),
         "layers": layers,
     }
