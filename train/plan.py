@@ -561,7 +561,8 @@ def _print(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
 
 def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]") -> Iterator[str]:
     """What was not measured."""
-    yield "Times are a model's, within 10 % of the steps measured: of 1b, on 1, 2 and 4 H200s."
+    steps = "of 1b, on 1, 2 and 4 H200s, 1 and 2 H100s"
+    yield f"Times are a model's, within 10 % of the steps measured: {steps}."
     gpu, dim, measured = GPUS[r.kind], r.model.dim, PRESETS["1b"].dim
     if dim != measured:
         slow = "; narrower layers are slower than this" if dim < measured else ""
@@ -573,8 +574,9 @@ def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
         yield f"Assumed: {rate} from a GPU to other hosts, no latency (--between-hosts)."
     if any(x.mesh.data > 1 for x in found):
         yield 'Assumed: sums over "data" overlap as those over "fsdp" do.'
-    if any(x.model.quantization for x in found) and r.count > 1:
-        yield "Extrapolated: FP8 over several GPUs, from one."
+    fp8 = [x.mesh for x in found if x.model.quantization]
+    if fp8 and (r.count > 2 or any(mesh.tensor > 1 for mesh in fp8)):
+        yield 'Extrapolated: FP8 over "tensor", or over more than two GPUs.'
     if len(_precisions(r.model)) == 1:
         yield "No FP8: a width of the model is not a multiple of 16."
     if any(sorted(dataclasses.astuple(x.mesh))[1] > 1 for x in found):

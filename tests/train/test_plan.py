@@ -3,6 +3,7 @@
 import collections
 import csv
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -116,6 +117,22 @@ def test_every_recorded_step_is_within_a_tenth():
         assert predicted(row) == pytest.approx(float(row["ms"]), rel=0.1), row
     # Many more than the three fitted numbers, and four GPUs, on which nothing was fitted.
     assert counts["1"] >= 15 and counts["2"] >= 20 and counts["4"] >= 15
+
+
+def test_steps_on_h100s():
+    """In bfloat16 and FP8, on one and two: they were measured after the model was made."""
+    with open(RESULTS / "2026-11-24_h100_scaling.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["gpus"], "fp8" in row["version"]) for row in rows} == set(
+        itertools.product("12", (False, True))
+    )
+    for row in rows:
+        c = dataclasses.replace(PRESETS["1b"], remat="none")
+        c = dataclasses.replace(c, quantization="fp8" if "fp8" in row["version"] else None)
+        mesh = Mesh(fsdp=int(row["gpus"]))
+        work = step_work(c, int(row["tokens"]) / mesh.fsdp, 2048, False)
+        time = seconds(work, update_bytes(c), mesh, H100)
+        assert 1e3 * time == pytest.approx(float(row["ms"]), rel=0.1), row
 
 
 @pytest.mark.parametrize("run", ["2026-11-22_h200_step", "2026-11-23_h200", "2026-11-24_h200"])
