@@ -21,8 +21,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll 8
     for (long long i = warp; i < count; i += WARPS) {
       const Compute* from = partial + i * columns + mine;
-      const auto packed = VECTOR == 1 || aligned ? load_packed<VECTOR>(from)
-                                                 : load_elements<VECTOR>(from);
+      const auto packed =
+          VECTOR == 1 || aligned ? load_packed<VECTOR>(from) : load_elements<VECTOR>(from);
       const auto wide = widen_all<Compute>(packed);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) sum.at[k] += wide.at[k];

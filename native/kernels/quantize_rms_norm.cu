@@ -153,7 +153,8 @@ class RowStatistics {
 #endif
 
 // What the thread's columns are multiplied with, and their codes' multiplier: a power of two, so
-// that it changes no bit of a product whose code is not zero. Read often: it may stay in the caches.
+// that it changes no bit of a product whose code is not zero. Read often: it may stay in the
+// caches.
 template <bool kVectors>
 __device__ inline Wide<float, kColumns> weights(const Operands& given, const Part& part,
                                                 long long column, float multiplier) {
