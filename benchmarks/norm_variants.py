@@ -1,7 +1,7 @@
 """Norms with a bias, a gate, or scale and shift of each example, beside a copy and XLA.
 
     python -m benchmarks.norm_variants
-    python -m benchmarks.norm_variants examples AdaLN    # of these alone
+    python -m benchmarks.norm_variants --variants examples AdaLN
 
 Times are as in benchmarks/rms_norm.py: device times of all kernels of a call, inputs that are in no
 cache. The fraction is the time in which the device would copy the bytes that must move over the
@@ -60,14 +60,12 @@ def modes(variant: str, implementation: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.norm_variants")
-    parser.add_argument("variants", nargs="*", help=f"of {', '.join(VARIANTS)}; all by default")
-    wanted = parser.parse_args().variants or [*VARIANTS]
-    if unknown := {*wanted} - {*VARIANTS}:
-        parser.error(f"no variant {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    arguments = parser.parse_args()
     copies = Copies()
     kind = jax.devices()[0].device_kind
     print(f"{kind}, JAX {jax.__version__}, copy {copies.rate / 1e6:.2f} TB/s")
-    for variant in wanted:
+    for variant in arguments.variants:
         forward, backward = VARIANTS[variant][-1]
         for n in FEATURES:
             sets = operands(variant, n, sets_for(6 * BATCH * TOKENS * n))

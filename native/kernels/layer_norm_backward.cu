@@ -46,8 +46,8 @@ using Sums = Wide<Compute, 2>;  // Σ g and Σ g · (x - mean)
 #if SHARE_WEIGHT
 struct Weight {
   using Values = Wide<Compute, VECTOR>;
-  static constexpr int kWords = sizeof(Values) > 16 ? sizeof(Values) / 16 : 1;
-  using Word = WordOf<sizeof(Values) / kWords>;
+  using Word = typename Packed<Compute, VECTOR>::Word;
+  static constexpr int kWords = sizeof(Values) / sizeof(Word);
   static constexpr int kBytes = kThreads * CHUNKS * sizeof(Values);
 
   Word* words;
@@ -74,7 +74,7 @@ struct Weight {
 constexpr int kWeightBytes = Weight::kBytes;
 #else
 struct Weight {
-  ColumnsOf<Compute> values;
+  Columns values;
 
   __device__ const Wide<Compute, VECTOR>& operator[](int chunk) const { return values[chunk]; }
   __device__ void set(int chunk, const Wide<Compute, VECTOR>& of) { values[chunk] = of; }
