@@ -174,7 +174,10 @@ class Work:
                         found = dataclasses.replace(changed, hold=hold, thread_rows=together)
                         yield found
                         if hold and self.persistent:
-                            yield dataclasses.replace(found, persistent=True)
+                            found = dataclasses.replace(found, persistent=True)
+                            yield found
+                            if self.norm == "layer_norm" and not self.residual:
+                                yield dataclasses.replace(found, ahead=True)
                 continue
             if not 256 <= threads <= 1024:
                 continue
@@ -273,6 +276,7 @@ SHOWN = (
     "STAGES",
     "THREAD_ROWS",
     "SHARE_WEIGHT",
+    "AHEAD",
     "LANES",
 )
 

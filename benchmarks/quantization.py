@@ -76,10 +76,10 @@ def norm_layouts(columns: int) -> list:
 
     found = []
     for width, height, batch in itertools.product(
-        (32, 64, 96, 128, 192, 224, 256), (1, 2, 4, 8), (2, 4)
+        (32, 64, 96, 128, 192, 224, 256, 448), (1, 2, 4, 8), (2, 4)
     ):
         blocks, threads = -(-columns // (8 * width)), width * height
-        if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
+        if blocks <= 8 and 64 <= threads <= 512:
             for registers in (64, 80, 128):
                 layout = CastLayout(width, height, batch, group=1)
                 fit = min(REGISTERS // registers // threads, SHARED // (layout.held(2) + 4096))

@@ -39,7 +39,7 @@ _FORWARD = (
     Step(128, chunks=2, rows=2, fill=128, blocks=8),
     Step(512, chunks=6, rows=2, blocks=6),
     Step(1024, chunks=6, rows=2, blocks=3),
-    Step(4096, chunks=4, slices=2, rows=2, hold=True, persistent=True),
+    Step(4096, chunks=4, slices=2, hold=True, persistent=True, ahead=True),
 )
 _BACKWARD = (
     Step(32, chunks=2, fill=128, blocks=3, hold=True),
@@ -47,7 +47,7 @@ _BACKWARD = (
     Step(512, chunks=4, fill=256, hold=True),
     Step(1024, chunks=2, hold=True),
     Step(2048, chunks=2, slices=2, hold=True, stages=3),
-    Step(4096, chunks=2, slices=2, stages=3, share=True),
+    Step(4096, chunks=4, slices=2, hold=True, share=True),
 )
 
 

@@ -13,7 +13,7 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
 from .definition import define_amax, define_cast, define_quantize
 
-_ROWS, _COLUMNS = 16, 8  # of a thread's part of a tile
+_ROWS, COLUMNS = 16, 8  # of a thread's part of a tile
 AMAX_THREADS = 512
 _LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rounds
 
@@ -48,7 +48,7 @@ class CastLayout:
 
     def blocks(self, rows: int, columns: int) -> int:
         """How many tiles a matrix has."""
-        return -(-rows // (_ROWS * self.height)) * -(-columns // (_COLUMNS * self.width))
+        return -(-rows // (_ROWS * self.height)) * -(-columns // (COLUMNS * self.width))
 
     @property
     def shared(self) -> int:
@@ -57,7 +57,7 @@ class CastLayout:
 
     def held(self, itemsize: int) -> int:
         """Bytes of shared memory that a tile takes as it is stored, at least those of its codes."""
-        return self.width * self.height * _ROWS * _COLUMNS * itemsize
+        return self.width * self.height * _ROWS * COLUMNS * itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,13 +29,13 @@ from ..rms_norm.op import apply_kernel, forward_kernel, row_sums_kernel
 from ..rms_norm.spec import Norm
 from . import kernels
 from .definition import define_cast
-from .kernels import INPUTS, CastLayout, Codes
+from .kernels import COLUMNS, INPUTS, CastLayout, Codes
 from .op import as_bytes
 
 _CLUSTER = 8  # blocks, the most that every device with clusters has
-_MOST_THREADS = 512  # of a block
+_LEAST_THREADS, _MOST_THREADS = 128, 512  # of a block
 _REGISTERS = 65536  # of a multiprocessor
-_SUMS = 4096  # bytes of shared memory, more than sums over rows take
+_RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +89,17 @@ _DEFINITIONS = {
 # ---------------------------------------------------------------- kernels
 
 
+_NARROW = 32  # threads along a row's part: with more than one each, more blocks share the row
+
+
 class _Blocks(NamedTuple):
     """What a block of 16 rows or more should have."""
 
-    narrow: int  # threads along a row's part, beyond which more blocks share the row
-    threads: int  # enough of them
+    threads: int  # enough of them, four along the rows
     registers: int  # of a thread
 
 
-# x comes past the registers into shared memory; beside a residual it comes through them.
-_ALONE, _ADDED = _Blocks(32, 128, 80), _Blocks(128, 256, 128)
+_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # beside a residual
 
 
 def layout(
@@ -113,15 +114,16 @@ def layout(
     vectors, most = -(-columns // 8), _CLUSTER if target.clusters else 1
     wanted = _ADDED if has_residual else _ALONE
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
-    fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * wanted.narrow]
+    fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
     blocks = (fits or [1])[0]
     # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
-        threads, shared = chosen.width * height, chosen.held(itemsize) + _SUMS
-        enough = min(max(wanted.threads, 2 * chosen.width), _MOST_THREADS)
-        if threads <= enough and shared <= target.shared_memory:
-            fit = min(_REGISTERS // wanted.registers // threads, target.shared_memory // shared)
+        threads, shared = chosen.width * height, _shared(chosen, blocks, itemsize)
+        enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
+        if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
+            room = target.shared_memory // (shared + _RESERVED_BYTES)
+            fit = min(_REGISTERS // wanted.registers // threads, room)
             return replace(chosen, min_blocks=max(1, fit))
     return None
 
@@ -129,6 +131,13 @@ def layout(
 def _width(vectors: int) -> int:
     """Threads along a row: whole warps, or a part of one."""
     return max(8, 1 << (vectors - 1).bit_length()) if vectors <= 32 else round_up(vectors, 32)
+
+
+def _shared(chosen: CastLayout, blocks: int, itemsize: int, scale: int = 4) -> int:
+    """Bytes of shared memory of one of `blocks` that share a row, as HeldRows and RowStatistics."""
+    slots = -(-chosen.width // 32) + 1 + (blocks if blocks > 1 else 0)
+    sums = 64 * chosen.height * slots + 16 * (blocks > 1)
+    return chosen.held(itemsize) + COLUMNS * chosen.width * scale + sums
 
 
 def apply_layout() -> CastLayout:
@@ -153,11 +162,10 @@ def _launch(
         results.append(types["H"])
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * statistics
     name = "quantize_rms_norm" + ("" if statistics else "_apply")
-    warps = -(-chosen.width // 32)
-    slots = warps + 1 + (blocks if blocks > 1 else 0)  # as in RowStatistics::kBytes
-    sums = 64 * chosen.height * slots + 16 * (blocks > 1)
-    stored = types.get("H", x).dtype.itemsize
-    shared = chosen.held(stored) + sums if statistics else chosen.shared * flags["has_qt"]
+    shared = chosen.shared * flags["has_qt"]
+    if statistics:
+        scale = operands["SCALE"].dtype.itemsize if norm.has_scale else 0
+        shared = _shared(chosen, blocks, types.get("H", x).dtype.itemsize, scale)
     return launch(
         "quantize_rms_norm.cu",
         name,

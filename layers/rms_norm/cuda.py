@@ -31,6 +31,7 @@ MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has
 MAX_CLUSTER = 8
 _REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _WORD = 4  # bytes of a register
+_LINE = 128  # bytes of shared memory: rows that are copied there begin with one
 _RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
@@ -51,6 +52,7 @@ class RowLayout:
     sums: int = 1  # that are taken over each row at a time
     persistent: bool = False  # blocks go through the rows, as the backward's always do
     share: bool = False  # the scale is in shared memory: LayerNorm's backward alone
+    ahead: bool = False  # the next rows come to shared memory meanwhile: LayerNorm's forward alone
 
     @property
     def threads(self) -> int:
@@ -96,6 +98,11 @@ class RowLayout:
         rows = self.block_rows * self.thread_rows
         return inboxes + 2 * rows * self.sums * slots * compute.itemsize
 
+    def ahead_bytes(self, itemsize: int, compute: np.dtype) -> int:
+        """Shared memory of the forward, where the next rows of a cluster are on their way there."""
+        elements = self.thread_rows * self.block_rows * self.tile
+        return round_up(self.sum_bytes(compute, cluster=True), _LINE) + elements * itemsize
+
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
         """Whether shared memory has two rows of every block, `read_bytes` for one element."""
         return self._shared(2, read_bytes, compute, cluster) <= self._block_shared(target)
@@ -112,7 +119,7 @@ class RowLayout:
 
     def _shared(self, depth, read_bytes, compute, cluster) -> int:
         """Shared memory of a block with `depth` rows on their way; dscale is there in the end."""
-        sums = round_up(self.sum_bytes(compute, cluster=cluster), 16)
+        sums = round_up(self.sum_bytes(compute, cluster=cluster), _LINE)
         if self.share:
             sums += self.threads * self.chunks * self.vector * compute.itemsize
         rows = sums + depth * self.threads * self.chunks * self.vector * read_bytes
@@ -153,8 +160,9 @@ class Step(NamedTuple):
     hold: bool = False
     rows: int = 1  # to a thread at once: the forward kernel's alone
     stages: int = 2  # the backward kernel's alone
-    persistent: bool = False  # as `RowLayout` has it, and so is `share`
+    persistent: bool = False  # as `RowLayout` has it, and so are the others
     share: bool = False
+    ahead: bool = False
 
     def layout(self, features: int, vector: int) -> RowLayout:
         """For a row of so many features, `vector` of which move together."""
@@ -175,6 +183,7 @@ class Step(NamedTuple):
             thread_rows=self.rows,
             persistent=self.persistent,
             share=self.share,
+            ahead=self.ahead,
         )
 
 
@@ -920,13 +929,16 @@ def launch_forward(
     if tokens:
         owners = call.outer // tokens
         thread_rows = min(layout.thread_rows, power_of_two(tokens))
-        layout = dataclasses.replace(layout, thread_rows=thread_rows)
+        layout = dataclasses.replace(layout, thread_rows=thread_rows, ahead=False)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
     rows = owners * round_up(call.outer // owners, layout.thread_rows)  # as blocks see them
     grid = min(layout.blocks_for(rows), _MAX_GRID)
     if layout.persistent:
         grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
+    if layout.ahead:
+        macros["AHEAD"] = True
+        shared = layout.ahead_bytes(call.operands["X"].dtype.itemsize, call.compute)
     return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
 
 

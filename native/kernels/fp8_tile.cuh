@@ -112,28 +112,20 @@ __device__ inline void store_row(const Packed<Element, kColumns>& packed, int i,
 // The thread's codes of four rows: two words of four columns for each.
 using Codes = unsigned[4][2];
 
-// Writes rows i and i + 1 of the part from codes[at] and codes[at + 1].
-template <bool kVectors>
-__device__ inline void store_rows(const Codes& codes, int at, int i, Fp8* q, const Part& part,
+// Writes codes[at] and those after it: kCount rows of the matrix, of which `rows` and `columns` are
+// there.
+template <bool kVectors, int kCount>
+__device__ inline void store_rows(const Codes& codes, int at, Fp8* to, int rows, int columns,
                                   long long stride) {
-  if constexpr (kVectors) {
-    // The even thread of two stores row i, the odd one row i + 1, sixteen columns each.
-    const bool odd = threadIdx.x % 2;
-    unsigned given[2], got[2];
+  if constexpr (kVectors) {  // all 16 rows are there or none
+    if (rows <= 0) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      given[half] = odd ? codes[at][half] : codes[at + 1][half];
-      got[half] = __shfl_xor_sync(0xffffffffu, given[half], 1);
+    for (int r = 0; r < kCount; ++r, to += stride) {
+      store_streaming(reinterpret_cast<uint2*>(to), uint2{codes[at + r][0], codes[at + r][1]});
     }
-    const uint4 words = odd ? uint4{got[0], got[1], codes[at + 1][0], codes[at + 1][1]}
-                            : uint4{codes[at][0], codes[at][1], got[0], got[1]};
-    Fp8* to = q + part.first - (odd ? kColumns : 0) + (i + odd) * stride;
-    if (i + odd < part.rows) store_streaming(reinterpret_cast<uint4*>(to), words);
   } else {
-    for (int r = 0; r < 2 && i + r < part.rows; ++r) {
-      for (int k = 0; k < part.columns; ++k) {
-        q[part.first + (i + r) * stride + k] = codes[at + r][k / 4] >> 8 * (k % 4);
-      }
+    for (int r = 0; r < kCount && r < rows; ++r, to += stride) {
+      for (int k = 0; k < columns; ++k) to[k] = codes[at + r][k / 4] >> 8 * (k % 4);
     }
   }
 }
@@ -162,18 +154,20 @@ __device__ inline void store_tile(const uint4* slots, Fp8* qt, const Tile& first
   const unsigned* words = reinterpret_cast<const unsigned*>(slots);
   const int y = threadIdx.x % BLOCK_Y, own = threadIdx.x / BLOCK_Y;  // the thread's first column
   const long long row = first.row + y * kRows, step = BLOCK_X * rows;
-  const int left = row < rows ? limited(columns - first.column, kColumns * BLOCK_X) : 0;
+  constexpr int kWidth = kColumns * BLOCK_X;
+  const int left = row < rows ? limited(columns - first.column, kWidth) : 0;
   Fp8* from = qt + (first.column + own) * rows + row;
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i, from += step) {
-    const int column = own + i * BLOCK_X;
-    const int at = 4 * slot(column / 4 % 2, column / kColumns, y) + column % 4;
+  const int half = own / 4 % 2, x = own / kColumns, at = own % 4;
+  const auto store = [&](int i) {
+    constexpr int kStride = BLOCK_X / kColumns;
+    // A stride of eight slots or more turns as none does: the compiler adds it to the address.
+    const int there =
+        kStride % 8 == 0 ? slot(half, x, y) + i * kStride : slot(half, x + i * kStride, y);
     unsigned run[4];
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      run[group] = words[at + 4 * kGroupSlots * kThreads * group];
+      run[group] = words[4 * (there + kGroupSlots * kThreads * group) + at];
     }
-    if (column >= left) continue;
     if constexpr (kVectors) {
       store_streaming(reinterpret_cast<uint4*>(from), uint4{run[0], run[1], run[2], run[3]});
     } else {
@@ -181,5 +175,13 @@ __device__ inline void store_tile(const uint4* slots, Fp8* qt, const Tile& first
       memcpy(bytes, run, sizeof(run));
       for (int k = 0; k < kRows && row + k < rows; ++k) from[k] = bytes[k];
     }
+    from += step;
+  };
+  if (kVectors && left == kWidth) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) store(i);
+  } else {
+#pragma unroll 1
+    for (int i = 0; own + i * BLOCK_X < left; ++i) store(i);
   }
 }

@@ -109,7 +109,7 @@ static_assert(!AHEAD || STAGES > 1, "the next row is there");
 constexpr bool kEarly = DOTS && HOLD;
 
 using RowPairs = RowSums<Compute, 2>;
-constexpr int kSumBytes = (RowPairs::kBytes + 15) / 16 * 16;
+constexpr int kSumBytes = lines(RowPairs::kBytes);
 static_assert(kSumBytes + kWeightBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 

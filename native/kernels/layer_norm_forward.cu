@@ -20,14 +20,23 @@
 // they are there when the statistics are; otherwise they are read once for all rows of a thread. If
 // PER_EXAMPLE, scale and bias are (rows / tokens, FEATURES), and `tokens` rows after one another
 // have the same: the rows of a thread are of one example, and read them once.
+//
+// If AHEAD, blocks go through the rows, and the next ones are on their way to shared memory while
+// these are worked on.
 #ifndef PER_EXAMPLE
 #define PER_EXAMPLE 0
 #endif
-#include "row.cuh"
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+#include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
 
 constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
+static_assert(!AHEAD || !(HAS_RESIDUAL || PER_EXAMPLE), "x alone, of rows that follow each other");
+
+using Moments = RowMoments<Compute, THREAD_ROWS>;
 
 template <typename T>
 __device__ inline Compute sum_of(const Chunks<T>& values) {
@@ -82,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
-  IF(STATISTICS, RowMoments<Compute, THREAD_ROWS> moments(shared_memory()));
+  IF(STATISTICS, Moments moments(shared_memory()));
 #if HELD
   IF(HAS_SCALE, Wide<Compute, VECTOR> weights[CHUNKS]);
   IF(HAS_BIAS, Wide<Compute, VECTOR> shifts[CHUNKS]);
@@ -93,6 +102,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   }
 #endif
   const long long stride = 1LL * gridDim.x * kRows;
+#if AHEAD
+  const auto slots_of = [&](int r) {
+    return Slots<X_TYPE>{shared_memory() + lines(Moments::kBytes) + r * kSlots<X_TYPE>};
+  };
+  const auto fetch = [&](long long which) {
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+      if (which + r < rows) slots_of(r).fetch(x + (which + r) * FEATURES, aligned);
+    }
+    commit_copies();
+  };
+  fetch(1LL * blockIdx.x * kRows + row_group() * THREAD_ROWS);
+#endif
 #if PER_EXAMPLE
   // Groups of THREAD_ROWS rows; what the last one of an example has past its rows is nothing.
   const long long all = rows, groups = (tokens + THREAD_ROWS - 1) / THREAD_ROWS;
@@ -109,10 +131,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 
     Chunks<X_TYPE> xs[THREAD_ROWS];
+#if AHEAD
+    wait_copies<0>();
+#pragma unroll
+    for (int r = 0; r < THREAD_ROWS; ++r) {
+#pragma unroll
+      for (int i = 0; i < CHUNKS; ++i) xs[r][i] = slots_of(r).read(i, mine + r < rows);
+    }
+    fetch(mine + stride);  // into slots that were read
+#else
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r) {
       load_row(x + (mine + r) * FEATURES, mine + r < rows, aligned, xs[r]);
     }
+#endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll

@@ -15,15 +15,31 @@ struct ConditionalOf<false, A, B> {
 template <bool kChoice, typename A, typename B>
 using ConditionalType = typename ConditionalOf<kChoice, A, B>::Type;
 
-// The block's dynamic shared memory, 16-byte aligned.
+// The same number, which the compiler has to keep: it may not compute it again in each turn of a
+// loop.
+__device__ inline int kept(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
+__device__ inline long long kept(long long value) {
+  asm("" : "+l"(value));
+  return value;
+}
+
+// The block's dynamic shared memory, aligned to a line of kLine bytes.
+constexpr int kLine = 128;
 __device__ inline unsigned char* shared_memory() {
-  extern __shared__ __align__(16) unsigned char bytes[];
+  extern __shared__ __align__(kLine) unsigned char bytes[];
   return bytes;
 }
 
 __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
+
+// Bytes of shared memory, in whole lines. What is copied goes behind whole lines: a copy's sectors
+// of 32 bytes that land across the bounds of two are each fetched twice.
+__device__ constexpr int lines(int bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // Begins copying kBytes (4, 8 or 16, and both pointers so aligned) from global to shared memory.
 // The thread that began a copy sees its bytes after wait_copies; no register holds them meanwhile.
@@ -74,6 +90,71 @@ template <typename T>
 __device__ inline void store_evicted(T* pointer, T value) {
   __stcs(pointer, value);
 }
+
+// Adds to `sums` a warp's product of 16 rows and 8 columns, whose parts lie as the tensor cores
+// have them: lane l has two elements of row l / 4 in `low`, of row l / 4 + 8 in `high`, and of
+// column l / 4 in `by`. Products are exact; sums in float32, whose last digits are cut off.
+__device__ inline void multiply(float (&sums)[4], unsigned low, unsigned high, unsigned by,
+                                __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
+      " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(low), "r"(high), "r"(by));
+}
+__device__ inline void multiply(float (&sums)[4], unsigned low, unsigned high, unsigned by,
+                                __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
+      " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(low), "r"(high), "r"(by));
+}
+
+// Sums of squares of eight rows, by a warp: lane l adds words of row l / 4, so that four lanes have
+// a row. Of 16-bit elements they are the diagonal of the product of the rows and themselves, which
+// takes a fifth of the instructions of widening, squares and sums over lanes.
+template <typename T>
+class SquaredRows {
+ public:
+  __device__ void add(uint4 words) {
+    add(words.x, words.y);
+    add(words.z, words.w);
+  }
+  // Whether this lane has its row's sum: of four lanes the one where the diagonal lies.
+  __device__ static bool has_sum() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
+  __device__ float sum() const {
+    const bool odd = threadIdx.x / 4 % 2;
+    return odd ? low_[1] + high_[3] : low_[0] + high_[2];
+  }
+
+ private:
+  // Each product has the squares of one of the two in half of its rows.
+  __device__ void add(unsigned low, unsigned high) {
+    multiply(low_, low, high, low, T{});
+    multiply(high_, low, high, high, T{});
+  }
+
+  float low_[4] = {}, high_[4] = {};
+};
+
+template <>
+class SquaredRows<float> {
+ public:
+  __device__ void add(uint4 words) {
+    const unsigned each[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (unsigned word : each) sum_ += __uint_as_float(word) * __uint_as_float(word);
+  }
+  __device__ static bool has_sum() { return threadIdx.x % 4 == 0; }
+  __device__ float sum() const {
+    const float pair = sum_ + __shfl_xor_sync(0xffffffffu, sum_, 1);
+    return pair + __shfl_xor_sync(0xffffffffu, pair, 2);
+  }
+
+ private:
+  float sum_ = 0;
+};
 
 #if CLUSTER > 1
 // A barrier of all threads of the cluster, in two halves.

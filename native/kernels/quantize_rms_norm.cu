@@ -14,8 +14,7 @@
 //   q, qt, code_scale          as q, qt and scale in quantize_cast.cu
 //
 // With STATISTICS a thread holds its 16 rows and 8 columns of h as they are stored, in shared
-// memory, where x comes without taking registers (beside a residual it comes through them: two
-// arrays keep enough bytes on their way); and the CLUSTER blocks side by side that have a
+// memory, where x comes without taking registers; and the CLUSTER blocks side by side that have a
 // row add their sums of squares up in one cluster; the grid is as many blocks wide. Otherwise
 // blocks know nothing of each other.
 #include "fp8_tile.cuh"
@@ -46,26 +45,9 @@ struct Operands {
 };
 
 #if STATISTICS
-// Adds up a warp's sums for kCount rows. At each step but the last ones a lane gives away half of
-// them. A recursion, because the compiler holds `sums` in local memory where the bounds of an inner
-// loop change.
-template <int kOffset, int kCount, int kSums>
-__device__ inline void add_lanes(float (&sums)[kSums]) {
-  if constexpr (kOffset > 0) {
-    constexpr int kHalf = kCount / 2;
-    if constexpr (kHalf == 0) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], kOffset);
-    const bool upper = threadIdx.x & kOffset;
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const float given = upper ? sums[i] : sums[i + kHalf];
-      const float kept = upper ? sums[i + kHalf] : sums[i];
-      sums[i] = kept + __shfl_xor_sync(0xffffffffu, given, kOffset);
-    }
-    add_lanes<kOffset / 2, (kHalf > 0 ? kHalf : kCount)>(sums);
-  }
-}
+static_assert(kThreads % 32 == 0, "whole warps add squares up");
 
-// 1 / sqrt(mean(h²) + eps) of the block's rows, from each thread's sums of squares. All blocks of a
+// 1 / sqrt(mean(h²) + eps) of the block's rows, from each warp's sums of squares. All blocks of a
 // cluster come to the same bits.
 class RowStatistics {
  public:
@@ -87,16 +69,9 @@ class RowStatistics {
 #endif
   }
 
-  // A warp's share of the sums of squares of rows begin to begin + BATCH - 1 of the thread's part.
-  __device__ void add(float (&sums)[BATCH], int begin) {
-    constexpr int kEach = BATCH > kLanes ? BATCH / kLanes : 1;
-    add_lanes<kLanes / 2, BATCH>(sums);
-    const int y = threadIdx.x / BLOCK_X, lane = threadIdx.x % BLOCK_X;
-    const int first = y * kRows + begin + lane % kLanes * BATCH / kLanes;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {  // lanes that have the same row write the same
-      partial_[(first + i) * kWarps + lane / kLanes] = sums[i];
-    }
+  // A warp's share of the sum of squares of a row of the block.
+  __device__ void add(int row, float sum) {
+    partial_[row * kWarps + threadIdx.x % BLOCK_X / kLanes] = sum;
   }
 
   // Once all are added.
@@ -152,67 +127,89 @@ class RowStatistics {
 };
 #endif
 
-// What the thread's columns are multiplied with, and their codes' multiplier: a power of two, so
-// that it changes no bit of a product whose code is not zero. Read often: it may stay in the
-// caches.
-template <bool kVectors>
-__device__ inline Wide<float, kColumns> weights(const Operands& given, const Part& part,
-                                                long long column, float multiplier) {
-  Wide<float, kColumns> weight{};
 #if HAS_SCALE
-  using Scales = Packed<SCALE_TYPE, kColumns>;
-  const SCALE_TYPE* from = given.scale + column;
-  if constexpr (kVectors) {
-    if (part.columns > 0) {
-      const Scales packed = *reinterpret_cast<const Scales*>(from);  // whole words of it
-      weight = widen_all<float>(packed);
-    }
-  } else {
-    for (int k = 0; k < part.columns; ++k) weight.at[k] = widen<float>(from[k]);
-  }
-#if HAS_OFFSET
-#pragma unroll
-  for (int k = 0; k < kColumns; ++k) weight.at[k] += given.offset;
-#endif
-#endif
-#pragma unroll
-  for (float& each : weight.at) each = (HAS_SCALE ? each : 1.0f) * multiplier;
+using Scales = Packed<SCALE_TYPE, kColumns>;
+
+// The scale at the thread's columns; all eight of them are there if kVectors.
+template <bool kVectors>
+__device__ inline Wide<float, kColumns> weights(const SCALE_TYPE* scale, int columns) {
+  if constexpr (kVectors) return widen_all<float>(*reinterpret_cast<const Scales*>(scale));
+  Wide<float, kColumns> weight{};
+  for (int k = 0; k < columns; ++k) weight.at[k] = widen<float>(scale[k]);
   return weight;
 }
+#endif
 
 #if STATISTICS
-// The thread's rows of h in its own slots of shared memory, four rows a group.
+// The thread's rows in its own slots of shared memory, four rows a group: first x, then h. The
+// block's columns of the scale come behind them, which threads would ask the cache for more than
+// once.
 class HeldRows {
  public:
   static constexpr int kRowSlots = sizeof(Packed<H, kColumns>) / 16, kGroupSlots = 4 * kRowSlots;
+  static constexpr int kSlots = kRows * kRowSlots * kThreads;
+  static constexpr int kScaleSlots = 0 IF(HAS_SCALE, +BLOCK_X * sizeof(Scales) / 16);
+  static constexpr int kBytes = 16 * (kSlots + kScaleSlots);
 
   __device__ explicit HeldRows(uint4* slots) : slots_(slots) {}
 
-  __device__ Packed<H, kColumns> row(int i) const {
-    uint4 words[kRowSlots];
+  template <typename T>
+  __device__ Packed<T, kColumns> row(int i) const {
+    uint4 words[sizeof(Packed<T, kColumns>) / 16];
 #pragma unroll
     for (uint4& word : words) word = at(i, &word - words);
-    return bit_cast<Packed<H, kColumns>>(words);
+    return bit_cast<Packed<T, kColumns>>(words);
   }
 
-  __device__ void keep(int i, const Packed<H, kColumns>& row) {
-    uint4 words[kRowSlots];
+  template <typename T>
+  __device__ void keep(int i, const Packed<T, kColumns>& row) {
+    uint4 words[sizeof(row) / 16];
     memcpy(words, &row, sizeof(row));
 #pragma unroll
     for (const uint4& word : words) at(i, &word - words) = word;
   }
 
-#if HAS_RESIDUAL
-  // Makes h of x and residual, which is written, and adds its squares up.
+  // Begins to bring x, zeros beyond the edge, and where vectors move the scale. There all 16 rows
+  // are there or none.
   template <bool kVectors>
-  __device__ void square(const Operands& given, const Part& part, RowStatistics& statistics) {
+  __device__ void bring(const Operands& given, const Part& part, const Tile& first) {
+    const long long stride = given.columns;
+    if (kVectors && part.rows > 0) {
+      const X* from = given.x + part.first;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i, from += stride) {
+#pragma unroll
+        for (int n = 0; n < sizeof(Packed<X, kColumns>) / 16; ++n) {
+          copy_async<16>(&at(i, n), reinterpret_cast<const uint4*>(from) + n);
+        }
+      }
+    } else {
+#pragma unroll 4
+      for (int i = 0; i < kRows; ++i) keep(i, load_row<kVectors>(given.x, part, i, stride));
+    }
+#if HAS_SCALE
+    constexpr int kWord = 16 / sizeof(SCALE_TYPE);
+    const int there = limited(stride - first.column, kColumns * BLOCK_X) / kWord;
+    const uint4* from = reinterpret_cast<const uint4*>(given.scale + first.column);
+#pragma unroll
+    for (int begin = 0; kVectors && begin < kScaleSlots; begin += kThreads) {
+      const int i = begin + threadIdx.x;
+      if (i < there) copy_async<16>(slots_ + kSlots + i, from + i);
+    }
+#endif
+    commit_copies();
+  }
+
+#if HAS_RESIDUAL
+  // Makes h of x and residual, and writes it.
+  template <bool kVectors>
+  __device__ void add(const Operands& given, const Part& part) {
+    using Residual = Packed<RESIDUAL_TYPE, kColumns>;
     struct Loaded {
-      Packed<X, kColumns> x[BATCH];
-      Packed<RESIDUAL_TYPE, kColumns> residual[BATCH];
+      Residual rows[BATCH];
     };
     // Pointers go along: an address from a row's number would take a product for each array.
     const long long stride = given.columns, jump = BATCH * stride;
-    const X* x = given.x + part.first;
     const RESIDUAL_TYPE* residual = given.residual + part.first;
     H* h = given.h + part.first;
     Part rest = {0, part.rows, part.columns};  // of which nothing is loaded
@@ -220,73 +217,62 @@ class HeldRows {
       Loaded loaded;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        loaded.x[i] = load_row<kVectors>(x, rest, i, stride);
-        loaded.residual[i] = load_row<kVectors>(residual, rest, i, stride);
+        loaded.rows[i] = load_row<kVectors>(residual, rest, i, stride);
       }
-      x += jump, residual += jump, rest.rows -= BATCH;
+      residual += jump, rest.rows -= BATCH;
       return loaded;
     };
     Loaded next = load();
+    wait_copies<0>();
 #pragma unroll 1
     for (int begin = 0; begin < kRows; begin += BATCH, h += jump) {
       const Loaded now = next;
       if (begin + BATCH < kRows) next = load();
       const Part left = {0, part.rows - begin, part.columns};
-      float sums[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        Wide<float, kColumns> wide = widen_all<float>(now.x[i]);
-        const Wide<float, kColumns> more = widen_all<float>(now.residual[i]);
+        Wide<float, kColumns> wide = widen_all<float>(row<X>(begin + i));
+        const Wide<float, kColumns> more = widen_all<float>(now.rows[i]);
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) wide.at[k] += more.at[k];
         const Packed<H, kColumns> stored = narrow_all<H>(wide);
         keep(begin + i, stored);
         store_row<kVectors>(stored, i, h, left, stride);
-        sums[i] = squares(stored);
       }
-      statistics.add(sums, begin);
-    }
-  }
-#else
-  // Begins to bring x; zeros beyond the edge. Where vectors move, all 16 rows are there or none.
-  template <bool kVectors>
-  __device__ void bring(const X* x, const Part& part, long long stride) {
-    if (kVectors && part.rows > 0) {
-#pragma unroll 4
-      for (int i = 0; i < kRows; ++i) {
-        const uint4* from = reinterpret_cast<const uint4*>(x + part.first + i * stride);
-#pragma unroll
-        for (int n = 0; n < kRowSlots; ++n) copy_async<16>(&at(i, n), from + n);
-      }
-    } else {
-#pragma unroll 4
-      for (int i = 0; i < kRows; ++i) keep(i, load_row<kVectors>(x, part, i, stride));
-    }
-    commit_copies();
-  }
-
-  // Adds the squares of what was brought up.
-  __device__ void square(RowStatistics& statistics) {
-    wait_copies<0>();
-#pragma unroll 1
-    for (int begin = 0; begin < kRows; begin += BATCH) {
-      float sums[BATCH];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) sums[i] = squares(row(begin + i));
-      statistics.add(sums, begin);
     }
   }
 #endif
 
- private:
-  __device__ static float squares(const Packed<H, kColumns>& row) {
-    const Wide<float, kColumns> wide = widen_all<float>(row);
-    float sum = 0;
+  // Adds up the squares of what the warp's threads have brought: of eight rows at once, of each of
+  // which four lanes take a share.
+  __device__ void square(RowStatistics& statistics) {
+    wait_copies<0>();
+    __syncwarp();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x - lane;
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) sum += wide.at[k] * wide.at[k];
-    return sum;
+    for (int begin = 0; begin < kRows * 32; begin += 8 * kLanes) {  // rows of each thread's part
+      const int thread = warp + begin / (kRows * kLanes) * kLanes, y = thread / BLOCK_X;
+      const int row = begin / kLanes % kRows + lane / 4;
+      SquaredRows<H> squares;
+#pragma unroll
+      for (int n = 0; n < kRowSlots; ++n) {
+        const int first = slot(kRowSlots * row + n, thread % BLOCK_X + lane % 4, y);
+#pragma unroll
+        for (int x = 0; x < kLanes; x += 4) squares.add(slots_[first ^ x]);  // x threads further
+      }
+      const float sum = squares.sum();
+      if (squares.has_sum()) statistics.add(y * kRows + row, sum);
+    }
   }
 
+#if HAS_SCALE
+  // The scale of the thread's columns, after a barrier.
+  __device__ const SCALE_TYPE* scale() const {
+    return reinterpret_cast<const SCALE_TYPE*>(slots_ + kSlots) + threadIdx.x % BLOCK_X * kColumns;
+  }
+#endif
+
+ private:
   __device__ uint4& at(int i, int n) const { return slots_[own_slot(kRowSlots * i + n)]; }
 
   uint4* slots_;
@@ -312,14 +298,19 @@ __device__ inline void encode_rows(const Packed<H, kColumns> (&rows)[4], const f
 template <bool kVectors>
 __device__ inline void run(const Operands& given, int group) {
   const long long columns = given.columns;
+#if STATISTICS
+  constexpr long long kWidth = kColumns * BLOCK_X;
+  const Tile first = {blockIdx.x / CLUSTER * (long long)kTileRows, blockIdx.x % CLUSTER * kWidth};
+#else
   const Tile first = tile_of(given.rows, columns, group, false);
+#endif
   const Part part = part_of(first, given.rows, columns);
 #if STATISTICS
   constexpr int kGroupSlots = HeldRows::kGroupSlots;
-  uint4* slots = reinterpret_cast<uint4*>(shared_memory() + RowStatistics::kBytes);
+  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
   HeldRows held(slots);
-  IF_NOT(HAS_RESIDUAL, held.bring<kVectors>(given.x, part, columns));
-  RowStatistics statistics(shared_memory());
+  held.bring<kVectors>(given, part, first);
+  RowStatistics statistics(shared_memory() + HeldRows::kBytes);
 #else
   constexpr int kGroupSlots = kCodeSlots;
   uint4* slots = reinterpret_cast<uint4*>(shared_memory());
@@ -329,16 +320,28 @@ __device__ inline void run(const Operands& given, int group) {
   const Scale by = scale_of(bit_cast<int>(bound) & 0x7fffffff);
   if (blockIdx.x == 0 && threadIdx.x == 0) *given.code_scale = by.scale;
 #if STATISTICS
-#if HAS_RESIDUAL
-  held.square<kVectors>(given, part, statistics);
-#else
+  IF(HAS_RESIDUAL, held.add<kVectors>(given, part));
   held.square(statistics);
+  statistics.find(given, first);
 #endif
+  // Codes' multiplier with it: a power of two changes no bit of a product whose code is not zero.
+  Wide<float, kColumns> weight{};
+#if HAS_SCALE
+  if (kVectors && STATISTICS) {
+    IF(STATISTICS, weight = weights<true>(held.scale(), kColumns));
+  } else if (part.columns > 0) {
+    const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
+    weight = weights<kVectors>(given.scale + column, part.columns);
+  }
 #endif
-  const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
-  const auto weight = weights<kVectors>(given, part, column, by.multiplier);
-  IF(STATISTICS, statistics.find(given, first));
+#pragma unroll
+  for (float& each : weight.at) {
+    IF(HAS_OFFSET, each += given.offset);
+    each = HAS_SCALE ? each * by.multiplier : by.multiplier;
+  }
   Codes codes;
+  long long at = kept(part.first);  // the element that comes next, of `left` rows
+  int left = kept(part.rows);
 #pragma unroll 1
   for (int step = 0; step < kRows; step += 4) {
     Packed<H, kColumns> rows[4];
@@ -347,7 +350,7 @@ __device__ inline void run(const Operands& given, int group) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if STATISTICS
-      rows[i] = held.row(step + i);
+      rows[i] = held.row<H>(step + i);
       inverse[i] = statistics.inverse(step + i);
 #else
       rows[i] = load_row<kVectors>(given.x, part, step + i, columns);
@@ -362,8 +365,8 @@ __device__ inline void run(const Operands& given, int group) {
       encode_rows<false>(rows, inverse, weight, codes);
     }
 #if HAS_Q
-    store_rows<kVectors>(codes, 0, step, given.q, part, columns);
-    store_rows<kVectors>(codes, 2, step + 2, given.q, part, columns);
+    store_rows<kVectors, 4>(codes, 0, given.q + at, left, part.columns, columns);
+    at += 4 * columns, left -= 4;
 #endif
     // In slots of rows whose codes these are: nobody reads those any more.
     if (HAS_QT) place_group<kGroupSlots>(codes, step / 4, slots);

@@ -85,8 +85,7 @@ static_assert(!AHEAD || STAGES > 1, "the next row is there");
 // Whether a row's slots are free once its sum is known: what was in them is in registers, and used.
 constexpr bool kEarly = DOTS && HOLD;
 
-static_assert((RowSum<Compute>::kBytes + 15) / 16 * 16 + STAGES * kStageBytes <= SHARED_BYTES,
-              "rows fit");
+static_assert(lines(RowSum<Compute>::kBytes) + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
 #endif
 
-  unsigned char* const stages = shared_memory() + (RowSum<Compute>::kBytes + 15) / 16 * 16;
+  unsigned char* const stages = shared_memory() + lines(RowSum<Compute>::kBytes);
   IF(DOTS, RowSum<Compute> row_sum(shared_memory()));
 #if PER_EXAMPLE
   const long long examples = rows / tokens, example = blockIdx.x % examples;

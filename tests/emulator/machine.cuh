@@ -170,7 +170,7 @@ inline void RunCluster(Dim3 first, Dim3 size, int shared_bytes) {
     block.index = {first.x + n % size.x, first.y + n / size.x % size.y,
                    first.z + n / (size.x * size.y)};
     block.barrier.expected = threads;
-    block.shared.assign(shared_bytes + 16, 0xff);
+    block.shared.assign(shared_bytes + 128, 0xff);
     block.warps.resize((threads + 31) / 32);
     for (auto& warp : block.warps) warp.barrier.expected = std::min(32, threads);
     for (int t = 0; t < threads; ++t, ++at) {
@@ -218,7 +218,7 @@ void Launch(void (*kernel)(A...), const unsigned* sizes, int shared_bytes, void*
 
 inline unsigned char* SharedOf(const Block& block) {
   auto* bytes = const_cast<unsigned char*>(block.shared.data());
-  return bytes + (16 - reinterpret_cast<uintptr_t>(bytes) % 16) % 16;
+  return bytes + (128 - reinterpret_cast<uintptr_t>(bytes) % 128) % 128;
 }
 
 template <typename T>
@@ -244,6 +244,10 @@ T Exchange(T value, int lane_mask) {
 
 inline void __syncthreads() {
   auto& barrier = emulator::current->block->barrier;
+  emulator::WaitFor(barrier, barrier.Arrive());
+}
+inline void __syncwarp() {
+  auto& barrier = emulator::current->block->warps[emulator::current->index.x / 32].barrier;
   emulator::WaitFor(barrier, barrier.Arrive());
 }
 template <typename T>
@@ -277,7 +281,34 @@ struct ConditionalOf<false, A, B> {
 template <bool kChoice, typename A, typename B>
 using ConditionalType = typename ConditionalOf<kChoice, A, B>::Type;
 
+template <typename T>
+T kept(T value) {
+  return value;
+}
+
+// By shuffles; a lane that may not use its sum has NaN.
+template <typename T>
+class SquaredRows {
+ public:
+  void add(uint4 words) {
+    T elements[16 / sizeof(T)];
+    std::memcpy(elements, &words, sizeof(words));
+    for (T element : elements) sum_ += static_cast<float>(element) * static_cast<float>(element);
+  }
+  static bool has_sum() { return threadIdx.x % 4 == (sizeof(T) == 2 ? threadIdx.x % 32 / 8 : 0); }
+  float sum() const {
+    const float pair = sum_ + __shfl_xor_sync(0xffffffffu, sum_, 1);
+    const float four = pair + __shfl_xor_sync(0xffffffffu, pair, 2);
+    return has_sum() ? four : std::nanf("");
+  }
+
+ private:
+  float sum_ = 0;
+};
+
 inline unsigned char* shared_memory() { return emulator::SharedOf(*emulator::current->block); }
+
+constexpr int lines(int bytes) { return (bytes + 127) / 128 * 128; }
 
 template <int kBytes>
 void copy_async(void* shared, const void* global) {

@@ -11,6 +11,7 @@ from cuda_cases import EPS, Case
 from cuda_emulator import Emulator
 from reference import Expected, assert_close, wide
 
+from normfuse.layers.layer_norm import cuda as layer_norm
 from normfuse.layers.layer_norm import op
 from normfuse.layers.rms_norm import cuda
 from normfuse.layers.rms_norm.cuda import RowLayout
@@ -168,14 +169,27 @@ def test_gradients_that_are_asked_for(emulated, host, dscale, dbias):
     [
         RowLayout(520, 8, 2, 64, 2, thread_rows=4),
         RowLayout(1032, 8, 1, 64, 1, slices=3, thread_rows=2),  # a cluster
+        RowLayout(520, 8, 2, 64, 2, thread_rows=2, persistent=True, ahead=True),
+        RowLayout(1032, 8, 1, 64, 1, slices=3, hold=True, persistent=True, ahead=True),
     ],
     ids=str,
 )
 def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout):
+    monkeypatch.setattr(cuda, "timed_forward", lambda *_: None)
     monkeypatch.setattr(cuda, "forward_layout", lambda *_, **__: layout)
+    monkeypatch.setattr(layer_norm, "eased_forward", lambda _, chosen: chosen)
+    residual = layout.slices > 1 and not layout.ahead
+    for shift in (0, 1) if layout.ahead else (0,):
+        run, launches = emulated(SM90, shift=shift)
+        check_forward(run, Case((21, layout.features, 1), residual=residual), mean=1.0)
+        assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
+        assert launches[0]["macros"].get("AHEAD", False) == layout.ahead
+
+
+def test_cuda_longest_rows_come_ahead(emulated):
     run, launches = emulated(SM90)
-    check_forward(run, Case((21, layout.features, 1), residual=layout.slices > 1), mean=1.0)
-    assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
+    check_forward(run, Case((5, 8200, 1)), mean=1.0)  # as many bytes as 16400 of bfloat16
+    assert launches[0]["macros"]["AHEAD"] and launches[0]["macros"]["CLUSTER"] == 2
 
 
 @pytest.mark.parametrize("case", [Case((3, 9, 5), scale=None), Case((9, 72, 1), residual=True)])
@@ -187,6 +201,7 @@ def test_cuda_unaligned_arrays_match_reference(emulated):
     run, _ = emulated(SM90, shift=1)
     check_forward(run, Case((3, 136, 1), residual=True))
     check_backward(run, Case((3, 136, 1), residual=True))
+    check_backward(run, Case((3, 2056, 1)))  # threads that load such rows apart from copies
 
 
 # Few columns take a block per 32 of them; many, four at a time; and some no whole vectors.
