@@ -2,7 +2,8 @@
 // to the machine. Every CUDA thread is a fibre, and changes place with others at barriers only; all
 // threads of a cluster live at the same time. Asynchronous copies happen only when they are
 // waited for, and their destinations hold NaN until then: a missing wait or a slot that is filled
-// again too early shows in the result. Shared memory begins as NaN as well.
+// again too early shows in the result. Shared memory begins as NaN as well. A launch whose copies
+// land across the sectors of shared memory, so that a GPU would fetch most of them twice, fails.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <utility>
@@ -87,6 +89,28 @@ struct Thread {
   std::vector<Copy> open;
 };
 
+// Sectors of global memory whose halves two threads copied, and how many landed in two sectors of
+// shared memory: all of them where the copies of a block begin in the middle of one, half where
+// rows do. (Where one thread copies both, its layout may want them apart.) Each is copied once.
+struct Sectors {
+  struct Half {
+    uintptr_t to;
+    const Thread* by;
+  };
+  std::map<uintptr_t, Half> half;
+  long whole = 0, split = 0;
+
+  void Add(const void* shared, const void* global, const Thread* by) {
+    const uintptr_t to = reinterpret_cast<uintptr_t>(shared) / 32;
+    const auto [at, first] =
+        half.try_emplace(reinterpret_cast<uintptr_t>(global) / 32, Half{to, by});
+    if (first) return;
+    if (at->second.by != by) ++(at->second.to == to ? whole : split);
+    half.erase(at);
+  }
+};
+
+inline Sectors sectors;
 inline ucontext_t scheduler;
 inline Thread* current = nullptr;
 inline Cluster* cluster = nullptr;
@@ -209,11 +233,13 @@ void Launch(void (*kernel)(A...), const unsigned* sizes, int shared_bytes, void*
   grid_dim = {sizes[0], sizes[1], sizes[2]};
   block_dim = {sizes[3], sizes[4], sizes[5]};
   const Dim3 size = {sizes[6], sizes[7], sizes[8]};
+  sectors = {};
   for (unsigned z = 0; z < grid_dim.z; z += size.z) {
     for (unsigned y = 0; y < grid_dim.y; y += size.y) {
       for (unsigned x = 0; x < grid_dim.x; x += size.x) RunCluster({x, y, z}, size, shared_bytes);
     }
   }
+  if (sectors.split > 3 * sectors.whole + 64) Die("sectors are copied across two");
 }
 
 inline unsigned char* SharedOf(const Block& block) {
@@ -318,6 +344,7 @@ void copy_async(void* shared, const void* global) {
     emulator::Die("misaligned copy");
   }
   std::memset(shared, 0xff, kBytes);
+  if (kBytes == 16) emulator::sectors.Add(shared, global, emulator::current);
   emulator::current->open.push_back({shared, global, kBytes});
 }
 inline void commit_copies() {
