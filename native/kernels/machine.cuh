@@ -1,4 +1,5 @@
-// What is the machine's own: shared memory, asynchronous copies, clusters of blocks, cache hints.
+// What is the machine's own: shared memory, asynchronous copies, tensor cores, clusters of blocks,
+// cache hints.
 #pragma once
 
 #include <cuda_bf16.h>
