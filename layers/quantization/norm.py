@@ -95,7 +95,7 @@ _NARROW = 32  # threads along a row's part: with more than one each, more blocks
 class _Blocks(NamedTuple):
     """What a block of 16 rows or more should have."""
 
-    threads: int  # enough of them, four along the rows
+    threads: int  # enough of them, where four rows of threads are as many
     registers: int  # of a thread
 
 
