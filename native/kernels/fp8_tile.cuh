@@ -2,8 +2,8 @@
 //
 // A block has a tile of 16 BLOCK_Y rows and 8 BLOCK_X columns, a thread 16 rows and 8 columns of
 // it, in turns of kStep rows: unrolled for all 16, the instructions would not fit their caches.
-// Vectors have 16 bytes, and of q eight, with which a warp still writes whole lines: a column of the
-// thread's 16 rows goes through shared memory.
+// Vectors have 16 bytes, and of q eight, with which a warp still writes whole lines: a column of
+// the thread's 16 rows goes through shared memory.
 //
 // Tiles are taken in groups of `group` rows of tiles, in which they go down before they go right:
 // what is on its way at once is a compact piece of both layouts. With `backwards` the last tile is
