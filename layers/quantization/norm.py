@@ -24,7 +24,7 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Loose, Op, Split, batch_at, match
 from ..rms_norm import op as rms_norm
-from ..rms_norm.cuda import round_up
+from ..rms_norm.cuda import MAX_CLUSTER, REGISTERS, RESERVED_BYTES, round_up
 from ..rms_norm.op import apply_kernel, forward_kernel, row_sums_kernel
 from ..rms_norm.spec import Norm
 from . import kernels
@@ -32,10 +32,7 @@ from .definition import define_cast
 from .kernels import COLUMNS, INPUTS, CastLayout, Codes
 from .op import as_bytes
 
-_CLUSTER = 8  # blocks, the most that every device with clusters has
 _LEAST_THREADS, _MOST_THREADS = 128, 512  # of a block
-_REGISTERS = 65536  # of a multiprocessor
-_RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +108,7 @@ def layout(
     for rows that shared memory cannot hold so. Measured in bfloat16 on an H200
     (benchmarks/results).
     """
-    vectors, most = -(-columns // 8), _CLUSTER if target.clusters else 1
+    vectors, most = -(-columns // 8), MAX_CLUSTER if target.clusters else 1
     wanted = _ADDED if has_residual else _ALONE
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
     fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
@@ -122,8 +119,8 @@ def layout(
         threads, shared = chosen.width * height, _shared(chosen, blocks, itemsize)
         enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
-            room = target.shared_memory // (shared + _RESERVED_BYTES)
-            fit = min(_REGISTERS // wanted.registers // threads, room)
+            room = target.shared_memory // (shared + RESERVED_BYTES)
+            fit = min(REGISTERS // wanted.registers // threads, room)
             return replace(chosen, min_blocks=max(1, fit))
     return None
 

@@ -29,10 +29,10 @@ WARP = 32
 MAX_THREADS = 1024  # of a block
 MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
-_REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
+REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _WORD = 4  # bytes of a register
 _LINE = 128  # bytes of shared memory: rows that are copied there begin with one
-_RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
+RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RowLayout:
     def registers(self) -> int:
         """Of 4 bytes, that each thread can have."""
         threads = self.min_blocks * round_up(self.threads, 4 * WARP)
-        return min(248, _REGISTERS // threads // 8 * 8)
+        return min(248, REGISTERS // threads // 8 * 8)
 
     def blocks_for(self, rows: int) -> int:
         """Blocks along the rows that cover `rows` once."""
@@ -127,7 +127,7 @@ class RowLayout:
         return max(rows, dscale)
 
     def _block_shared(self, target: Target) -> int:
-        return target.shared_memory // self.min_blocks - _RESERVED_BYTES
+        return target.shared_memory // self.min_blocks - RESERVED_BYTES
 
     def macros(self, *, cluster: bool) -> dict[str, int]:
         """The layout as macros; in a `cluster`, the slices of a row add their sums together."""

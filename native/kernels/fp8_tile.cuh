@@ -130,6 +130,14 @@ __device__ inline void store_rows(const Codes& codes, int at, Fp8* to, int rows,
   }
 }
 
+// Writes rows i and i + 1 of the part from codes[at] and codes[at + 1].
+template <bool kVectors>
+__device__ inline void store_pair(const Codes& codes, int at, int i, Fp8* q, const Part& part,
+                                  long long stride) {
+  store_rows<kVectors, 2>(codes, at, q + part.first + i * stride, part.rows - i, part.columns,
+                          stride);
+}
+
 constexpr int kCodeSlots = 2;  // of a group of four rows, where nothing but codes has slots
 
 // Places codes of rows 4 group to 4 group + 3, transposed, in two slots of the thread: the first of

@@ -38,10 +38,6 @@ __device__ inline unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Bytes of shared memory, in whole lines. What is copied goes behind whole lines: a copy's sectors
-// of 32 bytes that land across the bounds of two are each fetched twice.
-__device__ constexpr int lines(int bytes) { return (bytes + kLine - 1) / kLine * kLine; }
-
 // Begins copying kBytes (4, 8 or 16, and both pointers so aligned) from global to shared memory.
 // The thread that began a copy sees its bytes after wait_copies; no register holds them meanwhile.
 template <int kBytes>
@@ -95,22 +91,16 @@ __device__ inline void store_evicted(T* pointer, T value) {
 // Adds to `sums` a warp's product of 16 rows and 8 columns, whose parts lie as the tensor cores
 // have them: lane l has two elements of row l / 4 in `low`, of row l / 4 + 8 in `high`, and of
 // column l / 4 in `by`. Products are exact; sums in float32, whose last digits are cut off.
-__device__ inline void multiply(float (&sums)[4], unsigned low, unsigned high, unsigned by,
-                                __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
-      " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(low), "r"(high), "r"(by));
-}
-__device__ inline void multiply(float (&sums)[4], unsigned low, unsigned high, unsigned by,
-                                __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
-      " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(low), "r"(high), "r"(by));
-}
+#define DEFINE_MULTIPLY(T, NAME)                                                                   \
+  __device__ inline void multiply(float (&sums)[4], unsigned low, unsigned high, unsigned by, T) { \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." NAME "." NAME                             \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                        \
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                      \
+                 : "r"(low), "r"(high), "r"(by));                                                  \
+  }
+DEFINE_MULTIPLY(__nv_bfloat16, "bf16")
+DEFINE_MULTIPLY(__half, "f16")
+#undef DEFINE_MULTIPLY
 
 // Sums of squares of eight rows, by a warp: lane l adds words of row l / 4, so that four lanes have
 // a row. Of 16-bit elements they are the diagonal of the product of the rows and themselves, which

@@ -43,8 +43,7 @@ __device__ inline void run(const Element* x, const float* maxima, Fp8* q, Fp8* q
       for (int k = 0; k < kColumns; ++k) wide.at[k] *= by.multiplier;
       encode(wide, codes[i % 4]);
       if (HAS_Q && i % 2 == 1) {
-        store_rows<kVectors, 2>(codes, i % 4 - 1, q + part.first + (step + i - 1) * columns,
-                                part.rows - (step + i - 1), part.columns, columns);
+        store_pair<kVectors>(codes, i % 4 - 1, step + i - 1, q, part, columns);
       }
       if (HAS_QT && i % 4 == 3) place_group<kCodeSlots>(codes, (step + i) / 4, slots);
       if (i % BATCH == BATCH - 1 && step + i + 1 < kRows) load(step + i + 1);

@@ -104,9 +104,7 @@ __device__ inline void run(const Inputs& inputs, const float* scales, const floa
           for (int k = 0; k < kColumns; ++k) out[o].at[k] *= by[o].multiplier;
           encode(out[o], codes[o][i % 4]);
           if (HAS_Q && i % 2 == 1) {
-            store_rows<kVectors, 2>(codes[o], i % 4 - 1,
-                                    outputs[o].q + part.first + (step + i - 1) * columns,
-                                    part.rows - (step + i - 1), part.columns, columns);
+            store_pair<kVectors>(codes[o], i % 4 - 1, step + i - 1, outputs[o].q, part, columns);
           }
           if (HAS_QT && i % 4 == 3) {
             place_group<kCodeSlots>(codes[o], (step + i) / 4, slots_of(o));

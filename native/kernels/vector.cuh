@@ -178,6 +178,10 @@ __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   }
 }
 
+// Bytes of shared memory, in whole lines. What is copied goes behind whole lines: a copy's sectors
+// of 32 bytes that land across the bounds of two are each fetched twice.
+__device__ constexpr int lines(int bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
 // Begins copying from global to shared memory; both are aligned as Packed is, to 4 bytes or more.
 template <typename T, int kSize>
 __device__ inline void copy_packed_async(Packed<T, kSize>* shared, const T* global) {

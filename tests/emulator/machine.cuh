@@ -31,6 +31,8 @@
 #define __shared__ static
 #define __launch_bounds__(...)
 
+constexpr int kLine = 128;  // bytes: to which shared memory is aligned
+
 struct Dim3 {
   unsigned x, y, z;
 };
@@ -194,7 +196,7 @@ inline void RunCluster(Dim3 first, Dim3 size, int shared_bytes) {
     block.index = {first.x + n % size.x, first.y + n / size.x % size.y,
                    first.z + n / (size.x * size.y)};
     block.barrier.expected = threads;
-    block.shared.assign(shared_bytes + 128, 0xff);
+    block.shared.assign(shared_bytes + kLine, 0xff);
     block.warps.resize((threads + 31) / 32);
     for (auto& warp : block.warps) warp.barrier.expected = std::min(32, threads);
     for (int t = 0; t < threads; ++t, ++at) {
@@ -244,7 +246,7 @@ void Launch(void (*kernel)(A...), const unsigned* sizes, int shared_bytes, void*
 
 inline unsigned char* SharedOf(const Block& block) {
   auto* bytes = const_cast<unsigned char*>(block.shared.data());
-  return bytes + (128 - reinterpret_cast<uintptr_t>(bytes) % 128) % 128;
+  return bytes + (kLine - reinterpret_cast<uintptr_t>(bytes) % kLine) % kLine;
 }
 
 template <typename T>
@@ -333,8 +335,6 @@ class SquaredRows {
 };
 
 inline unsigned char* shared_memory() { return emulator::SharedOf(*emulator::current->block); }
-
-constexpr int lines(int bytes) { return (bytes + 127) / 128 * 128; }
 
 template <int kBytes>
 void copy_async(void* shared, const void* global) {
