@@ -42,7 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
 MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
-REGISTERS, SHARED = 65536, 228 << 10  # of a multiprocessor: how many, bytes
+REGISTERS = 65536  # of a multiprocessor
 
 
 def layouts() -> list:
@@ -72,17 +72,20 @@ def gated_layouts() -> list:
 
 def norm_layouts(columns: int) -> list:
     """Candidates for the norm, whose blocks side by side have whole rows: at most eight."""
+    from normfuse.layers.quantization import norm
     from normfuse.layers.quantization.kernels import CastLayout
+    from normfuse.native.launch import named_target
 
     found = []
     for width, height, batch in itertools.product(
         (32, 64, 96, 128, 192, 224, 256, 448), (1, 2, 4, 8), (2, 4)
     ):
         blocks, threads = -(-columns // (8 * width)), width * height
-        if blocks <= 8 and 64 <= threads <= 512:
-            for registers in (64, 80, 128):
+        if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
+            for registers in (64, 72, 80, 128):
                 layout = CastLayout(width, height, batch, group=1)
-                fit = min(REGISTERS // registers // threads, SHARED // (layout.held(2) + 4096))
+                room = norm.together(norm.shared_bytes(layout, blocks, 2), named_target("sm_90"))
+                fit = min(REGISTERS // registers // threads, room)
                 found.append(dataclasses.replace(layout, min_blocks=max(1, fit)))
     return list(dict.fromkeys(found))
 

@@ -94,9 +94,10 @@ class _Blocks(NamedTuple):
 
     threads: int  # enough of them, where four rows of threads are as many
     registers: int  # of a thread
+    least: int  # registers that do
 
 
-_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # beside a residual
+_ALONE, _ADDED = _Blocks(256, 96, 72), _Blocks(128, 128, 72)  # beside a residual
 
 
 def layout(
@@ -116,13 +117,20 @@ def layout(
     # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
-        threads, shared = chosen.width * height, _shared(chosen, blocks, itemsize)
+        threads, shared = chosen.width * height, shared_bytes(chosen, blocks, itemsize)
         enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
-            room = target.shared_memory // (shared + RESERVED_BYTES)
+            room = together(shared, target)
             fit = min(REGISTERS // wanted.registers // threads, room)
-            return replace(chosen, min_blocks=max(1, fit))
+            # Two, if with fewer registers: of one all threads wait for its memory together.
+            least = min(room, 2) if REGISTERS // wanted.least // threads > 1 else 1
+            return replace(chosen, min_blocks=max(least, fit))
     return None
+
+
+def together(shared: int, target: Target) -> int:
+    """How many blocks with `shared` bytes of shared memory a multiprocessor has at once."""
+    return (target.shared_memory + RESERVED_BYTES) // (shared + RESERVED_BYTES)
 
 
 def _width(vectors: int) -> int:
@@ -130,11 +138,15 @@ def _width(vectors: int) -> int:
     return max(8, 1 << (vectors - 1).bit_length()) if vectors <= 32 else round_up(vectors, 32)
 
 
-def _shared(chosen: CastLayout, blocks: int, itemsize: int, scale: int = 4) -> int:
-    """Bytes of shared memory of one of `blocks` that share a row, as HeldRows and RowStatistics."""
-    slots = -(-chosen.width // 32) + 1 + (blocks if blocks > 1 else 0)
-    sums = 64 * chosen.height * slots + 16 * (blocks > 1)
-    return chosen.held(itemsize) + COLUMNS * chosen.width * scale + sums
+def shared_bytes(chosen: CastLayout, blocks: int, itemsize: int, scale: int = 0) -> int:
+    """Bytes of shared memory of one of `blocks` that share a row, as HeldRows and RowStatistics.
+
+    `scale` is the size of its elements if shared memory holds it.
+    """
+    rows, warps = 16 * chosen.height, -(-chosen.width // 32)
+    exchanged = 16 + 4 * (rows // blocks) * (blocks - 1) if blocks > 1 else 0
+    held = chosen.held(itemsize) + COLUMNS * chosen.width * scale
+    return held + 4 * rows * warps + exchanged
 
 
 def apply_layout() -> CastLayout:
@@ -159,10 +171,13 @@ def _launch(
         results.append(types["H"])
     results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * statistics
     name = "quantize_rms_norm" + ("" if statistics else "_apply")
-    shared = chosen.shared * flags["has_qt"]
+    shared, shares_scale = chosen.shared * flags["has_qt"], False
     if statistics:
+        held = functools.partial(shared_bytes, chosen, blocks, types.get("H", x).dtype.itemsize)
         scale = operands["SCALE"].dtype.itemsize if norm.has_scale else 0
-        shared = _shared(chosen, blocks, types.get("H", x).dtype.itemsize, scale)
+        # Where that leaves no place for a block, threads ask the cache for the scale.
+        shares_scale = norm.has_scale and together(held(scale), target) >= chosen.min_blocks
+        shared = held(scale * shares_scale)
     return launch(
         "quantize_rms_norm.cu",
         name,
@@ -177,6 +192,7 @@ def _launch(
             "CLUSTER": blocks,
             "HAS_RESIDUAL": int("RESIDUAL" in operands),
             "HAS_SCALE": int(norm.has_scale),
+            "SHARED_SCALE": int(shares_scale),
             "HAS_OFFSET": int(norm.has_scale and norm.scale_offset != 0),
         },
         grid=chosen.blocks(rows, columns),

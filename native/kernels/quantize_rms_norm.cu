@@ -47,31 +47,33 @@ struct Operands {
 #if STATISTICS
 static_assert(kThreads % 32 == 0, "whole warps add squares up");
 
-// 1 / sqrt(mean(h²) + eps) of the block's rows, from each warp's sums of squares. All blocks of a
-// cluster come to the same bits.
+// 1 / sqrt(mean(h²) + eps) of the block's rows, from each warp's sums of squares. Of a cluster's
+// rows each block adds its share up and sends all blocks the results: little memory, and the same
+// bits everywhere.
 class RowStatistics {
  public:
-  static constexpr int kInbox = CLUSTER > 1 ? 16 : 0;
-  static constexpr int kArrived = CLUSTER > 1 ? kTileRows * CLUSTER : 0;  // a row's sums
-  static constexpr int kBytes = kInbox + 4 * (kTileRows * (kWarps + 1) + kArrived);
+  static constexpr int kOwned = kTileRows / CLUSTER;  // rows that a block adds up
+  static constexpr int kArrived = kOwned * (CLUSTER - 1);
+  static constexpr int kInboxes = CLUSTER > 1 ? 16 : 0;
+  static constexpr int kBytes = kInboxes + 4 * (kTileRows * kWarps + kArrived);
 
   __device__ explicit RowStatistics(unsigned char* shared)
-      : inbox_(shared),
-        inverse_(reinterpret_cast<float*>(shared + kInbox)),
-        partial_(inverse_ + kTileRows),
+      : inboxes_(shared),
+        partial_(reinterpret_cast<float*>(shared + kInboxes)),
         arrived_(partial_ + kTileRows * kWarps) {
 #if CLUSTER > 1
     if (threadIdx.x == 0) {
-      inbox_open(inbox());
-      inbox_expect(inbox(), 4 * kArrived);
+      for (int i = 0; i < 2; ++i) inbox_open(inbox(i));
+      inbox_expect(inbox(0), 4 * kArrived);
+      inbox_expect(inbox(1), 4 * kTileRows);
     }
-    cluster_arrive_relaxed();  // a block may be sent to only once its inbox is open
+    cluster_arrive_relaxed();  // a block may be sent to only once its inboxes are open
 #endif
   }
 
   // A warp's share of the sum of squares of a row of the block.
   __device__ void add(int row, float sum) {
-    partial_[row * kWarps + threadIdx.x % BLOCK_X / kLanes] = sum;
+    partial_[threadIdx.x % BLOCK_X / kLanes * kTileRows + row] = sum;
   }
 
   // Once all are added.
@@ -79,51 +81,62 @@ class RowStatistics {
     __syncthreads();
 #if CLUSTER > 1
     cluster_wait();
-    float* const mine = arrived_ + blockIdx.x % CLUSTER * kTileRows;
-    share<kArrived>([&](int i) {
-      inbox_send(mine + i % kTileRows, inbox(), i / kTileRows, row_sum(i % kTileRows));
-    });
-    if (threadIdx.x < kTileRows) inbox_wait(inbox(), 0);
-#endif
-    share<kTileRows>([&](int row) {
-      float sum = CLUSTER > 1 ? 0 : row_sum(row);
-#if CLUSTER > 1
+    exchange(given, first);
+#else
 #pragma unroll
-      for (int rank = 0; rank < CLUSTER; ++rank) sum += arrived_[rank * kTileRows + row];
+    for (int begin = 0; begin < kTileRows; begin += kThreads) {
+      const int row = begin + threadIdx.x;
+      if (row < kTileRows) partial_[row] = finish(given, first, row, row_sum(row));
+    }
 #endif
-      inverse_[row] = inverse_root(sum * given.per_column + given.eps);
-      const bool writes = first.column == 0 && first.row + row < given.rows;
-      if (writes) given.rstd[first.row + row] = inverse_[row];
-    });
     __syncthreads();
   }
 
   // That of row i of the thread's part.
-  __device__ float inverse(int i) const { return inverse_[threadIdx.x / BLOCK_X * kRows + i]; }
+  __device__ float inverse(int i) const { return partial_[threadIdx.x / BLOCK_X * kRows + i]; }
 
  private:
-  // Calls `run` for 0 to kCount - 1, by all threads.
-  template <int kCount, typename Run>
-  __device__ static void share(Run run) {
-#pragma unroll
-    for (int begin = 0; begin < kCount; begin += kThreads) {
-      const int i = begin + threadIdx.x;
-      if (kCount % kThreads == 0 || i < kCount) run(i);
-    }
-  }
-
   __device__ float row_sum(int row) const {
     float sum = 0;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) sum += partial_[row * kWarps + warp];
+    for (int warp = 0; warp < kWarps; ++warp) sum += partial_[warp * kTileRows + row];
     return sum;
   }
+
+  __device__ float finish(const Operands& given, const Tile& first, int row, float sum) const {
+    const float inverse = inverse_root(sum * given.per_column + given.eps);
+    if (first.row + row < given.rows) given.rstd[first.row + row] = inverse;
+    return inverse;
+  }
+
 #if CLUSTER > 1
-  __device__ Inbox* inbox() const { return reinterpret_cast<Inbox*>(inbox_); }
+  // One thread a row: its results come where the thread alone has read.
+  __device__ void exchange(const Operands& given, const Tile& first) {
+    static_assert(kTileRows % CLUSTER == 0 && kTileRows <= kThreads, "threads for all rows");
+    const int row = threadIdx.x, rank = blockIdx.x % CLUSTER, owner = row / kOwned;
+    const bool there = row < kTileRows;
+    float sum = there ? row_sum(row) : 0;
+    if (there && owner != rank) {
+      const int sender = rank < owner ? rank : rank - 1;
+      inbox_send(arrived_ + sender * kOwned + row % kOwned, inbox(0), owner, sum);
+    }
+    __syncwarp();  // sent before anyone waits
+    if (there && owner == rank) {
+      inbox_wait(inbox(0), 0);
+#pragma unroll
+      for (int i = 0; i < CLUSTER - 1; ++i) sum += arrived_[i * kOwned + row % kOwned];
+      const float inverse = finish(given, first, row, sum);
+#pragma unroll
+      for (int to = 0; to < CLUSTER; ++to) inbox_send(partial_ + row, inbox(1), to, inverse);
+    }
+    if (there) inbox_wait(inbox(1), 0);
+  }
+
+  __device__ Inbox* inbox(int i) const { return reinterpret_cast<Inbox*>(inboxes_) + i; }
 #endif
 
-  unsigned char* inbox_;
-  float *inverse_, *partial_, *arrived_;
+  unsigned char* inboxes_;
+  float *partial_, *arrived_;
 };
 #endif
 
@@ -133,7 +146,7 @@ using Scales = Packed<SCALE_TYPE, kColumns>;
 // The scale at the thread's columns; all eight of them are there if kVectors.
 template <bool kVectors>
 __device__ inline Wide<float, kColumns> weights(const SCALE_TYPE* scale, int columns) {
-  if constexpr (kVectors) return widen_all<float>(*reinterpret_cast<const Scales*>(scale));
+  if constexpr (kVectors) return widen_all<float>(load_packed<kColumns>(scale));
   Wide<float, kColumns> weight{};
   for (int k = 0; k < columns; ++k) weight.at[k] = widen<float>(scale[k]);
   return weight;
@@ -141,14 +154,14 @@ __device__ inline Wide<float, kColumns> weights(const SCALE_TYPE* scale, int col
 #endif
 
 #if STATISTICS
-// The thread's rows in its own slots of shared memory, four rows a group: first x, then h. The
-// block's columns of the scale come behind them, which threads would ask the cache for more than
-// once.
+// The thread's rows in its own slots of shared memory, four rows a group: first x, then h. With
+// SHARED_SCALE the block's columns of the scale come behind them, which threads would ask the cache
+// for more than once.
 class HeldRows {
  public:
   static constexpr int kRowSlots = sizeof(Packed<H, kColumns>) / 16, kGroupSlots = 4 * kRowSlots;
   static constexpr int kSlots = kRows * kRowSlots * kThreads;
-  static constexpr int kScaleSlots = 0 IF(HAS_SCALE, +BLOCK_X * sizeof(Scales) / 16);
+  static constexpr int kScaleSlots = 0 IF(SHARED_SCALE, +BLOCK_X * sizeof(Scales) / 16);
   static constexpr int kBytes = 16 * (kSlots + kScaleSlots);
 
   __device__ explicit HeldRows(uint4* slots) : slots_(slots) {}
@@ -187,7 +200,7 @@ class HeldRows {
 #pragma unroll 4
       for (int i = 0; i < kRows; ++i) keep(i, load_row<kVectors>(given.x, part, i, stride));
     }
-#if HAS_SCALE
+#if SHARED_SCALE
     constexpr int kWord = 16 / sizeof(SCALE_TYPE);
     const int there = limited(stride - first.column, kColumns * BLOCK_X) / kWord;
     const uint4* from = reinterpret_cast<const uint4*>(given.scale + first.column);
@@ -265,10 +278,11 @@ class HeldRows {
     }
   }
 
-#if HAS_SCALE
-  // The scale of the thread's columns, after a barrier.
-  __device__ const SCALE_TYPE* scale() const {
-    return reinterpret_cast<const SCALE_TYPE*>(slots_ + kSlots) + threadIdx.x % BLOCK_X * kColumns;
+#if SHARED_SCALE
+  // The scale at the thread's columns, after a barrier.
+  __device__ Wide<float, kColumns> weights() const {
+    const Scales* scale = reinterpret_cast<const Scales*>(slots_ + kSlots);
+    return widen_all<float>(scale[threadIdx.x % BLOCK_X]);
   }
 #endif
 
@@ -322,18 +336,18 @@ __device__ inline void run(const Operands& given, int group) {
 #if STATISTICS
   IF(HAS_RESIDUAL, held.add<kVectors>(given, part));
   held.square(statistics);
-  statistics.find(given, first);
 #endif
-  // Codes' multiplier with it: a power of two changes no bit of a product whose code is not zero.
   Wide<float, kColumns> weight{};
 #if HAS_SCALE
-  if (kVectors && STATISTICS) {
-    IF(STATISTICS, weight = weights<true>(held.scale(), kColumns));
-  } else if (part.columns > 0) {
+  constexpr bool kHeld = kVectors && SHARED_SCALE;
+  if (!kHeld && part.columns > 0) {
     const long long column = first.column + threadIdx.x % BLOCK_X * kColumns;
     weight = weights<kVectors>(given.scale + column, part.columns);
   }
 #endif
+  IF(STATISTICS, statistics.find(given, first));
+  IF(SHARED_SCALE, if (kHeld) weight = held.weights());
+  // Codes' multiplier with it: a power of two changes no bit of a product whose code is not zero.
 #pragma unroll
   for (float& each : weight.at) {
     IF(HAS_OFFSET, each += given.offset);
