@@ -53,7 +53,7 @@ __device__ inline void store(T* to, const Vector& values, bool aligned) {
   if (VECTOR == 1 || aligned) {
     // Not in the place of what was read, forward: GELU alone takes 243 µs so on an H200, and 370
     // with ordinary stores (16384 x 14336 bfloat16).
-    store_packed<VECTOR, !GRADIENT>(to, packed);
+    store_packed<VECTOR, GRADIENT ? Store::kPlain : Store::kEvicted>(to, packed);
   } else {
     store_elements<VECTOR>(to, packed);
   }

@@ -166,7 +166,9 @@ __device__ inline Word word_of(const Unit* units) {
   }
 }
 
-template <int kSize, bool kEvicted = false, typename T>
+enum class Store { kPlain, kWhole, kEvicted };
+
+template <int kSize, Store kHow = Store::kPlain, typename T>
 __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   using Word = typename Packed<T, kSize>::Word;
   using Unit = typename Packed<T, kSize>::Unit;
@@ -174,7 +176,13 @@ __device__ inline void store_packed(T* to, const Packed<T, kSize>& packed) {
   for (int i = 0; i < Packed<T, kSize>::kBytes / sizeof(Word); ++i) {
     const Word word = word_of<Word>(packed.units + i * (sizeof(Word) / sizeof(Unit)));
     Word* at = reinterpret_cast<Word*>(to) + i;
-    kEvicted ? store_evicted(at, word) : store_streaming(at, word);
+    if constexpr (kHow == Store::kWhole) {
+      store_whole(at, word);
+    } else if constexpr (kHow == Store::kEvicted) {
+      store_evicted(at, word);
+    } else {
+      store_streaming(at, word);
+    }
   }
 }
 

@@ -376,6 +376,10 @@ void store_streaming(T* pointer, T value) {
 }
 
 template <typename T>
+void store_whole(T* pointer, T value) {
+  store_streaming(pointer, value);
+}
+template <typename T>
 void store_evicted(T* pointer, T value) {
   store_streaming(pointer, value);
 }

@@ -15,6 +15,7 @@ from reference import assert_close
 
 from normfuse.layers.layer_norm import op as layer_norm
 from normfuse.layers.rms_norm import cuda, gated
+from normfuse.native import compiler
 from normfuse.native.launch import Target
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
@@ -355,3 +356,31 @@ def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape, op):
     sums, rows = {"with_dscale": True, "with_dbias": True}, [row] * (1 + centred)
     compiled(f"{prefix}backward", arch, {**flags, **sums}, x, x, w, *rows)
     assert max(spilled.values()) <= 8, spilled
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+@pytest.mark.parametrize("shape", [(9000, 8, 64), (9000, 512)])
+def test_short_rows_are_stored_by_16_bytes(monkeypatch, shape, kernel):
+    """Of the first vector of a thread the compiler would make four stores, one for each word."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    texts = []
+
+    def launch(source, kernel, operands, results, *, macros, **sizes):
+        if kernel != "column_sum":
+            code = compiler.kernel_source(source)
+            texts.append(compiler.compile_image(code, macros, "compute_90").data)
+        return [jnp.zeros(r.shape, r.dtype) for r in results]
+
+    monkeypatch.setattr(cuda, "launch", launch)
+    heads = shape[1:-1]
+    outer = (*shape[:-1], shape[-1]) if heads else (*shape, 1)
+    x, w = (jax.ShapeDtypeStruct(s, t) for s, t in ((outer, "bfloat16"), (shape[1:], "float32")))
+    row = jax.ShapeDtypeStruct(shape[:-1] if heads else (shape[0], 1), "float32")
+    flags = {"has_scale": True, "heads": (1,) if heads else ()}
+    if kernel == "forward":
+        compiled("forward", "sm_90", {**flags, "out_dtype": "bfloat16"}, x, w)
+    else:
+        compiled("backward", "sm_90", {**flags, "with_dscale": True}, x, x, w, row)
+    (text,) = texts
+    assert b"st.global.wb.v4.u32" in text and b"st.global.u32" not in text
