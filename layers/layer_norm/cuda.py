@@ -43,7 +43,8 @@ _FORWARD = (
 )
 _BACKWARD = (
     Step(32, chunks=2, fill=128, blocks=3, hold=True),
-    Step(128, chunks=4, fill=128, blocks=2, hold=True),
+    Step(96, chunks=4, fill=128, blocks=2, hold=True),
+    Step(128, chunks=2, fill=128, blocks=4, hold=True),
     Step(512, chunks=4, fill=256, hold=True),
     Step(1024, chunks=2, hold=True),
     Step(2048, chunks=2, slices=2, hold=True, stages=3),

@@ -362,21 +362,30 @@ def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
 # ---------------------------------------------------------------- layouts of the backward
 
 # Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
-# of it, of some 150 that were timed at 256, 1024, 2560, 4096, 5120, 7168, 8192, 12288, 16384, 18432
-# and 32768 features of bfloat16. What they have in common: a multiprocessor has few threads (256 to
-# 1024) in one block or two, each with many registers; more blocks cost 5 to 15 %. Rows of 16384 and
-# more take two blocks, of 288 to 352 threads each.
+# of it, of some 150 that were timed at 256, 1024, 2048, 4096, 7168, 8192, 12288, 16384, 18432 and
+# 32768 features of bfloat16, or of 20 to 40 at 1280, 1408, 1536, 1792, 2240, 2560, 2880, 3072,
+# 3200, 3584, 4608 and 5120. What they have in common: a multiprocessor has few threads (256 to
+# 1024), each with many registers, that work on 24 to 35 KB of dy and x, up to 4096 features: with
+# 20 to 23, or with 37, a pass takes 8 to 12 % more time, however deep the copies to each block are.
 _BACKWARD = (
     Step(32, chunks=2, fill=128, blocks=3, hold=True),
-    Step(192, chunks=1, fill=128, blocks=6, hold=True),
-    Step(512, chunks=2, fill=512, hold=True, stages=3),
-    Step(640, chunks=6, blocks=2, hold=True),
+    Step(128, chunks=1, fill=128, blocks=6, hold=True),
+    Step(184, chunks=3, fill=128, blocks=3, hold=True),
+    Step(224, chunks=2, blocks=4, hold=True),
+    Step(256, chunks=3, blocks=4, hold=True),
+    Step(288, chunks=2, blocks=3, hold=True, stages=3),
+    Step(368, chunks=3, blocks=3, hold=True),
+    Step(400, chunks=2, blocks=2, hold=True, stages=3),
+    Step(512, chunks=3, blocks=2, hold=True, stages=3),
+    Step(640, chunks=2, slices=2, blocks=3, stages=3),
     Step(896, chunks=2, slices=2, blocks=2, stages=3),
     Step(1024, chunks=1, hold=True),
     Step(1536, chunks=2),
     Step(2112, chunks=3, slices=2, stages=3),
     Step(2816, chunks=4, slices=2, stages=3),
     Step(3520, chunks=5, slices=2, stages=3),
+    Step(3584, chunks=3, slices=2, hold=True),
+    Step(4096, chunks=3, slices=2),
     Step(4224, chunks=6, slices=2, hold=True),
     Step(8192, chunks=2, slices=8, blocks=2, stages=3),
 )
@@ -401,7 +410,10 @@ _BACKWARD_H100 = (
     Step(8192, chunks=2, slices=8, blocks=2, stages=3),
 )
 _BACKWARD_RESIDUAL = (
-    Step(512, chunks=2, fill=512, stages=3),
+    Step(192, chunks=2, fill=512, stages=3),
+    Step(256, chunks=3, blocks=4, hold=True),
+    Step(368, chunks=3, blocks=3, hold=True),
+    Step(512, chunks=3, blocks=2, hold=True, stages=3),
     Step(640, chunks=1, stages=3),
     Step(896, chunks=2, slices=2, blocks=3),
     Step(1024, chunks=1, hold=True),
@@ -419,7 +431,7 @@ _BACKWARD_RESIDUAL = (
 _BACKWARD_VALUE = (
     Step(192, chunks=1, fill=128, blocks=6, hold=True),
     Step(512, chunks=1, fill=512, blocks=2),
-    *_BACKWARD_RESIDUAL[1:],
+    *(step for step in _BACKWARD_RESIDUAL if step.vectors > 512),
 )
 
 # Where there are no more rows than multiprocessors all are read at once, the longer ones by

@@ -232,6 +232,17 @@ def test_cuda_pullback_of_other_dtypes(emulated):
     assert aliases == [{}, {0: 2}]
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("n", [1408, 1536, 2048, 2240, 2880, 3200, 4096, 5120])
+def test_cuda_backward_of_many_rows_has_a_few_blocks(emulated, n, residual):
+    """Rows of dy and x, and of dh, are on their way to each: all of their layouts."""
+    run, launches = emulated(dataclasses.replace(SM90, multiprocessors=2))
+    check_backward(run, Case((23, n, 1), residual=residual))
+    macros, (blocks, *_) = launches[0]["macros"], launches[0]["grid"]
+    assert macros["STAGES"] in (2, 3) and blocks * macros["SLICES"] == 2 * macros["MIN_BLOCKS"]
+
+
 @pytest.mark.parametrize("n", [12296, 28168])  # reads a row twice, or holds it
 def test_cuda_cluster_adds_its_slices(emulated, n):
     run, launches = emulated(SM90)
