@@ -400,9 +400,9 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
     x = TOKENS * 2048 // small
     assert moved.pop("quantize_rms_norm") == [8 * x]  # two inputs; their sum, and codes twice
     (backward,) = moved.pop("rms_norm_backward")  # dn, the sum, its own gradient; dx
-    assert 8 * x <= backward <= 8 * x + 2
+    assert 8 * x <= backward <= 8 * x + 6  # and dscale's sums of 4 blocks a multiprocessor
     assert moved.pop("copy") == [4 * x]  # x and the residual have one gradient
-    assert moved.pop("column_sum", [1]) == [1]
+    assert moved.pop("column_sum") == [4]
     assert moved == {
         "quantize_amax": sorted(size(PROJECTIONS, 4) + size(dys, 2)),
         "quantize_cast": sorted(size(PROJECTIONS, 6) + size(dys, 4)),
