@@ -94,10 +94,10 @@ class _Blocks(NamedTuple):
 
     threads: int  # enough of them, where four rows of threads are as many
     registers: int  # of a thread
-    least: int  # registers that do
 
 
-_ALONE, _ADDED = _Blocks(256, 96, 72), _Blocks(128, 128, 72)  # beside a residual
+_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # beside a residual
+_LEAST_REGISTERS = 72  # of a thread, with which neither spills
 
 
 def layout(
@@ -123,8 +123,8 @@ def layout(
             room = together(shared, target)
             fit = min(REGISTERS // wanted.registers // threads, room)
             # Two, if with fewer registers: of one all threads wait for its memory together.
-            least = min(room, 2) if REGISTERS // wanted.least // threads > 1 else 1
-            return replace(chosen, min_blocks=max(least, fit))
+            two = min(2, REGISTERS // _LEAST_REGISTERS // threads, room)
+            return replace(chosen, min_blocks=max(1, two, fit))
     return None
 
 

@@ -374,8 +374,8 @@ def test_short_rows_are_stored_by_16_bytes(monkeypatch, shape, kernel):
 
     monkeypatch.setattr(cuda, "launch", launch)
     heads = shape[1:-1]
-    outer = (*shape[:-1], shape[-1]) if heads else (*shape, 1)
-    x, w = (jax.ShapeDtypeStruct(s, t) for s, t in ((outer, "bfloat16"), (shape[1:], "float32")))
+    outer = shape if heads else (*shape, 1)
+    x, w = jax.ShapeDtypeStruct(outer, "bfloat16"), jax.ShapeDtypeStruct(shape[1:], "float32")
     row = jax.ShapeDtypeStruct(shape[:-1] if heads else (shape[0], 1), "float32")
     flags = {"has_scale": True, "heads": (1,) if heads else ()}
     if kernel == "forward":
