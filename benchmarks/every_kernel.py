@@ -1,40 +1,130 @@
-"""Runs every RMSNorm kernel once in each of its variants, and compares it with its definition.
+"""Runs every kernel once in each of its variants, and compares it with its definition.
 
-Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck).
+Small on purpose: made to be run under `compute-sanitizer` (memcheck, racecheck). The kernels and
+their operands are those that the operations' own files list; RMSNorm's have other types too, and
+rows whose elements are apart.
 
-    compute-sanitizer --tool memcheck python benchmarks/every_kernel.py
+    compute-sanitizer --report-api-errors no python benchmarks/every_kernel.py
+    python benchmarks/every_kernel.py --only layer_norm --features 130
 """
 
+import argparse
 import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers.rms_norm import op
+from normfuse.layers.cross_entropy import softmax
+from normfuse.layers.dense import epilogue
+from normfuse.layers.layer_norm import op as layer_norm
+from normfuse.layers.quantization import gated, kernels, norm
+from normfuse.layers.rms_norm import op as rms_norm
 from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native.implementation import NATIVE
+from normfuse.native.kernel import Kernel
 
-DTYPES = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
+Example = tuple[Kernel, Any, list[jax.ShapeDtypeStruct]]
+
+BF16, F32 = "bfloat16", "float32"
 # One row a thread group, a block or several blocks; odd sizes go through the scalar path.
-SHAPES = [
-    (n, 1) for n in (1, 3, 64, 130, 1000, 1024, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 65537)
-] + [
-    (7, 3),
-    (64, 130),
-]
+LENGTHS = (1, 3, 64, 130, 1000, 1024, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 65537)
+CENTRED = (3, 130, 1024, 8192, 32768, 65537)
+APART = ((7, 3), (64, 130))  # features and how far their elements are apart
+CODED = ((64, 33), (77, 48), (512, 48), (2048, 48), (4096, 33), (8192, 48), (14336, 48))
+LOGITS = (7, 1000, 32000, 128256)
+ACTIVATIONS = ("silu", "gelu")
 
 
-def array(rng, shape, dtype):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+def rows_of(n: int) -> int:
+    return 5 if n > 8192 else 37
 
 
-def same(kernel, norm, operands) -> float:
-    """The largest error of `kernel` against its definition, relative to the largest value."""
-    given = jax.jit(lambda *a: kernel(norm, *a, order=NATIVE))(*operands)
+def struct(shape, dtype) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def rms_norms(lengths) -> Iterator[Example]:
+    # scale, residual, and whether rstd or dscale is asked for; the dtypes take turns
+    flags = [(False, False, True), (True, False, True), (True, True, True), (True, True, False)]
+    turns = itertools.cycle([(BF16, F32), (F32, BF16), ("float16", "float16")])
+    shapes = [*((n, 1) for n in lengths or LENGTHS), *(() if lengths else APART)]
+    for (n, inner), (scaled, added, extra) in itertools.product(shapes, flags):
+        dtype, other = next(turns)
+        x = struct((rows_of(n), n, inner), dtype)
+        residual, dh = [struct(x.shape, other)] * added, [x] * added
+        scale, rstd = [struct((n,), other)] * scaled, struct((x.shape[0], inner), F32)
+        flag = {"scale_offset": 0.5, "has_scale": scaled}
+        out = {"out_dtype": dtype if extra else other}
+        grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
+        value = {"with_dscale": extra and scaled, "with_value": extra, **flag}
+        forward = {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}
+        apart = {"count": float(n), **grads}
+        yield rms_norm.forward_kernel, Norm(**forward), [x, *residual, *scale]
+        yield rms_norm.backward_kernel, Norm(**grads), [x, x, *scale, rstd, *dh]
+        yield rms_norm.backward_apply_kernel, Norm(**apart), [x, x, *scale, rstd, *dh, rstd]
+        if not added:
+            yield rms_norm.apply_kernel, Norm(**out, **flag), [x, *scale, rstd]
+            yield rms_norm.row_dots_kernel, Norm(**flag), [x, x, *scale]
+            yield rms_norm.row_sums_kernel, Norm(), [x]
+            yield rms_norm.pullback_kernel, Norm(**value), [x, x, *scale, rstd]
+
+
+def layer_norms(lengths) -> Iterator[Example]:
+    for n in lengths or CENTRED:
+        yield from layer_norm.examples(n, BF16, F32, BF16, rows=rows_of(n), scale_offset=0.5)
+
+
+def codes(lengths) -> Iterator[Example]:
+    """Of tiles that are whole, and others."""
+    for n, rows in itertools.product(lengths, (48, 33)) if lengths else CODED:
+        yield from norm.examples(n, BF16, F32, rows=rows)
+        for dtype in (BF16, F32):
+            yield from kernels.examples(n, dtype, rows=rows)
+        for name in ACTIVATIONS:
+            yield from gated.examples(n, BF16, rows=rows, function=epilogue.SCALARS[name])
+
+
+def activations(lengths) -> Iterator[Example]:
+    for n in lengths or (64, 130, 4096):
+        for dtype in (BF16, F32):
+            yield from epilogue.examples(n, dtype, rows=37, activations=ACTIVATIONS)
+
+
+def losses(lengths) -> Iterator[Example]:
+    for n, dtype in itertools.product(lengths or LOGITS, (BF16, F32)):
+        yield from softmax.examples(n, dtype, rows=9)
+
+
+PARTS = {
+    "rms_norm": rms_norms,
+    "layer_norm": layer_norms,
+    "codes": codes,
+    "activations": activations,
+    "losses": losses,
+}
+
+
+def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
+    """What an operand of this type may be: a label, a bound, a statistic or numbers."""
+    if jnp.issubdtype(of.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(-1, features + 1, of.shape), of.dtype)
+    if of.shape in ((1,), (1, 1), (2, 1)):  # of codes
+        return jnp.full(of.shape, 1000, of.dtype)
+    if of.dtype == F32 and features not in of.shape:
+        return jnp.asarray(rng.uniform(0.5, 2, of.shape), of.dtype)
+    return jnp.asarray(rng.standard_normal(of.shape), of.dtype)
+
+
+def error_of(kernel: Kernel, spec: Any, operands: list[jax.Array]) -> float:
+    """The largest error against the definition, relative to the largest value."""
+    given = jax.jit(lambda *a: kernel(spec, *a, order=NATIVE))(*operands)
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = kernel.definition(norm, *[np.asarray(a) for a in operands])
+        wanted = kernel.definition(spec, *[np.asarray(a) for a in operands])
     worst = 0.0
     for got, want in zip(given, wanted, strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
@@ -43,42 +133,29 @@ def same(kernel, norm, operands) -> float:
         # Roundings of the result, and sums in another order over a row or over all rows.
         limit = 2 * unit + 8 * np.finfo(np.float32).eps * math.sqrt(max(a.size for a in operands))
         if not error <= limit:
-            raise SystemExit(f"{kernel.name} {norm}: error {error:.2e}, at most {limit:.2e}")
+            raise SystemExit(f"{kernel.name} {spec}: error {error:.2e}, at most {limit:.2e}")
         worst = max(worst, error)
     return worst
 
 
 def main() -> None:
-    rng, worst, runs = np.random.default_rng(0), 0.0, 0
-    # scale, residual, and whether rstd or dscale is asked for; the dtypes take turns
-    flags = [(False, False, True), (True, False, True), (True, True, True), (True, True, False)]
-    turns = itertools.cycle(DTYPES)
-    for (n, inner), (scaled, added, extra) in itertools.product(SHAPES, flags):
-        dtype, other = next(turns)
-        outer = 5 if n > 8192 else 37
-        x, dy = array(rng, (outer, n, inner), dtype), array(rng, (outer, n, inner), dtype)
-        residual = [array(rng, x.shape, other)] * added
-        scale = [array(rng, (n,), other)] * scaled
-        rstd = jnp.asarray(rng.uniform(0.5, 2, (outer, inner)), jnp.float32)
-        flag = {"scale_offset": 0.5, "has_scale": scaled}
-        out = {"out_dtype": dtype if extra else other}
-        grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
-        dh = [array(rng, x.shape, dtype)] * added
-        cases = [
-            (op.forward_kernel, [x, *residual, *scale],
-             {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}),
-            (op.backward_kernel, [dy, x, *scale, rstd, *dh], grads),
-            (op.backward_apply_kernel, [dy, x, *scale, rstd, *dh, rstd],
-             {"count": float(n), **grads}),
-            (op.apply_kernel, [x, *scale, rstd], {**out, **flag}),
-            (op.row_dots_kernel, [dy, x, *scale], flag),
-            (op.row_sums_kernel, [x], {}),
-            (op.pullback_kernel, [dy, x, *scale, rstd],
-             {"with_dscale": extra and scaled, "with_value": extra, **flag}),
-        ]  # fmt: skip
-        for kernel, operands, params in cases[: 3 if added else None]:
-            worst, runs = max(worst, same(kernel, Norm(**params), operands)), runs + 1
-    print(f"{runs} kernels right on {jax.devices()[0].device_kind}; largest error {worst:.1e}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--features", type=int, nargs="+", help="lengths of the rows")
+    arguments = parser.parse_args()
+    platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    rng, device = np.random.default_rng(0), jax.devices()[0].device_kind
+    for part in arguments.only:
+        worst, runs = 0.0, Counter()
+        for kernel, spec, structs in PARTS[part](arguments.features):
+            if platform not in kernel.bodies:
+                continue
+            features = structs[0].shape[-1] if structs[0].ndim == 2 else structs[0].shape[1]
+            operands = [draw(rng, of, features) for of in structs]
+            worst = max(worst, error_of(kernel, spec, operands))
+            runs[kernel.name] += 1
+        counts = ", ".join(f"{name} {count}" for name, count in runs.items())
+        print(f"{part} on {device}: {counts or 'none'}; largest error {worst:.1e}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 import normfuse
+from normfuse.layers import info
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(
@@ -201,6 +202,37 @@ def test_traced_steps_are_means_over_steps_and_devices(overlap, monkeypatch):
     assert taken == [2]
     assert says() == {}  # a CPU's trace has no device
     assert "behind_any" not in says([("gemm", 0.0, 1.0)])
+
+
+# ---------------------------------------------------------------- every kernel, compared
+
+
+@pytest.fixture(scope="module")
+def every_kernel():
+    return loaded("every_kernel")
+
+
+@pytest.mark.newest
+def test_every_kernel_of_the_cpu_is_right(every_kernel, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["every_kernel.py", "--features", "48"])
+    every_kernel.main()
+    counts = re.findall(r"(\w+) (\d+)[,;]", capsys.readouterr().out)
+    run = {name for name, count in counts if int(count) > 0}
+    examples = [example for by_name in info.kernels().values() for example in by_name.values()]
+    assert run >= {kernel.name for kernel, *_ in examples if "cpu" in kernel.bodies}
+
+
+def test_a_kernel_that_is_wrong_is_said(every_kernel, monkeypatch, rng):
+    kernel, spec, structs = next(every_kernel.layer_norms([48]))
+    operands = [every_kernel.draw(rng, of, 48) for of in structs]
+    assert every_kernel.error_of(kernel, spec, operands) < 2**-7
+    right = kernel.definition
+    wrong = lambda *given: [1.02 * a for a in right(*given)]
+    monkeypatch.setattr(kernel, "definition", wrong)
+    with pytest.raises(
+        SystemExit, match=rf"{kernel.name} .*: error 2\.\d\de-02, at most 1\.\d\de-02"
+    ):
+        every_kernel.error_of(kernel, spec, operands)
 
 
 # ---------------------------------------------------------------- before and after a change
