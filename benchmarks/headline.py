@@ -18,14 +18,18 @@ OURS, THEIRS = "#c0392b", "#9aa5ae"
 NAMES = {"XLA": "XLA, best jnp", "nnx": "nnx.RMSNorm", "torch": "torch.compile"}
 
 
-def rms_norm(mode: str, rows: int, features: int, part: str = "headline") -> dict[str, float]:
+def norm(
+    mode: str, rows: int, features: int, part: str = "headline", of: str = "rms_norm"
+) -> dict[str, float]:
     """Microseconds by library, of bfloat16 rows.
 
     One run timed all but TransformerEngine, of whose two backends the faster counts.
     """
     times: dict[str, float] = {}
-    for file in (f"rms_norm_{part}", "transformer_engine"):
-        with open(RESULTS / f"2026-11-21_h200_{file}.csv", newline="") as lines:
+    files = [f"2026-11-25_h200_{of}_{part}"]
+    files += ["2026-11-21_h200_transformer_engine"] * (of == "rms_norm")
+    for file in files:
+        with open(RESULTS / f"{file}.csv", newline="") as lines:
             for row in csv.DictReader(lines):
                 shape = (row["mode"], int(row["rows"]), int(row["features"]))
                 if shape == (mode, rows, features) and row["dtype"] == "bfloat16":
@@ -48,9 +52,9 @@ def whole(part: str, file: str = "2026-11-22_h200_step") -> dict[str, float]:
 
 def table() -> str:
     """The README's table: theirs, ours, ratio."""
-    forward, backward = rms_norm("forward", 32768, 4096), rms_norm("backward", 32768, 4096)
+    forward, backward = norm("forward", 32768, 4096), norm("backward", 32768, 4096)
     both = {name: forward[name] + backward[name] for name in forward if name in backward}
-    few = rms_norm("backward", 64, 4096, "small")
+    few = norm("backward", 64, 4096, "small")
     mlp, step = whole("SwiGLU MLP"), whole("1b step")
     mlp_fp8 = whole("norm + SwiGLU MLP 4096 -> 14336, 16384 tokens", "2026-11-24_h200_fp8")
     step_fp8 = whole("1b step in FP8", "2026-11-24_h200")
@@ -116,14 +120,14 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def norm_table(shapes: list[tuple[int, int]], part: str, libraries: dict[str, str]) -> str:
+def norm_table(shapes: list[tuple[int, int]], libraries: dict[str, str], **run: str) -> str:
     """A table of docs/performance.md: µs by library."""
     lines = [f"| rows × features | | {' | '.join(libraries.values())} |"]
     lines.append("|---" * (2 + len(libraries)) + "|")
     for rows, features in shapes:
         for mode in ("forward", "backward"):
-            times = rms_norm(mode, rows, features, part)
-            digits = 1 if part == "headline" else 2
+            times = norm(mode, rows, features, **run)
+            digits = 2 if run.get("part") == "small" else 1
             cells = [f"{times[name]:.{digits}f}" for name in libraries]
             cells[0] = f"**{cells[0]}**"
             lines.append(f"| {rows} × {features} | {mode} | {' | '.join(cells)} |")
@@ -146,7 +150,13 @@ def tables() -> list[str]:
     long = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
     few = [(1, 4096), (8, 4096), (64, 4096), (512, 4096), (8, 8192)]
     everyone = LIBRARIES | {"TransformerEngine": "TransformerEngine"}
-    return [norm_table(long, "headline", everyone), norm_table(few, "small", LIBRARIES)]
+    names = ("normfuse", "XLA", "Pallas", "tokamax", "torch", "Liger")
+    centred = {name: LIBRARIES.get(name, name) for name in names}
+    return [
+        norm_table(long, everyone),
+        norm_table(few, LIBRARIES, part="small"),
+        norm_table(long, centred, of="layer_norm"),
+    ]
 
 
 def bars(axes, title: str, times: dict[str, float], unit: str) -> None:
@@ -194,8 +204,8 @@ def main() -> None:
         IMAGES / "rms_norm_h200.png",
         "RMSNorm on one NVIDIA H200, bfloat16: device time, shorter is better",
         [
-            ("forward, 32768 × 4096", among(rms_norm("forward", 32768, 4096), *rivals), "µs"),
-            ("backward, 32768 × 4096", among(rms_norm("backward", 32768, 4096), *rivals), "µs"),
+            ("forward, 32768 × 4096", among(norm("forward", 32768, 4096), *rivals), "µs"),
+            ("backward, 32768 × 4096", among(norm("backward", 32768, 4096), *rivals), "µs"),
         ],
     )
     mlp, step = whole("SwiGLU MLP"), whole("1b step")
