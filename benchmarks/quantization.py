@@ -84,7 +84,7 @@ def norm_layouts(columns: int) -> list:
         if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
             for registers in (64, 72, 80, 128):
                 layout = CastLayout(width, height, batch, group=1)
-                room = norm.together(norm.shared_bytes(layout, blocks, 2), named_target("sm_90"))
+                room = named_target("sm_90").blocks_with(norm.shared_bytes(layout, blocks, 2))
                 fit = min(REGISTERS // registers // threads, room)
                 found.append(dataclasses.replace(layout, min_blocks=max(1, fit)))
     return list(dict.fromkeys(found))

@@ -164,8 +164,10 @@ def column_sum(launch: Callable[..., Any], target: "Target", partial: jax.Array)
 OLDEST = 80  # compute capability 8.0: bfloat16 arithmetic and asynchronous copies
 PORTABLE = f"compute_{OLDEST}"
 
-# Shared memory one block may use, in KiB (CUDA C++ Programming Guide, compute capabilities).
+# Shared memory one block may use, in KiB (CUDA C++ Programming Guide, compute capabilities). With
+# what CUDA takes from every block it is that of a multiprocessor.
 _SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99}
+_RESERVED_BYTES = 1 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +197,14 @@ class Target:
         """Bytes of shared memory that a block may use on every device the image runs on."""
         known = _SHARED_KIB.get(self.capability)
         return (min(_SHARED_KIB.values()) if self.portable or known is None else known) << 10
+
+    def shared_memory_of(self, blocks: int) -> int:
+        """Bytes of shared memory for each of so many blocks that a multiprocessor has at once."""
+        return (self.shared_memory + _RESERVED_BYTES) // blocks - _RESERVED_BYTES
+
+    def blocks_with(self, shared: int) -> int:
+        """How many blocks with so many bytes of shared memory a multiprocessor has at once."""
+        return (self.shared_memory + _RESERVED_BYTES) // (shared + _RESERVED_BYTES)
 
     @property
     def clusters(self) -> bool:

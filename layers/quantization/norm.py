@@ -24,7 +24,7 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Loose, Op, Split, batch_at, match
 from ..rms_norm import op as rms_norm
-from ..rms_norm.cuda import MAX_CLUSTER, REGISTERS, RESERVED_BYTES, round_up
+from ..rms_norm.cuda import MAX_CLUSTER, REGISTERS, round_up
 from ..rms_norm.op import apply_kernel, forward_kernel, row_sums_kernel
 from ..rms_norm.spec import Norm
 from . import kernels
@@ -120,17 +120,12 @@ def layout(
         threads, shared = chosen.width * height, shared_bytes(chosen, blocks, itemsize)
         enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
-            room = together(shared, target)
+            room = target.blocks_with(shared)
             fit = min(REGISTERS // wanted.registers // threads, room)
             # Two, if with fewer registers: of one all threads wait for its memory together.
             two = min(2, REGISTERS // _LEAST_REGISTERS // threads, room)
             return replace(chosen, min_blocks=max(1, two, fit))
     return None
-
-
-def together(shared: int, target: Target) -> int:
-    """How many blocks with `shared` bytes of shared memory a multiprocessor has at once."""
-    return (target.shared_memory + RESERVED_BYTES) // (shared + RESERVED_BYTES)
 
 
 def _width(vectors: int) -> int:
@@ -176,7 +171,7 @@ def _launch(
         held = functools.partial(shared_bytes, chosen, blocks, types.get("H", x).dtype.itemsize)
         scale = operands["SCALE"].dtype.itemsize if norm.has_scale else 0
         # Where that leaves no place for a block, threads ask the cache for the scale.
-        shares_scale = norm.has_scale and together(held(scale), target) >= chosen.min_blocks
+        shares_scale = norm.has_scale and target.blocks_with(held(scale)) >= chosen.min_blocks
         shared = held(scale * shares_scale)
     return launch(
         "quantize_rms_norm.cu",

@@ -32,7 +32,6 @@ MAX_CLUSTER = 8
 REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
 _WORD = 4  # bytes of a register
 _LINE = 128  # bytes of shared memory: rows that are copied there begin with one
-RESERVED_BYTES = 1024  # of shared memory, that CUDA takes from every block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +104,16 @@ class RowLayout:
 
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
         """Whether shared memory has two rows of every block, `read_bytes` for one element."""
-        return self._shared(2, read_bytes, compute, cluster) <= self._block_shared(target)
+        most = target.shared_memory_of(self.min_blocks)
+        return self._shared(2, read_bytes, compute, cluster) <= most
 
     def pipeline(
         self, target: Target, read_bytes: int, compute: np.dtype, *, cluster: bool
     ) -> tuple[int, int]:
         """Rows on their way to a block of the backward kernel, and its shared memory in bytes."""
         shared = lambda depth: self._shared(depth, read_bytes, compute, cluster)
-        depth = self.max_stages
-        while depth > 2 and shared(depth) > self._block_shared(target):
+        depth, most = self.max_stages, target.shared_memory_of(self.min_blocks)
+        while depth > 2 and shared(depth) > most:
             depth -= 1
         return depth, shared(depth)
 
@@ -125,9 +125,6 @@ class RowLayout:
         rows = sums + depth * self.threads * self.chunks * self.vector * read_bytes
         dscale = self.block_rows * self.tile * compute.itemsize if self.block_rows > 1 else 0
         return max(rows, dscale)
-
-    def _block_shared(self, target: Target) -> int:
-        return target.shared_memory // self.min_blocks - RESERVED_BYTES
 
     def macros(self, *, cluster: bool) -> dict[str, int]:
         """The layout as macros; in a `cluster`, the slices of a row add their sums together."""
