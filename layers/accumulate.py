@@ -82,6 +82,8 @@ def accumulate_gradients(
     >>> float(value), gradient.dtype, gradient.ravel().tolist()
     (6.0, dtype('float32'), [3.0, 3.0])
     """
+    if not callable(loss_fn):
+        raise TypeError(f"{_OP}: loss_fn must be a function, got {type(loss_fn).__name__}")
     main = _main_dtype(main_grad_dtype)
     count = _microbatches(batches)
     parts = 1 if replicas is None else _replicas(replicas, batches)
@@ -220,8 +222,10 @@ def _placed(array: Array, spec: P | None, *lead: str | None) -> Array:
 
 def _microbatches(batches: Any) -> int:
     shapes = [jnp.shape(a) for a in jax.tree.leaves(batches)]
-    lengths = {shape[0] if shape else 0 for shape in shapes}
-    if len(lengths) != 1 or 0 in lengths:
+    lengths = {shape[0] if shape else -1 for shape in shapes}
+    if lengths == {0}:
+        raise ValueError(f"{_OP}: batches must hold a microbatch or more, got shapes {shapes}")
+    if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             f"{_OP}: batches must be arrays with one leading axis of microbatches, got shapes "
             f"{shapes}; reshape (batch, ...) to (microbatches, batch // microbatches, ...)"

@@ -404,8 +404,9 @@ def _apply_gated(mlp: Any, x: Array) -> Array:
             return False
         return not linear._unserved(jnp.asarray(x))
 
+    if not modules.replaced(mlp.gate, Linear) and isinstance(mlp.gate.in_features, int):
+        x = _checked("GatedMLP", "mlp", x, mlp.gate.weight.shape[1:])
     if mlp.quantization and all(map(as_made, linears.values())):
-        x = _checked("GatedMLP", "gate", x, mlp.gate.weight.shape[1:])
         kernels = {name: linear.weight for name, linear in linears.items()}
         biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
         options = options_of("GatedMLP", mlp, jnp.result_type(x, *kernels.values()))
@@ -472,7 +473,8 @@ def swap(
         functions, or a report that is no function.
 
     Warns:
-      UserWarning: if nothing is served, or modules could not be probed because they are traced.
+      UserWarning: if nothing in a module is served (of another pytree the report says so), or
+        modules could not be probed because they are traced.
 
     >>> import equinox as eqx, jax
     >>> from normfuse.layers.eqx import swap, unswap
@@ -506,9 +508,15 @@ def swap(
 def unswap(model: M) -> M:
     """Returns `model` with the classes that its layers had: the inverse of `swap`.
 
+    Args:
+      model: what `swap` returned, or a pytree that holds it.
+
     Raises:
+      TypeError: for a class, or a module of another framework.
       ValueError: for a Linear with an activation, which `eqx.nn.Linear` cannot express.
     """
+
+    check_model(model, "eqx", "unswap")
 
     def theirs(layer: Any, path: str) -> Any:
         if type(layer) is Linear:

@@ -119,7 +119,7 @@ def fuse_norms(
       ValueError: if the function changes its arguments, as nnx modules change their state.
 
     Warns:
-      UserWarning: if there are FP8 products, no norm writes codes, and no report says so.
+      UserWarning: if there are FP8 products, no norm writes codes, and `report` is None.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse import dense, fuse_norms, rms_norm

@@ -134,7 +134,7 @@ def warm(
     cache.check(cache.directory())
     before = compiler.compilations()
     for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
-        target = named_target(arch)
+        target = named_target(arch, "archs")
         for out in outs or (x,):
             examples: list[Example] = []  # of every kernel, in each of the layouts it has
             with jax.enable_x64("float64" in (x, scale, out)):

@@ -530,9 +530,7 @@ def swap(
     >>> model.apply(model.init(jax.random.key(0), x), x).shape
     (3, 2)
     """
-    check_model(model, "linen")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"swap: model must be a linen Module, got {type(model).__name__}")
+    _check_module(model, "swap")
     if model.scope is not None:
         raise ValueError(
             f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
@@ -545,8 +543,19 @@ def swap(
 
 
 def unswap(model: M) -> M:
-    """Returns `model` as it was before `swap`."""
+    """Returns `model` as it was before `swap`.
+
+    Raises:
+      TypeError: for anything but a linen Module.
+    """
+    _check_module(model, "unswap")
     return _as(model, _original(model))
+
+
+def _check_module(model: Any, function: str) -> None:
+    check_model(model, "linen", function)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model must be a linen Module, got {type(model).__name__}")
 
 
 def _original(model: nn.Module) -> type:

@@ -10,18 +10,21 @@ from typing import Any
 import jax
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import Quantization, check_quantization, options_of
+from .core.arguments import Quantization, check_quantization, finite, options_of
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish, resolve
 from .dense.norm_dense import apply as apply_norm_dense
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
-    """Refuses what makes every output NaN.
+    """Refuses what is no number, and what makes every output NaN; arrays are checked when used.
 
     Raises:
-      ValueError: if `eps` is a number and not finite or negative.
+      TypeError: if `eps` is neither a number nor an array.
+      ValueError: if it is a number, and negative or not finite.
     """
+    if not isinstance(eps, numbers.Real) and not hasattr(eps, "dtype"):
+        raise TypeError(f"{layer}: {argument} must be a number, got {eps!r}")
     if isinstance(eps, numbers.Real) and not 0 <= float(eps) < math.inf:
         raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
 
@@ -190,10 +193,13 @@ def norm_dense(
     kernel: jax.Array,
     bias: jax.Array | None,
     dtype: jax.typing.DTypeLike,
+    *,
+    eps: Any,
     **options: Any,
 ) -> jax.Array:
     """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
     options |= options_of("NormDense", layer, dtype) | {"recompute": layer.recompute}
+    options["eps"] = finite("NormDense", "eps", eps, least=0)
     return apply_norm_dense(x, scale, [kernel], [bias], **options)[0]
 
 

@@ -569,12 +569,13 @@ class GatedMLP(nnx.Module, _Options):
 def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
     """Applies a GatedMLP, or what has its layers and options."""
     linears = modules.layers_of(mlp)
+    if not modules.replaced(mlp.up, Linear):
+        _check_features("GatedMLP: x", jnp.asarray(x), mlp.up.kernel[...])
     if not _is_quantized(mlp, x):
         gate, *up = (linears[name](x) for name in linears if name != "down")
         return _combine(mlp, gate, up[0] if up else None, hidden_sharding)
     kernels = {name: linear.kernel[...] for name, linear in linears.items()}
     biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
-    _check_features("GatedMLP: x", x, kernels["up"])
     dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=mlp.up.dtype)
     options = options_of("GatedMLP", mlp, dtype)
     return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
@@ -775,10 +776,18 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
 def unswap(model: M) -> M:
     """Turns normfuse's layers in `model` back into the classes they were, in place.
 
+    Args:
+      model: what `swap` was given.
+
+    Returns:
+      `model` itself.
+
     Raises:
+      TypeError: for a class, or a module of another framework.
       ValueError: for a linear layer with an activation, which Flax's cannot express; nothing is
         changed then.
     """
+    check_model(model, "nnx", "unswap")
     layers = _layers(model, _THEIRS)
     for module in layers:
         theirs = f"nnx.{type(module).__name__}"

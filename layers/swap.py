@@ -98,7 +98,8 @@ def conclude(
         report(Report(tuple(rows)))
     traced = [row for row in rows if row.reason == TRACED]
     if traced:
-        warnings.warn(f"swap: {traced[0].path} stays as it is: {TRACED}", stacklevel=3)
+        name = traced[0].path or traced[0].layer
+        warnings.warn(f"swap: {name} stays as it is: {TRACED}", stacklevel=3)
     elif warn and rows and not any(row.served for row in rows):
         reasons = collections.Counter(f"{row.layer}: {row.reason}" for row in rows)
         most = "; ".join(reason for reason, _ in reasons.most_common(3))
@@ -414,16 +415,18 @@ def _hashable(value: Any, deep: bool = True) -> Any:
 _HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}
 
 
-def check_model(model: Any, own: str) -> None:
+def check_model(model: Any, own: str, function: str = "swap") -> None:
     """Raises TypeError for a class, and for a module of another framework than `own`."""
     if isinstance(model, type):
-        raise TypeError(f"swap: model must be a module, got the class {model.__name__}; call it")
+        raise TypeError(
+            f"{function}: model must be a module, got the class {model.__name__}; call it"
+        )
     within = lambda cls, home: f"{cls.__module__}.".startswith(f"{home}.")
     homes = [home for home in _HOMES for cls in type(model).__mro__ if within(cls, home)]
     if homes and own not in map(_HOMES.get, homes):  # Flax's bridges are of both
         raise TypeError(
-            f"swap: model is a {type(model).__name__}, a module of {homes[0]}; use "
-            f"normfuse.layers.{_HOMES[homes[0]]}.swap"
+            f"{function}: model is a {type(model).__name__}, a module of {homes[0]}; use "
+            f"normfuse.layers.{_HOMES[homes[0]]}.{function}"
         )
 
 

@@ -13,6 +13,7 @@ from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
 from .sharding import Sharding, divides, stored, with_auto_axes
+from .transformer import check_tokens
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -53,9 +54,10 @@ class Functional:
         On a mesh of Explicit axes the logits' type has the spec `sharding.logits`.
 
         Raises:
-          ValueError: if there are more tokens than `max_seq_len`.
+          TypeError: if tokens are no integers.
+          ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        self._check_length(tokens)
+        check_tokens(self.config, tokens)
         run = lambda params, tokens: self.model(params)(tokens)
         return with_auto_axes(run, self.sharding.logits)(params, tokens)
 
@@ -81,18 +83,14 @@ class Functional:
           **options: `logits_dtype`, `z_loss`, `ignore` and others of `linear_cross_entropy`.
 
         Raises:
-          ValueError: if there are more tokens than `max_seq_len`.
+          TypeError: if tokens are no integers.
+          ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        self._check_length(tokens)
+        check_tokens(self.config, tokens)
         options["reduction"] = reduction
         run = lambda params, *given: self.model(params).loss(*given, **options)
         spec = self.sharding.tokens if reduction == "none" else P()
         return with_auto_axes(run, spec)(params, tokens, targets)
-
-    def _check_length(self, tokens: Array) -> None:
-        seq, limit = tokens.shape[1], self.config.max_seq_len
-        if seq > limit:
-            raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""

@@ -65,6 +65,10 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
       cache: keys and values of the tokens before these; None without any.
     Returns: `(batch, seq, vocab)` float32 logits (float64 for float64), and the cache with these
       tokens added (None without one).
+
+    Raises:
+      TypeError: if tokens are no integers.
+      ValueError: if they have another shape, or are more than `max_seq_len`.
     """
     x, cache = _hidden(ops, model, tokens, cache)
     logits = constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits)
@@ -94,9 +98,21 @@ def _unembedding(ops: Ops, model: Any) -> Array:
     return ops.table(model.embed if model.head is None else model.head)
 
 
+def check_tokens(config: TransformerConfig, tokens: Array) -> None:
+    """Raises TypeError or ValueError for what are no `(batch, seq)` integers, and for too many."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens must be integers, got {tokens.dtype}")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens must have the shape (batch, seq), got {tokens.shape}")
+    seq, limit = tokens.shape[1], config.max_seq_len
+    if seq > limit:
+        raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
+
+
 def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
     """The normalised output of the last block, `(batch, seq, dim)`, and the cache."""
     config, sharding = model.config, model.sharding
+    check_tokens(config, tokens)
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
     locality = [config.is_local(i) for i in range(len(model.layers))]

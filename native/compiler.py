@@ -35,7 +35,7 @@ class CompilerMissing(Unsupported):
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile; the message holds NVRTC's log."""
+    """A source does not compile; the message holds the log of NVRTC, or of the C++ compiler."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,16 +239,17 @@ def compute_capability_of(ctx: Any) -> int | None:
     return None if target.portable else target.capability
 
 
-def named_target(name: str) -> Target:
+def named_target(name: str, said: str = "NORMFUSE_CUDA_ARCH") -> Target:
     """Returns the target called `sm_90`, `90`, `9.0`, `sm_90a` or, for PTX, `compute_90`.
 
-    Raises ValueError for any other name, Unsupported for compute capability below 8.0.
+    `said` is where the user named it. Raises ValueError for any other name, Unsupported for compute
+    capability below 8.0.
     """
     match = re.fullmatch(r"(sm_|compute_|)(\d+)(\.(?=\d))?(\d)([af]?)", name.strip())
     if match is None:
         raise ValueError(
-            f"NORMFUSE_CUDA_ARCH={name!r} names no architecture: use sm_90 (or 9.0) for machine "
-            "code, compute_90 for PTX"
+            f"{said}={name!r} names no architecture: use sm_90 (or 9.0) for machine code, "
+            "compute_90 for PTX"
         )
     kind, major, _, minor, variant = match.groups()
     capability = int(major) * 10 + int(minor)

@@ -123,13 +123,16 @@ class CacheClear:
     """Remove all cached kernels."""
 
 
+_ARCH_HERE = "(default: the GPU here, else NORMFUSE_CUDA_ARCH or PTX)"
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheWarm:
     """Compile kernels into the cache; needs no GPU."""
 
     features: Annotated[Positional[tuple[int, ...]], arg(metavar="N...", help_behavior_hint="")]
     """Lengths of the rows: 4096 8192."""
-    arch: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: the GPU here)")] = ()
+    arch: Annotated[tuple[str, ...], arg(help_behavior_hint=_ARCH_HERE)] = ()
     """CUDA architectures: sm_90, 9.0, compute_80 …"""
     dtype: tuple[Dtype, ...] = ("bfloat16",)
     """Dtypes of x."""

@@ -41,6 +41,7 @@ def lower(program: Program, batch_size: int, seq_len: int) -> jax.stages.Lowered
         return program.lower(batch_size, seq_len)
     except* NotImplementedError as group:
         causes = "; ".join(str(error) for error in group.exceptions)
+        causes = causes.replace("implementation=None", "--implementation auto")
         raise UsageError(f"--implementation cannot serve here: {causes}") from None
 
 

@@ -94,7 +94,9 @@ def dimensions(op: str, x: jax.Array, axis: int | Sequence[int]) -> tuple[int, .
         raise TypeError(f"{op}: axis must be an int or several, got {axis!r}") from None
     if x.ndim == 0:
         raise ValueError(f"{op}: x must have an axis to normalise, got a scalar")
-    if not axes or any(not -x.ndim <= a < x.ndim for a in axes):
+    if not axes:
+        raise ValueError(f"{op}: axis must name at least one dimension, got {axis!r}")
+    if any(not -x.ndim <= a < x.ndim for a in axes):
         raise ValueError(
             f"{op}: axis must be from {-x.ndim} to {x.ndim - 1} for x of shape {x.shape}, "
             f"got {axis}"

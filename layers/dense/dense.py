@@ -58,7 +58,7 @@ def dense(
       `(*rows, *out)` in `dtype`.
 
     Raises:
-      TypeError: for integer or complex operands.
+      TypeError: for integer or complex operands, and for float64 in FP8.
       ValueError: for shapes that do not fit, an unknown activation or quantization, or an
         `out_sharding` that cannot place the result.
       NotImplementedError: for an implementation that does not exist or cannot serve; an

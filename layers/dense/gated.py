@@ -54,7 +54,7 @@ def gated_dense(
       `(*rows, *out)` in `dtype`.
 
     Raises:
-      TypeError: for integer or complex operands.
+      TypeError: for integer or complex operands, and for float64 in FP8.
       ValueError: for shapes that do not fit, an activation that is unknown or None, or a sharding
         that cannot place what it is of.
       NotImplementedError: if `implementation` asks for what cannot serve.

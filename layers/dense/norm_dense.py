@@ -61,7 +61,7 @@ def norm_dense(
       `(*rows, *out)` in `dtype`.
 
     Raises:
-      TypeError: for integer or complex operands.
+      TypeError: for integer or complex operands, and for float64 in FP8.
       ValueError: for shapes that do not fit, an unknown activation, a bad eps, or an
         `out_sharding` that cannot place the result.
       NotImplementedError: if `implementation` asks for what cannot serve.

@@ -72,8 +72,8 @@ def layer_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale or bias that does not fit, an axis out of range, or an eps that is not
-        finite or negative.
+      ValueError: for a scale or bias that does not fit, an axis out of range, or an eps that is
+        negative or not finite.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 

@@ -82,8 +82,8 @@ def rms_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is not
-        finite or negative, or an unknown cast.
+      ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is
+        negative or not finite, or an unknown cast.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -287,13 +287,13 @@ def check_examples(
     own = [floating(op, "scale", scale)]
     own += [] if shift is None else [floating(op, "shift", shift)]
     count = own[0].ndim - 1
-    for argument, value in zip(("scale", "shift"), own):
-        if not 0 < count < x.ndim or value.shape != (*x.shape[:count], x.shape[-1]):
-            raise ValueError(
-                f"{op}: {argument} must have the shape (*examples, features), of leading "
-                f"dimensions of x and its last, and shift that of scale, for x of shape {x.shape}; "
-                f"got {value.shape}"
-            )
+    if not 0 < count < x.ndim or own[0].shape != (*x.shape[:count], x.shape[-1]):
+        raise ValueError(
+            f"{op}: scale must have the shape (*examples, features), of leading dimensions of x "
+            f"and its last, for x of shape {x.shape}; got {own[0].shape}"
+        )
+    if own[-1].shape != own[0].shape:
+        raise ValueError(f"{op}: shift must have scale's shape {own[0].shape}, got {own[1].shape}")
     norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
     return norm, x, own
 

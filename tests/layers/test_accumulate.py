@@ -223,6 +223,8 @@ def test_auxiliary_outputs_may_be_constants(count):
     "change, error, message",
     [
         ({"batches": jnp.ones(())}, ValueError, "one leading axis of microbatches"),
+        ({"batches": jnp.ones((0, 2, 3))}, ValueError, r"a microbatch or more, got .*\(0, 2, 3\)"),
+        ({"loss_fn": 3}, TypeError, "loss_fn must be a function, got int"),
         ({"batches": (jnp.ones((2, 3)), jnp.ones((3, 3)))}, ValueError, r"\(2, 3\), \(3, 3\)"),
         ({"main_grad_dtype": "int8"}, TypeError, "main_grad_dtype must be one of .* got int8"),
         ({"main_grad_dtype": "foo"}, TypeError, "main_grad_dtype must be one of .* got foo"),

@@ -132,7 +132,7 @@ def test_bad_input_is_named(norm):
     for scale in wrong:
         with pytest.raises(ValueError, match=rf"^{name}: scale must .*\(4, 6, 8\); got"):
             op(x, scale)
-    with pytest.raises(ValueError, match=rf"^{name}: shift must .*got \(8,\)"):
+    with pytest.raises(ValueError, match=rf"^{name}: shift must have scale's shape .*, got \(8,\)"):
         op(x, one, jnp.ones(8))
     with pytest.raises(TypeError, match=f"^{name}: shift must be one of .*int32"):
         op(x, one, jnp.ones((4, 8), int))

@@ -183,5 +183,20 @@ def test_bad_input_is_one_clear_error(x):
         ours_eqx.NormDense(7, HIDDEN, key=key)(x)
     with pytest.raises(ValueError, match="epsilon must be finite and at least 0, got -1"):
         ours_linen.NormDense(HIDDEN, epsilon=-1)
+    for make in (
+        lambda eps: ours_nnx.NormDense(8, HIDDEN, epsilon=eps, rngs=rngs),
+        lambda eps: ours_eqx.NormDense(8, HIDDEN, eps=eps, key=key),
+        lambda eps: ours_linen.NormDense(HIDDEN, epsilon=eps),
+        lambda eps: ours_nnx.RMSNorm(8, epsilon=eps, rngs=rngs),
+    ):
+        for eps in ("1e-6", None):
+            with pytest.raises(TypeError, match=f"eps(ilon)? must be a number, got {eps!r}"):
+                make(eps)
+    for mlp, shape in (
+        (ours_nnx.GatedMLP(8, 16, rngs=rngs), "in_features=8 as the last axis"),
+        (ours_eqx.GatedMLP(8, 16, key=key), r"shape \(8,\), got .*jax\.vmap\(mlp\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^GatedMLP: x must have {shape}"):
+            mlp(jnp.ones((3, 7)))
     with pytest.raises(AttributeError, match="no attribute 'Gated'"):
         ours_nnx.Gated  # noqa: B018

@@ -515,6 +515,14 @@ def test_what_is_no_model_is_an_error_that_names_the_swap_to_use():
     for swap in (ours_nnx.swap, ours_eqx.swap, ours_linen.swap):
         with pytest.raises(TypeError, match="must be a module, got the class DivideByRms; call it"):
             swap(DivideByRms)
+    for unswap in (ours_nnx.unswap, ours_eqx.unswap, ours_linen.unswap):
+        with pytest.raises(TypeError, match="^unswap: model must be a module, got the class"):
+            unswap(DivideByRms)
+    for unswap in (ours_eqx.unswap, ours_linen.unswap):
+        with pytest.raises(TypeError, match=r"^unswap: .* use normfuse\.layers\.nnx\.unswap$"):
+            unswap(model)
+    with pytest.raises(TypeError, match="^unswap: model must be a linen Module, got NoneType"):
+        ours_linen.unswap(None)
     with pytest.warns(UserWarning, match=r"there is no nnx\.Module in State$"):
         ours_nnx.swap(nnx.state(model))
 
@@ -542,6 +550,9 @@ def test_swapping_inside_jit_says_why_not():
         jax.jit(swapped)(state)
     with pytest.warns(UserWarning, match="stays as it is: its arrays are traced"):
         eqx.filter_jit(lambda m: ours_eqx.swap(m)(jnp.ones(8)))(WholeInput(8))
+    alone, state = nnx.split(DivideByRms(8, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="swap: DivideByRms stays as it is: its arrays are traced"):
+        jax.jit(lambda state: ours_nnx.swap(nnx.merge(alone, state))(jnp.ones(8)))(state)
 
 
 def test_probing_is_done_once_a_configuration(monkeypatch):

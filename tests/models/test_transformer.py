@@ -252,6 +252,22 @@ def test_sequences_beyond_max_seq_len_are_rejected(small):
         jax.eval_shape(model.apply, model.abstract, jnp.zeros((1, 65), jnp.int32))
 
 
+@pytest.mark.parametrize(
+    "tokens, error, message",
+    [
+        (np.zeros((1, 65), np.int32), ValueError, "tokens hold 65 positions; max_seq_len=64"),
+        (np.zeros(5, np.int32), ValueError, r"shape \(batch, seq\), got \(5,\)"),
+        (np.zeros((1, 5), np.float32), TypeError, "tokens must be integers, got float32"),
+    ],
+)
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+def test_modules_check_their_tokens(small, framework, tokens, error, message):
+    functional = build(framework, small)
+    run = lambda params: functional.model(params)(tokens)
+    with pytest.raises(error, match=message):
+        jax.eval_shape(run, functional.abstract)
+
+
 def test_unknown_framework_is_rejected(small):
     with pytest.raises(ValueError, match="framework='torch' must be one of 'nnx', 'eqx'"):
         build("torch", small)
