@@ -4,6 +4,7 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -481,6 +482,10 @@ class _Options:
 
 # Part of the key of JAX's caches: what nn.jit traced outside a swapped model is not used inside it.
 _serving = jax.make_user_context(None)
+# The modules that their own code computes now.
+_running: contextvars.ContextVar[tuple[nn.Module, ...]] = contextvars.ContextVar(
+    "normfuse_running", default=()
+)
 _ORIGINAL: dict[type, type] = {}  # each swapped class, and the one it was made of
 
 
@@ -627,7 +632,16 @@ def _intercept(
 ) -> Any:
     """Computes a call of a module's method, as Linen's interceptors do."""
     module = context.module
-    own = lambda: call(*args, **kwargs)
+
+    def own() -> Any:
+        token = _running.set((*_running.get(), module))
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _running.reset(token)
+
+    if any(module is one for one in _running.get()):  # the `super().__call__` of its own code
+        return call(*args, **kwargs)
     if context.method_name != "__call__" or _serving.value != options or module.scope is None:
         return own()
     if module.is_initializing():

@@ -162,9 +162,11 @@ def merged(count: int, *arrays: jax.Array) -> str:
 def converted(layer: Any, cls: type, **extra: Any) -> Any:
     """Returns a dataclass module as a `cls`: its fields as they are, but for those in `extra`.
 
-    They may hold anything: None, in a filtered tree.
+    They may hold anything: None, in a filtered tree. What is not set is the class's own: a default
+    that its `__init__` leaves alone, a ClassVar.
     """
-    fields = {name: vars(layer)[name] for name in cls.__dataclass_fields__ if name not in extra}
+    own = vars(layer)
+    fields = {n: own[n] for n in cls.__dataclass_fields__ if n in own and n not in extra}
     new = object.__new__(cls)
     for name, value in (fields | extra).items():
         object.__setattr__(new, name, value)

@@ -46,8 +46,9 @@ _ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sigmoid": _sigmoid,
     "tanh": np.tanh,
 }
-# What a relu may be written with: probes meet both of its pieces.
-_RELU = {"max", "select_n", "eq", "ne", "lt", "le", "gt", "ge"}
+# What a relu may be written with, a maximum or one comparison that selects or multiplies: probes
+# meet both of its pieces.
+_RELU = "max", "lt", "le", "gt", "ge"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +156,31 @@ def _gated(candidate: GatedCandidate, probe: "_Probe", own: Trace) -> GatedFormu
     if found[1][0][2] <= 1:
         first, second = (f"{f.down}({f.activation}({f.gate}) · {f.up})" for _, f in found[:2])
         raise Different(f"its rounding hides whether it is {first} or {second}")
-    check_smooth(own, but=_RELU)
+    _check_pieces(own, formula)
     return formula
+
+
+def _check_pieces(own: Trace, formula: GatedFormula) -> None:
+    """Raises Different if a module has a piecewise operation that its activation does not need.
+
+    Others may guard against NaN or overflow, where no probe is.
+    """
+    if formula.activation not in ("relu", "squared_relu"):
+        return check_smooth(own)
+    check_smooth(own, but=(*_RELU, "select_n"))
+    names = [equation.primitive.name for equation in equations(own.jaxpr)]
+    if sum(name in _RELU for name in names) > 1 or names.count("select_n") > 1:
+        raise Different(f"it has more pieces than {formula.activation}")
 
 
 def traced(
     candidate: GatedCandidate, rank: int, x_dtype: str, wide: bool = False
 ) -> tuple["_Probe", Trace]:
     """Returns a probe and its trace: a small one, or one of the module's own sizes."""
-    own = candidate.sizes[roles(candidate.sizes)[0][0]]
+    orders = roles(candidate.sizes)
+    if not orders:
+        raise Different("the sizes of its layers are not those of a gated MLP")
+    own = candidate.sizes[orders[0][0]]
     hidden = _SMALL[own[0] != own[1]]  # kernels that are square stay square
     probe = _Probe(candidate, _SMALL[0], hidden, rank)
     try:

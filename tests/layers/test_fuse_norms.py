@@ -522,6 +522,19 @@ def test_what_is_no_array_stays_as_it_is(rng):
     assert_equal(got["y"], jax.jit(fused_dense)(x, scale, kernel))
 
 
+def test_a_reshape_that_transposes_is_not_followed(rng):
+    x, scale, kernel = operands(rng, 16, rows=(DIM,))
+
+    def run(x, scale, kernel):
+        y = jax.lax.reshape(rms_norm(x, scale), (DIM, DIM), dimensions=(1, 0))
+        return multiply(y, kernel)
+
+    reports = []
+    got = fuse_norms(run, report=reports.append)(x, scale, kernel)
+    assert_equal(got, run(x, scale, kernel))
+    assert not any(row.served for row in reports[0].fused)
+
+
 def test_bad_input_is_one_clear_error(rng):
     for fuse in (fuse_norms, ours_nnx.fuse_norms):
         with pytest.raises(TypeError, match="fuse_norms: function must be a function, got 3"):

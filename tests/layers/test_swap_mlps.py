@@ -148,7 +148,15 @@ NO_MLP = {
     ),
     "a large limit": (
         lambda: Gated(hidden=lambda m, h: jnp.clip(h, -6e4, 6e4)),
-        "may compute something else for other values (min)",
+        "may compute something else for other values (max)",
+    ),
+    "a guard": (
+        lambda: Gated(hidden=lambda m, h: jnp.nan_to_num(h)),
+        "may compute something else for other values",
+    ),
+    "a guard beside relu": (
+        lambda: Gated(nnx.relu, hidden=lambda m, h: jnp.maximum(h, -1e4)),
+        "it has more pieces than relu",
     ),
     "a factor": (
         lambda: Gated(after=lambda m, y: 1.001 * y),
@@ -190,6 +198,23 @@ def test_what_is_no_mlp_stays_with_its_reason(rng, name):
     assert type(model) is graph and rows["Linear"].served  # its layers are swapped as ever
     if want is not None:
         np.testing.assert_allclose(model(x), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "relu",
+    [nnx.relu, lambda z: jnp.where(z > 0, z, 0), lambda z: jnp.square(jnp.maximum(z, 0))],
+)
+def test_each_way_to_write_a_relu_is_served(relu):
+    _, rows = swapped(ours_nnx.swap, Gated(relu))
+    assert rows["Gated"].served
+
+
+def test_a_layer_of_other_sizes_is_computed_as_the_class_does(rng):
+    x = jnp.asarray(rng.standard_normal((2, D)), f32)
+    theirs, model = Gated(), ours_nnx.swap(Gated())
+    for one in (theirs, model):
+        one.c = nnx.Linear(H, 3, rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(model(x), theirs(x), rtol=1e-5, atol=1e-5)
 
 
 def test_other_layers_are_no_candidates():

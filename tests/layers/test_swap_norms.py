@@ -5,6 +5,7 @@ import pickle
 import re
 import threading
 import time
+from typing import ClassVar
 
 import equinox as eqx
 import foreign_norms
@@ -553,6 +554,30 @@ def test_swapping_inside_jit_says_why_not():
     alone, state = nnx.split(DivideByRms(8, rngs=nnx.Rngs(0)))
     with pytest.warns(UserWarning, match="swap: DivideByRms stays as it is: its arrays are traced"):
         jax.jit(lambda state: ours_nnx.swap(nnx.merge(alone, state))(jnp.ones(8)))(state)
+
+
+class FieldsOfTheClass(eqx.Module):
+    """Its own `__init__` leaves defaults on the class."""
+
+    weight: jax.Array
+    eps: float = 1e-6
+    kind: ClassVar[str] = "rms"
+
+    def __init__(self, size):
+        self.weight = jnp.linspace(0.5, 2, size)
+
+    def __call__(self, x):
+        rstd = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps)
+        return x * rstd * self.weight
+
+
+def test_fields_that_the_class_has_stay_there():
+    model, x = FieldsOfTheClass(8), jnp.arange(8.0)
+    ours = ours_eqx.swap(model)
+    assert isinstance(ours, FieldsOfTheClass) and type(ours) is not FieldsOfTheClass
+    assert (ours.eps, ours.kind) == (1e-6, "rms") and "normfuse" in str(jax.make_jaxpr(ours)(x))
+    np.testing.assert_allclose(ours(x), model(x), rtol=1e-6)
+    assert eqx.tree_equal(ours_eqx.unswap(ours), model)
 
 
 def test_probing_is_done_once_a_configuration(monkeypatch):
