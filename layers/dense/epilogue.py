@@ -774,13 +774,21 @@ def finish_natively(
         has_bias=bias is not None,
         out_dtype=jnp.dtype(dtype).name,
     )
-    operands = [z] if up is None else [z, up]
+    operands = [z] if up is None else _alike(z, up)
     if bias is not None:
         operands[0] = z = vary(z, varying_axes(bias))
         dims = tuple(range(z.ndim - bias.ndim, z.ndim))
         operands.append(rounded(match(bias, z, dims), z.dtype))
         spec = replace(spec, axes=dims)
     return forward(spec, *operands, order=native_or_best(strict))[0]
+
+
+def _alike(z: Array, up: Array) -> list[Array]:
+    """Returns both with one type: they may vary, or be split, over other axes of a mesh."""
+    z, up = vary(z, varying_axes(up)), vary(up, varying_axes(z))
+    is_split = lambda a: any(jax.typeof(a).sharding.spec)
+    dims = range(z.ndim)
+    return [match(z, up, dims), up] if is_split(up) and not is_split(z) else [z, match(up, z, dims)]
 
 
 def finish_tangent(

@@ -25,7 +25,7 @@ from ..quantization import gated
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized
 from ..rms_norm.spec import Norm
-from .epilogue import Scalar
+from .epilogue import SCALARS, Scalar
 from .fp8 import (
     FORMAT,
     Fp8,
@@ -89,7 +89,14 @@ class Mlp:
 def serves(kernels: list[Array], contract: int, function: Scalar | None) -> bool:
     """Returns whether the MLP can be one function in FP8: shapes, and a bound of the slope."""
     shapes = all(fits(kernel, contract) and kernel.ndim == 2 for kernel in kernels)
-    return shapes and function is not None and function.name in gated.SLOPES
+    return shapes and function is not None and has_slope(function)
+
+
+def has_slope(function: Scalar) -> bool:
+    """Whether a bound of the slope is known: of the library's own activations, not of namesakes."""
+    own = SCALARS.get(function.name)
+    texts = lambda scalar: (scalar.source, scalar.derivative)
+    return function.name in gated.SLOPES and own is not None and texts(own) == texts(function)
 
 
 def multiply_mlp(

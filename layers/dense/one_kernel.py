@@ -122,9 +122,19 @@ def _one_by_one(spec: Dense, *operands: Array, order: Order) -> list[Array]:
     return sequential_vmap(functools.partial(layer, spec, order=order))(*operands)
 
 
-layer = Op(
-    "dense_layer", define_on_arrays, dims=_dims, body=_body, leads=(0, 1), unfused=_one_by_one
-)
+def _batch(
+    op: Op, args: Any, dims: Any, *, spec: Dense, order: Order
+) -> tuple[list[Array], list[int]]:
+    """A batch of x is one more dimension of rows, the first: x's last is the summed one."""
+    x_dim, *others = dims
+    if any(dim is not None for dim in others):
+        results = jax.vmap(functools.partial(_one_by_one, spec, order=order), tuple(dims))(*args)
+    else:
+        results = op(spec, jnp.moveaxis(args[0], x_dim, 0), *args[1:], order=order)
+    return results, [0] * len(results)
+
+
+layer = Op("dense_layer", define_on_arrays, dims=_dims, body=_body, leads=(0, 1), batch=_batch)
 
 
 def _fitting(x: Array, w: Array, *bias: Array) -> list[Array]:

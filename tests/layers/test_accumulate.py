@@ -216,6 +216,28 @@ def test_auxiliary_outputs_may_be_constants(count):
     assert (value, gradient.tolist()) == (2, [0, 0])
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_ensembles_of_kernels(rng, at, quantization):
+    """vmap over a kernel: each has its own main gradient."""
+    kernels = jnp.asarray(rng.standard_normal((3, 16, 8)), jnp.bfloat16)
+    batches = jnp.asarray(rng.standard_normal((2, 4, 16)), jnp.bfloat16)
+
+    def loss(kernels, x):
+        each = jax.vmap(lambda kernel: dense(x, kernel, quantization=quantization), at)
+        return jnp.sum(jnp.sin(each(kernels).astype(jnp.float32)))
+
+    given = jnp.moveaxis(kernels, 0, at)
+    run = jax.jit(lambda *args: accumulate_gradients(loss, *args)[1])
+    gradient, first = run(given, batches), run(given, batches[:1])
+    apart = [jax.grad(lambda k, x=x: loss(k, x))(given).astype(f32) for x in batches]
+    assert gradient.dtype == f32 and gradient.shape == given.shape
+    # A rounding of y and one of each microbatch's gradient, which the main gradient does without.
+    largest = float(jnp.abs(apart[0]).max())
+    np.testing.assert_allclose(gradient, sum(apart) / 2, rtol=0, atol=2**-6 * largest)
+    assert jnp.any(first != first.astype(jnp.bfloat16).astype(f32))
+
+
 # ---------------------------------------------------------------- bad input
 
 

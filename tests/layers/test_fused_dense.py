@@ -375,6 +375,37 @@ def test_shard_map(rng, eight_devices, check_vma):
     assert_close(got, jax.grad(loss(op), every(args))(*args), TIGHT)
 
 
+@pytest.mark.parametrize("split", [0, 1])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gate_and_up_may_lie_differently(rng, eight_devices, kind, split):
+    """One is whole everywhere, the other is not."""
+    del eight_devices
+    x, *_ = operands(rng, "gated_dense")
+    kernels = [jnp.asarray(rng.standard_normal((IN, 4 * n)), f32) for n in (1, 1)]
+    specs = [P(None, "tensor") if i == split else P() for i in (0, 1)]
+    mesh = on_mesh(kind)
+
+    def run(x, *kernels, implementation=None):
+        one = functools.partial(gated_dense, implementation=implementation)
+        if kind == AxisType.Explicit:
+            return one(x, *kernels)
+        options = {"mesh": mesh, "in_specs": (P(), *specs), "out_specs": P(None, None, "tensor")}
+        return jax.shard_map(one, **options)(x, *kernels)
+
+    if kind == AxisType.Auto:  # each device multiplies its columns of one and all of the other
+        parts = mesh.shape["tensor"]
+        kernels[split] = jnp.tile(kernels[split], parts)
+    with jax.set_mesh(mesh):
+        place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        args = [place(a, spec) for a, spec in zip((x, *kernels), (P(), *specs))]
+        gradient = lambda name: jax.jit(
+            jax.grad(loss(functools.partial(run, implementation=name)), every(args))
+        )(*args)
+        got, want = gradient(None), gradient("xla")
+        assert [jax.typeof(g) for g in got] == [jax.typeof(w) for w in want]
+        assert_close(got, want, TIGHT)
+
+
 # ---------------------------------------------------------------- implementations, bad input
 
 
