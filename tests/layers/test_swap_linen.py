@@ -241,16 +241,16 @@ class Twice(nn.RMSNorm):
     """The norm of its base and the same without a scale: for probes one norm, of 1 + scale."""
 
     @nn.compact
-    def __call__(self, x, gain=None):
+    def __call__(self, x, *, mask=None, gain=None):
         square = jnp.mean(jnp.square(x), -1, keepdims=True)
-        y = super().__call__(x) + x * jax.lax.rsqrt(square + self.epsilon)
+        y = super().__call__(x, mask=mask) + x * jax.lax.rsqrt(square + self.epsilon)
         return y if gain is None else y * gain
 
 
 class WithGain(nn.Module):
     @nn.compact
-    def __call__(self, x, *gain):
-        return Twice(scale_init=nn.initializers.normal())(x, *gain)
+    def __call__(self, x, **gain):
+        return Twice(scale_init=nn.initializers.normal())(x, **gain)
 
 
 def test_what_a_class_inherits_is_its_bases_own():
@@ -258,6 +258,6 @@ def test_what_a_class_inherits_is_its_bases_own():
     variables = model.init(KEY, X)
     ours = swap(model)
     assert norms(ours.apply, variables, X) == 1  # served
-    for gain in ((), (2.0,)):  # by its own code, whose `super().__call__` is RMSNorm's
-        got, want = (m.apply(variables, X, *gain) for m in (ours, model))
+    for gain in ({}, {"gain": 2.0}):  # by its own code, whose `super().__call__` is RMSNorm's
+        got, want = (m.apply(variables, X, **gain) for m in (ours, model))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
