@@ -160,6 +160,7 @@ def _quantized(
     import jax
 
     from .dense.epilogue import SCALARS, scalar_of
+    from .dense.fp8_mlp import has_slope
     from .quantization import gated, kernels, norm
 
     for rows in kernels.row_counts(n):
@@ -168,7 +169,7 @@ def _quantized(
         for of in dict.fromkeys((dtype, "float32")):  # of activations, and of stored kernels
             yield from kernels.examples(n, of, rows=rows)
         for function in set(map(scalar_of, activations or SCALARS)):
-            if function and function.name in gated.SLOPES:
+            if function and has_slope(function):
                 yield from gated.examples(n, dtype, rows=rows, function=function)
 
 

@@ -570,7 +570,8 @@ def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Ar
     """Applies a GatedMLP, or what has its layers and options."""
     linears = modules.layers_of(mlp)
     if not modules.replaced(mlp.up, Linear):
-        _check_features("GatedMLP: x", jnp.asarray(x), mlp.up.kernel[...])
+        x = jnp.asarray(x)
+        _check_features("GatedMLP: x", x, mlp.up.kernel[...])
     if not _is_quantized(mlp, x):
         gate, *up = (linears[name](x) for name in linears if name != "down")
         return _combine(mlp, gate, up[0] if up else None, hidden_sharding)

@@ -13,7 +13,6 @@ from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
 from .sharding import Sharding, divides, stored, with_auto_axes
-from .transformer import check_tokens
 
 Framework = Literal["nnx", "eqx"]
 Params = Any  # nnx: nested dictionaries of arrays; eqx: the model, a pytree of arrays
@@ -57,7 +56,6 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        check_tokens(self.config, tokens)
         run = lambda params, tokens: self.model(params)(tokens)
         return with_auto_axes(run, self.sharding.logits)(params, tokens)
 
@@ -86,7 +84,6 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        check_tokens(self.config, tokens)
         options["reduction"] = reduction
         run = lambda params, *given: self.model(params).loss(*given, **options)
         spec = self.sharding.tokens if reduction == "none" else P()

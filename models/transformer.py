@@ -98,7 +98,7 @@ def _unembedding(ops: Ops, model: Any) -> Array:
     return ops.table(model.embed if model.head is None else model.head)
 
 
-def check_tokens(config: TransformerConfig, tokens: Array) -> None:
+def _check_tokens(config: TransformerConfig, tokens: Array) -> None:
     """Raises TypeError or ValueError for what are no `(batch, seq)` integers, and for too many."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens must be integers, got {tokens.dtype}")
@@ -112,7 +112,7 @@ def check_tokens(config: TransformerConfig, tokens: Array) -> None:
 def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
     """The normalised output of the last block, `(batch, seq, dim)`, and the cache."""
     config, sharding = model.config, model.sharding
-    check_tokens(config, tokens)
+    _check_tokens(config, tokens)
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
     locality = [config.is_local(i) for i in range(len(model.layers))]

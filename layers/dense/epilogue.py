@@ -28,6 +28,7 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from ..core.arguments import finite
 from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
+from .matmul import equally_varying
 
 # ---------------------------------------------------------------- activations
 
@@ -785,7 +786,7 @@ def finish_natively(
 
 def _alike(z: Array, up: Array) -> list[Array]:
     """Returns both with one type: they may vary, or be split, over other axes of a mesh."""
-    z, up = vary(z, varying_axes(up)), vary(up, varying_axes(z))
+    z, up = equally_varying(z, up)
     is_split = lambda a: any(jax.typeof(a).sharding.spec)
     dims = range(z.ndim)
     return [match(z, up, dims), up] if is_split(up) and not is_split(z) else [z, match(up, z, dims)]

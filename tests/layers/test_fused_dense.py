@@ -381,7 +381,7 @@ def test_gate_and_up_may_lie_differently(rng, eight_devices, kind, split):
     """One is whole everywhere, the other is not."""
     del eight_devices
     x, *_ = operands(rng, "gated_dense")
-    kernels = [jnp.asarray(rng.standard_normal((IN, 4 * n)), f32) for n in (1, 1)]
+    kernels = [jnp.asarray(rng.standard_normal((IN, 4)), f32) for _ in range(2)]
     specs = [P(None, "tensor") if i == split else P() for i in (0, 1)]
     mesh = on_mesh(kind)
 

@@ -197,6 +197,7 @@ def test_target_rejects_what_is_no_name(name):
 def test_target_shared_memory_is_what_every_device_has():
     assert named_target("sm_90").shared_memory == 227 << 10
     assert named_target("compute_80").shared_memory == 99 << 10  # sm_86 runs it as well
+    assert not named_target("sm_89").clusters
 
 
 @pytest.mark.parametrize("arch, multiprocessor", [("sm_80", 164), ("sm_86", 100), ("sm_90", 228)])
@@ -207,7 +208,6 @@ def test_blocks_share_a_multiprocessors_memory(arch, multiprocessor, blocks):
     each = target.shared_memory_of(blocks)
     assert blocks * (each + 1024) <= whole < blocks * (each + 1 + 1024)
     assert target.blocks_with(each) == blocks > target.blocks_with(each + 1)
-    assert not named_target("sm_89").clusters
 
 
 # ---------------------------------------------------------------- what cannot be served

@@ -10,13 +10,13 @@ import pytest
 from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
-from normfuse.train import compilation
+from normfuse.train import UsageError, compilation
 from normfuse.train.compilation import implementations
 from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
 
-def program_text(**changes) -> str:
+def program_text(lower=Program.lower, **changes) -> str:
     """The compiled step of the tiny model with `changes` of its configuration."""
     if jax.default_backend() != "cpu":
         pytest.skip("of CPUs")
@@ -24,7 +24,7 @@ def program_text(**changes) -> str:
     model = build("nnx", dataclasses.replace(CONFIG, **changes))
     program = Program(model, make_optimizer(optim, 9), schedule(optim, 9), mesh, 1, 0)
     with jax.set_mesh(mesh):
-        return program.lower(2, 8).compile().as_text()
+        return lower(program, 2, 8).compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,8 @@ def test_one_implementation_alone_must_serve_every_op(implementation):
     refusal = f"gated_product: implementation='{implementation}' cannot serve"
     with pytest.raises(NotImplementedError, match=refusal):
         program_text(implementation=implementation)
+    with pytest.raises(UsageError, match=f"{refusal}.*Use --implementation auto to let plain HLO"):
+        program_text(compilation.lower, implementation=implementation)
 
 
 _NATIVE = 'custom_call_target="normfuse_launch", backend_config={image = "0x7F", kernel = "%s"}'
