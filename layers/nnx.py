@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
+from flax.nnx import graphlib
 from flax.nnx.nn import dtypes
 from jax import Array
 
@@ -682,6 +684,9 @@ def swap(
       ValueError: for a rule that computes anything else than the class; nothing is changed then.
       TypeError: for a class, a module of another framework, rules that do not map classes to
         functions, or a report that is no function.
+      TraceContextError: for modules that were given to an `nnx.jit`, `nnx.grad` or the like that is
+        being traced, or are from outside of it; nothing is changed then. Modules made there may be
+        swapped there.
 
     Warns:
       UserWarning: if there are no modules, nothing is served, or modules could not be probed
@@ -706,6 +711,8 @@ def swap(
         row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
         rows += [row] if row else []
         classes += [(module, cls)] if cls else []
+    changing = [module for module, cls in classes if cls is not type(module)]
+    _check_classes_may_change("swap", model, changing)
     for module, cls in classes:
         object.__setattr__(module, "__class__", cls)  # Flax notes what it sets
         if cls in _THEIRS:
@@ -787,12 +794,14 @@ def unswap(model: M) -> M:
       TypeError: for a class, or a module of another framework.
       ValueError: for a linear layer with an activation, which Flax's cannot express; nothing is
         changed then.
+      TraceContextError: where `swap` raises it; nothing is changed then.
     """
     check_model(model, "nnx", "unswap")
     layers = _layers(model, _THEIRS)
     for module in layers:
         theirs = f"nnx.{type(module).__name__}"
         modules.check_unswapped(module, theirs, "set it to None")
+    _check_classes_may_change("unswap", model, [*layers, *_layers(model, SERVED)])
     for module in layers:
         object.__setattr__(module, "__class__", _THEIRS[type(module)])
         _forget(module, ("activation", "implementation", "quantization"))
@@ -816,6 +825,39 @@ def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
 
 def _layers(model: Any, classes: Container[type]) -> list[Any]:
     return [module for _, module in _modules(model) if type(module) in classes]
+
+
+def _check_classes_may_change(function: str, model: Any, changing: Sequence[Any]) -> None:
+    """Raises where Flax would not find its way back, once the classes of modules have changed.
+
+    Raises:
+      TraceContextError: for modules that a transformation being traced was given, which Flax
+        updates afterwards where their classes are the same, and loses where they are not; and for
+        those from outside of it.
+    """
+    # Flax's own books, which are private: without them, its error comes after the trace.
+    stacks = getattr(graphlib.GRAPH_CONTEXT, "update_context_stacks", {})
+    given = [
+        references
+        for stack in stacks.values()
+        for context in stack
+        if (references := getattr(context, "inner_ref_outer_index", None)) is not None
+    ]
+    paths = {id(module): ".".join(map(str, path)) for path, module in _modules(model)}
+    for module in changing:
+        name = f"{paths[id(module)] or 'the model'} ({type(module).__name__})"
+        if any(module in references for references in given):
+            raise TraceContextError(
+                f"{function}: {name} was given to a transformation that is being traced (nnx.jit, "
+                "nnx.grad, ...), which expects it back as the class it was: call "
+                f"{function} before, outside of it, or here on nnx.clone(model)"
+            )
+        module._check_valid_context(
+            lambda name=name: (
+                f"{function}: {name} is from outside of a transformation that is being traced "
+                f"(jit, grad, ...): call {function} before, outside of it"
+            )
+        )
 
 
 def _modules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:

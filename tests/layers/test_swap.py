@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import nnx as ours_nnx
@@ -190,6 +191,49 @@ def test_nnx_swap_of_containers_and_implementation():
     assert [layer.implementation for layer in layers] == ["native", None]
     with pytest.raises(ValueError, match="implementation must name one of"):
         ours_nnx.swap(layers, implementation="cuda")
+
+
+IN_PLACE = {
+    "jit": nnx.jit,
+    "grad": nnx.grad,
+    "vmap": lambda f: nnx.vmap(f, in_axes=(None, 0)),
+    "remat": nnx.remat,
+    "cond": lambda f: lambda model, x: nnx.cond(True, f, f, model, x),
+}
+
+
+@pytest.mark.parametrize("change", [ours_nnx.swap, ours_nnx.unswap])
+@pytest.mark.parametrize("transform", IN_PLACE.values(), ids=IN_PLACE)
+def test_nnx_swap_of_what_a_transformation_was_given_says_why_not(transform, change):
+    """Flax would find another class than it gave, and leave the model without its parts."""
+    model = nnx.Dict(norm=nnx.RMSNorm(8, rngs=nnx.Rngs(0)), up=nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+    if change is ours_nnx.unswap:
+        ours_nnx.swap(model)
+    before = nnx.graphdef(model)
+
+    def call(model, x):
+        change(model)
+        return jnp.sum(model["up"](model["norm"](x)))
+
+    x = jnp.ones((8, 8))
+    name = change.__name__
+    with pytest.raises(TraceContextError, match=rf"{name}: \w+ \(\w+\) was given to a"):
+        transform(call)(model, x)
+    with pytest.raises(TraceContextError, match=rf"{name}: \w+ \(\w+\) is from outside"):
+        transform(lambda _, x: call(model, x))(nnx.Dict(), x)
+    assert nnx.graphdef(model) == before  # and all of it is there
+    copied = transform(lambda model, x: call(nnx.clone(model), x))(model, x)
+    assert jax.tree.all(jax.tree.map(lambda a: bool(jnp.all(jnp.isfinite(a))), copied))
+    assert nnx.graphdef(model) == before
+
+
+def test_nnx_swap_of_what_was_made_in_a_transformation():
+    make = lambda rngs: ours_nnx.swap(nnx.Linear(8, 8, rngs=rngs))
+    assert type(nnx.jit(make)(nnx.Rngs(0))) is ours_nnx.Linear
+    layers = nnx.split_rngs(splits=3)(nnx.vmap(make))(nnx.Rngs(0))
+    assert type(layers) is ours_nnx.Linear and layers.kernel.shape == (3, 8, 8)
+    nothing = nnx.jit(lambda model: ours_nnx.swap(model) is model)
+    assert nothing(layers)  # all is swapped already
 
 
 def test_nnx_swap_of_stacked_layers(rng):
