@@ -6,6 +6,7 @@ rows whose elements are apart.
 
     compute-sanitizer --report-api-errors no python benchmarks/every_kernel.py
     python benchmarks/every_kernel.py --only layer_norm --features 130
+    python benchmarks/every_kernel.py --only rms_norm --share 0 3   # every third, from the first
 """
 
 import argparse
@@ -79,14 +80,24 @@ def layer_norms(lengths) -> Iterator[Example]:
         yield from layer_norm.examples(n, BF16, F32, BF16, rows=rows_of(n), scale_offset=0.5)
 
 
-def codes(lengths) -> Iterator[Example]:
-    """Of tiles that are whole, and others."""
-    for n, rows in itertools.product(lengths, (48, 33)) if lengths else CODED:
+def coded(lengths) -> Iterator[tuple[int, int]]:
+    """Features and rows: tiles that are whole, and others."""
+    return itertools.product(lengths, (48, 33)) if lengths else iter(CODED)
+
+
+def casts(lengths) -> Iterator[Example]:
+    for (n, rows), dtype in itertools.product(coded(lengths), (BF16, F32)):
+        yield from kernels.examples(n, dtype, rows=rows)
+
+
+def norm_codes(lengths) -> Iterator[Example]:
+    for n, rows in coded(lengths):
         yield from norm.examples(n, BF16, F32, rows=rows)
-        for dtype in (BF16, F32):
-            yield from kernels.examples(n, dtype, rows=rows)
-        for name in ACTIVATIONS:
-            yield from gated.examples(n, BF16, rows=rows, function=epilogue.SCALARS[name])
+
+
+def gated_codes(lengths) -> Iterator[Example]:
+    for (n, rows), name in itertools.product(coded(lengths), ACTIVATIONS):
+        yield from gated.examples(n, BF16, rows=rows, function=epilogue.SCALARS[name])
 
 
 def activations(lengths) -> Iterator[Example]:
@@ -103,7 +114,9 @@ def losses(lengths) -> Iterator[Example]:
 PARTS = {
     "rms_norm": rms_norms,
     "layer_norm": layer_norms,
-    "codes": codes,
+    "casts": casts,
+    "norm_codes": norm_codes,
+    "gated_codes": gated_codes,
     "activations": activations,
     "losses": losses,
 }
@@ -142,12 +155,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--features", type=int, nargs="+", help="lengths of the rows")
+    parser.add_argument(
+        "--share", type=int, nargs=2, default=(0, 1), metavar=("I", "OF"), help="of each part"
+    )
     arguments = parser.parse_args()
+    first, shares = arguments.share
+    if not 0 <= first < shares:
+        parser.error(f"--share {first} {shares}: shares count from 0")
     platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
     rng, device = np.random.default_rng(0), jax.devices()[0].device_kind
     for part in arguments.only:
         worst, runs = 0.0, Counter()
-        for kernel, spec, structs in PARTS[part](arguments.features):
+        examples = PARTS[part](arguments.features)
+        for kernel, spec, structs in itertools.islice(examples, first, None, shares):
             if platform not in kernel.bodies:
                 continue
             features = structs[0].shape[-1] if structs[0].ndim == 2 else structs[0].shape[1]

@@ -64,6 +64,9 @@ class RowStatistics {
 #if CLUSTER > 1
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) inbox_open(inbox(i));
+    }
+    __syncwarp();  // for racecheck, which orders by barriers alone what one thread does
+    if (threadIdx.x == 0) {
       inbox_expect(inbox(0), 4 * kArrived);
       inbox_expect(inbox(1), 4 * kTileRows);
     }
