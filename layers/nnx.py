@@ -729,8 +729,11 @@ def swap(
     return model
 
 
+_FUSING = "normfuse.fuse_norms"  # Flax's context, in which modules find their way back
+
+
 def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = None) -> F:
-    """`normfuse.fuse_norms` of a function of nnx models, which may change their Variables.
+    """`normfuse.fuse_norms` of a function of nnx models, which may change them as in `nnx.jit`.
 
     Modules in arguments are split and merged, as `nnx.jit` does; those that the function closes
     over must not change.
@@ -762,21 +765,26 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        graph, state = nnx.split((args, kwargs))
-        leaves, tree = jax.tree.flatten(state)
-        graphs: list[Any] = []  # of the arguments and the results, after the call
+        leave = functools.partial(nnx.merge_context, _FUSING)
+        with nnx.update_context(_FUSING):
+            with nnx.split_context(_FUSING) as context:
+                graph, state = context.split((args, kwargs))
+            leaves, tree = jax.tree.flatten(state)
+            graphs: list[Any] = []  # of the arguments and the results, after the call
 
-        @functools.wraps(function)
-        def call(leaves: list[Any]) -> Any:
-            args, kwargs = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-            after, state = nnx.split((args, kwargs, function(*args, **kwargs)))
-            graphs[:] = [after]
-            return state
+            @functools.wraps(function)
+            def call(leaves: list[Any]) -> Any:
+                with leave(inner=True) as context:
+                    args, kwargs = context.merge(graph, jax.tree.unflatten(tree, leaves))
+                results = function(*args, **kwargs)
+                with nnx.split_context(_FUSING) as context:
+                    after, state = context.split((args, kwargs, results))
+                graphs[:] = [after]
+                return state
 
-        after = fuse_norms_of_arrays(call, report=report)(leaves)
-        *changed, results = nnx.merge(graphs[0], after)
-        nnx.update((args, kwargs), nnx.state(tuple(changed), nnx.Variable))
-        return results
+            after = fuse_norms_of_arrays(call, report=report)(leaves)
+            with leave(inner=False) as context:
+                return context.merge(graphs[0], after)[2]
 
     return run  # pyright: ignore[reportReturnType]
 
@@ -996,7 +1004,7 @@ def _mlp(module: Any, base: type) -> GatedCandidate:
             part = getattr(copy, name)
             object.__setattr__(part, "__class__", nnx.Linear)
             vars(part)["dtype"] = None if wide else part.dtype
-        return _call_copy(base.__call__, copy, x, values)  # pyright: ignore
+        return _call_copy(base.__call__, copy, x, values)
 
     sizes = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
     return GatedCandidate(call, tuple(parameters), sizes, 0, FRAMEWORK.ranks)

@@ -2,9 +2,11 @@
 
 import collections
 import dataclasses
+import functools
 import importlib
 import inspect
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -386,30 +388,61 @@ def _restore(
 
 
 def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the attributes that are no arrays, as a key.
+    """Returns the attributes that are no arrays, as a key that is another once any has changed.
 
-    An object that is hashed by identity, as a model's configuration may be, stands there with its
-    own attributes: they may change.
+    What they hold counts as well, if it is a container, a dataclass or an object that is hashed by
+    identity, as a model's configuration may be.
     """
     items = []
     for name, value in sorted(attributes.items()):
-        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-        is_number = isinstance(value, type | np.generic)  # or a dtype, as np.float32
-        if is_array and not is_number or name.startswith("_pytree__"):  # Flax's notes
-            continue
-        items.append((name, _hashable(value)))
+        if not _is_array(value) and not name.startswith("_pytree__"):  # Flax's notes
+            items.append((name, _hashable(value)))
     return tuple(items)
 
 
-def _hashable(value: Any, deep: bool = True) -> Any:
+_DEEPEST = 8  # objects within objects that are looked at
+
+
+def _is_array(value: Any) -> bool:
+    is_number = isinstance(value, type | np.generic)  # or a dtype, as np.float32
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not is_number
+
+
+def _hashable(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """A key for a value that the objects `within` hold."""
+    if id(value) in within or len(within) > _DEEPEST:
+        return type(value)
+    key_of = functools.partial(_hashable, within=(*within, id(value)))
+    if _is_array(value):  # of numbers, if it is NumPy's, for JAX's may be large, or traced
+        numbers = value.tobytes() if isinstance(value, np.ndarray) else None
+        return value.shape, str(value.dtype), numbers
+    if isinstance(value, Mapping):
+        return type(value), tuple((key_of(name), key_of(held)) for name, held in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(key_of, value))
     try:
         hash(value)
     except TypeError:
-        return repr(value)
-    mutable = type(value).__hash__ is object.__hash__ and hasattr(value, "__dict__")
-    if not deep or not mutable or callable(value):
-        return value
-    return value, *((name, _hashable(held, False)) for name, held in sorted(vars(value).items()))
+        known = None  # by what it holds
+    else:
+        known = value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        held = {name: getattr(value, name, None) for name in names}
+    elif known is None or _is_configuration(value):
+        held = getattr(value, "__dict__", {})
+        if not held and known is None:
+            return repr(value)
+    else:
+        return known
+    return type(value), known, tuple((name, key_of(of)) for name, of in sorted(held.items()))
+
+
+def _is_configuration(value: Any) -> bool:
+    """Whether an object may change while its hash does not: of nobody's standard library."""
+    if type(value).__hash__ is not object.__hash__ or callable(value):
+        return False
+    return type(value).__module__.partition(".")[0] not in sys.stdlib_module_names
 
 
 _HOMES = {"flax.nnx": "nnx", "flax.linen": "linen", "equinox": "eqx"}

@@ -362,6 +362,33 @@ def test_a_foreign_nnx_model(rng):
     assert np.linalg.norm(gradients.norm.w[...] - dw) < 0.02 * np.linalg.norm(dw)
 
 
+class Counting(nnx.Module):
+    """Its call changes all that a module may hold, and returns a part of it."""
+
+    def __init__(self, rngs):
+        self.norm, self.up = nnx.RMSNorm(DIM, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)
+        self.calls, self.last, self.seen = 0, nnx.data(jnp.zeros(())), nnx.List()
+
+    def __call__(self, x):
+        self.calls += 1
+        self.last = x[0, 0]
+        self.seen.append(nnx.Intermediate(jnp.sum(x)))
+        return self.up(self.norm(x)), self.norm
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_an_nnx_model_is_changed_as_by_its_own_call(rng, transform):
+    want = ours_nnx.swap(Counting(nnx.Rngs(0)), quantization="fp8")
+    model, x = nnx.clone(want), draw(rng, 16, DIM)
+    run = transform(ours_nnx.fuse_norms(lambda model, x: model(x)))
+    for at in (x, 2 * x):
+        want(at)
+        _, norm = run(model, at)
+    assert norm is model.norm
+    assert nnx.graphdef(model) == nnx.graphdef(want) and model.calls == 2
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(want))
+
+
 def test_a_foreign_equinox_model(rng):
     keys = jax.random.split(jax.random.key(0), 3)
     linears = [eqx.nn.Linear(DIM, 48, use_bias=False, key=key) for key in keys]

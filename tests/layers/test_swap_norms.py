@@ -1,10 +1,12 @@
 """`swap` finds other people's norms by what they compute, and leaves the rest alone."""
 
 import copy
+import dataclasses
 import pickle
 import re
 import threading
 import time
+import types
 from typing import ClassVar
 
 import equinox as eqx
@@ -238,23 +240,39 @@ def test_calls_that_were_not_verified_are_the_class_own():
     np.testing.assert_allclose(jax.vmap(whole)(x), jax.vmap(WholeInput(8))(x), rtol=1e-6)
 
 
-def test_a_configuration_that_changes_is_followed():
-    class Config:
-        def __init__(self):
-            self.offset = 0.0
+class Config:
+    def __init__(self, held=None):
+        self.offset, self.held, self.whole = 0.0, held, self
 
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    norm: Config
+
+
+HELD = {
+    "itself": (Config, lambda c: c),
+    "an object": (lambda: Config(Config(Config())), lambda c: c.held.held),
+    "a list of dicts": (lambda: Config([{"norm": Config()}]), lambda c: c.held[0]["norm"]),
+    "a frozen dataclass": (lambda: Config(Frozen(Config())), lambda c: c.held.norm),
+    "a namespace": (lambda: types.SimpleNamespace(of=Config()), lambda c: c.of),
+}
+
+
+@pytest.mark.parametrize("make, part", HELD.values(), ids=HELD)
+def test_a_configuration_that_changes_is_followed(make, part):
     class Norm(nnx.Module):
         def __init__(self, config):
             self.weight, self.config = nnx.Param(jnp.ones(8)), config
 
         def __call__(self, x):
-            return foreign_norms.normal(x) * (self.config.offset + self.weight[...])
+            return foreign_norms.normal(x) * (part(self.config).offset + self.weight[...])
 
-    config, x = Config(), jnp.full((2, 8), 3.0)
+    config, x = make(), jnp.full((2, 8), 3.0)
     norm = ours_nnx.swap(Norm(config))
     assert "normfuse_rms_norm[" in str(jax.make_jaxpr(lambda x: norm(x))(x))
     np.testing.assert_allclose(norm(x), 1, rtol=1e-6)
-    config.offset = 1.0
+    part(config).offset = 1.0
     np.testing.assert_allclose(norm(x), 2, rtol=1e-6)
 
 
