@@ -441,7 +441,7 @@ def swap(
     computes an RMSNorm over the last axis, whatever its names, eps, offset and casts are, it
     becomes a subclass of its own class that `normfuse.rms_norm` computes. Probing traces a copy,
     evaluates it with NumPy and verifies the result in float64; calls it has not verified (other
-    arguments, ranks, dtypes) are verified when they first occur, or computed by the class's own
+    arguments, shapes, dtypes) are verified when they first occur, or computed by the class's own
     code. A module of three linear layers is probed likewise: where it computes
     `down(activation(gate(x)) · up(x))`, and holds nothing else, `normfuse.gated_product` computes
     it, which keeps less for the backward. haliax's norms are found likewise, and every

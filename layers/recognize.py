@@ -26,6 +26,8 @@ from .rms_norm.op import Cast
 # Root mean squares of the probe rows: the mean square is far below eps, about as large, and above.
 _MAGNITUDES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 _EQUATIONS = 400  # of the longest trace that is evaluated
+# Of which a trace has more or fewer where an axis has length 1.
+_SHAPING = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
 
 
 Trace = Any  # a jax.extend.core.ClosedJaxpr, which type checkers do not find there
@@ -198,6 +200,23 @@ def casts(
             f"rounding explains {allowed:.2g}"
         )
     return best[1]
+
+
+def check_shape(candidate: Candidate, shape: tuple[int, ...], x_dtype: str, dtype: str) -> None:
+    """Raises Different if a call for an x of a shape computes anything else than for the probe."""
+    probe = probe_shape(4, shape[-1], len(shape))
+    check_steps(*(candidate.trace(x, x_dtype, dtype) for x in (probe, shape)))
+
+
+def check_steps(known: Trace, given: Trace) -> None:
+    """Raises Different unless two traces, for x of two shapes, compute the same of each element."""
+    steps = []
+    for traced in (known, given):
+        names = [equation.primitive.name for equation in equations(traced.jaxpr)]
+        steps.append(([n for n in names if n not in _SHAPING], _literals(traced.jaxpr)))
+    if steps[0] != steps[1]:
+        was, now = known.in_avals[-1].shape, given.in_avals[-1].shape
+        raise Different(f"for an x of shape {now} it computes something else than for {was}")
 
 
 def _formula(candidate: Candidate, size: int, rank: int) -> Formula:

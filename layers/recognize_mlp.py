@@ -19,6 +19,7 @@ from .recognize import (
     Trace,
     check,
     check_smooth,
+    check_steps,
     equations,
     evaluate,
     probe_shape,
@@ -75,17 +76,20 @@ class GatedCandidate:
     contract: int  # 0 where kernels are `(in, out)`, 1 where they are `(out, in)`
     ranks: tuple[int, ...]  # of probe inputs, until one is recognised
 
-    def trace(self, probe: "_Probe", x_dtype: str, wide: bool) -> Trace:
-        """Returns the call's trace for parameters and an x as the probe's.
+    def trace(
+        self, probe: "_Probe", x_dtype: str, wide: bool = False, rows: tuple[int, ...] | None = None
+    ) -> Trace:
+        """Returns the call's trace for parameters and an x as the probe's, or of other `rows`.
 
         Raises:
           Different: if the call fails, or does what no gated MLP does.
         """
         dtypes = ["float32" if wide else dtype for *_, dtype in self.parameters]
         values = [jax.ShapeDtypeStruct(v.shape, d) for v, d in zip(probe.values, dtypes)]
-        x = jax.ShapeDtypeStruct(probe.shape, x_dtype)
+        shape = probe.shape if rows is None else (*rows, probe.features)
+        x = jax.ShapeDtypeStruct(shape, x_dtype)
         own = trace(lambda values, x: self.call(values, x, wide), values, x)
-        check(own, probe.shape)
+        check(own, shape)
         return own
 
 
@@ -190,6 +194,12 @@ def traced(
             raise
     probe = _Probe(candidate, *own, rank)
     return probe, candidate.trace(probe, x_dtype, wide)
+
+
+def check_rows(candidate: GatedCandidate, rows: tuple[int, ...], x_dtype: str) -> None:
+    """Raises Different if a call for an x of so many rows computes anything else than for few."""
+    probe, known = traced(candidate, len(rows) + 1, x_dtype)
+    check_steps(known, candidate.trace(probe, x_dtype, rows=rows))
 
 
 class _Probe:

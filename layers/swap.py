@@ -169,6 +169,7 @@ class Service:
     implementation: Implementation
     framework: Framework
     verified: dict[Any, Casts | str] = dataclasses.field(default_factory=dict)
+    shapes: dict[Any, str | None] = dataclasses.field(default_factory=dict)  # why not, by shape
 
     @property
     def name(self) -> str:
@@ -206,6 +207,18 @@ class Service:
         candidate = lambda: self.framework.candidate(module, self.base)
         find = lambda: recognize.casts(candidate(), how, rank, size, x_dtype, dtype)
         return _found_once(self.verified, key, find)
+
+    def casts_for(
+        self, how: Formula, module: Any, shape: tuple[int, ...], x_dtype: str, dtype: str
+    ) -> Casts | str:
+        """The same for an x of a shape, on which a class may branch; its last axis is features."""
+        casts = self.casts(how, module, len(shape), shape[-1], x_dtype, dtype)
+        if isinstance(casts, str) or not all(isinstance(size, int) for size in shape):
+            return casts
+        key = shape, x_dtype, dtype, self.framework.configuration(module)
+        candidate = lambda: self.framework.candidate(module, self.base)
+        check = lambda: recognize.check_shape(candidate(), shape, x_dtype, dtype)
+        return _found_once(self.shapes, key, check) or casts
 
     def compute(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[[], Any]
@@ -266,7 +279,17 @@ class Service:
             return given
         x = given[0]
         casts = self.mlp_casts(how, module, x.ndim, x.dtype.name, isinstance(x, Tracer))
-        return casts if isinstance(casts, str) else jnp.asarray(x)
+        if isinstance(casts, str):
+            return casts
+        return self._mlp_differs(module, x.shape[:-1], x.dtype.name) or jnp.asarray(x)
+
+    def _mlp_differs(self, module: Any, rows: tuple[int, ...], x_dtype: str) -> str | None:
+        """Why an MLP is not served for an x of so many rows, on which a class may branch."""
+        if self.framework.mlp is None or not all(isinstance(size, int) for size in rows):
+            return None
+        candidate = functools.partial(self.framework.mlp, module, self.base)
+        check = lambda: recognize_mlp.check_rows(candidate(), rows, x_dtype)
+        return _found_once(self.shapes, (rows, x_dtype, _mlp_key(module, self.framework)), check)
 
     def mlp_casts(
         self, how: GatedFormula, module: Any, rank: int, x_dtype: str, traced: bool = False
@@ -303,7 +326,8 @@ class Service:
             if scale.shape != (x.shape[axis],):
                 return f"x of shape {x.shape} and a parameter of shape {scale.shape}"
         dtype = "float32" if scale is None else scale.dtype.name
-        casts = self.casts(how, module, x.ndim, x.shape[axis], x.dtype.name, dtype)
+        rest = [size for i, size in enumerate(x.shape) if i != axis % x.ndim]
+        casts = self.casts_for(how, module, (*rest, x.shape[axis]), x.dtype.name, dtype)
         if isinstance(casts, str):
             return casts
         return jnp.asarray(x), scale, float(eps), casts, axis, result

@@ -247,6 +247,24 @@ def test_what_is_placed_on_a_mesh_stays_placed(rng, eight_devices):
     assert "gated_product" in text()
 
 
+class Branching(Gated):
+    """A long x has another activation."""
+
+    def __call__(self, x):
+        if len(x) <= 8:
+            return super().__call__(x)
+        return self.c(jnp.tanh(self.b(x)) * self.a(x))
+
+
+def test_a_class_that_branches_on_the_length_of_x(rng):
+    model, theirs = ours_nnx.swap(Branching()), Branching()
+    for shape, served in (((4, D), True), ((9, D), False), ((1, D), True), ((9, 1, D), False)):
+        x = jnp.asarray(rng.standard_normal(shape), f32)
+        text = str(jax.make_jaxpr(lambda x: model(x))(x))
+        assert ("gated_product" in text) == served, shape
+        np.testing.assert_allclose(model(x), theirs(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize("activation", [nnx.silu, nnx.relu], ids=["silu", "relu"])
 def test_devices_that_are_described_compute_no_probe(activation):

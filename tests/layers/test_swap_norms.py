@@ -19,7 +19,7 @@ import optax
 import pytest
 import reference
 from flax import nnx
-from foreign_norms import DivideByRms, OnePlusScale, StaticEps, WholeInput
+from foreign_norms import DivideByRms, OnePlusScale, StaticEps, SumOverN, WholeInput
 
 from normfuse import rms_norm
 from normfuse.layers import eqx as ours_eqx
@@ -274,6 +274,42 @@ def test_a_configuration_that_changes_is_followed(make, part):
     np.testing.assert_allclose(norm(x), 1, rtol=1e-6)
     part(config).offset = 1.0
     np.testing.assert_allclose(norm(x), 2, rtol=1e-6)
+
+
+class Branching(nnx.Module):
+    """Its eps, its formula or nothing depends on how long x is."""
+
+    def __init__(self, how):
+        self.w, self.how = nnx.Param(jnp.ones(8)), how
+
+    def __call__(self, x):
+        if self.how == "eps":
+            return foreign_norms.normal(x, 1e-5 if x.shape[0] < 100 else 1e-2) * self.w[...]
+        if self.how == "formula" and x.shape[1] == 1:
+            return x * self.w[...]
+        return foreign_norms.normal(x) * self.w[...]
+
+
+@pytest.mark.parametrize("how, other", [("eps", (100, 2, 8)), ("formula", (4, 1, 8))])
+def test_a_class_that_branches_on_the_length_of_x(how, other):
+    norm = ours_nnx.swap(Branching(how))
+    for shape, served in (((4, 2, 8), True), (other, False), ((7, 3, 8), True)):
+        x = jnp.full(shape, 0.1)
+        program = str(jax.make_jaxpr(lambda x: norm(x))(x))
+        assert ("normfuse_rms_norm[" in program) == served, shape
+        np.testing.assert_allclose(norm(x), Branching(how)(x), rtol=1e-6)
+    with pytest.raises(
+        NotImplementedError, match=rf"shape \({other[0]}, .*computes something else"
+    ):
+        ours_nnx.swap(norm, implementation="native")(jnp.ones(other))
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (5, 1, 8), (1, 5, 8), (1, 1, 1, 8)])
+@pytest.mark.parametrize("of", [DivideByRms, OnePlusScale, SumOverN, Branching])
+def test_axes_of_length_one_are_served(of, shape):
+    norm = ours_nnx.swap(Branching("") if of is Branching else of(8, rngs=nnx.Rngs(0)))
+    program = str(jax.make_jaxpr(lambda x: norm(x))(jnp.ones(shape)))
+    assert "normfuse_rms_norm[" in program
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
