@@ -6,8 +6,10 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 import contextlib
 import contextvars
 import dataclasses
+import dis
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -38,6 +40,7 @@ from .swap import (
     check_rules,
     conclude,
     configuration,
+    functions_of,
     parameter_of,
     recognised,
     rule_of,
@@ -732,6 +735,8 @@ def _candidate(module: Any, base: type) -> Candidate:
         raise Different("it holds other modules")
     is_array = lambda value: isinstance(value, jax.Array | np.ndarray)
     fields = _fields(module)
+    if asked := next(_asked_of_scope(base), ""):
+        raise Different(f"its code reads self.{asked}, which a probe cannot know")
     if arrays := [name for name in fields if any(map(is_array, jax.tree.leaves(fields[name])))]:
         raise Different(f"it holds arrays in {', '.join(arrays)}")
     # Only their shapes and dtypes are read: inside a call they may well be traced.
@@ -743,6 +748,25 @@ def _candidate(module: Any, base: type) -> Candidate:
 
     numbers = {n: v for n, v in fields.items() if isinstance(v, int | float)}
     return Candidate(compute, *parameter_of(parameters, shapes), numbers, FRAMEWORK.ranks)
+
+
+# What a bound module has of its surroundings, and a copy that is probed has not.
+_SURROUNDINGS = {"has_rng", "is_mutable_collection", "make_rng", "name", "parent", "path", "scope"}
+
+
+def _asked_of_scope(base: type) -> Iterator[str]:
+    """Yields what the methods of a class read of their module's surroundings."""
+    for _, function in functions_of(base):
+        own = function.__code__.co_varnames[:1]
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [held for held in code.co_consts if isinstance(held, types.CodeType)]
+            for loaded, read in itertools.pairwise(dis.get_instructions(code)):
+                at = loaded.argval[-1:] if isinstance(loaded.argval, tuple) else (loaded.argval,)
+                if at == own and read.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                    if read.argval in _SURROUNDINGS:
+                        yield read.argval
 
 
 def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:

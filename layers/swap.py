@@ -8,8 +8,9 @@ import inspect
 import re
 import sys
 import threading
+import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -190,6 +191,9 @@ class Service:
                 errors[key[2]] = max(casts.error, errors.get(key[2], 0.0))
         return ", ".join(f"{dtype} {error:.1g}" for dtype, error in errors.items())
 
+    def _identity(self, module: Any) -> tuple[Any, ...]:
+        return self.framework.configuration(module), _code(type(module))
+
     def _like(self, module: Any) -> tuple[Any, ...]:
         """What is verified once for modules, as the end of a key of `verified`."""
         if isinstance(self.how, GatedFormula):
@@ -197,13 +201,13 @@ class Service:
         scale = self.how.scale if isinstance(self.how, Formula) else None
         held = None if scale is None else self.framework.held(module, scale)
         dtype = getattr(held, "dtype", np.dtype("float32"))  # in an optimizer's state, of anything
-        return dtype.name, self.framework.configuration(module)
+        return dtype.name, self._identity(module)
 
     def casts(
         self, how: Formula, module: Any, rank: int, size: int, x_dtype: str, dtype: str
     ) -> Casts | str:
         """Returns the casts of a module for an x and a dtype of scale, or why it is not served."""
-        key = rank, size, x_dtype, dtype, self.framework.configuration(module)
+        key = rank, size, x_dtype, dtype, self._identity(module)
         candidate = lambda: self.framework.candidate(module, self.base)
         find = lambda: recognize.casts(candidate(), how, rank, size, x_dtype, dtype)
         return _found_once(self.verified, key, find)
@@ -215,7 +219,7 @@ class Service:
         casts = self.casts(how, module, len(shape), shape[-1], x_dtype, dtype)
         if isinstance(casts, str) or not all(isinstance(size, int) for size in shape):
             return casts
-        key = shape, x_dtype, dtype, self.framework.configuration(module)
+        key = shape, x_dtype, dtype, self._identity(module)
         candidate = lambda: self.framework.candidate(module, self.base)
         check = lambda: recognize.check_shape(candidate(), shape, x_dtype, dtype)
         return _found_once(self.shapes, key, check) or casts
@@ -254,13 +258,27 @@ class Service:
 
     def _input(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns `framework.unwrap` of x, or why the class's own code computes a call."""
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        if not args and len(given) == 1:
-            (name,) = given
-            args, given = (given[name],), {}
-            if [name] != [*inspect.signature(self.base.__call__).parameters][1:2]:
-                return f"the argument {name}"
-        args = args[:1] if all(value is None for value in args[1:]) else args
+        if kwargs or len(args) > 1:
+            signature = [*inspect.signature(self.base.__call__).parameters.values()][1:]
+            # None is as good as no argument where it is the default.
+            absent = [parameter.default is None for parameter in signature]
+            args = (
+                args[:1]
+                if all(
+                    value is None and at < len(absent) and absent[at]
+                    for at, value in enumerate(args[1:], 1)
+                )
+                else args
+            )
+            known = {parameter.name for parameter, is_none in zip(signature, absent) if is_none}
+            given = {n: value for n, value in kwargs.items() if value is not None or n not in known}
+            if not args and len(given) == 1:
+                (name,) = given
+                args, given = (given[name],), {}
+                if [name] != [parameter.name for parameter in signature[:1]]:
+                    return f"the argument {name}"
+        else:
+            given = {}
         if len(args) != 1 or given:
             return (
                 f"other arguments than x: {len(args)} positional, {', '.join(given) or 'no'} named"
@@ -424,6 +442,36 @@ def configuration(attributes: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(items)
 
 
+def functions_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yields the functions of a class and of those it derives from, as far as they are a user's."""
+    for base in cls.__mro__:
+        if base is object or base.__module__.partition(".")[0] in _LIBRARIES:
+            continue
+        for name, value in vars(base).items():
+            for wrapped in (
+                "method",
+                "fget",
+                "__func__",
+            ):  # Equinox's, a property's, a static one's
+                value = getattr(value, wrapped, value)
+            if isinstance(function := inspect.unwrap(value), types.FunctionType):
+                yield name, function
+
+
+_LIBRARIES = {"normfuse", "flax", "equinox", "haliax"}
+
+
+def _code(cls: type) -> tuple[Any, ...]:
+    """Returns the code of a user's classes, and the numbers and names in them, as a key.
+
+    A notebook may define a class's methods again, and leave its objects as they are.
+    """
+    code = [(name, function.__code__) for name, function in functions_of(cls)]
+    plain = lambda name, value: not name.startswith("__") and isinstance(value, int | float | str)
+    held = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if plain(n, v)}
+    return (*code, *((name, type(value), value) for name, value in sorted(held.items())))
+
+
 _DEEPEST = 8  # objects within objects that are looked at
 
 
@@ -458,7 +506,7 @@ def _hashable(value: Any, within: tuple[int, ...] = ()) -> Any:
         if not held and known is None:
             return repr(value)
     else:
-        return known
+        return type(value), known  # True is not 1
     return type(value), known, tuple((name, key_of(of)) for name, of in sorted(held.items()))
 
 
@@ -532,7 +580,8 @@ def recognised(
     Raises:
       Different: if it is not an RMSNorm.
     """
-    key = base, candidate.scale, candidate.shape, candidate.dtype, framework.configuration(module)
+    like = framework.configuration(module), _code(type(module))
+    key = base, candidate.scale, candidate.shape, candidate.dtype, like
     found = _found_once(_recognised, key, lambda: recognize.formula(candidate))
     if isinstance(found, str):
         raise Different(found)
@@ -585,7 +634,7 @@ def _mlp_key(module: Any, framework: Framework) -> tuple[Any, ...]:
         (name, type(layer), configuration(vars(layer)), *dtypes(layer))
         for name, layer in sorted(linears.items())
     ]
-    return configuration(own), tuple(layers)
+    return configuration(own), tuple(layers), _code(type(module))
 
 
 # ---------------------------------------------------------------- rules

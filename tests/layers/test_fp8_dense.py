@@ -22,6 +22,7 @@ from fp8_recipe import (
     rows,
     unit,
 )
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,6 +37,7 @@ from normfuse import (
 from normfuse.layers import accumulate
 from normfuse.layers.dense.fp8 import products_saveable
 from normfuse.layers.quantization import kernel_codes_saveable
+from normfuse.native import implementation
 
 pytestmark = pytest.mark.optimized
 
@@ -628,3 +630,49 @@ def test_pallas_before_another_implementation_leaves_the_work_to_that(rng):
     (x, kernel, _), _ = operands(rng)
     got = fp8(x, kernel, implementation=("pallas", "xla"))
     np.testing.assert_array_equal(got, fp8(x, kernel, implementation="xla"))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_strict_promotion_of_dtypes_and_ranks(layer, rng):
+    args, dy = operands(rng, layer, dtype=bf16, kernel_dtype=f32)
+    run = both_ways(functools.partial(LAYERS[layer], quantization="fp8"))
+    want = run(args, dy)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = run(args, dy)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_export_gives_the_same_bits(layer, rng):
+    args, dy = operands(rng, layer, dtype=bf16)
+    run = jax.jit(both_ways(functools.partial(LAYERS[layer], quantization="fp8")))
+    calls = ("quantize", "quantize_amax", "quantize_cast", "quantize_gated", "quantize_gated_amax")
+    calls += ("quantize_gated_gradient", "rms_norm_forward", "rms_norm_backward")
+    allowed = [export.DisabledSafetyCheck.custom_call(f"normfuse_{name}") for name in calls]
+    exported = export.export(run, disabled_checks=allowed)(args, dy)
+    again = export.deserialize(exported.serialize())
+    jax.tree.map(np.testing.assert_array_equal, again.call(args, dy), run(args, dy))
+
+
+@pytest.mark.newest
+def test_a_gpu_without_fp8_is_said(rng, monkeypatch, caplog):
+    pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+    monkeypatch.setattr(implementation, "_plain", {})
+    args, dy = operands(rng, "norm_dense", dtype=bf16)
+
+    def lower(arch, order):
+        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", arch)
+        jax.clear_caches()
+        layer = functools.partial(norm_dense, quantization="fp8", implementation=order)
+        jax.jit(both_ways(layer)).trace(args, dy).lower(lowering_platforms=("cuda",))
+
+    reason = "compute capability 8.0 has no FP8 product"
+    with pytest.raises(NotImplementedError, match=f"implementation='native' .*{reason}"):
+        lower("sm_80", "native")
+    with caplog.at_level("INFO", "normfuse"):
+        for _ in range(2):
+            lower("sm_80", None)
+    (record,) = [r for r in caplog.records if reason in r.getMessage()]
+    assert any(reason in why for _, why in implementation.fallbacks())
+    lower("sm_90", "native")
+    jax.clear_caches()

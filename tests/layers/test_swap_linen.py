@@ -261,3 +261,34 @@ def test_what_a_class_inherits_is_its_bases_own():
     for gain in ({}, {"gain": 2.0}):  # by its own code, whose `super().__call__` is RMSNorm's
         got, want = (m.apply(variables, X, **gain) for m in (ours, model))
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+class Asking(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        offset = 1.0 if self.has_rng("noise") else 0.0
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (offset + scale)
+
+
+class Inner(Asking):
+    """Its own call asks for nothing, but a method that it uses."""
+
+    @property
+    def last(self):
+        return (lambda: self.name == "last")()
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * (self.last + scale)
+
+
+@pytest.mark.parametrize("norm", [Asking(), Inner(name="last")], ids=["rng", "name"])
+def test_a_call_that_asks_for_its_surroundings_stays(norm):
+    variables, reports = norm.init(KEY, X), []
+    rngs = {"noise": KEY}
+    got = swap(norm, report=reports.append).apply(variables, X, rngs=rngs)
+    np.testing.assert_array_equal(got, norm.apply(variables, X, rngs=rngs))
+    (row,) = reports[0].rows
+    assert row.reason.startswith("its code reads self.") and not row.served

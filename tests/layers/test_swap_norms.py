@@ -20,6 +20,7 @@ import pytest
 import reference
 from flax import nnx
 from foreign_norms import DivideByRms, OnePlusScale, StaticEps, SumOverN, WholeInput
+from jax.ad_checkpoint import checkpoint_name
 
 from normfuse import rms_norm
 from normfuse.layers import eqx as ours_eqx
@@ -274,6 +275,149 @@ def test_a_configuration_that_changes_is_followed(make, part):
     np.testing.assert_allclose(norm(x), 1, rtol=1e-6)
     part(config).offset = 1.0
     np.testing.assert_allclose(norm(x), 2, rtol=1e-6)
+
+
+class Written(nnx.Module):
+    """Its formula is given, of (x, the weight)."""
+
+    def __init__(self, formula, size=64):
+        self.w, self.formula = nnx.Param(jnp.ones(size)), formula
+
+    def __call__(self, x):
+        return self.formula(x, self.w[...])
+
+
+def rms(x, eps):
+    wide = x.astype(f32)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+
+
+def small(eps):
+    """`(x, w) -> the norm` with another eps for x of 16 bits."""
+    of = lambda x: eps if x.dtype != f32 else 1e-6
+    return lambda x, w: (rms(x, of(x)) * w).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [lambda x, w: (rms(x, jnp.finfo(x.dtype).eps) * w).astype(x.dtype), small(1e-3), small(1e-9)],
+    ids=["finfo", "larger", "smaller"],
+)
+@pytest.mark.parametrize("size", [16, 64, 1024])
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_an_eps_that_depends_on_the_dtype_is_followed(formula, size, dtype, rng):
+    norm, theirs = ours_nnx.swap(Written(formula, size)), Written(formula, size)
+    for magnitude in (1e-3, 0.02, 1.0):
+        x = jnp.asarray(magnitude * rng.standard_normal((3, size)), dtype)
+        got, want = (np.asarray(f(x), np.float64) for f in (norm, theirs))
+        np.testing.assert_allclose(got, want, atol=0.01 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("size", [64, 128, 1024])
+def test_an_eps_that_depends_on_the_size_is_followed(size, rng):
+    class L2(nnx.Module):
+        def __call__(self, x):
+            length = jnp.sum(x * x, -1, keepdims=True) + 1e-6
+            return x * jax.lax.rsqrt(length) * x.shape[-1] ** 0.5
+
+    x = jnp.asarray(1e-4 * rng.standard_normal((3, size)), f32)
+    np.testing.assert_allclose(ours_nnx.swap(L2())(x), L2()(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [float(np.finfo(np.float32).tiny), 1e-30])
+def test_zeros_stay_zeros_with_a_tiny_eps(eps):
+    formula = lambda x, w: rms(x, eps) * w
+    norm = ours_nnx.swap(Written(formula))
+    assert "normfuse_rms_norm[" in str(jax.make_jaxpr(lambda x: norm(x))(jnp.ones((2, 64))))
+    x = jnp.ones((2, 64)).at[1].set(0)
+    np.testing.assert_allclose(norm(x), Written(formula)(x), rtol=1e-6)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -10, 10),))
+
+
+@jax.custom_jvp
+def straight(x):
+    return 2 * x
+
+
+@straight.defjvp
+def _straight(primals, tangents):  # as of a clamp far from the probes
+    (x,), (dx,) = primals, tangents
+    return 2 * x, 2 * dx * (jnp.abs(x) < 100)
+
+
+NOT_NORMS = {
+    "a gradient that is clipped": lambda x, w: clipped(rms(x, 1e-6) * w),
+    "a gradient that stops": lambda x, w: straight(rms(x, 1e-6) * w / 2),
+    "a soft cap": lambda x, w: 1000 * jnp.tanh(rms(x, 1e-6) / 1000) * w,
+    "a name for policies": lambda x, w: checkpoint_name(rms(x, 1e-6) * w, "normed"),
+}
+
+
+@pytest.mark.parametrize("formula", NOT_NORMS.values(), ids=NOT_NORMS)
+def test_what_is_more_than_a_norm_stays(formula):
+    size = 4096
+    with pytest.warns(UserWarning, match="nothing in Written is served"):
+        norm = ours_nnx.swap(Written(formula, size))
+    assert type(norm) is Written
+
+
+class Optional(nnx.Module):
+    def __call__(self, x, offset=1.0, mask=None):
+        offset = 0.0 if offset is None else offset
+        return foreign_norms.normal(x) * offset if mask is None else x
+
+
+def test_none_is_an_argument_where_it_is_no_default():
+    norm, theirs, x = ours_nnx.swap(Optional()), Optional(), jnp.full((2, 8), 3.0)
+    calls = [(x,), (x, None), (x, 1.0, None), (x, None, None), (x, 2.0)]
+    for args in calls:
+        np.testing.assert_allclose(norm(*args), theirs(*args), rtol=1e-6)
+    for kwargs in ({"offset": None}, {"mask": None}, {"x": x}):
+        args = () if "x" in kwargs else (x,)
+        np.testing.assert_allclose(norm(*args, **kwargs), theirs(*args, **kwargs), rtol=1e-6)
+    served = lambda *args: "normfuse_rms_norm[" in str(jax.make_jaxpr(lambda x: norm(x, *args))(x))
+    assert served() and served(1.0, None) is False and not served(None)
+
+
+def test_code_that_changes_is_followed():
+    """As a notebook does that defines a class again."""
+
+    class Norm(nnx.Module):
+        eps, mode = 1e-6, 1
+
+        def __call__(self, x):
+            return foreign_norms.normal(x, self.eps)
+
+    def doubled(self, x):
+        return 2 * foreign_norms.normal(x, self.eps)
+
+    x, norm = jnp.full((2, 8), 0.01), ours_nnx.swap(Norm())
+    for change in ({}, {"eps": 1e-3}, {"__call__": doubled}):
+        for name, value in change.items():
+            setattr(Norm, name, value)
+        for module in (norm, ours_nnx.swap(nnx.List([Norm()]), rules={})[0]):
+            np.testing.assert_allclose(module(x), Norm()(x), rtol=1e-5)
+
+
+def test_true_is_not_one():
+    class Norm(nnx.Module):
+        def __init__(self, mode):
+            self.mode = mode
+
+        def __call__(self, x):
+            return foreign_norms.normal(x) * (2 if self.mode is True else 1)
+
+    norm, x = ours_nnx.swap(Norm(1)), jnp.ones((2, 8))
+    np.testing.assert_allclose(norm(x), 1, rtol=1e-5)
+    norm.mode = True
+    np.testing.assert_allclose(norm(x), 2, rtol=1e-5)
 
 
 class Branching(nnx.Module):
