@@ -24,6 +24,7 @@ def info() -> str:
     """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op."""
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
     lines += ["", "implementations per op, default first:", *_support_table()]
+    lines += ["", 'products with quantization="fp8":', *_fp8_products()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
@@ -191,6 +192,24 @@ def _support_table() -> list[str]:
             serves += [name] * (not missing)
         lines.append(f"  {where:5} {op:10} {', '.join(_in_order(serves, where, op))}")
     return lines + [f"  not {name}: {'; '.join(at)} ({why})" for (name, why), at in reasons.items()]
+
+
+def _fp8_products() -> list[str]:
+    """Which products are of FP8 codes, by what, and why others are not."""
+    import jax
+
+    from .dense.fp8 import CAPABILITY, MULTIPLE
+
+    needed, here = f"compute capability {CAPABILITY / 10}", ""
+    for found in filter(None, map(compute_capability, jax.local_devices())):
+        has = "has them" if found >= CAPABILITY else "has none: they are of widened codes"
+        here = f"; this GPU, of {found / 10}, {has}"
+    return [
+        f"  cuda  cuBLASLt's FP8 products, from {needed} on{here}",
+        "  else  XLA's, of codes that it widens: the same values at the speed of those",
+        f"  in the compute dtype: kernels with a dimension that is no multiple of {MULTIPLE}",
+        "  (those of a program are logged when it is lowered, and in normfuse.fallbacks())",
+    ]
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:

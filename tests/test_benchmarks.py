@@ -522,3 +522,15 @@ def test_every_product_of_ours_must_be_fp8(fp8_rows, text, problem):
     version = fp8_rows.Version("FP8, normfuse", print, products=2, ours=True)
     version.read(text, exact=True)
     assert problem in version.problem and bool(problem) == bool(version.problem)
+
+
+# ---------------------------------------------------------------- errors of FP8
+
+
+@pytest.mark.newest
+def test_errors_of_fp8_are_printed_beside_those_of_bfloat16(monkeypatch, capsys):
+    sizes = ["--tokens", "32", "--features", "16", "--hidden", "32"]
+    monkeypatch.setattr(sys, "argv", ["fp8_errors.py", *sizes])
+    loaded("fp8_errors").main()
+    rows = re.findall(r"\| (y|d\w+) \| ([\d.e-]+) \| ([\d.e-]+) \|", capsys.readouterr().out)
+    assert len(rows) == 20 and all(float(plain) < float(fp8) < 0.1 for _, plain, fp8 in rows)

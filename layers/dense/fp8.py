@@ -48,8 +48,8 @@ from .matmul import (
 )
 
 FORMAT = "float8_e4m3fn"
-_MULTIPLE = 16  # of every dimension of an FP8 product
-_CAPABILITY = 89  # compute capability times ten that FP8 products need
+MULTIPLE = 16  # of every dimension of an FP8 product
+CAPABILITY = 89  # compute capability times ten that FP8 products need
 
 
 def fits(kernel: Any, contract: int) -> bool:
@@ -57,7 +57,7 @@ def fits(kernel: Any, contract: int) -> bool:
     if contract not in (0, kernel.ndim - 1) or (contract and kernel.ndim != 2):
         return False
     n = kernel.shape[contract]
-    return n > 0 and n % _MULTIPLE == 0 and kernel.size // n % _MULTIPLE == 0 and kernel.size > 0
+    return n > 0 and n % MULTIPLE == 0 and kernel.size // n % MULTIPLE == 0 and kernel.size > 0
 
 
 # ---------------------------------------------------------------- products of codes
@@ -121,7 +121,7 @@ def define_product(
     options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
-    if all(size and size % _MULTIPLE == 0 for size in spec.sizes(a, b)):
+    if all(size and size % MULTIPLE == 0 for size in spec.sizes(a, b)):
         hide = jax.lax.optimization_barrier if apart else lambda operands: operands
         in_fp8 = lambda a, b: multiply(*hide((a, b)))
         raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)
@@ -148,7 +148,7 @@ def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Or
 def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
     """Says once where a GPU has no FP8 product; an error where the order rules that out."""
     capability = compute_capability_of(ctx) if "cuda" in ctx.module_context.platforms else None
-    if capability is not None and capability < _CAPABILITY:
+    if capability is not None and capability < CAPABILITY:
         reason = f"compute capability {capability / 10} has no FP8 product (8.9 and newer have)"
         report(spec.op, reason, strict=order.strict, by="a product of widened operands")
     return order

@@ -115,6 +115,35 @@ def test_gradients_are_nearer_to_the_recipe_than_to_plain_products(dtype, rng):
             assert np.linalg.norm(wide - jnp.reshape(got, wide.shape)) > 2 * limit
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_errors_against_float64_are_those_of_the_recipe(layer, rng):
+    """And not more: what bfloat16 rounds on the way comes on top, in quadrature."""
+    args, dy = operands(rng, layer, bf16)
+    options = {"activation": "silu"} if "gated" in layer else {}
+    function = functools.partial(LAYERS[layer], **options)
+    quantized = functools.partial(function, quantization="fp8")
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (args, dy))
+        exact = jax.jit(both_ways(functools.partial(function, implementation="xla")))(*wide)
+    found = [jax.jit(both_ways(f))(args, dy) for f in (quantized, function)]
+    near = jax.tree.map(
+        lambda near: near.value,
+        recipe(layer, args, dy, activation=options.get("activation")),
+        is_leaf=lambda value: hasattr(value, "slack"),
+    )
+
+    def error(got, want):
+        want = np.asarray(want, np.float64)
+        got = np.asarray(got, np.float64).reshape(want.shape)
+        return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+    trees = [jax.tree.leaves(tree) for tree in (*found, near)]
+    for fp8_, bf16_, recipe_, want in zip(*trees, jax.tree.leaves(exact), strict=True):
+        ours, plain, theirs = (error(got, want) for got in (fp8_, bf16_, recipe_))
+        assert plain < 0.01 and ours < 0.1, (ours, plain)
+        assert ours <= 1.1 * np.hypot(theirs, 2 * plain), (ours, theirs, plain)
+
+
 @pytest.mark.parametrize("rows", [(), (1,), (3,), (0,), (2, 0), (2, 3, 5)], ids=str)
 def test_any_number_of_rows(rows, rng):
     x, kernel, dy = draw(rng, *rows, IN), draw(rng, IN, OUT), draw(rng, *rows, OUT)

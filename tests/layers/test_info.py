@@ -30,7 +30,7 @@ from normfuse.layers.dense import gated
 from normfuse.layers.layer_norm import cuda as layer_norm_cuda
 from normfuse.layers.layer_norm import op as layer_norm_op
 from normfuse.layers.rms_norm import cuda
-from normfuse.native import cache, compiler, host_compiler
+from normfuse.native import cache, compiler, host_compiler, implementation
 from normfuse.native.launch import named_target
 from normfuse.train.cli import main
 
@@ -104,8 +104,24 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  not native: cpu activation; cpu loss (XLA already fuses this into one loop)",
         "  not native: rocm rms_norm; rocm layer_norm; rocm activation; rocm loss; rocm quantize; ",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
+        "  cuda  cuBLASLt's FP8 products, from compute capability 8.9 on\n",
+        "in the compute dtype: kernels with a dimension that is no multiple of 16\n",
     ):
         assert line in text, text
+
+
+@pytest.mark.parametrize("capability, what", [(80, "8.0, has none"), (90, "9.0, has them")])
+def test_info_says_whether_this_gpu_has_fp8_products(capability, what, monkeypatch):
+    monkeypatch.setattr(report, "compute_capability", lambda device: capability)
+    assert f"8.9 on; this GPU, of {what}" in "\n".join(report._fp8_products())
+
+
+def test_info_says_which_products_of_this_process_are_not_fp8(monkeypatch):
+    monkeypatch.setattr(implementation, "_plain", {})
+    x, kernel = jnp.ones((16, 16)), jnp.ones((16, 20))
+    dense(x, kernel, quantization="fp8")
+    shape = "dense: a kernel of shape (16, 20) has a dimension that is no multiple of 16"
+    assert f"  {shape}, so it multiplies in the compute dtype" in report.info()
 
 
 @pytest.mark.newest

@@ -1,0 +1,95 @@
+"""How far results and gradients in FP8 and in bfloat16 are from float64, layer by layer.
+
+    python benchmarks/fp8_errors.py
+    python benchmarks/fp8_errors.py --tokens 256 --features 64 --hidden 128
+
+Errors are norms of differences over norms of the values. Operands are bfloat16, drawn as at the
+start of a training; float64 computes with the same operands. Codes on CPUs are bit for bit those
+of GPUs, whose products add up in another order.
+"""
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from normfuse import dense, gated_dense, gated_product, norm_dense, norm_gated_dense
+
+# By layer: its function, and what its operands are beside x.
+LAYERS: dict[str, tuple[Any, list[str]]] = {
+    "dense": (dense, ["kernel"]),
+    "norm_dense": (norm_dense, ["scale", "kernel"]),
+    "gated_dense": (gated_dense, ["gate", "up"]),
+    "norm_gated_dense": (norm_gated_dense, ["scale", "gate", "up"]),
+    "gated_product": (gated_product, ["up", "down"]),
+}
+
+
+def operands(layer: str, tokens: int, features: int, hidden: int) -> tuple[list[np.ndarray], Any]:
+    """The operands, and the gradient of the result."""
+    rng = np.random.default_rng(0)
+    wide = layer == "gated_product"  # from hidden arrays back to features
+    n, m = (hidden, features) if wide else (features, hidden)
+    x = rng.standard_normal((tokens, n))
+    drawn = [x]
+    for name in LAYERS[layer][1]:
+        if name == "scale":
+            drawn.append(1 + 0.1 * rng.standard_normal(n))
+        elif wide and name == "up":
+            drawn.append(rng.standard_normal((tokens, n)))
+        else:
+            drawn.append(rng.standard_normal((n, m)) / np.sqrt(n))
+    return drawn, rng.standard_normal((tokens, m))
+
+
+def both_ways(layer: Any, args: list[jax.Array], dy: jax.Array) -> list[np.ndarray]:
+    """The result and all gradients, in float64."""
+
+    @jax.jit
+    def run(args, dy):
+        y, pull = jax.vjp(layer, *args)
+        return [y, *pull(dy)]
+
+    return [np.asarray(a, np.float64) for a in run(args, dy)]
+
+
+def errors(layer: str, tokens: int, features: int, hidden: int) -> dict[str, list[float]]:
+    """Of the result and each gradient, by type of the products."""
+    function = LAYERS[layer][0]
+    drawn, dy = operands(layer, tokens, features, hidden)
+    narrow = [jnp.asarray(a, jnp.bfloat16) for a in (*drawn, dy)]
+    found = {
+        name: both_ways(functools.partial(function, quantization=quantization), *split(narrow))
+        for name, quantization in (("bfloat16", None), ("FP8", "fp8"))
+    }
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in narrow]
+        exact = both_ways(functools.partial(function, implementation="xla"), *split(wide))
+    distance = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return {name: [distance(a, b) for a, b in zip(got, exact)] for name, got in found.items()}
+
+
+def split(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+    return arrays[:-1], arrays[-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=4096)
+    sizes = vars(parser.parse_args())
+    print("| layer | | bfloat16 | FP8 |\n|---|---|---|---|")
+    for layer, (_, names) in LAYERS.items():
+        found = errors(layer, **sizes)
+        first = "gate" if layer == "gated_product" else "x"
+        for i, name in enumerate(["y", *(f"d{name}" for name in (first, *names))]):
+            row = " | ".join(f"{of[i]:.1e}" for of in found.values())
+            print(f"| {layer if not i else ''} | {name} | {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
