@@ -507,7 +507,9 @@ def swap(
     `normfuse.layer_norm`, `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` by `normfuse.dense`, except
     products that need a transposition. A module with one vector of parameters, or none, is probed:
     where it computes an RMSNorm over the last axis, whatever its names, epsilon, offset and casts
-    are, `normfuse.rms_norm` computes it. Initialisation is the model's own.
+    are, `normfuse.rms_norm` computes it. A gated MLP is not looked for, as nnx's `swap` does: its
+    layers do not exist before its call, and are served one by one. Initialisation is the model's
+    own.
 
     The returned model is a subclass of its own class, with the same fields, variables and names of
     variables, under `nn.jit`, `nn.scan`, `nn.remat`, `nn.tabulate` and `capture_intermediates`,

@@ -72,6 +72,19 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
 
 
 @pytest.mark.newest
+def test_a_step_in_fp8_takes_no_more_memory_than_plain_jnp():
+    """Beside the loss, for which plain jnp keeps logits: each block of `1b`, at 16384 tokens."""
+    versions = {"fp8": {"quantization": "fp8"}, "jnp": {"implementation": "xla"}}
+    sizes = {
+        name: [needed(step("1b", mesh(), num_layers=n, **changes)[0]) for n in (2, 4)]
+        for name, changes in versions.items()
+    }
+    assert max(sizes["fp8"]) < max(sizes["jnp"])
+    grown = {name: four - two for name, (two, four) in sizes.items()}  # by two blocks
+    assert grown["fp8"] < grown["jnp"], grown
+
+
+@pytest.mark.newest
 def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     """Seven products with weights and their gradients; one pass for each norm in each direction."""
     program, _ = step("1b", mesh(), num_layers=1, quantization="fp8")
