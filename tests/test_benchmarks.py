@@ -534,3 +534,26 @@ def test_errors_of_fp8_are_printed_beside_those_of_bfloat16(monkeypatch, capsys)
     loaded("fp8_errors").main()
     rows = re.findall(r"\| (y|d\w+) \| ([\d.e-]+) \| ([\d.e-]+) \|", capsys.readouterr().out)
     assert len(rows) == 20 and all(float(plain) < float(fp8) < 0.1 for _, plain, fp8 in rows)
+
+
+# ---------------------------------------------------------------- public models of other people
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "model, served",
+    [("eqx-zoo Llama (Equinox)", (5, 2, 15)), ("DantinoX decoder (nnx)", (5, 0, 8))],
+)
+def test_a_public_model_is_served_as_it_computes(model, served):
+    """Outputs, gradients, paths and transformations, which the benchmark itself asserts."""
+    folder = os.environ.get("NORMFUSE_FOREIGN_MODELS", "")
+    if not pathlib.Path(folder, "eqx_zoo").is_dir():
+        pytest.skip("needs the models that .ci/test installs")
+    script = REPOSITORY / "benchmarks" / "foreign_models.py"
+    command = [sys.executable, script, "--folder", folder, "--only", model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    row = [cell.strip() for cell in done.stdout.splitlines()[-1].strip("|").split("|")]
+    assert row[0] == model and tuple(map(int, row[1:4])) == served, row
+    theirs, ours = map(float, row[6].split(","))
+    assert ours < 2 * theirs < 1e-5
