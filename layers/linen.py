@@ -758,7 +758,9 @@ _SURROUNDINGS = {"has_rng", "is_mutable_collection", "make_rng", "name", "parent
 
 def _asked_of_scope(base: type) -> Iterator[str]:
     """Yields what the methods of a class read of their module's surroundings."""
-    for _, function in functions_of(base):
+    for name, function in functions_of(base):
+        if name.startswith("__") and name != "__call__":  # a dataclass's own read all its fields
+            continue
         own = function.__code__.co_varnames[:1]
         codes = [function.__code__]
         while codes:

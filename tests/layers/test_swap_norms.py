@@ -386,6 +386,7 @@ def test_none_is_an_argument_where_it_is_no_default():
     assert served() and served(1.0, None) is False and not served(None)
 
 
+@pytest.mark.filterwarnings("ignore:swap. nothing in List is served")  # as it multiplies by 2
 def test_code_that_changes_is_followed():
     """As a notebook does that defines a class again."""
 
