@@ -256,29 +256,27 @@ class Service:
         )
         return result(y)
 
+    def _without_defaults(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns a call's arguments, without those that are None as they would be if not given."""
+        if len(args) == 1 and not kwargs:
+            return args, kwargs
+        parameters = [*inspect.signature(self.base.__call__).parameters.values()][1:]
+        optional = [parameter.default is None for parameter in parameters]
+        while 1 < len(args) <= len(parameters) and args[-1] is None and optional[len(args) - 1]:
+            args = args[:-1]
+        names = {parameter.name for parameter, is_none in zip(parameters, optional) if is_none}
+        return args, {n: v for n, v in kwargs.items() if v is not None or n not in names}
+
     def _input(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns `framework.unwrap` of x, or why the class's own code computes a call."""
-        if kwargs or len(args) > 1:
-            signature = [*inspect.signature(self.base.__call__).parameters.values()][1:]
-            # None is as good as no argument where it is the default.
-            absent = [parameter.default is None for parameter in signature]
-            args = (
-                args[:1]
-                if all(
-                    value is None and at < len(absent) and absent[at]
-                    for at, value in enumerate(args[1:], 1)
-                )
-                else args
-            )
-            known = {parameter.name for parameter, is_none in zip(signature, absent) if is_none}
-            given = {n: value for n, value in kwargs.items() if value is not None or n not in known}
-            if not args and len(given) == 1:
-                (name,) = given
-                args, given = (given[name],), {}
-                if [name] != [parameter.name for parameter in signature[:1]]:
-                    return f"the argument {name}"
-        else:
-            given = {}
+        args, given = self._without_defaults(args, kwargs)
+        if not args and len(given) == 1:
+            (name,) = given
+            args, given = (given[name],), {}
+            if [name] != [*inspect.signature(self.base.__call__).parameters][1:2]:
+                return f"the argument {name}"
         if len(args) != 1 or given:
             return (
                 f"other arguments than x: {len(args)} positional, {', '.join(given) or 'no'} named"
@@ -448,11 +446,7 @@ def functions_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
         if base is object or base.__module__.partition(".")[0] in _LIBRARIES:
             continue
         for name, value in vars(base).items():
-            for wrapped in (
-                "method",
-                "fget",
-                "__func__",
-            ):  # Equinox's, a property's, a static one's
+            for wrapped in ("method", "fget", "__func__"):  # of Equinox, of properties and others
                 value = getattr(value, wrapped, value)
             if isinstance(function := inspect.unwrap(value), types.FunctionType):
                 yield name, function
@@ -507,7 +501,8 @@ def _hashable(value: Any, within: tuple[int, ...] = ()) -> Any:
             return repr(value)
     else:
         return type(value), known  # True is not 1
-    return type(value), known, tuple((name, key_of(of)) for name, of in sorted(held.items()))
+    kept = sorted((n, v) for n, v in held.items() if not n.startswith("_pytree__"))
+    return type(value), known, tuple((name, key_of(of)) for name, of in kept)
 
 
 def _is_configuration(value: Any) -> bool:
