@@ -28,13 +28,12 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
 }
 
 
-def operands(layer: str, tokens: int, features: int, hidden: int) -> tuple[list[np.ndarray], Any]:
+def operands(layer: str, tokens: int, features: int, hidden: int) -> list[np.ndarray]:
     """The operands, and the gradient of the result."""
     rng = np.random.default_rng(0)
     wide = layer == "gated_product"  # from hidden arrays back to features
     n, m = (hidden, features) if wide else (features, hidden)
-    x = rng.standard_normal((tokens, n))
-    drawn = [x]
+    drawn = [rng.standard_normal((tokens, n))]
     for name in LAYERS[layer][1]:
         if name == "scale":
             drawn.append(1 + 0.1 * rng.standard_normal(n))
@@ -42,38 +41,35 @@ def operands(layer: str, tokens: int, features: int, hidden: int) -> tuple[list[
             drawn.append(rng.standard_normal((tokens, n)))
         else:
             drawn.append(rng.standard_normal((n, m)) / np.sqrt(n))
-    return drawn, rng.standard_normal((tokens, m))
+    return [*drawn, rng.standard_normal((tokens, m))]
 
 
-def both_ways(layer: Any, args: list[jax.Array], dy: jax.Array) -> list[np.ndarray]:
-    """The result and all gradients, in float64."""
+def both_ways(layer: Any, arrays: list[jax.Array]) -> list[np.ndarray]:
+    """The result and all gradients, in float64; the last array is the gradient of the result."""
 
     @jax.jit
-    def run(args, dy):
+    def run(arrays):
+        *args, dy = arrays
         y, pull = jax.vjp(layer, *args)
         return [y, *pull(dy)]
 
-    return [np.asarray(a, np.float64) for a in run(args, dy)]
+    return [np.asarray(a, np.float64) for a in run(arrays)]
 
 
 def errors(layer: str, tokens: int, features: int, hidden: int) -> dict[str, list[float]]:
     """Of the result and each gradient, by type of the products."""
     function = LAYERS[layer][0]
-    drawn, dy = operands(layer, tokens, features, hidden)
-    narrow = [jnp.asarray(a, jnp.bfloat16) for a in (*drawn, dy)]
+    drawn = operands(layer, tokens, features, hidden)
+    narrow = [jnp.asarray(a, jnp.bfloat16) for a in drawn]
     found = {
-        name: both_ways(functools.partial(function, quantization=quantization), *split(narrow))
+        name: both_ways(functools.partial(function, quantization=quantization), narrow)
         for name, quantization in (("bfloat16", None), ("FP8", "fp8"))
     }
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a, np.float64)) for a in narrow]
-        exact = both_ways(functools.partial(function, implementation="xla"), *split(wide))
+        exact = both_ways(functools.partial(function, implementation="xla"), wide)
     distance = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     return {name: [distance(a, b) for a, b in zip(got, exact)] for name, got in found.items()}
-
-
-def split(arrays: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    return arrays[:-1], arrays[-1]
 
 
 def main() -> None:

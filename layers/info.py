@@ -198,14 +198,14 @@ def _fp8_products() -> list[str]:
     """Which products are of FP8 codes, by what, and why others are not."""
     import jax
 
-    from .dense.fp8 import CAPABILITY, MULTIPLE
+    from .dense.fp8 import CAPABILITY
+    from .quantization import MULTIPLE
 
-    needed, here = f"compute capability {CAPABILITY / 10}", ""
-    for found in filter(None, map(compute_capability, jax.local_devices())):
-        has = "has them" if found >= CAPABILITY else "has none: they are of widened codes"
-        here = f"; this GPU, of {found / 10}, {has}"
+    has = lambda found: "has them" if found >= CAPABILITY else "has none: they are of widened codes"
+    here = sorted(filter(None, {*map(compute_capability, jax.local_devices())}))
+    those = "".join(f"; this GPU, of {found / 10}, {has(found)}" for found in here)
     return [
-        f"  cuda  cuBLASLt's FP8 products, from {needed} on{here}",
+        f"  cuda  cuBLASLt's FP8 products, from compute capability {CAPABILITY / 10} on{those}",
         "  else  XLA's, of codes that it widens: the same values at the speed of those",
         f"  in the compute dtype: kernels with a dimension that is no multiple of {MULTIPLE}",
         "  (those of a program are logged when it is lowered, and in normfuse.fallbacks())",

@@ -710,10 +710,10 @@ def swap(
     for path, module in found:
         row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
         rows += [row] if row else []
-        classes += [(module, cls)] if cls else []
-    changing = [module for module, cls in classes if cls is not type(module)]
-    _check_classes_may_change("swap", model, changing)
-    for module, cls in classes:
+        classes += [(path, module, cls)] if cls else []
+    changing = [(path, module) for path, module, cls in classes if cls is not type(module)]
+    _check_classes_may_change("swap", changing)
+    for _, module, cls in classes:
         object.__setattr__(module, "__class__", cls)  # Flax notes what it sets
         if cls in _THEIRS:
             module.implementation = implementation if isinstance(module, _NORMS) else None
@@ -765,7 +765,6 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        leave = functools.partial(nnx.merge_context, _FUSING)
         with nnx.update_context(_FUSING):
             with nnx.split_context(_FUSING) as context:
                 graph, state = context.split((args, kwargs))
@@ -774,7 +773,7 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
 
             @functools.wraps(function)
             def call(leaves: list[Any]) -> Any:
-                with leave(inner=True) as context:
+                with nnx.merge_context(_FUSING, inner=True) as context:
                     args, kwargs = context.merge(graph, jax.tree.unflatten(tree, leaves))
                 results = function(*args, **kwargs)
                 with nnx.split_context(_FUSING) as context:
@@ -783,7 +782,7 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
                 return state
 
             after = fuse_norms_of_arrays(call, report=report)(leaves)
-            with leave(inner=False) as context:
+            with nnx.merge_context(_FUSING, inner=False) as context:
                 return context.merge(graphs[0], after)[2]
 
     return run  # pyright: ignore[reportReturnType]
@@ -809,7 +808,8 @@ def unswap(model: M) -> M:
     for module in layers:
         theirs = f"nnx.{type(module).__name__}"
         modules.check_unswapped(module, theirs, "set it to None")
-    _check_classes_may_change("unswap", model, [*layers, *_layers(model, SERVED)])
+    changing = [(path, m) for path, m in _modules(model) if type(m) in {*_THEIRS, *SERVED}]
+    _check_classes_may_change("unswap", changing)
     for module in layers:
         object.__setattr__(module, "__class__", _THEIRS[type(module)])
         _forget(module, ("activation", "implementation", "quantization"))
@@ -835,8 +835,14 @@ def _layers(model: Any, classes: Container[type]) -> list[Any]:
     return [module for _, module in _modules(model) if type(module) in classes]
 
 
-def _check_classes_may_change(function: str, model: Any, changing: Sequence[Any]) -> None:
+def _check_classes_may_change(
+    function: str, changing: Sequence[tuple[tuple[Any, ...], Any]]
+) -> None:
     """Raises where Flax would not find its way back, once the classes of modules have changed.
+
+    Args:
+      function: that changes them.
+      changing: the modules, with their paths.
 
     Raises:
       TraceContextError: for modules that a transformation being traced was given, which Flax
@@ -851,9 +857,8 @@ def _check_classes_may_change(function: str, model: Any, changing: Sequence[Any]
         for context in stack
         if (references := getattr(context, "inner_ref_outer_index", None)) is not None
     ]
-    paths = {id(module): ".".join(map(str, path)) for path, module in _modules(model)}
-    for module in changing:
-        name = f"{paths[id(module)] or 'the model'} ({type(module).__name__})"
+    for path, module in changing:
+        name = f"{'.'.join(map(str, path)) or 'the model'} ({type(module).__name__})"
         if any(module in references for references in given):
             raise TraceContextError(
                 f"{function}: {name} was given to a transformation that is being traced (nnx.jit, "

@@ -185,7 +185,8 @@ def casts(
     traced = candidate.trace(shape, x_dtype, dtype)
     x = _rows(shape, magnitudes)
     kind = np.arange(len(x)) % len(magnitudes)
-    x[kind == 6, 0] = 0.02 * math.sqrt(size)  # which is nearly all of the row
+    is_usual, is_near_eps, has_outlier = kind < 4, (kind == 4) | (kind == 5), kind == 6
+    x[has_outlier, 0] = 0.02 * math.sqrt(size)  # which is nearly all of the row
     x = x.astype(x_dtype)
     scale = _scale(size, 1, dtype)
     y = _call(traced, scale, x, rank)
@@ -198,11 +199,10 @@ def casts(
         exact = _exact(_cast(x, x_cast), _cast(scale, scale_cast), found, value, normal)
         size_of = np.maximum(np.abs(exact), 1e-300)
         error = np.abs(y.astype(np.float64) - _cast(exact, out)) / size_of
-        usual = error[kind < 4]
+        usual = error[is_usual]
         # Each element of theirs may be rounded more often; the mean tells the casts apart.
         if best is None or usual.mean() < 0.9 * best[0]:
-            near_eps = float(error[(kind == 4) | (kind == 5)].max())
-            most = float(error[(kind < 4) | (kind == 6)].max())
+            near_eps, most = float(error[is_near_eps].max()), float(error[~is_near_eps].max())
             best = usual.mean(), Casts(x_cast, scale_cast, cast, out, most), near_eps
     assert best is not None
     allowed = tolerance_of(traced, size)
@@ -555,14 +555,19 @@ def _is_derivative(equation: core.JaxprEqn) -> bool:
     drawn = [rng.standard_normal(a.shape) for a in avals]
     closed: Any = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
     theirs, own = lambda *values: results_of(equation, values), core.jaxpr_as_fun(closed(*called))
-    try:  # of values and cotangents of several sizes: a rule may limit large ones
+    try:
+        programs = [_gradients(function, avals) for function in (theirs, own)]
+        given, wanted = (
+            any(e.primitive.name in _PIECEWISE for e in equations(p.jaxpr)) for p in programs
+        )
+        if given and not wanted:
+            return False
+        # Of values and cotangents of several sizes: a rule may limit large ones.
         for size, weight in ((1.0, 1.0), (1e3, 1.0), (1.0, 1e4), (1e-3, 1e-4)):
             values = [(size * v).astype(a.dtype) for v, a in zip(drawn, avals)]
-            given, given_steps = _gradients(theirs, values, weight)
-            wanted, wanted_steps = _gradients(own, values, weight)
-            if given_steps & _PIECEWISE and not wanted_steps & _PIECEWISE:
-                return False
-            if not all(map(_are_close, given, wanted)):
+            with np.errstate(all="ignore"):
+                found = [_run(p.jaxpr, p.consts, [np.float32(weight), *values]) for p in programs]
+            if not all(map(_are_close, *found)):
                 return False
     except Exception:  # of operations without a derivative, as kernels are
         return False
@@ -577,20 +582,16 @@ def _are_close(given: np.ndarray, wanted: np.ndarray) -> bool:
     return np.allclose(a, b, rtol=0, atol=max(1e-3, 16 * eps) * np.max(np.abs(b), initial=0))
 
 
-def _gradients(
-    function: Callable[..., Any], values: list[np.ndarray], weight: float
-) -> tuple[list[np.ndarray], set[str]]:
-    """Returns the gradients of what a function returns, each element with a weight of its own of
-    at most `weight`, and the operations that compute them."""
+def _gradients(function: Callable[..., Any], avals: list[Any]) -> Trace:
+    """Returns the trace of `(weight, *values)` -> the gradients of what a function returns, each
+    element with a weight of its own, of at most `weight`."""
     is_floating = lambda a: a.dtype.name in FLOATING
 
-    def gradients(*values):
+    def gradients(weight, *values):
         results, pull = jax.vjp(lambda *v: list(filter(is_floating, function(*v))), *values)
         weights = [weight * np.cos(np.arange(y.size)).reshape(y.shape) for y in results]
         weights = [w.astype(y.dtype) for w, y in zip(weights, results)]
-        return list(filter(is_floating, pull([*map(jnp.asarray, weights)])))
+        return list(filter(is_floating, pull(weights)))
 
-    program = jax.make_jaxpr(gradients)(*values)
-    with np.errstate(all="ignore"):
-        found = _run(program.jaxpr, program.consts, values)
-    return found, {equation.primitive.name for equation in equations(program.jaxpr)}
+    like = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return jax.make_jaxpr(gradients)(np.float32(1), *like)

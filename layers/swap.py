@@ -204,25 +204,37 @@ class Service:
         return dtype.name, self._identity(module)
 
     def casts(
-        self, how: Formula, module: Any, rank: int, size: int, x_dtype: str, dtype: str
+        self,
+        how: Formula,
+        module: Any,
+        rank: int,
+        size: int,
+        x_dtype: str,
+        dtype: str,
+        rows: tuple[Any, ...] | None = None,
     ) -> Casts | str:
-        """Returns the casts of a module for an x and a dtype of scale, or why it is not served."""
-        key = rank, size, x_dtype, dtype, self._identity(module)
+        """Returns the casts of a module for an x and a dtype of scale, or why it is not served.
+
+        `rows` is what is known of x's shape but the features: a class may branch on it.
+        """
+        like = x_dtype, dtype, self._identity(module)
         candidate = lambda: self.framework.candidate(module, self.base)
         find = lambda: recognize.casts(candidate(), how, rank, size, x_dtype, dtype)
-        return _found_once(self.verified, key, find)
+        casts = _found_once(self.verified, (rank, size, *like), find)
+        check = lambda rows: recognize.check_shape(candidate(), (*rows, size), x_dtype, dtype)
+        return self._of_rows(casts, rows, (size, *like), check)
 
-    def casts_for(
-        self, how: Formula, module: Any, shape: tuple[int, ...], x_dtype: str, dtype: str
+    def _of_rows(
+        self,
+        casts: Casts | str,
+        rows: tuple[Any, ...] | None,
+        like: tuple[Any, ...],
+        check: Callable[[tuple[int, ...]], None],
     ) -> Casts | str:
-        """The same for an x of a shape, on which a class may branch; its last axis is features."""
-        casts = self.casts(how, module, len(shape), shape[-1], x_dtype, dtype)
-        if isinstance(casts, str) or not all(isinstance(size, int) for size in shape):
+        """Returns the casts, or why an x of so many rows is not served; symbolic rows are taken."""
+        if isinstance(casts, str) or rows is None or not all(isinstance(n, int) for n in rows):
             return casts
-        key = shape, x_dtype, dtype, self._identity(module)
-        candidate = lambda: self.framework.candidate(module, self.base)
-        check = lambda: recognize.check_shape(candidate(), shape, x_dtype, dtype)
-        return _found_once(self.shapes, key, check) or casts
+        return _found_once(self.shapes, (rows, *like), lambda: check(rows)) or casts
 
     def compute(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Callable[[], Any]
@@ -294,35 +306,34 @@ class Service:
         if isinstance(given, str):
             return given
         x = given[0]
-        casts = self.mlp_casts(how, module, x.ndim, x.dtype.name, isinstance(x, Tracer))
-        if isinstance(casts, str):
-            return casts
-        return self._mlp_differs(module, x.shape[:-1], x.dtype.name) or jnp.asarray(x)
-
-    def _mlp_differs(self, module: Any, rows: tuple[int, ...], x_dtype: str) -> str | None:
-        """Why an MLP is not served for an x of so many rows, on which a class may branch."""
-        if self.framework.mlp is None or not all(isinstance(size, int) for size in rows):
-            return None
-        candidate = functools.partial(self.framework.mlp, module, self.base)
-        check = lambda: recognize_mlp.check_rows(candidate(), rows, x_dtype)
-        return _found_once(self.shapes, (rows, x_dtype, _mlp_key(module, self.framework)), check)
+        dtype, traced = x.dtype.name, isinstance(x, Tracer)
+        casts = self.mlp_casts(how, module, x.ndim, dtype, traced=traced, rows=x.shape[:-1])
+        return casts if isinstance(casts, str) else jnp.asarray(x)
 
     def mlp_casts(
-        self, how: GatedFormula, module: Any, rank: int, x_dtype: str, traced: bool = False
+        self,
+        how: GatedFormula,
+        module: Any,
+        rank: int,
+        x_dtype: str,
+        *,
+        traced: bool = False,
+        rows: tuple[Any, ...] | None = None,
     ) -> Casts | str:
-        """Returns the dtypes of an MLP for an x, or why it is not served."""
-        key = rank, 0, x_dtype, _mlp_key(module, self.framework)
-        if key in self.verified and not traced:
-            return self.verified[key]
-        try:
-            assert self.framework.mlp is not None
-            candidate = self.framework.mlp(module, self.base)
-            # Whether hidden arrays are placed on a mesh depends on the mesh at hand.
-            recognize_mlp.traced(candidate, rank, x_dtype)
-        except Different as different:
-            return str(different)
-        find = lambda: recognize_mlp.casts(candidate, how, rank, x_dtype)
-        return _found_once(self.verified, key, find)
+        """Returns the dtypes of an MLP for an x, or why it is not served; `rows` as for `casts`."""
+        like = x_dtype, _mlp_key(module, self.framework)
+        key = rank, 0, *like
+        assert self.framework.mlp is not None
+        candidate = functools.partial(self.framework.mlp, module, self.base)
+        if key not in self.verified or traced:
+            try:  # whether hidden arrays are placed on a mesh depends on the mesh at hand
+                recognize_mlp.traced(candidate(), rank, x_dtype)
+            except Different as different:
+                return str(different)
+        find = lambda: recognize_mlp.casts(candidate(), how, rank, x_dtype)
+        casts = _found_once(self.verified, key, find)
+        check = lambda rows: recognize_mlp.check_rows(candidate(), rows, x_dtype)
+        return self._of_rows(casts, rows, like, check)
 
     def _operands(
         self, how: Formula, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -342,8 +353,9 @@ class Service:
             if scale.shape != (x.shape[axis],):
                 return f"x of shape {x.shape} and a parameter of shape {scale.shape}"
         dtype = "float32" if scale is None else scale.dtype.name
-        rest = [size for i, size in enumerate(x.shape) if i != axis % x.ndim]
-        casts = self.casts_for(how, module, (*rest, x.shape[axis]), x.dtype.name, dtype)
+        rows, size = list(x.shape), x.shape[axis]
+        del rows[axis]
+        casts = self.casts(how, module, x.ndim, size, x.dtype.name, dtype, tuple(rows))
         if isinstance(casts, str):
             return casts
         return jnp.asarray(x), scale, float(eps), casts, axis, result
@@ -488,20 +500,20 @@ def _hashable(value: Any, within: tuple[int, ...] = ()) -> Any:
         return type(value), tuple(map(key_of, value))
     try:
         hash(value)
-    except TypeError:
-        known = None  # by what it holds
-    else:
-        known = value
+        hashable = True
+    except TypeError:  # by what it holds
+        hashable = False
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         held = {name: getattr(value, name, None) for name in names}
-    elif known is None or _is_configuration(value):
+    elif not hashable or _is_configuration(value):
         held = getattr(value, "__dict__", {})
-        if not held and known is None:
+        if not held and not hashable:
             return repr(value)
     else:
-        return type(value), known  # True is not 1
+        return type(value), value  # True is not 1
     kept = sorted((n, v) for n, v in held.items() if not n.startswith("_pytree__"))
+    known = value if hashable else None
     return type(value), known, tuple((name, key_of(of)) for name, of in kept)
 
 

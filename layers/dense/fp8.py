@@ -29,6 +29,7 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at, match
 from ..core.sharding import axes_of, whole
+from ..quantization import fits as dimensions_fit
 from ..quantization import kernels
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
@@ -48,7 +49,6 @@ from .matmul import (
 )
 
 FORMAT = "float8_e4m3fn"
-MULTIPLE = 16  # of every dimension of an FP8 product
 CAPABILITY = 89  # compute capability times ten that FP8 products need
 
 
@@ -57,7 +57,7 @@ def fits(kernel: Any, contract: int) -> bool:
     if contract not in (0, kernel.ndim - 1) or (contract and kernel.ndim != 2):
         return False
     n = kernel.shape[contract]
-    return n > 0 and n % MULTIPLE == 0 and kernel.size // n % MULTIPLE == 0 and kernel.size > 0
+    return n > 0 and dimensions_fit(n, kernel.size // n)
 
 
 # ---------------------------------------------------------------- products of codes
@@ -121,7 +121,7 @@ def define_product(
     options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
     widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
-    if all(size and size % MULTIPLE == 0 for size in spec.sizes(a, b)):
+    if dimensions_fit(*spec.sizes(a, b)):
         hide = jax.lax.optimization_barrier if apart else lambda operands: operands
         in_fp8 = lambda a, b: multiply(*hide((a, b)))
         raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)

@@ -31,7 +31,7 @@ __all__ = [
     "scale_of",
 ]
 
-_MULTIPLE = 16  # of every dimension of an FP8 product in cuBLASLt
+MULTIPLE = 16  # of every dimension of an FP8 product in cuBLASLt
 
 
 class Quantized(NamedTuple):
@@ -136,7 +136,7 @@ def product(
 
 def fits(*dimensions: int) -> bool:
     """Whether the product of matrices with these dimensions can run in FP8: multiples of 16."""
-    return all(size > 0 and size % _MULTIPLE == 0 for size in dimensions)
+    return all(size > 0 and size % MULTIPLE == 0 for size in dimensions)
 
 
 def rms_norm_bound(features: int, weight: jax.Array | None = None) -> jax.Array:
