@@ -95,6 +95,17 @@ def tunix_qwen3(**sizes: Any) -> Model:
     return Model(module.Qwen3(config, rngs=nnx.Rngs(0)), tunix_call, TOKENS)
 
 
+def bfloat16_dantinox(**sizes: Any) -> Model:
+    """A decoder of DantinoX that multiplies in bfloat16.
+
+    Casting its parameters, as its trainer does, leaves its embedding in float32: `nnx.Embed` keeps
+    the dtype that it was made with. All products after it are in float32 then.
+    """
+    made = dantinox(**DANTINOX | sizes)
+    made.model.embed.dtype = jnp.bfloat16
+    return made
+
+
 LLAMA = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
 LLAMA |= {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
@@ -135,7 +146,7 @@ MODELS = {
         "vocab_size",
     ),
     "DantinoX decoder 1.2B (nnx)": Case(
-        lambda **sizes: dantinox(**DANTINOX | sizes), "num_blocks", "vocab_size", "max_context"
+        bfloat16_dantinox, "num_blocks", "vocab_size", "max_context"
     ),
     "gemma-llm Gemma 2B (Linen)": Case(
         lambda **sizes: gemma_linen(**GEMMA | sizes), "num_layers", "num_embed", quantized=False

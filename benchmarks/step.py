@@ -1,14 +1,17 @@
 """A training step of a preset: bfloat16, FP8, XLA's own operations and torch.compile, by turns.
 
     python benchmarks/step.py                         # 1b: 16384 tokens a step on one GPU
+    python benchmarks/step.py --versions bf16 fp8 torch torchao
     python benchmarks/step.py --preset small --versions bf16 fp8
     python benchmarks/step.py --blocks 8 --preset 8b  # eight of its blocks, forward and backward
     python benchmarks/step.py --profile fp8           # and where a version spends its time
 
 Every version is forward to update: float32 parameters, products with bfloat16 or FP8 operands,
 AdamW, clipping by the global norm, no rematerialisation, the same random tokens. "torch" is the
-same transformer under torch.compile with autocast, `scaled_dot_product_attention` and fused AdamW.
-With --blocks there is no embedding, no loss over a vocabulary and no optimizer.
+same transformer under torch.compile with autocast, `scaled_dot_product_attention` and fused AdamW,
+"torchao" that with its linear layers in FP8 by torchao's default recipe: a scale for each array,
+from its largest element. With --blocks there is no embedding, no loss over a vocabulary and no
+optimizer.
 
 Times are the host's for several steps in a row, which end with the device idle; the versions take
 turns, so that all see the same clocks. Prints the median of the turns.
@@ -35,7 +38,8 @@ JAX_VERSIONS = {
     "fp8": {"quantization": "fp8"},
     "bf16, xla": {"implementation": "xla"},
 }
-VERSIONS = (*JAX_VERSIONS, "torch")
+TORCH_VERSIONS = ("torch", "torchao")
+VERSIONS = (*JAX_VERSIONS, *TORCH_VERSIONS)
 Take = Callable[[int], float]  # runs so many steps and returns the seconds
 
 
@@ -176,7 +180,7 @@ def breakdown(name: str, take: Take) -> str:
 # ---------------------------------------------------------------- PyTorch
 
 
-def torch_version(arguments: argparse.Namespace) -> tuple[Take, Callable[[], int]]:
+def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Callable[[], int]]:
     """Returns what takes steps of the same transformer in PyTorch, and its peak of bytes."""
     import torch
     from torch import nn
@@ -250,6 +254,12 @@ def torch_version(arguments: argparse.Namespace) -> tuple[Take, Callable[[], int
             return x.float().square().mean()
 
     model = (Blocks if arguments.blocks else Transformer)().to(device)
+    if name == "torchao":
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        convert_to_float8_training(model)
+        assert sum(isinstance(m, Float8Linear) for m in model.modules()) == 7 * layers
     frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device) / c.head_dim)
     angles = torch.arange(seq, device=device)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
@@ -287,15 +297,29 @@ def torch_version(arguments: argparse.Namespace) -> tuple[Take, Callable[[], int
     return take, lambda: torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
+def torch_breakdown(name: str, take: Take) -> str:
+    """Where the time of a version's steps goes, from PyTorch's profiler."""
+    from torch.profiler import profile
+
+    take(2)
+    with profile() as profiler:
+        take(3)
+    kernels = profiler.key_averages()
+    columns = {"row_limit": 25, "max_name_column_width": 60}
+    return f"{name}\n{kernels.table(sort_by='self_device_time_total', **columns)}"
+
+
 # ---------------------------------------------------------------- a process that takes steps
 
 
 def work(names: list[str], arguments: argparse.Namespace) -> None:
     """Answers each line `version steps` of the standard input with seconds, as one line of JSON."""
-    if names == ["torch"]:
-        take, peak = torch_version(arguments)
+    profiled = breakdown
+    if names[0] in TORCH_VERSIONS:
+        (name,) = names
+        take, peak = torch_version(name, arguments)
         take(1)
-        takes, memory = {"torch": take}, {"torch": peak}
+        takes, memory, profiled = {name: take}, {name: peak}, torch_breakdown
     else:
         takes, found = jax_versions(names, arguments)
         memory = {name: lambda bytes=found[name]: bytes for name in names}
@@ -305,7 +329,7 @@ def work(names: list[str], arguments: argparse.Namespace) -> None:
         if count:
             print(json.dumps([takes[name](count), memory[name]()]), flush=True)
         else:
-            print(json.dumps([breakdown(name, takes[name]), 0]), flush=True)
+            print(json.dumps([profiled(name, takes[name]), 0]), flush=True)
 
 
 class Worker:
@@ -349,19 +373,20 @@ def main() -> None:
     parser.add_argument("--seq", type=int, help="tokens of a sequence; the preset's")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
-    parser.add_argument("--profile", nargs="*", default=[], choices=JAX_VERSIONS)
+    parser.add_argument("--profile", nargs="*", default=[], choices=VERSIONS)
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         work(arguments.work, arguments)
         return
     given = sys.argv[1:]
-    ours = [name for name in arguments.versions if name != "torch"]
+    ours = [name for name in arguments.versions if name in JAX_VERSIONS]
     workers = {}
     if ours:
         workers |= dict.fromkeys(ours, Worker(ours, given))
-    if "torch" in arguments.versions:
-        workers["torch"] = Worker(["torch"], given)
+    for name in arguments.versions:
+        if name in TORCH_VERSIONS:
+            workers[name] = Worker([name], given)
     seconds: dict[str, list[float]] = {name: [] for name in arguments.versions}
     memory = {}
     for worker in dict.fromkeys(workers.values()):
