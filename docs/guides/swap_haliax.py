@@ -1,8 +1,8 @@
 """Swap the layers of a haliax model, as Levanter's are.
 
-Run it: `python docs/guides/swap_haliax.py`. The tests run it where haliax is installed, by
-`pip install --pre haliax`: releases before 1.4 have no RmsNorm. haliax 1.4.dev453's own Linear
-fails with JAX 0.12, which removed a name it uses; a swapped one does not call it.
+Run it: `python docs/guides/swap_haliax.py`, after `pip install --pre haliax`: releases before 1.4
+have no RmsNorm. haliax 1.4.dev453's own Linear fails with JAX 0.12, which removed a name it uses; a
+swapped one does not call it.
 """
 
 import equinox as eqx
