@@ -136,7 +136,8 @@ def norm_table(shapes: list[tuple[int, int]], libraries: dict[str, str], **run: 
             times = norm(mode, rows, features, **run)
             digits = 2 if run.get("part") == "small" else 1
             cells = [f"{times[name]:.{digits}f}" for name in libraries]
-            cells[0] = f"**{cells[0]}**"
+            best = min(cells, key=float)
+            cells = [f"**{cell}**" if cell == best else cell for cell in cells]
             lines.append(f"| {rows} × {features} | {mode} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -67,7 +67,8 @@ class RMSNorm(eqx.nn.RMSNorm):
 
     Raises:
       ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
-      TypeError: when called, for integer x.
+      TypeError: for an eps that is not a number; when called, for integer x.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import RMSNorm
@@ -115,7 +116,8 @@ class LayerNorm(eqx.nn.LayerNorm):
 
     Raises:
       ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
-      TypeError: when called, for integer x.
+      TypeError: for an eps that is not a number; when called, for integer x.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import LayerNorm
@@ -291,8 +293,8 @@ class NormDense(_Options):
       activation, recompute, implementation, quantization: as for `normfuse.norm_dense`.
 
     Raises:
-      ValueError: for an unknown activation or a bad eps; when called, for an x not of shape
-        `(in_features,)`.
+      ValueError: for an unknown activation or quantization, or a bad eps; when called, for an x not
+        of shape `(in_features,)`.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import NormDense
@@ -357,7 +359,8 @@ class GatedMLP(_Options):
       quantization: of all three products, as for `normfuse.dense`.
 
     Raises:
-      ValueError: for an unknown activation; when called, for an x not of shape `(in_features,)`.
+      ValueError: for an unknown activation or quantization; when called, for an x not of shape
+        `(in_features,)`.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import GatedMLP
@@ -396,7 +399,7 @@ class GatedMLP(_Options):
 
 def _apply_gated(mlp: Any, x: Array) -> Array:
     """Applies a GatedMLP, or what has its layers and options."""
-    linears = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+    linears = modules.layers_of(mlp)
 
     def as_made(linear: Any) -> bool:
         """Whether a part may be computed together with the others."""
@@ -467,6 +470,9 @@ def swap(
         modules to leave alone. Subclasses follow the rule of their nearest base class.
       report: called with a `Report` of each module, what serves it, or why not: `report=print`.
 
+    Returns:
+      A new model, with the same arrays; `model` stays as it was.
+
     Raises:
       ValueError: for a rule that computes anything else than the class.
       TypeError: for a class, a module of another framework, rules that do not map classes to
@@ -510,6 +516,9 @@ def unswap(model: M) -> M:
 
     Args:
       model: what `swap` returned, or a pytree that holds it.
+
+    Returns:
+      A new model, with the same arrays.
 
     Raises:
       TypeError: for a class, or a module of another framework.

@@ -69,6 +69,9 @@ class RMSNorm(nn.RMSNorm):
 
     Raises:
       ValueError: for an epsilon that is negative or not finite.
+      TypeError: for an epsilon that is not a number.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
+        "native" beside a mask.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import RMSNorm
@@ -109,6 +112,9 @@ class LayerNorm(nn.LayerNorm):
 
     Raises:
       ValueError: for an epsilon that is negative or not finite.
+      TypeError: for an epsilon that is not a number.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
+        "native" beside a mask.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import LayerNorm
@@ -203,7 +209,8 @@ class Dense(_Linear, nn.Dense):
         `nn.Dense`'s.
 
     Raises:
-      ValueError: for an unknown activation; when initialised, for an input without features.
+      ValueError: for an unknown activation or quantization; when initialised, for an input without
+        features.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import Dense
@@ -372,7 +379,8 @@ class NormDense(_Linear, nn.Module):
         only.
 
     Raises:
-      ValueError: for an unknown activation, a bad epsilon, or an input without features.
+      ValueError: for an unknown activation or quantization, a bad epsilon, or an input without
+        features.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import NormDense
@@ -427,7 +435,7 @@ class GatedMLP(_Linear, nn.Module):
       quantization: of all three products, as for `normfuse.dense`; keyword only.
 
     Raises:
-      ValueError: for an unknown activation, or an input without features.
+      ValueError: for an unknown activation or quantization, or an input without features.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import GatedMLP
@@ -524,6 +532,9 @@ def swap(
       report: called with a `Report` of each module, what serves it, or why not, whenever a method
         that is not initialising has met other modules than before: `report=print`.
 
+    Returns:
+      A new model, for the same variables.
+
     Raises:
       ValueError: for a bound model; when applied, for a rule that computes anything else than the
         class.
@@ -553,7 +564,10 @@ def swap(
 
 
 def unswap(model: M) -> M:
-    """Returns `model` as it was before `swap`.
+    """Returns `model` as it was before `swap`, as a new model for the same variables.
+
+    Args:
+      model: what `swap` returned.
 
     Raises:
       TypeError: for anything but a linen Module.

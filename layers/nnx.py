@@ -77,6 +77,9 @@ class RMSNorm(nnx.RMSNorm):
     Raises:
       ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
         have `num_features` features.
+      TypeError: for an epsilon that is not a number.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
+        "native" beside a mask.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -120,6 +123,9 @@ class LayerNorm(nnx.LayerNorm):
     Raises:
       ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
         have `num_features` features.
+      TypeError: for an epsilon that is not a number.
+      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
+        "native" beside a mask.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -431,8 +437,9 @@ class NormDense(nnx.Module, _Options):
       **kwargs: `nnx.Linear`'s, `param_dtype` for both.
 
     Raises:
-      ValueError: for an unknown activation or a bad epsilon; when called, for an input without
-        `in_features` features.
+      ValueError: for an unknown activation or quantization, or a bad epsilon; when called, for an
+        input without `in_features` features, or a quantization beside an option that only Flax
+        serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -457,13 +464,13 @@ class NormDense(nnx.Module, _Options):
         **kwargs: Any,
     ):
         modules.check_eps("NormDense", "epsilon", epsilon)
+        modules.set_options(self, "NormDense", activation, implementation, quantization)
         shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.norm = RMSNorm(in_features, epsilon=epsilon, **shared)
         self.linear = Linear(
             in_features, out_features, quantization=quantization, **shared, **kwargs
         )
         self.recompute, self.dtype = recompute, dtype
-        modules.set_options(self, "NormDense", activation, implementation, quantization)
 
     def __call__(self, x: Array) -> Array:
         """Normalises the last axis of x and multiplies it by the kernel."""
@@ -502,8 +509,8 @@ class GatedMLP(nnx.Module, _Options):
       **kwargs: `nnx.Linear`'s, for all three.
 
     Raises:
-      ValueError: for an unknown activation; when called, for an input without `in_features`
-        features.
+      ValueError: for an unknown activation or quantization; when called, for an input without
+        `in_features` features, or a quantization beside an option that only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

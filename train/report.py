@@ -102,10 +102,14 @@ def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
     timed = [run for run in runs if run.steps("step", "tokens_per_s")]
     profiled = [run for run in runs if run.breakdown]
     drawn = {}
-    for name, shown in ("loss", runs), ("throughput", timed), ("breakdown", profiled):
+    for name, draw, shown in (
+        ("loss", plot.plot_loss, runs),
+        ("throughput", plot.plot_throughput, timed),
+        ("breakdown", plot.plot_breakdown, profiled),
+    ):
         if shown:
             file = io.BytesIO()
-            getattr(plot, f"plot_{name}")(file, shown)
+            draw(file, shown)
             drawn[name] = file.getvalue()
     return drawn
 

@@ -83,10 +83,10 @@ def linear_cross_entropy(
       TypeError: for operands that are not floating, labels that are not integers, or options that
         are not numbers.
       ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
-        unknown reduction, a softcap that is not positive, a negative z_loss, a logits_dtype that is
-        narrower than dtype, or a chunk_rows that is not positive.
-      NotImplementedError: for an implementation that does not exist or cannot serve; an
-        ExceptionGroup of them where it names several.
+        unknown reduction or implementation, a softcap that is not positive, a negative z_loss, a
+        logits_dtype that is narrower than dtype, or a chunk_rows that is not positive.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     References:
       Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu et

@@ -59,10 +59,10 @@ def dense(
 
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
-      ValueError: for shapes that do not fit, an unknown activation or quantization, or an
-        `out_sharding` that cannot place the result.
-      NotImplementedError: for an implementation that does not exist or cannot serve; an
-        ExceptionGroup of them where it names several.
+      ValueError: for shapes that do not fit, an unknown activation, quantization or implementation,
+        or an `out_sharding` that cannot place the result.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse import dense

@@ -55,9 +55,10 @@ def gated_dense(
 
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
-      ValueError: for shapes that do not fit, an activation that is unknown or None, or a sharding
-        that cannot place what it is of.
-      NotImplementedError: if `implementation` asks for what cannot serve.
+      ValueError: for shapes that do not fit, an activation that is unknown or None, an unknown
+        quantization or implementation, or a sharding that cannot place what it is of.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     References:
       Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.

@@ -62,9 +62,10 @@ def norm_dense(
 
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
-      ValueError: for shapes that do not fit, an unknown activation, a bad eps, or an
-        `out_sharding` that cannot place the result.
-      NotImplementedError: if `implementation` asks for what cannot serve.
+      ValueError: for shapes that do not fit, an unknown activation, quantization or implementation,
+        a bad eps, or an `out_sharding` that cannot place the result.
+      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
+        them where it names several.
 
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467; Chen et al.,
@@ -147,8 +148,8 @@ def norm_gated_dense(
 
         n = rms_norm(x, scale)        y = activation(n · kernel_gate) · (n · kernel_up)
 
-    Takes and raises what `norm_dense` does, and kernels and an `activation` as `gated_dense`: two
-    kernels `(in, *out)`, or one `(in, 2, *out)`.
+    Takes what `norm_dense` does but a bias, and kernels and an `activation` as `gated_dense`: two
+    kernels `(in, *out)`, or one `(in, 2, *out)`. Raises what both do.
 
     Returns:
       `(*rows, *out)` in `dtype`.

@@ -72,8 +72,8 @@ def layer_norm(
 
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale or bias that does not fit, an axis out of range, or an eps that is
-        negative or not finite.
+      ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is
+        negative or not finite, or an unknown implementation.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -109,6 +109,9 @@ def add_layer_norm(
 
     The backward adds the residual's own gradient in the kernel. Takes and raises what `layer_norm`
     does, and ValueError where residual's shape is not x's.
+
+    Args:
+      residual: x's shape; float64, float32, bfloat16 or float16.
 
     Returns:
       `(y, new_residual)`: y has `dtype` (x's where None); new_residual has the promoted dtype of x

@@ -83,7 +83,7 @@ def rms_norm(
     Raises:
       TypeError: for integer or complex operands, or an eps that is not a number.
       ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is
-        negative or not finite, or an unknown cast.
+        negative or not finite, or an unknown cast or implementation.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -115,10 +115,18 @@ def rms_norm_with_rstd(
 ) -> tuple[Array, Array]:
     """`rms_norm`, and the reciprocal root mean square it multiplied by.
 
+        rstd = 1 / sqrt(mean(x²) + eps)        y = x · rstd · (scale + scale_offset) + bias
+
     Takes and raises what `rms_norm` does.
 
     Returns:
       `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import rms_norm_with_rstd
+    >>> y, rstd = rms_norm_with_rstd(jnp.array([[3.0, 4.0], [6.0, 8.0]]), eps=0.0)
+    >>> [round(value, 3) for value in rstd.tolist()]
+    [0.283, 0.141]
     """
     options = eps, axis, scale_offset, dtype, cast
     norm, x, *parameters = check("rms_norm_with_rstd", x, scale, bias, *options, per_head=True)
@@ -147,6 +155,10 @@ def add_rms_norm(
     One pass over the activations in each direction: the backward adds the residual's own gradient
     in the kernel. Takes and raises what `rms_norm` does, and ValueError where residual's shape is
     not x's.
+
+    Args:
+      residual: x's shape; float64, float32, bfloat16 or float16.
+      residual_dtype: of new_residual.
 
     Returns:
       `(y, new_residual)`: y has `dtype` (x's where None); new_residual has `residual_dtype` (the
@@ -477,9 +489,9 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 # over the devices.
 
 # Elements of x up to which XLA's forward is left alone on a GPU, where no derivative asks for rstd
-# and there is more than a row: as fast as ours, it is free to join the product that follows. A
-# chain of 24 × (norm + product) on 64 rows of 1024 took 125 µs, and 159 with our launches
-# (benchmarks/results).
+# and there is more than a row: as fast as ours, it is free to join the product that follows.
+# Chains of 24 × (norm + product) on 64 rows of 1024 took 1.11 and 1.16 times as long with our
+# launches (benchmarks/results/2026-11-21_h200_rms_norm_tried.md).
 PLAIN_ELEMENTS = 1 << 16
 
 
@@ -896,11 +908,9 @@ def _forward_unfused(norm: Norm, x: Array, *rest: Array, order: Order) -> list[A
 def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Order) -> list[Array]:
     """dx on kernels, with dy scaled by each example's own scale; the sums in plain JAX."""
     dtype, rows = dtype_of(dy, x, *rest), rows_of(norm, x)
-    scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
-    wide = g = dy.astype(dtype)
-    if norm.has_scale:
-        weight = scale[0].astype(dtype) + jnp.asarray(norm.scale_offset, dtype)
-        g = g * jnp.expand_dims(weight, rows)
+    wide, others = dy.astype(dtype), list(rest)
+    g = wide * weight_of(norm, others, x, dtype)
+    rstd, *dh = others
     alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
     alone = replace(alone, with_dscale=False, with_dbias=False, with_value=False)
     results = backward(alone, g, x, rstd, *dh, order=order)

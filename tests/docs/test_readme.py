@@ -6,6 +6,8 @@ docs/guides/elementwise.md has a test beside those of its operation.
 import pathlib
 import re
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,32 @@ def test_a_foreign_model_is_swapped_as_shown(capsys):
     shown = re.search(r"^```\n(module .*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
     printed = capsys.readouterr().out
     assert shown is not None and shown[1] == printed, printed
+
+
+@pytest.mark.parametrize("framework", ["eqx", "linen"])
+def test_the_same_lines_swap_models_of_other_frameworks(framework, capsys):
+    def equinox(config, rngs):
+        del config, rngs
+        linear = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+        return eqx.nn.Sequential([eqx.nn.RMSNorm(8), linear])
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(nn.RMSNorm()(x))
+
+    linen = lambda config, rngs: Linen()
+    make = {"eqx": equinox, "linen": linen}[framework]
+    block = only("YourTransformer(config").replace("layers.nnx", f"layers.{framework}", 1)
+    model = run("README.md", block, YourTransformer=make, config=2, rngs=None)["model"]
+    theirs, x = make(2, None), jnp.arange(8.0)
+    if framework == "linen":
+        variables = theirs.init(jax.random.key(0), x)
+        theirs, model = theirs.bind(variables), model.bind(variables)
+    np.testing.assert_allclose(model(x), theirs(x), rtol=1e-5, atol=1e-5)
+    assert "2 of 2 modules are served by normfuse" in capsys.readouterr().out
+    calls_ours = lambda model: "rms_norm" in str(jax.make_jaxpr(model)(x))
+    assert calls_ours(model) and not calls_ours(theirs)
 
 
 def test_the_nnx_block_is_the_one_it_replaces():
