@@ -608,15 +608,16 @@ def _chosen(
 _known: dict[Any, tuple[Any, Any]] = {}
 
 
-def _is_filtered(kinds: tuple[bool, ...], known: tuple[bool, ...]) -> bool:
-    """Whether some arrays of the known module are no arrays, and no others are."""
+def _is_filtered(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    """Whether some leaves of the known module are something less, or None, and none is more."""
     return kinds != known and len(kinds) == len(known) and all(map(operator.le, kinds, known))
 
 
-def _kinds(layer: eqx.Module) -> tuple[bool, ...]:
-    array, shape = eqx.is_array_like, jax.ShapeDtypeStruct
+def _kinds(layer: eqx.Module) -> tuple[int, ...]:
+    """2 for each leaf that is like an array, 1 for others, such as an activation, 0 for None."""
+    is_array = lambda value: isinstance(value, jax.ShapeDtypeStruct) or eqx.is_array_like(value)
     leaves = jax.tree.leaves(layer, is_leaf=lambda value: value is None)
-    return tuple(isinstance(value, shape) or array(value) for value in leaves)
+    return tuple(2 if is_array(value) else int(value is not None) for value in leaves)
 
 
 def _structure(layer: eqx.Module) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..native.jaxpr import results_of, value_of
@@ -291,7 +292,9 @@ class _Program:
 
     def evaluate(self, program: Any, operands: Sequence[Any]) -> list[Any]:
         """Returns the program's results."""
-        return self._run(program, operands, [None] * len(operands), ())[0]
+        results = self._run(program, operands, [None] * len(operands), ())[0]
+        made = lambda y, of: y if isinstance(y, jax.Array) else jnp.asarray(y, of.dtype)
+        return list(map(made, results, program.out_avals))  # constants are numbers in a program
 
     # -------- one program
 

@@ -510,8 +510,9 @@ def swap(
 ) -> M:
     """Returns `model` so that normfuse computes its norms and its dense layers when applied.
 
-    Linen makes modules inside calls, so they are found there: while a method of the returned model
-    runs, each module's `__call__` is intercepted. `nn.LayerNorm` is computed by
+    Linen makes modules inside calls, so they are found there: while `apply` or a method of the
+    returned model runs, each module's `__call__` is intercepted. (A part that is called by itself,
+    as by `model.bind(variables).part(x)`, computes as it did.) `nn.LayerNorm` is computed by
     `normfuse.layer_norm`, `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` by `normfuse.dense`, except
     products that need a transposition. A module with one vector of parameters, or none, is probed:
     where it computes an RMSNorm over the last axis, whatever its names, epsilon, offset and casts
@@ -604,11 +605,17 @@ def _swapped(base: type, options: _Options) -> type:
 
         return served
 
+    @nn.nowrap
+    @functools.wraps(base.apply)
+    def apply(self, *args, **kwargs):  # `method` may be a function of the class, or any other
+        with _served(options, base):
+            return base.apply(self, *args, **kwargs)
+
     def reduce(self, protocol):
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         return _restore, (base, kept | {"parent": None}, options)
 
-    body = {name: serve(method) for name, method in _methods(base)}
+    body = {name: serve(method) for name, method in _methods(base)} | {"apply": apply}
     about = {"__module__": base.__module__, "__qualname__": f"{base.__qualname__}[normfuse]"}
     about |= {"__doc__": base.__doc__, "__reduce_ex__": nn.nowrap(reduce)}
     cls = type(base)(base.__name__, (base,), body | about)
@@ -666,6 +673,9 @@ def _intercept(
     if module.is_initializing():
         return own()
     row, compute = _chosen(module, options)
+    if row is not None and compute is not None and call is not context.orig_method:
+        reason = "an interceptor within the model takes its calls"
+        row, compute = Row(row.path, row.layer, reason=reason), None
     if row is not None:
         options.rows[row.path] = row
     return own() if compute is None else compute(module, args, kwargs, own)
@@ -719,7 +729,10 @@ def _layer_norm(
     if len(args) != 1 or {*kwargs} - {"mask"}:
         layer = types.SimpleNamespace(implementation=chosen)
         return modules.by_framework(name, "named arguments", layer, own)
-    given = module, jnp.asarray(args[0]), kwargs.get("mask"), own
+    x = jnp.asarray(args[0])
+    if not _holds(module, x):
+        return own()
+    given = module, x, kwargs.get("mask"), own
     make = lambda name, *_: FRAMEWORK.read(module, name)
     return _normalised(name, layer_norm, *given, implementation=chosen, make=make)
 
@@ -733,8 +746,39 @@ def _product(options: _Options, module: Any, args: Any, kwargs: Any, own: Callab
     if len(args) != 1 or kwargs:
         return modules.dense_by_framework(name, "named arguments", options.dense, own)
     inputs = jnp.asarray(args[0])
+    if not _holds(module, inputs):
+        return own()
     found = _matrix_product(module, inputs.ndim)
     return _contract(name, module, options.dense, inputs, found, own)
+
+
+def _holds(module: Any, x: Array) -> bool:
+    """Whether a module's variables have the parameters that it declares for an x.
+
+    Where they have not, Flax's own code says which are missing, or have another shape.
+    """
+    try:
+        shapes = _declared(module, x)
+    except IndexError:  # x has no such axis
+        return False
+    held = {name: _parameter(module, name) for name in shapes}
+    fits = lambda name, shape: shape is None or np.shape(held[name]) == shape
+    return all(held[name] is not None and fits(name, shape) for name, shape in shapes.items())
+
+
+def _declared(module: Any, x: Array) -> dict[str, tuple[int, ...] | None]:
+    """Returns the shapes of a module's parameters for an x; None where only Flax knows it."""
+    several = lambda value: (value,) if isinstance(value, int) else tuple(value)
+    along = lambda axes: tuple(x.shape[axis] for axis in several(axes))
+    if isinstance(module, nn.LayerNorm):
+        uses = {"scale": module.use_scale, "bias": module.use_bias}
+        return {name: along(module.feature_axes) for name, used in uses.items() if used}
+    if isinstance(module, nn.Einsum):
+        kernel, bias = tuple(module.shape), None
+    else:
+        bias = several(module.features)
+        kernel = (*along(getattr(module, "axis", -1)), *bias)
+    return {"kernel": kernel, "bias": bias} if module.use_bias else {"kernel": kernel}
 
 
 def _candidate(module: Any, base: type) -> Candidate:
@@ -793,7 +837,7 @@ def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
     unbound = base(**_fields(module), parent=None)
 
     def call(function, values, x, changed=types.MappingProxyType({})):
-        with _serving(None):  # the copy computes as its class does
+        with _serving(None), _without_interceptors():  # the copy computes as its class does
             copy = unbound.clone(**changed) if changed else unbound
             variables = jax.tree.unflatten(structure, values)
             y, after = nn.apply(function, copy, mutable=True)(variables, x)
@@ -803,6 +847,19 @@ def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
         return y
 
     return leaves, call
+
+
+@contextlib.contextmanager
+def _without_interceptors() -> Iterator[None]:
+    """Hides all interceptors within a block; theirs would take a probe for a call."""
+    # Flax's private matter: where it is elsewhere, they see probes.
+    stack = getattr(getattr(nn.module, "_global_interceptor_stack", None), "_storage", [])
+    kept = stack.copy()
+    stack.clear()
+    try:
+        yield
+    finally:
+        stack[:] = kept
 
 
 def _fields(module: nn.Module) -> dict[str, Any]:

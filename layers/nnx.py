@@ -943,6 +943,9 @@ def _candidate(module: Any, base: type) -> Candidate:
     if len(parameters) != len(variables):
         held = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(module))} - {*variables}
         raise Different(f"it holds other modules or arrays in {', '.join(sorted(held))}")
+    for name, variable in variables.items():
+        if _changes_what_it_holds(variable):
+            raise Different(f"its {name} has another value than it holds (get_value)")
     arguments = parameter_of(variables.keys(), parameters)
 
     def compute(values, x, changed):
@@ -950,6 +953,12 @@ def _candidate(module: Any, base: type) -> Candidate:
 
     numbers = {n: v for n, v in vars(module).items() if isinstance(v, int | float)}
     return Candidate(compute, *arguments, numbers, FRAMEWORK.ranks)
+
+
+def _changes_what_it_holds(variable: nnx.Variable) -> bool:
+    """Whether a Variable's value is computed from what it holds, by a class or hook of a user."""
+    own = type(variable).get_value is not nnx.Variable.get_value
+    return own or bool(variable.get_metadata().get("on_get_value"))
 
 
 def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
@@ -978,7 +987,7 @@ def _call_copy(function: Callable[..., Any], copy: Any, x: Any, arrays: list[Any
     y = function(copy, x)
     after = jax.tree.leaves(nnx.state(copy))
     if len(after) != len(arrays) or any(a is not b for a, b in zip(after, arrays)):
-        raise Different("its call changes its state")
+        raise Different("its call changes its state, or puts arrays in their place as nnx.jit does")
     if configuration(held) != before:
         raise Different("its call changes its attributes")
     return y

@@ -8,6 +8,7 @@ eps, the scale's offset and the order of casts; they are then verified against f
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import numbers
@@ -28,6 +29,7 @@ _MAGNITUDES = (1e-10, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 _EQUATIONS = 400  # of the longest trace that is evaluated
 # Of which a trace has more or fewer where an axis has length 1.
 _SHAPING = {"broadcast_in_dim", "expand_dims", "reshape", "squeeze"}
+_AXES = "axes", "axis", "dimension", "dimension_numbers", "permutation"  # of an operation
 
 
 Trace = Any  # a jax.extend.core.ClosedJaxpr, which type checkers do not find there
@@ -178,6 +180,8 @@ def casts(
     value = candidate.attributes.get(found.eps) if isinstance(found.eps, str) else found.eps
     if value is None:
         raise Different(f"its {found.eps} is no Python number any more")
+    if not value >= 0:
+        raise Different(f"its eps is {value}")
     # A class may have another eps for other dtypes and sizes: rows whose mean square is about eps.
     small = max(math.sqrt(value), math.sqrt(float(jnp.finfo(jnp.float32).tiny)))
     magnitudes = np.array([0.37, 0.9, 1.7, 5.3, 0.3 * small, small, 0.01])
@@ -230,8 +234,10 @@ def check_steps(known: Trace, given: Trace) -> None:
     """Raises Different unless two traces, for x of two shapes, compute the same of each element."""
     steps = []
     for traced in (known, given):
-        names = [equation.primitive.name for equation in equations(traced.jaxpr)]
-        steps.append(([n for n in names if n not in _SHAPING], _literals(traced.jaxpr)))
+        found = [e for e in equations(traced.jaxpr) if e.primitive.name not in _SHAPING]
+        over = [[str(equation.params.get(name)) for name in _AXES] for equation in found]
+        names = [equation.primitive.name for equation in found]
+        steps.append((names, over, _literals(traced.jaxpr)))
     if steps[0] != steps[1]:
         was, now = known.in_avals[-1].shape, given.in_avals[-1].shape
         raise Different(f"for an x of shape {now} it computes something else than for {was}")
@@ -240,11 +246,13 @@ def check_steps(known: Trace, given: Trace) -> None:
 def _formula(candidate: Candidate, size: int, rank: int) -> Formula:
     shape = probe_shape(len(_MAGNITUDES) + 1, size, rank)
     traced = candidate.trace(shape, "float32", "float32")
+    # Without its roundings to 16 bits, behind which a soft cap or another factor could hide.
+    call = functools.partial(_call, traced, rank=rank, wide=True)
     x = _rows(shape, np.array(_MAGNITUDES)).astype(np.float32)
     x[-1] = 0
     scales = [_scale(size, seed, "float32") for seed in (1, 2)]
-    ys = [_call(traced, scale, x, rank).astype(np.float64) for scale in scales]
-    tolerance = tolerance_of(traced, size)
+    ys = [call(scale, x).astype(np.float64) for scale in scales]
+    tolerance = tolerance_of(traced, size, wide=True)
     large = len(_MAGNITUDES) - 1
     wide, mean_square = x.astype(np.float64), np.mean(x.astype(np.float64) ** 2, 1)
 
@@ -357,11 +365,13 @@ def _scale(size: int, seed: int, dtype: str) -> np.ndarray:
     return (sign * (0.25 + 0.5 * rng.random(size))).astype(dtype)
 
 
-def _call(traced: Trace, scale: np.ndarray, x: np.ndarray, rank: int) -> np.ndarray:
-    parameters = [scale] if len(traced.in_avals) > 1 else []
+def _call(
+    traced: Trace, scale: np.ndarray, x: np.ndarray, rank: int, wide: bool = False
+) -> np.ndarray:
+    run = functools.partial(evaluate, traced, *[scale] * (len(traced.in_avals) > 1), wide=wide)
     if rank == 1:
-        return np.stack([evaluate(traced, *parameters, row) for row in x])
-    return evaluate(traced, *parameters, x.reshape(traced.in_avals[-1].shape)).reshape(x.shape)
+        return np.stack([run(row) for row in x])
+    return run(x.reshape(traced.in_avals[-1].shape)).reshape(x.shape)
 
 
 def _exact(
@@ -381,11 +391,14 @@ def _narrower(dtype: str) -> list[str]:
     return [d for d in ("float32", "bfloat16", "float16") if d != dtype and not holds(d, dtype)]
 
 
-def tolerance_of(traced: Trace, size: int) -> float:
-    """The relative error that rounding explains: a sum's, and four of the narrowest result."""
+def tolerance_of(traced: Trace, size: int, wide: bool = False) -> float:
+    """The relative error that rounding explains: a sum's, and four of the narrowest result.
+
+    `wide` as for `evaluate`.
+    """
     eps = roundings(traced)
-    wide = [e for e in eps if e < 1e-3] or [float(np.finfo(np.float32).eps)]
-    return 4 * max(eps) + (8 + np.sqrt(size)) * max(wide) / 2
+    long = [e for e in eps if e < 1e-3] or [float(np.finfo(np.float32).eps)]
+    return 4 * max(long if wide else eps) + (8 + np.sqrt(size)) * max(long) / 2
 
 
 def roundings(traced: Trace) -> list[float]:
@@ -460,20 +473,24 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 }
 
 
-def evaluate(traced: Trace, *args: np.ndarray) -> np.ndarray:
-    """Returns the only result of a trace, each operation rounded to its own dtype."""
+def evaluate(traced: Trace, *args: np.ndarray, wide: bool = False) -> np.ndarray:
+    """Returns the only result of a trace, each operation rounded to its own dtype.
+
+    With `wide` what has 16 bits is computed in float32, but for what JAX must evaluate.
+    """
     try:
         with np.errstate(all="ignore"):
-            return _run(traced.jaxpr, traced.consts, args)[0]
+            return _run(traced.jaxpr, traced.consts, args, wide)[0]
     except Exception as error:  # of an operation that JAX evaluates
         raise Different(f"it cannot be evaluated here: {error}") from None
 
 
-def _run(jaxpr: core.Jaxpr, consts: Any, args: Any) -> list[np.ndarray]:
+def _run(jaxpr: core.Jaxpr, consts: Any, args: Any, wide: bool = False) -> list[np.ndarray]:
     env: dict[core.Var, np.ndarray] = {}
+    dtype_of = lambda aval: np.float32 if wide and aval.dtype.name in NARROW else aval.dtype
 
     def read(atom: Any) -> np.ndarray:
-        return np.asarray(atom.val, atom.aval.dtype) if hasattr(atom, "val") else env[atom]
+        return np.asarray(atom.val, dtype_of(atom.aval)) if hasattr(atom, "val") else env[atom]
 
     env.update(zip(jaxpr.constvars, map(np.asarray, consts)))
     env.update(zip(jaxpr.invars, args))
@@ -481,16 +498,20 @@ def _run(jaxpr: core.Jaxpr, consts: Any, args: Any) -> list[np.ndarray]:
         values = [read(atom) for atom in equation.invars]
         name, called = equation.primitive.name, _called(equation)
         if called is not None:
-            results = _run(*called, values)
+            results = _run(*called, values, wide)
         elif (function := _NUMPY.get(name)) and len(equation.outvars) == 1:
             # NumPy's functions take none of an element-wise operation's parameters.
             params = {} if isinstance(function, np.ufunc) else equation.params
+            if name == "convert_element_type":
+                params = {"new_dtype": dtype_of(equation.outvars[0].aval)}
             results = [function(*values, **params)]
         else:
+            if wide:
+                dtypes = [atom.aval.dtype for atom in list[Any](equation.invars)]
+                values = [v.astype(dtype) for v, dtype in zip(values, dtypes)]
             results = _by_jax(equation, values)
         for var, value in zip(equation.outvars, results):
-            aval: Any = var.aval
-            env[var] = np.asarray(value).astype(aval.dtype, copy=False)
+            env[var] = np.asarray(value).astype(dtype_of(var.aval), copy=False)
     return [read(atom) for atom in jaxpr.outvars]
 
 

@@ -1,7 +1,9 @@
 """The parts of `swap` that frameworks share: served subclasses, a user's rules, and the report."""
 
 import collections
+import contextlib
 import dataclasses
+import dis
 import functools
 import importlib
 import inspect
@@ -192,7 +194,9 @@ class Service:
         return ", ".join(f"{dtype} {error:.1g}" for dtype, error in errors.items())
 
     def _identity(self, module: Any) -> tuple[Any, ...]:
-        return self.framework.configuration(module), _code(type(module))
+        # Whether a class places its arrays on a mesh may depend on the mesh at hand.
+        mesh = jax.sharding.get_abstract_mesh()
+        return self.framework.configuration(module), _code(self.base), mesh
 
     def _like(self, module: Any) -> tuple[Any, ...]:
         """What is verified once for modules, as the end of a key of `verified`."""
@@ -465,17 +469,71 @@ def functions_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 _LIBRARIES = {"normfuse", "flax", "equinox", "haliax"}
+_OTHERS = {*_LIBRARIES, *sys.stdlib_module_names, "jax", "jaxlib", "numpy", "jaxtyping"}
 
 
 def _code(cls: type) -> tuple[Any, ...]:
     """Returns the code of a user's classes, and the numbers and names in them, as a key.
 
-    A notebook may define a class's methods again, and leave its objects as they are.
+    A notebook may define a class's methods again, and leave its objects as they are; or a function
+    that they call, or a number that they read.
     """
-    code = [(name, function.__code__) for name, function in functions_of(cls)]
+    code = [(name, _read_by(function)) for name, function in functions_of(cls)]
     plain = lambda name, value: not name.startswith("__") and isinstance(value, int | float | str)
     held = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if plain(n, v)}
     return (*code, *((name, type(value), value) for name, value in sorted(held.items())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Returns the names that code reads and does not set: of globals, and of attributes."""
+    set_by = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+    names = {*code.co_names, *code.co_freevars} - set_by
+    within = [held for held in code.co_consts if isinstance(held, types.CodeType)]
+    return frozenset(names.union(*map(_names, within)))
+
+
+def _read_by(function: types.FunctionType, within: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """Returns a user's function and what it reads from outside, as a key; `within` read it."""
+    names, code = _names(function.__code__), function.__code__
+    held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # of a name that is not set yet
+            held[name] = cell.cell_contents
+    held |= {"": (*(function.__defaults__ or ()), function.__kwdefaults__)}
+    key_of = functools.partial(_outer, names=names, within=(*within, function))
+    return code, tuple((name, key_of(value)) for name, value in sorted(held.items()))
+
+
+def _outer(value: Any, names: frozenset[str], within: tuple[Any, ...]) -> Any:
+    """A key for what a user's function reads, of whose attributes it reads `names`.
+
+    Arrays, lists and other large things count as the objects that they are.
+    """
+    key_of = functools.partial(_outer, names=names, within=(*within, value))
+    if isinstance(value, int | float | str | bytes | np.generic | np.dtype | None):
+        return type(value), value  # True is not 1
+    if any(value is one for one in within) or len(within) > _DEEPEST or _is_array(value):
+        return type(value), id(value)
+    if isinstance(value, tuple):
+        return tuple(map(key_of, value))
+    if isinstance(value, Mapping):
+        return tuple((n, key_of(of)) for n, of in value.items()) if len(value) < 64 else id(value)
+    made_of = inspect.unwrap(value) if callable(value) else value
+    home = value.__name__ if isinstance(value, types.ModuleType) else _home(made_of)
+    if home.partition(".")[0] in _OTHERS:
+        return type(value), id(value)
+    if isinstance(made_of, types.FunctionType):
+        return _read_by(made_of, within)
+    held = getattr(value, "__dict__", {})
+    read = ((name, key_of(held[name])) for name in sorted(names & held.keys()))
+    return type(value), id(value), tuple(read)
+
+
+def _home(value: Any) -> str:
+    """Returns the module that defines a class or function, or an object's class."""
+    of = value if isinstance(value, type | types.FunctionType) else type(value)
+    return str(of.__module__)
 
 
 _DEEPEST = 8  # objects within objects that are looked at
@@ -587,7 +645,7 @@ def recognised(
     Raises:
       Different: if it is not an RMSNorm.
     """
-    like = framework.configuration(module), _code(type(module))
+    like = framework.configuration(module), _code(base)
     key = base, candidate.scale, candidate.shape, candidate.dtype, like
     found = _found_once(_recognised, key, lambda: recognize.formula(candidate))
     if isinstance(found, str):
@@ -641,7 +699,8 @@ def _mlp_key(module: Any, framework: Framework) -> tuple[Any, ...]:
         (name, type(layer), configuration(vars(layer)), *dtypes(layer))
         for name, layer in sorted(linears.items())
     ]
-    return configuration(own), tuple(layers), _code(type(module))
+    base = SERVED[type(module)].base if type(module) in SERVED else type(module)
+    return configuration(own), tuple(layers), _code(base)
 
 
 # ---------------------------------------------------------------- rules

@@ -88,7 +88,9 @@ def test_other_methods_bind_and_parents():
     model = swap(Model())
     variables = model.init(KEY, X)
     assert norms(lambda v: model.apply(v, X, method="embed"), variables) == 1
-    assert norms(lambda v: model.apply(v, X, method=Model.__call__), variables) in (0, 2)
+    assert norms(lambda v: model.apply(v, X, method=Model.__call__), variables) == 2
+    assert norms(lambda v: model.apply(v, X, method=Model.embed), variables) == 1
+    assert norms(lambda v: model.apply(v, X, method=lambda m, x: m.norm(x)), variables) == 1
     assert norms(lambda v: model.bind(v)(X), variables) == 2
     assert norms(lambda v: nn.apply(lambda m, x: m(x), model)(v, X), variables) == 2
 
@@ -101,6 +103,74 @@ def test_other_methods_bind_and_parents():
     assert (
         norms(lambda v: Parent(model).apply({"params": {"child": v["params"]}}, X), variables) == 2
     )
+
+
+class Layers(nn.Module):
+    features: int = 8
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(nn.Dense(self.features)(x))
+        return nn.DenseGeneral(self.features)(y)
+
+
+@pytest.mark.parametrize("missing", ["Dense_0 bias", "LayerNorm_0 scale", "LayerNorm_0 bias", ""])
+def test_parameters_that_do_not_fit_are_an_error_as_without_swap(missing):
+    params = Layers().init(KEY, X)["params"]
+    model = Layers() if missing else Layers(16)
+    if missing:
+        module, name = missing.split()
+        params = {
+            n: {k: v for k, v in p.items() if (n, k) != (module, name)} for n, p in params.items()
+        }
+    with pytest.raises(nn.FlaxError if hasattr(nn, "FlaxError") else Exception) as theirs:
+        model.apply({"params": params}, X)
+    with pytest.raises(type(theirs.value)):
+        swap(model).apply({"params": params}, X)
+
+
+class LowRank(nn.Module):
+    """Adds to its Dense by an interceptor of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        a, b = (self.param(name, nn.initializers.ones, (16, 16)) for name in "ab")
+
+        def add(call, args, kwargs, context):
+            y = call(*args, **kwargs)
+            is_dense = isinstance(context.module, nn.Dense) and context.method_name == "__call__"
+            return y + args[0] @ a @ b if is_dense else y
+
+        with nn.intercept_methods(add):
+            return nn.Dense(16)(nn.RMSNorm()(x))
+
+
+def test_an_interceptor_within_the_model_keeps_its_calls():
+    model, reports = LowRank(), []
+    variables = model.init(KEY, X)
+    with pytest.warns(UserWarning, match="an interceptor within the model takes its calls"):
+        y = swap(model, report=reports.append).apply(variables, X)
+    np.testing.assert_allclose(y, model.apply(variables, X), rtol=1e-5)
+    reasons = {row.layer: row.reason for row in reports[-1].rows}
+    assert "interceptor" in reasons["Dense"] and "interceptor" in reasons["RMSNorm"]
+
+
+def test_interceptors_see_no_probes():
+    seen = []
+
+    def to_bfloat16(call, args, kwargs, context):
+        seen.append(call(*args, **kwargs))
+        return seen[-1].astype(jnp.bfloat16)
+
+    class Norm(LinenNorm):
+        pass
+
+    variables = Norm().init(KEY, X)
+    with nn.intercept_methods(to_bfloat16):
+        y = swap(Norm()).apply(variables, X)
+    assert y.dtype == jnp.bfloat16 and len(seen) == 1
+    assert not isinstance(seen[0], jax.core.Tracer)
+    assert swap(Norm()).apply(variables, X).dtype == f32
 
 
 def test_unswap_pickle_and_again():

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections.abc import Callable
 
 import equinox as eqx
 import gpu_compiler
@@ -350,6 +351,29 @@ def test_equinox_optimizer_state_is_swapped_likewise():
     assert jax.tree.structure(ours_eqx.swap(state)) == jax.tree.structure(fresh)
     empty = eqx.filter(model, lambda leaf: False)
     assert jax.tree.structure(ours_eqx.swap(nothing)) == jax.tree.structure(empty)
+
+
+class WithActivation(EqxGated):
+    """Its activation is a leaf, which an optimizer's state has not."""
+
+    act: Callable
+
+    def __init__(self, key):
+        super().__init__(key)
+        self.act = jax.nn.silu
+
+    def __call__(self, x, *, key=None):
+        del key
+        return self.w2(self.act(self.w1(x)) * self.w3(x))
+
+
+def test_equinox_optimizer_state_of_an_mlp_with_an_activation():
+    theirs, optimizer = WithActivation(jax.random.key(0)), optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(theirs, eqx.is_array))
+    model = ours_eqx.swap(theirs)
+    assert type(model) is not WithActivation
+    gradients = eqx.filter(model, eqx.is_array)
+    optimizer.update(gradients, ours_eqx.swap(state))  # of one structure
 
 
 @pytest.mark.newest

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import types
+import warnings
 from typing import ClassVar
 
 import equinox as eqx
@@ -26,6 +27,7 @@ from normfuse import rms_norm
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
+from normfuse.layers.swap import SERVED
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SIZE = 48
@@ -405,6 +407,117 @@ def test_code_that_changes_is_followed():
             setattr(Norm, name, value)
         for module in (norm, ours_nnx.swap(nnx.List([Norm()]), rules={})[0]):
             np.testing.assert_allclose(module(x), Norm()(x), rtol=1e-5)
+
+
+def test_what_the_code_reads_is_followed():
+    """A number, an attribute of a configuration and a helper, all outside of the class."""
+    settings = types.SimpleNamespace(eps=1e-6)
+    names = {"nnx": nnx, "jnp": jnp, "jax": jax, "settings": settings, "__name__": __name__}
+    source = """
+GAIN = 1.0
+def normal(x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + settings.eps)
+class Norm(nnx.Module):
+    def __call__(self, x):
+        return normal(x) * GAIN
+"""
+    exec(source, names)
+    of = names["Norm"]
+    x, norm = jnp.asarray([[0.01, 0.02], [0.03, -0.01]]), ours_nnx.swap(of())
+    centred = lambda x: of.__call__.__globals__["jnp"].tanh(x)
+    changes = [("settings", "eps", 1e-3), (None, "GAIN", 3.0), (None, "normal", centred)]
+    for holder, name, value in changes:
+        setattr(settings, name, value) if holder else names.update({name: value})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is a norm no more
+            for module in (norm, ours_nnx.swap(of())):
+                np.testing.assert_allclose(module(x), of()(x), rtol=1e-5, err_msg=name)
+
+
+def test_a_global_that_a_call_sets_is_not_followed():
+    names = {"nnx": nnx, "normal": foreign_norms.normal, "CALLS": 0, "__name__": __name__}
+    source = """
+class Norm(nnx.Module):
+    def __call__(self, x):
+        global CALLS
+        CALLS += 1
+        return normal(x)
+"""
+    exec(source, names)
+    norm = ours_nnx.swap(names["Norm"]())
+    known = len(SERVED[type(norm)].verified)
+    for _ in range(3):
+        norm(jnp.ones((2, 8)))
+    assert len(SERVED[type(norm)].verified) <= known + 1
+
+
+class ZeroCentred(nnx.Param):
+    def get_value(self, **options):
+        return super().get_value(**options) + 1
+
+
+class OfVariable(nnx.Module):
+    def __init__(self, variable):
+        self.w = variable
+
+    def __call__(self, x):
+        return foreign_norms.normal(x) * self.w[...]
+
+
+@pytest.mark.parametrize("hook", [False, True])
+@pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
+def test_a_variable_with_another_value_than_it_holds_stays(hook):
+    add = lambda _, value: value + 1
+    ones = jnp.ones(8)
+    of = nnx.Param(ones, on_get_value=add) if hook else ZeroCentred(ones)
+    with pytest.warns(UserWarning, match="w has another value than it holds"):
+        norm = ours_nnx.swap(OfVariable(of))
+    assert type(norm) is OfVariable
+
+
+@pytest.mark.parametrize(
+    "change", [lambda y: 20 * jnp.tanh(y / 20), lambda y: 1.01 * y], ids=["a soft cap", "a gain"]
+)
+def test_roundings_hide_nothing(change):
+    formula = lambda x, w: change(rms(x, 1e-6) * w).astype(bf16)
+    with pytest.warns(UserWarning, match="nothing in Written is served"):
+        ours_nnx.swap(Written(formula, 64))
+
+
+class ByLength(nnx.Module):
+    """Normalises whichever axis has as many elements as its weight."""
+
+    def __init__(self, size):
+        self.w = nnx.Param(jnp.ones(size))
+
+    def __call__(self, x):
+        axis = x.shape.index(self.w.shape[0])
+        shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+        rstd = jax.lax.rsqrt(jnp.mean(x * x, axis, keepdims=True) + 1e-6)
+        return x * rstd * self.w[...].reshape(shape)
+
+
+def test_a_class_that_takes_its_axis_from_the_shape(rng):
+    norm = ours_nnx.swap(ByLength(16))
+    for shape in ((3, 5, 16), (16, 5, 16)):
+        x = jnp.asarray(rng.standard_normal(shape) * np.arange(1, 17), f32)
+        np.testing.assert_allclose(norm(x), ByLength(16)(x), rtol=1e-5)
+
+
+class Placing(nnx.Module):
+    def __call__(self, x):
+        y = foreign_norms.normal(x)
+        if jax.sharding.get_abstract_mesh().empty:
+            return y
+        return jax.lax.with_sharding_constraint(y, jax.P("data", None))
+
+
+def test_a_class_that_places_its_result_on_the_mesh_at_hand(eight_devices):
+    norm, x = ours_nnx.swap(Placing()), jnp.ones((8, 16))
+    run = lambda x: norm(x)  # noqa: E731
+    assert "sharding_constraint" not in str(jax.make_jaxpr(run)(x))
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))):
+        assert "sharding_constraint" in str(jax.make_jaxpr(run)(x))
 
 
 def test_true_is_not_one():
