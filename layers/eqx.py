@@ -30,6 +30,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    Service,
     check_concrete,
     check_model,
     check_rule,
@@ -584,6 +585,8 @@ def _chosen(
             service = service_of(base, service.how, implementation, FRAMEWORK)
             layer = modules.converted(layer, subclass(service))
         return row(service.name, error=service.error(layer)), layer
+    if how := _known_formula(layer, path, _without_static):
+        return _served(row, layer, service_of(base, how, implementation, FRAMEWORK))
     arrays, parts = _contents(layer)
     try:
         service = recognised_mlp(layer, base, FRAMEWORK)
@@ -592,20 +595,38 @@ def _chosen(
                 return None, layer
             check_concrete(arrays.values())
             service = recognised(layer, base, _candidate(layer, base), implementation, FRAMEWORK)
-        cls = subclass(service)
+        subclass(service)
     except Different as different:
-        known = _known.get(_structure(layer), ((), None))
-        if known[1] is None or not _is_filtered(_kinds(layer), known[0]):
-            return row(reason=str(different)), layer
-        service = service_of(base, known[1], implementation, FRAMEWORK)
-        return row(service.name), modules.converted(layer, subclass(service))  # a filtered copy
-    _known[_structure(layer)] = _kinds(layer), service.how
-    return row(service.name, error=service.error(layer)), modules.converted(layer, cls)
+        if how := _known_formula(layer, path, _is_filtered):
+            return _served(row, layer, service_of(base, how, implementation, FRAMEWORK))
+        return row(reason=str(different)), layer
+    known = _known.setdefault(_structure(layer), {})
+    known.pop(path, None)  # the last that was recognised is the last
+    known[path] = _kinds(layer), service.how
+    return _served(row, layer, service, service.error(layer))
 
 
-# Of each class and configuration that was recognised: what its fields held, and the formula. An
-# optimizer's state has modules with other things in their fields, or nothing.
-_known: dict[Any, tuple[Any, Any]] = {}
+def _served(row: Any, layer: eqx.Module, service: Service, error: str = "") -> tuple[Row, Any]:
+    return row(service.name, error=error), modules.converted(layer, subclass(service))
+
+
+# Of each class and configuration that was recognised: what its leaves were and the formula, by path
+# in the model. An optimizer's state has modules with other things in their fields, or nothing.
+_known: dict[Any, dict[str, tuple[tuple[int, ...], Any]]] = {}
+
+
+def _known_formula(
+    layer: eqx.Module, path: str, less: Callable[[tuple[int, ...], tuple[int, ...]], bool]
+) -> Any:
+    """Returns the formula of the known module that a layer is a filtered copy of, or None.
+
+    Of several, that whose path in its model is the end of the copy's in an optimizer's state; else
+    that recognised last.
+    """
+    kinds, known = _kinds(layer), _known.get(_structure(layer), {})
+    found = {at: how for at, (whole, how) in known.items() if less(kinds, whole)}
+    ends = [at for at in found if at and (path == at or path.endswith(f".{at}"))]
+    return found[max(ends, key=len)] if ends else next(reversed(found.values()), None)
 
 
 def _is_filtered(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
@@ -613,11 +634,23 @@ def _is_filtered(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
     return kinds != known and len(kinds) == len(known) and all(map(operator.le, kinds, known))
 
 
+def _without_static(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
+    """Whether all arrays are there, and nothing else, as `eqx.filter(module, is_array)` has it."""
+    return kinds != known and kinds == tuple(kind if kind == _ARRAY else 0 for kind in known)
+
+
+_ARRAY = 3
+
+
 def _kinds(layer: eqx.Module) -> tuple[int, ...]:
-    """2 for each leaf that is like an array, 1 for others, such as an activation, 0 for None."""
-    is_array = lambda value: isinstance(value, jax.ShapeDtypeStruct) or eqx.is_array_like(value)
-    leaves = jax.tree.leaves(layer, is_leaf=lambda value: value is None)
-    return tuple(2 if is_array(value) else int(value is not None) for value in leaves)
+    """3 for each leaf that is an array, 2 for numbers, 1 for others (an activation), 0 for None."""
+
+    def kind(leaf: Any) -> int:
+        if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return _ARRAY
+        return 2 if eqx.is_array_like(leaf) else int(leaf is not None)
+
+    return tuple(map(kind, jax.tree.leaves(layer, is_leaf=lambda leaf: leaf is None)))
 
 
 def _structure(layer: eqx.Module) -> tuple[Any, ...]:

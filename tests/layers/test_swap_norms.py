@@ -658,6 +658,25 @@ def test_equinox_optimizer_state_is_swapped_likewise(rng):
     np.testing.assert_allclose(train(2), train(None), rtol=1e-3)
 
 
+class ByFlag(eqx.Module):
+    w: jax.Array
+    zero_centred: bool  # a leaf, which an optimizer's state has not
+
+    def __call__(self, x):
+        return foreign_norms.normal(x) * (self.w + 1 if self.zero_centred else self.w)
+
+
+@pytest.mark.parametrize("flags", [(True, False), (False, True), (True, True)])
+def test_equinox_optimizer_state_of_norms_that_differ_in_a_leaf(flags):
+    model = {"norms": [ByFlag(jnp.ones(8), flag) for flag in flags]}
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+    model, state = ours_eqx.swap(model), ours_eqx.swap(state)
+    assert all(type(norm) in SERVED for norm in model["norms"])
+    fresh = optimizer.init(eqx.filter(model, eqx.is_array))
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+
+
 def test_equinox_more_arrays_are_no_filtered_copy():
     class Shifted(eqx.Module):
         weight: jax.Array
