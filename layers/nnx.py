@@ -1041,7 +1041,7 @@ def _apply_mlp(how: GatedFormula, module: Any, x: Array) -> Array:
 FRAMEWORK = Framework(
     home=__name__,
     read=lambda module, name: getattr(module, name)[...],
-    held=getattr,
+    held=lambda module, name: getattr(module, name).get_raw_value(),  # `dtype` may be metadata
     candidate=_candidate,
     options=lambda base: {"pytree": base._pytree__is_pytree},
     linears=_linears,

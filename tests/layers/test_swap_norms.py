@@ -484,6 +484,13 @@ def test_roundings_hide_nothing(change):
         ours_nnx.swap(Written(formula, 64))
 
 
+def test_a_variable_may_be_told_a_dtype():
+    norm = OfVariable(nnx.Param(jnp.ones(8), dtype=jnp.bfloat16))  # which is metadata
+    (row,) = report_of(ours_nnx.swap, norm).rows
+    assert row.served == "rms_norm" and "float32" in row.error
+    assert norm(jnp.ones((2, 8))).dtype == f32
+
+
 class ByLength(nnx.Module):
     """Normalises whichever axis has as many elements as its weight."""
 
