@@ -241,8 +241,8 @@ class Linear(eqx.nn.Linear, _Options):
 
     def _unserved(self, x: Array) -> str:
         """Returns what only Equinox serves, or ""."""
-        if "scalar" in (self.in_features, self.out_features):
-            return '"scalar" features'
+        if option := _own_option(self):
+            return option
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
         if reason := unserved({}, x.dtype, self.weight.dtype):
@@ -251,6 +251,12 @@ class Linear(eqx.nn.Linear, _Options):
         if self.bias is not None and jnp.result_type(dtype, self.bias) != dtype:
             return f"a bias in {self.bias.dtype}, wider than {dtype}"
         return ""
+
+
+def _own_option(linear: Any) -> str:
+    """Returns the option of a Linear that only Equinox serves, or ""."""
+    scalar = "scalar" in (linear.in_features, linear.out_features)
+    return '"scalar" features' if scalar else ""
 
 
 def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
@@ -465,8 +471,9 @@ def swap(
         already, too, unless it is None. Linear layers multiply by XLA, as they did, and MLPs
         that are found are computed by the best that can serve.
       quantization: of every Linear, NormDense and GatedMLP, as for `normfuse.dense`; of those that
-        are normfuse's already, too, unless it is None. A model's last layer, which makes logits, is
-        better left out: swap the parts before it.
+        are normfuse's already, too, unless it is None. A Linear with "scalar" features stays
+        without, and the report says so. A model's last layer, which makes logits, is better left
+        out: swap the parts before it.
       rules: by class, a function of (module, x) that computes what its modules do, or None for
         modules to leave alone. Subclasses follow the rule of their nearest base class.
       report: called with a `Report` of each module, what serves it, or why not: `report=print`.
@@ -565,12 +572,15 @@ def _chosen(
                 layer = modules.converted(layer, ours, implementation=implementation)
             return row(f"normfuse {ours.__name__}"), layer
     if base in (Linear, eqx.nn.Linear):
+        option = _own_option(layer)
+        served = modules.served_by(Linear, quantization, option)
+        quantization = None if option else quantization
         if base is eqx.nn.Linear:
             added = {"activation": None, "implementation": None, "quantization": quantization}
             layer = modules.converted(layer, Linear, **added)
         elif quantization is not None:
             layer = modules.converted(layer, Linear, quantization=quantization)
-        return row("normfuse Linear"), layer
+        return row(served), layer
     if base in (NormDense, GatedMLP):
         return row(f"normfuse {base.__name__}"), layer
     if named.is_linear(base):

@@ -345,7 +345,7 @@ def _contract(
     return found.apply(inputs, kernel, bias, **options_of(name, given, dtype))
 
 
-def _unserved(module: Any, inputs: Array) -> str:
+def _own_option(module: Any) -> str:
     """Returns the option of a linear layer that only Flax serves, or ""."""
     own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
     reasons = {
@@ -354,7 +354,12 @@ def _unserved(module: Any, inputs: Array) -> str:
         "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
         "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
     }
-    return unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
+    return unserved(reasons)
+
+
+def _unserved(module: Any, inputs: Array) -> str:
+    """Returns what of a linear layer and its inputs only Flax serves, or ""."""
+    return _own_option(module) or unserved({}, inputs.dtype, module.param_dtype, module.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:
@@ -527,7 +532,8 @@ def swap(
     Args:
       model: a module, not bound.
       implementation: of the norms, as for `normfuse.rms_norm`. Dense layers multiply by XLA.
-      quantization: of the dense layers, as for `normfuse.dense`.
+      quantization: of the dense layers, as for `normfuse.dense`, but of those with an option that
+        only Flax serves (`precision`, a `dot_general`), as the report says.
       rules: by class, a function of (bound module, x) that computes what its modules do, or None
         for modules to leave alone. Subclasses follow the rule of their nearest base class.
       report: called with a `Report` of each module, what serves it, or why not, whenever a method
@@ -687,7 +693,7 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
     Raises:
       ValueError: for a rule that does not fit.
     """
-    base = _original(module)
+    base, given = _original(module), options.quantization
     row = functools.partial(Row, ".".join(module.path), base.__name__)
     ruled, rule = rule_of(dict(options.rules), base)
     if ruled and rule is None:
@@ -708,7 +714,10 @@ def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[
     if base in _PRODUCTS:
         if isinstance(why := _matrix_product(module, 16), str):
             return row(reason=why), None
-        return row(f"normfuse {base.__name__}"), functools.partial(_product, options)
+        if option := _own_option(module):
+            options = dataclasses.replace(options, quantization=None)
+        served = modules.served_by(base, given, option)
+        return row(served), functools.partial(_product, options)
     variables = module.variables
     own = [value for value in variables.get("params", {}).values() if not isinstance(value, dict)]
     if not own and variables.get("params"):

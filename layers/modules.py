@@ -218,6 +218,15 @@ def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
     return by_framework("NormDense", reason, layer, call, layer.linear)
 
 
+def served_by(layer: type, quantization: Quantization, option: str) -> str:
+    """Returns what serves a linear layer, for the report of `swap`.
+
+    `option` of the layer is what keeps it from the quantization, or "".
+    """
+    kept = f", without {quantization} beside {option}" if quantization and option else ""
+    return f"normfuse {layer.__name__}{kept}"
+
+
 def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:
     """Raises ValueError where a layer asks for FP8 and what serves does not multiply in it.
 

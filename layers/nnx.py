@@ -403,9 +403,8 @@ def _contract(
     return found.apply(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
 
-def _unserved(layer: Any, inputs: Array) -> str:
+def _own_option(layer: Any) -> str:
     """Returns the option of a linear layer that only Flax serves, or ""."""
-    kernel, bias = _parameters(layer)
     products = getattr(layer, "dot_general", None), getattr(layer, "dot_general_cls", None)
     reasons = {
         "a precision": layer.precision is not None,
@@ -414,8 +413,14 @@ def _unserved(layer: Any, inputs: Array) -> str:
         "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
         "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
     }
+    return unserved(reasons)
+
+
+def _unserved(layer: Any, inputs: Array) -> str:
+    """Returns what of a linear layer and its inputs only Flax serves, or ""."""
+    kernel, bias = _parameters(layer)
     own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
-    return unserved(reasons, inputs.dtype, *own)
+    return _own_option(layer) or unserved({}, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -645,6 +650,7 @@ _OURS = {
 }
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 _NORMS = (RMSNorm, LayerNorm)
+_LINEARS = (Linear, LinearGeneral, Einsum)
 _FUSED = (NormDense, GatedMLP)
 
 
@@ -678,8 +684,9 @@ def swap(
         already, too, unless it is None. Linear layers multiply by XLA, as they did, and MLPs
         that are found are computed by the best that can serve.
       quantization: of every linear layer, NormDense and GatedMLP, as for `normfuse.dense`; of those
-        that are normfuse's already, too, unless it is None. A model's last layer, which makes
-        logits, is better left out: swap the parts before it.
+        that are normfuse's already, too, unless it is None. Linear layers with an option that only
+        Flax serves (`precision`, a `dot_general`) stay without, and the report says so. A model's
+        last layer, which makes logits, is better left out: swap the parts before it.
       rules: by class, a function of (module, x) that computes what its modules do, or None for
         modules to leave alone. Subclasses follow the rule of their nearest base class.
       report: called with a `Report` of each module, what serves it, or why not: `report=print`.
@@ -715,7 +722,8 @@ def swap(
     if not (found := _modules(model)) and not isinstance(model, nnx.Optimizer):
         warnings.warn(f"swap: there is no nnx.Module in {type(model).__name__}", stacklevel=2)
     for path, module in found:
-        row, cls = _chosen(module, ".".join(map(str, path)), implementation, rules)
+        at = ".".join(map(str, path))
+        row, cls = _chosen(module, at, implementation, quantization, rules)
         rows += [row] if row else []
         classes += [(path, module, cls)] if cls else []
     changing = [(path, module) for path, module, cls in classes if cls is not type(module)]
@@ -730,8 +738,9 @@ def swap(
         for module in _layers(model, set(_NORMS)):
             module.implementation = implementation
     if quantization is not None:
-        for module in _layers(model, {Linear, LinearGeneral, Einsum, *_FUSED}):
-            module.quantization = quantization
+        for module in _layers(model, {*_LINEARS, *_FUSED}):
+            if not (isinstance(module, _LINEARS) and _own_option(module)):
+                module.quantization = quantization
     conclude(rows, report, type(model).__name__, warn=not isinstance(model, nnx.Optimizer))
     return model
 
@@ -887,7 +896,11 @@ def _modules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _chosen(
-    module: Any, path: str, implementation: Implementation, rules: Rules
+    module: Any,
+    path: str,
+    implementation: Implementation,
+    quantization: Quantization,
+    rules: Rules,
 ) -> tuple[Row | None, type | None]:
     """Returns what to report of a module, and the class it is to have, where either is something.
 
@@ -910,7 +923,9 @@ def _chosen(
         if isinstance(why, str):
             return row(reason=why), None
     if base in _OURS or base in _THEIRS or base in _FUSED:
-        return row(f"normfuse {_OURS.get(base, base).__name__}"), _OURS.get(base)
+        ours = _OURS.get(base, base)
+        option = _own_option(module) if quantization and ours in _LINEARS else ""
+        return row(modules.served_by(ours, quantization, option)), _OURS.get(base)
     if type(module) in SERVED:
         service = SERVED[type(module)]
         if implementation is not None and not isinstance(service.how, GatedFormula):

@@ -232,6 +232,33 @@ def test_what_the_framework_would_serve_is_refused(call):
         call()
 
 
+class Precise(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(DIM, precision="highest")(nn.Dense(DIM)(x))
+
+
+def test_swap_leaves_what_the_framework_serves_unquantized():
+    linear = lambda **options: nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0), **options)
+    scalar = eqx.nn.Sequential(
+        [eqx.nn.Linear(DIM, DIM, key=KEY), eqx.nn.Linear(DIM, "scalar", key=KEY)]
+    )
+    rows, options = [], {"quantization": "fp8", "report": lambda report: rows.extend(report.rows)}
+    model = ours_nnx.swap(nnx.Sequential(linear(), linear(precision="highest")), **options)
+    assert [layer.quantization for layer in model.layers] == ["fp8", None]
+    model(X)
+    linen = Precise()
+    ours_linen.swap(linen, **options).apply(linen.init(KEY, X), X)
+    scalar = ours_eqx.swap(scalar, **options)
+    assert [layer.quantization for layer in scalar.layers] == ["fp8", None]
+    scalar(X[0])
+    served = [row.served.partition(", ")[2] for row in rows]
+    assert served == ["", "without fp8 beside a precision"] * 2 + [
+        "",
+        'without fp8 beside "scalar" features',
+    ]
+
+
 def test_a_part_that_is_not_quantized_is_refused():
     layer = ours_nnx.GatedMLP(DIM, HIDDEN, quantization="fp8", rngs=nnx.Rngs(0))
     layer.down = nnx.Linear(HIDDEN, DIM, rngs=nnx.Rngs(0))
