@@ -478,7 +478,8 @@ def _code(cls: type) -> tuple[Any, ...]:
     A notebook may define a class's methods again, and leave its objects as they are; or a function
     that they call, or a number that they read.
     """
-    code = [(name, _read_by(function)) for name, function in functions_of(cls)]
+    seen: dict[int, Any] = {}
+    code = [(name, _read_by(function, seen)) for name, function in functions_of(cls)]
     plain = lambda name, value: not name.startswith("__") and isinstance(value, int | float | str)
     held = {n: v for base in reversed(cls.__mro__) for n, v in vars(base).items() if plain(n, v)}
     return (*code, *((name, type(value), value) for name, value in sorted(held.items())))
@@ -493,41 +494,48 @@ def _names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.union(*map(_names, within)))
 
 
-def _read_by(function: types.FunctionType, within: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """Returns a user's function and what it reads from outside, as a key; `within` read it."""
-    names, code = _names(function.__code__), function.__code__
+def _read_by(function: types.FunctionType, seen: dict[int, Any]) -> tuple[Any, ...]:
+    """Returns a user's function and what it reads from outside, as a key.
+
+    `seen` has what is in the key already, by identity.
+    """
+    code = function.__code__
+    if id(function) in seen or len(seen) >= _MOST:
+        return (code,)
+    seen[id(function)] = function
+    names = _names(code)
     held = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         with contextlib.suppress(ValueError):  # of a name that is not set yet
             held[name] = cell.cell_contents
     held |= {"": (*(function.__defaults__ or ()), function.__kwdefaults__)}
-    key_of = functools.partial(_outer, names=names, within=(*within, function))
-    return code, tuple((name, key_of(value)) for name, value in sorted(held.items()))
+    return code, tuple((n, _outer(value, names, seen)) for n, value in sorted(held.items()))
 
 
-def _outer(value: Any, names: frozenset[str], within: tuple[Any, ...]) -> Any:
+def _outer(value: Any, names: frozenset[str], seen: dict[int, Any]) -> Any:
     """A key for what a user's function reads, of whose attributes it reads `names`.
 
     Arrays, lists and other large things count as the objects that they are.
     """
-    key_of = functools.partial(_outer, names=names, within=(*within, value))
+    key_of = functools.partial(_outer, names=names, seen=seen)
     if isinstance(value, int | float | str | bytes | np.generic | np.dtype | None):
         return type(value), value  # True is not 1
-    if any(value is one for one in within) or len(within) > _DEEPEST or _is_array(value):
-        return type(value), id(value)
     if isinstance(value, tuple):
         return tuple(map(key_of, value))
-    if isinstance(value, Mapping):
-        return tuple((n, key_of(of)) for n, of in value.items()) if len(value) < 64 else id(value)
     made_of = inspect.unwrap(value) if callable(value) else value
     home = value.__name__ if isinstance(value, types.ModuleType) else _home(made_of)
-    if home.partition(".")[0] in _OTHERS:
+    if isinstance(made_of, types.FunctionType) and home.partition(".")[0] not in _OTHERS:
+        return _read_by(made_of, seen)
+    held: Mapping[Any, Any] = {}
+    if isinstance(value, Mapping):
+        held = value if len(value) < 64 else {}
+    elif home.partition(".")[0] not in _OTHERS and not _is_array(value):
+        attributes = getattr(value, "__dict__", {})
+        held = {name: attributes[name] for name in sorted(names & attributes.keys())}
+    if id(value) in seen or len(seen) >= _MOST:
         return type(value), id(value)
-    if isinstance(made_of, types.FunctionType):
-        return _read_by(made_of, within)
-    held = getattr(value, "__dict__", {})
-    read = ((name, key_of(held[name])) for name in sorted(names & held.keys()))
-    return type(value), id(value), tuple(read)
+    seen[id(value)] = value
+    return type(value), id(value), tuple((name, key_of(of)) for name, of in held.items())
 
 
 def _home(value: Any) -> str:
@@ -537,6 +545,7 @@ def _home(value: Any) -> str:
 
 
 _DEEPEST = 8  # objects within objects that are looked at
+_MOST = 256  # functions and objects of which it counts what they hold
 
 
 def _is_array(value: Any) -> bool:

@@ -451,6 +451,24 @@ class Norm(nnx.Module):
     assert len(SERVED[type(norm)].verified) <= known + 1
 
 
+def test_functions_that_read_each_other_are_looked_at_once():
+    every = ", ".join(f"f{i}" for i in range(40))
+    source = "".join(
+        f"def f{i}(x):\n    return x if x is not None else ({every})\n" for i in range(40)
+    )
+    source += """
+class Norm(nnx.Module):
+    def __call__(self, x):
+        return normal(f0(x))
+"""
+    names = {"nnx": nnx, "normal": foreign_norms.normal, "__name__": __name__}
+    exec(source, names)
+    norm = ours_nnx.swap(names["Norm"]())  # in a second, not in 40 to the power of 8 steps
+    names["f0"] = lambda x: 2 * x + 1
+    x = jnp.asarray([[1.0, -3.0]])
+    np.testing.assert_allclose(norm(x), foreign_norms.normal(2 * x + 1), rtol=1e-6)
+
+
 class ZeroCentred(nnx.Param):
     def get_value(self, **options):
         return super().get_value(**options) + 1
