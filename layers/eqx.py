@@ -595,7 +595,7 @@ def _chosen(
             service = service_of(base, service.how, implementation, FRAMEWORK)
             layer = modules.converted(layer, subclass(service))
         return row(service.name, error=service.error(layer)), layer
-    if how := _known_formula(layer, path, _without_static):
+    if how := _known_formula(layer, path, _arrays_alone):
         return _served(row, layer, service_of(base, how, implementation, FRAMEWORK))
     arrays, parts = _contents(layer)
     try:
@@ -644,7 +644,7 @@ def _is_filtered(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
     return kinds != known and len(kinds) == len(known) and all(map(operator.le, kinds, known))
 
 
-def _without_static(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
+def _arrays_alone(kinds: tuple[int, ...], known: tuple[int, ...]) -> bool:
     """Whether all arrays are there, and nothing else, as `eqx.filter(module, is_array)` has it."""
     return kinds != known and kinds == tuple(kind if kind == _ARRAY else 0 for kind in known)
 
