@@ -31,6 +31,7 @@ from .swap import (
     Row,
     Rules,
     Service,
+    base_of,
     check_concrete,
     check_model,
     check_rule,
@@ -557,7 +558,7 @@ def _chosen(
     Raises:
       ValueError: for a rule that does not fit.
     """
-    base = SERVED[type(layer)].base if type(layer) in SERVED else type(layer)
+    base = base_of(layer)
     row = functools.partial(Row, path, base.__name__)
     ruled, rule = rule_of(rules, base)
     if ruled and rule is None:
@@ -565,7 +566,7 @@ def _chosen(
     if rule is not None:
         error = check_rule(path, layer, rule, *_copies(layer, base), FRAMEWORK.ranks)
         service = service_of(base, rule, implementation, FRAMEWORK)
-        return row(service.name, error=error), modules.converted(layer, subclass(service))
+        return _served(row, layer, service, error)
     for theirs, ours in _NORMS.items():
         if base in (theirs, ours):
             if base is theirs or implementation is not None:
@@ -666,7 +667,7 @@ def _kinds(layer: eqx.Module) -> tuple[int, ...]:
 def _structure(layer: eqx.Module) -> tuple[Any, ...]:
     """The class of a module and its static fields, as a key."""
     static = {f.name for f in dataclasses.fields(layer) if f.metadata.get("static", False)}
-    base = SERVED[type(layer)].base if type(layer) in SERVED else type(layer)
+    base = base_of(layer)
     return base, tuple(item for item in configuration(vars(layer)) if item[0] in static)
 
 

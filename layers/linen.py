@@ -38,6 +38,7 @@ from .swap import (
     check_model,
     check_rule,
     check_rules,
+    codes_of,
     conclude,
     configuration,
     functions_of,
@@ -829,10 +830,7 @@ def _asked_of_scope(base: type) -> Iterator[str]:
         if name.startswith("__") and name != "__call__":  # a dataclass's own read all its fields
             continue
         own = function.__code__.co_varnames[:1]
-        codes = [function.__code__]
-        while codes:
-            code = codes.pop()
-            codes += [held for held in code.co_consts if isinstance(held, types.CodeType)]
+        for code in codes_of(function.__code__):
             for loaded, read in itertools.pairwise(dis.get_instructions(code)):
                 at = loaded.argval[-1:] if isinstance(loaded.argval, tuple) else (loaded.argval,)
                 if at == own and read.opname in ("LOAD_ATTR", "LOAD_METHOD"):

@@ -38,6 +38,7 @@ from .swap import (
     Report,
     Row,
     Rules,
+    base_of,
     check_concrete,
     check_model,
     check_rule,
@@ -907,7 +908,7 @@ def _chosen(
     Raises:
       ValueError: for a rule that does not fit.
     """
-    base: type = SERVED[type(module)].base if type(module) in SERVED else type(module)
+    base: type = base_of(module)
     row = functools.partial(Row, path, base.__name__)
     ruled, rule = rule_of(rules, base)
     if ruled and rule is None:

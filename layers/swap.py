@@ -365,6 +365,11 @@ class Service:
         return jnp.asarray(x), scale, float(eps), casts, axis, result
 
 
+def base_of(module: Any) -> type:
+    """Returns the class that a module has, or had before it was served."""
+    return SERVED[type(module)].base if type(module) in SERVED else type(module)
+
+
 _services: dict[Any, Service] = {}
 
 
@@ -485,13 +490,22 @@ def _code(cls: type) -> tuple[Any, ...]:
     return (*code, *((name, type(value), value) for name, value in sorted(held.items())))
 
 
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function, and of those that are defined within it."""
+    yield code
+    for held in code.co_consts:
+        if isinstance(held, types.CodeType):
+            yield from codes_of(held)
+
+
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> frozenset[str]:
     """Returns the names that code reads and does not set: of globals, and of attributes."""
-    set_by = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
-    names = {*code.co_names, *code.co_freevars} - set_by
-    within = [held for held in code.co_consts if isinstance(held, types.CodeType)]
-    return frozenset(names.union(*map(_names, within)))
+    names = set()
+    for each in codes_of(code):
+        stored = {i.argval for i in dis.get_instructions(each) if i.opname == "STORE_GLOBAL"}
+        names |= {*each.co_names, *each.co_freevars} - stored
+    return frozenset(names)
 
 
 def _read_by(function: types.FunctionType, seen: dict[int, Any]) -> tuple[Any, ...]:
@@ -524,17 +538,16 @@ def _outer(value: Any, names: frozenset[str], seen: dict[int, Any]) -> Any:
         return tuple(map(key_of, value))
     made_of = inspect.unwrap(value) if callable(value) else value
     home = value.__name__ if isinstance(value, types.ModuleType) else _home(made_of)
-    if isinstance(made_of, types.FunctionType) and home.partition(".")[0] not in _OTHERS:
+    is_users = home.partition(".")[0] not in _OTHERS
+    if isinstance(made_of, types.FunctionType) and is_users:
         return _read_by(made_of, seen)
-    held: Mapping[Any, Any] = {}
-    if isinstance(value, Mapping):
-        held = value if len(value) < 64 else {}
-    elif home.partition(".")[0] not in _OTHERS and not _is_array(value):
-        attributes = getattr(value, "__dict__", {})
-        held = {name: attributes[name] for name in sorted(names & attributes.keys())}
-    if id(value) in seen or len(seen) >= _MOST:
+    is_table = isinstance(value, Mapping) and len(value) < 64
+    if not (is_table or is_users) or _is_array(value) or id(value) in seen or len(seen) >= _MOST:
         return type(value), id(value)
     seen[id(value)] = value
+    attributes = getattr(value, "__dict__", {})
+    read = {name: attributes[name] for name in sorted(names & attributes.keys())}
+    held: Any = value if is_table else read
     return type(value), id(value), tuple((name, key_of(of)) for name, of in held.items())
 
 
@@ -708,8 +721,7 @@ def _mlp_key(module: Any, framework: Framework) -> tuple[Any, ...]:
         (name, type(layer), configuration(vars(layer)), *dtypes(layer))
         for name, layer in sorted(linears.items())
     ]
-    base = SERVED[type(module)].base if type(module) in SERVED else type(module)
-    return configuration(own), tuple(layers), _code(base)
+    return configuration(own), tuple(layers), _code(base_of(module))
 
 
 # ---------------------------------------------------------------- rules
@@ -767,7 +779,7 @@ def check_rule(
     """
     if any(jnp.issubdtype(p.dtype, jax.dtypes.prng_key) for p in parameters):
         return "not verified: it holds keys of random numbers"
-    base = SERVED[type(module)].base if type(module) in SERVED else type(module)
+    base = base_of(module)
     name = f"the rule for {base.__name__} does not fit {path or 'the model'}"
     rng = np.random.default_rng(0)
     values = [
