@@ -31,6 +31,7 @@ def linear_cross_entropy(
     kernel: Array,
     labels: Array,
     *,
+    weights: Array | None = None,
     contract: int = 0,
     ignore: int | None = None,
     softcap: float | None = None,
@@ -45,7 +46,7 @@ def linear_cross_entropy(
     """The cross-entropy of a linear layer's logits, which are never in memory as a whole.
 
         z = x · kernel    c = softcap · tanh(z / softcap)    lse = log Σ_j exp(c_j)
-        loss = lse - c_label + z_loss · lse²
+        loss = weight · (lse - c_label + z_loss · lse²)
 
     Rows are computed in chunks. With `reduction="mean"` or `"sum"` a chunk's gradients are computed
     right after its loss, where the loss is differentiated: the logits are computed once, and the
@@ -62,12 +63,15 @@ def linear_cross_entropy(
       x: `(*rows, n)`; float64, float32, bfloat16 or float16, as the kernel.
       kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as an embedding that is tied.
       labels: `(*rows)` integers. One outside the vocabulary gives NaN, never another word's loss.
+      weights: `(*rows)` numbers or booleans that multiply each row's loss; None for 1 everywhere.
+        The loss is differentiable in them. A row of weight 0 adds 0 to the loss and its gradients,
+        even where its own loss is infinite or NaN, unless its label is outside the vocabulary.
       contract: the axis of the kernel that x's last is summed with.
       ignore: labels equal to it cost nothing and are not counted; None for none.
       softcap: bounds the logits; None for no bound.
       z_loss: the weight of lse², which keeps the logits from drifting.
-      reduction: "mean" over the labels that are not ignored (0 if all are), "sum", or "none" for a
-        loss a row.
+      reduction: "mean", the sum of the losses divided by the sum of the weights of labels that are
+        not ignored (0 if no row has a weight), "sum", or "none" for a loss a row.
       with_lse: also return `lse`, of every row; it is differentiable.
       dtype: of the products' operands; x's where None.
       logits_dtype: of the logits as the product rounds them; `dtype` where None, or a wider one.
@@ -80,8 +84,8 @@ def linear_cross_entropy(
       logits in memory.
 
     Raises:
-      TypeError: for operands that are not floating, labels that are not integers, or options that
-        are not numbers.
+      TypeError: for operands that are not floating, labels that are not integers, weights that are
+        neither real numbers nor booleans, or options that are not numbers.
       ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
         unknown reduction or implementation, a softcap that is not positive, a negative z_loss, a
         logits_dtype that is narrower than dtype, or a chunk_rows that is not positive.
@@ -107,6 +111,7 @@ def linear_cross_entropy(
         raise ValueError(f"{_OP}: reduction must be one of {listed}, got {reduction!r}")
     _check_shapes(x, kernel, contract)
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
+    weights = _checked_weights(x, weights)
     dtype = floating_dtype(_OP, dtype, x.dtype)
     spec = Spec(
         softmax=Softmax(
@@ -118,10 +123,14 @@ def linear_cross_entropy(
         logits=_logits_dtype(logits_dtype, dtype),
         precision=jax.config.jax_default_matmul_precision,
         chunk=_chunk_rows(chunk_rows),
+        unused=ignore is not None or weights is not None,
     )
 
+    sums = compute_dtype(dtype, spec.logits)
+    weights = None if weights is None else weights.astype(sums)
+
     def serve(spec: Spec, order: Order) -> Any:
-        operands = _operands(x.astype(dtype), kernel, labels, mask)
+        operands = _operands(x.astype(dtype), kernel, labels, mask.astype(sums), weights)
         return _reduced(spec, order, reduction, ignore, with_lse, *operands)
 
     return choose(
@@ -197,9 +206,21 @@ def _checked_labels(x: Array, labels: Any, vocabulary: int, ignore: Any) -> tupl
                 f"{_OP}: labels must be from 0 to {vocabulary - 1}, the kernel's vocabulary"
                 f"{'' if ignore is None else f', or ignore={ignore}'}; got {wrong[0]}"
             )
-    sums = compute_dtype(x.dtype)
-    mask = jnp.where(ignored, 0, jnp.where(known, 1, jnp.nan)).astype(sums)
+    mask = jnp.where(ignored, 0, jnp.where(known, 1, jnp.nan))
     return jnp.where(known & ~ignored, given, -1).astype(jnp.int32), mask
+
+
+def _checked_weights(x: Array, weights: Any) -> Array | None:
+    if weights is None:
+        return None
+    given = array_of(_OP, "weights", weights)
+    if jnp.issubdtype(given.dtype, jnp.complexfloating):
+        raise TypeError(f"{_OP}: weights must be real numbers or booleans, got {given.dtype.name}")
+    if given.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{_OP}: weights must have the shape of x's rows, {x.shape[:-1]}; got {given.shape}"
+        )
+    return given
 
 
 def _softcap(softcap: Any) -> float | None:
@@ -233,14 +254,17 @@ def _chunk_rows(chunk_rows: Any) -> int | None:
 # ---------------------------------------------------------------- operands that go together
 
 
-def _operands(x: Array, kernel: Array, labels: Array, mask: Array) -> list[Array]:
-    """Returns x, labels, mask, and what has the kernel's gradient, all alike in their types.
+def _operands(
+    x: Array, kernel: Array, labels: Array, mask: Array, weights: Array | None
+) -> list[Any]:
+    """Returns x, labels, mask, weights, and the operands that have the kernel's gradient, with
+    matching shardings and varying axes.
 
     The last are the kernel and, if it is of 16 bits, the zeros whose gradient is its main gradient
     (`dense.matmul`).
     """
     pair = with_main_gradient(kernel)
-    x, labels, mask, kernel, *main = equally_varying(x, labels, mask, *pair)
+    x, labels, mask, weights, kernel, *main = equally_varying(x, labels, mask, weights, *pair)
     meshes = [jax.typeof(a).sharding.mesh for a in (x, kernel)]
     if any(mesh.explicit_axes for mesh in meshes):
         if not meshes[0].explicit_axes:
@@ -248,8 +272,8 @@ def _operands(x: Array, kernel: Array, labels: Array, mask: Array) -> list[Array
         rows = whole(jax.typeof(x).sharding.spec, x.ndim)[:-1]
         x = match_spec(x, x, P(*rows, None))
     rows = range(labels.ndim)
-    labels, mask = match(labels, x, rows), match(mask, x, rows)
-    return [x, labels, mask, kernel, *[m for m in main if m is not None]]
+    of_rows = [None if a is None else match(a, x, rows) for a in (labels, mask, weights)]
+    return [x, *of_rows, kernel, *[m for m in main if m is not None]]
 
 
 def match_spec(array: Array, lead: Array, spec: P) -> Array:
@@ -304,34 +328,50 @@ def _reduced(
     x: Array,
     labels: Array,
     mask: Array,
+    weights: Array | None,
     *kernels: Array,
 ) -> Any:
+    counted = None if weights is None else jnp.where(mask == 0, 0, weights)
+    factors = mask if counted is None else counted * mask  # NaN where the label is wrong
     if reduction == "none":
         lse, picked = statistics(Loss(spec, order), x, labels, *kernels)
-        each = _loss(spec, lse, picked)
-        each = jnp.where(mask == 0, 0, jnp.where(jnp.isnan(mask), jnp.nan, each))
+        each = factors * _loss(spec, lse, picked, factors)
         return (each, lse) if with_lse else each
     scale = jnp.ones((), mask.dtype)
     if reduction == "mean":
-        # Without ignored labels the devices need not count them.
-        count = mask.size if ignore is None else jnp.sum(mask != 0)
-        scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
+        if counted is not None:
+            scale = 1 / _sum_of_weights(counted)
+        else:
+            # Without ignored labels the devices need not count them.
+            count = mask.size if ignore is None else jnp.sum(mask != 0)
+            scale = 1 / jnp.maximum(count, 1).astype(mask.dtype)
     loss = Loss(spec, order, with_lse)
-    results = reduced(loss, x, labels, mask, scale, *kernels)
+    results = reduced(loss, x, labels, factors, scale, *kernels)
     return tuple(results) if with_lse else results[0]
 
 
-def _loss(spec: Spec, lse: Array, picked: Array) -> Array:
-    loss = lse - picked
-    return loss + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else loss
+def _sum_of_weights(weights: Array) -> Array:
+    """Returns the sum of the weights; 1 where all are 0, so that their mean is 0."""
+    # Weights of both signs may add up to 0, and their mean is then infinite or NaN.
+    total, size = jnp.sum(jnp.stack((weights, jnp.abs(weights))), range(1, weights.ndim + 1))
+    return jnp.where(size == 0, 1, total)
 
 
-def _total(
-    spec: Spec, lse: Array, picked: Array, mask: Array, scale: Array, first: int = 0
-) -> Array:
+def _loss(spec: Spec, lse: Array, picked: Array, factors: Array) -> Array:
+    """Returns each row's loss, before its factor; 0 where that is 0 and the loss is not finite."""
+
+    def formula(lse: Array, picked: Array) -> Array:
+        loss = lse - picked
+        return loss + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else loss
+
+    # Its operands are replaced, not its result: 0 times NaN would be NaN in the derivative.
+    unused = (factors == 0) & ~jnp.isfinite(formula(lse, picked))
+    return formula(*(jnp.where(unused, 0, value) for value in (lse, picked)))
+
+
+def _total(factors: Array, each: Array, first: int = 0) -> Array:
     """Returns the sum over all dimensions from `first` on."""
-    each = jnp.where(mask == 0, 0, mask * _loss(spec, lse, picked))
-    return jnp.sum(each, axis=tuple(range(first, mask.ndim))) * scale
+    return jnp.sum(factors * each, axis=tuple(range(first, factors.ndim)))
 
 
 def define_statistics(
@@ -344,11 +384,15 @@ def define_statistics(
 
 
 def define_reduced(
-    loss: Loss, x: Array, labels: Array, mask: Array, scale: Array, *kernels: Array
+    loss: Loss, x: Array, labels: Array, factors: Array, scale: Array, *kernels: Array
 ) -> list[Array]:
-    """`(x, labels, mask, scale, kernel[, main]) -> (loss[, lse])`."""
+    """`(x, labels, factors, scale, kernel[, main]) -> (loss[, lse])`, of factors a row.
+
+    A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
+    """
     lse, picked = define_statistics(loss, x, labels, *kernels)
-    return [_total(loss.spec, lse, picked, mask, scale), *[lse] * loss.with_lse]
+    total = _total(factors, _loss(loss.spec, lse, picked, factors))
+    return [total * scale, *[lse] * loss.with_lse]
 
 
 def _statistics_tangent(
@@ -370,32 +414,42 @@ def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) ->
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
-    """The gradients come with the loss; its tangent is linear in those of x and the kernel."""
+    """The gradients come with the loss; its tangent is linear in those of the operands."""
     del order
-    x, labels, mask, scale, kernel, *_ = primals
+    x, labels, factors, scale, kernel, *_ = primals
     wanted, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
-    if not moving:
-        results = define_reduced(spec, *primals)
-        return results, [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
     w = _gathered(spec.spec, x, kernel.astype(x.dtype))
-    # The mean's divisor is part of the gradients, but for float16: they would be too small for it.
-    folded = x.dtype != jnp.float16
-    weights = mask * scale if folded else mask
-    # Rounded by its product where that product's own operands have the kernel's dtype, and no main
-    # gradient is asked for.
-    moved = [type(d) is not ad.Zero for d in tangents[4:]]
-    dtype = kernel.dtype.name
-    rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW
-    alone = replace(spec.spec, wanted=wanted, dkernel=dtype if rounds else None)
-    lse, picked, *found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
-    results = [_total(spec.spec, lse, picked, mask, scale)]
-    along = lambda g, t: jnp.sum(g.astype(mask.dtype) * t.astype(mask.dtype))
-    tangent = functools.reduce(jnp.add, map(along, found, moving))
-    tangents = [tangent if folded else tangent * scale]
+    parts = []  # of the tangent
+    if moving:
+        # The mean's divisor is part of the gradients, but for float16: they would be too small.
+        folded = x.dtype != jnp.float16
+        weights = factors * scale if folded else factors
+        # Rounded by its product where that product's own operands have the kernel's dtype, and no
+        # main gradient is asked for.
+        moved = [type(d) is not ad.Zero for d in tangents[4:]]
+        dtype = kernel.dtype.name
+        rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW
+        alone = replace(spec.spec, wanted=wanted, dkernel=dtype if rounds else None)
+        lse, picked, *found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
+        along = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
+        tangent = functools.reduce(jnp.add, map(along, found, moving))
+        parts.append(tangent if folded else tangent * scale)
+    else:
+        lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+    each = _loss(spec.spec, lse, picked, factors)
+    total = _total(factors, each)
+    _, _, dfactors, dscale, *_ = tangents
+    if type(dfactors) is not ad.Zero:
+        parts.append(_total(dfactors, each) * scale)
+    if type(dscale) is not ad.Zero:
+        parts.append(dscale * total)
+    results = [total * scale]
+    zero = lambda r: ad.Zero(jax.typeof(r).to_tangent_aval())
+    moves = [functools.reduce(jnp.add, parts) if parts else zero(total)]
     if spec.with_lse:
         results.append(lse)
-        tangents.append(_statistics_tangent(spec, x, w, labels, lse, wanted, moving)[0])
-    return results, tangents
+        moves.append(_statistics_tangent(spec, x, w, labels, lse, wanted, moving)[0])
+    return results, moves
 
 
 def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) -> Any:
@@ -406,11 +460,12 @@ def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) ->
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if any(d is not None for d in dims[4:]):
         return ops.one_by_one(op, args, dims, spec, order)
-    x, labels, mask, scale, *kernels = args
-    x, labels, mask = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
-    labels, mask = (match(a, x, range(a.ndim)) for a in (labels, mask))
+    x, labels, factors, scale, *kernels = args
+    x, labels, factors = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
+    labels, factors = (match(a, x, range(a.ndim)) for a in (labels, factors))
     lse, picked = statistics(spec, x, labels, *kernels)
-    results = [_total(spec.spec, lse, picked, mask, scale, first=1), *[lse] * spec.with_lse]
+    total = _total(factors, _loss(spec.spec, lse, picked, factors), first=1)
+    results = [total * scale, *[lse] * spec.with_lse]
     return results, [0] * len(results)
 
 

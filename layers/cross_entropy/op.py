@@ -45,6 +45,7 @@ class Spec:
     chunk: int | None = None  # rows of a chunk; None for the best
     plain: bool = False  # whether the kernels of the softmax are not to serve
     wanted: tuple[bool, bool] = (True, True)  # of the gradients of x and the kernel, which are
+    unused: bool = False  # whether rows may have weight 0, whose x may be NaN
     groups: int = 0  # leading dimensions of x that have a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
 
@@ -75,8 +76,16 @@ def logits(spec: Spec, x: Array, w: Array) -> Array:
     )
 
 
-def _gradients(spec: Spec, x: Array, w: Array, g: Array) -> list[Array]:
-    """Returns those wanted of dx, in x's dtype, and dkernel, in float32 or wider."""
+def _gradients(
+    spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
+) -> list[Array]:
+    """Returns those wanted of dx, in x's dtype, and dkernel, in float32 or wider.
+
+    `a` and `b` are the rows' factors in g, which is zero where they are.
+    """
+    if spec.unused and spec.wanted[1]:
+        unused = a == 0 if b is None else (a == 0) & (b == 0)
+        x = jnp.where(unused[..., None] & ~jnp.isfinite(x), 0, x)  # 0 times NaN would be NaN
     found, summed = [], (g.ndim - 1,)
     if spec.wanted[0]:
         dims = ((summed, (1 - spec.contract,)), ((), ()))
@@ -103,7 +112,7 @@ def define_loss_gradients(
 ) -> list[Array]:
     """`(x, w, labels, weights (*rows)) -> (lse, picked[, dx][, dw])`."""
     g, *found = softmax.define_both(spec.softmax, logits(spec, x, w), labels, weights)
-    return [*found, *_gradients(spec, x, w, g)]
+    return [*found, *_gradients(spec, x, w, g, weights)]
 
 
 def define_gradients(
@@ -111,7 +120,7 @@ def define_gradients(
 ) -> list[Array]:
     """`(x, w, labels, lse, a, b) -> ([dx][, dw])`: `a` multiplies the softmax, `b` the label."""
     (g,) = softmax.define_gradient(spec.softmax, logits(spec, x, w), labels, lse, a, b)
-    return _gradients(spec, x, w, g)
+    return _gradients(spec, x, w, g, a, b)
 
 
 def define_tangent(
@@ -229,9 +238,11 @@ def _statistics_body(
     return [r.reshape(shape) for r in part.whole(lse, picked)]
 
 
-def _added(spec: Spec, sums: Any, x: Array, w: Array, g: Array) -> tuple[list[Array], list[Array]]:
+def _added(
+    spec: Spec, sums: Any, x: Array, w: Array, g: Array, *factors: Array
+) -> tuple[list[Array], list[Array]]:
     """Returns `([dx], [sum of dw])` with a chunk's gradients."""
-    found = _gradients(replace(spec, groups=0), x, w, g)
+    found = _gradients(replace(spec, groups=0), x, w, g, *factors)
     dx, dw = found[: spec.wanted[0]], found[spec.wanted[0] :]
     return dx, dw if sums is None else [s + d for s, d in zip(sums, dw)]
 
@@ -273,11 +284,11 @@ def _loss_gradients_body(
         if part.axes:
             found = _kernel(spec, softmax.statistics, order)(z, labels)
             found = lse, _ = part.whole(*found)
-            a = weights * softmax.lse_slope(spec.softmax, lse)
+            a = softmax.along_lse(spec.softmax, lse, weights)
             (g,) = _kernel(spec, softmax.gradient, order)(z, labels, lse, a, weights)
         else:
             g, *found = _kernel(spec, softmax.both, order)(z, labels, weights)
-        dx, dw = _added(spec, sums, x, w, g)
+        dx, dw = _added(spec, sums, x, w, g, weights)
         return [*found, *dx], dw
 
     def run(*arrays):
@@ -296,7 +307,7 @@ def _gradients_body(
 
     def chunk(sums, x, *rows):
         (g,) = kernel(logits(spec, x, w), *rows)
-        return _added(spec, sums, x, w, g)
+        return _added(spec, sums, x, w, g, *rows[-2:])
 
     def run(*arrays):
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))

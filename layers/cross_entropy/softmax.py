@@ -59,19 +59,25 @@ def define_gradient(
     g = each(a) * jnp.exp(c - each(lse)) - jnp.where(_is_label(z, labels), each(b), 0)
     if spec.softcap is not None:
         g = g * (1 - jnp.square(c / spec.softcap))
-    return [jnp.where(each((a == 0) & (b == 0)), 0, g).astype(spec.dtype)]
+    # Zeros that are finite already keep their derivatives with respect to a and b.
+    unused = each((a == 0) & (b == 0)) & ~jnp.isfinite(g)
+    return [jnp.where(unused, 0, g).astype(spec.dtype)]
 
 
 def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
     """`(z, labels, weights (*rows)) -> (g, lse, picked)`: of Σ weights · (loss + z-loss)."""
     lse, picked = define_statistics(spec, z, labels)
-    (g,) = define_gradient(spec, z, labels, lse, weights * lse_slope(spec, lse), weights)
+    (g,) = define_gradient(spec, z, labels, lse, along_lse(spec, lse, weights), weights)
     return [g, lse, picked]
 
 
-def lse_slope(spec: Softmax, lse: Array) -> Array:
-    """Returns the derivative of lse + z_loss · lse²."""
-    return 1 + 2 * spec.z_loss * lse
+def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:
+    """Returns the derivative of weights · (lse + z_loss · lse²); 0 of weight 0, whatever lse is."""
+    if not spec.z_loss:
+        return weights
+    slope = lambda lse: 1 + 2 * spec.z_loss * lse
+    unused = (weights == 0) & ~jnp.isfinite(slope(lse))
+    return weights * slope(jnp.where(unused, 0, lse))
 
 
 # ---------------------------------------------------------------- CUDA

@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 
 #if GRADIENT
 #if STATISTICS
-    const Compute b = weights[row], a = b * (1 + 2 * z_loss * lse);
+    const Compute b = weights[row], a = b == 0 ? 0 : b * (1 + 2 * z_loss * lse);
 #else
     const Compute a = as[row], b = bs[row];
 #endif

@@ -31,17 +31,21 @@ def draw(rng, dtype=f32, kernel_dtype=None, contract=0, shape=SHAPE, ignored=5):
     return x, kernel, jnp.asarray(labels)
 
 
-def plain(x, kernel, labels, *, contract=0, softcap=None, z_loss=0.0, reduction="mean"):
+def plain(
+    x, kernel, labels, *, weights=None, contract=0, softcap=None, z_loss=0.0, reduction="mean"
+):
     """In plain JAX, with labels ignored; for derivatives that have no formula here."""
     z = x @ (kernel if contract == 0 else kernel.T)
     c = z if softcap is None else softcap * jnp.tanh(z / softcap)
     lse = jax.nn.logsumexp(c, axis=-1)
     picked = jnp.take_along_axis(c, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
     counts = labels != IGNORE
-    each = jnp.where(counts, lse - picked + z_loss * lse**2, 0)
+    weights = counts if weights is None else jnp.where(counts, weights, 0)
+    each = weights * jnp.where(counts, lse - picked + z_loss * lse**2, 0)
     if reduction == "none":
         return each
-    return jnp.sum(each) / (jnp.maximum(jnp.sum(counts), 1) if reduction == "mean" else 1)
+    total = jnp.sum(weights)
+    return jnp.sum(each) / (jnp.where(total == 0, 1, total) if reduction == "mean" else 1)
 
 
 ours = functools.partial(linear_cross_entropy, ignore=IGNORE)
@@ -183,12 +187,132 @@ def test_labels_of_any_integer_dtype(rng, dtype):
             assert np.isnan(ours(x, kernel, most))
 
 
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("case, reduction", half(CASES, ["mean", "sum", "none"]))
+def test_weighted_loss_and_gradients_are_those_of_float64(rng, case, reduction):
+    """In the weights too: their gradient is each row's loss, less the mean of "mean"."""
+    dtype, kernel_dtype, options = CASES[case]
+    with jax.enable_x64(dtype == jnp.float64):
+        contract = options.get("contract", 0)
+        x, kernel, labels = draw(rng, dtype, kernel_dtype, contract)
+        compute = jnp.float64 if dtype == jnp.float64 else f32
+        given = jnp.asarray(rng.uniform(0.5, 2, SHAPE), compute).at[1, :4].set(0)
+        cotangents = jnp.asarray(rng.standard_normal(SHAPE), compute)
+        weights = wide(given) * (np.asarray(labels) != IGNORE)
+        cts = wide(cotangents) if reduction == "none" else np.ones(SHAPE)
+        counts = weights * cts / (weights.sum() if reduction == "mean" else 1)
+        exact = layer(x, kernel, labels, counts, logits=options.get("logits_dtype"), **options)
+
+        @jax.jit
+        def run(x, kernel, given):
+            loss = lambda x, k, w: ours(x, k, labels, weights=w, reduction=reduction, **options)
+            value, pull = jax.vjp(loss, x, kernel, given)
+            return value, *pull(cotangents if reduction == "none" else jnp.ones_like(value))
+
+        value, dx, dkernel, dweights = run(x, kernel, given)
+    each, error = exact.rows()
+    if reduction == "none":
+        factors = weights.ravel()
+        assert_within(value.reshape(-1), each * factors, error * factors, compute)
+    else:
+        assert_within(value, *exact.total(), compute)
+    (gx, ex), (gw, ew) = exact.gradients()
+    assert_within(dx.reshape(-1, N), gx, ex, dtype)
+    turn = np.transpose if contract else np.asarray
+    assert_within(dkernel, turn(gw), turn(ew), kernel_dtype)
+    mean = np.array(exact.total()) if reduction == "mean" else np.zeros(2)
+    used = (np.asarray(labels) != IGNORE).ravel()
+    scale = used * cts.ravel() / (weights.sum() if reduction == "mean" else 1)
+    # The differences, and of "mean" the divisor's own: a sum of as many terms as there are rows.
+    error = error + mean[1] + 8 * float(jnp.finfo(compute).eps) * (np.abs(each) + abs(mean[0]))
+    assert_within(dweights.reshape(-1), scale * (each - mean[0]), np.abs(scale) * error, compute)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("by", ["weight", "label"])
+def test_a_row_that_does_not_count_may_be_anything(rng, reduction, by):
+    """Its x and its logits may be infinite or NaN: the others' loss and gradients are finite."""
+    x, kernel, labels = draw(rng, ignored=0, shape=(10,))
+    bad = jnp.arange(10) % 3 == 1
+    if by == "weight":
+        weights = jnp.where(bad, 0.0, 1.5)
+    else:
+        weights, labels = jnp.full(10, 1.5), jnp.where(bad, IGNORE, labels)
+
+    @jax.jit
+    def run(x, kernel, weights):
+        def loss(x, kernel, weights):
+            options = {"reduction": reduction, "z_loss": 0.1, "chunk_rows": 4}
+            return jnp.sum(ours(x, kernel, labels, weights=weights, **options))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(x, kernel, weights)
+
+    expected = run(x, kernel, weights)
+    for row in np.inf, np.nan, 1e38, 1e36:  # x; the logits alone; the square of lse alone
+        found = run(jnp.where(bad[:, None], row, x), kernel, weights)
+        for f, e in zip(jax.tree.leaves(found)[:3], jax.tree.leaves(expected), strict=False):
+            np.testing.assert_array_equal(f, e)
+        np.testing.assert_array_equal(found[1][2][~bad], expected[1][2][~bad])
+        assert np.isfinite(found[1][2]).all()
+    wrong = labels.at[1].set(VOCABULARY)
+    value = ours(x, kernel, wrong, weights=weights, reduction=reduction)
+    assert np.isnan(value if reduction != "none" else value[1])
+
+
+def test_weights_that_add_up_to_nothing(rng):
+    x, kernel, labels = draw(rng, shape=(4,), ignored=0)
+    run = lambda weights: jax.value_and_grad(
+        lambda x, w: ours(x, kernel, labels, weights=w), (0, 1)
+    )(x, weights)
+    value, gradients = run(jnp.zeros(4))
+    assert value == 0 and not gradients[0].any() and np.isfinite(gradients[1]).all()
+    value, gradients = run(jnp.array([1.0, -1.0, 2.0, -2.0]))
+    assert not np.isfinite(value) and not np.isfinite(gradients[0]).any()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "bfloat16"])
+def test_weights_of_any_real_dtype(rng, dtype):
+    x, kernel, labels = draw(rng, ignored=0)
+    weights = np.asarray(rng.integers(0, 2, SHAPE))
+    found = ours(x, kernel, labels, weights=jnp.asarray(weights, dtype))
+    assert found == ours(x, kernel, jnp.where(weights == 1, labels, IGNORE))
+    assert found == ours(x, kernel, labels, weights=weights)
+
+
 # ---------------------------------------------------------------- transformations
 
 
 def close(found, expected, rtol=1e-5, atol=1e-5, what=""):
     check = lambda f, e: np.testing.assert_allclose(f, e, rtol, atol, err_msg=what)
     jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_and_scan_over_weights(rng, reduction):
+    x, kernel, labels = draw(rng)
+    weights = jnp.asarray(rng.uniform(-0.5, 2, SHAPE), f32).at[1, :4].set(0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def every(fn):
+        loss = lambda x, k, labels, w: jnp.sum(
+            fn(x, k, labels, weights=w, reduction=reduction, z_loss=0.1)
+        )
+        grad = jax.grad(loss, (0, 1, 3))
+        return {
+            "vmap": jax.vmap(loss, (0, None, 0, 0))(x, kernel, labels, weights),
+            "gradients": jax.vmap(grad, (0, None, 0, 0))(x, kernel, labels, weights),
+            "weights alone": jax.vmap(grad, (None, None, None, 0))(
+                x[0], kernel, labels[0], weights
+            ),
+            "x alone": jax.vmap(grad, (0, None, None, None))(x, kernel, labels[0], weights[0]),
+            "scan": jax.lax.map(lambda a: grad(a[0], kernel, *a[1:]), (x, labels, weights)),
+        }
+
+    found, expected = every(functools.partial(ours, chunk_rows=5)), every(plain)
+    for what, value in expected.items():
+        close(found[what], value, what=what)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -254,6 +378,34 @@ def test_forward_mode_and_second_derivatives(rng, reduction):
         )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_forward_mode_and_second_derivatives_in_the_weights(rng, reduction):
+    """A weight of 0 has the derivatives of any other."""
+    x, kernel, labels = draw(rng, shape=(6,), ignored=1)
+    weights = jnp.asarray(rng.uniform(0.5, 2, 6), f32).at[jnp.array([1, 4])].set(0)
+    operands = x, kernel, weights
+    tangents = tuple(jnp.asarray(rng.standard_normal(a.shape), f32) for a in operands)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def every(fn):
+        loss = lambda x, k, w: jnp.sum(
+            fn(x, k, labels, weights=w, reduction=reduction, z_loss=0.1) ** 2
+        )
+        mixed = lambda w: sum(map(jnp.vdot, jax.grad(loss, (0, 1))(x, kernel, w), tangents))
+        return {
+            "tangent": jax.jvp(loss, operands, tangents)[1],
+            "weights alone": jax.jvp(lambda w: loss(x, kernel, w), (weights,), tangents[2:])[1],
+            "reverse over reverse": jax.grad(mixed)(weights),
+            "forward over reverse": jax.jvp(jax.grad(loss, (0, 1, 2)), operands, tangents)[1],
+        }
+
+    found, expected = every(functools.partial(ours, chunk_rows=4)), every(plain)
+    for what, value in expected.items():
+        close(
+            found[what], value, 1e-4, 1e-3 * float(jnp.abs(jax.tree.leaves(value)[0]).max()), what
+        )
+
+
 # ---------------------------------------------------------------- what is computed, and kept
 
 
@@ -272,6 +424,10 @@ def test_products_are_those_that_must_be(rng):
     assert products(grad(), x, kernel) == 3
     assert products(grad(0), x, kernel) == products(grad(1), x, kernel) == 2
     assert products(grad(reduction="none"), x, kernel) == 4
+    weights = jnp.ones(SHAPE)
+    weighted = lambda x, k, w: ours(x, k, labels, weights=w)
+    assert products(jax.grad(weighted, (0, 1, 2)), x, kernel, weights) == 3
+    assert products(jax.value_and_grad(weighted, 2), x, kernel, weights) == 1
     value = jax.jit(lambda x, kernel: jax.value_and_grad(loss())(x, kernel)[0])
     assert hlo.count(value.lower(x, kernel).compile(), "dot") == 1  # the gradient is not used
     kept = jax.jit(jax.grad(jax.checkpoint(loss()))).lower(x, kernel).compile()
@@ -347,6 +503,10 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
         ({"labels": np.array([0, 1, 7, 2])}, ValueError, "from 0 to 6, .*vocabulary; got 7"),
         ({"labels": [0, 1, -1, 2]}, ValueError, "from 0 to 6, .*vocabulary; got -1"),
         ({"labels": "many"}, TypeError, "labels must be an array, got 'many'"),
+        ({"weights": jnp.ones(3)}, ValueError, r"weights .* x's rows, \(4,\); got \(3,\)"),
+        ({"weights": 2.0}, ValueError, r"weights .* x's rows, \(4,\); got \(\)"),
+        ({"weights": 1j * jnp.ones(4)}, TypeError, "weights must be real .*got complex64"),
+        ({"weights": "many"}, TypeError, "weights must be an array, got 'many'"),
         ({"kernel": KERNEL.T}, ValueError, r"got kernel of shape \(7, 3\).*pass contract=1"),
         ({"kernel": KERNEL, "contract": 1}, ValueError, "pass contract=0 if it is stored"),
         ({"kernel": jnp.ones((5, 7))}, ValueError, r"x's last axis of 3 for n; .*\(5, 7\)"),

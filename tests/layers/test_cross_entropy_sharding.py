@@ -89,29 +89,59 @@ def test_values_and_collectives(eight_devices, rng, name, kind, reduction):
     assert seen == expected
 
 
+@pytest.mark.parametrize("name, kind", half(MESHES, KINDS), ids=str)
+def test_weights_take_no_more_than_the_sum_of_them(eight_devices, rng, name, kind):
+    """Their own gradient nothing at all: a device has its rows' losses."""
+    shape, names, rows, stored = MESHES[name]
+    x, kernel, labels = draw(rng)
+    weights = jnp.asarray(rng.uniform(0.5, 2, labels.shape), jnp.float32).at[2].set(0)
+    options = OPTIONS | {"chunk_rows": None}
+    loss = lambda x, k, w, labels: linear_cross_entropy(x, k, labels, weights=w, **options)
+    fn = jax.value_and_grad(loss, (0, 1, 2))
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    places = [NamedSharding(mesh, spec) for spec in (rows, stored, rows, rows)]
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(*pair) for pair in zip((x, kernel, weights, labels), places)]
+        auto = {"out_shardings": (None, tuple(places[:3]))} if kind == AxisType.Auto else {}
+        compiled = jax.jit(fn, **auto).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, fn(x, kernel, weights, labels))
+    parts = 2 if "tensor" in names else 1
+    count = BATCH * SEQ * parts // 8
+    reduced = 1 + 2 + N * VOCABULARY // parts + (3 * count + count * N) * (parts > 1)
+    expected = {("all-reduce", "f32"): reduced}
+    if "fsdp" in names:
+        expected["all-gather", "f32"] = N * VOCABULARY // parts
+    seen = hlo.communicated(compiled)
+    if name == "sequence":
+        seen["all-reduce", "f32"] -= 3
+    assert seen == expected
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_in_shard_map(eight_devices, rng, check_vma):
     """Rows over every axis: each device's loss is of its own rows."""
     x, kernel, labels = draw(rng)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
+    weights = jnp.asarray(rng.uniform(0.5, 2, labels.shape), jnp.float32)
+
     @functools.partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=(P("data"), P(), P("data")),
+        in_specs=(P("data"), P(), P("data"), P("data")),
         out_specs=(P("data"), P()),
         check_vma=check_vma,
     )
-    def run(x, kernel, labels):
-        loss = lambda kernel: linear_cross_entropy(x, kernel, labels, **OPTIONS)
+    def run(x, kernel, labels, weights):
+        loss = lambda kernel: linear_cross_entropy(x, kernel, labels, weights=weights, **OPTIONS)
         value, dkernel = jax.value_and_grad(loss)(kernel)
         # With check_vma the gradient of what does not vary is the sum already.
         return value[None], dkernel if check_vma else jax.lax.psum(dkernel, "data")
 
-    values, dkernel = jax.jit(run)(x, kernel, labels)
-    each = lambda k: jax.vmap(lambda x, labels: linear_cross_entropy(x, k, labels, **OPTIONS))(
-        x, labels
-    )
+    values, dkernel = jax.jit(run)(x, kernel, labels, weights)
+    one = lambda k, x, labels, w: linear_cross_entropy(x, k, labels, weights=w, **OPTIONS)
+    each = lambda k: jax.vmap(functools.partial(one, k))(x, labels, weights)
     close((values, dkernel), (each(kernel), jax.grad(lambda k: each(k).sum())(kernel)))
 
 

@@ -93,6 +93,10 @@ def test_logits_that_are_not_finite(emulated):
     assert np.isnan(lse[:2]).all() and np.isnan(g[:2]).any(axis=1).all()
     np.testing.assert_allclose(lse[2:], np.log([312, 512]), rtol=1e-6)
     assert not g[2, :200].any() and np.isfinite(g[2:]).all() and not picked[2:].any()
+    for z_loss in 0.0, 0.5:
+        spec = Softmax(dtype="float32", z_loss=z_loss)
+        g, *_ = softmax.cuda_both(SM90, spec, z, labels, 0 * weights)
+        assert not g.any()
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
