@@ -34,6 +34,10 @@ BAD = {
     "eps negative": ({"eps": -1e-6}, ValueError, ["eps", "at least 0", "-1e-06"]),
     "eps string": ({"eps": "1e-6"}, TypeError, ["eps", "number", "'1e-6'"]),
     "eps None": ({"eps": None}, TypeError, ["eps", "number", "None"]),
+    "eps larger than float32's": ({"eps": 1e39}, ValueError, ["eps", "3.40282e+38", "1e+39"]),
+    "eps of hundreds of digits": ({"eps": 10**400}, ValueError, ["eps", "finite"]),
+    "eps boolean": ({"eps": True}, TypeError, ["eps", "number", "True"]),
+    "eps of one element": ({"eps": np.ones(1)}, TypeError, ["eps", "number", "array([1.])"]),
     "eps complex": ({"eps": 1j}, TypeError, ["eps", "number", "1j"]),
     "scale_offset nan": ({"scale_offset": float("nan")}, ValueError, ["scale_offset", "finite"]),
     "scale_offset array": (

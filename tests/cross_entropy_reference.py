@@ -38,33 +38,53 @@ class Softmax:
     def picked(self) -> np.ndarray:
         return (self.c * self.one_hot).sum(-1)
 
-    def gradient(self, a, b, lse=None) -> np.ndarray:
+    @property
+    def most(self) -> np.ndarray:
+        return self.c.max(-1)
+
+    @property
+    def sum(self) -> np.ndarray:
+        return np.exp(self.c - self.most[:, None]).sum(-1)
+
+    def gradient(self, a, b) -> np.ndarray:
         """Of Σ a · lse - b · picked, with respect to z."""
-        p = np.exp(self.c - (self.lse if lse is None else wide(lse))[:, None])
+        p = np.exp(self.c - self.lse[:, None])
         return (wide(a)[:, None] * p - wide(b)[:, None] * self.one_hot) * self.slope
 
 
-def statistics(softmax: Softmax) -> tuple[Expected, Expected]:
-    """lse and the picked logit of given logits.
+def _spread(softmax: Softmax, binary: bool) -> np.ndarray:
+    """Of exp(c - most) the argument's error, and 1 for its own.
 
-    The exponentials are off by their arguments' roundings, which a sum of them passes on; log and
-    tanh add a few roundings of numbers as large as the logits.
+    It is the rounding of the difference, and those of c where there is a softcap (tanh and what is
+    around it are a few), or where powers are `binary`: of c · log2 e.
     """
-    n = softmax.z.shape[-1]
-    size = np.abs(softmax.c).max(-1) + 1 + np.abs(softmax.lse)
-    return Expected(softmax.lse, size, n), Expected(softmax.picked, np.abs(softmax.picked) * 2)
+    most, capped = softmax.most[:, None], softmax.softcap is not None
+    return 1 + most - softmax.c + (binary + 2 * capped) * (np.abs(softmax.c) + np.abs(most))
 
 
-def gradient(softmax: Softmax, a, b, lse=None, n: int = 1) -> Expected:
-    """The gradient of given logits.
+def statistics(softmax: Softmax, binary: bool = False) -> tuple[Expected, Expected, Expected]:
+    """The maximum, the sum of exponentials of what is below it, and the picked logit."""
+    n, capped = softmax.z.shape[-1], softmax.softcap is not None
+    size = lambda value: np.abs(value) * 2 * capped
+    powers = np.exp(softmax.c - softmax.most[:, None]) * _spread(softmax, binary)
+    return (
+        Expected(softmax.most, size(softmax.most)),
+        Expected(softmax.sum, powers.sum(-1), n),
+        Expected(softmax.picked, size(softmax.picked)),
+    )
 
-    An exponential of magnitude p is off by p times its argument's error, and 1 - (c / softcap)² by
-    that of the square.
+
+def gradient(softmax: Softmax, a, b, n: int = 1, binary: bool = False) -> Expected:
+    """The gradient of given logits, of Σ a · lse - b · picked.
+
+    An exponential of magnitude p is off by p times its argument's error, as the sum of them is, and
+    1 - (c / softcap)² by that of the square.
     """
-    p = np.exp(softmax.c - softmax.lse[:, None])
-    spread = 1 + np.abs(softmax.c) + np.abs(softmax.lse)[:, None]
+    p, capped = np.exp(softmax.c - softmax.lse[:, None]), softmax.softcap is not None
+    spread = _spread(softmax, binary)
+    spread = spread + (p * spread).sum(-1, keepdims=True)
     size = np.abs(wide(a))[:, None] * p * spread + np.abs(wide(b))[:, None] * softmax.one_hot
-    return Expected(softmax.gradient(a, b, lse), size * (1 + (softmax.softcap is not None)), n)
+    return Expected(softmax.gradient(a, b), size * (1 + capped), n)
 
 
 @dataclasses.dataclass(frozen=True)

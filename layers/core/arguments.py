@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ...native.dtypes import FLOATING
 
@@ -68,20 +69,33 @@ def options_of(name: str, layer: Any, dtype: jax.typing.DTypeLike) -> dict[str, 
     return options | {"quantization": layer.quantization, "dtype": jnp.dtype(dtype).name}
 
 
-def finite(op: str, argument: str, value: Any, *, least: float = -math.inf) -> float:
-    """Returns `value` as a finite number of at least `least`; TypeError or ValueError otherwise."""
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def finite(
+    op: str, argument: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST
+) -> float:
+    """Returns `value` as a number from `least` to `most`; TypeError or ValueError otherwise.
+
+    Ops compute with it in float32, where what is larger than `LARGEST` would be infinite.
+    """
     try:
-        if isinstance(value, str):
+        boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"
+        if boolean or isinstance(value, str) or getattr(value, "ndim", 0):
             raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf  # an integer of hundreds of digits
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(
             f"{op}: {argument} must be a Python number known when the op is traced, got {value!r}"
         ) from None
     if not math.isfinite(number):
-        raise ValueError(f"{op}: {argument} must be finite, got {value}")
+        raise ValueError(f"{op}: {argument} must be finite, got {number}")
     if number < least:
         raise ValueError(f"{op}: {argument} must be at least {least:g}, got {value}")
+    if number > most:
+        raise ValueError(f"{op}: {argument} must be at most {most:g}, got {value}")
     return number
 
 

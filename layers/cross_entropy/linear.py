@@ -20,9 +20,12 @@ from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
-from .softmax import Softmax
+from .softmax import Softmax, lse_of
 
 _OP = "linear_cross_entropy"
+# softcap · tanh(z / softcap) loses logits of less than softcap · 1e-38, float32's least, and with a
+# tiny softcap z / softcap is infinite; z_loss · lse² is infinite sooner than its factors.
+_LARGE = 1e31
 Reduction = Literal["mean", "sum", "none"]
 
 
@@ -74,7 +77,8 @@ def linear_cross_entropy(
         not ignored (0 if no row has a weight), "sum", or "none" for a loss a row.
       with_lse: also return `lse`, of every row; it is differentiable.
       dtype: of the products' operands; x's where None.
-      logits_dtype: of the logits as the product rounds them; `dtype` where None, or a wider one.
+      logits_dtype: of the logits as the product rounds them; `dtype` or a wider one. Where None
+        `dtype`, but float32 for float16: logits beyond 65504 are infinite in float16.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
 
@@ -87,8 +91,9 @@ def linear_cross_entropy(
       TypeError: for operands that are not floating, labels that are not integers, weights that are
         neither real numbers nor booleans, or options that are not numbers.
       ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
-        unknown reduction or implementation, a softcap that is not positive, a negative z_loss, a
-        logits_dtype that is narrower than dtype, or a chunk_rows that is not positive.
+        unknown reduction or implementation, a softcap that is not positive, a negative z_loss, one
+        of them that float32 cannot compute with, a logits_dtype that is narrower than dtype, or a
+        chunk_rows that is not positive.
       NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
         them where it names several.
 
@@ -116,7 +121,7 @@ def linear_cross_entropy(
     spec = Spec(
         softmax=Softmax(
             softcap=_softcap(softcap),
-            z_loss=finite(_OP, "z_loss", z_loss, least=0.0),
+            z_loss=finite(_OP, "z_loss", z_loss, least=0.0, most=_LARGE),
             dtype=dtype,
         ),
         contract=contract,
@@ -226,14 +231,14 @@ def _checked_weights(x: Array, weights: Any) -> Array | None:
 def _softcap(softcap: Any) -> float | None:
     if softcap is None:
         return None
-    cap = finite(_OP, "softcap", softcap)
+    cap = finite(_OP, "softcap", softcap, most=_LARGE)
     if cap <= 0:
         raise ValueError(f"{_OP}: softcap must be positive, or None for no bound; got {softcap}")
-    return cap
+    return finite(_OP, "softcap", cap, least=1 / _LARGE)
 
 
 def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
-    name = floating_dtype(_OP, logits_dtype, dtype)
+    name = floating_dtype(_OP, logits_dtype, "float32" if dtype == "float16" else dtype)
     if not holds(name, dtype):
         raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
     return name
@@ -334,8 +339,8 @@ def _reduced(
     counted = None if weights is None else jnp.where(mask == 0, 0, weights)
     factors = mask if counted is None else counted * mask  # NaN where the label is wrong
     if reduction == "none":
-        lse, picked = statistics(Loss(spec, order), x, labels, *kernels)
-        each = factors * _loss(spec, lse, picked, factors)
+        lse, cost = statistics(Loss(spec, order), x, labels, *kernels)
+        each = factors * _loss(spec, lse, cost, factors)
         return (each, lse) if with_lse else each
     scale = jnp.ones((), mask.dtype)
     if reduction == "mean":
@@ -357,16 +362,20 @@ def _sum_of_weights(weights: Array) -> Array:
     return jnp.where(size == 0, 1, total)
 
 
-def _loss(spec: Spec, lse: Array, picked: Array, factors: Array) -> Array:
+def _loss(spec: Spec, lse: Array, cost: Array, factors: Array) -> Array:
     """Returns each row's loss, before its factor; 0 where that is 0 and the loss is not finite."""
 
-    def formula(lse: Array, picked: Array) -> Array:
-        loss = lse - picked
-        return loss + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else loss
+    def formula(lse: Array, cost: Array) -> Array:
+        return cost + spec.softmax.z_loss * jnp.square(lse) if spec.softmax.z_loss else cost
 
     # Its operands are replaced, not its result: 0 times NaN would be NaN in the derivative.
-    unused = (factors == 0) & ~jnp.isfinite(formula(lse, picked))
-    return formula(*(jnp.where(unused, 0, value) for value in (lse, picked)))
+    unused = (factors == 0) & ~jnp.isfinite(formula(lse, cost))
+    return formula(*(jnp.where(unused, 0, value) for value in (lse, cost)))
+
+
+def _lse_and_cost(most: Array, total: Array, picked: Array) -> list[Array]:
+    """Returns lse, and lse - picked without lse's rounding, which may be larger than that."""
+    return [lse_of(most, total), (most - picked) + jnp.log(total)]
 
 
 def _total(factors: Array, each: Array, first: int = 0) -> Array:
@@ -377,10 +386,10 @@ def _total(factors: Array, each: Array, first: int = 0) -> Array:
 def define_statistics(
     loss: Loss, x: Array, labels: Array, kernel: Array, *main: Array
 ) -> list[Array]:
-    """`(x, labels, kernel[, main]) -> (lse, picked)`."""
+    """`(x, labels, kernel[, main]) -> (lse, lse - picked)`."""
     del main
     w = _gathered(loss.spec, x, kernel.astype(x.dtype))
-    return ops.statistics(loss.spec, x, w, labels, order=loss.order)
+    return _lse_and_cost(*ops.statistics(loss.spec, x, w, labels, order=loss.order))
 
 
 def define_reduced(
@@ -390,27 +399,31 @@ def define_reduced(
 
     A factor is the row's weight, 0 if it is ignored, or NaN if its label is wrong.
     """
-    lse, picked = define_statistics(loss, x, labels, *kernels)
-    total = _total(factors, _loss(loss.spec, lse, picked, factors))
+    lse, cost = define_statistics(loss, x, labels, *kernels)
+    total = _total(factors, _loss(loss.spec, lse, cost, factors))
     return [total * scale, *[lse] * loss.with_lse]
 
 
 def _statistics_tangent(
-    loss: Loss, x: Array, w: Array, labels: Array, lse: Array, wanted: Any, moving: list[Array]
+    loss: Loss, x: Array, w: Array, labels: Array, found: Any, wanted: Any, moving: list[Array]
 ) -> list[Any]:
+    """Returns the tangents of lse and lse - picked; `found` are the three of `ops.statistics`."""
+    most, total, _ = found
     if not moving:
-        return [ad.Zero(jax.typeof(lse).to_tangent_aval())] * 2
+        return [ad.Zero(jax.typeof(most).to_tangent_aval())] * 2
     spec = replace(loss.spec, wanted=wanted)
-    return ops.tangent(spec, x, w, labels, lse, *moving, order=loss.order)
+    dlse, dpicked = ops.tangent(spec, x, w, labels, most, total, *moving, order=loss.order)
+    return [dlse, dlse - dpicked]
 
 
 def _statistics_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
     del order
     x, labels, kernel, *_ = primals
     w = _gathered(spec.spec, x, kernel.astype(x.dtype))  # once for both ways
-    lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+    found = ops.statistics(spec.spec, x, w, labels, order=spec.order)
     wanted, moving = _moving(spec.spec, x, tangents[0], tangents[2:])
-    return [lse, picked], _statistics_tangent(spec, x, w, labels, lse, wanted, moving)
+    moves = _statistics_tangent(spec, x, w, labels, found, wanted, moving)
+    return _lse_and_cost(*found), moves
 
 
 def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> Any:
@@ -430,13 +443,15 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
         dtype = kernel.dtype.name
         rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW
         alone = replace(spec.spec, wanted=wanted, dkernel=dtype if rounds else None)
-        lse, picked, *found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
+        found = ops.loss_gradients(alone, x, w, labels, weights, order=spec.order)
+        found, gradients = found[:3], found[3:]
         along = lambda g, t: jnp.sum(g.astype(factors.dtype) * t.astype(factors.dtype))
-        tangent = functools.reduce(jnp.add, map(along, found, moving))
+        tangent = functools.reduce(jnp.add, map(along, gradients, moving))
         parts.append(tangent if folded else tangent * scale)
     else:
-        lse, picked = ops.statistics(spec.spec, x, w, labels, order=spec.order)
-    each = _loss(spec.spec, lse, picked, factors)
+        found = ops.statistics(spec.spec, x, w, labels, order=spec.order)
+    lse, cost = _lse_and_cost(*found)
+    each = _loss(spec.spec, lse, cost, factors)
     total = _total(factors, each)
     _, _, dfactors, dscale, *_ = tangents
     if type(dfactors) is not ad.Zero:
@@ -448,7 +463,7 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     moves = [functools.reduce(jnp.add, parts) if parts else zero(total)]
     if spec.with_lse:
         results.append(lse)
-        moves.append(_statistics_tangent(spec, x, w, labels, lse, wanted, moving)[0])
+        moves.append(_statistics_tangent(spec, x, w, labels, found, wanted, moving)[0])
     return results, moves
 
 
@@ -463,8 +478,8 @@ def _batch_reduced(op: Op, args: Any, dims: Any, *, spec: Loss, order: Order) ->
     x, labels, factors, scale, *kernels = args
     x, labels, factors = (batch_at(args[i], dims[i], 0, size) for i in (0, 1, 2))
     labels, factors = (match(a, x, range(a.ndim)) for a in (labels, factors))
-    lse, picked = statistics(spec, x, labels, *kernels)
-    total = _total(factors, _loss(spec.spec, lse, picked, factors), first=1)
+    lse, cost = statistics(spec, x, labels, *kernels)
+    total = _total(factors, _loss(spec.spec, lse, cost, factors), first=1)
     results = [total * scale, *[lse] * spec.with_lse]
     return results, [0] * len(results)
 

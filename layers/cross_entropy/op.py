@@ -6,8 +6,8 @@ the sum in float32, by the product that computes it:
     z = x · kernel      g = dloss/dz      dx = g · kernelᵀ      dkernel += xᵀ · g
 
 Rows may be split over any axes of a mesh: the kernel's gradients are then added once, at the end.
-So may the vocabulary: a device finds the log-sum-exp over its part, and three numbers a row are all
-that they exchange before the gradient of x.
+So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and three
+numbers a row are all that they exchange before the gradient of x.
 """
 
 import dataclasses
@@ -103,38 +103,39 @@ def _gradients(
 
 
 def define_statistics(spec: Spec, x: Array, w: Array, labels: Array) -> list[Array]:
-    """`(x (*rows, n), w, labels (*rows)) -> (lse, picked)`, `(*rows)` each."""
+    """`(x (*rows, n), w, labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
     return softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
 
 
 def define_loss_gradients(
     spec: Spec, x: Array, w: Array, labels: Array, weights: Array
 ) -> list[Array]:
-    """`(x, w, labels, weights (*rows)) -> (lse, picked[, dx][, dw])`."""
+    """`(x, w, labels, weights (*rows)) -> (most, sum, picked[, dx][, dw])`."""
     g, *found = softmax.define_both(spec.softmax, logits(spec, x, w), labels, weights)
     return [*found, *_gradients(spec, x, w, g, weights)]
 
 
 def define_gradients(
-    spec: Spec, x: Array, w: Array, labels: Array, lse: Array, a: Array, b: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
-    """`(x, w, labels, lse, a, b) -> ([dx][, dw])`: `a` multiplies the softmax, `b` the label."""
-    (g,) = softmax.define_gradient(spec.softmax, logits(spec, x, w), labels, lse, a, b)
+    """`(x, w, labels, most, a, b) -> ([dx][, dw])`, with a and b as in `softmax`."""
+    (g,) = softmax.define_gradient(spec.softmax, logits(spec, x, w), labels, most, a, b)
     return _gradients(spec, x, w, g, a, b)
 
 
 def define_tangent(
-    spec: Spec, x: Array, w: Array, labels: Array, lse: Array, *moving: Array
+    spec: Spec, x: Array, w: Array, labels: Array, most: Array, total: Array, *moving: Array
 ) -> list[Array]:
-    """`(x, w, labels, lse[, dx][, dw]) -> (dlse, dpicked)`."""
+    """`(x, w, labels, most, sum[, dx][, dw]) -> (dlse, dpicked)`."""
     moving_of = iter(moving)
     zero = functools.partial(jnp.zeros_like, dtype=x.dtype)
     tangents = [next(moving_of) if wanted else zero(a) for wanted, a in zip(spec.wanted, (x, w))]
 
     def statistics(x, w):
-        return softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
+        most, total, picked = softmax.define_statistics(spec.softmax, logits(spec, x, w), labels)
+        return softmax.lse_of(most, total), picked
 
-    del lse
+    del most, total
     tangents = [t.astype(x.dtype) for t in tangents]
     return list(jax.jvp(statistics, (x, w), tuple(tangents))[1])
 
@@ -159,13 +160,13 @@ class _Part:
         """Returns labels counted from the first column here."""
         return labels - lax.axis_index(self.axes) * self.size if self.axes else labels
 
-    def whole(self, lse: Array, picked: Array) -> list[Array]:
+    def whole(self, most: Array, total: Array, picked: Array) -> list[Array]:
         """Returns the statistics over all parts."""
         if not self.axes:
-            return [lse, picked]
-        most = lax.pmax(lse, self.axes)
-        total, picked = lax.psum((jnp.exp(lse - most), picked), self.axes)
-        return [most + jnp.log(total), picked]
+            return [most, total, picked]
+        top = lax.pmax(most, self.axes)
+        total, picked = lax.psum((total * jnp.exp(most - top), picked), self.axes)
+        return [top, total, picked]
 
 
 def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
@@ -234,8 +235,8 @@ def _statistics_body(
 
     flat, shape = x.reshape(-1, x.shape[-1]), labels.shape
     arrays = [flat, part.local(labels).reshape(-1)]
-    lse, picked = _in_chunks(chunk, arrays, _size(spec, flat, w))
-    return [r.reshape(shape) for r in part.whole(lse, picked)]
+    found = _in_chunks(chunk, arrays, _size(spec, flat, w))
+    return [r.reshape(shape) for r in part.whole(*found)]
 
 
 def _added(
@@ -283,9 +284,10 @@ def _loss_gradients_body(
         z = logits(spec, x, w)
         if part.axes:
             found = _kernel(spec, softmax.statistics, order)(z, labels)
-            found = lse, _ = part.whole(*found)
-            a = softmax.along_lse(spec.softmax, lse, weights)
-            (g,) = _kernel(spec, softmax.gradient, order)(z, labels, lse, a, weights)
+            found = most, total, _ = part.whole(*found)
+            slope = softmax.along_lse(spec.softmax, softmax.lse_of(most, total), weights)
+            a = softmax.divided(slope, total)
+            (g,) = _kernel(spec, softmax.gradient, order)(z, labels, most, a, weights)
         else:
             g, *found = _kernel(spec, softmax.both, order)(z, labels, weights)
         dx, dw = _added(spec, sums, x, w, g, weights)
@@ -295,7 +297,7 @@ def _loss_gradients_body(
         own, size = _parts(spec, split, x.ndim, arrays[0], w)
         return _in_chunks(functools.partial(chunk, own), arrays, size)
 
-    return _each_group(spec, split, run, x, part.local(labels), weights, results=2)
+    return _each_group(spec, split, run, x, part.local(labels), weights, results=3)
 
 
 def _gradients_body(
@@ -388,11 +390,12 @@ def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> 
 
 
 def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    x, w, labels, lse, *moving = operands
+    x, w, labels, most, total, *moving = operands
     dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
-    found = iter(gradients(spec, x, w, labels, lse, dlse, -dpicked, order=order))
+    a = softmax.divided(dlse, total)
+    found = iter(gradients(spec, x, w, labels, most, a, -dpicked, order=order))
     linear = [next(found).astype(t.aval.dtype) for t in moving]
-    return [None] * 4 + linear
+    return [None] * 5 + linear
 
 
 _op = functools.partial(Op, leads=(0, 1))
@@ -400,14 +403,14 @@ _chunked = functools.partial(_op, undivided=_undivided)
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
-    dims=_dims("xwr", "rr"),
+    dims=_dims("xwr", "rrr"),
     body=_statistics_body,
     batch=batch_rows,
 )
 loss_gradients = _chunked(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
-    dims=_dims("xwrr", "rrg"),
+    dims=_dims("xwrr", "rrrg"),
     body=_loss_gradients_body,
     batch=_batch_groups,
 )
@@ -421,7 +424,7 @@ gradients = _chunked(
 tangent = _op(
     "cross_entropy_tangent",
     define_tangent,
-    dims=_dims("xwrrt", "rr"),
+    dims=_dims("xwrrrt", "rr"),
     transpose=_transpose_tangent,
 )
 
@@ -431,10 +434,10 @@ def _without_gradients(used: list[bool], *live_and_eqn: Any) -> Any:
     eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    if any(used[2:]):
+    if any(used[3:]):
         return [True] * len(eqn.invars), eqn
     eqn = eqn.replace(
-        primitive=statistics.primitive, invars=eqn.invars[:3], outvars=eqn.outvars[:2]
+        primitive=statistics.primitive, invars=eqn.invars[:3], outvars=eqn.outvars[:3]
     )
     return [True, True, True, False], eqn
 

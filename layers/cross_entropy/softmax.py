@@ -1,7 +1,12 @@
 """The softmax of a chunk of logits: its statistics, and its gradient in their place.
 
-    c = softcap · tanh(z / softcap) (or z)        lse = log Σ_j exp(c_j)        picked = c_label
-    g_j = (a · exp(c_j - lse) - b · [j = label]) · dc_j/dz_j
+    c = softcap · tanh(z / softcap) (or z)    most = max_j c_j    sum = Σ_j exp(c_j - most)
+    picked = c_label
+    g_j = (a · exp(c_j - most) - b · [j = label]) · dc_j/dz_j
+
+With these lse = most + log sum, and its gradient is that with a = 1 / sum. lse itself is rounded:
+where a row's logits share an offset, exp(c_j - lse) is wrong by that rounding, which grows with the
+offset, and the differences from `most` are not.
 
 Kernels see one device's part of the vocabulary: labels are counted from its first column, and one
 that lies elsewhere matches none. With one part the statistics and the gradient are one kernel.
@@ -44,19 +49,23 @@ def _is_label(z: Array, labels: Array) -> Array:
 
 
 def define_statistics(spec: Softmax, z: Array, labels: Array) -> list[Array]:
-    """`(z (*rows, vocab), labels (*rows)) -> (lse, picked)`, `(*rows)` each."""
+    """`(z (*rows, vocab), labels (*rows)) -> (most, sum, picked)`, `(*rows)` each."""
     c = _capped(spec, z)
     picked = jnp.sum(jnp.where(_is_label(z, labels), c, 0), axis=-1)
-    return [jax.nn.logsumexp(c, axis=-1), picked]
+    # lse does not depend on what is subtracted, so its derivative does not either. It is finite, or
+    # -inf - -inf would be NaN.
+    largest = float(jnp.finfo(c.dtype).max)
+    most = jnp.clip(jax.lax.stop_gradient(jnp.max(c, axis=-1)), -largest, largest)
+    return [most, jnp.sum(jnp.exp(c - most[..., None]), axis=-1), picked]
 
 
 def define_gradient(
-    spec: Softmax, z: Array, labels: Array, lse: Array, a: Array, b: Array
+    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
-    """`(z, labels, lse, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
+    """`(z, labels, most, a, b) -> (g,)`; rows whose a and b are zero have zeros."""
     c = _capped(spec, z)
     each = lambda row: row[..., None]
-    g = each(a) * jnp.exp(c - each(lse)) - jnp.where(_is_label(z, labels), each(b), 0)
+    g = each(a) * jnp.exp(c - each(most)) - jnp.where(_is_label(z, labels), each(b), 0)
     if spec.softcap is not None:
         g = g * (1 - jnp.square(c / spec.softcap))
     # Zeros that are finite already keep their derivatives with respect to a and b.
@@ -65,10 +74,16 @@ def define_gradient(
 
 
 def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[Array]:
-    """`(z, labels, weights (*rows)) -> (g, lse, picked)`: of Σ weights · (loss + z-loss)."""
-    lse, picked = define_statistics(spec, z, labels)
-    (g,) = define_gradient(spec, z, labels, lse, along_lse(spec, lse, weights), weights)
-    return [g, lse, picked]
+    """`(z, labels, weights (*rows)) -> (g, most, sum, picked)`: of Σ weights · (loss + z-loss)."""
+    most, total, picked = define_statistics(spec, z, labels)
+    a = divided(along_lse(spec, lse_of(most, total), weights), total)
+    (g,) = define_gradient(spec, z, labels, most, a, weights)
+    return [g, most, total, picked]
+
+
+def lse_of(most: Array, total: Array) -> Array:
+    """Returns log Σ_j exp(c_j)."""
+    return most + jnp.log(total)
 
 
 def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:
@@ -78,6 +93,12 @@ def along_lse(spec: Softmax, lse: Array, weights: Array) -> Array:
     slope = lambda lse: 1 + 2 * spec.z_loss * lse
     unused = (weights == 0) & ~jnp.isfinite(slope(lse))
     return weights * slope(jnp.where(unused, 0, lse))
+
+
+def divided(slope: Array, total: Array) -> Array:
+    """Returns `define_gradient`'s a of lse's cotangent; 0 where that is 0, whatever the sum is."""
+    unused = (slope == 0) & ~((total > 0) & jnp.isfinite(total))
+    return slope / jnp.where(unused, 1, total)
 
 
 # ---------------------------------------------------------------- CUDA
@@ -165,7 +186,7 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
             "softmax.cu",
             kernel,
             [z, *of_rows],
-            [g] * has_g + [statistic] * 2 * has_lse,
+            [g] * has_g + [statistic] * 3 * has_lse,
             target=target,
             macros=macros,
             grid=(rows, chosen.slices),

@@ -1,14 +1,17 @@
 // The softmax along rows of FEATURES logits: its statistics, and a gradient in the logits' place.
 //
-//   c = softcap · tanh(z / softcap) (or z)    lse = log Σ_j exp(c_j)    picked = c_label
-//   g_j = (a · exp(c_j - lse) - b · [j = label]) · dc_j/dz_j
+//   c = softcap · tanh(z / softcap) (or z)    most = max_j c_j    sum = Σ_j exp(c_j - most)
+//   picked = c_label
+//   g_j = (a · exp(c_j - most) - b · [j = label]) · dc_j/dz_j
 //
-//   z, g         (rows, FEATURES)  Z_TYPE, G_TYPE; g may be where z is
-//   label        (rows,)           int; one that is no column matches none, and picks 0
-//   lse, picked  (rows,)           COMPUTE_TYPE   results if STATISTICS; else lse is an operand
-//   weight       (rows,)           COMPUTE_TYPE   if STATISTICS and GRADIENT: then
-//                                                 b = weight, a = weight · (1 + 2 · z_loss · lse)
-//   a, b         (rows,)           COMPUTE_TYPE   if GRADIENT alone
+//   z, g               (rows, FEATURES)  Z_TYPE, G_TYPE; g may be where z is
+//   label              (rows,)           int; one that is no column matches none, and picks 0
+//   most, sum, picked  (rows,)           COMPUTE_TYPE   results if STATISTICS; else most is an
+//                                                       operand
+//   weight             (rows,)           COMPUTE_TYPE   if STATISTICS and GRADIENT: then
+//                                                       b = weight, and with lse = most + log sum
+//                                                       a = weight · (1 + 2 · z_loss · lse) / sum
+//   a, b               (rows,)           COMPUTE_TYPE   if GRADIENT alone
 //
 // A row is one block's, or one cluster's, which has BATCH of its CHUNKS vectors in registers at a
 // time: all of them, so that the row is read once; or it is read again, the last batch first, from
@@ -122,10 +125,10 @@ __device__ inline void load_batch(const Z_TYPE* row, int first, bool aligned, Ba
 // clang-format off
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const Z_TYPE* z, const int* labels,
-           IF_NOT(STATISTICS, const Compute* lses, const Compute* as, const Compute* bs,)
+           IF_NOT(STATISTICS, const Compute* mosts, const Compute* as, const Compute* bs,)
            IF(STATISTICS, IF(GRADIENT, const Compute* weights,))
            IF(GRADIENT, G_TYPE* g,)
-           IF(STATISTICS, Compute* lses, Compute* picked,)
+           IF(STATISTICS, Compute* mosts, Compute* sums, Compute* picked,)
            long long rows, Compute softcap, Compute z_loss) {
   // clang-format on
   bool aligned = aligned_16(z) && FEATURES * sizeof(Z_TYPE) % 16 == 0;
@@ -161,23 +164,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       }
     }
     sum = row_sum(sum);
-    const Compute lse = sum.most + log(sum.sum);
+    const Compute most = sum.most;
     if (row_thread() == 0 && slice() == 0) {
-      lses[row] = lse;
+      mosts[row] = most;
+      sums[row] = sum.sum;
       if (label < 0 || label >= FEATURES) picked[row] = 0;
     }
 #else
-    const Compute lse = lses[row];
+    const Compute most = mosts[row];
 #endif
 
 #if GRADIENT
 #if STATISTICS
-    const Compute b = weights[row], a = b == 0 ? 0 : b * (1 + 2 * z_loss * lse);
+    const Compute b = weights[row], lse = most + log(sum.sum);
+    const Compute a = b == 0 ? 0 : b * (1 + 2 * z_loss * lse) / sum.sum;
 #else
     const Compute a = as[row], b = bs[row];
 #endif
     const bool counts = !(a == 0 && b == 0);
-    const Compute scaled_lse = scaled(lse);
+    const Compute scaled_most = scaled(most);
     G_TYPE* const to = g + row * FEATURES;
     for (int first = CHUNKS - BATCH; first >= 0; first -= BATCH) {
       if (!STATISTICS || first != CHUNKS - BATCH) load_batch(from, first, aligned, batch);
@@ -189,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
           const Vector c = capped(batch[i], softcap);
           const int at = label - column(first + i);
 #pragma unroll
-          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_lse);
+          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_most);
           if (at >= 0 && at < VECTOR) {
 #pragma unroll
             for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);

@@ -1,5 +1,7 @@
 """The softmax of linear_cross_entropy as XLA runs it on an NVIDIA GPU."""
 
+import functools
+
 import cross_entropy_reference as reference
 import jax
 import jax.numpy as jnp
@@ -25,14 +27,32 @@ def test_kernels_match_float64(rng, vocabulary, z_dtype, dtype, softcap):
     weights[4] = 0
     spec = Softmax(softcap=softcap, z_loss=0.1, dtype=dtype)
     exact = reference.Softmax(wide(z), labels, softcap)
-    lse, picked = softmax.statistics(spec, z, labels, order=NATIVE)
-    for found, expected in zip((lse, picked), reference.statistics(exact), strict=True):
+    binary = z.dtype.itemsize == 2  # powers of two
+    most, total, picked = softmax.statistics(spec, z, labels, order=NATIVE)
+    every = zip((most, total, picked), reference.statistics(exact, binary), strict=True)
+    for found, expected in every:
         assert_close(found, expected)
+    gradient = functools.partial(reference.gradient, exact, n=vocabulary, binary=binary)
     g, *_ = softmax.both(spec, z, labels, weights, order=NATIVE)
     a = weights * (1 + 0.2 * exact.lse)
-    assert_close(g, reference.gradient(exact, a, weights, n=vocabulary))
-    (g,) = softmax.gradient(spec, z, labels, lse, weights, weights, order=NATIVE)
-    assert_close(g, reference.gradient(exact, weights, weights, n=vocabulary))
+    assert_close(g, gradient(a, weights))
+    (g,) = softmax.gradient(spec, z, labels, most, weights / total, weights, order=NATIVE)
+    assert_close(g, gradient(weights, weights))
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 7])
+def test_an_offset_of_all_logits_changes_nothing(rng, vocabulary):
+    """Softmax and loss are those of the differences, which are exact in float32 here."""
+    z = np.round(8 * rng.standard_normal((33, vocabulary))) / 8
+    labels = rng.integers(0, vocabulary, 33).astype(np.int32)
+    spec = Softmax(dtype="float32")
+    run = lambda z: softmax.both(
+        spec, jnp.asarray(z, jnp.float32), labels, jnp.ones(33), order=NATIVE
+    )
+    (g, most, total, picked), plain = run(z + 10000), run(z)
+    np.testing.assert_array_equal(g, plain[0])
+    np.testing.assert_array_equal(total, plain[2])
+    np.testing.assert_array_equal(most - picked, plain[1] - plain[3])
 
 
 @pytest.mark.parametrize("contract", [0, 1])

@@ -85,6 +85,7 @@ CASES = {
     "bfloat16, f32 kernel": (bf16, f32, {"softcap": 5.0, "contract": 1}),
     "bfloat16, f32 logits": (bf16, f32, {"logits_dtype": f32, "chunk_rows": 1}),
     "float16": (jnp.float16, f32, {"z_loss": 0.01}),
+    "float16 logits": (jnp.float16, f32, {"z_loss": 0.01, "logits_dtype": jnp.float16}),
     "float64": (jnp.float64, jnp.float64, {"softcap": 9.0, "chunk_rows": 40}),
     "plain HLO": (bf16, bf16, {"chunk_rows": 16, "implementation": "xla"}),
 }
@@ -122,6 +123,19 @@ def test_loss_and_gradients_are_those_of_float64(rng, case, reduction):
     assert_within(dkernel, turn(gw), turn(ew), kernel_dtype)
 
 
+def test_float16_has_logits_beyond_its_range(rng):
+    """As the product computes them, in float32: the other words' gradient was NaN."""
+    x, kernel, labels = draw(rng, jnp.float16, ignored=0)
+    x, kernel = 150 * x, 150 * kernel
+    assert jnp.abs(x.astype(f32) @ kernel.astype(f32)).max() > 65504
+    exact = layer(x, kernel, labels, np.full(SHAPE, 1 / labels.size), logits=f32)
+    value, (dx, dkernel) = jax.value_and_grad(ours, (0, 1))(x, kernel, labels)
+    assert_within(value, *exact.total(), f32)
+    (gx, ex), (gw, ew) = exact.gradients()
+    assert_within(dx.reshape(-1, N), gx, ex, jnp.float16)
+    assert_within(dkernel, gw, ew, jnp.float16)
+
+
 def test_one_chunk_rounds_the_kernels_gradient_as_several_do(rng):
     """Once, to the kernel's dtype, though the product's operands are coarser."""
     x, kernel, labels = draw(rng, bf16, jnp.float16)
@@ -149,6 +163,39 @@ def test_log_sum_exps_and_their_gradients(rng, reduction):
     np.testing.assert_allclose(lse.reshape(-1), exact.softmax.lse, rtol=1e-6)
     for f, e in zip(found, jax.grad(expected, (0, 1))(x, kernel), strict=True):
         np.testing.assert_allclose(f, e, rtol=2e-5, atol=2e-4)  # terms of up to 2 · lse ≈ 10
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_offset_of_a_rows_logits_costs_no_accuracy(rng, implementation, reduction):
+    """Loss and gradients are of the differences. The offset's logits are exact, so these are too.
+
+    With lse rounded the softmax was off by 6e-5 at an offset of 30, and by 4 times itself at 10000.
+    """
+    x = np.round(4 * rng.standard_normal((12, N))) / 4
+    kernel = np.round(4 * rng.standard_normal((N, VOCABULARY))) / 4
+    labels = jnp.asarray(rng.integers(0, VOCABULARY, 12))
+    cotangents = jnp.asarray(rng.standard_normal(12), f32)
+
+    @jax.jit
+    def run(x, kernel):
+        def loss(x, kernel):
+            options = {"reduction": reduction, "implementation": implementation, "chunk_rows": 5}
+            return jnp.vdot(ours(x, kernel, labels, **options), cotangents)
+
+        return jax.value_and_grad(loss, (0, 1))(x, kernel)
+
+    # One more feature, of 1, whose kernel is the offset.
+    rows = lambda x: jnp.asarray(np.pad(x, ((0, 0), (0, 1)), constant_values=1), f32)
+    words = lambda w, offset: jnp.asarray(np.pad(w, ((0, 1), (0, 0)), constant_values=offset), f32)
+    if reduction == "mean":
+        cotangents = jnp.ones(())
+    value, (dx, dkernel) = run(rows(x), words(kernel, 0))
+    for offset in 30, 1000, 10000, -100000:
+        found, (fx, fkernel) = run(rows(x), words(kernel, offset))
+        np.testing.assert_allclose(found, value, 1e-6)
+        np.testing.assert_allclose(fx[:, :N], dx[:, :N], 1e-5, 1e-6 * float(jnp.abs(dx).max()))
+        np.testing.assert_allclose(fkernel, dkernel, 1e-5, 1e-6 * float(jnp.abs(dkernel).max()))
 
 
 # ---------------------------------------------------------------- labels
@@ -519,6 +566,11 @@ X, KERNEL, LABELS = jnp.ones((4, 3)), jnp.ones((3, 7)), jnp.zeros(4, jnp.int32)
         ({"softcap": 0}, ValueError, "softcap must be positive"),
         ({"softcap": float("nan")}, ValueError, "softcap must be finite, got nan"),
         ({"softcap": "high"}, TypeError, "softcap must be a Python number .*got 'high'"),
+        ({"softcap": 1e300}, ValueError, r"softcap must be at most 1e\+31, got 1e\+300"),
+        ({"softcap": 1e-300}, ValueError, "softcap must be at least 1e-31, got 1e-300"),
+        ({"softcap": True}, TypeError, "softcap must be a Python number .*got True"),
+        ({"z_loss": 1e300}, ValueError, r"z_loss must be at most 1e\+31, got 1e\+300"),
+        ({"z_loss": 1e38}, ValueError, r"z_loss must be at most 1e\+31, got 1e\+38"),
         ({"z_loss": -0.1}, ValueError, "z_loss must be at least 0, got -0.1"),
         ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
         ({"reduction": "average"}, ValueError, "one of 'mean', 'sum', 'none', got 'average'"),

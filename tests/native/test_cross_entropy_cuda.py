@@ -63,23 +63,42 @@ def test_softmax_matches_float64(emulated, rng, layout, z_dtype, dtype, softcap,
     spec = Softmax(softcap=softcap, z_loss=0.125, dtype=dtype)
     exact = reference.Softmax(wide(z), labels, softcap)
 
+    binary = z.dtype.itemsize == 2  # powers of two
     found = softmax.cuda_statistics(SM90, spec, z, labels)
-    for result, expected in zip(found, reference.statistics(exact), strict=True):
+    for result, expected in zip(found, reference.statistics(exact, binary), strict=True):
         assert result.dtype == compute
         assert_close(result, expected, compute)
 
     g, *again = softmax.cuda_both(SM90, spec, z, labels, weights)
     assert [a.tobytes() for a in again] == [f.tobytes() for f in found]
     a = weights * (1 + 0.25 * exact.lse)
+    gradient = functools.partial(reference.gradient, exact, n=vocabulary, binary=binary)
     assert g.dtype == dtype
-    assert_close(g, reference.gradient(exact, a, weights, n=vocabulary), compute)
+    assert_close(g, gradient(a, weights), compute)
     assert not g[2].any()  # its weight is 0
 
     a, b = (rng.standard_normal(5).astype(compute) for _ in range(2))
-    (g,) = softmax.cuda_gradient(SM90, spec, z, labels, found[0], a, b)
-    assert_close(g, reference.gradient(exact, a, b, n=vocabulary), compute)
+    most, total, _ = found
+    (g,) = softmax.cuda_gradient(SM90, spec, z, labels, most, a / total, b)
+    assert_close(g, gradient(a, b), compute)
     in_place = {0: 0} if z_dtype == dtype else {}
     assert [launch["aliases"] for launch in emulator.launches] == [{}, in_place, in_place]
+
+
+@pytest.mark.parametrize("offset", [30, 1000, 10000, 1e6, -1e6])
+@pytest.mark.parametrize("layout", ["in a cluster's registers", "read twice"])
+def test_an_offset_of_all_logits_changes_nothing(emulated, rng, layout, offset):
+    """Softmax and loss are those of the differences, which are exact in float32 here."""
+    vocabulary, layout = LAYOUTS[layout]
+    emulated(layout)
+    z = np.round(8 * rng.standard_normal((3, vocabulary))) / 8
+    labels, weights = np.array([5, 0, vocabulary - 1], np.int32), np.ones(3, np.float32)
+    spec = Softmax(dtype="float32")
+    run = lambda z: softmax.cuda_both(SM90, spec, np.asarray(z, np.float32), labels, weights)
+    (g, most, total, picked), plain = run(z + offset), run(z)
+    np.testing.assert_array_equal(g, plain[0])
+    np.testing.assert_array_equal(total, plain[2])
+    np.testing.assert_array_equal(most - picked, plain[1] - plain[3])
 
 
 def test_logits_that_are_not_finite(emulated):
@@ -89,7 +108,8 @@ def test_logits_that_are_not_finite(emulated):
     z[0, 5], z[1, 300], z[2, :200] = np.inf, np.nan, -np.inf
     labels, weights = np.full(4, 400, np.int32), np.ones(4, np.float32)
     spec = Softmax(dtype="float32")
-    g, lse, picked = softmax.cuda_both(SM90, spec, z, labels, weights)
+    g, most, total, picked = softmax.cuda_both(SM90, spec, z, labels, weights)
+    lse = most + np.log(total)
     assert np.isnan(lse[:2]).all() and np.isnan(g[:2]).any(axis=1).all()
     np.testing.assert_allclose(lse[2:], np.log([312, 512]), rtol=1e-6)
     assert not g[2, :200].any() and np.isfinite(g[2:]).all() and not picked[2:].any()
