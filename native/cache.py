@@ -17,11 +17,11 @@ import stat
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 
 from . import compiler
 from .compiler import Image, Source
+from .implementation import warn
 
 FORMAT = 1  # of the entries; a change makes old ones unreachable
 MAX_BYTES = 256 << 20
@@ -232,9 +232,7 @@ def _warn_once(reason: str) -> None:
         if reason in _warned:
             return
         _warned.add(reason)
-    warnings.warn(
-        f"{reason}. Kernels are compiled again in every process.", RuntimeWarning, stacklevel=2
-    )
+    warn(f"{reason}. Kernels are compiled again in every process.")
 
 
 def _read(path: pathlib.Path, head: dict) -> Image | None:

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeVar, get_args
 
@@ -22,6 +23,18 @@ _lock = threading.Lock()
 _plain: dict[tuple[str, str], None] = {}  # (operation, reason): served by plain HLO
 _substituted: dict[tuple[str, str], None] = {}  # served by another kernel
 _TITLES = {"native": "native", "pallas": "Pallas"}
+
+
+def warn(message: str, *, stacklevel: int = 2) -> None:
+    """Gives a RuntimeWarning about what the program can do without.
+
+    Where warnings are errors (`python -W error`) it is logged instead: it must not end an operation
+    that would go on.
+    """
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel + 1)
+    except RuntimeWarning:
+        _logger.warning("%s", message)
 
 
 class Unsupported(Exception):

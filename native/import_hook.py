@@ -44,9 +44,9 @@ class _RegisterAfterJax:
             try:
                 register_with_jax()
             except ImportError as error:
-                import warnings
+                from .implementation import warn
 
-                warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+                warn(str(error))
 
         spec.loader.exec_module = execute_and_register
         return spec

@@ -248,6 +248,23 @@ def test_cache_missing_home_works_from_memory(monkeypatch):
     refused("No such file or directory")
 
 
+def test_cache_that_cannot_be_used_is_no_error_where_warnings_are(folder, monkeypatch, caplog):
+    """With `-W error` the image is there all the same, and the log says why it is not kept."""
+    folder.write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get()[1] == 1
+        assert get()[1] == 0 and get(factor=5)[1] == 1
+        folder.unlink()
+        monkeypatch.setattr(os, "replace", read_only)
+        assert get(factor=7)[1] == 1
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [m.split(": ")[1].split(".")[0] for m in messages] == [
+        "File exists",
+        "Permission denied",
+    ]
+
+
 def test_cache_full_disk_warns_once(folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
