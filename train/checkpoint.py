@@ -53,6 +53,7 @@ class Checkpoints:
         self, folder: Path, *, report: Callable[[str], None], keep: int | None = None
     ) -> None:
         _filter_logs()
+        _time_by_monotonic_clock()
         self.folder = folder.absolute()
         self._report = report
         self._closed = False
@@ -348,6 +349,27 @@ def _finished_reads() -> Iterator[None]:
         yield
     finally:
         asyncio.new_event_loop = made
+
+
+class _MonotonicClock:
+    """The module `time` for code that measures durations by `time.time()`."""
+
+    time = staticmethod(time.monotonic)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+def _time_by_monotonic_clock() -> None:
+    """Makes orbax measure its timeouts by a clock that nobody sets.
+
+    Orbax 0.12 takes a step of the system's clock by more than its timeout (ten minutes) for a save
+    that hangs, and fails it.
+    """
+    for name in "future", "signaling_client":
+        module = sys.modules.get(f"orbax.checkpoint._src.futures.{name}")
+        if getattr(module, "time", None) is time:
+            vars(module)["time"] = _MonotonicClock()
 
 
 def _filter_logs() -> None:

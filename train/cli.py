@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import os
 import re
 import signal
@@ -170,6 +171,7 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
       UsageError: a flag or value is unknown, or the file of `--config` has a mistake.
       SystemExit: after `--help`.
     """
+    _refuse_empty(argv)
     with _explained_imports():
         given = argv[1:] if argv[0] in ("train", "plan") else []
         if argv[0] == "plan" and not any(word.startswith("--config") for word in given):
@@ -199,6 +201,20 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
         os.environ.pop("COLUMNS", None)
         if width is not None:
             os.environ["COLUMNS"] = width
+
+
+def _refuse_empty(argv: list[str]) -> None:
+    """Raises a UsageError for an empty word that is no text of a prompt: "$UNSET" in a shell.
+
+    As a path it would be the current folder.
+    """
+    texts = "--prompt", "--stop", "--sample.prompt"
+    for before, word in itertools.pairwise(argv):
+        flag, equals, value = word.partition("=")
+        flag = flag if equals and flag.startswith("--") else before if word == "" else None
+        if flag is not None and value == "" and flag not in texts:
+            what = flag if flag.startswith("--") else f"an argument of `normfuse {argv[0]}`"
+            raise UsageError(f"{what} is empty: give a value, or leave it out.")
 
 
 def _without_frame(message: str) -> str:

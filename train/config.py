@@ -409,6 +409,8 @@ def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
         except (ValueError, OverflowError):
             pass
     if hint is Path and isinstance(value, str):
+        if not value:  # Path("") is the current folder
+            raise UsageError(f"{where}: {name} is empty; it must be a path.")
         return Path(value)
     if type(value) is hint and not (hint is int and abs(value) >= 2**63):
         return value

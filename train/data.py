@@ -107,7 +107,7 @@ def load(
     name, files = _standard_library() if path is None else _find(path)
     with named("--data.path", path):
         content = b"".join(map(read_bytes, files))
-    source = "--data.path " + path if path else name
+    source = name if path is None else f"--data.path {path}"
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)

@@ -130,6 +130,13 @@ def _check(config: TrainConfig, out: RunDir) -> None:
             raise UsageError(
                 f"--out-dir {out.path} is not empty and holds no run of normfuse. Give another."
             )
+        wanted = (True, out.checkpoints), (config.profile, out.profile)
+        for needed, folder in (*wanted, (config.tensorboard, out.tensorboard)):
+            if needed and folder.exists() and not folder.is_dir():  # not found by the first save
+                raise UsageError(
+                    f"--out-dir {out.path}: its {folder.name} must be a folder, and is none. Move "
+                    "it away, or give another --out-dir."
+                )
         if config.resume == "must" and not out.is_run():
             raise _nothing_to_resume(out)
         if config.resume == "never" and out.is_run():

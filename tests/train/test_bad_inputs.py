@@ -158,6 +158,13 @@ def _serves(implementation: str) -> bool:
         (["--preset", "huge"], ["huge", "tiny"]),
         (["--resume", "maybe"], ["maybe", "auto"]),
         (["stray"], ["stray"]),
+        (["--data.path", ""], ["--data.path is empty"]),  # was the current folder
+        (["--data.path="], ["--data.path is empty"]),
+        (["--out-dir", ""], ["--out-dir is empty"]),
+        (["--out-dir", "x", ""], ["an argument of `normfuse train` is empty"]),
+        (["--data.tokenizer", ""], ["--data.tokenizer is empty"]),
+        (["--config", ""], ["--config is empty"]),
+        (["--steps", ""], ["--steps is empty"]),
     ],
 )
 def test_mistyped_flags_are_explained(nothing_compiled, capsys, argv, parts):
@@ -174,6 +181,27 @@ def test_text_that_cannot_be_trained_on(train, nothing_compiled, tmp_path, conte
     path.write_bytes(content)
     code, _, error = train(**{"data.path": path})
     _assert_usage_error(code, error, [str(path), *parts])
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["generate", ""], "an argument of `normfuse generate`"),
+        (["report", "run", ""], "an argument of `normfuse report`"),
+        (["report", "run", "--html", ""], "--html"),
+        (["plan", "--huggingface="], "--huggingface"),
+    ],
+)
+def test_empty_paths_are_not_the_current_folder(capsys, argv, part):
+    code = main(argv)
+    _assert_usage_error(code, capsys.readouterr().err, [f"{part} is empty"])
+
+
+@pytest.mark.parametrize("setting", ["data.path", "out_dir"])
+def test_empty_paths_of_a_file_are_refused(nothing_compiled, tmp_path, capsys, setting):
+    (tmp_path / "settings.yaml").write_text(f"{setting}: ''\n")
+    code = main(["train", "--config", str(tmp_path / "settings.yaml")])
+    _assert_usage_error(code, capsys.readouterr().err, [setting, "is empty"])
 
 
 def test_empty_directory_is_no_text(train, nothing_compiled, tmp_path):
@@ -198,6 +226,17 @@ def test_out_dir_of_something_else_is_left_alone(train, nothing_compiled, tmp_pa
     code, _, error = train()
     _assert_usage_error(code, error, ["--out-dir", "not empty"])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "profile", "tensorboard"])
+def test_a_file_in_the_place_of_a_folder_is_found_before_the_first_save(
+    train, nothing_compiled, tmp_path, name
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / name).touch()
+    code, _, error = train(**({} if name == "checkpoints" else {name: True}))
+    _assert_usage_error(code, error, ["--out-dir", f"its {name} must be a folder"])
 
 
 @pytest.mark.newest
