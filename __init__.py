@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
+    from .layers.attention import attention as attention
     from .layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .layers.dense import clamped_swiglu as clamped_swiglu
     from .layers.dense import dense as dense
@@ -52,6 +53,7 @@ _HOME = {  # public name -> the module that defines it
     "adaptive_rms_norm": ".layers.rms_norm",
     "add_layer_norm": ".layers.layer_norm",
     "add_rms_norm": ".layers.rms_norm",
+    "attention": ".layers.attention",
     "clamped_swiglu": ".layers.dense",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",

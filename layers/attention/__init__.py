@@ -1,0 +1,3 @@
+"""Attention, without an array of length times length."""
+
+from .attention import attention as attention

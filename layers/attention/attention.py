@@ -1,0 +1,336 @@
+"""The public function: its arguments, and where its operands lie."""
+
+import functools
+import math
+import operator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ...native.implementation import BEST, NAMES, Implementation, Order, requested
+from ..core.arguments import array_of, finite, floating, floating_dtype
+from ..core.op import reshard_like, vary, varying_axes
+from ..core.sharding import axes_of, whole
+from . import op as ops
+from .op import BLOCKS, CUDNN, CUDNN_OR_BLOCKS, placed_like
+from .spec import Spec, numbers
+
+_OP = "attention"
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
+    implementation: Implementation = None,
+) -> Array:
+    """Attention, without an array of length times key length.
+
+        s_ij = softcap · tanh(scale · q_i · k_j / softcap) + bias_ij
+        out_i = Σ_j p_ij · v_j        p_i = softmax of s_i over the keys that query i sees
+
+    cuDNN computes it on NVIDIA GPUs where it can: in bfloat16 and float16, with heads of a multiple
+    of 8 up to 128, or up to 256 from Hopper GPUs on, without `softcap`. Everywhere else it is
+    computed in blocks of queries and keys. Both keep a number for each row and head besides `out`
+    for the backward, and compute the scores again there. Blocks that `causal`, `window`, `mask` or
+    `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs takes
+    cuDNN's causal kernel.
+
+    Scores, softmax and sums are float32, float64 for float64. A query that sees no key gives 0, and
+    has gradients of 0. Keys and values must be finite where no query sees them too: 0 · NaN is NaN.
+
+    Batch and heads may be split over any axes of a mesh, with no communication but where several
+    devices share a head of keys, whose gradients they add up. Lengths are gathered.
+
+    Args:
+      q: `(batch, length, heads, width)`; float64, float32, bfloat16 or float16, as k and v.
+      k: `(batch, key length, kv heads, width)`; heads must be a multiple of kv heads, and the query
+        heads `i · heads / kv heads` and on see head i of the keys.
+      v: as k.
+      bias: added to the scores, broadcast to `(batch, heads, length, key length)`; a float dtype.
+      mask: which keys a query sees, bool, broadcast to the same shape.
+      causal: query i sees keys j ≤ i.
+      window: with causal, query i sees keys i - window < j ≤ i.
+      segment_ids: `(batch, length)` integers; a query sees keys of its own segment. A pair of those
+        of queries and of keys, `(batch, key length)`, where the lengths differ.
+      softcap: bounds the scores; None for no bound.
+      scale: of the scores; 1 / √width where None.
+      dtype: of the products' operands and the result; q's where None.
+      implementation: None, "cudnn", "xla" (blocks), or both in order.
+
+    Returns:
+      `(batch, length, heads, width)` in `dtype`. First derivatives, in both modes, are computed in
+      blocks too; a second derivative has the scores in memory. A policy of `jax.checkpoint` that
+      saves the names "attention" and "attention_lse" keeps what the backward needs.
+
+    Raises:
+      TypeError: for q, k, v or a bias that are not floating, a mask that is not bool, segment ids
+        that are not integers, or options of a wrong type.
+      ValueError: for shapes that do not fit, a window without causal or below 1, a softcap that is
+        not positive, or an unknown implementation.
+      NotImplementedError: if `implementation` is "cudnn" and cuDNN cannot serve.
+
+    References:
+      Vaswani et al., arXiv:1706.03762; Dao, FlashAttention-2, arXiv:2307.08691; Ainslie et al.,
+      GQA, arXiv:2305.13245; Gemma Team, Gemma 2, arXiv:2408.00118 (softcap).
+
+    >>> import jax.numpy as jnp
+    >>> from normfuse import attention
+    >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+    >>> v = jnp.arange(3.0)[:, None, None] * k
+    >>> attention(q, k, v, causal=True)[0, :, 0, 0].tolist()  # means of 0, of 0 and 1, of all
+    [0.0, 0.5, 1.0]
+    """
+    q, k, v = floating(_OP, "q", q), floating(_OP, "k", k), floating(_OP, "v", v)
+    _check_shapes(q, k, v)
+    order = _order(implementation)
+    name = floating_dtype(_OP, dtype, q.dtype)
+    q, k, v = q.astype(name), k.astype(name), v.astype(name)
+    spec = Spec(
+        scale=1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else finite(_OP, "scale", scale),
+        causal=_causal(causal),
+        window=_window(window, causal),
+        softcap=_softcap(softcap),
+        precision=jax.config.jax_default_matmul_precision,
+    )
+    batch, length, heads, keys = q.shape[0], q.shape[1], q.shape[2], k.shape[1]
+    extras = {}
+    if bias is not None:
+        bias = floating(_OP, "bias", bias)
+        extras["bias"] = _four("bias", bias, (batch, heads, length, keys))
+    if mask is not None:
+        extras["mask"] = _four("mask", _bool(mask), (batch, heads, length, keys))
+    if segment_ids is not None:
+        ids, others = _segments(segment_ids, (batch, length), (batch, keys))
+        extras |= {"segments": ids[:, None, :, None], "key segments": others[:, None, None]}
+    q, k, v, *arrays = _operands(q, k, v, *extras.values())
+    found = dict(zip(extras, arrays))
+    dims = {name: array[1] for name, array in found.items()}
+    pair = (dims["segments"], dims["key segments"]) if "segments" in dims else None
+    spec = replace(spec, bias=dims.get("bias"), mask=dims.get("mask"), segments=pair)
+    out, _ = ops.attention(spec, q, k, v, *[array for array, _ in found.values()], order=order)
+    return _joined(out)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _check_shapes(q: Array, k: Array, v: Array) -> None:
+    if q.ndim != 4 or k.ndim != 4:
+        raise ValueError(
+            f"{_OP}: q must be (batch, length, heads, width), k (batch, key length, kv heads, "
+            f"width); got shapes {q.shape} and {k.shape}"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"{_OP}: v must have k's shape, {k.shape}; got {v.shape}")
+    if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(
+            f"{_OP}: q and k must agree in batch and width; got shapes {q.shape} and {k.shape}"
+        )
+    if q.shape[2] % max(k.shape[2], 1) or (k.shape[2] == 0 and q.shape[2]):
+        raise ValueError(
+            f"{_OP}: the heads of q must be a multiple of k's; got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def _causal(causal: Any) -> bool:
+    if not isinstance(causal, bool | np.bool_):
+        raise TypeError(f"{_OP}: causal must be True or False, got {type(causal).__name__}")
+    return bool(causal)
+
+
+def _window(window: Any, causal: bool) -> int | None:
+    if window is None:
+        return None
+    try:
+        size = operator.index(window)
+    except TypeError:
+        raise TypeError(f"{_OP}: window must be None or an integer, got {window!r}") from None
+    if not causal:
+        raise ValueError(f"{_OP}: window={size} needs causal=True; for other shapes pass a mask")
+    if size < 1:
+        raise ValueError(f"{_OP}: window must be at least 1, the query's own key; got {size}")
+    return size
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    cap = finite(_OP, "softcap", softcap)
+    if cap <= 0:
+        raise ValueError(f"{_OP}: softcap must be positive, or None for no bound; got {softcap}")
+    return cap
+
+
+def _four(argument: str, array: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the array with four dimensions, each 1 or that of `shape`."""
+    padded = (*[1] * (4 - array.ndim), *array.shape)
+    if array.ndim > 4 or any(n not in (1, full) for n, full in zip(padded, shape)):
+        raise ValueError(
+            f"{_OP}: {argument} must broadcast to (batch, heads, length, key length), {shape}; got "
+            f"shape {array.shape}"
+        )
+    return array if array.ndim == 4 else jnp.expand_dims(array, tuple(range(4 - array.ndim)))
+
+
+def _bool(mask: Any) -> Array:
+    mask = array_of(_OP, "mask", mask)
+    if mask.dtype != bool:
+        raise TypeError(
+            f"{_OP}: mask must be bool, True where a key is seen; got {mask.dtype.name}. Pass what "
+            "is added to the scores as bias, and 0 and 1 as mask.astype(bool)"
+        )
+    return mask
+
+
+def _segments(
+    segment_ids: Any, rows: tuple[int, int], keys: tuple[int, int]
+) -> tuple[Array, Array]:
+    """Returns the segment ids of queries and of keys."""
+    pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
+    given = tuple(segment_ids) if pair else (segment_ids, segment_ids)
+    if not pair and rows != keys:
+        raise ValueError(
+            f"{_OP}: segment_ids must be a pair, of queries and of keys, where the lengths differ: "
+            f"{rows[1]} and {keys[1]}"
+        )
+    ids, others = (array_of(_OP, "segment_ids", a) for a in given)
+    for array, shape, whose in (ids, rows, "length"), (others, keys, "key length"):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{_OP}: segment_ids must be integers, got {array.dtype.name}")
+        if array.shape != shape:
+            raise ValueError(
+                f"{_OP}: segment_ids must be (batch, {whose}), {shape}; got shape {array.shape}"
+            )
+    return ids, others
+
+
+def _order(implementation: Implementation) -> Order:
+    """Returns what is to serve.
+
+    Raises as `native.implementation.requested` does, whose names differ.
+    """
+    if implementation is None:
+        first = (requested(None) or [""])[0]  # NORMFUSE_IMPLEMENTATION, of which "xla" is ours too
+        return BLOCKS if first == "xla" else BEST
+    names = [implementation] if isinstance(implementation, str) else list(implementation)
+    unknown = [name for name in names if name not in ("cudnn", "xla")]
+    if known := [name for name in unknown if name in NAMES]:
+        raise NotImplementedError(
+            f"{_OP} has no {known[0]!r} implementation; it has 'cudnn' and 'xla'"
+        )
+    if unknown or not names:
+        raise ValueError(
+            f"implementation must name 'cudnn' or 'xla', got {implementation!r}; None takes the "
+            "best that can serve here"
+        )
+    if names[0] == "xla":
+        return BLOCKS
+    return CUDNN_OR_BLOCKS if "xla" in names else CUDNN
+
+
+# ---------------------------------------------------------------- operands that go together
+
+
+def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
+    """Returns q, k, v as the operation takes them, and `(array, its dimensions)` of each extra.
+
+    Where shardings are part of the types, q's batch and heads decide for all.
+    """
+    axes = varying_axes(q, k, v, *extras)
+    q, k, v, *given = (vary(a, axes) for a in (q, k, v, *extras))
+    lead = next((a for a in (q, k, v, *given) if _is_explicit(a)), None)
+    if lead is not None and not _is_explicit(q):
+        q = reshard_like(q, lead, P(None, None, None, None))
+    batch, length, all_heads, width = q.shape
+    heads = k.shape[2]
+    group = all_heads // max(heads, 1)
+    rows, of_heads, of_group = _split(q, heads, group)
+    every = (*of_heads, *of_group) or None
+    heads_entry, group_entry = of_heads or None, of_group or None
+    q = _reshaped(
+        q,
+        q,
+        P(rows, None, every, None),
+        (batch, length, heads, group, width),
+        P(rows, None, heads_entry, group_entry, None),
+    )
+    d = numbers(q.ndim)
+    arrays: list[Any] = [q, *(placed_like(a, d.kv, q) for a in (k, v))]
+    for extra in given:
+        many, several = extra.shape[0] > 1, extra.shape[1] > 1
+        before = P(rows if many else None, every if several else None, None, None)
+        sizes = extra.shape[0], *((heads, group) if several else (1, 1)), *extra.shape[2:]
+        kept = [(n, dim) for n, dim in zip(sizes, d.scores, strict=True) if n > 1]
+        entries = {d.batch[0]: rows, d.heads: heads_entry, d.group: group_entry}
+        after = P(*[entries.get(dim) for _, dim in kept])
+        array = _reshaped(extra, q, before, tuple(n for n, _ in kept), after)
+        arrays.append((array, tuple(dim for _, dim in kept)))
+    return arrays
+
+
+def _joined(out: Array) -> Array:
+    """Returns `(batch, length, heads, width)` of what the operation returns."""
+    batch, length, heads, group, width = out.shape
+    spec = P(*[None] * 5)
+    if _is_explicit(out):
+        spec = P(*whole(jax.typeof(out).sharding.spec, 5))
+    every = (*axes_of(spec[2]), *axes_of(spec[3])) or None
+    return _reshaped(
+        out, out, spec, (batch, length, heads * group, width), P(spec[0], None, every, None)
+    )
+
+
+def _is_explicit(array: Array) -> bool:
+    return bool(jax.typeof(array).sharding.mesh.explicit_axes)
+
+
+def _split(q: Array, heads: int, group: int) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """Returns the Explicit axes that split the batch, the heads of keys, and the heads of each."""
+    if not _is_explicit(q):
+        return None, (), ()
+    sharding = jax.typeof(q).sharding
+    sizes, entries = dict(sharding.mesh.shape), whole(sharding.spec, 4)
+    of_heads, of_group, parts, members = [], [], 1, 1
+    for axis in axes_of(entries[2]):
+        # The first axes split the heads of keys; others the heads that share one, if it is alone
+        # on its device. What neither can is gathered.
+        if not of_group and heads % (parts * sizes[axis]) == 0:
+            of_heads.append(axis)
+            parts *= sizes[axis]
+        elif heads == parts and group % (members * sizes[axis]) == 0:
+            of_group.append(axis)
+            members *= sizes[axis]
+        else:
+            break
+    return entries[0], tuple(of_heads), tuple(of_group)
+
+
+def _reshaped(array: Array, lead: Array, before: P, shape: tuple[int, ...], after: P) -> Array:
+    """Returns the array reshaped; on lead's Explicit mesh placed as `before`, then as `after`."""
+    if not _is_explicit(lead):
+        return array.reshape(shape)
+    if not _is_explicit(array) or P(*whole(jax.typeof(array).sharding.spec, array.ndim)) != before:
+        array = reshard_like(array, lead, before)
+    return _reshape_to(array, lead, shape, after)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "spec"), keep_unused=True, inline=True)
+def _reshape_to(array: Array, lead: Array, shape: tuple[int, ...], spec: P) -> Array:
+    sharding = NamedSharding(jax.typeof(lead).sharding.mesh, spec)  # type: ignore[arg-type]
+    return jax.lax.reshape(array, shape, out_sharding=sharding)

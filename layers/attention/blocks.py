@@ -1,0 +1,521 @@
+"""Attention in blocks of queries and keys, in plain JAX: memory is linear in the lengths.
+
+A block of scores at a time is in memory. The forward keeps for each row the maximum m, the sum l of
+exp(score - m) and the product with the values, and rescales them when a block has a larger score:
+
+    m' = max(m, max_j s_j)    p_j = exp(s_j - m')    l' = l · exp(m - m') + Σ_j p_j
+    acc' = acc · exp(m - m') + Σ_j p_j · v_j         out = acc / l    lse = m + log l
+
+The derivatives compute each block's scores again, and p from the saved lse, without a maximum.
+Blocks that `causal` and `window` exclude are not in the loop; those that a mask or the segments
+exclude are sorted out when it runs.
+
+References: Rabe and Staats, arXiv:2112.05682; Dao, FlashAttention-2, arXiv:2307.08691.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ...native.dtypes import compute_dtype
+from ..core.op import vary, varying_axes
+from .spec import Dimensions, Extras, Numbers, Spec, numbers, spread
+
+# Scores of a block, all heads together. On CPUs they stay in cache; on GPUs a block fills the
+# device.
+_CPU_SCORES, _GPU_SCORES = 2**20, 2**25
+
+
+# ---------------------------------------------------------------- the operations
+
+
+def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool = False) -> Any:
+    """Returns `[out, lse]`; out alone where the spec says so. Rows that see nothing give 0, inf."""
+    if not _in_blocks(q, k):
+        out, lse = square(spec, q, k, v, *extras)
+        return [out, lse][: 1 + spec.with_lse]
+    tiles = _Tiles.of(spec, q, k, extras, gpu)
+    qs, ks, vs = tiles.rows(q), tiles.keys(k), tiles.keys(v)
+    wide, shape = tiles.wide, qs.shape[:-1]
+
+    def step(edge: bool, carry: Any, i: Array, j: Array) -> Any:
+        most, total, acc = carry
+        s, _ = tiles.scores(edge, _at(qs, i), _at(ks, j), i, j)
+        before = _at(most, i)
+        after = jnp.maximum(before, jnp.max(s, axis=-1))
+        finite = jnp.where(after == -jnp.inf, 0, after)
+        p, shrink = jnp.exp(s - finite[..., None]), jnp.exp(before - finite)
+        added = tiles.dot(p.astype(v.dtype), _at(vs, j), -1, -2)
+        return (
+            _put(most, after, i),
+            _put(total, _at(total, i) * shrink + jnp.sum(p, axis=-1), i),
+            _put(acc, _at(acc, i) * shrink[..., None] + added, i),
+        )
+
+    start = jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros(qs.shape, wide)
+    most, total, acc = tiles.run(step, start)
+    some = jnp.where(total == 0, 1, total)
+    out = tiles.whole_rows((acc / some[..., None]).astype(q.dtype))
+    if not spec.with_lse:
+        return [out]
+    return [out, tiles.whole_numbers(jnp.where(total == 0, jnp.inf, most + jnp.log(some)))]
+
+
+def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
+    """`(q, k, v, *extras, out, lse, dout) -> [dq, dk, dv][, dbias]`, the last in float32 or wider.
+
+    With dp = dout · v, and ds the gradient of the scores before scale and cap:
+
+        dv_j = Σ_i p_ij · dout_i     ds = p · (dp - Σ out · dout)
+        dq_i = scale · Σ_j ds_ij · k_j     dk_j = scale · Σ_i ds_ij · q_i     dbias = ds
+    """
+    *extras, out, lse, dout = rest
+    if not _in_blocks(q, k):
+        return square_gradients(spec, q, k, v, *extras, dout)
+    tiles = _Tiles.of(spec, q, k, extras, gpu)
+    qs, ks, vs, douts = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.rows(dout)
+    lses, wide = tiles.numbers_of(lse, jnp.inf), tiles.wide
+    along = jnp.sum(tiles.rows(out).astype(wide) * douts.astype(wide), axis=-1)
+
+    def step(edge: bool, carry: Any, i: Array, j: Array) -> Any:
+        dq, dk, dv, *dbias = carry
+        q, k, v, dout = _at(qs, i), _at(ks, j), _at(vs, j), _at(douts, i)
+        s, slope = tiles.scores(edge, q, k, i, j)
+        p = jnp.exp(s - _at(lses, i)[..., None])
+        ds = p * (tiles.dot(dout, v, -1, -1) - _at(along, i)[..., None])
+        dbias = [tiles.add_to_bias(d, ds, i, j) for d in dbias]
+        ds = (ds * slope * spec.scale).astype(q.dtype)
+        return (
+            _add(dq, tiles.dot(ds, k, -1, -2), i),
+            _add(dk, tiles.dot(ds, q, -2, -2), j),
+            _add(dv, tiles.dot(p.astype(q.dtype), dout, -2, -2), j),
+            *dbias,
+        )
+
+    zeros = lambda like: jnp.zeros(like.shape, wide)
+    start = zeros(qs), zeros(ks), zeros(vs), *tiles.no_dbias()
+    dq, dk, dv, *dbias = tiles.run(step, start)
+    dq = tiles.whole_rows(dq.astype(q.dtype))
+    dk, dv = tiles.whole_keys(dk.astype(k.dtype)), tiles.whole_keys(dv.astype(v.dtype))
+    return [dq, dk, dv, *map(tiles.whole_bias, dbias)]
+
+
+def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
+    """`(q, k, v, *extras, out, lse, *moving) -> [tangent of out]`.
+
+        ds = cap' · scale · (dq · k + q · dk) + dbias
+        dout = Σ_j p_j · (ds_j · v_j + dv_j) - out · Σ_j p_j · ds_j
+
+    `moving` are the tangents that there are of q, k, v and the bias.
+    """
+    count = len(spec.extras)
+    extras, (out, lse, *moving) = rest[:count], rest[count:]
+    if not _in_blocks(q, k):
+        return square_tangent(spec, q, k, v, *extras, *moving)
+    tiles = _Tiles.of(spec, q, k, extras, gpu)
+    qs, ks, vs, wide = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.wide
+    lses, found = tiles.numbers_of(lse, jnp.inf), iter(moving)
+    cut = tiles.rows, tiles.keys, tiles.keys
+    dqs, dks, dvs = (c(next(found)) if moves else None for c, moves in zip(cut, spec.moving))
+    dbias = None if spec.dbias is None else tiles.padded(next(found), spec.dbias)
+
+    def step(edge: bool, carry: Any, i: Array, j: Array) -> Any:
+        acc, total = carry
+        q, k, v = _at(qs, i), _at(ks, j), _at(vs, j)
+        s, slope = tiles.scores(edge, q, k, i, j)
+        p = jnp.exp(s - _at(lses, i)[..., None])
+        ds = jnp.zeros_like(s)
+        if dqs is not None:
+            ds += tiles.dot(_at(dqs, i), k, -1, -1)
+        if dks is not None:
+            ds += tiles.dot(q, _at(dks, j), -1, -1)
+        ds *= slope * spec.scale
+        if dbias is not None:
+            ds += tiles.flat(tiles.block(dbias, i, j).astype(wide))
+        ds = p * jnp.where(p == 0, 0, ds)
+        added = tiles.dot(ds.astype(v.dtype), v, -1, -2)
+        if dvs is not None:
+            added += tiles.dot(p.astype(v.dtype), _at(dvs, j), -1, -2)
+        return _add(acc, added, i), _add(total, jnp.sum(ds, axis=-1), i)
+
+    start = jnp.zeros(qs.shape, wide), jnp.zeros(qs.shape[:-1], wide)
+    acc, total = tiles.run(step, start)
+    moved = acc - total[..., None] * tiles.rows(out).astype(wide)
+    return [tiles.whole_rows(moved.astype(q.dtype))]
+
+
+def _in_blocks(q: Array, k: Array) -> bool:
+    """Whether there is something to compute, of lengths that are known."""
+    return all(isinstance(n, int) for n in (*q.shape, *k.shape)) and 0 not in (*q.shape, *k.shape)
+
+
+# ---------------------------------------------------------------- with all scores in memory
+
+
+def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Array, Array]:
+    """The same as one formula: `(out, lse)`. For second derivatives, and lengths not yet known."""
+    d, wide = numbers(q.ndim), compute_dtype(q.dtype)
+    given = Extras.of(spec, [spread(a, n, d.scores) for a, n in zip(extras, spec.extras)])
+    batch = "abcdefgh"[: len(d.batch)]
+    options = {"preferred_element_type": wide, "precision": spec.precision}
+    s = jnp.einsum(f"{batch}tkgw,{batch}skw->{batch}kgts", q, k, **options) * spec.scale
+    if spec.softcap is not None:
+        s = spec.softcap * jnp.tanh(s / spec.softcap)
+    if given.bias is not None:
+        s += given.bias.astype(wide)
+    seen = _seen(spec, given, jnp.arange(q.shape[-4]), jnp.arange(k.shape[-3]))
+    if seen is not None:
+        s = jnp.where(seen, s, -jnp.inf)
+    most = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf))
+    most = jnp.where(most == -jnp.inf, 0, most)
+    e = jnp.exp(s - most[..., None])
+    total = jnp.sum(e, axis=-1)
+    some = jnp.where(total == 0, 1, total)
+    p = (e / some[..., None]).astype(v.dtype)
+    out = jnp.einsum(f"{batch}kgts,{batch}skw->{batch}tkgw", p, v, **options).astype(q.dtype)
+    return out, jnp.where(total == 0, jnp.inf, most + jnp.log(some))
+
+
+def _moved(spec: Spec, q: Array, k: Array, v: Array, extras: Sequence[Array]) -> tuple[Any, Any]:
+    """Returns `square`'s out as a function of q, k, v and the bias, and these."""
+    if spec.bias is None:
+        return lambda *qkv: square(spec, *qkv, *extras)[0], (q, k, v)
+    bias, *others = extras
+    # A bias's gradient in float32, and with dimensions that the bias may not have.
+    bias = bias.astype(compute_dtype(q.dtype))
+    dims = spec.bias
+    if spec.dbias is not None and spec.dbias != dims:
+        d = numbers(q.ndim)
+        sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
+        shape = [sizes[n] for n in spec.dbias]
+        bias, dims = jnp.broadcast_to(spread(bias, dims, spec.dbias), shape), spec.dbias
+    spec = replace(spec, bias=dims)
+    return lambda *qkvb: square(spec, *qkvb, *others)[0], (q, k, v, bias)
+
+
+def square_gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> list[Array]:
+    """`(q, k, v, *extras, dout) -> [dq, dk, dv][, dbias]`."""
+    *extras, dout = rest
+    function, operands = _moved(spec, q, k, v, extras)
+    return list(jax.vjp(function, *operands)[1](dout))[: 3 + (spec.dbias is not None)]
+
+
+def square_tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> list[Array]:
+    """`(q, k, v, *extras, *moving) -> [tangent of out]`."""
+    count = len(spec.extras)
+    function, operands = _moved(spec, q, k, v, rest[:count])
+    found = iter(rest[count:])
+    moves = *spec.moving, spec.dbias is not None
+    tangents = [
+        next(found).astype(a.dtype) if m else jnp.zeros_like(a) for a, m in zip(operands, moves)
+    ]
+    return [jax.jvp(function, operands, tuple(tangents))[1]]
+
+
+def _seen(spec: Spec, given: Extras, rows: Array, keys: Array) -> Array | None:
+    """Returns which of `keys` are seen by which of `rows`, positions; None if all are.
+
+    `given` has all dimensions of scores.
+    """
+    parts = []
+    if spec.causal:
+        behind = rows[:, None] - keys
+        parts.append(behind >= 0)
+        if spec.window is not None:
+            parts.append(behind < spec.window)
+    if given.mask is not None:
+        parts.append(given.mask)
+    if given.segments is not None:
+        parts.append(given.segments[0] == given.segments[1])
+    return functools.reduce(jnp.logical_and, parts) if parts else None
+
+
+# ---------------------------------------------------------------- blocks
+
+
+_NONE = Extras(None, None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """How an attention is cut into blocks of `rows_` queries and `keys_` keys."""
+
+    spec: Spec
+    d: Numbers
+    sizes: dict[int, int]  # of each dimension
+    rows_: int
+    keys_: int
+    extras: Extras  # padded to whole blocks, with all dimensions of scores
+    wide: Any  # the dtype of scores and sums
+    varying: frozenset[str]  # manual axes that the operands vary over
+
+    @classmethod
+    def of(cls, spec: Spec, q: Array, k: Array, extras: Sequence[Array], gpu: bool) -> "_Tiles":
+        d = numbers(q.ndim)
+        sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
+        all_heads = math.prod(sizes[n] for n in (*d.batch, d.heads))
+        rows, keys = _block(sizes[d.length], sizes[d.keys], all_heads, sizes[d.group], gpu)
+        axes = varying_axes(q, k, *extras)
+        tiles = cls(spec, d, sizes, rows, keys, _NONE, compute_dtype(q.dtype), axes)
+        padded = [tiles.padded(a, dims) for a, dims in zip(extras, spec.extras)]
+        return replace(tiles, extras=Extras.of(spec, padded))
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.sizes[self.d.length] // self.rows_)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.sizes[self.d.keys] // self.keys_)
+
+    # -------------------------------- operands, block by block
+
+    def rows(self, x: Array) -> Array:
+        """`(*batch, length, heads, group, n)` as `(blocks, *batch, heads, group · rows, n)`."""
+        return self._rows(jnp.moveaxis(x, -4, -2), 0)
+
+    def numbers_of(self, x: Array, fill: float) -> Array:
+        """`(*batch, heads, group, length)` as `(blocks, *batch, heads, group · rows)`."""
+        return self._rows(x[..., None], fill)[..., 0]
+
+    def _rows(self, x: Array, fill: float) -> Array:
+        cut = _cut(x, self.row_blocks, self.rows_, fill)
+        return cut.reshape(*cut.shape[:-3], -1, cut.shape[-1])
+
+    def keys(self, x: Array) -> Array:
+        """`(*batch, keys, heads, n)` as `(blocks, *batch, heads, keys of one, n)`."""
+        return _cut(jnp.moveaxis(x, -3, -2), self.key_blocks, self.keys_, 0)
+
+    def whole_rows(self, x: Array) -> Array:
+        """The inverse of `rows`."""
+        return jnp.moveaxis(self._whole_rows(x), -2, -4)
+
+    def whole_numbers(self, x: Array) -> Array:
+        """The inverse of `numbers_of`."""
+        return self._whole_rows(x[..., None])[..., 0]
+
+    def _whole_rows(self, x: Array) -> Array:
+        split = x.reshape(*x.shape[:-2], self.sizes[self.d.group], self.rows_, x.shape[-1])
+        return _joined(split, self.sizes[self.d.length])
+
+    def whole_keys(self, x: Array) -> Array:
+        """The inverse of `keys`."""
+        return jnp.moveaxis(_joined(x, self.sizes[self.d.keys]), -2, -3)
+
+    # -------------------------------- what says how much is seen
+
+    def padded(self, array: Array, dims: Dimensions) -> Array:
+        """Returns the array, of `dims`, with all dimensions of scores, in whole blocks."""
+        full = self.row_blocks * self.rows_, self.key_blocks * self.keys_
+        array = spread(array, dims, self.d.scores)
+        more = [0] * array.ndim
+        for axis, number in (-2, self.d.length), (-1, self.d.keys):
+            if number in dims:
+                more[axis] = full[axis] - array.shape[axis]
+        # What is padded is like its neighbours: the segments of a block then stay as near.
+        return jnp.pad(array, [(0, n) for n in more], mode="edge") if any(more) else array
+
+    def block(self, array: Array, i: Array, j: Array) -> Array:
+        """Returns block (i, j) of an array from `padded`."""
+        starts, sizes = [jnp.int32(0)] * array.ndim, list(array.shape)
+        for axis, at, size in (-2, i, self.rows_), (-1, j, self.keys_):
+            if array.shape[axis] > 1:
+                starts[axis], sizes[axis] = at * size, size
+        return lax.dynamic_slice(array, starts, sizes)
+
+    def flat(self, x: Array) -> Array:
+        """`(*batch, heads, group, rows, keys)`, sizes 1 or whole, as one matrix for each head."""
+        d, sizes = self.d, self.sizes
+        whole = *(sizes[n] for n in (*d.batch, d.heads, d.group)), self.rows_, self.keys_
+        x = jnp.broadcast_to(x, whole)
+        return x.reshape(*x.shape[:-3], -1, self.keys_)
+
+    def no_dbias(self) -> list[Array]:
+        """Returns the bias's gradient before the first block, if it is asked for."""
+        dims = self.spec.dbias
+        if dims is None:
+            return []
+        sizes = self.sizes | {
+            self.d.length: self.row_blocks * self.rows_,
+            self.d.keys: self.key_blocks * self.keys_,
+        }
+        return [jnp.zeros([sizes[n] if n in dims else 1 for n in self.d.scores], self.wide)]
+
+    def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
+        """Returns the bias's gradient with that of a block's scores."""
+        ds = ds.reshape(*ds.shape[:-2], self.sizes[self.d.group], self.rows_, self.keys_)
+        dims = self.spec.dbias or ()
+        absent = tuple(axis for axis, n in enumerate(self.d.scores) if n not in dims)
+        ds = jnp.sum(ds, axis=absent, keepdims=True)
+        starts = [jnp.int32(0)] * ds.ndim
+        for axis, number, start in (
+            (-2, self.d.length, i * self.rows_),
+            (-1, self.d.keys, j * self.keys_),
+        ):
+            if number in dims:
+                starts[axis] = start
+        return lax.dynamic_update_slice(
+            dbias, lax.dynamic_slice(dbias, starts, ds.shape) + ds, starts
+        )
+
+    def whole_bias(self, dbias: Array) -> Array:
+        """Returns the bias's gradient in the dimensions that it has."""
+        kept = [n for n in self.d.scores if n in (self.spec.dbias or ())]
+        dbias = dbias[..., : self.sizes[self.d.length], : self.sizes[self.d.keys]]
+        return dbias.reshape([self.sizes[n] for n in kept])
+
+    # -------------------------------- one block's scores
+
+    def dot(self, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+        """Returns the products of each head's matrices, summed over these axes."""
+        heads = tuple(range(a.ndim - 2))
+        dims = ((a.ndim + a_axis,), (b.ndim + b_axis,)), (heads, heads)
+        options = {"precision": self.spec.precision, "preferred_element_type": self.wide}
+        return lax.dot_general(a, b, dims, **options)
+
+    def scores(self, edge: bool, q: Array, k: Array, i: Array, j: Array) -> tuple[Array, Any]:
+        """Returns a block's scores, -inf where not seen, and the derivative of their cap.
+
+        `edge` says whether a row may not see a key of the block, for their positions.
+        """
+        cap, slope = self.spec.softcap, 1.0
+        s = self.dot(q, k, -1, -1) * self.spec.scale
+        if cap is not None:
+            bounded = jnp.tanh(s / cap)
+            s, slope = cap * bounded, 1 - bounded * bounded
+        if self.extras.bias is not None:
+            s += self.flat(self.block(self.extras.bias, i, j).astype(self.wide))
+        seen = self._seen(edge, i, j)
+        return s if seen is None else jnp.where(self.flat(seen), s, -jnp.inf), slope
+
+    def _seen(self, edge: bool, i: Array, j: Array) -> Array | None:
+        rows, keys = (
+            i * self.rows_ + jnp.arange(self.rows_),
+            j * self.keys_ + jnp.arange(self.keys_),
+        )
+        given, cut = self.extras, lambda array: self.block(array, i, j)
+        given = Extras(
+            None,
+            None if given.mask is None else cut(given.mask),
+            None if given.segments is None else (cut(given.segments[0]), cut(given.segments[1])),
+        )
+        seen = _seen(self.spec if edge else replace(self.spec, causal=False), given, rows, keys)
+        if edge and self.key_blocks * self.keys_ > self.sizes[self.d.keys]:
+            real = keys < self.sizes[self.d.keys]
+            seen = real if seen is None else seen & real
+        return seen
+
+    # -------------------------------- which blocks
+
+    def run(self, step: Callable[..., Any], carry: Any) -> Any:
+        """Returns `carry` after `step(edge, carry, i, j)` for every block that has a seen score."""
+        carry = jax.tree.map(lambda a: vary(a, self.varying), carry)
+        some = self._some_seen()
+        for edge, listed in enumerate(self._blocks()):
+            if not listed:
+                continue
+            pairs = jnp.asarray(np.array(listed, np.int32))
+            one = functools.partial(step, bool(edge))
+            if some is None:
+                carry, _ = lax.scan(lambda c, ij, one=one: (one(c, *ij), None), carry, pairs)
+                continue
+            wanted = some[pairs[:, 0], pairs[:, 1]]
+            pairs = pairs[jnp.argsort(~wanted)]
+            body = lambda at, c, one=one, pairs=pairs: one(c, *pairs[at])
+            carry = lax.fori_loop(0, jnp.sum(wanted), body, carry)
+        return carry
+
+    def _blocks(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Returns the blocks all of whose keys all rows see, for their positions, and the others.
+
+        Not those that no row sees.
+        """
+        whole, edge = [], []
+        length, keys = self.sizes[self.d.length], self.sizes[self.d.keys]
+        window = self.spec.window or length + keys
+        for i in range(self.row_blocks):
+            first, last = i * self.rows_, min((i + 1) * self.rows_, length) - 1
+            for j in range(self.key_blocks):
+                start, end = j * self.keys_, (j + 1) * self.keys_ - 1
+                all_seen = end < keys
+                if self.spec.causal:
+                    if start > last or first - end >= window:
+                        continue
+                    all_seen &= end <= first and last - start < window
+                (whole if all_seen else edge).append((i, j))
+        return whole, edge
+
+    def _some_seen(self) -> Array | None:
+        """Returns in which blocks a mask and the segments leave something to see; None for all."""
+        found = []
+        if (mask := self.extras.mask) is not None:
+            found.append(self._by_block(mask, jnp.any, -2, -1))
+        if self.extras.segments is not None:
+            ids, others = self.extras.segments
+            least, most = (self._by_block(ids, f, -2) for f in (jnp.min, jnp.max))
+            from_, to = (self._by_block(others, f, -1) for f in (jnp.min, jnp.max))
+            found.append((least <= to) & (from_ <= most))
+        if not found:
+            return None
+        some = functools.reduce(jnp.logical_and, found)
+        some = jnp.any(some, axis=tuple(range(some.ndim - 2)))
+        return jnp.broadcast_to(some, (self.row_blocks, self.key_blocks))
+
+    def _by_block(self, array: Array, reduce: Callable[..., Array], *axes: int) -> Array:
+        for axis in axes:
+            if array.shape[axis] > 1:
+                at = array.ndim + axis
+                size = self.rows_ if axis == -2 else self.keys_
+                shape = *array.shape[:at], -1, size, *array.shape[at + 1 :]
+                array = reduce(array.reshape(shape), axis=at + 1)
+        return array
+
+
+def _block(length: int, keys: int, heads: int, group: int, gpu: bool) -> tuple[int, int]:
+    """Returns how many queries and keys make a block, of equal size but for the last."""
+    if gpu:
+        side = math.isqrt(max(_GPU_SCORES // (heads * group), 1))
+        most = min(max(1 << side.bit_length() - 1, 256), 2048)
+        rows = _even(length, most), _even(keys, most)
+        return rows
+    return _even(length, min(max(1024 // group, 64), 256)), _even(keys, 512)
+
+
+def _even(length: int, most: int) -> int:
+    """Returns the size of equal blocks of `most` at most: a multiple of 8 if there are several."""
+    blocks = -(-length // most)
+    return length if blocks == 1 else -(-length // (8 * blocks)) * 8
+
+
+def _cut(x: Array, blocks: int, size: int, fill: float) -> Array:
+    """`(..., length, n)` as `(blocks, ..., size, n)`."""
+    if more := blocks * size - x.shape[-2]:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)], constant_values=fill)
+    x = x.reshape(*x.shape[:-2], blocks, size, x.shape[-1])
+    return jnp.moveaxis(x, -3, 0)
+
+
+def _joined(x: Array, length: int) -> Array:
+    """The inverse of `_cut`."""
+    x = jnp.moveaxis(x, 0, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])[..., :length, :]
+
+
+def _at(x: Array, i: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: Array, block: Array, i: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, block, i, 0)
+
+
+def _add(x: Array, block: Array, i: Array) -> Array:
+    return _put(x, _at(x, i) + block, i)

@@ -1,0 +1,331 @@
+"""Attention by cuDNN, through `jax.nn.dot_product_attention`, for one device.
+
+JAX differentiates its call by a forward and a backward kernel, and the log-sum-exps go from one to
+the other. Here each runs in an operation of its own, so the program of JAX's derivative is cut
+between them: nothing is computed twice, and the log-sum-exps stay float32.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ...native.dtypes import NARROW
+from ...native.implementation import Unsupported
+from ...native.jaxpr import results_of, value_of
+from .spec import Dimensions, Dims, Extras, Spec, numbers, spread
+
+# cuDNN takes masks and biases for all queries and keys, so they are made for the call where the
+# user's are smaller. From so many on, blocks serve: their memory is linear.
+_MOST_MADE = 2**28
+
+
+# What stands for a score that is not seen, as JAX has it: cuDNN subtracts larger ones wrongly.
+_HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+
+
+def forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
+    """Returns what `blocks.forward` does; raises Unsupported where cuDNN cannot serve."""
+    dims = spec.forward_dims(operands[0].ndim)
+    return _of_even_length(functools.partial(_forward, capability), spec, dims, operands)
+
+
+def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
+    """Returns what `blocks.gradients` does; raises Unsupported where cuDNN cannot serve."""
+    dims = spec.gradients_dims(operands[0].ndim)
+    return _of_even_length(functools.partial(_gradients, capability), spec, dims, operands)
+
+
+def _of_even_length(
+    function: Callable[..., list[Array]], spec: Spec, dims: Dims, operands: Sequence[Array]
+) -> list[Array]:
+    """Returns `function(spec, *operands)`, with another row and key where the length is odd.
+
+    JAX refuses odd lengths in training. With causal no other row sees the key, and the row's
+    gradient is 0. Tokens less the last, which have no label, are such a length.
+    """
+    q, k = operands[:2]
+    length, d = q.shape[-4], numbers(q.ndim)
+    is_odd = spec.causal and length % 2 == 1 and k.shape[-3] == length
+    if is_odd:
+        more = lambda a, dims: jnp.pad(a, [(0, int(n in (d.length, d.keys))) for n in dims])
+        operands = [more(a, n) for a, n in zip(operands, dims[0])]
+    try:
+        results = function(spec, *operands)
+    except RuntimeError as error:  # NotImplementedError too
+        raise Unsupported(f"JAX has no cuDNN for this ({error})") from None
+    if is_odd:
+        less = lambda a, dims: a[
+            tuple(slice(length if n in (d.length, d.keys) else None) for n in dims)
+        ]
+        results = [less(a, n) for a, n in zip(results, dims[1])]
+    return results
+
+
+def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
+    q, k, v, *extras = operands
+    _require(capability, spec, q, k, extras)
+    d = numbers(q.ndim)
+
+    def run(spec: Spec, *extras: Array) -> list[Array]:
+        call = _Call(spec, q, k, extras)
+        if not spec.with_lse:
+            out = call.attend(*call.flat(q, k, v), *call.operands)
+            return [call.only_seen(out, 0).reshape(q.shape)]
+        out, lse = _run_forward(call, call.flat(q, k, v))
+        if (some := call.rows_that_see) is not None:
+            lse = jnp.where(some, lse, jnp.inf)
+        return [call.only_seen(out, 0).reshape(q.shape), lse.reshape([q.shape[n] for n in d.lse])]
+
+    return _simplest(spec, run, q, k, extras)
+
+
+def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
+    q, k, v, *extras, out, lse, dout = operands
+    _require(capability, spec, q, k, extras)
+
+    def run(spec: Spec, *extras: Array) -> list[Array]:
+        if spec.bias is not None and spec.dbias is not None and spec.bias != spec.dbias:
+            extras, spec = _wider_bias(spec, q, k, extras)
+        call = _Call(spec, q, k, extras)
+        *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
+        # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
+        finite = jnp.where(lse == jnp.inf, 0, lse).reshape(len(flat_out), -1, q.shape[-4])
+        found = _run_backward(call, qkv, flat_out, finite, call.only_seen(flat_dout, 0))
+        results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
+        return results + ([] if spec.dbias is None else [call.whole_bias(found[3])])
+
+    return _simplest(spec, run, q, k, extras)
+
+
+def _wider_bias(
+    spec: Spec, q: Array, k: Array, extras: Sequence[Array]
+) -> tuple[tuple[Array, ...], Spec]:
+    """Returns the extras with a bias that has all dimensions of its gradient."""
+    d = numbers(q.ndim)
+    assert spec.bias is not None and spec.dbias is not None
+    sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
+    wide = spread(extras[0], spec.bias, spec.dbias)
+    bias = jnp.broadcast_to(wide, [sizes[n] for n in spec.dbias])
+    return (bias, *extras[1:]), replace(spec, bias=spec.dbias)
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> None:
+    """Raises Unsupported, with the reason, for what cuDNN does not take."""
+    length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
+    if spec.softcap is not None:
+        raise Unsupported("cuDNN has no softcap")
+    if q.dtype.name not in NARROW:
+        raise Unsupported(f"cuDNN takes {' and '.join(NARROW)}, not {q.dtype.name}")
+    most = 256 if capability >= 90 else 128
+    if width % 8 or width > most:
+        raise Unsupported(f"cuDNN takes heads of a multiple of 8 up to {most}, not {width}")
+    if 0 in (*q.shape, *k.shape) or 1 in (length, keys):
+        raise Unsupported("cuDNN takes two queries and keys or more")
+    if spec.causal and length != keys:
+        raise Unsupported("with causal, cuDNN takes as many keys as queries")
+    if not spec.extras:
+        return
+    if length % 2 or keys % 2:
+        raise Unsupported("with a bias, a mask or segments, cuDNN takes even lengths")
+    if spec.bias is not None and extras[0].dtype != q.dtype:
+        raise Unsupported(
+            f"cuDNN would round the bias from {extras[0].dtype.name} to {q.dtype.name}; cast it "
+            "if that is enough"
+        )
+    given = sum(a.size for a in extras)
+    made = sum(a.size for a in jax.eval_shape(lambda: _Call(spec, q, k, extras).operands))
+    if made > max(_MOST_MADE, given):
+        raise Unsupported("cuDNN would need a mask or a bias of all scores in memory")
+
+
+def _simplest(
+    spec: Spec,
+    run: Callable[..., list[Array]],
+    q: Array,
+    k: Array,
+    extras: Sequence[Array],
+) -> list[Array]:
+    """Returns `run(spec, *extras)`; without a mask that turns out not to be needed.
+
+    A mask is an array of scores to read, and cuDNN skips nothing for it. Where it is what `causal`
+    says, or hides nothing, which is known when the program runs, that kernel takes its place.
+    """
+    whole = lambda: run(spec, *extras)
+    if spec.mask is None or spec.segments is not None:
+        return whole()
+    d, (length, keys) = numbers(q.ndim), (q.shape[-4], k.shape[-3])
+    mask, simple = extras[-1], replace(spec, mask=None)
+    if d.length in spec.mask and d.keys in spec.mask:
+        if spec.causal:
+            needless = jnp.all(mask | ~reached(spec, length, keys))
+        elif length == keys:
+            needless = jnp.all(mask == reached(spec, length, keys))
+            simple = replace(simple, causal=True)
+        else:
+            needless = jnp.all(mask)
+    else:
+        needless = jnp.all(mask)
+    return lax.cond(needless, lambda: run(simple, *extras[:-1]), whole)
+
+
+# ---------------------------------------------------------------- a call
+
+
+class _Call:
+    """A call of `jax.nn.dot_product_attention`, with batch and heads in one dimension each.
+
+    Its operands besides q, k and v are none, a mask, or a bias that includes the mask:
+    `(batch or 1, heads or 1, length, key length)`. A mask alone has no gradient to compute.
+    """
+
+    def __init__(self, spec: Spec, q: Array, k: Array, extras: Sequence[Array]):
+        self._spec, self._d, given = spec, numbers(q.ndim), Extras.of(spec, extras)
+        self._sizes = dict(zip(self._d.q, q.shape)) | {self._d.keys: k.shape[-3]}
+        self._bias = mask = None
+        if given.bias is not None and spec.bias is not None:
+            self._bias = self._whole(given.bias, spec.bias)
+        if given.mask is not None and spec.mask is not None:
+            mask = self._whole(given.mask, spec.mask)
+        if given.segments is not None and spec.segments is not None:
+            ids = [spread(a, n, self._d.scores) for a, n in zip(given.segments, spec.segments)]
+            dims = tuple(n for n in self._d.scores if n in (*spec.segments[0], *spec.segments[1]))
+            equal = (ids[0] == ids[1]).reshape([self._sizes[n] for n in dims])
+            equal = self._whole(equal, dims)
+            mask = equal if mask is None else mask & equal
+        self.operands = [] if mask is None else [mask]
+        if self._bias is not None:
+            hidden = jnp.asarray(_HIDDEN[self._bias.dtype.name], self._bias.dtype)
+            bias = jnp.maximum(self._bias, hidden)
+            self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
+
+    @property
+    def has_bias(self) -> bool:
+        return self._bias is not None
+
+    def _whole(self, array: Array, dims: Dimensions) -> Array:
+        d, sizes = self._d, self._sizes
+        shape, joined = [], []
+        for parts in (d.batch, (d.heads, d.group)):
+            whole = [sizes[n] for n in parts] if set(parts) & set(dims) else [1] * len(parts)
+            shape += whole
+            joined.append(math.prod(whole))
+        lengths = sizes[d.length], sizes[d.keys]
+        return jnp.broadcast_to(spread(array, dims, d.scores), (*shape, *lengths)).reshape(
+            *joined, *lengths
+        )
+
+    def whole_bias(self, dbias: Array) -> Array:
+        """Returns the gradient of the bias as it was given, in float32."""
+        dims = self._spec.dbias
+        assert dims is not None
+        like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
+        (found,) = jax.vjp(lambda a: self._whole(a, dims), like)[1](dbias.astype(jnp.float32))
+        return found
+
+    def flat(self, *arrays: Array) -> list[Array]:
+        """Returns q and what is like it `(batch, length, heads, width)`, and k and v likewise."""
+        n = len(self._d.batch)
+        each = lambda a: a.reshape(math.prod(a.shape[:n]), a.shape[n], -1, a.shape[-1])
+        return [each(a) for a in arrays]
+
+    def only_seen(self, x: Array, fill: float) -> Array:
+        """Returns x, `(batch, length, heads, width)`, with `fill` in rows that see nothing.
+
+        cuDNN gives these rows the mean of all values.
+        """
+        some = self.rows_that_see
+        return x if some is None else jnp.where(jnp.moveaxis(some, 1, 2)[..., None], x, fill)
+
+    @functools.cached_property
+    def rows_that_see(self) -> Array | None:
+        """`(batch or 1, heads or 1, length)`; None where every row sees a key."""
+        if not self.operands:
+            return None
+        (operand,) = self.operands
+        seen = operand if operand.dtype == bool else operand > _HIDDEN[operand.dtype.name]
+        if self._spec.causal:
+            seen &= reached(self._spec, seen.shape[-2], seen.shape[-1])
+        return jnp.any(seen, axis=-1)
+
+    def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
+        """The call itself."""
+        window = self._spec.window
+        operand = next(iter(operands), None)
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias=operand if self.has_bias else None,
+            mask=None if self.has_bias else operand,
+            scale=self._spec.scale,
+            is_causal=self._spec.causal,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn",
+        )
+
+
+def reached(spec: Spec, length: int, keys: int) -> Array:
+    """Returns which keys `causal` and `window` leave to each query."""
+    behind = jnp.arange(length)[:, None] - jnp.arange(keys)
+    return behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
+
+
+# ---------------------------------------------------------------- the two kernels
+
+
+def _run_forward(call: _Call, qkv: Sequence[Array]) -> list[Array]:
+    """Returns out, `(batch, length, heads, width)`, and its lse, `(batch, heads, length)`."""
+    eqns, values, _ = _program(call, qkv, qkv[0])
+    before, kernel, _ = _parts(eqns)
+    _run([*before, kernel], values)
+    return [values[result] for result in kernel.outvars]
+
+
+def _run_backward(
+    call: _Call, qkv: Sequence[Array], out: Array, lse: Array, dout: Array
+) -> list[Array]:
+    """Returns the gradients of q, k, v and the bias."""
+    eqns, values, results = _program(call, qkv, dout)
+    before, kernel, after = _parts(eqns)
+    _run(before, values)
+    values |= zip(kernel.outvars, (out, lse))
+    _run(after, values)
+    return [value_of(a, values) for a in results]
+
+
+def _program(call: _Call, qkv: Sequence[Array], dout: Array) -> tuple[Any, dict[Any, Any], Any]:
+    """Returns JAX's derivative of a call: equations, the operands' values, and the gradients."""
+    count = len(qkv) + call.has_bias
+
+    def derivative(dout: Array, *operands: Array) -> Sequence[Array]:
+        fixed = operands[count:]
+        return jax.vjp(lambda *moving: call.attend(*moving, *fixed), *operands[:count])[1](dout)
+
+    operands = [dout, *qkv, *call.operands]
+    program = jax.make_jaxpr(derivative)(*operands)
+    values = dict(zip(program.jaxpr.constvars, program.consts))
+    values |= zip(program.jaxpr.invars, operands)
+    return program.jaxpr.eqns, values, program.jaxpr.outvars
+
+
+def _parts(eqns: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
+    """Returns what is before the forward kernel, this, and what is after it."""
+    for at, eqn in enumerate(eqns):
+        if eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2:
+            return eqns[:at], eqn, eqns[at + 1 :]
+    raise Unsupported("this version of JAX has another program for cuDNN's attention")
+
+
+def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    for eqn in eqns:
+        operands = [value_of(a, values) for a in eqn.invars]
+        values |= zip(eqn.outvars, results_of(eqn, operands))

@@ -1,0 +1,264 @@
+"""Attention and its derivatives as operations, wherever their arrays lie.
+
+Batch and heads may be split over any axes of a mesh, and so may the query heads that share a head
+of keys: their devices then add up the gradients of keys and values. Lengths and widths are whole.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+from jax.sharding import PartitionSpec as P
+
+from ...native.implementation import Order, Unsupported, report
+from ...native.kernel import Body, Kernel, lower
+from ..core.op import (
+    Op,
+    Split,
+    batch_at,
+    reshard_like,
+    vary,
+    where_lowered,
+)
+from . import blocks
+from .spec import Dimensions, Dims, Spec, numbers
+
+CUDNN = Order(("cudnn",), strict=True)
+CUDNN_OR_BLOCKS = Order(("cudnn",), strict=False)
+BLOCKS = Order(("xla",), strict=False)
+
+NAMES = "attention", "attention_lse"
+"""What the backward keeps of the forward, for policies of `jax.checkpoint`."""
+
+
+# ---------------------------------------------------------------- one device's share
+
+
+class _Share(Kernel):
+    """Attention, or its gradients, on one device: by cuDNN, or in blocks of plain JAX."""
+
+    def __init__(self, name: str, definition: Body, function: str | None):
+        self._function = function  # of the module of cuDNN; None if it has none
+        super().__init__(name, definition, {})
+
+    def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:
+        if order.names != BLOCKS.names:
+            try:
+                return lower(self._by_cudnn(platform, ctx, spec), ctx, *values)
+            except Unsupported as error:
+                where = "/".join(ctx.module_context.platforms)
+                if order.strict:
+                    raise _refusal(spec, f"on {where}, {error}") from None
+                if platform == "cuda":
+                    report(spec.op, f"on {where}, {error}", names=("cudnn",))
+        definition = functools.partial(self.definition, spec, gpu=platform in ("cuda", "rocm"))
+        return lower(definition, ctx, *values)
+
+    def _by_cudnn(self, platform: str | None, ctx: Any, spec: Spec) -> Body:
+        if platform != "cuda":
+            raise Unsupported("there is no cuDNN")
+        if self._function is None:
+            raise Unsupported("cuDNN has no forward mode")
+        from ...native.launch import target_for  # only a CUDA lowering needs the CUDA engine
+        from . import cudnn
+
+        return functools.partial(getattr(cudnn, self._function), target_for(ctx).capability, spec)
+
+
+def _refusal(spec: Spec, reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{spec.op}: implementation='cudnn' cannot serve here: {reason}. Use implementation=None "
+        "to let blocks of plain JAX serve what cuDNN cannot."
+    )
+
+
+def _refuse_plain(ctx: Any, spec: Spec, order: Order) -> Order:
+    if order.strict and (reason := where_lowered(ctx, ctx.avals_in[0]).plain):
+        raise _refusal(spec, reason)
+    return order
+
+
+_forward = _Share("attention_share", blocks.forward, "forward")
+_gradients = _Share("attention_gradients_share", blocks.gradients, "gradients")
+_tangent = _Share("attention_tangent_share", blocks.tangent, None)
+
+
+def _forward_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
+    del split
+    return _forward(spec, *operands, order=order)
+
+
+def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
+    dq, dk, dv, *dbias = _gradients(spec, *operands, order=order)
+    d = numbers(operands[0].ndim)
+    dk, dv = split.psum(dk, [d.group]), split.psum(dv, [d.group])
+    absent = [n for n in d.lse if n not in (spec.dbias or ())]
+    return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
+
+
+def _tangent_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
+    del split
+    return _tangent(spec, *operands, order=order)
+
+
+# ---------------------------------------------------------------- dimensions
+
+
+def _forward_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
+    del k_ndim
+    return spec.forward_dims(q_ndim)
+
+
+def _gradients_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
+    del k_ndim
+    return spec.gradients_dims(q_ndim)
+
+
+def _tangent_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
+    del k_ndim
+    return spec.tangent_dims(q_ndim)
+
+
+def _undivided(spec: Spec, q_ndim: int, k_ndim: int) -> Dimensions:
+    del spec, k_ndim
+    d = numbers(q_ndim)
+    return d.length, d.width, d.keys
+
+
+# ---------------------------------------------------------------- batching
+
+
+def placed_like(array: Array, dims: Dimensions, q: Array) -> Array:
+    """Returns the array with q's sharding in the dimensions they share, and its varying axes."""
+    typed = jax.typeof(q)
+    array = vary(array, typed.manual_axis_type.varying)
+    if typed.sharding.mesh.explicit_axes:
+        wanted = P(*[typed.sharding.spec[d] if d < q.ndim else None for d in dims])
+        if P(*jax.typeof(array).sharding.spec) != wanted:
+            array = reshard_like(array, q, wanted)
+    return array
+
+
+def _batch(
+    op: Op, args: Sequence[Array], batched: Sequence[int | None], *, spec: Spec, order: Order
+) -> tuple[list[Array], list[int]]:
+    """A batch dimension is one more of batch, the first; a bias or mask without it stays without.
+
+    Each example has its own gradient of the bias.
+    """
+    size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
+    old, _ = op.dims(spec, args[0].ndim - (batched[0] is not None), 0)  # pyright: ignore
+    extras = range(3, 3 + len(spec.extras))
+    is_tangent = op is tangent
+    optional = {*extras, len(args) - 1} if is_tangent and spec.dbias is not None else {*extras}
+    moved, dims = [], []
+    for i, (array, at) in enumerate(zip(args, batched)):
+        has = at is not None or i not in optional
+        moved.append(batch_at(array, at, 0, size) if has else array)
+        dims.append((*[0] * has, *[n + 1 for n in old[i]]))
+    dbias = spec.dbias
+    if dbias is not None:
+        dbias = dims[-1] if is_tangent else (0, *[n + 1 for n in dbias])
+    spec = spec.with_extras([dims[i] for i in extras], dbias=dbias)
+    placed = [placed_like(a, n, moved[0]) for a, n in zip(moved, dims)]
+    results = op(spec, *placed, order=order)
+    return results, [0] * len(results)
+
+
+# ---------------------------------------------------------------- derivatives
+# Both modes of first order are in blocks. A derivative of these is that of the formula, with all
+# scores in memory. out and lse are functions of the other operands there, not operands.
+
+
+def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
+    q, k, v, *extras = primals
+    results = attention(replace(spec, with_lse=True), *primals, order=order)
+    out, lse = (checkpoint_name(r, name) for r, name in zip(results, NAMES))
+    zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in (out, lse)]
+    moves = [type(t) is not ad.Zero for t in tangents[:4]]
+    of_bias = spec.bias is not None and moves[3]
+    moving = [t for t in tangents[: 3 + of_bias] if type(t) is not ad.Zero]
+    count = 1 + spec.with_lse
+    if not moving:
+        return [out, lse][:count], zeros[:count]
+    dbias = spec.bias if of_bias else None
+    linear = replace(spec, moving=tuple(moves[:3]), dbias=dbias)
+    (dout,) = tangent(linear, q, k, v, *extras, out, lse, *moving, order=order)
+    return [out, lse][:count], [dout, zeros[1]][:count]
+
+
+def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
+    count = 5 + len(spec.extras)
+    moving = operands[count:]
+    if type(cts[0]) is ad.Zero:
+        return [None] * count + [ad.Zero(t.aval) for t in moving]
+    dq, dk, dv, *dbias = gradients(spec, *operands[:count], cts[0], order=order)
+    found = [g for g, moves in zip((dq, dk, dv), spec.moving) if moves] + dbias
+    return [None] * count + [g.astype(t.aval.dtype) for g, t in zip(found, moving, strict=True)]
+
+
+def _gradients_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
+    results = gradients(spec, *primals, order=order)
+    return results, _tangents_of(blocks.square_gradients, spec, primals, tangents, results)
+
+
+def _tangent_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
+    results = tangent(spec, *primals, order=order)
+    return results, _tangents_of(blocks.square_tangent, spec, primals, tangents, results)
+
+
+def _tangents_of(
+    formula: Body, spec: Spec, primals: Any, tangents: Any, results: Sequence[Array]
+) -> Sequence[Any]:
+    """Returns the tangents of `formula`, whose operands are all but out and lse."""
+    first = 3 + len(spec.extras)
+    used = [i for i in range(len(primals)) if i not in (first, first + 1)]
+    moving = [i for i in used if type(tangents[i]) is not ad.Zero]
+    if not moving:
+        return [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+
+    def function(*moved: Array) -> Sequence[Array]:
+        values = dict(enumerate(primals)) | dict(zip(moving, moved))
+        return formula(spec, *[values[i] for i in used])
+
+    at, along = [primals[i] for i in moving], [tangents[i] for i in moving]
+    return jax.jvp(function, tuple(at), tuple(along))[1]
+
+
+# ---------------------------------------------------------------- operations
+
+
+def _without_lse(spec: Spec) -> Spec | None:
+    return replace(spec, with_lse=False) if spec.with_lse else None
+
+
+_op = functools.partial(Op, leads=(0, 1), undivided=_undivided, before=_refuse_plain, batch=_batch)
+attention = _op(
+    "attention",
+    blocks.forward,
+    dims=_forward_dims,
+    body=_forward_body,
+    jvp=_forward_jvp,
+    without_last=_without_lse,
+)
+gradients = _op(
+    "attention_gradients",
+    blocks.gradients,
+    dims=_gradients_dims,
+    body=_gradients_body,
+    jvp=_gradients_jvp,
+)
+tangent = _op(
+    "attention_tangent",
+    blocks.tangent,
+    dims=_tangent_dims,
+    body=_tangent_body,
+    jvp=_tangent_jvp,
+    transpose=_transpose_tangent,
+)
+attention.backward = gradients

@@ -1,0 +1,129 @@
+"""What is known of an attention when it is traced, and how its dimensions are numbered.
+
+The operations take heads in two dimensions, so that each may be split over a mesh:
+
+    q (*batch, length, kv heads, group, width)    k, v (*batch, key length, kv heads, width)
+
+q's dimensions are numbered first, then comes the key length. What is broadcast along a dimension
+(a bias, a mask, segment ids) does not have it.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array
+
+Dimensions = tuple[int, ...]
+Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """The numbers of the dimensions, for so many of batch."""
+
+    batch: Dimensions
+    length: int
+    heads: int  # of keys and values
+    group: int  # query heads that share one of those
+    width: int
+    keys: int  # key length
+
+    @property
+    def q(self) -> Dimensions:
+        return *self.batch, self.length, self.heads, self.group, self.width
+
+    @property
+    def kv(self) -> Dimensions:
+        return *self.batch, self.keys, self.heads, self.width
+
+    @property
+    def lse(self) -> Dimensions:
+        return *self.batch, self.heads, self.group, self.length
+
+    @property
+    def scores(self) -> Dimensions:
+        return *self.lse, self.keys
+
+
+def numbers(q_ndim: int) -> Numbers:
+    """Returns the numbers of the dimensions for a q of `q_ndim`."""
+    n = q_ndim - 4
+    return Numbers(tuple(range(n)), n, n + 1, n + 2, n + 3, n + 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """An attention but for its arrays."""
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    precision: str | None = None  # of the products
+    # The dimensions of each operand that there is, in the order of `scores`.
+    bias: Dimensions | None = None
+    mask: Dimensions | None = None
+    segments: tuple[Dimensions, Dimensions] | None = None  # of queries, of keys
+    # The dimensions of the bias's gradient or tangent; None where there is none.
+    dbias: Dimensions | None = None
+    moving: tuple[bool, bool, bool] = (True, True, True)  # which of q, k and v have a tangent
+    with_lse: bool = True  # whether the log-sum-exps are a result
+    op: str = "attention"  # the function the user called
+
+    @property
+    def extras(self) -> tuple[Dimensions, ...]:
+        """The dimensions of all operands after q, k and v that say what is seen, and how much."""
+        given = self.bias, self.mask, *(self.segments or ())
+        return tuple(dims for dims in given if dims is not None)
+
+    @property
+    def _of_bias(self) -> tuple[Dimensions, ...]:
+        return () if self.dbias is None else (self.dbias,)
+
+    def forward_dims(self, q_ndim: int) -> Dims:
+        """The dimensions of the forward's operands, q, k, v and extras, and of its results."""
+        d = numbers(q_ndim)
+        return (d.q, d.kv, d.kv, *self.extras), (d.q, d.lse)[: 1 + self.with_lse]
+
+    def gradients_dims(self, q_ndim: int) -> Dims:
+        """The same of the gradients', which also take out, lse and out's gradient."""
+        d = numbers(q_ndim)
+        operands = d.q, d.kv, d.kv, *self.extras, d.q, d.lse, d.q
+        return operands, (d.q, d.kv, d.kv, *self._of_bias)
+
+    def tangent_dims(self, q_ndim: int) -> Dims:
+        """The same of the tangent's, which takes out, lse, and the tangents that there are."""
+        d = numbers(q_ndim)
+        moving = [dims for dims, moves in zip((d.q, d.kv, d.kv), self.moving) if moves]
+        return (d.q, d.kv, d.kv, *self.extras, d.q, d.lse, *moving, *self._of_bias), (d.q,)
+
+    def with_extras(self, dims: Sequence[Dimensions], **changes: Any) -> "Spec":
+        """Returns the spec with these dimensions of the extras."""
+        found = iter(dims)
+        bias = None if self.bias is None else next(found)
+        mask = None if self.mask is None else next(found)
+        segments = None if self.segments is None else (next(found), next(found))
+        return dataclasses.replace(self, bias=bias, mask=mask, segments=segments, **changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """The operands after q, k and v."""
+
+    bias: Array | None
+    mask: Array | None
+    segments: tuple[Array, Array] | None
+
+    @classmethod
+    def of(cls, spec: Spec, arrays: Sequence[Array]) -> "Extras":
+        found = iter(arrays)
+        bias = None if spec.bias is None else next(found)
+        mask = None if spec.mask is None else next(found)
+        return cls(bias, mask, None if spec.segments is None else (next(found), next(found)))
+
+
+def spread(array: Array, dims: Dimensions, over: Dimensions) -> Array:
+    """Returns the array, of dimensions `dims`, with all dimensions `over`: of size 1 if new."""
+    sizes = dict(zip(dims, array.shape))
+    return array.reshape([sizes.get(d, 1) for d in over])

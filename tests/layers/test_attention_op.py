@@ -1,0 +1,725 @@
+"""attention: values, gradients, transformations, meshes, and which blocks and kernels serve."""
+
+import functools
+import itertools
+import re
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import wide
+
+import normfuse
+from normfuse import attention
+from normfuse.layers.attention import blocks
+from normfuse.native.jax_private import described_cudnn
+
+pytestmark = pytest.mark.optimized
+
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+_block = blocks._block
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    """Several blocks of each length here; the others have them only from 256 tokens on."""
+    jax.clear_caches()
+    blocks._block = lambda length, keys, *_: (min(length, 16), min(keys, 24))
+    yield
+    blocks._block = _block
+    jax.clear_caches()
+
+
+# ---------------------------------------------------------------- the formula in float64
+
+
+class Reference:
+    """out and the gradients of q, k, v and the bias in float64, and how far off they may be.
+
+    Scores are off by a random walk of roundings in the compute dtype, and p by as much relative to
+    itself. p, the gradient of the scores and all results are rounded to the dtype of q once.
+    """
+
+    def __init__(self, q, k, v, dout, *, scale=None, softcap=None, bias=None, **seen):
+        half = lambda dtype: float(jnp.finfo(dtype).eps) / 2
+        h, c = half(q.dtype), half(f32 if q.dtype != jnp.float64 else jnp.float64)
+        walk = lambda n: c * (8 + np.sqrt(n))
+        heads, kv_heads = q.shape[2], k.shape[2]
+        group, width = heads // kv_heads, q.shape[3]
+        self.bias = bias
+        q, k, v, dout = (np.moveaxis(wide(a), 2, 1) for a in (q, k, v, dout))
+        k, v = (np.repeat(a, group, 1) for a in (k, v))
+        turned = lambda a: np.swapaxes(a, -1, -2)
+        joined = lambda a: a.reshape(len(a), kv_heads, group, *a.shape[2:]).sum(2)
+        scale = 1 / np.sqrt(width) if scale is None else scale
+        length, keys = q.shape[2], k.shape[2]
+
+        s, off = scale * q @ turned(k), walk(width) * abs(scale) * abs(q) @ turned(abs(k))
+        slope = 1.0
+        if softcap is not None:
+            bounded = np.tanh(s / softcap)
+            s, slope, off = softcap * bounded, 1 - bounded**2, off + 8 * c * softcap
+        if bias is not None:
+            s = s + wide(bias)
+            off = off + c * abs(s)
+        s = np.where(self.seen(length, keys, **seen), s, -np.inf)
+        most = np.max(s, -1, keepdims=True, initial=-np.inf)
+        p = np.exp(s - np.where(most == -np.inf, 0, most))
+        total = p.sum(-1, keepdims=True)
+        p = p / np.where(total == 0, 1, total)
+        off_p = p * (off + (p * off).sum(-1, keepdims=True) + walk(keys) + 8 * c)
+        out = p @ v
+        off_out = (off_p + h * p + walk(keys) * p) @ abs(v) + h * abs(out)
+
+        dp, along = dout @ turned(v), (out * dout).sum(-1, keepdims=True)
+        ds = p * (dp - along)
+        off_dp = walk(width) * abs(dout) @ turned(abs(v))
+        off_along = (off_out * abs(dout)).sum(-1, keepdims=True) * (1 + walk(width) / h)
+        off_ds = off_p * (abs(dp) + abs(along)) + p * (off_dp + off_along)
+        dx = ds * slope * scale
+        off_dx = abs(scale) * off_ds + abs(dx) * (h + 8 * c) + abs(ds * scale) * (off + 8 * c)
+        sums = walk(keys) * abs(dx)
+        dq, off_dq = dx @ k, (off_dx + sums) @ abs(k)
+        sums = walk(length * group)
+        dk, off_dk = turned(dx) @ q, turned(off_dx + sums * abs(dx)) @ abs(q)
+        dv, off_dv = turned(p) @ dout, turned(off_p + h * p + sums * p) @ abs(dout)
+        heads_last = lambda a: np.moveaxis(a, 1, 2)
+        self.results = [
+            (heads_last(out), heads_last(off_out)),
+            (heads_last(dq), heads_last(off_dq) + h * abs(heads_last(dq))),
+        ]
+        for d, off_d in (dk, off_dk), (dv, off_dv):
+            d, off_d = heads_last(joined(d)), heads_last(joined(off_d))
+            self.results.append((d, off_d + h * abs(d)))
+        if bias is not None:
+            shape = (*[1] * (4 - bias.ndim), *bias.shape)
+            axes = tuple(i for i, n in enumerate(shape) if n == 1)
+            found, error = (a.sum(axes).reshape(bias.shape) for a in (ds, off_ds))
+            rounding = half(bias.dtype) * abs(found) + walk(ds.size // bias.size) * abs(ds).sum(
+                axes
+            ).reshape(bias.shape)
+            self.results.append((found, error + rounding))
+
+    @staticmethod
+    def seen(length, keys, *, mask=None, causal=False, window=None, segment_ids=None):
+        behind = np.arange(length)[:, None] - np.arange(keys)
+        seen = np.ones((1, 1, length, keys), bool)
+        if causal:
+            seen = seen & (behind >= 0)
+        if window is not None:
+            seen = seen & (behind < window)
+        if mask is not None:
+            seen = seen & np.asarray(mask)
+        if segment_ids is not None:
+            pair = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+            ids, others = map(np.asarray, pair)
+            seen = seen & (ids[:, None, :, None] == others[:, None, None])
+        return seen
+
+    def check(self, found):
+        for (expected, error), a in zip(self.results, found, strict=True):
+            assert a.shape == expected.shape
+            floor = float(jnp.finfo(a.dtype).smallest_normal)
+            off = np.abs(np.asarray(a, np.float64) - expected)
+            assert (off <= error + floor).all(), (off / (error + floor)).max()
+
+
+def draw(rng, dtype=f32, length=41, keys=None, heads=4, kv_heads=2, width=8, batch=2):
+    """q, k, v and out's gradient."""
+    keys = length if keys is None else keys
+    shapes = [
+        (batch, n, h, width) for n, h in zip((length, keys, keys), (heads, kv_heads, kv_heads))
+    ]
+    return [jnp.asarray(rng.standard_normal(s), dtype) for s in (*shapes, shapes[0])]
+
+
+def both(q, k, v, dout, bias=None, **options):
+    """out and the gradients of q, k, v and the bias."""
+    moving = [q, k, v] if bias is None else [q, k, v, bias]
+
+    @jax.jit
+    def run(dout, *moving):
+        function = lambda q, k, v, *bias: attention(
+            q, k, v, bias=bias[0] if bias else None, **options
+        )
+        out, pull = jax.vjp(function, *moving)
+        return out, *pull(dout)
+
+    return run(dout, *moving)
+
+
+def options_of(rng, names, length, keys, dtype, batch=2, heads=4):
+    """The options by name; a mask hides row 3, which then sees nothing, and much else."""
+    found = {}
+    for name in names:
+        if name == "bias":
+            bias = rng.standard_normal((1, heads, length, keys))
+            found[name] = jnp.asarray(bias, dtype if dtype != f16 else f32)
+        if name == "key bias":
+            found["bias"] = jnp.asarray(rng.standard_normal((batch, 1, 1, keys)), f32)
+        if name == "mask":
+            mask = rng.random((batch, 1, length, keys)) < 0.5
+            mask[:, :, 3] = False
+            found[name] = jnp.asarray(mask)
+        if name == "padding":
+            found["mask"] = jnp.arange(keys) < jnp.array([keys, keys // 3])[:, None, None, None]
+        if name == "causal":
+            found[name] = True
+        if name == "window":
+            found |= {"causal": True, "window": 9}
+        if name == "segments":
+            ids = np.sort(rng.integers(0, 4, (batch, max(length, keys))), axis=1)
+            ids = jnp.asarray(ids, jnp.int32)
+            found["segment_ids"] = (
+                ids[:, :length] if length == keys else (ids[:, :length], ids[:, :keys])
+            )
+        if name == "softcap":
+            found[name] = 2.0
+        if name == "scale":
+            found[name] = -0.6
+    return found
+
+
+OPTIONS = [
+    "bias",
+    "key bias",
+    "mask",
+    "padding",
+    "causal",
+    "window",
+    "segments",
+    "softcap",
+    "scale",
+]
+SAME = [{"bias", "key bias"}, {"mask", "padding"}, {"causal", "window"}]
+PAIRS = [p for p in itertools.combinations(OPTIONS, 2) if set(p) not in SAME]
+CASES = [(), *[(o,) for o in OPTIONS], *PAIRS]
+DTYPES = [f32, bf16, f16]
+
+
+@pytest.mark.parametrize(
+    "names, dtype",
+    [(names, DTYPES[i % 3]) for i, names in enumerate(CASES)],
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, tuple) else value.__name__,
+)
+def test_values_and_gradients_are_those_of_float64(rng, names, dtype):
+    operands = draw(rng, dtype)
+    options = options_of(rng, names, 41, 41, dtype)
+    Reference(*operands, **options).check(both(*operands, **options))
+
+
+ALL = ("bias", "mask", "window", "segments", "softcap")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, *DTYPES])
+def test_all_options_at_once(rng, dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        operands = draw(rng, dtype)
+        options = options_of(rng, ALL, 41, 41, dtype)
+        found = both(*operands, **options)
+    Reference(*operands, **options).check(found)
+
+
+@pytest.mark.parametrize("length, keys", [(1, 1), (1, 50), (7, 7), (50, 1), (40, 70), (70, 33)])
+def test_lengths(rng, length, keys):
+    operands = draw(rng, length=length, keys=keys)
+    for names in (
+        ("bias",),
+        ("causal", "mask") if length > 3 else ("causal",),
+        ("segments", "window"),
+    ):
+        options = options_of(rng, names, length, keys, f32)
+        Reference(*operands, **options).check(both(*operands, **options))
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+def test_length_2049_in_the_blocks_of_users(rng, monkeypatch, dtype):
+    monkeypatch.setattr(blocks, "_block", _block)
+    operands = draw(rng, dtype, length=2049, heads=2, kv_heads=1, batch=1)
+    options = {"causal": True, "window": 700}
+    Reference(*operands, **options).check(both(*operands, **options))
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 6), (6, 2), (6, 1)])
+def test_heads_that_share_keys(rng, heads, kv_heads):
+    operands = draw(rng, heads=heads, kv_heads=kv_heads)
+    options = options_of(rng, ("bias", "causal"), 41, 41, f32, heads=heads)
+    Reference(*operands, **options).check(both(*operands, **options))
+
+
+def test_rows_that_see_nothing_give_0_and_no_gradient(rng):
+    q, k, v, dout = draw(rng)
+    mask = jnp.ones((2, 1, 41, 41), bool).at[0, 0, 5:20].set(False)
+    bias = jnp.zeros((41, 41)).at[30].set(-jnp.inf)
+    out, dq, dk, dv, dbias = both(q, k, v, dout, bias, mask=mask)
+    assert not out[0, 5:20].any() and not dq[0, 5:20].any()
+    assert not out[:, 30].any() and not dq[:, 30].any() and not dbias[30].any()
+    assert all(jnp.isfinite(a).all() for a in (out, dq, dk, dv, dbias))
+    none = jnp.zeros((2, 1, 1, 1), bool)
+    for a in both(q, k, v, dout, bias, mask=none):
+        assert not a.any()
+
+
+def test_empty_arrays():
+    for batch, length, keys in (0, 3, 3), (2, 0, 3), (2, 3, 0):
+        q, k = jnp.ones((batch, length, 4, 8)), jnp.ones((batch, keys, 2, 8))
+        out, dq, dk, dv = both(q, k, k, q)
+        assert out.shape == q.shape and dk.shape == k.shape
+        assert not any(a.any() for a in (out, dq, dk, dv))
+
+
+def test_dtype_is_that_of_the_products_and_the_result(rng):
+    q, k, v, dout = draw(rng)
+    out, dq, dk, dv = both(q, k, v, dout.astype(bf16), dtype=bf16)
+    narrow = both(*[a.astype(bf16) for a in (q, k, v, dout)])
+    assert out.dtype == bf16 and dq.dtype == dk.dtype == dv.dtype == f32
+    for a, b in zip((out, dq, dk, dv), narrow):
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+
+
+# ---------------------------------------------------------------- derivatives and transformations
+
+
+def plain(q, k, v, bias, *, mask, softcap):
+    """In plain JAX, for derivatives that have no formula here."""
+    k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
+    s = jnp.einsum("bthw,bshw->bhts", q, k) / np.sqrt(q.shape[-1])
+    s = softcap * jnp.tanh(s / softcap) + bias
+    p = jax.nn.softmax(jnp.where(mask, s, -1e30))
+    return jnp.einsum("bhts,bshw->bthw", jnp.where(mask.any(-1, keepdims=True), p, 0), v)
+
+
+@pytest.fixture
+def functions(rng):
+    """Ours and plain JAX's as functions of (q, k, v, bias), these, and tangents of them."""
+    operands = draw(rng, length=33)
+    options = options_of(rng, ("bias", "mask", "softcap"), 33, 33, f32)
+    bias = options.pop("bias")
+    ours = lambda q, k, v, bias: attention(q, k, v, bias=bias, **options)
+    theirs = functools.partial(plain, **options)
+    at = [*operands[:3], bias]
+    along = [jnp.asarray(rng.standard_normal(a.shape), f32) for a in at]
+    return ours, theirs, at, along
+
+
+def close(found, expected, tolerance=2e-5):
+    """Sums in another order, of at most 33 terms and a few products."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, tolerance, tolerance * float(jnp.abs(b).max()))
+
+
+def test_forward_mode(functions):
+    ours, theirs, at, along = functions
+    close(jax.jit(lambda *a: jax.jvp(ours, *a))(at, along), jax.jvp(theirs, at, along))
+    for i in range(4):  # a tangent of one operand alone
+        one = lambda f, i=i: jax.jvp(lambda a: f(*at[:i], a, *at[i + 1 :]), [at[i]], [along[i]])
+        close(one(ours), one(theirs))
+
+
+def test_second_derivatives(functions):
+    ours, theirs, at, along = functions
+    loss = lambda f: lambda *a: jnp.sum(jnp.sin(f(*a)))
+    gradient = lambda f: jax.grad(loss(f), (0, 1, 2, 3))
+    forward_over_reverse = lambda f: jax.jit(lambda *a: jax.jvp(gradient(f), *a))(at, along)
+    close(forward_over_reverse(ours), forward_over_reverse(theirs))
+    inner = lambda f: lambda *a: sum(jnp.sum(g * t) for g, t in zip(gradient(f)(*a), along))
+    reverse_over_reverse = lambda f: jax.jit(jax.grad(inner(f), (0, 1, 2, 3)))(*at)
+    close(reverse_over_reverse(ours), reverse_over_reverse(theirs))
+    twice = lambda f: jax.jvp(lambda *a: jax.jvp(f, a, tuple(along))[1], at, along)[1]
+    close(twice(ours), twice(theirs))
+
+
+VMAPS = {
+    "all": (0, 0, 0, 0),
+    "bias alone": (None, None, None, 0),
+    "q": (0, None, None, None),
+    "no bias": (1, 2, 0, None),
+    "keys": (None, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", VMAPS)
+def test_vmap(functions, rng, name):
+    ours, theirs, at, _ = functions
+    axes = VMAPS[name]
+    stack = lambda a, axis: a if axis is None else jnp.stack([a, -a, a / 2], axis)
+    at = [stack(a, axis) for a, axis in zip(at, axes)]
+    every = lambda f: lambda *a: jax.vmap(f, axes)(*a)
+    run = lambda f: jax.jit(
+        lambda *a: (
+            every(f)(*a),
+            jax.grad(lambda *a: jnp.sum(jnp.sin(every(f)(*a))), (0, 1, 2, 3))(*a),
+            jax.vmap(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 3)), axes)(*a),
+            jax.jvp(every(f), a, a)[1],
+        )
+    )(*at)
+    close(run(ours), run(theirs))
+
+
+def test_vmap_twice_with_masks_and_segments_of_their_own(rng):
+    q, k, v, _ = draw(rng, length=20)
+    mask = jnp.asarray(rng.random((3, 2, 1, 20, 20)) < 0.7)
+    ids = jnp.asarray(np.sort(rng.integers(0, 3, (5, 2, 20)), -1))
+    one = lambda mask, ids: attention(q, k, v, mask=mask, segment_ids=ids)
+    found = jax.vmap(lambda m: jax.vmap(lambda i: one(m, i))(ids))(mask)
+    for a, b in itertools.product(range(3), range(5)):
+        close(found[a, b], one(mask[a], ids[b]))
+
+
+def test_in_scan_and_in_disabled_jit(functions):
+    ours, theirs, at, _ = functions
+
+    def loss(f, q, k, v, bias):
+        layer = lambda x, _: (x + f(x, k, v, bias), None)
+        return jnp.sum(jax.lax.scan(layer, q, None, length=3)[0] ** 2)
+
+    run = lambda f: jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 3)))(*at)
+    close(run(ours), run(theirs), 1e-4)
+    with jax.disable_jit():
+        close(ours(*at), theirs(*at))
+
+
+@pytest.mark.parametrize("names, forwards", [((), 2), (("attention", "attention_lse"), 1)])
+def test_remat_keeps_what_a_policy_names(functions, names, forwards):
+    ours, theirs, at, _ = functions
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    layer = jax.checkpoint(lambda *a: jnp.sin(ours(*a)), policy=policy)
+    gradient = jax.grad(lambda *a: jnp.sum(layer(*a)), (0, 1, 2, 3))
+    program = str(jax.make_jaxpr(gradient)(*at))
+    assert len(re.findall(r"normfuse_attention\[", program)) == forwards
+    close(gradient(*at), jax.grad(lambda *a: jnp.sum(jnp.sin(theirs(*a))), (0, 1, 2, 3))(*at))
+
+
+def test_export(functions):
+    ours, _, at, _ = functions
+    exported = jax.export.export(jax.jit(ours))(*at)
+    close(jax.export.deserialize(exported.serialize()).call(*at), ours(*at))
+
+
+def test_export_of_any_length(rng):
+    q, k, v, _ = draw(rng)
+    b, t = jax.export.symbolic_shape("b, t")
+    shapes = [jax.ShapeDtypeStruct((b, t, *a.shape[2:]), f32) for a in (q, k, v)]
+    function = functools.partial(attention, causal=True)
+    exported = jax.export.export(jax.jit(function))(*shapes)
+    close(exported.call(q, k, v), function(q, k, v))
+
+
+def test_log_sum_exps_are_not_computed_where_nobody_uses_them(rng):
+    q, k, v, _ = draw(rng)
+    text = jax.jit(attention).lower(q, k, v).as_text()
+    assert (
+        "stablehlo.log" not in text
+        and "stablehlo.log"
+        in jax.jit(jax.grad(lambda q: attention(q, k, v).sum())).lower(q).as_text()
+    )
+
+
+# ---------------------------------------------------------------- meshes
+
+
+def sharded_case(rng, heads, kv_heads):
+    q, k, v, dout = draw(rng, heads=heads, kv_heads=kv_heads, batch=4, length=20)
+    bias = jnp.asarray(rng.standard_normal((1, heads, 20, 20)), f32)
+    mask = jnp.asarray(rng.random((4, 1, 20, 20)) < 0.7)
+    ids = jnp.asarray(np.sort(rng.integers(0, 4, (4, 20)), axis=1), jnp.int32)
+    return q, k, v, bias, dout, mask, ids
+
+
+def sharded(q, k, v, bias, dout, mask, ids):
+    """out and the gradients of q, k and v; with the bias's they would communicate that."""
+    function = lambda q, k, v: attention(
+        q, k, v, bias=bias, mask=mask, segment_ids=ids, causal=True, softcap=3.0
+    )
+    out, pull = jax.vjp(function, q, k, v)
+    return out, *pull(dout)
+
+
+MESHES = {  # q's axes of batch and heads
+    "batch": (("x", "y"), None),
+    "heads": (None, ("x", "y")),
+    "batch and heads": ("x", "y"),
+}
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+def test_batch_and_heads_are_split_without_communication(eight_devices, rng, name, kind, kv_heads):
+    case = sharded_case(rng, 8, kv_heads)
+    batch, heads = MESHES[name]
+    shared = heads if kv_heads == 4 else None
+    rows, keys = P(batch, None, heads), P(batch, None, shared)
+    specs = [rows, keys, keys, P(None, heads), rows, P(batch), P(batch)]
+    mesh = mesh_of(kind)
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    auto = {"out_shardings": tuple(places[:1] + places[:3])} if kind == AxisType.Auto else {}
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(*pair) for pair in zip(case, places)]
+        compiled = jax.jit(sharded, **auto).lower(*arrays).compile()
+        found = compiled(*arrays)
+    close(found, jax.jit(sharded)(*case))
+    for a, place in zip(found, places[:1] + places[:3]):
+        assert a.sharding.is_equivalent_to(place, a.ndim)
+    # Devices that share a head of keys add up its gradients.
+    added = 2 * 4 * 20 * 8 // (2 if batch else 1) if heads and kv_heads == 1 else 0
+    assert hlo.communicated(compiled) == ({("all-reduce", "f32"): added} if added else {})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_keys_that_are_stored_otherwise(eight_devices, rng, kind):
+    """Heads over more devices than there are heads of keys, and k and v in parts of their own."""
+    case = sharded_case(rng, 8, 2)
+    specs = [P(None, None, ("x", "y")), P("y"), P(None, "x"), P(), P(), P("x"), P(None, "y")]
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(case, specs)]
+        if kind == AxisType.Explicit:  # the gradient of out is of out's type
+            arrays[4] = jax.device_put(case[4], NamedSharding(mesh, specs[0]))
+        found = jax.jit(sharded)(*arrays)
+    close(found, jax.jit(sharded)(*case))
+
+
+def test_the_gradient_of_a_bias_is_added_up(eight_devices, rng):
+    q, k, v, bias, dout, mask, _ = sharded_case(rng, 8, 4)
+    function = lambda bias: jnp.sum(attention(q, k, v, bias=bias, mask=mask) * dout)
+    for kind in KINDS:
+        mesh = mesh_of(kind)
+        with jax.set_mesh(mesh):
+            put = lambda a, spec, mesh=mesh: jax.device_put(a, NamedSharding(mesh, spec))
+            rows = P("x", None, "y")
+            gradient = jax.grad(
+                lambda q, k, v, dout, mask, bias: jnp.sum(
+                    attention(q, k, v, bias=bias, mask=mask) * dout
+                ),
+                5,
+            )
+            operands = [*[put(a, rows) for a in (q, k, v, dout)], put(mask, P("x"))]
+            found = jax.jit(gradient)(*operands, put(bias, P(None, "y")))
+        close(found, jax.grad(function)(bias))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_in_shard_map(eight_devices, rng, check_vma):
+    case = sharded_case(rng, 8, 4)
+    rows, keys = P("x", None, "y"), P("x", None, "y")
+    specs = (rows, keys, keys, P(None, "y"), rows, P("x"), P("x"))
+    run = jax.shard_map(
+        sharded, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=rows, check_vma=check_vma
+    )
+    compiled = jax.jit(run).lower(*case).compile()
+    close(compiled(*case), jax.jit(sharded)(*case))
+    assert not hlo.communicated(compiled)
+
+
+def test_keys_that_do_not_vary_in_shard_map(eight_devices, rng):
+    q, k, v, _ = draw(rng, batch=4)
+    q = jnp.concatenate([q] * 2)
+    loss = lambda q, k, v: jnp.sum(jnp.sin(attention(q, k, v, causal=True)))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh_of(AxisType.Auto), in_specs=(P("x"), P(), P()), out_specs=P()
+    )
+    def run(q, k, v):
+        return jax.grad(lambda k: jax.lax.pmean(loss(q, k, v), "x"))(k)
+
+    expected = sum(jax.grad(loss, 1)(part, k, v) for part in (q[:4], q[4:])) / 2
+    close(jax.jit(run)(q, k, v), expected)
+
+
+def test_a_mesh_that_is_partly_manual(eight_devices, rng):
+    case = sharded_case(rng, 8, 4)
+    specs = tuple(P("x") if a.shape[0] == 4 else P() for a in case)
+    mesh = mesh_of(AxisType.Auto)
+    run = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=P("x"), axis_names={"x"})
+    with jax.set_mesh(mesh):
+        close(jax.jit(run)(*case), jax.jit(sharded)(*case))
+
+
+def test_vmap_and_second_derivatives_on_an_explicit_mesh(eight_devices, rng):
+    q, k, v, bias, *_ = sharded_case(rng, 8, 4)
+    one = lambda q, k, v, bias: jnp.sum(jnp.sin(attention(q, k, v, bias=bias, causal=True)))
+    every = lambda q, k, v, bias: jnp.sum(jax.vmap(one, (0, 0, 0, None))(q, k, v, bias))
+    gradient = jax.grad(every, (0, 3))
+    twice = lambda *a: jax.jvp(gradient, a, a)[1]
+    stacked = [jnp.stack([a, a / 2]) for a in (q, k, v)]
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+        placed = [put(a, P(None, "x", None, "y")) for a in stacked]
+        operands = *placed, put(bias, P(None, "y"))
+        found = jax.jit(gradient)(*operands), jax.jit(twice)(*operands)
+    close(found, (gradient(*stacked, bias), twice(*stacked, bias)), 1e-4)
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def test_memory_is_linear_in_the_length(monkeypatch):
+    """No temporary of the forward and backward is of length times length."""
+    monkeypatch.setattr(blocks, "_block", _block)
+    memory = []
+    for length in 4096, 8192:
+        q, k = (jax.ShapeDtypeStruct((1, length, heads, 16), f32) for heads in (2, 1))
+        loss = lambda q, k, v: jnp.sum(attention(q, k, v, causal=True) ** 2)
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert memory[-1] < length * length
+    assert memory[1] < 2.1 * memory[0]
+
+
+def test_blocks_that_are_hidden_are_skipped(rng):
+    """NaN in a block of values spreads to the rows that see a key of the block, and no further."""
+    q, k, v, _ = draw(rng, length=96)
+    spoilt = v.at[:, 48:72].set(jnp.nan)  # blocks have 16 queries and 24 keys
+    rows = jnp.arange(96)
+    mask = jnp.asarray((rows[:, None] // 48 == rows // 48)[None, None])
+    cases = [
+        ({"causal": True}, rows < 48),
+        ({"causal": True, "window": 8}, (rows < 48) | (rows >= 80)),
+        ({"mask": mask}, rows < 48),
+        ({"segment_ids": jnp.tile(rows // 48, (2, 1))}, rows < 48),
+    ]
+    for options, clean in cases:
+        found = jax.jit(functools.partial(attention, **options))(q, k, spoilt)
+        expected = attention(q, k, v, **options)
+        close(found[:, clean], expected[:, clean])
+        assert jnp.isnan(found[:, 48:72]).all()
+
+
+# ---------------------------------------------------------------- what serves on GPUs
+
+
+def served(function, *operands):
+    """The kernels of cuDNN in the program for an NVIDIA GPU, and whether there are blocks."""
+    with described_cudnn(91_400):
+        text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    return sorted(re.findall(r"__cudnn\$fmha(\w+)", text)), "stablehlo.while" in text
+
+
+def of_gpu(dtype=bf16, length=64, keys=None, width=64, bias=None, mask=None, **options):
+    shapes = [(2, n, h, width) for n, h in ((length, 4), (keys or length, 2), (keys or length, 2))]
+    operands = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    extras = {"bias": (bias, dtype), "mask": (mask, bool)}
+    extras = {n: jax.ShapeDtypeStruct(s, d) for n, (s, d) in extras.items() if s is not None}
+    count = 3 + (bias is not None)
+
+    def gradients(*operands):
+        function = lambda *moving: attention(
+            *(moving + operands[count:])[:3],
+            **dict(zip(extras, (moving + operands[count:])[3:])),
+            **options,
+        )
+        loss = lambda *moving: jnp.sum(function(*moving).astype(f32))
+        return jax.grad(loss, tuple(range(count)))(*operands[:count])
+
+    return served(gradients, *operands, *extras.values())
+
+
+PLAIN = ["Softmax", "SoftmaxBackward"]
+MASKED = ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"]
+ON_GPU = {
+    "plain": ({}, PLAIN),
+    "float16": ({"dtype": f16}, PLAIN),
+    "causal": ({"causal": True, "window": 9, "scale": 0.3}, PLAIN),
+    "odd": ({"length": 63, "causal": True}, PLAIN),
+    "odd masked": ({"length": 63, "causal": True, "mask": (63, 63)}, MASKED + PLAIN),
+    "other keys": ({"keys": 32}, PLAIN),
+    "bias": ({"bias": (4, 64, 64)}, MASKED),
+    "key bias": ({"bias": (64,), "causal": True}, MASKED),
+    "mask": ({"mask": (2, 1, 64, 64)}, MASKED + PLAIN),
+    "padding": ({"mask": (2, 1, 1, 64)}, MASKED + PLAIN),
+    "segments": ({"segment_ids": jnp.zeros((2, 64), int)}, MASKED),
+    "float32": ({"dtype": f32}, "blocks"),
+    "softcap": ({"softcap": 50.0}, "blocks"),
+    "width 256": ({"width": 256}, "blocks"),
+    "width 60": ({"width": 60}, "blocks"),
+    "causal, other keys": ({"keys": 32, "causal": True}, "blocks"),
+    "asked for": ({"implementation": "xla"}, "blocks"),
+}
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_what_serves_on_gpus(name):
+    options, expected = ON_GPU[name]
+    found = of_gpu(**options)
+    assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+def test_what_cudnn_cannot_serve_is_reported(rng):
+    of_gpu(dtype=f32)
+    reasons = [reason for op, reason in normfuse.fallbacks() if op == "attention"]
+    assert any("cuDNN takes bfloat16 and float16, not float32" in reason for reason in reasons)
+    with pytest.raises(NotImplementedError, match="implementation='cudnn' cannot serve.*float32"):
+        of_gpu(dtype=f32, implementation="cudnn")
+    q, k, v, _ = draw(rng, bf16)
+    with pytest.raises(NotImplementedError, match="on cpu, there is no cuDNN"):
+        attention(q, k, v, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="cuDNN has no forward mode"):
+        function = functools.partial(attention, causal=True, implementation="cudnn")
+        served(lambda q, k, v: jax.jvp(lambda q: function(q, k, v), (q,), (q,)), q, k, v)
+    either = attention(q, k, v, implementation=("cudnn", "xla"))
+    np.testing.assert_array_equal(either, attention(q, k, v))
+
+
+# ---------------------------------------------------------------- bad arguments
+
+X = np.ones((2, 6, 4, 8), np.float32)
+BAD = {  # (error, what it says), and what is wrong
+    "heads": (ValueError, "multiple of k's; got 4 and 3", {"k": X[:, :, :3], "v": X[:, :, :3]}),
+    "no heads": (ValueError, "multiple", {"k": X[:, :, :0], "v": X[:, :, :0]}),
+    "v": (ValueError, "v must have k's shape", {"v": X[:, :5]}),
+    "width": (ValueError, "batch and width", {"k": X[..., :4], "v": X[..., :4]}),
+    "batch": (ValueError, "batch and width", {"k": X[:1], "v": X[:1]}),
+    "rank": (ValueError, "q must be .batch, length, heads, width", {"q": X[0]}),
+    "integers": (TypeError, "q must be one of", {"q": X.astype(int)}),
+    "window": (ValueError, "window=3 needs causal=True", {"window": 3}),
+    "no window": (ValueError, "at least 1", {"window": 0, "causal": True}),
+    "window's type": (TypeError, "window must be None or an integer", {"window": 1.5}),
+    "causal": (TypeError, "causal must be True or False", {"causal": X}),
+    "float mask": (TypeError, "mask must be bool.*as bias", {"mask": X[0, :, 0, 0] * 0}),
+    "mask": (ValueError, "mask must broadcast to .*6, 6", {"mask": np.ones((5, 6), bool)}),
+    "bias": (ValueError, "bias must broadcast", {"bias": np.ones((3, 1, 6, 6), np.float32)}),
+    "bias's dtype": (TypeError, "bias must be one of", {"bias": np.ones((6, 6), int)}),
+    "segments": (
+        ValueError,
+        "must be .batch, length., .2, 6.",
+        {"segment_ids": np.ones((2, 5), int)},
+    ),
+    "segments' dtype": (TypeError, "must be integers", {"segment_ids": X[:, :, 0, 0]}),
+    "pair": (
+        ValueError,
+        "must be a pair",
+        {"segment_ids": np.ones((2, 6), int), "k": X[:, :5], "v": X[:, :5]},
+    ),
+    "softcap": (ValueError, "softcap must be positive", {"softcap": -1.0}),
+    "scale": (TypeError, "scale must be a Python number", {"scale": "1"}),
+    "dtype": (TypeError, "dtype must be one of", {"dtype": int}),
+    "implementation": (ValueError, "must name 'cudnn' or 'xla'", {"implementation": "flash"}),
+    "native": (NotImplementedError, "no 'native' impl", {"implementation": "native"}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    error, message, wrong = BAD[name]
+    arguments = {"q": X, "k": X, "v": X} | wrong
+    with pytest.raises(error, match=message) as caught:
+        attention(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_environment_chooses(rng, monkeypatch):
+    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "native")
+    assert of_gpu() == (PLAIN, False)
+    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "xla")
+    assert of_gpu() == ([], True)
