@@ -6,13 +6,16 @@ model, params = load("path/to/Llama-3.2-1B", "nnx", dtype="bfloat16")
 save("path/to/copy", model, params)
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +35,8 @@ from .sharding import Sharding
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SAVING = ".saving-*"  # a checkpoint on its way into the folder; complete if it has a config.json
+_STALE_SECONDS = 86400.0  # where locks do not say whether somebody still writes
 _DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 
 # Canonical module to theirs; the last part is always `weight` or `bias` there.
@@ -145,9 +150,10 @@ def load(
 ) -> tuple[Functional, Params]:
     """Loads a checkpoint folder: `config.json` and one or several safetensors files.
 
-    Each device reads its own shard of each array, straight from the files. Files are opened only in
-    the folder itself: an index that names another place and a link that leads out are refused. (A
-    folder of the Hugging Face cache may link to the `blobs` of its own repository.)
+    A checkpoint whose `save` was cut off while it replaced another is read from where its files
+    are. Each device reads its own shard of each array, straight from the files. Files are opened
+    only in the folder itself: an index that names another place and a link that leads out are
+    refused. (A folder of the Hugging Face cache may link to the `blobs` of its own repository.)
 
     Args:
       path: the folder.
@@ -158,19 +164,20 @@ def load(
         float32 unless set, whatever dtype the files hold.
 
     Raises:
-      FileNotFoundError: if a file is missing.
+      FileNotFoundError: if a file is missing, or somebody saves to the folder now.
       ValueError: naming the file and the field, for a file that is damaged or malformed, a model
         that this transformer cannot express, or arrays that are missing, left over or of another
         shape.
     """
     folder = Path(path)
-    settings = _read_json(folder, _CONFIG)
+    homes = _homes(folder)
+    settings = _read_json(homes[0], _CONFIG)
     try:
         config = from_huggingface(settings)
     except ValueError as error:
-        raise _malformed(folder / _CONFIG, str(error)) from None
+        raise _malformed(homes[0] / _CONFIG, str(error)) from None
     config = dataclasses.replace(config, **overrides)
-    stored = _stored(folder)
+    stored = _stored(homes)
     _check(folder, config, stored)
     model = build(framework, config, sharding)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -205,8 +212,9 @@ def save(
     """Writes a checkpoint folder that Hugging Face transformers reads.
 
     A checkpoint that is there already is replaced when the new one is complete on disk, beside it
-    in a subfolder `.saving-*`; other files in the folder are kept. (If the process is killed while
-    files are being replaced, the rest of the new checkpoint is in that subfolder.)
+    in a subfolder `.saving-*`; other files in the folder are kept. If the process is killed while
+    files are being replaced, the rest of the new checkpoint is in that subfolder, where `load`
+    finds it. What killed saves have left is removed by the next.
 
     Args:
       path: the folder; made if it does not exist.
@@ -226,21 +234,61 @@ def save(
     config = {**to_huggingface(model.config), "torch_dtype": dtype}
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    # Not next to the folder, which may be a mounted volume, or its parent read-only.
-    new = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
-    try:
-        their_name = lambda name: _their_name(name, model.config)
-        _write(new, config, model.to_dict(params), their_name, max_file_bytes)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    # Until its config.json is back, the folder is no checkpoint, rather than a mixture of two.
-    for old in (_CONFIG, _INDEX, _SINGLE, "model-*-of-*.safetensors"):
-        for file in folder.glob(old):
-            file.unlink()
-    for file in sorted(new.iterdir(), key=lambda file: file.name == _CONFIG):
-        file.replace(folder / file.name)
-    new.rmdir()
+    with contextlib.ExitStack() as stack:
+        with contextlib.closing(_Lock(folder, wait=True)):  # nobody takes a new subfolder for stale
+            _remove_left_over(folder, complete=(folder / _CONFIG).exists())
+            # Not next to the folder, which may be a mounted volume, or its parent read-only.
+            new = Path(tempfile.mkdtemp(prefix=_SAVING.rstrip("*"), dir=folder))
+            stack.enter_context(contextlib.closing(_Lock(new)))
+        try:
+            their_name = lambda name: _their_name(name, model.config)
+            _write(new, config, model.to_dict(params), their_name, max_file_bytes)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+        # Until its config.json is back, the folder is no checkpoint, rather than a mixture of two.
+        for old in (_CONFIG, _INDEX, _SINGLE, "model-*-of-*.safetensors"):
+            for file in folder.glob(old):
+                file.unlink()
+        for file in sorted(new.iterdir(), key=lambda file: file.name == _CONFIG):
+            file.replace(folder / file.name)
+        new.rmdir()
+    _remove_left_over(folder, complete=True)
+
+
+class _Lock:
+    """flock(2) on a folder, which the system releases when the process ends, however it does.
+
+    Attributes:
+      taken: whether this is the one that has it; None on a file system without locks.
+    """
+
+    def __init__(self, folder: Path, *, wait: bool = False) -> None:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW * (not wait) | os.O_CLOEXEC
+        self._file, self.taken = os.open(folder, flags), True
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB * (not wait))
+        except BlockingIOError:
+            self.taken = False
+        except OSError:
+            self.taken = None
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _being_saved(folder: Path) -> list[Path]:
+    """Returns the subfolders that saves have written to, or still do."""
+    return [path for path in folder.glob(_SAVING) if path.is_dir() and not path.is_symlink()]
+
+
+def _remove_left_over(folder: Path, complete: bool) -> None:
+    """Removes what killed saves have left; of whole checkpoints only if the folder has its own."""
+    for path in _being_saved(folder):
+        with contextlib.suppress(OSError), contextlib.closing(_Lock(path)) as lock:
+            old = lock.taken is None and time.time() - path.stat().st_mtime > _STALE_SECONDS
+            if (lock.taken or old) and (complete or not (path / _CONFIG).exists()):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(
@@ -250,8 +298,9 @@ def _write(
     their_name: Callable[[str], str],
     max_file_bytes: int,
 ) -> None:
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2))
-    mode = (folder / _CONFIG).stat().st_mode
+    last = folder / f"{_CONFIG}.part"
+    last.write_text(json.dumps(config, indent=2))
+    mode = last.stat().st_mode
     dtype = np.dtype(config["torch_dtype"])
     groups = list(_groups(values, dtype.itemsize, max_file_bytes))
     where = {}
@@ -276,6 +325,7 @@ def _write(
     for file in folder.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
+    last.rename(folder / _CONFIG)  # complete
 
 
 def _groups(values: Mapping[str, Any], itemsize: int, limit: int) -> Iterator[list[str]]:
@@ -323,6 +373,28 @@ def _file(folder: Path, name: str) -> Path:
     return folder / name
 
 
+def _homes(folder: Path) -> list[Path]:
+    """Returns the folders that hold a checkpoint's files; the first that has one has the new one.
+
+    They are the folder itself, and before it the subfolder of a save that was cut off while it
+    replaced an older checkpoint. Files move one by one, config.json last, once all old ones are
+    gone: what is no longer in the subfolder is in the folder.
+    """
+    if (folder / _CONFIG).exists() or not (left := _being_saved(folder)):
+        return [folder]
+    whole = [path for path in left if (path / _CONFIG).exists()]
+    for path in left:
+        with contextlib.closing(_Lock(path)) as lock:
+            if lock.taken is False:
+                raise FileNotFoundError(f"{folder} is being saved to. Load it when that has ended.")
+    if not whole:
+        raise FileNotFoundError(
+            f"{folder} holds no {_CONFIG}: its save was cut off before it was complete. What there "
+            f"is of it is in {left[0].name}, and the next save there removes it."
+        )
+    return [max(whole, key=lambda path: (path / _CONFIG).stat().st_mtime), folder]
+
+
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     file = _file(folder, name)
 
@@ -343,24 +415,30 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def _stored(homes: list[Path]) -> dict[str, Any]:
     """Every array of the checkpoint by its name there, to be sliced: nothing is read yet."""
-    if not (folder / _INDEX).exists():
-        if not (folder / _SINGLE).exists():
-            raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}.")
-        return _open(_file(folder, _SINGLE))
-    where = _read_json(folder, _INDEX).get("weight_map")
+    for home in homes:
+        if (home / _INDEX).exists():
+            return _indexed(homes, home)
+        if (home / _SINGLE).exists():
+            return _open(_file(home, _SINGLE))
+    raise FileNotFoundError(f"{homes[-1]} holds neither {_SINGLE} nor {_INDEX}.")
+
+
+def _indexed(homes: list[Path], home: Path) -> dict[str, Any]:
+    where = _read_json(home, _INDEX).get("weight_map")
     if not isinstance(where, dict):
-        raise _malformed(folder / _INDEX, f"weight_map={where!r} must be an object.")
+        raise _malformed(home / _INDEX, f"weight_map={where!r} must be an object.")
     for name, file in where.items():
         plain = isinstance(file, str) and file.isprintable() and not {"/", "\\"} & set(file)
         if not plain or file in ("", ".", ".."):
             text = f"weight_map has {name!r} in {file!r}, which must be the name of a file here."
-            raise _malformed(folder / _INDEX, text)
-    files = {file: _open(_file(folder, file)) for file in sorted(set(where.values()))}
+            raise _malformed(home / _INDEX, text)
+    has = lambda file: next((home for home in homes if (home / file).exists()), home)
+    files = {file: _open(_file(has(file), file)) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
-            raise _malformed(folder / _INDEX, f"weight_map has {name!r} in {file!r}; it is not.")
+            raise _malformed(home / _INDEX, f"weight_map has {name!r} in {file!r}; it is not.")
     return {name: files[file][name] for name, file in where.items()}
 
 

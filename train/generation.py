@@ -84,7 +84,9 @@ def continue_prompts(
     folder = expanded(folder, "RUN")
     with named("RUN", folder):
         out = RunDir(folder)
-        is_run, is_model = out.has_checkpoints(), (folder / "config.json").is_file()
+        is_run = out.has_checkpoints()
+        # Or of a save that was cut off, which `load` finishes or explains.
+        is_model = (folder / "config.json").is_file() or any(folder.glob(".saving-*"))
     if not is_run and not is_model:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "

@@ -6,9 +6,11 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -313,14 +315,88 @@ def test_at_every_moment_of_saving_one_checkpoint_is_complete(replaced, monkeypa
                 patch.setattr(pathlib.Path, name, guarded(getattr(pathlib.Path, name), count, last))
             again(attempt, max_file_bytes=4000)
             break
-        if (attempt / "config.json").exists():
-            _assert_holds(attempt, older)
-        else:
-            for file in list(attempt.glob(".saving-*/*")):  # as the documentation of `save` says
-                file.rename(attempt / file.name)
-            _assert_holds(attempt, newer)
+        _assert_holds(attempt, older if (attempt / "config.json").exists() else newer)
+        again(attempt)
+        left = {file.name for file in attempt.iterdir()}
+        assert left == {"config.json", "model.safetensors", "tokenizer.json"}
+        _assert_holds(attempt, newer)
     assert last > 10
     _assert_holds(attempt, newer)
+
+
+@pytest.fixture
+def killed(replaced, monkeypatch):
+    """Saves to the folder until the file numbered `after` is to be written, and leaves that."""
+
+    def run(after, **options):
+        written = []
+
+        def last(arrays, file, **options):
+            if len(written) == after:
+                raise _Killed
+            written.append(save_file(arrays, file, **options))
+
+        with monkeypatch.context() as patch, contextlib.suppress(_Killed):
+            patch.setattr(huggingface, "save_file", last)
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as nobody does who is killed
+            replaced[-1](replaced[0], max_file_bytes=4000)
+        return sorted(replaced[0].glob(".saving-*"))
+
+    return run
+
+
+def test_saving_removes_what_killed_saves_have_left(replaced, killed):
+    folder, older, newer, again = replaced
+    killed(0), killed(2)
+    assert len(killed(3)) == 3
+    _assert_holds(folder, older)
+    (folder / ".saving-link").symlink_to(folder.parent)  # nobody's business
+    held = os.open(killed(1)[0], os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)  # as a process that still saves
+    try:
+        again(folder)
+    finally:
+        os.close(held)
+    assert len(list(folder.glob(".saving-*"))) == 2
+    _assert_holds(folder, newer)
+    again(folder)
+    assert [path.name for path in folder.glob(".saving-*")] == [".saving-link"]
+
+
+def test_a_first_save_that_was_cut_off_is_named(replaced, killed):
+    folder, _, newer, again = replaced
+    (folder / "config.json").unlink()
+    (left,) = killed(2)
+    with pytest.raises(FileNotFoundError, match=rf"cut off before it was complete.* {left.name}"):
+        load(folder, "nnx")
+    held = os.open(left, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(FileNotFoundError, match="is being saved to"):
+        load(folder, "nnx")
+    os.close(held)
+    again(folder)
+    _assert_holds(folder, newer)
+
+
+def test_a_save_that_fails_keeps_the_checkpoint_of_one_that_was_cut_off(replaced, monkeypatch):
+    """It may be the only one there is."""
+    folder, _, newer, again = replaced
+
+    def stop(*_):
+        raise _Killed
+
+    with monkeypatch.context() as patch, contextlib.suppress(_Killed):
+        patch.setattr(pathlib.Path, "replace", stop)
+        again(folder, max_file_bytes=4000)
+    assert not (folder / "config.json").exists()
+
+    def full(_, file, **__):
+        raise OSError(28, "No space left on device", str(file))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(huggingface, "save_file", full)
+        again(folder)
+    _assert_holds(folder, newer)
 
 
 # ---------------------------------------------------------------- configurations
