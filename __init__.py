@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .layers.dense import norm_dense as norm_dense
     from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
+    from .layers.fuse import fuse as fuse
     from .layers.fuse_norms import FusionReport as FusionReport
     from .layers.fuse_norms import fuse_norms as fuse_norms
     from .layers.layer_norm import adaptive_layer_norm as adaptive_layer_norm
@@ -58,6 +59,7 @@ _HOME = {  # public name -> the module that defines it
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
+    "fuse": ".layers.fuse",
     "fuse_norms": ".layers.fuse_norms",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",

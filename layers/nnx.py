@@ -26,6 +26,8 @@ from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .dense.gated import norm_mlp
 from .dense.norm_dense import apply as norm_linears
+from .fuse import fuse as fuse_arrays
+from .fuse.fuse import check as check_fuse
 from .fuse_norms import FusionReport, check_functions
 from .fuse_norms import fuse_norms as fuse_norms_of_arrays
 from .layer_norm import layer_norm
@@ -746,7 +748,43 @@ def swap(
     return model
 
 
-_FUSING = "normfuse.fuse_norms"  # Flax's context, in which modules find their way back
+_FUSING = "normfuse.fuse"  # Flax's context, in which modules find their way back
+
+
+def fuse(
+    function: F,
+    *,
+    quantization: Quantization = None,
+    skip: Any = (),
+    report: Callable[[Any], Any] | None = None,
+) -> F:
+    """`normfuse.fuse` of a function of nnx models, which may change them as in `nnx.jit`.
+
+    Modules in arguments are split and merged, as `nnx.jit` does; those that the function closes
+    over must not change.
+
+    Args:
+      function: of modules, and of pytrees of arrays and modules.
+      quantization, skip, report: as for `normfuse.fuse`.
+
+    Returns:
+      A function of the same arguments, for `nnx.jit`, `nnx.grad` and the like.
+
+    Raises: what `normfuse.fuse` does.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import fuse
+    >>> model = nnx.RMSNorm(16, rngs=nnx.Rngs(0))
+    >>> served = lambda report: print([row.served for row in report.fused])
+    >>> apply = nnx.jit(fuse(lambda model, x: model(x), report=served))
+    >>> apply(model, jnp.ones((2, 16))).shape
+    ['rms_norm']
+    (2, 16)
+    """
+    check_fuse("fuse", function, quantization, report)
+    fused = functools.partial(fuse_arrays, quantization=quantization, skip=skip, report=report)
+    return _of_states(function, fused)
 
 
 def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = None) -> F:
@@ -779,17 +817,29 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
     """
 
     check_functions(function, report)
+    return _of_states(function, functools.partial(fuse_norms_of_arrays, report=report))
+
+
+def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
+    """Applies a transformation of functions of arrays to one of nnx models."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_FUSING):
             with nnx.split_context(_FUSING) as context:
                 graph, state = context.split((args, kwargs))
-            leaves, tree = jax.tree.flatten(state)
+            paths, tree = jax.tree.flatten_with_path(state)
             graphs: list[Any] = []  # of the arguments and the results, after the call
+            parts: dict[str, list[Any]] = {}  # the arrays of each argument
+            order = []
+            for path, leaf in paths:
+                part = parts.setdefault(str(path[:2]), [])
+                order.append((str(path[:2]), len(part)))
+                part.append(leaf)
 
             @functools.wraps(function)
-            def call(leaves: list[Any]) -> Any:
+            def call(**parts: list[Any]) -> Any:
+                leaves = [parts[part][i] for part, i in order]
                 with nnx.merge_context(_FUSING, inner=True) as context:
                     args, kwargs = context.merge(graph, jax.tree.unflatten(tree, leaves))
                 results = function(*args, **kwargs)
@@ -798,7 +848,7 @@ def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = No
                 graphs[:] = [after]
                 return state
 
-            after = fuse_norms_of_arrays(call, report=report)(leaves)
+            after = transform(call)(**parts)
             with nnx.merge_context(_FUSING, inner=False) as context:
                 return context.merge(graphs[0], after)[2]
 

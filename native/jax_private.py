@@ -36,6 +36,31 @@ try:
 except ImportError:  # JAX then asks the installed cuDNN, where there may be none
     _cudnn = None
 
+try:
+    from jax._src import source_info_util as _source_info
+except ImportError:  # equations evaluated again then have our lines, and no named scopes
+    _source_info = None
+
+
+@contextlib.contextmanager
+def source(traceback: Any, scope: Any) -> Iterator[None]:
+    """Within it, what is traced has these lines, and these named scopes within the present ones."""
+    if _source_info is None:
+        yield
+        return
+    stack = _source_info.current_name_stack()
+    stack = stack if scope is None else stack + scope
+    with _source_info.user_context(traceback, name_stack=stack):
+        yield
+
+
+def scan_counts(params: Any, operands: int) -> tuple[int, int]:
+    """Returns how many of a scan's operands are constants of its body, and how many it carries."""
+    if "num_consts" in params:  # until JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    parts = params["ft_in"].update(range(operands)).unpack()
+    return len(parts[0].vals), len(parts[1].vals)
+
 
 def needs_devices_during_lowering(primitive: Primitive) -> None:
     """Shows `primitive`'s lowering rule the device assignment: custom_partitioning requires it."""

@@ -1,0 +1,212 @@
+"""Activations in a program: values as polynomials of one array and of functions of it.
+
+    gelu_tanh(g) = ½ g + ½ g tanh(.79788 g + .035677 g³)
+
+Each value is a sum of products of atoms: the array g itself, or tanh, logistic, erf or maximum with
+0 of such a polynomial. Two spellings of one function have one polynomial, but for the rounding of
+their numbers, and with that one derivative.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .program import Equation, Program
+
+Atom = tuple[str, Any]  # a function's name and the polynomial that it is of; ("g", None)
+Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
+_DEGREE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Polynomial:
+    """Σ coefficient · Π atom^power, of one array."""
+
+    of: int
+    terms: tuple[tuple[Monomial, float], ...]
+
+    @staticmethod
+    def sum_of(of: int, terms: Mapping[Monomial, float]) -> "Polynomial":
+        largest = max(map(abs, terms.values()), default=0.0)
+        kept = {m: c for m, c in terms.items() if abs(c) > 1e-7 * largest}
+        return Polynomial(of, tuple(sorted(kept.items(), key=repr)))
+
+    def plus(self, other: "Polynomial", factor: float = 1.0) -> "Polynomial":
+        total = dict(self.terms)
+        for m, c in other.terms:
+            total[m] = total.get(m, 0.0) + factor * c
+        return Polynomial.sum_of(self.of, total)
+
+    def plus_number(self, n: float) -> "Polynomial":
+        return self.plus(Polynomial(self.of, (((), n),)))
+
+    def times_number(self, n: float) -> "Polynomial":
+        return Polynomial.sum_of(self.of, {m: n * c for m, c in self.terms})
+
+    def times(self, other: "Polynomial") -> "Polynomial | None":
+        if len(self.terms) * len(other.terms) > 64:
+            return None
+        total: dict[Monomial, float] = {}
+        for m, c in self.terms:
+            for n, d in other.terms:
+                powers = dict(m)
+                for atom, power in n:
+                    powers[atom] = powers.get(atom, 0) + power
+                if sum(powers.values()) > _DEGREE:
+                    return None
+                key = tuple(sorted(powers.items(), key=repr))
+                total[key] = total.get(key, 0.0) + c * d
+        return Polynomial.sum_of(self.of, total)
+
+    def function(self, name: str) -> "Polynomial":
+        """Returns tanh, logistic, erf or max0 of it. Odd functions have one sign."""
+        inner = rounded(self)
+        sign = 1.0
+        if name in ("tanh", "erf") and inner and inner[0][1] < 0:
+            inner, sign = tuple((m, -c) for m, c in inner), -1.0
+        return Polynomial(self.of, (((((name, inner), 1),), sign),))
+
+
+def rounded(p: Polynomial) -> tuple[tuple[Monomial, float], ...]:
+    """Returns the terms with coefficients of two digits: bfloat16 has as many."""
+    return tuple((m, float(f"{c:.2g}")) for m, c in p.terms)
+
+
+_G: Monomial = ((("g", None), 1),)
+
+
+def variable(v: int) -> Polynomial:
+    return Polynomial(v, ((_G, 1.0),))
+
+
+class Activations:
+    """The polynomials of a program's values."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.of: dict[int, Polynomial] = {}
+
+    def polynomial(self, v: int) -> Polynomial | None:
+        """Returns a value's polynomial; of one that no rule knows, that it is a variable."""
+        if v not in self.of:
+            aval = self.program.avals[v]
+            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape:
+                return None
+            self.of[v] = variable(v)
+        return self.of[v]
+
+    def read(self, made: Equation) -> None:
+        if len(made.outs) != 1 or made.name not in _READ:
+            return
+        out = self.program.avals[made.outs[0]]
+        if not jnp.issubdtype(out.dtype, jnp.floating) or not out.shape:
+            return
+        found = self._read(made)
+        if found is not None and self.program.avals[found.of].shape == out.shape:
+            self.of[made.outs[0]] = found
+
+    def _read(self, made: Equation) -> Polynomial | None:
+        g, name = self.program, made.name
+        if name == "custom_jvp_call":
+            shadow = g.shadows.get(made.outs[0])
+            return None if shadow is None else self.of.get(shadow)
+        if name == "max" and made not in g.shadowing:
+            return None  # its derivative at 0 is not that of jax.nn.relu
+        numbers = [g.number(v) for v in made.ins]
+        if name == "pow":
+            name = "integer_pow"
+            power = numbers[1]
+        else:
+            power = {"square": 2}.get(name, made.params.get("y"))
+        if len(made.ins) == 2 and name in ("add", "sub", "mul", "div", "max"):
+            if None in numbers and numbers != [None, None]:
+                i = numbers.index(None)
+                p, n = self.polynomial(made.ins[i]), numbers[1 - i]
+                return None if p is None else _with_number(name, p, n, i == 0)
+            a, b = map(self.polynomial, made.ins)
+            if a is None or b is None or a.of != b.of:
+                return None
+            if name == "mul":
+                return a.times(b)
+            return a.plus(b, 1.0 if name == "add" else -1.0) if name in ("add", "sub") else None
+        p = self.polynomial(made.ins[0])
+        if p is None:
+            return None
+        match name:
+            case "tanh" | "logistic" | "erf":
+                return p.function(name)
+            case "erfc":
+                return p.function("erf").times_number(-1.0).plus_number(1.0)
+            case "neg":
+                return p.times_number(-1.0)
+            case "integer_pow" | "square" if power in (2, 3):
+                square = p.times(p)
+                return square if power == 2 or square is None else square.times(p)
+            case "convert_element_type" | "copy":
+                return p
+        return None
+
+    def name(self, v: int) -> tuple[str, int] | None:
+        """Returns the name of the activation that a value is, and of what array; None of others."""
+        p = self.of.get(v)
+        if p is None or p.of == v:
+            return None
+        terms = rounded(p)
+        return next(((n, p.of) for n, t in known().items() if _near(t, terms)), None)
+
+
+def _with_number(name: str, p: Polynomial, n: float, first: bool) -> Polynomial | None:
+    """Returns a polynomial combined with a number, which stands second if `first`."""
+    if not math.isfinite(n):
+        return None
+    match name:
+        case "add":
+            return p.plus_number(n)
+        case "sub":
+            return p.plus_number(-n) if first else p.times_number(-1.0).plus_number(n)
+        case "mul":
+            return p.times_number(n) if n else None
+        case "div" if first and n:
+            return p.times_number(1 / n)
+        case "max" if n == 0:
+            return p.function("max0")
+    return None
+
+
+def _near(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    b = dict(b)
+    return all(m in b and abs(c - b[m]) <= 0.02 * abs(c) for m, c in a)
+
+
+def known() -> dict[str, Any]:
+    """The polynomials of the activations that operations have names for."""
+    if not _KNOWN:
+        g = variable(0)
+        logistic = g.times(g.function("logistic"))
+        cube = g.times(g).times(g)  # pyright: ignore[reportOptionalMemberAccess]
+        inner = g.plus(cube, 0.044715).times_number(math.sqrt(2 / math.pi))
+        half = g.times_number(0.5)
+        relu = g.function("max0")
+        found = {
+            "gelu": half.plus(half.times(g.times_number(math.sqrt(0.5)).function("erf"))),
+            "gelu_tanh": half.plus(half.times(inner.function("tanh"))),
+            "relu": relu,
+            "sigmoid": g.function("logistic"),
+            "silu": logistic,
+            "squared_relu": relu.times(relu),
+            "tanh": g.function("tanh"),
+        }
+        _KNOWN.update({name: rounded(p) for name, p in found.items()})
+    return _KNOWN
+
+
+_KNOWN: dict[str, Any] = {}
+_READ = frozenset(
+    "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg pow "
+    "square sub tanh".split()
+)

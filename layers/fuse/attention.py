@@ -1,0 +1,378 @@
+"""Attention in a program: exp(s - lse) · v, however it is written, by one fused operation."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .indices import region
+from .labels import Dims, Labels, arrange, atoms, expand, size
+from .program import LARGEST_CONSTANT, Left, Program, Site
+from .scores import Form, Mask, Operands, ScoreForms, at_ends
+
+MASKED = -1e4
+"""What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
+
+
+@dataclasses.dataclass(eq=False)
+class Attention(Site):
+    """softmax(scores) · v of a program, as `normfuse.attention` of (batch, length, heads, width).
+
+    Attributes:
+      q, k, v: (value, labels) of the operands, and `to` the groups of labels that they are
+        arranged to; v's is multiplied by `factor`.
+      masks, biases: what is known at run time only; `fixed` a constant mask.
+      added: the number that the mask adds to scores, where it does not replace them.
+      empty: what rows that see nothing are: "", "zero", "mean" or "nan".
+    """
+
+    parts: "Parts"
+    aval: Any
+    dims: Dims
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        p = self.parts
+        q, k, v = (
+            arrange(read(value), dims, to).astype(p.dtype)
+            for (value, dims), to in zip(p.operands, p.to)
+        )
+        batch, queries, heads, keys = p.groups
+        place = lambda x, dims: arrange(x, dims, (batch, heads, queries, keys), full=False)
+        masks = [place(read(m.value), m.dims) == m.keep for m in p.masks]
+        if p.fixed is not None:
+            masks.append(jnp.asarray(p.fixed)[None, None])
+        biases = [place(read(b), dims).astype(jnp.float32) * f for b, dims, f in p.biases]
+        y = attend(
+            q,
+            k,
+            v,
+            bias=functools.reduce(jnp.add, biases) if biases else None,
+            mask=functools.reduce(jnp.logical_and, masks) if masks else None,
+            causal=p.causal,
+            window=p.window,
+            softcap=p.softcap,
+            scale=p.scale,
+            empty=p.empty,
+            added=p.added,
+        )
+        labels = [(l,) for l in atoms(p.out)]
+        y = arrange(y.reshape([l.size for (l,) in labels]), tuple(labels), self.dims)
+        if p.factor != 1:
+            y = y.astype(jnp.promote_types(y.dtype, jnp.float32)) * p.factor
+        return [y.astype(self.aval.dtype)]
+
+
+@dataclasses.dataclass
+class Parts:
+    """What an attention is made of: see `Attention`."""
+
+    operands: list[tuple[int, Dims]]
+    to: tuple[Any, ...]
+    groups: tuple[Any, ...]
+    out: tuple[Any, ...]
+    dtype: Any
+    scale: float
+    factor: float
+    softcap: float | None
+    masks: list[Mask] = dataclasses.field(default_factory=list)
+    added: float | None = None
+    biases: list[tuple[int, Dims, float]] = dataclasses.field(default_factory=list)
+    causal: bool = False
+    window: int | None = None
+    fixed: Any = None
+    empty: str = ""
+
+
+def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
+    """Returns what computes a value that is an attention's result.
+
+    Raises:
+      Left: where it has to stay as it is, with the reason.
+    """
+    g, mixed, base = forms.program, form.mixed, form.base
+    assert mixed is not None
+    if not form.safe:
+        raise Left("its exponentials are of scores without their maximum subtracted, and overflow")
+    found = Operands(forms, base, frozenset(mixed.axis))
+    keys, width = found.axis, found.contract
+    v, v_dims, factor, v_dtype = forms.peel(mixed.product.ins[mixed.side], mixed.dims, True)
+    qa, ka, va = atoms(found.x[1]), atoms(found.w[1]), atoms(v_dims)
+    scores = {*atoms(found.sides[0]), *atoms(found.sides[1])}
+    values = tuple(a for a in atoms(mixed.dims) if a not in scores)
+    if any(l.free for l in (*keys, *width, *values)):
+        raise Left("an operand is broadcast along the softmax's axis or along the features")
+    if not set(keys) <= set(ka) or not set(keys) <= set(va) or set(keys) & set(qa):
+        raise Left("keys and values do not have the softmax's axis as a dimension of their own")
+    if not set(width) <= set(qa) or not set(width) <= set(ka) or set(width) & set(va):
+        raise Left("queries and keys do not have the product's features as dimensions of their own")
+    if set(values) & {*qa, *ka}:
+        raise Left("the values' features are a dimension of queries or keys")
+    own = {*keys, *width, *values}
+    stored = [a for a in dict.fromkeys((*qa, *ka, *va)) if a in (*ka, *va) and a not in own]
+    alone = [a for a in qa if a not in stored and a not in width]
+    every = {*stored, *alone, *values}
+    if set(atoms(form.dims)) != every:
+        raise Left("the result is not of all rows and heads")
+    groups = _groups(base, found, alone, stored, qa)
+    batch, queries, heads = groups
+    if not queries or size(queries) == 1:
+        raise Left("one query")
+    shared = [a for a in heads if a in stored]
+    dtype = _dtype([found.x[3], found.w[3], v_dtype])
+    if size(width) != size(values):
+        raise Left(f"heads of {size(width)} for scores and of {size(values)} for values")
+    inner, scale = base.inner, base.scale * found.x[2] * found.w[2]
+    softcap = None
+    if inner is not None:  # scale · tanh(inner · q·k): cap = scale, so that cap / inner is 1
+        softcap, scale = base.scale, base.scale * inner * found.x[2] * found.w[2]
+        if softcap <= 0:
+            raise Left("a soft cap that is not positive")
+    if scale <= 0:
+        raise Left("scores are multiplied by a number that is not positive")
+    parts = Parts(
+        operands=[found.x[:2], found.w[:2], (v, v_dims)],
+        to=(
+            (batch, queries, heads, width),
+            (batch, keys, shared, width),
+            (batch, keys, shared, values),
+        ),
+        groups=(batch, queries, heads, keys),
+        out=(batch, queries, heads, values),
+        dtype=dtype,
+        scale=scale,
+        factor=factor,
+        softcap=softcap,
+    )
+    _sort_masks(g, forms, base, parts)
+    reads = [value for value, _ in parts.operands]
+    reads += [m.value for m in parts.masks] + [b for b, *_ in parts.biases]
+    lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
+    count = f"{size(heads)}" + (f"/{size(shared)}" if size(shared) != size(heads) else "")
+    what = f"attention {size(batch)} x {lengths}, {count} heads of {size(width)}, {dtype.name}"
+    return Attention(
+        outs=(value,),
+        reads=tuple(dict.fromkeys(reads)),
+        dead=(base.dot.outs[0],),
+        what=what,
+        served=f"attention: {_summary(parts)}",
+        parts=parts,
+        aval=g.avals[value],
+        dims=form.dims,
+    )
+
+
+def _groups(base: Any, found: Operands, alone: list, stored: list, qa: Labels):
+    """Sorts labels into batch, queries and heads; heads that share keys are the inner ones.
+
+    Heads that only queries have are a group's. Which of the labels that all operands have are
+    batch and which heads does not change what is computed.
+    """
+    seen = [{*atoms(dims)} for _, dims, *_ in base.biases] + [{*atoms(m.dims)} for m in base.masks]
+    masked = [{*atoms(m.dims)} for m in base.masks]
+    queries = [a for a in alone if any(a in m for m in masked)]
+    queries = queries or [a for a in alone if any(a in s for s in seen)]
+    if not queries or len(queries) == len(alone) > 1:
+        by_size = lambda a: (a.size == size(found.axis), a.size)
+        queries = sorted(queries or alone, key=by_size)[-1:]
+    group = [a for a in alone if a not in queries]
+    after = qa[qa.index(queries[0]) :] if queries else qa
+    heads = [a for a in stored if a in after] or stored[1:][-1:]
+    batch = [a for a in stored if a not in heads]
+    in_some = lambda a: any(a in s for s in seen)
+    if len(batch) > 1 and any(map(in_some, batch)):  # masks differ along some: others are heads
+        heads = heads + [a for a in batch if not in_some(a)]
+        batch = [a for a in batch if in_some(a)]
+    return batch, queries, [*heads, *group]
+
+
+def _dtype(dtypes: Sequence[Any]) -> Any:
+    """Returns what an attention is computed in: the widest dtype that an operand has."""
+    widest = functools.reduce(jnp.promote_types, dtypes)
+    if len({d for d in dtypes if d.itemsize == 2}) > 1:
+        raise Left("operands of bfloat16 and of float16")
+    return np.dtype(widest)
+
+
+def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
+    """Sorts masks and biases into what is proved of them and what is known at run time only."""
+    batch, queries, heads, keys = parts.groups
+    for m in base.masks:
+        if m.fill > MASKED:
+            raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
+    low, high, fixed, run_time = -math.inf, math.inf, [], []  # seen: low <= query - key <= high
+    for m in base.masks:
+        band = _band(g, forms, m, queries, keys)
+        if band is not None:
+            low, high = max(low, band[0]), min(high, band[1])
+        elif (plane := _plane(g, m, queries, keys)) is not None:
+            fixed.append(plane)
+        else:
+            run_time.append(m)
+    t, s = size(queries), size(keys)
+    low, high = max(low, -(s - 1)), min(high, t - 1)
+    if low <= -(s - 1) and high >= t - 1:
+        whole = True
+    else:
+        whole = False
+        if low == 0 and t <= s:
+            parts.causal, parts.window = True, (None if high >= t - 1 else int(high) + 1)
+        elif t * s <= LARGEST_CONSTANT:
+            behind = np.arange(t)[:, None] - np.arange(s)
+            fixed.append((low <= behind) & (behind <= high))
+        else:
+            raise Left("its constant mask is too large to be an operand")
+    sees = whole or parts.causal
+    if fixed:
+        together = functools.reduce(np.logical_and, fixed)
+        behind = np.arange(t)[:, None] - np.arange(s)
+        if parts.causal:
+            together = together & (behind >= 0) & (behind <= high)
+        parts.causal, parts.window, parts.fixed = classified(together)
+        sees = bool(together.any(-1).all())
+    _sort_empty(base, parts, run_time, sees)
+    for bias, dims, factor in base.biases:
+        if not set(atoms(dims)) & set(keys):
+            continue  # the same along the softmax's axis: no effect
+        if bias in forms.of and forms.of[bias].along and not _is_plain(forms, bias):
+            raise Left("what is added to the scores is a product of the same softmax")
+        if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
+            raise Left("what is added to the scores are integers")
+        parts.biases.append((bias, dims, factor))
+
+
+def _is_plain(forms: ScoreForms, v: int) -> bool:
+    """Whether a value is a product itself, with nothing done to it."""
+    form = forms.of[v]
+    return not form.exp and not form.terms
+
+
+def _sort_empty(base: Any, parts: Parts, run_time: list[Mask], sees: bool) -> None:
+    """Finds out what rows are that see nothing, where there may be such rows."""
+    parts.masks = run_time
+    if sees and not run_time:
+        return
+    if any(m.added for m in base.masks):
+        if len(base.masks) > 1 or not sees or base.masks[0].fill == -math.inf:
+            raise Left("a mask that is added, and others, in rows that may see nothing")
+        parts.added = base.masks[0].fill
+        return
+    kinds = {"zero" if m.zero else "nan" if m.fill == -math.inf else m.fill for m in base.masks}
+    if kinds <= {"zero", "nan"} and len(kinds) == 1:
+        (parts.empty,) = kinds
+    elif len(kinds) == 1 and not any(m.changed for m in base.masks):
+        parts.empty = "mean"
+    else:
+        raise Left("masks of several numbers, in rows that may see nothing")
+
+
+def _band(g: Program, forms: ScoreForms, m: Mask, queries: list, keys: Labels):
+    """(low, high) where a mask is proved to keep low <= query - key <= high; None of others."""
+    found = region(g, m.value)
+    if found is None:
+        return None
+    above = found.above
+    if not m.keep:
+        if len(above) != 1:
+            return None
+        one = above[0]
+        above = (type(one)(tuple(-c for c in one.coefficients), -one.constant - 1),)
+    low, high = -math.inf, math.inf
+    for one in above:
+        steps = [(m.dims[i], c) for i, c in enumerate(one.coefficients) if c]
+        of = {"query": 0, "key": 0}
+        for labels, c in steps:
+            labels = expand(labels)
+            role = "query" if list(labels) == list(queries) else "key" if labels == keys else ""
+            if not role or len(labels) != 1:
+                return None
+            of[role] += c
+        if not steps:
+            if one.constant < 0:
+                return 1, 0  # nothing is seen
+            continue
+        if of["query"] == 1 and of["key"] == -1:
+            low = max(low, -one.constant)
+        elif of["query"] == -1 and of["key"] == 1:
+            high = min(high, one.constant)
+        else:
+            return None
+    return low, high
+
+
+def _plane(g: Program, m: Mask, queries: list, keys: Labels) -> Any:
+    """Where a constant mask keeps scores, for queries and keys; None where heads differ."""
+    if size(queries) * size(keys) > LARGEST_CONSTANT or (x := g.const(m.value)) is None:
+        return None
+    others = [a for a in atoms(m.dims) if a not in (*queries, *keys)]
+    x = arrange(np.asarray(x == m.keep), m.dims, (others, queries, keys))
+    return x[0] if (x == x[:1]).all() else None
+
+
+def classified(keep: Any) -> tuple[bool, int | None, Any]:
+    """(causal, window, mask) of a constant mask: the mask itself is None where the others say it."""
+    t, s = keep.shape
+    behind = np.arange(t)[:, None] - np.arange(s)
+    width = int(behind.max(where=keep, initial=0)) + 1
+    if keep.all():
+        return False, None, None
+    if t <= s and (keep == (behind >= 0)).all():
+        return True, None, None
+    if t <= s and (keep == ((behind >= 0) & (behind < width))).all():
+        return True, width, None
+    return False, None, keep
+
+
+def _summary(p: Parts) -> str:
+    said = {
+        "causal": p.causal,
+        f"window {p.window}": p.window,
+        "constant mask": p.fixed is not None,
+        "run-time mask": p.masks,
+        "bias": p.biases,
+        f"softcap {p.softcap}": p.softcap,
+    }
+    return ", ".join(name for name, is_so in said.items() if is_so) or "no mask"
+
+
+# ---------------------------------------------------------------- what computes it
+
+
+def attend(q, k, v, *, bias, mask, causal, window, softcap, scale, empty, added):
+    """`normfuse.attention`, with rows that see nothing as the user's own code has them."""
+    from ..attention import attention
+
+    options = dict(causal=causal, window=window, softcap=softcap, scale=scale)
+    plain = functools.partial(attention, bias=bias, mask=mask, **options)
+    if mask is None or not empty and added is None:
+        return plain(q, k, v)
+    seen = mask
+    if causal:
+        behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+        seen = mask & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
+    some = jnp.any(seen, -1)  # (batch, heads, queries), of size 1 where the mask has it
+    if added is not None:  # such a row is the softmax of its scores, as if nothing were masked
+
+        def general(q, k, v, bias, mask):
+            number = jnp.where(mask, 0.0, jnp.float32(added))
+            return attention(q, k, v, bias=number if bias is None else bias + number, **options)
+
+        specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
+        return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
+    y = plain(q, k, v)
+    some = some.swapaxes(1, 2)[..., None]
+    if empty == "zero":
+        return y
+    if empty == "nan":
+        return jnp.where(some, y, jnp.nan)
+    mean = jnp.mean(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
+    return jnp.where(some, y, jnp.repeat(mean.astype(y.dtype), q.shape[2] // k.shape[2], 2))
+
+
+def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
+    """Yields the sites of attention in a program; a value and the reason where one is left."""
+    yield from at_ends(forms, "is_attention", site_of)

@@ -1,0 +1,328 @@
+"""`fuse`: one line that puts fused operations into anybody's function, proved from its equations."""
+
+import collections
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..fuse_norms import _Program as NormCodes
+from . import attention, indexing, losses, norms, products
+from .activations import Activations
+from .program import Program, Site
+from .report import Report, Row
+from .scores import ScoreForms
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Quantization = Literal["fp8"] | None
+Skip = str | Iterable[str] | Callable[[Row], bool]
+
+
+def fuse(
+    function: Function,
+    *,
+    quantization: Quantization = None,
+    skip: Skip = (),
+    report: Callable[[Report], Any] | None = None,
+) -> Function:
+    """Returns `function` with what its program computes slowly computed by fused operations.
+
+    The function is traced when it is called. From the equations, whatever wrote them, it is proved
+    what is attention, or the loss of a linear layer; that is replaced, and the rest is evaluated as
+    it was. Names of classes, functions and parameters play no part. What is not proved stays.
+
+    Fuse the loss that you differentiate: a function that takes gradients itself is left as it is
+    there. Any transformation may be applied to the new function. Every call traces it, so call it
+    within `jax.jit`. For functions of nnx models there is `normfuse.layers.nnx.fuse`, which also
+    keeps what a call changes in them.
+
+    Args:
+      function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
+        them is static. It must not change its arguments.
+      quantization: "fp8" for products of FP8 operands (docs/quantization.md).
+      skip: what stays as it is: a word or several, found in the named scopes and lines of the
+        report's rows; or a function of a row.
+      report: is called with a `Report` whenever the function is traced; `print` shows the table.
+
+    Returns:
+      A function of the same arguments. Results differ from those of `function` by rounding.
+
+    Raises:
+      TypeError: if function or report cannot be called.
+      ValueError: for an unknown quantization, or if the function changes its arguments, as nnx
+        modules change their state.
+
+    Warns:
+      UserWarning: where nothing was replaced and `report` is None, and for a `skip` that is not
+        found.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import fuse
+    >>> def loss(x, kernel, labels):
+    ...     log_p = jax.nn.log_softmax(x @ kernel)
+    ...     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+    >>> served = lambda report: print(report.fused[0].served)
+    >>> x, kernel, labels = jnp.ones((4, 8)), jnp.ones((8, 2048)), jnp.arange(4)
+    >>> value, gradient = jax.value_and_grad(fuse(loss, report=served))(x, kernel, labels)
+    linear_cross_entropy: sum
+    """
+    check("fuse", function, quantization, report)
+
+    @functools.wraps(function)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+        static: list[Any] = []  # the results that are no arrays, None for the others; their tree
+
+        def call(arrays: list[Any]) -> list[Any]:
+            given = iter(arrays)
+            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, is_array)]
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            results, structure = jax.tree.flatten(function(*args, **kwargs))
+            _check_unchanged(whole, (args, kwargs))
+            traced = [isinstance(result, jax.Array | np.ndarray) for result in results]
+            static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
+            return [result for result, t in zip(results, traced) if t]
+
+        arrays = [leaf for leaf, is_a in zip(leaves, is_array) if is_a]
+        closed = jax.make_jaxpr(call)(arrays)
+        origins = [o for o, is_a in zip(origins_of(args, kwargs), is_array) if is_a]
+        results = iter(rewritten(closed, arrays, origins, quantization, skip, report, function))
+        others, structure = static
+        return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
+
+    return fused  # pyright: ignore[reportReturnType]
+
+
+def origins_of(args: Any, kwargs: Any) -> list[Any]:
+    """Returns for each leaf which argument it is a part of; integers are none's parameters."""
+    parts = [*enumerate(args), *kwargs.items()]
+    floating = lambda leaf: jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating)
+    return [
+        name if floating(leaf) else f"integers of {name}"
+        for name, part in parts
+        for leaf in jax.tree.leaves(part)
+    ]
+
+
+def check(op: str, function: Any, quantization: Any, report: Any) -> None:
+    """Raises an error for arguments of `fuse` that cannot be."""
+    for name, value in (("function", function), ("report", report)):
+        if not callable(value) and (name == "function" or value is not None):
+            raise TypeError(f"{op}: {name} must be a function, got {value!r}")
+    if quantization not in (None, "fp8"):
+        raise ValueError(f"{op}: quantization must be None or 'fp8', got {quantization!r}")
+
+
+def _check_unchanged(before: Sequence[Any], args: Any) -> None:
+    after = jax.tree.leaves(args)
+    changed = lambda a, b: isinstance(a, jax.Array) and a is not b
+    if len(after) != len(before) or any(map(changed, before, after)):
+        raise ValueError(
+            "fuse: the function changes arrays in its arguments, and the changes would be lost; "
+            "return them, or use normfuse.layers.nnx.fuse for nnx models"
+        )
+
+
+def rewritten(
+    closed: Any,
+    arrays: Sequence[Any],
+    origins: Sequence[Any],
+    quantization: Quantization,
+    skip: Skip,
+    report: Callable[[Report], Any] | None,
+    function: Any,
+) -> list[Any]:
+    """Returns the results of a traced function, with what is found in it replaced."""
+    program = Program(closed, origins=origins)
+    rows = plan(program, quantization, skip)
+    if quantization is None:
+        results = program.run(arrays)
+    else:
+        results = _with_codes(program, arrays)
+    results = [
+        y if isinstance(y, jax.Array) else jnp.asarray(y, a.dtype)
+        for y, a in zip(results, closed.out_avals)
+    ]
+    conclude(program, rows, function, skip, report)
+    return results
+
+
+def _with_codes(program: Program, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a program whose norms write the FP8 codes that its products read."""
+    again = jax.make_jaxpr(lambda arrays: program.run(arrays))(list(arrays))
+    codes = NormCodes()
+    codes.read(again)
+    return codes.evaluate(again, arrays)
+
+
+# ---------------------------------------------------------------- what is replaced
+
+
+def plan(
+    program: Program, quantization: Quantization, skip: Skip
+) -> list[tuple[Program, Site | None, Row]]:
+    """Chooses the sites of a program and of the bodies within it; returns the report's rows."""
+    rows = []
+    for each in program.all_programs():
+        sites, left = _found(each, quantization)
+        kept = []
+        for site in sites:
+            row = Row(each.line(site.outs[0]), site.what + each.within, site.served)
+            if _skipped(skip, row):
+                left.append((site.outs[0], site.what, "skip names it", site.dead))
+            else:
+                kept.append(site)
+        _choose(each, kept, left)
+        live = each.needed(each.results, (), each.sites)
+        for site in dict.fromkeys(each.sites.values()):
+            rows.append(
+                (each, site, Row(each.line(site.outs[0]), site.what + each.within, site.served))
+            )
+        told = set()
+        for value, what, why, dead in left:
+            if (value in live or any(d in live for d in dead)) and (dead or value) not in told:
+                told.add(dead or value)
+                rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
+    return rows
+
+
+def _found(program: Program, quantization: Quantization) -> tuple[list[Site], list[Any]]:
+    """Returns the sites that were found, and (value, what, why, what it needs dead) of others."""
+    sites: list[Site] = []
+    left: list[Any] = []
+    scores, parts = ScoreForms(program), norms.Norms(program)
+    activations = Activations(program)
+    for equation in program.equations:
+        for domain in (scores, parts, activations):
+            try:
+                domain.read(equation)
+            except Exception as error:  # what is not understood stays
+                why = f"it could not be read: {type(error).__name__}: {error}"
+                left.append((equation.outs[0], "program", why, ()))
+
+    def multiplied() -> Any:
+        made = {v for site in sites for v in site.outs}  # products read these as they are
+        known = products.Products(program, scores, activations, made)
+        return products.found(known, quantization)
+
+    domains = {
+        "attention": lambda: attention.found(scores),
+        "loss": lambda: losses.found(scores),
+        "norm": lambda: norms.found(parts),
+        "indexing": lambda: indexing.found(program),
+        "mlp": multiplied,
+    }
+    made_of = {"attention": scores.made_of, "loss": scores.made_of, "norm": parts.made_of}
+    for name, find in domains.items():
+        try:
+            for one in find():
+                if isinstance(one, Site):
+                    sites.append(one)
+                else:
+                    value, why = one
+                    dead = made_of[name](value) if name in made_of else (value,)
+                    left.append((value, "product" if name == "mlp" else name, why, dead))
+        except Exception as error:
+            why = f"it could not be read: {type(error).__name__}: {error}"
+            left.append((program.equations[-1].outs[0], name, why, ()))
+    return sites, left
+
+
+def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
+    """Keeps the sites that are read, and after which nothing reads what they make needless."""
+    sites = [site for site in sites if not any(program.depends(r, site.outs) for r in site.reads)]
+    while True:
+        taken: dict[int, Site] = {}
+        for site in sites:
+            taken |= {v: site for v in site.outs if v not in taken}
+        live = program.needed(program.results, (), taken)
+        bad = [
+            s for s in sites if any(d in live for d in s.dead) and any(v in live for v in s.outs)
+        ]
+        if not bad:
+            break
+        dead = {d for site in bad for d in site.dead}
+        for site in [s for s in sites if dead & set(s.dead)]:
+            names = _readers(program, site.dead, live)
+            left.append(
+                (
+                    site.outs[0],
+                    site.what,
+                    f"its {_INNER[site.what.split()[0]]} are read by {names}",
+                    site.dead,
+                )
+            )
+            sites.remove(site)
+    used = [s for s in dict.fromkeys(taken.values()) if any(v in live for v in s.outs)]
+    for site in losses.joined(program, used):
+        program.sites |= dict.fromkeys(site.outs, site)
+
+
+_INNER = {"attention": "scores", "loss": "logits", "norm": "statistics", "mlp": "hidden values"}
+
+
+def _readers(program: Program, values: Iterable[int], live: set[int]) -> str:
+    """Returns what reads values but for what they are replaced with: the last of each chain."""
+    seen, names = set(values), []
+    for equation in program.equations:
+        if seen & set(equation.ins) and any(v in live for v in equation.outs):
+            seen.update(equation.outs)
+            if not any(r in live for v in equation.outs for r in [v] if program.readers.get(v)):
+                names.append(program.described(equation))
+    names = names or [
+        program.described(r)
+        for v in values
+        for r in program.readers.get(v, ())
+        if any(o in live for o in r.outs)
+    ]
+    if seen & set(program.results) and not names:
+        names = ["the function's result"]
+    return ", ".join(dict.fromkeys(names[:3])) or "something else"
+
+
+def _skipped(skip: Skip, row: Row) -> bool:
+    if callable(skip):
+        return bool(skip(row))
+    words = [skip] if isinstance(skip, str) else list(skip)
+    return any(word in row.where or word == row.domain for word in words)
+
+
+def conclude(
+    program: Program,
+    planned: list[tuple[Program, Site | None, Row]],
+    function: Any,
+    skip: Skip,
+    report: Callable[[Report], Any] | None,
+) -> None:
+    """Hands the report over, and warns where nothing was replaced."""
+    rows = []
+    for each, site, row in planned:
+        if site is not None and site in each.failed:
+            row = Row(row.where, row.what, "", f"it could not be replaced: {each.failed[site]}")
+        rows.append(row)
+    result = Report(tuple(rows))
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if not callable(skip):
+        words = [skip] if isinstance(skip, str) else list(skip)
+        for word in words:
+            if not any(_skipped(word, row) for row in rows):
+                near = ", ".join(list(dict.fromkeys(row.where for row in rows))[:5])
+                warnings.warn(
+                    f"fuse: skip={word!r} is in no row of {name}; there are {near or 'none'}",
+                    stacklevel=4,
+                )
+    if report is not None:
+        report(result)
+    elif not result.fused:
+        reasons = collections.Counter(row.reason for row in rows)
+        most = "; ".join(reason for reason, _ in reasons.most_common(3))
+        warnings.warn(
+            f"fuse: nothing in {name} was replaced ({most or 'nothing was found'}); "
+            "fuse(function, report=print) lists all",
+            stacklevel=4,
+        )

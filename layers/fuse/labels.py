@@ -1,0 +1,160 @@
+"""Labels: what the dimensions of arrays mean, through reshapes, transposes and broadcasts.
+
+An array's `Dims` are a tuple of labels for each of its dimensions. A dimension of size 1 has none.
+A reshape that splits a dimension splits its label, for all arrays that have it; one that merges
+dimensions puts their labels in a row. What a broadcast makes is free: values are the same along it,
+and it becomes whatever it meets.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+class Label:
+    """A dimension, or a factor of one that a reshape has split.
+
+    Attributes:
+      free: values are the same along it.
+      cut: `(label, first)` where it is a slice of another.
+      parts: what it was split into, the slower first; None.
+    """
+
+    __slots__ = "cut", "free", "parts", "size"
+
+    def __init__(self, size: int, free: bool = False, cut: "tuple[Label, int] | None" = None):
+        self.size, self.free, self.cut = size, free, cut
+        self.parts: tuple[Label, Label] | None = None
+
+
+Labels = tuple[Label, ...]
+Dims = tuple[Labels, ...]
+
+
+def expand(labels: Iterable[Label]) -> Labels:
+    """Returns labels, with their parts in place of those that were split."""
+    return tuple(a for l in labels for a in (expand(l.parts) if l.parts else (l,)))
+
+
+def atoms(dims: Iterable[Iterable[Label]]) -> Labels:
+    """Returns the labels of all dimensions in a row."""
+    return tuple(a for labels in dims for a in expand(labels))
+
+
+def size(labels: Iterable[Label]) -> int:
+    return math.prod(l.size for l in labels)
+
+
+def fresh(shape: Sequence[int], free: bool = False) -> Dims:
+    """Returns new labels for the dimensions of a shape."""
+    return tuple((Label(n, free),) if n != 1 else () for n in shape)
+
+
+def regroup(dims: Dims, shape: Sequence[int]) -> Dims | None:
+    """Returns the labels of an array reshaped to `shape`; None if its dimensions cut across."""
+    left, out = list(atoms(dims)), []
+    for n in shape:
+        group: list[Label] = []
+        while n > 1:
+            if not left:
+                return None
+            label = left.pop(0)
+            if n % label.size:
+                if label.size % n or label.cut:
+                    return None
+                label.parts = Label(n, label.free), Label(label.size // n, label.free)
+                label, rest = label.parts
+                left.insert(0, rest)
+            group.append(label)
+            n //= label.size
+        out.append(tuple(group))
+    return None if left else tuple(out)
+
+
+def meet(a: Dims, b: Dims) -> Dims | None:
+    """Returns the labels of two arrays combined element by element; None where they differ.
+
+    A free label meets any of its size; of two dimensions one may have size 1.
+    """
+    if len(a) != len(b):
+        return None
+    out = []
+    for x, y in zip(map(expand, a), map(expand, b)):
+        if x != y:
+            if not all(l.free for l in y):
+                x, y = y, x
+            if not all(l.free for l in y) or y and size(x) != size(y):
+                return None
+        out.append(x)
+    return tuple(out)
+
+
+def moved(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> Dims | None:
+    """Returns the labels of an equation's result that lays its operand out anew; None of others.
+
+    Args:
+      made: the equation.
+      dims, given: the labels and the shape of its operand.
+      shape: that of its result.
+    """
+    p = made.params
+    if made.name == "transpose":
+        return tuple(dims[i] for i in p["permutation"])
+    if made.name == "broadcast_in_dim":
+        at = {j: (i, given[i]) for i, j in enumerate(map(int, p["broadcast_dimensions"]))}
+        new = fresh(shape, free=True)
+        return tuple(
+            dims[at[j][0]] if j in at and at[j][1] == shape[j] else new[j]
+            for j in range(len(shape))
+        )
+    if made.name in ("reshape", "squeeze", "expand_dims"):
+        return (
+            regroup(dims, shape) if p.get("dimensions") is None or made.name != "reshape" else None
+        )
+    if made.name in ("convert_element_type", "copy", "reduce_precision"):
+        return dims
+    return None
+
+
+def moved_back(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> Dims | None:
+    """Returns the labels of an equation's operand from those of its result; None if unknown."""
+    p = made.params
+    if made.name == "transpose":
+        return tuple(dims[p["permutation"].index(i)] for i in range(len(dims)))
+    if made.name == "broadcast_in_dim":
+        return tuple(
+            dims[int(j)] if n != 1 or shape[int(j)] == 1 else ()
+            for j, n in zip(p["broadcast_dimensions"], given)
+        )
+    if made.name in ("reshape", "squeeze", "expand_dims"):
+        return (
+            regroup(dims, given) if p.get("dimensions") is None or made.name != "reshape" else None
+        )
+    if made.name in ("convert_element_type", "copy"):
+        return dims
+    return None
+
+
+def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = True) -> Any:
+    """Returns x with one dimension for each group of labels.
+
+    What x lacks is broadcast, or of size 1 where `full` is false.
+    """
+    xp = np if isinstance(x, np.ndarray) else jnp
+    have, groups = atoms(dims), [expand(g) for g in groups]
+    if set(have) - {l for g in groups for l in g}:
+        raise ValueError("labels of the array are in no group")
+    if xp.shape(x) != tuple(l.size for l in have):
+        x = xp.reshape(x, [l.size for l in have])
+    order = [have.index(l) for g in groups for l in g if l in have]
+    if order != sorted(order):
+        x = xp.transpose(x, order)
+    some = [full or any(l in have for l in g) for g in groups]
+    if all(l in have for g in groups for l in g):
+        return xp.reshape(x, [size(g) for g in groups])
+    x = xp.reshape(x, [l.size if l in have else 1 for g in groups for l in g])
+    x = xp.broadcast_to(x, [l.size if s else 1 for g, s in zip(groups, some) for l in g])
+    return xp.reshape(x, [size(g) if s else 1 for g, s in zip(groups, some)])

@@ -1,0 +1,257 @@
+"""Losses in a program: log-sum-exps and picked elements of a linear layer's logits, without these."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..cross_entropy import linear_cross_entropy
+from .labels import Dims, arrange, atoms, expand, size
+from .program import Left, Program, Site
+from .scores import Form, Operands, ScoreForms, Weight, at_ends
+
+SMALLEST = 1024
+"""Fewer classes than these are no vocabulary: their logits are small, and stay."""
+
+
+@dataclasses.dataclass(eq=False)
+class Loss(Site):
+    """A sum of log-sum-exps and picked elements of x · kernel, by `linear_cross_entropy`.
+
+    Attributes:
+      x, kernel: (value, labels); x is cut to `rows` and multiplied by `factor`, and the kernel
+        `transposed` where it is stored (vocabulary, features).
+      labels: (value, labels) of the words, None for log-sum-exps alone.
+      outside: what one outside the vocabulary gives.
+      lse, pick: what the two are multiplied by.
+      summed: the labels of rows that are summed over.
+    """
+
+    x: tuple[int, Dims]
+    kernel: tuple[int, Dims]
+    transposed: bool
+    to: tuple[Any, Any]
+    rows: tuple[Any, ...]
+    labels: tuple[int, Dims] | None
+    outside: str
+    lse: float
+    pick: float
+    softcap: float | None
+    factor: float
+    weights: tuple[Weight, ...]
+    summed: frozenset[Any]
+    vocabulary: int
+    dtype: Any
+    logits_dtype: Any
+    aval: Any
+    dims: Dims
+    key: Any
+
+    @property
+    def total(self) -> bool:
+        """Whether it is a multiple of the sum of all rows' cross-entropies."""
+        cross = math.isclose(self.lse, -self.pick, rel_tol=1e-6)
+        return cross and self.outside != "0" and self.summed >= set(self.rows)
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        return [self.computed(read, {}, self.total)]
+
+    def computed(self, read: Callable[[int], Any], shared: dict[Any, Any], total: bool) -> Any:
+        """Returns the value; `shared` has the losses and log-sum-exps of rows, once computed."""
+        place = lambda v, dims: arrange(v, dims, [[a] for a in self.rows])
+        selected, weights = None, None
+        for w in self.weights:
+            value = place(read(w.value), w.dims)
+            if w.select:
+                value = value == w.keep
+                selected = value if selected is None else selected & value
+            else:
+                weights = value if weights is None else weights * value
+        if total:
+            y = self._call(read, place, selected, reduction="sum", weights=weights)
+            return (self.lse * y).astype(self.aval.dtype)
+        if self.labels not in shared:
+            shared[self.labels] = self._call(read, place, None, reduction="none", with_lse=True)
+        loss, lse = shared[self.labels]
+        y = self.lse * lse
+        if self.labels is not None:
+            labels = place(read(self.labels[0]), self.labels[1])
+            inside = (labels >= 0) & (labels < self.vocabulary)
+            if self.outside == "0":
+                y = y + self.pick * jnp.where(inside, lse - loss, 0)
+            elif self.outside == "all 0":
+                y = jnp.where(inside, self.lse * loss, 0)
+            else:
+                y = y + self.pick * (lse - loss)
+        y = y if selected is None else jnp.where(selected, y, 0)
+        y = y if weights is None else y * weights
+        y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.summed])
+        left = tuple((a,) for a in self.rows if a not in self.summed)
+        return arrange(y, left, self.dims).astype(self.aval.dtype)
+
+    def _call(self, read: Any, place: Any, selected: Any, **options: Any) -> Any:
+        x, kernel = (
+            arrange(read(v), dims, to) for (v, dims), to in zip((self.x, self.kernel), self.to)
+        )
+        for i, a in enumerate(self.rows):
+            if a.cut:
+                x = jax.lax.slice_in_dim(x, a.cut[1], a.cut[1] + a.size, axis=i)
+        x = x.astype(self.dtype)
+        if abs(self.factor - 1) > 1e-6:
+            x = x * jnp.asarray(self.factor, self.dtype)
+        ignore = None
+        if self.labels is None:
+            labels = jnp.zeros(x.shape[:-1], jnp.int32)
+        else:
+            labels = place(read(self.labels[0]), self.labels[1])
+        if self.outside == "clip":
+            labels = jnp.clip(labels, 0, self.vocabulary - 1)
+        elif "0" in self.outside:
+            labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1
+        if selected is not None:  # the others cost 0, whatever their labels
+            labels, ignore = jnp.where(selected, labels, -1), -1
+        return linear_cross_entropy(
+            x,
+            kernel,
+            labels,
+            contract=int(self.transposed),
+            ignore=ignore,
+            softcap=self.softcap,
+            logits_dtype=self.logits_dtype,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Losses(Site):
+    """Several values made of one product's losses, which are computed once."""
+
+    parts: tuple[Loss, ...]
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        shared: dict[Any, Any] = {}
+        labelled = next((p for p in self.parts if p.labels is not None), None)
+        for part in self.parts:  # log-sum-exps come with any losses
+            if part.labels is None and labelled is not None:
+                if labelled.labels not in shared:
+                    labelled.computed(read, shared, False)
+                shared[None] = shared[labelled.labels]
+        return [part.computed(read, shared, False) for part in self.parts]
+
+
+def joined(program: Program, sites: list[Site]) -> list[Site]:
+    """Returns sites with those of one product's losses as one."""
+    groups: dict[Any, list[Loss]] = {}
+    others = []
+    for site in sites:
+        if isinstance(site, Loss):
+            groups.setdefault((site.key, site.rows), []).append(site)
+        else:
+            others.append(site)
+    for group in groups.values():
+        outs = [v for site in group for v in site.outs]
+        reads = tuple(dict.fromkeys(r for site in group for r in site.reads))
+        if len(group) == 1 or any(program.depends(r, outs) for r in reads):
+            others += group
+            continue
+        first = group[0]
+        served = first.served.replace("sum", "a row each")
+        others.append(Losses(tuple(outs), reads, first.dead, first.what, served, tuple(group)))
+    return others
+
+
+def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
+    """Returns what computes a value that is made of losses.
+
+    Raises:
+      Left: where it has to stay as it is, with the reason.
+    """
+    g, (first, _) = forms.program, next(iter(form.terms))
+    base, axis = first.base, first.axis
+    found = Operands(forms, base, axis)
+    words, contract = found.axis, found.contract
+    if not any(t.kind == "lse" for t, _ in form.terms):
+        raise Left("an element of the logits, and no log-sum-exp")
+    if size(words) < SMALLEST:
+        raise Left(f"{size(words)} classes only")
+    if base.biases or base.masks:
+        raise Left("the logits have a bias or a mask")
+    order = atoms(found.w[1])
+    if set(order) != {*words, *contract} or set(atoms(found.sides[found.right])) != set(order):
+        raise Left("the kernel has more dimensions than the vocabulary's and the features'")
+    if any(l.free for l in (*words, *contract)):
+        raise Left("the kernel is broadcast")
+    have = set(atoms(found.x[1]))
+    if not set(contract) <= have or have & set(words):
+        raise Left("x has not the features as a dimension")
+    whole = [a for a in atoms(found.sides[found.left]) if a not in contract]
+    cuts = {l.cut[0]: l for l in (*atoms(form.dims), *form.summed) if l.cut}
+    rows = tuple(cuts.get(a, a) for a in whole)
+    if {*atoms(form.dims), *form.summed} != {*rows} or any(l.free for l in rows):
+        raise Left("it is not of all rows")
+    lse = sum(f for t, f in form.terms if t.kind == "lse")
+    pick = sum(f for t, f in form.terms if t.kind == "pick")
+    picked = [t for t, _ in form.terms if t.kind == "pick"]
+    labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
+    if labels is not None and not set(atoms(labels[1])) <= set(rows):
+        raise Left("its labels differ along more than its rows")
+    transposed = order.index(words[0]) < order.index(contract[0])
+    kernel_to = (words, contract) if transposed else (contract, words)
+    if order != (*expand(kernel_to[0]), *expand(kernel_to[1])):
+        raise Left("the kernel's features and words are not each in a row")
+    inner, factor = base.inner, base.scale * found.x[2] * found.w[2]
+    softcap = None
+    if inner is not None:  # scale · tanh(inner · z)
+        softcap, factor = base.scale, base.scale * inner * found.x[2] * found.w[2]
+        if softcap <= 0:
+            raise Left("a soft cap that is not positive")
+    operands = [found.x[3], found.w[3]]
+    dtype = jnp.promote_types(*operands)
+    if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
+        raise Left(f"operands of {dtype}")
+    logits = g.avals[base.dot.outs[0]].dtype
+    site = Loss(
+        outs=(value,),
+        reads=tuple(
+            dict.fromkeys(
+                [found.x[0], found.w[0]]
+                + ([labels[0]] if labels else [])
+                + [w.value for w in form.weights]
+            )
+        ),
+        dead=(base.dot.outs[0],),
+        what=f"loss {size(whole)} x {size(contract)} -> {size(words)}, {dtype.name}",
+        served="",
+        x=found.x[:2],
+        kernel=found.w[:2],
+        transposed=transposed,
+        to=([*[[a] for a in whole], contract], kernel_to),
+        rows=rows,
+        labels=labels,
+        outside=outside,
+        lse=lse,
+        pick=pick,
+        softcap=softcap,
+        factor=factor,
+        weights=form.weights,
+        summed=form.summed,
+        vocabulary=size(words),
+        dtype=dtype,
+        logits_dtype=jnp.promote_types(logits, dtype),
+        aval=g.avals[value],
+        dims=form.dims,
+        key=(base, axis),
+    )
+    parts = {"sum": site.total, "a row each": not site.total, f"softcap {softcap}": softcap}
+    parts |= {"log-sum-exps": not picked, "weighted": form.weights}
+    said = ", ".join(name for name, is_so in parts.items() if is_so)
+    site.served = f"linear_cross_entropy: {said}"
+    return site
+
+
+def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
+    """Yields the sites of losses in a program; a value and the reason where one is left."""
+    yield from at_ends(forms, "is_loss", site_of)

@@ -1,0 +1,599 @@
+"""Norms in a program: x · (mean x² + eps)^-½ and its kind, however they are written.
+
+Each value that derives from an array x gets a `Part`: x itself, its squares, sums of either over an
+axis, a power of such a sum, x times such a power. One rule for each primitive computes a result's
+Part from those of its operands. What ends as x times the power -½ of the mean of its squares (of x
+without its mean) is a norm; vectors that it is multiplied by, and that are added, belong to it, as
+do the two arrays that x is the sum of.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..layer_norm import adaptive_layer_norm, add_layer_norm, layer_norm
+from ..rms_norm import adaptive_rms_norm, add_rms_norm, rms_norm
+from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
+from .program import Equation, Left, Program, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """a · w + b of an array w that lacks rows of x."""
+
+    value: int
+    dims: Dims
+    a: float = 1.0
+    b: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A value made of an array x.
+
+    Attributes:
+      kind: "x"; "square" of it; "sum" of it; "square of sum"; "stat", (a · Σ x² + b)^p; "weight", a
+        stat times a vector; "norm", x times a stat.
+      centred: x is without its mean, or the squares are.
+      axis: what was summed over.
+      stat: of a norm and a weight.
+      rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
+    """
+
+    x: int
+    dims: Dims
+    kind: str = "x"
+    centred: bool = False
+    axis: frozenset[Label] = frozenset()
+    a: float = 1.0
+    b: float = 0.0
+    p: float = 1.0
+    stat: "Part | None" = None
+    scale: Vector | None = None
+    bias: Vector | None = None
+    rounded: Any = None
+    value: int = -1  # of a stat: the sum it is made of
+
+    @property
+    def is_norm(self) -> bool:
+        return self.kind == "norm"
+
+
+class Norms:
+    """The Parts of a program's values."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.of: dict[int, Part] = {}
+
+    def part(self, v: int) -> Part | None:
+        """Returns a value's Part; of one that no rule knows, that it is an array of its own."""
+        aval = self.program.avals[v]
+        if v not in self.of:
+            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or not aval.size:
+                return None
+            self.of[v] = Part(v, fresh(aval.shape))
+        return self.of[v]
+
+    def read(self, made: Equation) -> None:
+        rule = RULES.get(made.name)
+        if rule is None or len(made.outs) != 1:
+            return
+        out = self.program.avals[made.outs[0]]
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            return
+        found = rule(self, made, *[self.part(v) for v in made.ins])
+        if found is not None and tuple(map(size, found.dims)) == out.shape:
+            self.of[made.outs[0]] = found
+
+    def made_of(self, v: int) -> tuple[int, ...]:
+        """Returns the sum of squares that a norm is made of."""
+        stat = self.of[v].stat
+        return () if stat is None else (stat.value,)
+
+    def vector(self, v: int, dims: Dims) -> Vector:
+        """Returns an array as a · w + b, with w as far back as it is only laid out anew."""
+        g, a, b = self.program, 1.0, 0.0
+        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
+        while (made := g.maker.get(v)) is not None and made.ins:
+            source, back, shape = made.ins[0], None, g.avals[v].shape
+            if made.name in ("add", "mul", "sub", "div") and len(made.ins) == 2:
+                numbers = [g.number(u) for u in made.ins]
+                first = numbers[1] is None
+                n = numbers[0] if first else numbers[1]
+                if n is None or None not in numbers or first and made.name in ("sub", "div"):
+                    break
+                source = made.ins[1] if first else made.ins[0]
+                if g.avals[source].shape != shape or made.name == "mul" and n == 0:
+                    break
+                if made.name in ("add", "sub"):  # a·(u + n) + b
+                    b += a * (n if made.name == "add" else -n)
+                else:
+                    a *= n if made.name == "mul" else 1 / n
+                back = dims
+            elif made.name == "convert_element_type":
+                given = g.avals[source].dtype
+                back = dims if jnp.issubdtype(given, jnp.floating) else None
+            else:
+                back = moved_back(made, dims, g.avals[source].shape, shape)
+            if back is None:
+                break
+            v, dims = source, tuple(back)
+        return Vector(v, tuple(map(expand, dims)), a, b)
+
+
+# ---------------------------------------------------------------- one rule for each primitive
+
+
+def _same(a: Part, b: Part) -> bool:
+    return (
+        a.x == b.x
+        and a.kind == b.kind == "x"
+        and a.centred == b.centred
+        and a.axis == b.axis
+        and meet(a.dims, b.dims) == tuple(map(expand, a.dims))
+    )
+
+
+def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
+        if one is not None and (n := g.program.number(other)) is not None:
+            if tuple(map(size, one.dims)) == g.program.avals[made.outs[0]].shape:
+                return _times(one, n)
+    if a is None or b is None:
+        return None
+    if _same(a, b):
+        return replace(a, kind="square")
+    for one, two, other in ((a, b, made.ins[1]), (b, a, made.ins[0])):
+        if one.kind == two.kind == "sum" and one == two:
+            return replace(one, kind="square of sum", a=one.a * one.a)
+        if one.kind == "x" and two.kind == "stat" and one.x == two.x:
+            return _normalised(one, two)
+        if one.kind == "x" and two.kind == "stat" and (norm := _weighted_first(g, one, two)):
+            return norm
+        if one.kind == "x" and two.kind == "weight":
+            found = two.stat and _normalised(one, two.stat)
+            return found and replace(found, scale=two.scale)
+        if two.kind != "x" or two.x == one.x and two.centred:
+            continue
+        if one.kind == "stat" and one.p < 0 and two.x != one.x:
+            dims = _all_dims(one, two)
+            scale = g.vector(other, two.dims)
+            vector = dims and _as_vector(g, scale, two, dims[1])
+            if vector and not set(atoms(vector.dims)) - set(one.axis):
+                return replace(one, kind="weight", stat=one, scale=vector, dims=dims[0])
+        if one.kind == "norm" and one.scale is None and one.bias is None:
+            vector = _vector_of(g, one, other)
+            return vector and replace(one, scale=vector)
+    return None
+
+
+def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
+    """(x · scale) · stat."""
+    made = g.program.maker.get(one.x)
+    if made is None or made.name != "mul" or one.centred:
+        return None
+    for v, other in (made.ins, made.ins[::-1]):
+        x = g.of.get(v)
+        if x is not None and x.kind == "x" and x.x == stat.x and len(x.dims) == len(one.dims):
+            to = dict(zip(atoms(one.dims), atoms(x.dims)))
+            if len(to) != len(atoms(x.dims)) or len(atoms(one.dims)) != len(to):
+                return None
+            if any(a.size != b.size for a, b in to.items()):
+                return None
+            norm = _normalised(
+                replace(x, dims=tuple(tuple(to[l] for l in d) for d in map(expand, one.dims))), stat
+            )
+            if norm is None:
+                return None
+            flat = replace(norm, dims=x.dims)
+            vector = _vector_of(g, flat, other)
+            return vector and replace(norm, scale=vector)
+    return None
+
+
+def _all_dims(stat: Part, vector: Part) -> tuple[Dims, Dims] | None:
+    """The labels of a stat times a vector: the axis's, where the stat has none or free ones."""
+    out, of_vector = [], []
+    axis = tuple(stat.axis)
+    for s, v in zip(map(expand, stat.dims), map(expand, vector.dims)):
+        if s and not all(l.free for l in s):
+            if v:
+                return None
+            out.append(s)
+            of_vector.append(())
+        elif v:
+            if len(axis) != 1 or size(v) != axis[0].size or len(v) != 1:
+                return None
+            out.append(axis)
+            of_vector.append(axis)
+        else:
+            out.append(s)
+            of_vector.append(())
+    return tuple(out), tuple(of_vector)
+
+
+def _as_vector(g: Norms, found: Vector, part: Part, dims: Dims) -> Vector | None:
+    """A vector with the labels of what it is multiplied with."""
+    to = {}
+    for own, given in zip(map(expand, part.dims), dims):
+        if own:
+            if len(own) != 1 or len(given) != 1:
+                return None
+            to[own[0]] = given[0]
+    try:
+        return replace(found, dims=tuple(tuple(to[l] for l in d) for d in map(expand, found.dims)))
+    except KeyError:
+        return None
+
+
+def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
+    """An array that a norm is multiplied by or that is added to it; None if it has all rows."""
+    shape, sizes = g.program.avals[other].shape, tuple(map(size, norm.dims))
+    if len(shape) != len(sizes) or any(n not in (1, m) for n, m in zip(shape, sizes)):
+        return None
+    found = g.vector(other, tuple(map(expand, norm.dims)))
+    have, rows = set(atoms(found.dims)), set(atoms(norm.dims)) - set(norm.axis)
+    if not have <= rows | set(norm.axis) or not set(norm.axis) <= have or rows and rows <= have:
+        return None
+    return found
+
+
+def _times(a: Part, n: float) -> Part | None:
+    if n == 1:
+        return a
+    if not math.isfinite(n) or n <= 0:
+        return None
+    if a.kind == "stat" and a.p == 1:
+        return replace(a, a=a.a * n, b=a.b * n)
+    if a.kind in ("sum", "square of sum", "square"):
+        return replace(a, a=a.a * n)
+    return None
+
+
+def _normalised(x: Part, stat: Part) -> Part | None:
+    if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:
+        return None
+    if x.centred and x.axis != stat.axis:
+        return None
+    dims = meet(x.dims, stat.dims)
+    if dims is None or dims != tuple(map(expand, x.dims)):
+        return None
+    return replace(x, kind="norm", stat=stat, axis=stat.axis, dims=dims)
+
+
+def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    n = g.program.number(made.ins[1])
+    if n is not None:
+        return _times(a, 1 / n) if a is not None and n else None
+    if b is not None and b.kind == "stat" and b.p > 0:
+        inverse = replace(b, p=-b.p)
+        if g.program.number(made.ins[0]) == 1:
+            return inverse
+        return _normalised(a, inverse) if a is not None and a.kind == "x" else None
+    return None
+
+
+def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
+        if one is None:
+            continue
+        n = g.program.number(other)
+        if n is not None:
+            if n == 0:
+                return one
+            return replace(one, b=one.b + n) if one.kind == "stat" and one.p == 1 else None
+        if one.kind == "norm" and one.bias is None:
+            return (bias := _vector_of(g, one, other)) and replace(one, bias=bias)
+    return None
+
+
+def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    if a is not None and g.program.number(made.ins[1]) == 0:
+        return a
+    if a is None or b is None or a.x != b.x:
+        return None
+    n = math.prod(l.size for l in b.axis)
+    if a.kind == "x" and not a.centred and b.kind == "sum" and _near(b.a * n, 1):
+        if meet(a.dims, b.dims) == tuple(map(expand, a.dims)):
+            return replace(a, centred=True, axis=b.axis)
+    if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.axis == b.axis:
+        if a.p == 1 and a.b == 0 and _near(a.a * n, 1) and _near(b.a * n * n, 1):
+            dims = meet(a.dims, b.dims)
+            return dims and replace(a, centred=True, dims=dims)
+    return None
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 4e-3 * abs(b)  # a number rounded to bfloat16
+
+
+def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
+    if a is None:
+        return None
+    match made.name:
+        case "integer_pow":
+            y = made.params["y"]
+        case "pow":
+            y = g.program.number(made.ins[1])
+        case "square":
+            y = 2
+        case "sqrt":
+            y = 0.5
+        case _:
+            y = -0.5
+    if y is None:
+        return None
+    if y == 2 and a.kind == "x":
+        return replace(a, kind="square")
+    if y == 2 and a.kind == "sum":
+        return replace(a, kind="square of sum", a=a.a * a.a)
+    return replace(a, p=a.p * y) if a.kind == "stat" else None
+
+
+def _maximum(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    """A variance that must not be negative."""
+    for one, other in ((a, made.ins[1]), (b, made.ins[0])):
+        if one is not None and one.kind == "stat" and one.centred and one.b == 0 and one.p == 1:
+            if g.program.number(other) == 0:
+                return one
+    return None
+
+
+def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
+    if a is None or a.kind not in ("x", "square"):
+        return None
+    axes = tuple(map(int, made.params["axes"]))
+    axis = frozenset(atoms(a.dims[i] for i in axes))
+    dims = tuple(d for i, d in enumerate(a.dims) if i not in axes)
+    if not axis or any(l.free for l in axis):
+        return None
+    if a.kind == "x":
+        return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
+    if a.centred and a.axis != axis:
+        return None
+    return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
+
+
+def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
+    """Σ x², as a product of x with itself."""
+    if a is None or b is None or not _same(a, b):
+        return None
+    contract, batch = made.params["dimension_numbers"]
+    if contract[0] != contract[1] or batch[0] != batch[1]:
+        return None
+    if len(contract[0]) + len(batch[0]) != len(a.dims):
+        return None
+    axis = frozenset(atoms(a.dims[i] for i in contract[0]))
+    if not axis or a.centred and a.axis != axis:
+        return None
+    dims = tuple(a.dims[i] for i in batch[0])
+    return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
+
+
+def _layout(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
+    if a is None:
+        return None
+    given, out = (g.program.avals[v] for v in (made.ins[0], made.outs[0]))
+    dims = moved(made, a.dims, given.shape, out.shape)
+    if dims is None or any(l.free for l in atoms(dims)) and a.kind in ("x", "norm"):
+        return None
+    return replace(a, dims=dims)
+
+
+def _convert(g: Norms, made: Equation, a: Part | None) -> Part | None:
+    if a is None:
+        return None
+    given, to = (g.program.avals[v].dtype for v in (made.ins[0], made.outs[0]))
+    if not jnp.issubdtype(given, jnp.floating):
+        return None
+    if jnp.finfo(to).bits > jnp.finfo(given).bits or to == given:
+        return a  # the same values
+    if a.kind == "norm":
+        return replace(a, rounded=to) if a.scale is None and a.bias is None else a
+    return None if a.kind in ("x", "square") else a  # rounded, it is another array
+
+
+RULES: dict[str, Any] = {"max": _maximum, "dot_general": _dot, "convert_element_type": _convert}
+RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
+RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
+LAYOUT = "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"
+RULES |= dict.fromkeys(LAYOUT, _layout)
+
+
+# ---------------------------------------------------------------- sites
+
+
+@dataclasses.dataclass(eq=False)
+class Normed(Site):
+    """A norm, with the addition before it where there is one, by one of our operations.
+
+    Attributes:
+      x: its operands, one or the two that are added; all have x's labels.
+      rows, features: the labels of the dimensions that x is arranged to.
+      examples: how many leading dimensions scale and shift differ along.
+    """
+
+    part: Part
+    added: tuple[int, ...]
+    x_dims: Dims
+    rows: tuple[Any, ...]
+    features: tuple[Label, ...]
+    heads: int
+    examples: int
+    aval: Any
+    x_aval: Any
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        p, to = self.part, [*self.rows, self.features]
+        xs = [arrange(read(v), self.x_dims, to) for v in self.added]
+        dims = tuple(tuple(l) for l in to)
+        options: dict[str, Any] = {"eps": p.stat.b, "dtype": self.aval.dtype} if p.stat else {}
+        scale = self._vector(read, p.scale)
+        bias = self._vector(read, p.bias)
+        offset = p.scale.b if p.scale is not None else 0.0
+        if self.examples:
+            if scale is None:
+                scale, offset = jnp.zeros_like(bias), 1.0
+            function = adaptive_layer_norm if p.centred else adaptive_rms_norm
+            x = xs[0] if len(xs) == 1 else jnp.add(*xs)
+            y = function(x, scale, bias, scale_offset=offset, **options)
+            results = [y, x]
+        else:
+            options["scale_offset"] = offset
+            if p.rounded is not None and scale is not None and not p.centred:
+                options["cast"] = "before"
+            if len(xs) == 1:
+                results = [(layer_norm if p.centred else rms_norm)(*xs, scale, bias, **options)]
+            else:
+                function = add_layer_norm if p.centred else add_rms_norm
+                results = list(function(*xs, scale, bias, **options))
+        y = arrange(results[0], dims, p.dims)
+        h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in results[1:]]
+        return [y.astype(self.aval.dtype), *h][: len(self.outs)]
+
+    def _vector(self, read: Callable[[int], Any], vector: Vector | None) -> Any:
+        if vector is None:
+            return None
+        n = len(self.rows)
+        rows = [*self.rows[: self.examples]] if self.examples else [*self.rows[n - self.heads :]]
+        w = arrange(read(vector.value), vector.dims, [*rows, self.features])
+        if vector.a != 1:
+            w = w * jnp.asarray(vector.a, w.dtype)
+        return (
+            w if vector is self.part.scale or not vector.b else w + jnp.asarray(vector.b, w.dtype)
+        )
+
+
+def site_of(norms: Norms, value: int, part: Part) -> Normed:
+    """Returns what computes a norm's result.
+
+    Raises:
+      Left: where it has to stay as it is, with the reason.
+    """
+    g, stat = norms.program, part.stat
+    assert stat is not None
+    if stat.p != -0.5:
+        raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
+    n = math.prod(l.size for l in part.axis)
+    if not _near(stat.a * n, 1):
+        raise Left(f"{stat.a * n:g} times the mean of squares")
+    if stat.b < 0:
+        raise Left("a negative eps")
+    x_aval, aval = g.avals[part.x], g.avals[value]
+    x_dims = norms.of[part.x].dims
+    everything = [l for l in atoms(x_dims)]
+    if set(atoms(part.dims)) != set(everything) or len(atoms(part.dims)) != len(everything):
+        raise Left("its result is not laid out as x")
+    if any(x_aval.dtype == d for d in (jnp.float64,)) and aval.dtype != x_aval.dtype:
+        raise Left("float64 is rounded")
+    features = tuple(l for l in everything if l in part.axis)
+    if set(features) != set(part.axis):
+        raise Left("its axis is no axis of x")
+    rows = [tuple(l for l in expand(d) if l not in part.axis) for d in part.dims]
+    rows = [r for r in rows if r]
+    examples = heads = 0
+    vectors = [v for v in (part.scale, part.bias) if v is not None]
+    own = [tuple(l for l in atoms(v.dims) if l not in part.axis) for v in vectors]
+    if any(own):
+        labels = {frozenset(o) for o in own if o}
+        if len(labels) > 1:
+            raise Left("its scale and its shift differ along different dimensions")
+        (which,) = labels
+        last = [l for r in rows[len(rows) - 1 :] for l in r]
+        if set(last) == which and all(own) and not part.bias and not part.centred:
+            heads = 1
+        else:
+            split = [[l] for r in rows for l in r]
+            count = len(which)
+            if {l for (l,) in split[:count]} != which or count == len(split):
+                raise Left("its scale differs along dimensions that are not the first")
+            rows, examples = [tuple(r) for r in split], count
+            if not all(own):
+                raise Left("a scale of each example and a shift of all")
+    if part.scale is not None and part.scale.a != 1 and part.scale.b != 0:
+        raise Left("its scale is multiplied by a number, and another is added")
+    if part.rounded is not None and part.scale is not None:
+        if part.centred or part.bias is not None or part.rounded != aval.dtype:
+            if part.rounded != aval.dtype:
+                raise Left("it is rounded before its scale, to another dtype than its result's")
+            part = replace(part, rounded=None)
+    if examples and part.rounded is not None:
+        part = replace(part, rounded=None)
+    added = _added(g, part.x)
+    outs = (value,) if len(added) == 1 else (value, part.x)
+    name = "layer_norm" if part.centred else "rms_norm"
+    prefix = "adaptive_" if examples else "add_" if len(added) > 1 else ""
+    reads = [*added, *[v.value for v in vectors]]
+    count = math.prod(x_aval.shape) // n
+    return Normed(
+        outs=outs,
+        reads=tuple(dict.fromkeys(reads)),
+        dead=(stat.value,),
+        what=f"norm {count} x {n}, {x_aval.dtype.name}",
+        served=prefix + name + (", with heads" if heads else ""),
+        part=part,
+        added=added,
+        x_dims=x_dims,
+        rows=tuple(rows),
+        features=features,
+        heads=heads,
+        examples=examples,
+        aval=aval,
+        x_aval=x_aval,
+    )
+
+
+def _added(g: Program, x: int) -> tuple[int, ...]:
+    """The two arrays that x is the sum of, or x itself."""
+    made = g.maker.get(x)
+    if made is None or made.name not in ("add", "add_any"):
+        return (x,)
+    avals = [g.avals[v] for v in made.ins]
+    same = all(a.shape == g.avals[x].shape and a.dtype == g.avals[x].dtype for a in avals)
+    if (
+        not same
+        or any(g.number(v) is not None for v in made.ins)
+        or g.avals[x].dtype == jnp.float64
+    ):
+        return (x,)
+    return tuple(made.ins)
+
+
+def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
+    """Yields the sites of norms in a program; a value and the reason where one is left."""
+    g, results = norms.program, set(norms.program.results)
+    taken: set[int] = set()
+    complete = lambda v: v in norms.of and norms.of[v].is_norm
+    extends = lambda r, v: complete(r) and norms.of[r].x == norms.of[v].x
+    done: set[int] = set()
+    for value in [v for v in norms.of if complete(v)][::-1]:
+        readers = g.readers.get(value, ())
+        if value not in results and len(readers) == 1 and extends(readers[0].outs[0], value):
+            continue
+        while g.maker[value].name in LAYOUT:  # what follows only lays the result out anew
+            value = g.maker[value].ins[0]
+        why, last = "", value
+        while value not in done:
+            done.add(value)
+            try:
+                site = site_of(norms, value, norms.of[value])
+                if site.outs[1:] and site.outs[1] in taken:  # another norm has the sum already
+                    site = replace(site, outs=site.outs[:1], added=(site.part.x,))
+                    vectors = [v.value for v in (site.part.scale, site.part.bias) if v is not None]
+                    site.reads = tuple(dict.fromkeys([site.part.x, *vectors]))
+                    site.served = site.served.removeprefix("add_")
+                taken.update(site.outs)
+                yield site
+                break
+            except Left as reason:
+                why = why or str(reason)
+            before = [v for v in g.maker[value].ins if complete(v) and extends(value, v)]
+            if not before:
+                yield last, why
+                break
+            value = before[0]

@@ -1,0 +1,376 @@
+"""Products with parameters, and the MLPs that activations before them make.
+
+A product of an activation with a parameter is `dense` in FP8, however its kernel is stored. One of
+activation(gate) · up, or of an activation, is the second half of an MLP: `gated_product`, which
+computes the hidden array again in the backward.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..dense import gated_product
+from ..dense.dense import apply
+from ..quantization import fits
+from .activations import Activations
+from .labels import Dims, Label, arrange, atoms, expand, fresh, moved_back, size
+from .program import Equation, Left, Program, Site
+from .scores import ScoreForms
+
+FEW = 16
+"""Products of fewer rows than these, or of a sixteenth of the rows that others have, are not
+quantized: the passes over their kernels take longer than they save."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A product of rows with a parameter: `(*rows, features) · (features, *columns)`.
+
+    Attributes:
+      x, kernel: (value, labels) of the operands, as far back as they are laid out anew or cast.
+      rows, features, columns: labels.
+      transposed: the kernel is stored (columns, features).
+      dtype: of the operands as they are multiplied.
+    """
+
+    made: Equation
+    value: int
+    x: tuple[int, Dims]
+    kernel: tuple[int, Dims]
+    rows: tuple[Label, ...]
+    features: tuple[Label, ...]
+    columns: tuple[Label, ...]
+    transposed: bool
+    dtype: Any
+    dims: Dims
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return size(self.rows), size(self.features), size(self.columns)
+
+    def operand(self, read: Callable[[int], Any], v: int, dims: Dims) -> Any:
+        """Returns an array of x's labels as `(*rows, features)`."""
+        return arrange(read(v), dims, [*[(l,) for l in self.rows], self.features])
+
+    def weight(self, read: Callable[[int], Any]) -> Any:
+        order = (self.columns, self.features) if self.transposed else (self.features, self.columns)
+        return arrange(read(self.kernel[0]), self.kernel[1], order)
+
+    def result(self, y: Any, aval: Any) -> Any:
+        labels = (*[(l,) for l in self.rows], tuple(self.columns))
+        return arrange(y, labels, self.dims).astype(aval.dtype)
+
+
+class Products:
+    """What is known of a program's products."""
+
+    def __init__(
+        self, program: Program, scores: ScoreForms, activations: Activations, made: set[int]
+    ):
+        self.program, self.activations = program, activations
+        self.made = made  # what sites of other domains compute
+        softmaxed = [t.base.dot for f in scores.of.values() for t, _ in f.terms]
+        self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
+        self.matrices: list[Matrix] = []
+        self.left: list[tuple[int, str]] = []
+        for made in program.equations:
+            if made.name == "dot_general":
+                try:
+                    self.matrices.append(self._matrix(made))
+                except Left as reason:
+                    if str(reason):
+                        self.left.append((made.outs[0], str(reason)))
+        self.most = max((m.sizes[0] for m in self.matrices), default=0)
+
+    def _matrix(self, made: Equation) -> Matrix:
+        """Raises Left of what is no product of an activation with a parameter."""
+        g = self.program
+        contract, batch = made.params["dimension_numbers"]
+        dtypes = [g.avals[v].dtype for v in made.ins]
+        if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes) or batch != ((), ()):
+            raise Left("")
+        which = self._kernel_side(made)
+        x_side = 1 - which
+        dims = [fresh(g.avals[v].shape) for v in made.ins]
+        to = {b: dims[x_side][a] for a, b in zip(contract[x_side], contract[which])}
+        dims[which] = tuple(to.get(i, d) for i, d in enumerate(dims[which]))
+        rest = [[d for i, d in enumerate(dims[j]) if i not in contract[j]] for j in (0, 1)]
+        out_dims = (*rest[0], *rest[1])
+        x = self._peel(made.ins[x_side], dims[x_side], casts=False)
+        kernel = self._peel(made.ins[which], dims[which], casts=True)
+        features = [l for i in contract[x_side] for l in expand(dims[x_side][i])]
+        have = atoms(kernel[1])
+        features = [l for l in have if l in features]  # in the order that the kernel has them
+        columns = [l for l in have if l not in features]
+        rows = [l for d in rest[x_side] for l in expand(d)]
+        if (
+            {*features, *rows} != set(atoms(x[1]))
+            or len(have) != len({*have})
+            or not features
+            or not columns
+        ):
+            raise Left("")
+        if {*columns} != {l for d in rest[which] for l in expand(d)}:
+            raise Left("")
+        transposed = list(have) == [*columns, *features] and columns != []
+        dtype = functools.reduce(jnp.promote_types, dtypes)
+        rows = [l for l in atoms(x[1]) if l not in features]
+        value = made.outs[0]
+        return Matrix(
+            made,
+            value,
+            x,
+            kernel,
+            tuple(rows),
+            tuple(features),
+            tuple(columns),
+            transposed,
+            dtype,
+            out_dims,
+        )
+
+    def _kernel_side(self, made: Equation) -> int:
+        """Which operand is the parameter."""
+        g = self.program
+        origins = [g.origin(v) for v in made.ins]
+        ndims = [g.avals[v].ndim for v in made.ins]
+        if origins == [None, None]:
+            raise Left("")
+        if None not in origins:
+            if origins[0] == origins[1] and max(ndims) < 3:
+                raise Left("a product of two parameters")
+            return int(ndims[1] <= ndims[0])  # of two arguments a parameter has fewer dimensions
+        which = 1 - origins.index(None)
+        others = g.made_of.get(made.ins[1 - which], frozenset())
+        if others == {origins[which]}:
+            raise Left("a product of a parameter with what is made of parameters alone")
+        alone = len(others) == 1 and origins[which] not in others
+        if alone and (ndims[which] > ndims[1 - which] or ndims[0] == ndims[1] and not which):
+            raise Left("its kernel is made of parameters")
+        return which
+
+    def _peel(self, v: int, dims: Dims, casts: bool) -> tuple[int, Dims]:
+        """Goes back through what only lays an array out anew, and through casts."""
+        g = self.program
+        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
+        while (made := g.maker.get(v)) is not None and made.ins and v not in self.made:
+            source = made.ins[0]
+            given = g.avals[source]
+            if made.name == "convert_element_type":
+                floating = jnp.issubdtype(given.dtype, jnp.floating)
+                back = dims if casts and floating and given.dtype.itemsize >= 2 else None
+            elif made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
+                back = None
+            else:
+                back = moved_back(made, dims, given.shape, g.avals[v].shape)
+            if back is None:
+                break
+            v, dims = source, tuple(back)
+        return v, tuple(map(expand, dims))
+
+    def unquantized(self, m: Matrix) -> str:
+        """Returns why a product is not computed in FP8, or ""."""
+        g, (rows, features, columns) = self.program, m.sizes
+        precision = m.made.params.get("precision")
+        if precision is not None and "HIGH" in str(precision):
+            return "it asks for a higher precision"
+        if m.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"its operands are {m.dtype}"
+        if m.made in self.softmaxed:
+            return "a softmax or a loss reads its result"
+        if rows < FEW or rows * 16 <= self.most:
+            return f"few rows: {rows}" + (
+                f" where others have {self.most}" if rows < self.most else ""
+            )
+        if not fits(features, columns):
+            return f"{features if features % 16 else columns} is no multiple of 16"
+        if self._is_one_hot(m.x[0]):
+            return "its rows are made of integers, as of a one-hot embedding"
+        if (reader := self._chooser(m.value)) is not None:
+            return f"{reader} reads its result"
+        return ""
+
+    def _is_one_hot(self, v: int) -> bool:
+        made = self.program.maker.get(v)
+        given = made and made.ins and self.program.avals[made.ins[0]].dtype
+        return (
+            bool(given)
+            and made.name == "convert_element_type"
+            and not jnp.issubdtype(given, jnp.floating)
+        )
+
+    def _chooser(self, v: int) -> str | None:
+        """What chooses by a value: the function itself, or top_k and its kind."""
+        g, stack, seen = self.program, [v], set()
+        while stack:
+            v = stack.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            if v in g.results and not g.within:
+                return "the function's result"
+            for reader in g.readers.get(v, ()):
+                if reader.name in ("top_k", "argmax", "argmin", "sort", "approx_top_k"):
+                    return reader.name
+                if (
+                    reader.name in _PASSED
+                    and self.program.avals[reader.outs[0]].size == g.avals[v].size
+                ):
+                    stack += reader.outs
+        return None
+
+
+_PASSED = ("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient", "broadcast_in_dim")  # fmt: skip
+
+
+@dataclasses.dataclass(eq=False)
+class Dense(Site):
+    """A product in FP8."""
+
+    matrix: Matrix
+    aval: Any
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        m = self.matrix
+        y = apply(
+            m.operand(read, *m.x),
+            m.weight(read),
+            None,
+            activation=None,
+            dtype=m.dtype,
+            implementation=None,
+            quantization="fp8",
+            contract=int(m.transposed),
+            op="dense",
+        )
+        return [m.result(y, self.aval)]
+
+
+@dataclasses.dataclass(eq=False)
+class Mlp(Site):
+    """activation(gate) · up · kernel, or activation(gate) · kernel."""
+
+    matrix: Matrix
+    gate: int
+    up: int | None
+    hidden_dims: Dims
+    activation: str
+    quantization: Any
+    aval: Any
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        m = self.matrix
+        gate = m.operand(read, self.gate, self.hidden_dims)
+        up = None if self.up is None else m.operand(read, self.up, self.hidden_dims)
+        kernel = m.weight(read)
+        y = gated_product(
+            gate,
+            up,
+            kernel.T if m.transposed else kernel,
+            activation=self.activation,
+            dtype=m.dtype,
+            quantization=self.quantization,
+        )
+        return [m.result(y, self.aval)]
+
+
+def _narrowed(g: Program, m: Matrix) -> tuple[int, Any]:
+    """The value to replace: a product's result, or the cast after it where it is wider than its
+    operands."""
+    aval = g.avals[m.value]
+    if aval.dtype == m.dtype:
+        return m.value, aval
+    readers = g.readers.get(m.value, [])
+    if len(readers) == 1 and m.value not in g.results and readers[0].name == "convert_element_type":
+        out = readers[0].outs[0]
+        if g.avals[out].dtype == m.dtype:
+            return out, g.avals[out]
+    raise Left(f"its result is {aval.dtype.name}, wider than its operands")
+
+
+def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, str]]:
+    """Yields the sites of MLPs and, in FP8, of products; a value and the reason where one is left."""
+    g = products.program
+    if quantization is not None:
+        yield from products.left
+    for m in products.matrices:
+        try:
+            value, aval = _narrowed(g, m)
+            why = products.unquantized(m)
+            mlp = _mlp_of(products, m, value, aval, None if why else quantization)
+            if mlp is not None and (quantization is None or not why):
+                yield mlp
+                continue
+            if quantization is None:
+                continue
+            if why:
+                raise Left(why)
+            rows, features, columns = m.sizes
+            yield Dense(
+                outs=(value,),
+                reads=(m.x[0], m.kernel[0]),
+                dead=(),
+                what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
+                served="dense, fp8",
+                matrix=m,
+                aval=aval,
+            )
+        except Left as reason:
+            if quantization is not None:
+                yield m.value, str(reason)
+
+
+def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: Any) -> Mlp | None:
+    """Returns the second half of an MLP, where a product's rows are one; None of others."""
+    g, acts = products.program, products.activations
+    hidden, dims = m.x
+    gate = up = None
+    activation = ""
+    if (named := acts.name(hidden)) is not None:
+        activation, gate = named
+    else:
+        made = g.maker.get(hidden)
+        while made is not None and made.name == "convert_element_type":
+            made = g.maker.get(made.ins[0])
+        if hidden in products.made or made is None or made.name != "mul":
+            return None
+        for a, b in (made.ins, made.ins[::-1]):
+            if g.avals[a].shape == g.avals[b].shape and (named := acts.name(_uncast(g, a))):
+                (activation, gate), up = named, _uncast(g, b)
+                break
+    if gate is None or activation in ("sigmoid", "tanh") and up is None:
+        return None
+    same = [g.avals[v] for v in (gate, up) if v is not None]
+    if any(a.shape != g.avals[hidden].shape or a.dtype.itemsize > 4 for a in same):
+        return None
+    if any(jnp.promote_types(a.dtype, m.dtype) != m.dtype for a in same):
+        return None  # computed in more than the product's dtype
+    rows, features, columns = m.sizes
+    kind = "gated_product" + (", fp8" if quantization else "")
+    return Mlp(
+        outs=(value,),
+        reads=tuple(v for v in (gate, up, m.kernel[0]) if v is not None),
+        dead=(hidden,) if up is not None else (),
+        what=f"mlp {rows} x {features} -> {columns}, {activation}, {m.dtype.name}",
+        served=kind,
+        matrix=m,
+        gate=gate,
+        up=up,
+        hidden_dims=dims,
+        activation=activation,
+        quantization=quantization,
+        aval=aval,
+    )
+
+
+def _uncast(g: Program, v: int) -> int:
+    """Goes back through casts to a wider dtype."""
+    while (made := g.maker.get(v)) is not None and made.name == "convert_element_type":
+        given = g.avals[made.ins[0]].dtype
+        if not jnp.issubdtype(given, jnp.floating) or given.itemsize > g.avals[v].dtype.itemsize:
+            break
+        v = made.ins[0]
+    return v

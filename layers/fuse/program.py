@@ -1,0 +1,619 @@
+"""A traced function as one list of equations, that can be evaluated with parts of it replaced.
+
+Jitted functions are taken apart, equal equations are merged, and values that depend on constants
+alone can be asked for as NumPy arrays. Values are numbers: indices into `avals`. The bodies of
+loops, branches, remat and shard_map are programs of their own.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...native import jax_private
+from ...native.jaxpr import results_of
+
+LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
+
+
+class Left(Exception):
+    """Why a site stays as it is."""
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """An equation whose operands and results are numbers of values.
+
+    Attributes:
+      scope: the named scopes around it, those of the jitted functions that it was taken out of too.
+    """
+
+    eqn: Any
+    index: int
+    ins: list[int]
+    scope: Any
+    outs: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """A part of a program that something else computes.
+
+    Attributes:
+      outs: the values that are replaced.
+      reads: the values that they are computed from.
+      dead: values that nothing may read any more once `outs` are replaced.
+      what: its domain and its sizes, for the report.
+      served: what computes it.
+    """
+
+    outs: tuple[int, ...]
+    reads: tuple[int, ...]
+    dead: tuple[int, ...]
+    what: str
+    served: str
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        """Returns the values of `outs`."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    """A program within an equation, under a parameter of it."""
+
+    key: str
+    place: int
+    program: "Program"
+
+
+class SiteFailed(Exception):
+    def __init__(self, site: Site, error: Exception):
+        super().__init__(str(error))
+        self.site, self.error = site, error
+
+
+class Program:
+    """The equations of a traced function.
+
+    Args:
+      closed: its ClosedJaxpr.
+      known: for each operand its value, where that is a constant, else None.
+      origins: for each operand which argument of the user's function it is a part of, where no
+        equation has changed it; None for others.
+      depends: for each operand what arguments it is computed from; its own origin by default.
+      within: the names of the equations that this is a body of.
+    """
+
+    def __init__(
+        self,
+        closed: Any,
+        known: Sequence[Any] = (),
+        origins: Sequence[Any] = (),
+        depends: Sequence[frozenset[Any]] = (),
+        within: str = "",
+    ):
+        jaxpr = closed.jaxpr
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        self.maker: dict[int, Equation] = {}
+        self.given: dict[int, Any] = {}  # values of constants and literals, tracers among them
+        self.bodies: dict[Equation, list[Body]] = {}
+        self.within = within
+        self.sites: dict[int, Site] = {}
+        self.failed: dict[Site, str] = {}
+        # The results of calls, and what makes them within: equations that are read, not evaluated.
+        self.shadows: dict[int, int] = {}
+        self.shadowing: set[Equation] = set()
+        self._consts: dict[int, Any] = {}
+        self._same: dict[Any, Any] = {}
+        self._eqns_seen = 0
+        self.inputs = [self._new(v.aval) for v in jaxpr.invars]
+        self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}
+        self._consts |= {v: c for v, c in zip(self.inputs, known) if c is not None}
+        depends = depends or [frozenset() if o is None else frozenset([o]) for o in origins]
+        self.made_of: dict[int, frozenset[Any]] = dict(zip(self.inputs, depends))
+        self.results = self._add(jaxpr, closed.consts, self.inputs, None)
+        self.readers: dict[int, list[Equation]] = {}
+        for equation in self.equations:
+            for v in dict.fromkeys(equation.ins):
+                self.readers.setdefault(v, []).append(equation)
+
+    # ---------------------------------------------------------------- reading
+
+    def _new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _literal(self, x: Any) -> int:
+        traced, aval = isinstance(x, jax.core.Tracer), jax.typeof(x)
+        key = id(x)
+        if not traced and aval.ndim == 0 and isinstance(x, np.generic | np.ndarray | int | float):
+            key = type(x), str(aval), aval.weak_type, np.asarray(x, aval.dtype).tobytes()
+        if key not in self._same:
+            v = self._same[key] = self._new(aval)
+            self.given[v] = x
+            if not traced and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+                self._consts[v] = lambda: np.asarray(x, aval.dtype)
+        return self._same[key]
+
+    def _add(self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[int], scope: Any) -> list[int]:
+        """Takes a program's equations over; returns the values that are its results."""
+        env = dict(zip(jaxpr.invars, ins, strict=True))
+        env |= {v: self._literal(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        read = lambda a: self._literal(a.val) if hasattr(a, "val") else env[a]
+        for eqn in jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            within = eqn.source_info.name_stack
+            within = within if scope is None else scope + within
+            if is_inlined(eqn):
+                inner = eqn.params["jaxpr"]
+                outs = self._add(inner.jaxpr, inner.consts, operands, within)
+            else:
+                outs = self._equation(eqn, operands, within)
+            env |= zip(eqn.outvars, outs, strict=True)
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
+        if eqn.primitive.name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
+            which = self.number(ins[0])
+            if (
+                which is not None
+                and self.avals[ins[1 + int(which)]].shape == eqn.outvars[0].aval.shape
+            ):
+                return [ins[1 + int(which)]]
+        shadow: list[int] = []
+        if eqn.primitive.name == "custom_jvp_call" and is_jaxs_own(eqn):
+            body, before = eqn.params["call_jaxpr"], len(self.equations)
+            shadow = self._add(body.jaxpr, body.consts, ins, scope)
+            self.shadowing.update(self.equations[before:])
+        equation = Equation(eqn, len(self.equations), ins, scope)
+        if not eqn.effects and eqn.primitive.name not in _NEVER_MERGED:
+            with contextlib.suppress(TypeError):  # parameters that cannot be hashed
+                params = sorted(eqn.params.items(), key=lambda item: item[0])
+                key = eqn.primitive.name, tuple(ins), tuple(params)
+                if (outs := self._same.get(key)) is not None:
+                    return outs
+                self._same[key] = equation.outs
+        equation.outs += [self._new(v.aval) for v in eqn.outvars]
+        self.equations.append(equation)
+        self.shadows |= zip(equation.outs, shadow)
+        arguments = frozenset().union(*[self.made_of.get(v, frozenset()) for v in ins])
+        self.made_of |= dict.fromkeys(equation.outs, arguments)
+        self.maker |= dict.fromkeys(equation.outs, equation)
+        if equation.name in _COMPUTED and all(v in self._consts for v in ins):
+            self._consts[equation.outs[0]] = lambda: self._compute(equation)
+        for key, place, closed, kept in inner_programs(eqn, ins):
+            constant = [k and v in self._consts for v, k in kept]
+            known = [
+                functools.partial(self.const, v) if c else None for c, (v, _) in zip(constant, kept)
+            ]
+            origins = [self.origin(v) for v, _ in kept]
+            depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
+            within = f"{self.within} in {eqn.primitive.name}"
+            body = Program(closed, known, origins, depends, within)
+            self.bodies.setdefault(equation, []).append(Body(key, place, body))
+        return equation.outs
+
+    # ---------------------------------------------------------------- constants
+
+    def _compute(self, equation: Equation) -> Any:
+        out = self.avals[equation.outs[0]]
+        if out.size > LARGEST_CONSTANT:
+            return None
+        operands = [self.const(v) for v in equation.ins]
+        if any(x is None for x in operands):
+            return None
+        with np.errstate(all="ignore"):
+            return np.asarray(_COMPUTED[equation.name](equation.params, *operands)).astype(
+                out.dtype
+            )
+
+    def const(self, v: int) -> Any:
+        """A value that depends on constants alone, as a NumPy array; None for others."""
+        x = self._consts.get(v)
+        if callable(x):
+            try:
+                x = x() if self.avals[v].size <= LARGEST_CONSTANT else None
+            except Exception:  # an array of several hosts, say
+                x = None
+            self._consts[v] = x
+        return x
+
+    def number(self, v: int) -> float | None:
+        """The number that all elements of a constant are; None for others."""
+        while (made := self.maker.get(v)) is not None and made.name in _LAYOUT and made.ins:
+            if self.avals[v].size == 0 or self.avals[made.ins[0]].dtype != self.avals[v].dtype:
+                break
+            v = made.ins[0]
+        aval = self.avals[v]
+        if aval.size != 1 or not _is_real(aval.dtype):
+            return None
+        x = self.const(v)
+        return None if x is None else float(x.reshape(()))
+
+    def origin(self, v: int) -> Any:
+        """Returns the argument that a value is a part of, cast, cut or laid out anew; else None."""
+        if v < 0:
+            return None
+        while (made := self.maker.get(v)) is not None and made.name in _PEELED:
+            v = made.ins[0]
+        return self.origins.get(v) if jnp.issubdtype(self.avals[v].dtype, jnp.floating) else None
+
+    # ---------------------------------------------------------------- evaluation
+
+    def needed(self, wanted: Iterable[int], given: Mapping[int, Any], sites: Mapping[int, Site]):
+        """Returns the values that have to be computed for those that are wanted."""
+        live = set(wanted)
+        for equation in reversed(self.equations):
+            taken = [v for v in equation.outs if v in live and v not in given]
+            for v in taken:
+                if v in sites:
+                    live.update(sites[v].reads)
+            if equation.eqn.effects or any(v not in sites for v in taken):
+                live.update(equation.ins)
+        return live
+
+    def run(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the program's results, its sites computed by what replaces them."""
+        env = self.given | dict(zip(self.inputs, operands, strict=True))
+        done: set[Equation] = set()  # equations with effects: these happen once
+        while True:
+            try:
+                return self.evaluate(env, self.results, self.sites, done)
+            except SiteFailed as failure:  # the user's own equations compute it
+                self.failed[failure.site] = _described(failure.error)
+                for v in failure.site.outs:
+                    self.sites.pop(v, None)
+
+    def evaluate(
+        self,
+        env: dict[int, Any],
+        wanted: Sequence[int],
+        sites: Mapping[int, Site],
+        done: set[Equation] | None = None,
+    ) -> list[Any]:
+        """Computes values from those in `env`, which gets what is computed."""
+        done = set() if done is None else done
+        live = self.needed(wanted, env, sites)
+        for equation in self.equations:
+            effects = equation.eqn.effects and equation not in done
+            if effects or any(v in live and v not in env and v not in sites for v in equation.outs):
+                self._demand(equation.ins, env, sites)
+                env |= zip(equation.outs, self._bind(equation, [env[v] for v in equation.ins]))
+                done.add(equation)
+        self._demand(wanted, env, sites)
+        return [env[v] for v in wanted]
+
+    def _demand(self, values: Iterable[int], env: dict[int, Any], sites: Mapping[int, Site]):
+        """Computes sites where they are first read, and what they read."""
+        stack = [v for v in values if v not in env]
+        while stack:
+            v = stack[-1]
+            if v in env:
+                stack.pop()
+                continue
+            site, made = sites.get(v), self.maker[v]
+            missing = [r for r in (site.reads if site else made.ins) if r not in env]
+            if missing:
+                stack += missing
+            elif site:
+                env |= zip(site.outs, self._emit(site, env), strict=True)
+            else:
+                env |= zip(made.outs, self._bind(made, [env[r] for r in made.ins]), strict=True)
+
+    def _emit(self, site: Site, env: Mapping[int, Any]) -> list[Any]:
+        made = self.maker[site.outs[0]]
+        try:
+            with self._around(made):
+                results = site.emit(env.__getitem__)
+                return [_fitted(y, self.avals[v]) for v, y in zip(site.outs, results, strict=True)]
+        except Exception as error:
+            raise SiteFailed(site, error) from error
+
+    @contextlib.contextmanager
+    def _around(self, equation: Equation) -> Iterator[None]:
+        """The line and the scopes of an equation, for profiles and for errors."""
+        info = equation.eqn.source_info
+        with jax_private.source(info.traceback, equation.scope), equation.eqn.ctx.manager:
+            yield
+
+    def _bind(self, equation: Equation, given: list[Any]) -> list[Any]:
+        with self._around(equation):
+            bodies = [b for b in self.bodies.get(equation, ()) if b.program.has_sites()]
+            return (
+                _rebuilt(equation.eqn, given, bodies) if bodies else results_of(equation.eqn, given)
+            )
+
+    def has_sites(self) -> bool:
+        """Whether anything is replaced in it."""
+        return bool(self.sites) or any(
+            body.program.has_sites() for bodies in self.bodies.values() for body in bodies
+        )
+
+    def all_programs(self) -> Iterator["Program"]:
+        """Yields this program and those of all bodies within it."""
+        yield self
+        for bodies in self.bodies.values():
+            for body in bodies:
+                yield from body.program.all_programs()
+
+    def depends(self, v: int, on: Iterable[int]) -> bool:
+        """Whether a value is computed from others."""
+        on = set(on)
+        first = min((self.maker[o].index for o in on if o in self.maker), default=0)
+        stack, seen = [v], set()
+        while stack:
+            v = stack.pop()
+            if v in on:
+                return True
+            made = self.maker.get(v)
+            if made is not None and made.index >= first and made not in seen:
+                seen.add(made)
+                stack += made.ins
+        return False
+
+    def line(self, v: int) -> str:
+        """Returns the named scopes and the user's line of what makes a value."""
+        made = self.maker[v]
+        scopes = str(made.scope) if made.scope is not None else ""
+        return f"{scopes} {line_of(made.eqn)}".strip()
+
+    def described(self, equation: Equation) -> str:
+        return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
+
+
+def _rebuilt(eqn: Any, given: list[Any], bodies: Sequence[Body]) -> list[Any]:
+    """Returns the results of an equation in whose bodies something is replaced."""
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "shard_map":
+        options = {key: params[key] for key in ("mesh", "check_vma")}
+        options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
+        options |= {"axis_names": set(params["newly_manual_axes"])}
+        run = bodies[0].program.run
+        return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*given))
+    if name in REMAT:
+        options = {key: params[key] for key in ("prevent_cse", "policy")}
+        return jax.checkpoint(lambda *args: bodies[0].program.run(args), **options)(*given)
+    for body in bodies:
+        operands = [body.program.avals[v] for v in body.program.inputs]
+        again = jax.make_jaxpr(lambda *args, body=body: body.program.run(args))(*operands)
+        one = params[body.key]
+        new = (
+            (*one[: body.place], again, *one[body.place + 1 :]) if isinstance(one, tuple) else again
+        )
+        params[body.key] = new
+    return results_of(eqn.replace(params=params), given)
+
+
+def _fitted(y: Any, aval: Any) -> Any:
+    """Returns what a site has computed, if it has the type of what it stands for."""
+    y = jnp.asarray(y)
+    made = jax.typeof(y)
+    if made.shape != aval.shape or made.dtype != aval.dtype or made.weak_type != aval.weak_type:
+        raise Left(f"what replaces it is {made.str_short()}, not {aval.str_short()}")
+    if aval.sharding.mesh.explicit_axes and made.sharding.spec != aval.sharding.spec:
+        return jax.sharding.reshard(y, aval.sharding)
+    return y
+
+
+def _described(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (
+        text[0][:200]
+        if isinstance(error, Left) and text
+        else f"{type(error).__name__}: {text[0][:160] if text else ''}"
+    )
+
+
+# ---------------------------------------------------------------- equations
+
+JIT = "jit", "pjit"
+REMAT = "remat2", "checkpoint"
+_LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"
+_PEELED = (
+    *_LAYOUT,
+    "transpose",
+    "slice",
+    "dynamic_slice",
+    "sharding_constraint",
+    "reduce_precision",
+)
+_NEVER_MERGED = ("optimization_barrier", "while", "scan", "cond", "shard_map", *JIT, *REMAT)
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether this is a jitted function that may be evaluated as a part of what calls it."""
+    if eqn.primitive.name not in JIT:
+        return False
+    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
+
+
+def is_jaxs_own(eqn: Any) -> bool:
+    """Whether a function with a derivative of its own is one that JAX has, such as `softmax`.
+
+    Names prove nothing: its program and that of its derivative have to be equal to JAX's. Then its
+    equations say what it is, and their derivative is its derivative but for rounding.
+    """
+    avals = [v.aval for v in eqn.invars]
+    if len(eqn.outvars) != 1 or not avals or not jnp.issubdtype(avals[0].dtype, jnp.floating):
+        return False
+    bind = lambda *xs: eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(eqn.params))
+
+    def text(function: Any) -> str:
+        x = jax.ShapeDtypeStruct(avals[0].shape, avals[0].dtype)
+        others = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[1:]]
+        both = lambda x, dx, *more: jax.jvp(lambda x: function(x, *more), (x,), (dx,))
+        return str(jax.make_jaxpr(both)(x, x, *others))
+
+    candidates = [jax.nn.relu] if len(avals) == 1 else []
+    axes = [e.params["axes"] for e in eqn.params["call_jaxpr"].jaxpr.eqns if "axes" in e.params]
+    if axes:
+        axis = tuple(map(int, axes[0]))
+        candidates += [lambda x, *more: jax.nn.softmax(x, axis, *more)]
+        candidates += [lambda x, *more: jax.nn.softmax(x, axis[0], *more)]
+    theirs = _text_of(text, bind)
+    return bool(theirs) and any(_text_of(text, each) == theirs for each in candidates)
+
+
+def _text_of(text: Callable[[Any], str], function: Any) -> str:
+    try:
+        return text(function)
+    except Exception:  # it takes other operands
+        return ""
+
+
+def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any, list[Any]]]:
+    """Yields (parameter, place, program, operands) of the bodies in which parts may be replaced.
+
+    Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
+    they are parts of that value. What a loop carries is (-1, False).
+    """
+    name, params = eqn.primitive.name, eqn.params
+    whole = [(v, True) for v in ins]
+    if name == "scan":
+        count, carried = jax_private.scan_counts(params, len(ins))
+        parts = [(v, False) for v in ins[count + carried :]]
+        yield "jaxpr", 0, params["jaxpr"], [*whole[:count], *[(-1, False)] * carried, *parts]
+    elif name == "while":
+        first, count = params["cond_nconsts"], params["body_nconsts"]
+        carried = len(ins) - first - count
+        kept = [*whole[first : first + count], *[(-1, False)] * carried]
+        yield "body_jaxpr", 0, params["body_jaxpr"], kept
+    elif name == "cond":
+        for i, branch in enumerate(params["branches"]):
+            yield "branches", i, branch, whole[1:]
+    elif name in REMAT and not params["differentiated"]:
+        yield "jaxpr", 0, jax.extend.core.ClosedJaxpr(params["jaxpr"], ()), whole
+    elif name == "shard_map":
+        yield (
+            "jaxpr",
+            0,
+            jax.extend.core.ClosedJaxpr(params["jaxpr"], ()),
+            [(v, False) for v in ins],
+        )
+    elif name in JIT:
+        yield "jaxpr", 0, params["jaxpr"], whole
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+
+
+# ---------------------------------------------------------------- constants, by NumPy
+
+
+def _placed(n: int, sizes: Mapping[int, int]) -> list[int]:
+    return [sizes.get(i, 1) for i in range(n)]
+
+
+def _iota(p: Any) -> Any:
+    shape, dim = p["shape"], p["dimension"]
+    return np.broadcast_to(np.arange(shape[dim]).reshape(_placed(len(shape), {dim: -1})), shape)
+
+
+def _broadcast(p: Any, x: Any) -> Any:
+    shape = p["shape"]
+    sizes = dict(zip(map(int, p["broadcast_dimensions"]), x.shape))
+    return np.broadcast_to(x.reshape(_placed(len(shape), sizes)), shape)
+
+
+def _slice(p: Any, x: Any) -> Any:
+    strides = p["strides"] or [1] * x.ndim
+    return x[tuple(map(slice, p["start_indices"], p["limit_indices"], strides))]
+
+
+def _reshape(p: Any, x: Any) -> Any:
+    return (x if p["dimensions"] is None else x.transpose(p["dimensions"])).reshape(p["new_sizes"])
+
+
+_elementwise = lambda f: lambda p, *x: f(*x)
+_COMPUTED: dict[str, Callable[..., Any]] = {
+    "abs": _elementwise(np.abs),
+    "add": _elementwise(np.add),
+    "and": _elementwise(np.bitwise_and),
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
+    "convert_element_type": lambda p, x: x.astype(p["new_dtype"]),
+    "copy": _elementwise(lambda x: x),
+    "div": lambda p, a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
+    "eq": _elementwise(np.equal),
+    "exp": _elementwise(np.exp),
+    "expand_dims": lambda p, x: np.expand_dims(x, p["dimensions"]),
+    "floor": _elementwise(np.floor),
+    "ge": _elementwise(np.greater_equal),
+    "gt": _elementwise(np.greater),
+    "integer_pow": lambda p, x: x ** p["y"],
+    "iota": _iota,
+    "is_finite": _elementwise(np.isfinite),
+    "le": _elementwise(np.less_equal),
+    "log": _elementwise(np.log),
+    "lt": _elementwise(np.less),
+    "max": _elementwise(np.maximum),
+    "min": _elementwise(np.minimum),
+    "mul": _elementwise(np.multiply),
+    "ne": _elementwise(np.not_equal),
+    "neg": _elementwise(np.negative),
+    "not": _elementwise(np.invert),
+    "or": _elementwise(np.bitwise_or),
+    "pow": _elementwise(np.power),
+    "reshape": _reshape,
+    "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
+    "select_n": lambda p, which, *cases: np.choose(which.astype(np.int32), cases),
+    "sign": _elementwise(np.sign),
+    "slice": _slice,
+    "sqrt": _elementwise(np.sqrt),
+    "square": _elementwise(np.square),
+    "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
+    "stop_gradient": _elementwise(lambda x: x),
+    "sub": _elementwise(np.subtract),
+    "transpose": lambda p, x: x.transpose(p["permutation"]),
+    "xor": _elementwise(np.bitwise_xor),
+}
+
+
+def _int_div(a: Any, b: Any) -> Any:
+    """Integer division as XLA has it: towards zero."""
+    if np.any(b == 0):
+        raise Left("an integer is divided by zero")
+    return (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b)
+
+
+# ---------------------------------------------------------------- lines
+
+
+def line_of(eqn: Any) -> str:
+    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(("<frozen", *hidden_folders())):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return "an unknown line"
+
+
+def hidden_folders() -> tuple[str, ...]:
+    layers = os.path.dirname(os.path.dirname(__file__))
+    native = os.path.join(os.path.dirname(layers), "native")
+    names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    folders = [os.path.dirname(file) for file in files if file]
+    standard = sysconfig.get_path("stdlib")
+    library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
+    return (layers, native, *folders, *library)

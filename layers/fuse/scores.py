@@ -1,0 +1,775 @@
+"""What values are in terms of the scores of one product: the algebra of softmaxes and of losses.
+
+Each value that derives from a product s gets a `Form`:
+
+    value = along · s + Σ coefficient · term,    or the exponential of that,
+
+with terms that are constant along an axis of s: its maximum, its log-sum-exp, one picked element.
+One rule for each primitive computes a result's Form from those of its operands. A softmax is then
+whatever ends as exp(s - lse), a cross-entropy whatever ends as lse - pick, however it was written.
+What no rule knows has no Form, and stays as it is.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .indices import affine
+from .labels import (
+    Dims,
+    Label,
+    Labels,
+    atoms,
+    expand,
+    fresh,
+    meet,
+    moved,
+    moved_back,
+    size,
+)
+from .program import Equation, Left, Program
+
+SCORES = "scores"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Where scores are replaced by a number, or have it added.
+
+    Attributes:
+      value, dims: the booleans.
+      keep: what they are where the scores stay.
+      fill: the number. It has gone through what the scores went through.
+      added: it is added to the scores, which then count in a row without any other.
+      zero: the exponentials were set to 0, so that such a row is 0.
+      changed: a bias was added after it: a row of fills is not uniform.
+    """
+
+    value: int
+    dims: Dims
+    keep: bool
+    fill: float
+    added: bool = False
+    zero: bool = False
+    changed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """scale · lhs·rhs, or scale · tanh(inner · lhs·rhs); plus biases; masked.
+
+    Attributes:
+      dot: the product.
+      biases: (value, labels, factor) of what is added.
+    """
+
+    dot: Equation
+    scale: float = 1.0
+    inner: float | None = None
+    biases: tuple[tuple[int, Dims, float], ...] = ()
+    masks: tuple[Mask, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A function of scores that is constant along an axis: "max", "lse" or "pick".
+
+    Attributes:
+      labels: (value, labels) of the positions of a pick.
+      outside: what such a position gives where it is outside the axis: "0", "all 0" (of a
+        one-hot product with sums), "clip" or "nan".
+    """
+
+    kind: str
+    base: Scores
+    axis: frozenset[Label]
+    labels: tuple[int, Dims] | None = None
+    outside: str = ""
+
+
+Terms = frozenset[tuple[Term, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """exp(scores + terms) · v."""
+
+    product: Equation
+    side: int  # of the product, on which v stands
+    dims: Dims  # v's
+    axis: Labels
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """What losses are multiplied by: an array, or a mask that selects them (`select`)."""
+
+    value: int
+    dims: Dims
+    select: bool = False
+    keep: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """along · scores + terms, or its exponential.
+
+    Attributes:
+      hot: it is multiplied by a one-hot array of (value, labels), along an axis.
+      summed: what labels it was summed over.
+      mixed: the product with v, of an exponential.
+      safe: a maximum was subtracted before the exponential, which cannot overflow then.
+      weights: what losses were multiplied by, before they were summed.
+    """
+
+    base: Scores
+    dims: Dims
+    along: float = 1.0
+    terms: Terms = frozenset()
+    exp: bool = False
+    hot: Any = None
+    summed: frozenset[Label] = frozenset()
+    mixed: Mixed | None = None
+    safe: bool = False
+    weights: tuple[Weight, ...] = ()
+
+    @property
+    def soft(self) -> bool:
+        """Whether it is an exponential of the scores along their axis."""
+        return self.exp and self.along == 1 and not self.mixed and not self.hot
+
+    @property
+    def is_maximum(self) -> bool:
+        return (
+            not self.exp
+            and not self.along
+            and bool(self.terms)
+            and all(t.kind == "max" for t, _ in self.terms)
+        )
+
+    @property
+    def is_attention(self) -> bool:
+        if self.mixed is None or not self.exp:
+            return False
+        lse = Term("lse", self.base, frozenset(expand(self.mixed.axis)))
+        return self.terms == {(lse, -1.0)}
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is log-sum-exps and picked elements alone, of the same scores and axis."""
+        if self.exp or self.along or self.hot or self.mixed or not self.terms:
+            return False
+        places = {(t.base, t.axis) for t, _ in self.terms}
+        labels = {(t.labels, t.outside) for t, _ in self.terms if t.kind == "pick"}
+        return len(places) == 1 and len(labels) <= 1 and all(t.kind != "max" for t, _ in self.terms)
+
+
+def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
+    """Returns a + factor · b; what cancels is gone."""
+    total, largest = dict(a), {t: abs(f) for t, f in a}
+    for term, f in b:
+        total[term] = total.get(term, 0.0) + factor * f
+        largest[term] = max(largest.get(term, 0.0), abs(factor * f))
+    return frozenset((t, f) for t, f in total.items() if abs(f) > 1e-6 * largest[t])
+
+
+def scaled(form: Form, c: float) -> Form | None:
+    """Returns a form times a number."""
+    if form.exp or c == 0 or not math.isfinite(c):
+        return None
+    s = form.base
+    if form.along == 1 and not form.terms and not form.hot and c > 0:
+        biases = tuple((v, dims, f * c) for v, dims, f in s.biases)
+        masks = tuple(replace(m, fill=m.fill * c) for m in s.masks)
+        return replace(form, base=replace(s, scale=s.scale * c, biases=biases, masks=masks))
+    return replace(form, along=form.along * c, terms=plus(frozenset(), form.terms, c))
+
+
+class ScoreForms:
+    """The Forms of a program's values."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.of: dict[int, Form] = {}
+        self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
+
+    def read(self, equation: Equation) -> None:
+        rule = RULES.get(equation.name)
+        if rule is None or len(equation.outs) != 1:
+            return
+        forms = [self.of.get(v) for v in equation.ins]
+        if not any(forms) and rule not in (_dot, _call):
+            return
+        form = rule(self, equation, *forms)
+        out = self.program.avals[equation.outs[0]]
+        if form is not None and tuple(map(size, form.dims)) == out.shape:
+            self.of[equation.outs[0]] = form
+
+    def made_of(self, v: int) -> tuple[int, ...]:
+        """Returns the product that a value is made of."""
+        return (next(iter(self.of[v].terms))[0].base.dot.outs[0],)
+
+    def peel(self, v: int, dims: Dims, scale: bool = False):
+        """Goes back from a value to what it was reshaped, cast and broadcast from.
+
+        Returns:
+          That value, its labels, the number it is multiplied by (only with `scale`), and the
+          narrowest dtype on the way.
+        """
+        g, factor, dtype = self.program, 1.0, self.program.avals[v].dtype
+        dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
+        while (made := g.maker.get(v)) is not None and made.ins:
+            if (form := self.of.get(v)) is not None and form.is_attention:
+                break  # it is replaced as it is
+            given, shape = g.avals[made.ins[0]], g.avals[v].shape
+            back, source = None, made.ins[0]
+            if made.name == "convert_element_type":
+                kinds = [jnp.issubdtype(d, jnp.floating) for d in (given.dtype, dtype)]
+                if kinds[0] == kinds[1] and (kinds[0] or given.dtype == g.avals[v].dtype):
+                    back, dtype = dims, min(given.dtype, dtype, key=lambda d: d.itemsize)
+            elif scale and made.name in ("mul", "div"):
+                numbers = [g.number(u) for u in made.ins]
+                if numbers[1] and g.avals[source].shape == shape:
+                    back, c = dims, numbers[1]
+                elif numbers[0] and made.name == "mul" and g.avals[made.ins[1]].shape == shape:
+                    back, c, source = dims, numbers[0], made.ins[1]
+                if back is not None and math.isfinite(c):
+                    factor *= c if made.name == "mul" else 1 / c
+                else:
+                    back = None
+            else:
+                back = moved_back(made, dims, given.shape, shape)
+            if back is None:
+                break
+            v, dims = source, tuple(back)
+        return v, tuple(map(expand, dims)), factor, dtype
+
+
+# ---------------------------------------------------------------- one rule for each primitive
+
+
+def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
+    avals = [g.program.avals[v] for v in made.ins]
+    if not all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals):
+        return None
+    contract, batch = made.params["dimension_numbers"]
+    side = next((i for i, f in enumerate(forms) if f and f.soft), None)
+    dims = [fresh(a.shape) for a in avals]
+    first = side or 0
+    if side is not None:
+        dims[side] = forms[side].dims
+        shared = (*contract[side], *batch[side])
+        if any(l.free for i in shared for l in expand(dims[side][i])):
+            return None
+    pairs = zip((*contract[first], *batch[first]), (*contract[1 - first], *batch[1 - first]))
+    to = {b: dims[first][a] for a, b in pairs}
+    dims[1 - first] = tuple(to.get(i, d) for i, d in enumerate(dims[1 - first]))
+    g.sides[made] = dims
+    rest = [d for j in (0, 1) for i, d in enumerate(dims[j]) if i not in (*contract[j], *batch[j])]
+    out = (*[dims[0][i] for i in batch[0]], *rest)
+    if side is None:
+        return Form(Scores(made), out)
+    known = forms[side]
+    axis = atoms(known.dims[i] for i in contract[side])
+    return replace(known, dims=out, mixed=Mixed(made, 1 - side, dims[1 - side], axis))
+
+
+def _layout(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
+    """Rules of what changes an array's dimensions or its dtype, or nothing."""
+    if form is None:
+        return None
+    given, out = (g.program.avals[v] for v in (made.ins[0], made.outs[0]))
+    if made.name in ("name", "sharding_constraint"):
+        # On a result they say what becomes of an array that is made still.
+        return None if form.is_attention or form.is_loss else form
+    if made.name == "slice":
+        return _sliced(made, form, given)
+    if made.name == "convert_element_type" and not jnp.issubdtype(out.dtype, jnp.floating):
+        return None
+    dims = moved(made, form.dims, given.shape, out.shape)
+    return None if dims is None else replace(form, dims=dims)
+
+
+def _sliced(made: Equation, form: Form, given: Any) -> Form | None:
+    p = made.params
+    if p["strides"] or form.exp or form.hot:
+        return None
+    dims = []
+    for d, start, limit, n in zip(form.dims, p["start_indices"], p["limit_indices"], given.shape):
+        if limit - start != n:
+            d = expand(d)
+            if len(d) != 1 or d[0].free or d[0].cut or limit - start < 2:
+                return None
+            d = (Label(limit - start, cut=(d[0], start)),)
+        dims.append(d)
+    return replace(form, dims=tuple(dims))
+
+
+def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) -> Form | None:
+    """add and sub, of logarithms; mul and div, of exponentials, or by a number or an array."""
+    product = made.name in ("mul", "div")
+    sign = -1.0 if made.name in ("sub", "div") else 1.0
+    if fa and fb:
+        same = fa.exp == fb.exp == product and not (fa.along and fb.along)
+        if not same or fa.summed != fb.summed or fa.hot or fb.hot or fa.weights or fb.weights:
+            return None
+        dims, main = meet(fa.dims, fb.dims), fa if fa.along else fb
+        if dims is None or (fb.mixed or fb.along and product) and sign < 0:
+            return None
+        along, terms = fa.along + sign * fb.along, plus(fa.terms, fb.terms, sign)
+        return replace(main, dims=dims, along=along, terms=terms)
+    for form, other, first in ((fa, made.ins[1], True), (fb, made.ins[0], False)):
+        if form is None or form.dims and g.program.avals[made.outs[0]].ndim != len(form.dims):
+            continue
+        number = g.program.number(other)
+        if product:
+            if number and not form.exp and (first or sign > 0):
+                return scaled(form, number if sign > 0 else 1 / number)
+            if number == 1 and not first and sign < 0 and form.exp and not form.along:
+                return replace(form, terms=plus(frozenset(), form.terms, -1.0))
+            if number is None and made.name == "mul":
+                return _multiplied(g, form, other)
+        elif number == 0 and (first or sign > 0):
+            return form
+        elif not form.exp and form.along == 1 and not form.terms and not form.hot:
+            return _biased(g, form, other, sign) if first or sign > 0 else None
+        elif number == 0 and not first:
+            return scaled(form, -1.0)
+    return None
+
+
+def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
+    """A form times an array: of a mask, a one-hot array, or the weights of losses."""
+    if form.mixed:
+        return None
+    if not _fits(g, other, form):
+        return None
+    if form.along and not form.hot:
+        pred, dims, *_ = g.peel(other, form.dims)
+        inner = g.program.maker.get(pred)
+        if inner is not None and inner.name == "convert_element_type":
+            pred = inner.ins[0]
+        if g.program.avals[pred].dtype != jnp.bool_:
+            return None
+        if form.exp:
+            return _masked(g, form, pred, dims, True, -math.inf, zero=True)
+        return _one_hot(g, form, pred, dims)
+    if form.is_loss and not form.summed:
+        return _weighted(g, form, other)
+    return None
+
+
+def _fits(g: ScoreForms, v: int, form: Form) -> bool:
+    """Whether an array has a form's dimensions, or 1 in the place of some."""
+    shape, sizes = g.program.avals[v].shape, tuple(map(size, form.dims))
+    return len(shape) == len(sizes) and all(n in (1, m) for n, m in zip(shape, sizes))
+
+
+def _weighted(
+    g: ScoreForms, form: Form, other: int, select: bool = False, keep: bool = True
+) -> Form | None:
+    v, dims, *_ = g.peel(other, form.dims) if select else (other, tuple(map(expand, form.dims)))
+    rows = set(atoms(form.dims))
+    if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
+        return None
+    return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
+
+
+def _biased(g: ScoreForms, form: Form, other: int, sign: float) -> Form | None:
+    """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
+    if not _fits(g, other, form):
+        return None
+    if (two := _two_valued(g, other, form.dims)) is not None:
+        pred, dims, no, yes = two
+        no, yes = no * sign, yes * sign
+        if max(no, yes) == 0 and min(no, yes) < 0:
+            return _masked(g, form, pred, dims, yes == 0, min(no, yes), added=True)
+    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
+    masks = tuple(replace(m, changed=True) for m in form.base.masks)
+    biases = (*form.base.biases, (v, dims, factor * sign))
+    return replace(form, base=replace(form.base, biases=biases, masks=masks))
+
+
+def _two_valued(g: ScoreForms, v: int, dims: Dims):
+    """(mask, its labels, the number where it is false, and where it is true) of an array of two
+    numbers; None of others."""
+    v, dims, *_ = g.peel(v, dims)
+    made = g.program.maker.get(v)
+    if made is None:
+        return None
+    if made.name == "convert_element_type" and g.program.avals[made.ins[0]].dtype == jnp.bool_:
+        return made.ins[0], dims, 0.0, 1.0
+    numbers = [g.program.number(x) for x in made.ins]
+    if made.name == "select_n" and len(made.ins) == 3 and None not in numbers[1:]:
+        if g.program.avals[made.ins[0]].dtype != jnp.bool_:
+            return None
+        return made.ins[0], dims, *numbers[1:]
+    if made.name in _ARITHMETIC and len(numbers) == 2 and numbers.count(None) == 1:
+        i = numbers.index(None)
+        if g.program.avals[made.ins[i]].shape != g.program.avals[v].shape:
+            return None
+        inner = _two_valued(g, made.ins[i], dims)
+        if inner is None:
+            return None
+        dtype = g.program.avals[v].dtype
+
+        def compute(x: float) -> float:
+            pair = [np.asarray(x if j == i else n, dtype) for j, n in enumerate(numbers)]
+            with np.errstate(all="ignore"):
+                return float(_ARITHMETIC[made.name](*pair).astype(dtype))
+
+        return *inner[:2], *map(compute, inner[2:])
+    return None
+
+
+_ARITHMETIC = {
+    "add": np.add,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "sub": np.subtract,
+}
+
+
+def _masked(
+    g: ScoreForms,
+    form: Form,
+    pred: int,
+    dims: Dims,
+    keep: bool,
+    fill: float,
+    added: bool = False,
+    zero: bool = False,
+) -> Form | None:
+    """scores where a mask has the value `keep`, `fill` elsewhere."""
+    if g.program.avals[pred].ndim == 0 or len(dims) != g.program.avals[pred].ndim:
+        return None
+    if not zero and (form.terms or form.exp) or form.along != 1:
+        if not (form.exp and fill == -math.inf):
+            return None
+    v, dims, *_ = g.peel(pred, dims)
+    if not set(atoms(dims)) <= set(atoms(form.dims)):
+        return None
+    again = functools.partial(_masked, g, fill=fill, added=added, zero=zero)
+    made = g.program.maker.get(v)
+    name = made.name if made is not None else ""
+    if name == "not":
+        return again(form, made.ins[0], dims, not keep)
+    whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
+    if name == ("and" if keep else "or") and all(map(whole, made.ins)):
+        # Each part by itself: one of them may be constant. A row's fill is the same for all.
+        if not added:
+            first = again(form, made.ins[0], dims, keep)
+            return first and again(first, made.ins[1], dims, keep)
+    if name in ("ne", "eq", "gt", "ge", "lt", "le"):
+        if (inner := _compared(g, made, dims)) is not None:
+            return again(form, inner[0], inner[1], inner[2] == keep)
+    mask, masks = Mask(v, dims, keep, fill, added, zero), form.base.masks
+    if mask in masks:
+        return form
+    if zero:  # what is 0 afterwards need not have been set before
+        masks = tuple(
+            m
+            for m in masks
+            if m.added or m.fill > -math.inf or (m.value, m.dims, m.keep) != (v, dims, keep)
+        )
+    return replace(form, base=replace(form.base, masks=(*masks, mask)))
+
+
+def _compared(g: ScoreForms, made: Equation, dims: Dims):
+    """(mask, labels, what it is where this is true) of a comparison of two numbers with one."""
+    number, other = g.program.number(made.ins[1]), made.ins[0]
+    if number is None or g.program.avals[other].shape != g.program.avals[made.outs[0]].shape:
+        return None
+    two = _two_valued(g, other, dims)
+    if two is None:
+        return None
+    compare = {
+        "ne": operator.ne,
+        "eq": operator.eq,
+        "gt": operator.gt,
+        "ge": operator.ge,
+        "lt": operator.lt,
+        "le": operator.le,
+    }
+    no, yes = (compare[made.name](x, number) for x in two[2:])
+    return (*two[:2], yes) if no != yes else None
+
+
+def _one_hot(g: ScoreForms, form: Form, pred: int, dims: Dims) -> Form | None:
+    """scores where `labels == iota`, 0 elsewhere."""
+    made = g.program.maker.get(pred)
+    if made is None or made.name != "eq" or form.weights:
+        return None
+    for labels, count in (made.ins, made.ins[::-1]):
+        if g.program.avals[labels].ndim != len(dims) or g.program.avals[count].ndim != len(dims):
+            continue
+        v, at, *_ = g.peel(labels, dims)
+        axis = tuple(l for l in atoms(form.dims) if l not in atoms(at))
+        found = affine(g.program, count)
+        if (
+            found is None
+            or found.constant
+            or not jnp.issubdtype(g.program.avals[v].dtype, jnp.integer)
+        ):
+            continue
+        steps = [i for i, c in enumerate(found.coefficients) if c]
+        if len(steps) == 1 and found.coefficients[steps[0]] == 1 and expand(dims[steps[0]]) == axis:
+            return replace(form, hot=((v, at), frozenset(axis)))
+    return None
+
+
+def _select(g: ScoreForms, made: Equation, _: Any, no: Form | None, yes: Form | None, *more: Any):
+    if more or g.program.avals[made.ins[0]].dtype != jnp.bool_ or no and yes:
+        return None
+    for form, other, keep in ((yes, made.ins[1], True), (no, made.ins[2], False)):
+        if form is None or form.mixed or form.hot:
+            continue
+        c = g.program.number(other)
+        if c is None:
+            continue
+        pred = g.program.maker.get(made.ins[0])
+        if keep and form.is_maximum and pred is not None and pred.name == "is_finite":
+            if g.of.get(pred.ins[0]) == form:  # logsumexp: rows of infinities
+                return form
+        if form.along == 1 and not form.exp and c < 0:
+            return _masked(g, form, made.ins[0], form.dims, keep, c)
+        if form.along and form.exp and c == 0:
+            return _masked(g, form, made.ins[0], form.dims, keep, -math.inf, zero=True)
+        if form.along and not form.exp and c == 0 and keep:
+            return _one_hot(g, form, made.ins[0], form.dims)
+        if form.is_loss and not form.summed and c == 0 and g.program.avals[made.ins[0]].ndim:
+            return _weighted(g, form, made.ins[0], select=True, keep=keep)
+    return None
+
+
+def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
+    if form is None or form.mixed:
+        return None
+    axes = tuple(map(int, made.params["axes"]))
+    axis = frozenset(atoms(form.dims[i] for i in axes))
+    dims = tuple(d for i, d in enumerate(form.dims) if i not in axes)
+    new = functools.partial(replace, form, dims=dims)
+    if not axis:
+        return new()
+    if any(l.free for l in axis):
+        return None
+    same = all(t.axis == axis for t, _ in form.terms)
+    if made.name == "reduce_max":
+        if form.exp or form.along != 1 or not same or form.hot:
+            return None
+        term = Term("max", form.base, axis)
+        return new(along=0.0, terms=plus(form.terms, frozenset({(term, 1.0)})))
+    if form.soft and same:
+        term = Term("lse", form.base, axis)
+        return new(along=0.0, terms=plus(form.terms, frozenset({(term, 1.0)})))
+    if form.hot and form.hot[1] == axis and same and not form.exp:
+        term = Term("pick", form.base, axis, form.hot[0], "all 0" if form.terms else "0")
+        terms = plus(form.terms, frozenset({(term, form.along)}))
+        return new(along=0.0, hot=None, terms=terms)
+    if form.is_loss and not any(axis & t.axis for t, _ in form.terms):
+        return new(summed=form.summed | axis)
+    return None
+
+
+def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | None:
+    """`take_along_axis(x, labels)` and `x[rows, labels]`; or what takes a dimension of 1 away."""
+    if form is None or form.mixed or form.hot or form.weights:
+        return None
+    program, index = g.program, made.ins[1]
+    d, sizes = made.params["dimension_numbers"], made.params["slice_sizes"]
+    shape, out = program.avals[made.ins[0]].shape, program.avals[made.outs[0]]
+    if sizes == shape and not d.operand_batching_dims:
+        return _dropped(g, made, form, out)
+    if d.offset_dims or any(s != 1 for s in sizes) or form.exp or not form.along or form.summed:
+        return None
+    rows: list[Any] = [None] * (program.avals[index].ndim - 1)  # the labels of the result
+    for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims):
+        rows[j] = form.dims[i]
+    maker = program.maker.get(index)
+    stacked = (
+        maker is not None and maker.name == "concatenate" and maker.params["dimension"] == len(rows)
+    )
+    if not stacked and len(d.start_index_map) != 1:
+        return None
+    columns = dict(zip(d.start_index_map, maker.ins if stacked else [index], strict=True))
+    if any(program.avals[c].shape[-1] != 1 for c in columns.values()):
+        return None
+    for i, column in [*columns.items()]:  # of x[rows, labels]: one that counts along a dimension
+        if len(columns) == 1:
+            break
+        counted = affine(program, column)
+        if counted is None or counted.constant:
+            continue
+        steps = [j for j, c in enumerate(counted.coefficients) if c]
+        if len(steps) == 1 and counted.coefficients[steps[0]] == 1 and steps[0] < len(rows):
+            (j,) = steps
+            if rows[j] is None and program.avals[index].shape[j] == shape[i]:
+                rows[j] = form.dims[i]
+                del columns[i]
+        elif not steps and shape[i] == 1:
+            del columns[i]
+    if len(columns) != 1:
+        return None
+    ((i, column),) = columns.items()
+    lengths = program.avals[index].shape
+    if any(r is None and lengths[j] != 1 for j, r in enumerate(rows)):
+        return None
+    dims = tuple(r or () for r in rows)
+    axis = frozenset(expand(form.dims[i]))
+    if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
+        return None
+    if any(t.axis != axis for t, _ in form.terms) or tuple(map(size, dims)) != out.shape:
+        return None
+    v, at, *_ = g.peel(column, (*dims, ()))
+    mode, fill = str(made.params["mode"]), made.params.get("fill_value")
+    if "CLIP" in mode or "PROMISE" in mode:  # XLA clips what is promised
+        outside = "clip"
+    elif "FILL" in mode and (fill is None or fill != fill):
+        outside = "nan"
+    else:
+        return None
+    term = Term("pick", form.base, axis, (v, at), outside)
+    terms = plus(form.terms, frozenset({(term, form.along)}))
+    return replace(form, dims=dims, along=0.0, terms=terms)
+
+
+def _dropped(g: ScoreForms, made: Equation, form: Form, out: Any) -> Form | None:
+    """A gather of a whole array, which only takes dimensions of size 1 away."""
+    d = made.params["dimension_numbers"]
+    start = affine(g.program, made.ins[1])
+    if start is None or start.constant or any(start.coefficients):
+        return None
+    kept = iter([x for i, x in enumerate(form.dims) if i not in d.collapsed_slice_dims])
+    offsets = set(d.offset_dims)
+    return replace(form, dims=tuple(next(kept) if i in offsets else () for i in range(out.ndim)))
+
+
+def _call(g: ScoreForms, made: Equation, *_: Any) -> Form | None:
+    """A function of JAX with a derivative of its own: what its equations say."""
+    shadow = g.program.shadows.get(made.outs[0])
+    return None if shadow is None else g.of.get(shadow)
+
+
+def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | None:
+    if form is None or form.mixed or form.hot or form.weights:
+        return None
+    s = form.base
+    match made.name:
+        case "exp" if not form.exp and form.along in (0.0, 1.0) and not form.summed:
+            bound = {"max", "lse"} & {t.kind for t, f in form.terms if f < 0}
+            return replace(form, exp=True, safe=bool(bound) or not form.along)
+        case "log" if form.exp and not form.summed:
+            return replace(form, exp=False)
+        case "neg" if not form.exp:
+            return scaled(form, -1.0)
+        case "abs" if form.exp:
+            return form
+        case "stop_gradient" if form.is_maximum:
+            return form
+        case "integer_pow" if made.params["y"] == -1 and form.exp and not form.along:
+            return replace(form, terms=plus(frozenset(), form.terms, -1.0))
+        case "tanh" if form.along == 1 and not form.exp and not form.terms:
+            if s == Scores(s.dot, s.scale):
+                return replace(form, base=Scores(s.dot, 1.0, s.scale))
+    return None
+
+
+def _maximum(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) -> Form | None:
+    """The maximum of a row's maximum and -inf."""
+    if fa and fb:
+        return None
+    form, other = (fa, made.ins[1]) if fa else (fb, made.ins[0])
+    return form if form and form.is_maximum and g.program.number(other) == -math.inf else None
+
+
+RULES = {
+    "custom_jvp_call": _call,
+    "dot_general": _dot,
+    "select_n": _select,
+    "gather": _gather,
+    "max": _maximum,
+}
+for _rule, _names in (
+    (_layout, "transpose broadcast_in_dim reshape squeeze expand_dims convert_element_type copy"),
+    (_layout, "name sharding_constraint slice"),
+    (_combine, "add sub mul div add_any"),
+    (_reduce, "reduce_max reduce_sum"),
+    (_unary, "exp log neg abs stop_gradient integer_pow tanh"),
+):
+    RULES |= dict.fromkeys(_names.split(), _rule)
+
+
+# ---------------------------------------------------------------- sites
+
+
+def at_ends(forms: ScoreForms, kind: str, site_of: Any) -> Any:
+    """Yields a site for each value whose Form is complete, where something else reads it.
+
+    Where the last value of a chain is left, those before it are tried. Yields the value and the
+    reason where all are left.
+    """
+    g, results = forms.program, set(forms.program.results)
+    complete = lambda v: (f := forms.of.get(v)) is not None and getattr(f, kind)
+    of_product = lambda v: (m := forms.of[v].mixed) and m.product
+    extends = lambda r, v: complete(r) and of_product(r) == of_product(v)
+    done: set[int] = set()
+    for value in [v for v in forms.of if complete(v)][::-1]:
+        readers = g.readers.get(value, ())
+        if value not in results and len(readers) == 1 and extends(readers[0].outs[0], value):
+            continue
+        why, last = "", value
+        while value not in done:
+            done.add(value)
+            try:
+                yield site_of(forms, value, forms.of[value])
+                break
+            except Left as reason:
+                why = why or str(reason)
+            before = [v for v in g.maker[value].ins if complete(v) and extends(value, v)]
+            if not before:
+                yield last, why
+                break
+            value = before[0]
+
+
+# ---------------------------------------------------------------- the operands of a site's product
+
+
+class Operands:
+    """The product of a site's scores, sorted into what has the softmax's axis and what has not.
+
+    Attributes:
+      axis, contract: labels of the softmax's axis, and of what the product sums over.
+      left, right: which operand is which.
+      x, w: (value, labels, factor, narrowest dtype) of what they were made of.
+    """
+
+    def __init__(self, forms: ScoreForms, base: Scores, axis: frozenset[Label]):
+        self.sides = forms.sides[base.dot]
+        wanted = set(expand(axis))
+        on = [i for i in (0, 1) if wanted <= set(atoms(self.sides[i]))]
+        if len(on) != 1:
+            raise Left("the softmax is not over rows of one operand of the scores' product")
+        self.right, self.left = on[0], 1 - on[0]
+        self.axis = tuple(a for a in atoms(self.sides[self.right]) if a in wanted)
+        self.x, self.w = (
+            forms.peel(base.dot.ins[i], self.sides[i], True) for i in (self.left, self.right)
+        )
+        self.axis = expand(self.axis)
+        numbers = base.dot.params["dimension_numbers"][0][self.left]
+        self.contract = atoms(self.sides[self.left][i] for i in numbers)
+        precision = base.dot.params.get("precision")
+        dtypes = [forms.program.avals[v].dtype for v in base.dot.ins]
+        named = precision is not None and any(
+            "HIGH" in str(p) for p in np.atleast_1d(np.asarray(precision, object))
+        )
+        if named and any(d.itemsize > 2 for d in dtypes):
+            raise Left("the product asks for a higher precision")
