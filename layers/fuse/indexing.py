@@ -187,7 +187,7 @@ class Write:
 def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -> list[Write]:
     """Returns the writes, the last of which is given, that leave nothing of an array; else []."""
     writes: list[Write] = []
-    v, casts, left = last.outs[0], (), 1
+    v, casts, taken, left = last.outs[0], (), 0, 1
     while (made := program.maker.get(v)) is not None and left > 0 and len(writes) < LONGEST:
         v = made.ins[0] if made.ins else -1
         if made.name == "convert_element_type":
@@ -199,7 +199,8 @@ def covering(program: Program, last: Equation, grids: Mapping[Equation, Grid]) -
                 return writes
             if len(partial) != 1 or grids[made].partial != partial:
                 return []
-            left = grids[made].shape[partial[0]] - sum(w.grid.count[partial[0]] for w in writes)
+            taken += grids[made].count[partial[0]]
+            left = grids[made].shape[partial[0]] - taken
         else:
             return []
     writes.sort(key=lambda write: write.grid.first)
