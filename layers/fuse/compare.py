@@ -1,0 +1,299 @@
+"""`compare`: how exact a function is with `fuse` and without, beside a wider reference."""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ...native.jaxpr import inner, results_of, value_of
+from .fuse import Quantization, Skip, check, fuse
+from .program import JIT, REMAT
+from .report import Report, aligned
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Errors of one result, or of the gradient by one argument.
+
+    Attributes:
+      name: "value", "result" and its place, or "d" and the argument's name and place.
+      theirs: the relative error of the function as it is.
+      ours: that of the fused function.
+    """
+
+    name: str
+    theirs: float
+    ours: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; its printed form is a table.
+
+    Attributes:
+      rows: one for each floating-point result, then one for each gradient.
+      reference: what the reference is.
+      report: what was replaced.
+    """
+
+    rows: tuple[Difference, ...]
+    reference: str
+    report: Report
+
+    def __str__(self) -> str:
+        table = [("", "theirs", "ours")]
+        table += [(row.name, f"{row.theirs:.1e}", f"{row.ours:.1e}") for row in self.rows]
+        replaced = str(self.report).splitlines()[-1]
+        return "\n".join([*aligned(table), f"beside {self.reference}; replaced: {replaced}"])
+
+
+def compare(
+    loss: Callable[..., Any],
+    *arguments: Any,
+    quantization: Quantization = None,
+    skip: Skip = (),
+) -> Comparison:
+    """Compares a loss and its gradients with those of `fuse(loss)`.
+
+    For each result y of either function, and each gradient y of the loss, it gives the relative
+    error ‖y − r‖ / ‖r‖ (Euclidean norms). The reference r is of the same program in which every
+    floating-point number is a float32; a float64 if the program has none narrower than float32.
+    `fuse` has done no harm where both errors are of one size. A gradient that is zero but for
+    rounding has large ones.
+
+    What the program itself casts is wide in the reference, too; kernels, callbacks and shard_map
+    keep their dtypes there. The function is traced three times, and differentiated as often.
+
+    Args:
+      loss: a function that `fuse` takes. Its first floating-point scalar is what is differentiated;
+        all its other floating-point results are compared as well.
+      arguments: its arguments, pytrees. The gradients are by all floating-point arrays in them.
+      quantization: as in `fuse`.
+      skip: as in `fuse`.
+
+    Returns:
+      A `Comparison`; `print` shows the table.
+
+    Raises:
+      TypeError: if loss is no function, or returns no floating-point scalar.
+      ValueError: for an unknown quantization.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from normfuse import compare
+    >>> def loss(x, kernel, labels):
+    ...     log_p = jax.nn.log_softmax(x @ kernel)
+    ...     return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+    >>> both = jax.random.normal(jax.random.key(0), (2060, 4))
+    >>> found = compare(loss, both[:12], both[12:].T, jnp.arange(12))
+    >>> [row.name for row in found.rows], found.reference
+    (['value', 'd x', 'd kernel'], 'the same program in float64')
+    >>> all(row.ours < 1e-5 for row in found.rows)
+    True
+    """
+    check("compare", loss, quantization, None)
+    paths, tree = jax.tree_util.tree_flatten_with_path(arguments)
+    leaves = [leaf for _, leaf in paths]
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+    floats = [i for i in arrays if _is_float(leaves[i])]
+    others = [i for i in arrays if i not in floats]
+    names: list[str] = []
+
+    def of_arrays(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+        """Returns the floating-point results as a function of the arrays in the arguments."""
+
+        def call(*given: Any) -> list[Any]:
+            whole = list(leaves)
+            for i, x in zip([*floats, *others], given, strict=True):
+                whole[i] = x
+            results = function(*jax.tree.unflatten(tree, whole))
+            found = jax.tree_util.tree_flatten_with_path(results)[0]
+            found = [(p, y) for p, y in found if isinstance(y, jax.Array | np.ndarray)]
+            found = [(p, y) for p, y in found if _is_float(y)]
+            names[:] = ["result" + jax.tree_util.keystr(p) if p else "value" for p, _ in found]
+            return [y for _, y in found]
+
+        return call
+
+    given = [jnp.asarray(leaves[i]) for i in floats]
+    rest = [jnp.asarray(leaves[i]) for i in others]
+    closed = jax.make_jaxpr(of_arrays(loss))(*given, *rest)
+    scalars = [i for i, aval in enumerate(closed.out_avals) if getattr(aval, "shape", None) == ()]
+    if not scalars:
+        raise TypeError("compare: the function returns no floating-point scalar to differentiate")
+    reports: list[Report] = []
+    fused = fuse(loss, quantization=quantization, skip=skip, report=reports.append)
+    theirs = _with_gradients(of_arrays(loss), given, rest, scalars[0])
+    ours = _with_gradients(of_arrays(fused), given, rest, scalars[0])
+    exact, reference = _reference(closed, given, rest, scalars[0])
+    names += [f"d {_place(loss, paths[i][0])}" for i in floats]
+    every = zip(names, theirs, ours, exact, strict=True)
+    rows = tuple(Difference(name, _error(a, c), _error(b, c)) for name, a, b, c in every)
+    return Comparison(rows, reference, reports[-1])
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _place(function: Any, path: Any) -> str:
+    """Returns an argument's name, with a leaf's place in it."""
+    try:
+        parameters = [*inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):  # functions written in C
+        parameters = []
+    named = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    i = path[0].idx
+    name = named[i] if i < len(named) else jax.tree_util.keystr(path[:1])
+    return name + jax.tree_util.keystr(path[1:])
+
+
+def _with_gradients(
+    call: Callable[..., list[Any]], given: list[Any], rest: list[Any], scalar: int
+) -> list[Any]:
+    """Returns a function's results, and the gradients of one of them, on the host."""
+
+    def first(given: list[Any], rest: list[Any]) -> tuple[Any, list[Any]]:
+        results = call(*given, *rest)
+        return results[scalar], results
+
+    both = jax.jit(jax.value_and_grad(first, has_aux=True))
+    (_, results), gradients = both(given, rest)
+    return jax.device_get([*results, *gradients])
+
+
+def _error(y: Any, exact: Any) -> float:
+    y, exact = (np.asarray(x).astype(np.float64) for x in (y, exact))
+    same = (y == exact) | np.isnan(y) & np.isnan(exact)
+    with np.errstate(invalid="ignore"):
+        difference = np.linalg.norm(np.where(same, 0, y - exact).ravel())
+    size = np.linalg.norm(np.where(np.isfinite(exact), exact, 0).ravel())
+    return float(difference / size) if size else float(difference and np.inf)
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def _reference(
+    closed: Any, given: list[Any], rest: list[Any], scalar: int
+) -> tuple[list[Any], str]:
+    """Returns results and gradients of a program in a wider dtype, and what that is."""
+    narrow = any(dtype.itemsize < 4 for dtype in _dtypes(closed))
+    failed = None
+    for dtype in (jnp.float32,) if narrow else (jnp.float64, jnp.float32):
+        call = lambda *operands, dtype=dtype: _widened(closed, jnp.dtype(dtype), operands)
+        wide = jax.enable_x64(True) if dtype is jnp.float64 else contextlib.nullcontext()
+        try:
+            with wide:
+                cast = [lax.convert_element_type(x, dtype) for x in given]
+                found = _with_gradients(call, cast, rest, scalar)
+            return found, f"the same program in {jnp.dtype(dtype).name}"
+        except Exception as error:
+            failed = error
+    raise RuntimeError("compare: the function has no reference in a wider dtype") from failed
+
+
+def _dtypes(closed: Any) -> Iterator[Any]:
+    """Yields the floating-point dtypes in a program."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.dtype for v in (*eqn.invars, *eqn.outvars) if _has_floats(v.aval))
+        for body in inner(eqn):
+            yield from _dtypes(body)
+    yield from (v.aval.dtype for v in jaxpr.invars if _has_floats(v.aval))
+
+
+def _has_floats(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates a program with every floating-point number of one dtype."""
+    jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+    cast = lambda x: lax.convert_element_type(x, dtype) if _has_floats(jax.typeof(x)) else x
+    env = dict(zip(jaxpr.constvars, map(cast, consts), strict=True))
+    env |= zip(jaxpr.invars, map(cast, operands), strict=True)
+
+    def read(atom: Any) -> Any:
+        value = value_of(atom, env)
+        return cast(np.asarray(value, atom.aval.dtype)) if hasattr(atom, "val") else value
+
+    for eqn in jaxpr.eqns:
+        results = _wide_results(eqn, dtype, [read(v) for v in eqn.invars])
+        env |= zip(eqn.outvars, map(cast, results), strict=True)
+    return [read(v) for v in jaxpr.outvars]
+
+
+_OWN_DTYPE = "bitcast_convert_type", "ffi_call", "pallas_call", "shard_map", "custom_partitioning"
+
+
+def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name in (*JIT, *REMAT):
+        return _widened(params["jaxpr"], dtype, operands)
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return _wide_custom(eqn, dtype, operands)
+    if name == "reduce_precision":
+        return operands
+    if name in _OWN_DTYPE or name.startswith("normfuse") or "callback" in name:
+        return _as_it_is(eqn, *operands)
+    for key, value in params.items():
+        if key in ("dtype", "new_dtype", "preferred_element_type") and value is not None:
+            params[key] = dtype if jnp.issubdtype(value, jnp.floating) else value
+        elif key == "precision":
+            params[key] = (lax.Precision.HIGHEST,) * 2
+        elif hasattr(value, "jaxpr"):
+            params[key] = _wide_body(value, dtype)
+        elif isinstance(value, tuple) and any(hasattr(one, "jaxpr") for one in value):
+            params[key] = tuple(_wide_body(one, dtype) for one in value)
+    try:
+        return results_of(eqn.replace(params=params), operands)
+    except Exception:  # it has no rule for this dtype
+        return _as_it_is(eqn, *operands)
+
+
+def _wide_body(closed: Any, dtype: Any) -> Any:
+    avals = [a.update(dtype=dtype) if _has_floats(a) else a for a in closed.in_avals]
+    return jax.make_jaxpr(lambda *operands: _widened(closed, dtype, operands))(*avals)
+
+
+def _as_it_is(eqn: Any, *operands: Any) -> list[Any]:
+    """Evaluates an equation in the dtypes that it has."""
+    avals = [v.aval for v in eqn.invars]
+    cast = lambda x, a: lax.convert_element_type(x, a.dtype) if _has_floats(a) else x
+    return results_of(eqn, [cast(x, a) for x, a in zip(operands, avals, strict=True)])
+
+
+def _wide_custom(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
+    """Evaluates a function with a derivative of its own: both of them wide."""
+    avals = [v.aval for v in eqn.invars]
+    floats = [i for i, aval in enumerate(avals) if _has_floats(aval)]
+    outs = [i for i, v in enumerate(eqn.outvars) if _has_floats(v.aval)]
+
+    def pulled(operands: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        def of_floats(*given: Any) -> list[Any]:
+            whole = list(operands)
+            for i, x in zip(floats, given, strict=True):
+                whole[i] = x
+            results = results_of(eqn, whole)
+            return [results[i] for i in outs]
+
+        return jax.vjp(of_floats, *[operands[i] for i in floats])[1](list(cotangents))
+
+    @jax.custom_vjp
+    def function(*operands: Any) -> list[Any]:
+        return _widened(eqn.params["call_jaxpr"], dtype, operands)
+
+    def backward(operands: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        backwards = jax.make_jaxpr(pulled)(avals, [eqn.outvars[i].aval for i in outs])
+        given = [*operands, *[cotangents[i] for i in outs]]
+        gradients = dict(zip(floats, _widened(backwards, dtype, given), strict=True))
+        return tuple(gradients.get(i) for i in range(len(avals)))
+
+    function.defvjp(lambda *operands: (function(*operands), operands), backward)
+    return function(*operands)
