@@ -47,7 +47,7 @@ def accumulate_gradients(
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
         its batch, if the result is to be the mean of all.
-      params: a pytree whose floating leaves are differentiated: of plain arrays, of Flax's (`nnx`:
+      params: a pytree whose floating arrays are differentiated: of plain arrays, of Flax's (`nnx`:
         `nnx.state(model, nnx.Param)`, merged in `loss_fn`), or an Equinox module.
       batches: a pytree of arrays with a leading axis of microbatches.
       main_grad_dtype: of the gradients: float32, bfloat16 or float16; a wider parameter's stay in
@@ -62,8 +62,9 @@ def accumulate_gradients(
 
     Returns:
       `(loss, gradients)`, or `((loss, aux), gradients)`. Gradients have the structure of `params`,
-      None for leaves that are not floating. aux is stacked along a leading axis of microbatches,
-      and a second one of replicas where there are several.
+      None for leaves that are not floating arrays: also for Python numbers, which are settings of
+      Equinox's modules (`jnp.asarray` makes one a parameter). aux is stacked along a leading axis
+      of microbatches, and a second one of replicas where there are several.
 
     Raises:
       ValueError: for batches without a leading axis of one length, rows that the replicas do not

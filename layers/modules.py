@@ -23,9 +23,11 @@ def check_eps(layer: str, argument: str, eps: Any) -> None:
       TypeError: if `eps` is neither a number nor an array.
       ValueError: if it is a number, and negative or not finite.
     """
-    if not isinstance(eps, numbers.Real) and not hasattr(eps, "dtype"):
+    known = isinstance(eps, numbers.Real) and not isinstance(eps, bool)
+    if not known and not hasattr(eps, "dtype"):
         raise TypeError(f"{layer}: {argument} must be a number, got {eps!r}")
-    if isinstance(eps, numbers.Real) and not 0 <= float(eps) < math.inf:
+    value: Any = eps if known else 0  # an integer may be larger than any float
+    if not 0 <= value < math.inf:
         raise ValueError(f"{layer}: {argument} must be finite and at least 0, got {eps}")
 
 

@@ -245,7 +245,7 @@ def named_target(name: str, said: str = "NORMFUSE_CUDA_ARCH") -> Target:
     `said` is where the user named it. Raises ValueError for any other name, Unsupported for compute
     capability below 8.0.
     """
-    match = re.fullmatch(r"(sm_|compute_|)(\d+)(\.(?=\d))?(\d)([af]?)", name.strip())
+    match = re.fullmatch(r"(sm_|compute_|)(\d{1,2})(\.(?=\d))?(\d)([af]?)", name.strip())
     if match is None:
         raise ValueError(
             f"{said}={name!r} names no architecture: use sm_90 (or 9.0) for machine code, "

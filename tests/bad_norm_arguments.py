@@ -54,6 +54,7 @@ BAD = {
     "axis None": ({"axis": None}, TypeError, ["axis", "int", "None"]),
     "dtype integer": ({"dtype": jnp.int32}, TypeError, ["dtype", "float32", "int32"]),
     "dtype unknown": ({"dtype": "float31"}, TypeError, ["dtype", "bfloat16", "'float31'"]),
+    "dtype no text": ({"dtype": "\ud800"}, TypeError, ["dtype", "'\\ud800'"]),
     "implementation unknown": (
         {"implementation": "cuda"},
         ValueError,

@@ -10,7 +10,7 @@ from typing import Any
 from ..models.config import TransformerConfig
 from . import UsageError
 from .arguments import is_text, named, shown
-from .config import TrainConfig, as_dict
+from .config import ModelConfig, TrainConfig, as_dict
 
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")
@@ -53,8 +53,14 @@ def check(config: TrainConfig) -> None:
     try:
         config.transformer()
     except ValueError as error:
-        field, _, rest = str(error).partition("=")
-        raise UsageError(f"--model.{field.replace('_', '-')}={rest}") from None
+        raise UsageError(with_flags(str(error))) from None
+
+
+def with_flags(message: str) -> str:
+    """Returns a message of `TransformerConfig` with its fields as flags: `--model.num-heads=4`."""
+    names = "|".join(f.name for f in fields(ModelConfig))
+    flag = lambda match: f"--model.{match[1].replace('_', '-')}="
+    return re.sub(rf"\b({names})=(?=\S)", flag, message)
 
 
 def guard_limit(guard: str) -> int:

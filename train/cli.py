@@ -25,7 +25,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subc
 from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import ModelConfig, Preset, TrainConfig, defaults
+from .config import ModelConfig, Preset, TrainConfig, defaults, located
 from .shutdown import StopRequest
 
 _TOKENS = 240  # that `generate` adds unless told otherwise
@@ -240,7 +240,10 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
         case TrainConfig():
             with _explained_imports():
                 from .run import train
-            train(command)
+            try:
+                train(command)
+            except UsageError as error:
+                raise UsageError(located(str(error), command)) from None
         case Generate():
             with _explained_imports():
                 from .generation import continue_prompts

@@ -287,6 +287,24 @@ def defaults(argv: list[str]) -> TrainConfig:
     return config if path is None else _in_its_folder(config, expanded(path, "--config"))
 
 
+def located(message: str, config: TrainConfig) -> str:
+    """Returns a message that begins with a flag, after `FILE:LINE: ` if `--config` has its value.
+
+    Who wrote `lr: nan` to a file finds no --optim.lr in the command.
+    """
+    found = re.match(r"--([a-z0-9_.-]+)", message)
+    name = found[1].replace("-", "_") if found else ""
+    entries = {} if config.config is None else _read_yaml(str(config.config))
+    if name not in entries:
+        return message
+    value, where = entries[name]
+    used: Any = config
+    for part in name.split("."):
+        used = getattr(used, part)
+    same = shown(_convert(value, where, _types(TrainConfig)[name], name)) == shown(used)
+    return f"{where}: {message}" if same else message
+
+
 def absolute(data: DataConfig) -> DataConfig:
     """Returns the settings of a text with absolute paths: the same from any folder."""
     path = data.path and os.path.abspath(os.path.expanduser(data.path))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from ..models.config import num_parameters
 from ..models.sharding import AXES, BATCH, Sharding, validate
 from . import UsageError
-from .checks import near
+from .checks import near, with_flags
 from .config import MeshConfig, TrainConfig
 
 
@@ -56,7 +56,7 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
     try:
         validate(config.transformer(), mesh.shape, sharding, seq_len=config.seq_len)
     except ValueError as error:
-        raise UsageError(f"the model does not fit the mesh: {error}") from None
+        raise UsageError(f"the model does not fit the mesh: {with_flags(str(error))}") from None
     replicas = math.prod(mesh.shape[axis] for axis in BATCH)
     unit = replicas * config.pieces
     if config.batch_size % unit:
@@ -120,17 +120,17 @@ def _shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
     sizes = {axis: getattr(config, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     filled = next((axis for axis, size in sizes.items() if size == -1), None)
-    wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    wanted = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
     if filled and devices % fixed:
         raise UsageError(
-            f"mesh {wanted} cannot use all {devices} devices ({_listed()}): {fixed} does not "
+            f"{wanted} cannot use all {devices} devices ({_listed()}): {fixed} does not "
             f"divide {devices}. Change the sizes so that their product divides {devices}."
         )
     if filled:
         sizes[filled] = devices // fixed
     elif fixed != devices:
         raise UsageError(
-            f"mesh {wanted} = {fixed} devices, but there are {devices} ({_listed()}). Change the "
+            f"{wanted} take {fixed} devices, but there are {devices} ({_listed()}). Change the "
             "sizes, or leave --mesh.data at -1 for all devices that are left."
         )
     return tuple(sizes.values())

@@ -40,8 +40,8 @@ def floating_dtype(op: str, dtype: Any, default: Any, argument: str = "dtype") -
     """
     try:
         name = jnp.dtype(default if dtype is None else dtype).name
-    except TypeError:
-        name = repr(dtype)
+    except (TypeError, ValueError):
+        name = ascii(dtype)
     if name not in FLOATING:
         raise TypeError(f"{op}: {argument} must be one of {', '.join(FLOATING)}, got {name}")
     if name == "float64":

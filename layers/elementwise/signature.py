@@ -104,8 +104,14 @@ def find(source: str, name: str | None = None) -> Signature:
 def check_self_contained(where: str, text: str) -> None:
     """Raises ValueError if a C++ text reads files: a change in them would not be noticed.
 
-    The compiled function is kept by its text.
+    The compiled function is kept by its text. Nor may that have half of a surrogate pair, which no
+    file can hold.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = ascii(text[error.start])
+        raise ValueError(f"{where} has {wrong} at {error.start}, which is no character") from None
     for file in files_read(text):
         if not _SYSTEM_HEADER.fullmatch(file):
             raise ValueError(

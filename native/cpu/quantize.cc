@@ -60,12 +60,16 @@ U Maximum(ffi::ThreadPool& pool, const void* data, int64_t count, U one) {
   return static_cast<U>(largest);
 }
 
-ffi::Error AmaxImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::ResultBufferR1<ffi::F32> maximum) {
+ffi::Error AmaxImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   const char* target = "normfuse_quantize_amax";
+  if (args.size() != 1 || rets.size() != 1) return Invalid(target, "takes x, gives the maximum");
+  const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0);
+  const auto maximum = *rets.get<ffi::AnyBuffer>(0);
+  if (maximum->element_type() != ffi::F32) return Invalid(target, "the maximum is float32");
   const int64_t count = static_cast<int64_t>(x.element_count());
   if (!IsInput(x.element_type())) return Invalid(target, "x has a dtype that is not quantized");
   if (maximum->element_count() != 1) return Invalid(target, "the maximum is one number");
-  float* to = maximum->typed_data();
+  float* to = static_cast<float*>(maximum->untyped_data());
   if (x.element_type() == ffi::F32) {
     *to = bit_cast<float>(Maximum<uint32_t, int32_t>(pool, x.untyped_data(), count, 0x00800000u));
     return ffi::Error::Success();
@@ -170,9 +174,12 @@ void CastTile(const Array& x, int64_t rows, int64_t columns, int64_t row, int64_
   }
 }
 
-ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F32> maxima,
-                    ffi::RemainingRets rets, bool has_q, bool has_qt) {
+ffi::Error CastImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    bool has_q, bool has_qt) {
   const char* target = "normfuse_quantize_cast";
+  if (args.size() != 2) return Invalid(target, "takes x and maxima");
+  const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0), maxima = *args.get<ffi::AnyBuffer>(1);
+  if (maxima.element_type() != ffi::F32) return Invalid(target, "maxima are float32");
   if (!IsInput(x.element_type())) return Invalid(target, "x has a dtype that is not quantized");
   if (x.dimensions().size() != 2) return Invalid(target, "x is no matrix");
   if (rets.size() != size_t{1} + has_q + has_qt) return Invalid(target, "wrong count of results");
@@ -196,19 +203,20 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
     codes[which] = static_cast<uint8_t*>((*result)->untyped_data());
     ++next;
   }
-  auto scale = rets.get<ffi::BufferR1<ffi::F32>>(next);
-  if (scale.has_error()) return scale.error();
-  if ((*scale)->element_count() != 1) return Invalid(target, "the scale is one number");
+  const auto scale = *rets.get<ffi::AnyBuffer>(next);
+  if (scale->element_type() != ffi::F32) return Invalid(target, "the scale is float32");
+  if (scale->element_count() != 1) return Invalid(target, "the scale is one number");
   if (maxima.element_count() == 0) return Invalid(target, "there are no maxima");
 
   uint32_t bound = 0;
+  const float* const each = static_cast<const float*>(maxima.untyped_data());
   for (size_t i = 0; i < maxima.element_count(); ++i) {
-    bound = std::max(bound, bit_cast<uint32_t>(maxima.typed_data()[i]) & 0x7fffffffu);
+    bound = std::max(bound, bit_cast<uint32_t>(each[i]) & 0x7fffffffu);
   }
   const bool e5m2 = type == ffi::F8E5M2;
   const Scale by = ScaleOf(bound, e5m2 ? kFormatE5m2 : kFormatE4m3);
   const auto cast = e5m2 ? CastTile<true> : CastTile<false>;
-  *(*scale)->typed_data() = by.scale;
+  *static_cast<float*>(scale->untyped_data()) = by.scale;
   const Array from{x.untyped_data(), x.element_type()};
   const int64_t across = (columns + kBlock - 1) / kBlock, down = (rows + kBlock - 1) / kBlock;
   ParallelFor(pool, down * across, [&](int64_t task) {
@@ -226,16 +234,13 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR1<ffi::F
 }  // namespace
 }  // namespace normfuse
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseQuantizeAmax, normfuse::AmaxImpl,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::BufferR1<xla::ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    NormfuseQuantizeAmax, normfuse::AmaxImpl,
+    xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(NormfuseQuantizeCast, normfuse::CastImpl,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::BufferR1<xla::ffi::F32>>()
+                                  .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<bool>("has_q")
                                   .Attr<bool>("has_qt"));

@@ -189,6 +189,18 @@ def test_frameworks(rng, name):
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
 
 
+def test_python_numbers_are_settings():
+    """Neither traced nor differentiated, as Equinox has them; an array of no dimensions is."""
+    params = {"w": jnp.ones(3), "p": 0.5, "b": jnp.asarray(2.0)}
+
+    def loss(params, x):
+        assert type(params["p"]) is float
+        return jnp.sum(params["w"] * x) * params["p"] + params["b"]
+
+    _, gradients = accumulate_gradients(loss, params, jnp.ones((2, 3)))
+    assert gradients["p"] is None and gradients["b"] == 1 and gradients["w"].tolist() == [0.5] * 3
+
+
 def test_small_gradients_in_float16_keep_their_bits():
     """Divided by eight before they are float32, they would be below float16's smallest number."""
     kernel, xs = jnp.ones((4, 3), jnp.float16), jnp.ones((8, 2, 4), jnp.float16)

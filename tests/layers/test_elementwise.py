@@ -340,6 +340,16 @@ def test_a_mistake_in_a_derivative_names_its_line():
             "no input has type U, so what it is does not follow",
         ),
         (
+            lambda: elementwise("float f(float x) { return x; } // \ud800"),
+            ValueError,
+            r"source has '\\ud800' at 34, which is no character",
+        ),
+        (
+            lambda: elementwise("float f(float x) { return x; }", derivative={"x": "1; // \ud9ff"}),
+            ValueError,
+            r"has '\\ud9ff' at 6, which is no character",
+        ),
+        (
             lambda: elementwise(
                 "float f(" + ", ".join(f"float a{i}" for i in range(9)) + ") { return a0; }"
             ),

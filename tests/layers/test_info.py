@@ -262,6 +262,7 @@ def test_every_number_of_rows_of_layer_norm_is_warmed(n, monkeypatch):
     ("argv", "message"),
     [
         (["cache", "warm", "96", "--arch", "hopper"], "archs='hopper' names no architecture"),
+        (["cache", "warm", "96", "--arch", f"sm_9{0:025}"], "0' names no architecture"),
         (["cache", "warm", "96", "--arch", "sm_75"], "compute capability 7.5"),
     ],
 )

@@ -353,6 +353,8 @@ def test_constructors_take_what_flax_takes(pair):
 def test_rejects_epsilon(epsilon):
     with pytest.raises(ValueError, match="epsilon must be finite and at least 0"):
         RMSNorm(8, epsilon=epsilon, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="epsilon must be a number, got True"):
+        RMSNorm(8, epsilon=True, rngs=nnx.Rngs(0))
 
 
 def test_rejects_shapes_and_names():

@@ -272,3 +272,29 @@ def test_layer_norm_takes_no_weights_of_heads():
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"scale must have shape \(8,\); got"):
             call(X, weight, **flags)
     np.testing.assert_array_equal(call(X, SCALE, **flags), np.zeros_like(X))
+
+
+def test_calls_of_the_quantizer_with_wrong_counts_name_it():
+    """Not only XLA's decoder, which names neither the handler nor what it takes."""
+    registry.register()
+    x, maxima, one = X[0].astype(np.float32), np.ones(1, np.float32), ((1,), "float32")
+    codes = x.shape, "float8_e4m3fn"
+    flags = {"has_q": True, "has_qt": False}
+    cast = "normfuse_quantize_cast"
+    for target, operands, results, options in [
+        ("normfuse_quantize_amax", [], [one], {}),
+        ("normfuse_quantize_amax", [x, x], [one], {}),
+        ("normfuse_quantize_amax", [x], [], {}),
+        ("normfuse_quantize_amax", [x], [one, one], {}),
+        ("normfuse_quantize_amax", [x], [((1,), "int32")], {}),
+        (cast, [x], [codes, one], flags),
+        (cast, [x, maxima, maxima], [codes, one], flags),
+        (cast, [x, maxima], [one], flags),
+        (cast, [x, maxima], [codes, codes, one], flags),
+        (cast, [x, maxima.astype(np.int32)], [codes, one], flags),
+        (cast, [x, maxima], [codes, ((1,), "int32")], flags),
+    ]:
+        types = [jax.ShapeDtypeStruct(*r) for r in results]
+        call = jax.ffi.ffi_call(target, types, has_side_effect=True)  # run without results too
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{target}: "):
+            jax.block_until_ready(jax.jit(lambda *a: call(*a, **options))(*operands))  # noqa: B023

@@ -57,19 +57,24 @@ _USAGE = [
     ({"sample.prompt": "x" * 40}, ["--sample.prompt", "--model.max-seq-len 32"]),
     ({"guard": "skip:0"}, ["--guard 'skip:0'", "skip:N"]),
     ({"guard": "ignore"}, ["--guard 'ignore'", "stop"]),
+    ({"mesh.fsdp": 3}, ["--mesh.data -1 --mesh.fsdp 3 --mesh.tensor 1 cannot use all 8 devices"]),
+    ({"mesh.data": 2}, ["--mesh.data 2 --mesh.fsdp 1 --mesh.tensor 1 take 2 devices"]),
     ({"spike": 0.5}, ["--spike 0.5", "above 1"]),
     ({"watchdog": -1}, ["--watchdog -1"]),
     ({"mesh.data": 0}, ["--mesh.data 0", "-1"]),
     ({"mesh.fsdp": -1}, ["--mesh.data and --mesh.fsdp", "only one"]),
-    ({"mesh.data": 2, "mesh.fsdp": 2}, ["data 2 x fsdp 2", "= 4", "there are 8", "--mesh.data"]),
-    ({"mesh.data": 16}, ["data 16", "= 16", "there are 8"]),
+    (
+        {"mesh.data": 2, "mesh.fsdp": 2},
+        ["--mesh.data 2 --mesh.fsdp 2", "take 4 devices", "there are 8"],
+    ),
+    ({"mesh.data": 16}, ["--mesh.data 16", "take 16", "there are 8"]),
     ({"mesh.fsdp": 3}, ["fsdp 3", "8 devices", "does not divide"]),
-    ({"mesh.tensor": 4}, ["num_heads=2", "'tensor'", "4"]),
+    ({"mesh.tensor": 4}, ["--model.num-heads=2", "'tensor'", "4"]),
     ({"mesh.fsdp": 8, "model.dim": 20}, ["dim=20", "'fsdp'", "8"]),
-    ({"mesh.fsdp": 8, "model.mlp-dim": 36}, ["mlp_dim=36", "'fsdp'", "8"]),
+    ({"mesh.fsdp": 8, "model.mlp-dim": 36}, ["--model.mlp-dim=36", "'fsdp'", "8"]),
     ({"mesh.tensor": 2, "mesh.sequence": True, "seq_len": 15}, ["seq_len=15", "'tensor'", "2"]),
-    ({"model.vocab-size": 257, "mesh.tensor": 2}, ["vocab_size=257", "'tensor'"]),
-    ({"model.num-heads": 3}, ["--model.num-heads=3", "num_kv_heads=2"]),
+    ({"model.vocab-size": 257, "mesh.tensor": 2}, ["--model.vocab-size=257", "'tensor'"]),
+    ({"model.num-heads": 3}, ["--model.num-heads=3", "--model.num-kv-heads=2"]),
     ({"model.dim": 0}, ["--model.dim=0", "at least 1"]),
     ({"model.head-dim": 7}, ["--model.head-dim=7", "even"]),
     ({"model.norm-eps": "nan"}, ["--model.norm-eps=nan", "finite"]),
@@ -195,6 +200,15 @@ def test_text_that_cannot_be_trained_on(train, nothing_compiled, tmp_path, conte
 def test_empty_paths_are_not_the_current_folder(capsys, argv, part):
     code = main(argv)
     _assert_usage_error(code, capsys.readouterr().err, [f"{part} is empty"])
+
+
+@pytest.mark.parametrize("flags", [[], ["--optim.lr", "nan"], ["--optim.lr=-1"]])
+def test_a_value_of_a_file_is_named_with_its_line(nothing_compiled, tmp_path, capsys, flags):
+    (tmp_path / "a.yaml").write_text("steps: 3\noptim:\n  lr: nan\n")
+    code = main(["train", "--config", str(tmp_path / "a.yaml"), *flags])
+    error = capsys.readouterr().err
+    _assert_usage_error(code, error, ["--optim.lr", "finite and above 0"])
+    assert ("a.yaml:3: --optim.lr nan" in error) == ("--optim.lr=-1" not in flags)
 
 
 @pytest.mark.parametrize("setting", ["data.path", "out_dir"])
