@@ -48,7 +48,7 @@ TOKENS = jnp.arange(16).reshape(2, 8) % 13
 IMAGES = jax.random.normal(jax.random.key(0), (2, 32, 32, 3))
 SIZES = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4}
 SIZES |= {"head_dim": 16, "num_kv_heads": 2, "norm_eps": 1e-6, "rope_theta": 10_000}
-Forward = Callable[[Any, jax.Array], jax.Array]
+Forward = Callable[[Any, Any], Any]
 
 
 # ---------------------------------------------------------------- the models
@@ -56,11 +56,11 @@ Forward = Callable[[Any, jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model, its call, and an input of two examples."""
+    """A model, its call, and, where one is checked, an input of two examples."""
 
     model: Any
     forward: Forward
-    inputs: jax.Array
+    inputs: Any = None
 
 
 def tunix_call(model: Any, tokens: jax.Array) -> jax.Array:
@@ -363,7 +363,12 @@ def look_in(folders: list[pathlib.Path]) -> None:
     """Makes the models' sources importable."""
     sys.path[:0] = map(str, folders)
     for folder in folders:
-        for name in ("bonsai", "tunix"):  # without __init__, which imports trainers
+        for name in (
+            "bonsai",
+            "levanter",
+            "t5x",
+            "tunix",
+        ):  # without __init__, which imports trainers
             if (folder / name).is_dir():
                 package: Any = types.ModuleType(name)
                 package.__path__, sys.modules[name] = [str(folder / name)], package

@@ -4,22 +4,32 @@ import importlib
 import pathlib
 import sys
 
+import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
-def toy(steps, norm=True):
-    """A case of the benchmark `steps`: an embedding, norms where asked for, and a product."""
+def toy(steps, served=True):
+    """A case of the benchmark `steps`: an embedding, logits, and between them what is served."""
 
     def make(layers, vocabulary):
         rngs = nnx.Rngs(0)
-        norms = [nnx.RMSNorm(32, rngs=rngs)] if norm else []
-        linear = nnx.Linear(32, vocabulary, use_bias=False, rngs=rngs)
-        model = nnx.Sequential(nnx.Embed(vocabulary, 32, rngs=rngs), *norms * layers, linear)
-        return steps.Model(model, lambda model, tokens: model(tokens), steps.TOKENS)
+        parts = [nnx.Embed(vocabulary, 32, rngs=rngs)]
+        for _ in range(layers if served else 0):
+            parts += [nnx.RMSNorm(32, rngs=rngs), nnx.Linear(32, 32, use_bias=False, rngs=rngs)]
+        model = nnx.Sequential(*parts, nnx.Linear(32, vocabulary, use_bias=False, rngs=rngs))
+        return steps.Model(model, lambda model, tokens: model(tokens))
 
-    return steps.Case(make, "layers", "vocabulary")
+    options = {} if served else {"loss": one_hot_cross_entropy}
+    return steps.Case(make, "layers", "vocabulary", cast=True, **options)
+
+
+def one_hot_cross_entropy(logits, labels):
+    hot = jax.nn.one_hot(labels, logits.shape[-1])
+    return jnp.mean(optax.softmax_cross_entropy(logits.astype(jnp.float32), hot))
 
 
 if __name__ == "__main__":

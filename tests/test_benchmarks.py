@@ -311,48 +311,55 @@ def test_steps_of_a_trainer_that_still_writes_are_read(tmp_path):
 # ---------------------------------------------------------------- steps of other people's models
 
 
-def measure_steps(monkeypatch, capsys, norm):
-    """Lines of the steps of a model with a norm, or without, and what failed."""
+VERSIONS_OF_STEPS = ["theirs", "fuse", "fuse, fp8"]
+
+
+def measure_steps(monkeypatch, capsys, served):
+    """Lines of the steps of a model with what `fuse` serves, or without, and what failed."""
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
     steps = loaded("foreign_steps")
 
-    case = foreign_steps_worker.toy(steps, norm)
+    case = foreign_steps_worker.toy(steps, served)
     sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
-    options = argparse.Namespace(**sizes, kernels=False, compile_only=False)
+    flags = dict.fromkeys(["kernels", "compile_only", "trace_only", "at_once", "profile"], False)
+    options = argparse.Namespace(**sizes, **flags, versions=VERSIONS_OF_STEPS)
     failed = steps.measure("toy", case, options)
     lines = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
     return {line["version"]: line for line in lines}, failed
 
 
 @pytest.mark.newest
-def test_steps_before_and_after_a_swap_differ_by_what_they_are_named_for(monkeypatch, capsys):
-    lines, failed = measure_steps(monkeypatch, capsys, norm=True)
+def test_steps_before_and_after_fuse_differ_by_what_they_are_named_for(monkeypatch, capsys):
+    lines, failed = measure_steps(monkeypatch, capsys, served=True)
     assert failed == []
-    assert [*lines] == ["theirs", "swap", "swap, fp8", "fp8, fused norms"]
+    assert [*lines] == VERSIONS_OF_STEPS
     assert lines["theirs"]["kernels"] == {} and lines["theirs"]["ratio"] == 1
-    assert [line["fp8"] > 0 for line in lines.values()] == [False, False, True, True]
-    assert [line["norms_with_codes"] for line in lines.values()] == [0, 0, 0, 1]
+    assert [line["fp8"] > 0 for line in lines.values()] == [False, False, True]
     for line in lines.values():
-        assert (line["parameters"], line["tokens"]) == (2 * 64 * 32 + 32, 32)
+        assert (line["parameters"], line["tokens"]) == (2 * 64 * 32 + 32 * 33, 32)
         assert line["gib"] > 0
         assert statistics.median(line["all_ms"]) == line["ms"]
-        # bfloat16 rounds logits by 2^-9 of their size, FP8 by 2^-4; they are far below 1.
+        # bfloat16 rounds logits by 2^-9 of their size, FP8 by 2^-4; they are about 1 at most.
         assert abs(line["loss_first"]) < 2**-8
-        assert line["losses"] == sorted(line["losses"], reverse=True)
-    for version in [*lines][1:]:
+        assert len(line["losses"]) == 10 and line["losses"][-1] < line["losses"][0]
+    assert lines["theirs"]["replaced"] == {}
+    counted = lambda version, word: sum(
+        n for what, n in lines[version]["replaced"].items() if word in what
+    )
+    assert [counted(version, "rms_norm") for version in VERSIONS_OF_STEPS] == [0, 1, 1]
+    assert [counted(version, "fp8") for version in VERSIONS_OF_STEPS] == [0, 0, 1]
+    for version in VERSIONS_OF_STEPS[1:]:
         assert "rms_norm_forward" in lines[version]["kernels"], version
-        if "fp8" in version:
-            assert lines[version]["losses"] != lines["theirs"]["losses"]
+    assert lines["fuse, fp8"]["losses"] != lines["theirs"]["losses"]
 
 
 @pytest.mark.newest
 def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, capsys):
-    lines, failed = measure_steps(monkeypatch, capsys, norm=False)
+    lines, failed = measure_steps(monkeypatch, capsys, served=False)
     assert [*lines] == ["theirs"]
-    without = "not measured: its program calls no norm of ours"
-    versions = "swap", "swap, fp8", "fp8, fused norms"
-    assert failed == [f"toy, {version}: {without}" for version in versions]
+    without = "not measured: nothing was replaced"
+    assert failed == [f"toy, {version}: {without}" for version in VERSIONS_OF_STEPS[1:]]
 
 
 def toy_steps(*flags, **environment) -> subprocess.CompletedProcess:
@@ -366,16 +373,26 @@ def test_steps_compiled_before_are_found_and_others_are_said(tmp_path):
     cache = processes.compilation_cache(tmp_path)
     first = toy_steps("--compile-only", **cache)
     assert (first.returncode, first.stdout) == (0, ""), first.stderr
-    assert first.stderr.count(": compiled, ") == 4 and "loss" not in first.stderr
+    assert first.stderr.count(": compiled, ") == 3 and "loss" not in first.stderr
     again = toy_steps(**cache)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count(": found in the cache, ") == again.stdout.count('{"model"') == 4
+    assert again.stderr.count(": found in the cache, ") == again.stdout.count('{"model"') == 3
     assert "not in the cache" not in again.stdout
     others = toy_steps("--tokens", 64, **cache)
     assert others.returncode == 0, others.stderr
-    versions = "theirs", "swap", "swap, fp8", "fp8, fused norms"
     said = [line for line in others.stdout.splitlines() if "not in the cache" in line]
-    assert said == [f"toy, {name}: was not in the cache, so compiled here" for name in versions]
+    names = [f"toy, {name}" for name in VERSIONS_OF_STEPS]
+    assert said == [f"{name}: was not in the cache, so compiled here" for name in names]
+
+
+@pytest.mark.newest
+def test_what_becomes_of_a_step_is_told_without_compiling_it():
+    done = toy_steps("--trace-only", "--versions", "fuse")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^theirs: the gradient is traced in \d", done.stdout, re.M)
+    assert re.search(r"^fuse: the gradient is traced in .* x theirs$", done.stdout, re.M)
+    assert "rms_norm" in done.stdout and "fp8" not in done.stdout
+    assert "compiled" not in done.stderr
 
 
 def test_steps_are_not_compiled_alone_without_a_cache():

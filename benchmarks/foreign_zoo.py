@@ -1,0 +1,506 @@
+"""Public models at their real sizes, with the loss and the inputs of their own users.
+
+Packages are in `foreign_models.txt`. What has no package is a checkout in a folder that is given by
+`--folder`, under the name of its repository:
+
+    git clone https://github.com/OWNER/NAME build/foreign_src/NAME    # and check out COMMIT
+
+Modules that these import but that no training step needs, such as storage clients, loggers and
+other frameworks, need not be installed: empty ones stand in for them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import math
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import foreign_models
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import yaml
+from flax import nnx
+from foreign_models import Model, dantinox, eqx_zoo, gemma_linen, tunix_call
+
+REPOSITORIES = {  # by the folder that is searched: owner, and the commit that was measured
+    "EasyLM": ("young-geng", "fe5b2c354e25d697fce7cd225e23bbbe72570da3"),
+    "t5x": ("google-research", "cc342d419ec3e3e9c4bf1df33c82330cafdc1e16"),
+    "shortcut-models": ("kvfrans", "601004348667094e1b71f30942199759412d4432"),
+    "big_vision": ("google-research", "0127fb6b337ee2a27bf4e54dea79cff176527356"),
+    "levanter/src": ("stanford-crfm", "9263f81e8b453241332c2c0b2d2001bfb2d2241c"),
+    "maxtext/src": ("AI-Hypercomputer", "e591f30cbbf217ed67ef71263ec0538239f9c3b8"),
+    "openpi/src": ("Physical-Intelligence", "15a9616a00943ada6c20a0f158e3adb39df2ccac"),
+}
+NEEDLESS = {"aqt", "augmax", "cloudpickle", "gcsfs", "orbax", "pathwaysutils", "qwix", "tensorflow"}
+NEEDLESS |= {"tensorstore", "tokamax", "torch", "wandb"}
+# Of these even what is there is not imported: it asks for versions, or for what is needless.
+EMPTY = ["transformers.dependency_versions_check", "levanter.compat.hf_checkpoints"]
+EMPTY += ["openpi.models_pytorch", "openpi.models_pytorch.pi0_pytorch"]
+EMPTY += ["openpi.shared.array_typing"]
+EMPTY += ["maxtext.configs.pyconfig", "maxtext.configs.types"]
+EMPTY += [f"maxtext.utils.{name}" for name in ("elastic_utils", "maxtext_utils")]
+EMPTY += [f"maxtext.kernels.attention.{name}_attention" for name in ("jax_flash", "ragged", "usp")]
+EMPTY += [f"maxtext.kernels.attention.{name}_attention" for name in ("tokamax_ring", "ulysses")]
+
+
+# ---------------------------------------------------------------- where they are
+
+
+class Anything(type):
+    """A class of which everything can be asked, called, derived and subscripted."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
+
+    def __call__(cls, *_: Any, **__: Any) -> Any:
+        return Nothing
+
+    def __getitem__(cls, _: Any) -> Any:
+        return Nothing
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def __or__(cls, other: Any) -> Any:
+        return other
+
+    __ror__ = __or__
+
+
+class Nothing(metaclass=Anything):
+    """What a module that is not there has."""
+
+
+class Empty(types.ModuleType):
+    """A module that is not there."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__ = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves empty modules for what is not installed and needed by nothing that runs."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.split(".")[0] in NEEDLESS or name in NEEDLESS:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return Empty(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def imported(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def look_in(folders: list[pathlib.Path]) -> None:
+    """Makes the models' sources importable."""
+    checkouts = [folder / name for folder in folders for name in REPOSITORIES]
+    foreign_models.look_in(folders + [each for each in checkouts if each.is_dir()])
+    sys.meta_path.append(Finder())
+    sys.modules.update({name: Empty(name) for name in EMPTY})
+    typing: Any = sys.modules["openpi.shared.array_typing"]
+    typing.typecheck, typing.disable_typechecking = (
+        lambda function: function,
+        contextlib.nullcontext,
+    )
+
+
+# ---------------------------------------------------------------- inputs and losses
+
+
+Batch = tuple[Any, Any]  # inputs of the model, and what it should predict
+
+
+def words(rows: int, length: int, vocabulary: int) -> Batch:
+    """Random tokens, and the one after each."""
+    tokens = jax.random.randint(jax.random.key(2), (rows, length + 1), 0, vocabulary)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean over tokens, by optax, in float32."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
+    return jnp.mean(losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model whose step is measured.
+
+    Attributes:
+      make: makes it, given sizes that replace its own.
+      layers, vocabulary, length: what that calls its number of layers, of tokens or classes, and
+        the longest sequence.
+      classes: how many tokens or classes it has.
+      rows, seq: sequences, or images, of a step, and the tokens of each.
+      cast: parameters are cast to bfloat16 before the forward.
+      batch: makes inputs and what should be predicted, for (rows, tokens of each, classes).
+      loss: of what the model computes, and what it should.
+    """
+
+    make: Callable[..., Model]
+    layers: str
+    vocabulary: str
+    length: str = ""
+    classes: int = 0
+    rows: int = 4
+    seq: int = 2048
+    cast: bool = False
+    batch: Callable[[int, int, int], Batch] = words
+    loss: Callable[[Any, Any], jax.Array] = cross_entropy
+
+
+# ---------------------------------------------------------------- language models
+
+
+def positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def tunix_qwen3(**sizes: Any) -> Model:
+    """Qwen3 1.7B in Tunix, with the mixed precision of its configuration."""
+    module = imported("tunix.models.qwen3.model")
+    config = dataclasses.replace(module.ModelConfig.qwen3_1p7b(), dtype=jnp.bfloat16, **sizes)
+    return Model(module.Qwen3(config, rngs=nnx.Rngs(0)), tunix_call)
+
+
+def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes arrays even where a program is traced."""
+    return functools.wraps(function)(jax.ensure_compile_time_eval()(function))
+
+
+def bfloat16_dantinox(**sizes: Any) -> Model:
+    """A decoder of DantinoX that multiplies in bfloat16.
+
+    Casting its parameters, as its trainer does, leaves its embedding in float32: `nnx.Embed` keeps
+    the dtype that it was made with. All products after it are in float32 then. Its tables of angles
+    are no part of its state, so they are computed at once.
+    """
+    attention = imported("dantinox.core.attention").BaseAttention
+    attention._compute_angle = at_once(attention._compute_angle)
+    made = dantinox(**DANTINOX | sizes)
+    made.model.embed.dtype = jnp.bfloat16
+    return made
+
+
+def easylm_llama(**sizes: Any) -> Model:
+    """EasyLM's Llama 1B, of 16 layers, without rematerialisation."""
+    module = imported("EasyLM.models.llama.llama_model")
+    updates = {"base_model": "llama_1b", "num_hidden_layers": 16, "remat_policy": ""} | sizes
+    default = module.LLaMAConfigurator.get_default_config()
+    for name, size in updates.items():
+        default[name] = size
+    config = module.LLaMAConfigurator.finalize_config(default)
+    model = module.FlaxLLaMAForCausalLMModule(config, dtype=jnp.bfloat16)
+    return Model(model, lambda m, x: m(x, jnp.ones_like(x), positions(x)).logits)
+
+
+def easylm_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """That of its trainer."""
+    module = imported("EasyLM.jax_utils")
+    return module.cross_entropy_loss_and_accuracy(logits, labels)[0]
+
+
+def flax_gpt2(**sizes: Any) -> Model:
+    """GPT-2 large of Hugging Face."""
+    module = imported("transformers.models.gpt2.modeling_flax_gpt2")
+    config = imported("transformers").GPT2Config(**GPT2 | sizes)
+    model = module.FlaxGPT2LMHeadModule(config, dtype=jnp.bfloat16)
+    return Model(model, lambda m, x: m(x, jnp.ones_like(x), positions(x)).logits)
+
+
+def one_hot_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """That of Hugging Face's `run_clm_flax.py`."""
+    hot = jax.nn.one_hot(labels, logits.shape[-1])
+    return jnp.mean(optax.softmax_cross_entropy(logits.astype(jnp.float32), hot))
+
+
+def t5x_decoder(**sizes: Any) -> Model:
+    """T5X's decoder: DenseGeneral, gated gelu, and a learned bias of relative positions."""
+    module = imported("t5x.examples.decoder_only.network")
+    model = module.DecoderWrapper(module.TransformerConfig(**T5X | sizes))
+    return Model(model, lambda m, x: m(x, x, enable_dropout=False))
+
+
+def levanter_llama(backend: str, **sizes: Any) -> Model:
+    """Levanter's Llama, which computes its loss itself."""
+    haliax, lm = map(imported, ("haliax", "levanter.models.lm_model"))
+    attention = imported("levanter.layers.attention")
+    heavy: Any = sys.modules["levanter.compat.hf_checkpoints"]
+    heavy.HFCompatConfig = lm.LmConfig  # without what reads and writes checkpoints
+    module = imported("levanter.models.llama")
+    if not hasattr(
+        imported("jax").core, "is_constant_dim"
+    ):  # haliax's copy of this function asks JAX for it
+        imported("haliax._src.dot")._jittable_dg_einsum = jnp.einsum
+    sizes = LEVANTER | sizes
+    vocabulary = haliax.Axis("vocab", sizes.pop("vocab_size"))
+    config = module.LlamaConfig(**sizes, attn_backend=attention.AttentionBackend[backend])
+    model = module.LlamaLMHeadModel.init(vocabulary, config, key=jax.random.key(0))
+
+    def forward(model, tokens):
+        named = haliax.named(tokens, (haliax.Axis("batch", len(tokens)), config.Pos))
+        last = lm.LmExample.causal_loss_mask(config.Pos)
+        example = lm.LmExample(named, last, attention.AttentionMask.causal())
+        mean = lambda losses, where, axis: haliax.mean(losses, axis, where=where > 0)
+        return lm.compute_next_token_loss(model, example, reduction=mean).scalar()
+
+    return Model(model, forward)
+
+
+class MaxText(nnx.Module):
+    """A decoder of MaxText's layers: what surrounds them in its trainer is made of settings."""
+
+    def __init__(self, **sizes: Any):
+        parts = "embeddings", "linears", "normalizations"
+        embeddings, linears, norms = (imported(f"maxtext.layers.{name}") for name in parts)
+        common, llama = map(imported, ("maxtext.common.common_types", "maxtext.models.llama2"))
+        file = pathlib.Path(llama.__file__).parents[1] / "configs" / "base.yml"
+        sizes = yaml.safe_load(file.read_text()) | MAXTEXT | sizes
+        block = common.DecoderBlockType.LLAMA2
+        config = types.SimpleNamespace(
+            **sizes | {"shard_mode": common.ShardMode.AUTO, "decoder_block": block}
+        )
+        axes = tuple(config.mesh_axes)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axes)), axes)
+        rngs = nnx.Rngs(0)
+        self.mode = common.MODEL_MODE_TRAIN
+        options = {"config": config, "mesh": mesh, "dtype": config.dtype, "rngs": rngs}
+        self.embed = embeddings.Embed(config.vocab_size, config.emb_dim, **options)
+        self.layers = nnx.List(
+            llama.LlamaDecoderLayer(config, self.mode, mesh, rngs)
+            for _ in range(config.num_decoder_layers)
+        )
+        options = {"dtype": config.dtype, "weight_dtype": config.weight_dtype, "rngs": rngs}
+        epsilon = config.normalization_layer_epsilon
+        self.norm = norms.RMSNorm(config.emb_dim, epsilon=epsilon, **options)
+        self.head = linears.DenseGeneral(config.emb_dim, config.vocab_size, **options)
+
+    def __call__(self, tokens: jax.Array, segments: jax.Array, places: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x, _ = layer(x, segments, places, True, self.mode)
+        return self.head(self.norm(x))
+
+
+def packed(rows: int, length: int, vocabulary: int) -> Batch:
+    """Random tokens with the sequence of each, here one a row, and its place there."""
+    tokens, labels = words(rows, length, vocabulary)
+    return (tokens, jnp.ones_like(tokens), positions(tokens)), labels
+
+
+def computed(loss: jax.Array, _: Any) -> jax.Array:
+    """That of a model which computes it."""
+    return loss
+
+
+# ---------------------------------------------------------------- images
+
+
+def dit(**sizes: Any) -> Model:
+    """DiT-XL/2 on latents of 4 channels."""
+    module = imported("model")
+    module.core = types.SimpleNamespace(as_named_shape=lambda shape: shape)  # which JAX had
+    return Model(module.DiT(**DIT | sizes), lambda m, inputs: m(*inputs, train=True))
+
+
+def latents(rows: int, length: int, classes: int) -> Batch:
+    """Latents with noise, times, steps, and classes; and the velocities to predict."""
+    keys, side = jax.random.split(jax.random.key(2), 4), 2 * math.isqrt(length)
+    clean, noise = jax.random.normal(keys[0], (2, rows, side, side, 4))
+    time = jax.random.randint(keys[1], (rows,), 0, 128) / 128
+    t = time[:, None, None, None]
+    mixed = (1 - (1 - 1e-5) * t) * noise + t * clean
+    labels = jax.random.randint(keys[2], (rows,), 0, classes)
+    return (mixed, time, jnp.full(rows, 7.0), labels), clean - (1 - 1e-5) * noise
+
+
+def squared_error(predicted: jax.Array, wanted: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.mean((predicted - wanted) ** 2, axis=(1, 2, 3)))
+
+
+def vit(**sizes: Any) -> Model:
+    """ViT-L/16 of big_vision, as its configuration for ImageNet-21k has it."""
+    module = imported("big_vision.models.vit")
+    options = {"num_classes": 21843, "pool_type": "gap", "posemb": "learn", "dtype_mm": "bfloat16"}
+    model = module.Model(variant="L/16", **options | sizes)
+    return Model(model, lambda m, images: m(images, train=True)[0])
+
+
+def images(rows: int, length: int, classes: int) -> Batch:
+    keys, side = jax.random.split(jax.random.key(2)), 16 * math.isqrt(length)
+    labels = jax.random.randint(keys[1], (rows,), 0, classes)
+    pixels = jax.random.uniform(keys[0], (rows, side, side, 3), minval=-1, maxval=1)
+    return pixels, jax.nn.one_hot(labels, classes)
+
+
+def sigmoid_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return imported("big_vision.utils").sigmoid_xent(logits=logits, labels=labels)
+
+
+def pi0(layers: int = 0, vocabulary: int = 0) -> Model:
+    """openpi's π0: PaliGemma, and an expert for actions that shares its attention."""
+    gemma, siglip = (imported(f"openpi.models.{name}") for name in ("gemma", "siglip"))
+    if layers:
+        whole, variant = gemma.get_config, siglip.decode_variant
+        gemma.get_config = lambda name: dataclasses.replace(whole(name), depth=layers)
+        siglip.decode_variant = lambda name: variant(name) | {"depth": layers}
+    if vocabulary:
+        gemma.PALIGEMMA_VOCAB_SIZE = vocabulary
+    config = imported("openpi.models.pi0_config").Pi0Config()
+    model = imported("openpi.models.pi0").Pi0(config, rngs=nnx.Rngs(0))
+    return Model(model, lambda m, inputs: jnp.mean(m.compute_loss(*inputs)))
+
+
+def observations(rows: int, _: int, vocabulary: int) -> Batch:
+    """A key, observations of three cameras and a prompt, and actions."""
+    module = imported("openpi.models.model")
+    keys, seen = jax.random.split(jax.random.key(2), 4), jnp.ones(rows, bool)
+    pixels = jax.random.uniform(keys[0], (3, rows, 224, 224, 3), minval=-1, maxval=1)
+    observation = module.Observation(
+        images=dict(zip(module.IMAGE_KEYS, pixels)),
+        image_masks=dict.fromkeys(module.IMAGE_KEYS, seen),
+        state=jax.random.normal(keys[1], (rows, 32)),
+        tokenized_prompt=jax.random.randint(keys[2], (rows, 48), 0, vocabulary),
+        tokenized_prompt_mask=jnp.ones((rows, 48), bool),
+    )
+    return (keys[3], observation, jax.random.normal(keys[3], (rows, 50, 32))), None
+
+
+# ---------------------------------------------------------------- all of them
+
+
+LLAMA = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+LLAMA |= {"vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+LLAMA |= {"tie_word_embeddings": True, "max_position_embeddings": 131072}
+DANTINOX = {"num_blocks": 16, "dim": 2048, "n_heads": 16, "vocab_size": 50304}
+GEMMA = {"num_layers": 18, "num_embed": 256128, "embed_dim": 2048, "hidden_dim": 16384}
+GEMMA |= {"num_heads": 8, "head_dim": 256, "num_kv_heads": 1}
+GPT2 = {"n_embd": 1280, "n_layer": 36, "n_head": 20, "n_positions": 1024, "use_cache": False}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+T5X = {"vocab_size": 32000, "dtype": jnp.bfloat16, "emb_dim": 2048, "num_heads": 16}
+T5X |= {"num_layers": 16, "head_dim": 128, "mlp_dim": 5504, "dropout_rate": 0.0}
+T5X |= {"mlp_activations": ("gelu", "linear")}
+LEVANTER = {"hidden_dim": 2048, "intermediate_dim": 5504, "num_layers": 16, "num_heads": 16}
+LEVANTER |= {"num_kv_heads": 16, "vocab_size": 32000, "gradient_checkpointing": False}
+MAXTEXT = {"emb_dim": 2048, "mlp_dim": 5504, "num_query_heads": 16, "num_kv_heads": 16}
+MAXTEXT |= {"head_dim": 128, "num_decoder_layers": 16, "vocab_size": 32000, "scan_layers": False}
+MAXTEXT |= {"dtype": jnp.bfloat16, "weight_dtype": jnp.float32, "attention": "dot_product"}
+MAXTEXT |= {"micro_batch_size_to_train_on": 4, "using_pipeline_parallelism": False}
+DIT = {"patch_size": 2, "hidden_size": 1152, "depth": 28, "num_heads": 16, "mlp_ratio": 4}
+DIT |= {"out_channels": 4, "class_dropout_prob": 0.1, "num_classes": 1000}
+
+MODELS = {
+    "eqx-zoo Llama 3.2 1B (Equinox)": Case(
+        lambda **sizes: eqx_zoo("LlamaForCausalLM", **LLAMA | sizes),
+        "num_hidden_layers",
+        "vocab_size",
+        classes=128256,
+        cast=True,
+    ),
+    "Tunix Qwen3 1.7B (nnx)": Case(tunix_qwen3, "num_layers", "vocab_size", classes=151936),
+    "DantinoX decoder 1.2B (nnx)": Case(
+        bfloat16_dantinox, "num_blocks", "vocab_size", "max_context", classes=50304, cast=True
+    ),
+    "gemma-llm Gemma 2B (Linen)": Case(
+        lambda **sizes: gemma_linen(**GEMMA | sizes),
+        "num_layers",
+        "num_embed",
+        classes=256128,
+        rows=2,
+        cast=True,
+    ),
+    "EasyLM Llama .94B (Linen)": Case(
+        easylm_llama, "num_hidden_layers", "vocab_size", classes=32000, loss=easylm_loss
+    ),
+    "Hugging Face GPT-2 .77B (Linen)": Case(
+        flax_gpt2,
+        "n_layer",
+        "vocab_size",
+        classes=50257,
+        rows=8,
+        seq=1024,
+        loss=one_hot_cross_entropy,
+    ),
+    "T5X decoder .94B (Linen)": Case(t5x_decoder, "num_layers", "vocab_size", classes=32000),
+    "Levanter Llama .94B (Equinox)": Case(
+        functools.partial(levanter_llama, "VANILLA"),
+        "num_layers",
+        "vocab_size",
+        "seq_len",
+        classes=32000,
+        cast=True,
+        loss=computed,
+    ),
+    "Levanter Llama .94B, its flash attention (Equinox)": Case(
+        functools.partial(levanter_llama, "JAX_FLASH"),
+        "num_layers",
+        "vocab_size",
+        "seq_len",
+        classes=32000,
+        cast=True,
+        loss=computed,
+    ),
+    "MaxText's layers, Llama .94B (nnx)": Case(
+        lambda **sizes: Model(MaxText(**sizes), lambda m, inputs: m(*inputs)),
+        "num_decoder_layers",
+        "vocab_size",
+        "max_target_length",
+        classes=32000,
+        batch=packed,
+    ),
+    "DiT-XL/2 .68B (Linen)": Case(
+        dit,
+        "depth",
+        "num_classes",
+        classes=1000,
+        rows=32,
+        seq=256,
+        batch=latents,
+        loss=squared_error,
+    ),
+    "big_vision ViT-L/16 .32B (Linen)": Case(
+        vit,
+        "depth",
+        "num_classes",
+        classes=21843,
+        rows=64,
+        seq=196,
+        batch=images,
+        loss=sigmoid_loss,
+    ),
+    "openpi PaliGemma, π0 3.2B (nnx)": Case(
+        pi0,
+        "layers",
+        "vocabulary",
+        classes=257152,
+        rows=8,
+        seq=867,
+        batch=observations,
+        loss=computed,
+    ),
+}
