@@ -344,6 +344,8 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         _close_output()
+    except MemoryError:
+        return _fail("out of memory: this process may not have as much as it needs (ulimit -v)", 1)
     except OSError as error:  # a full disk, a file that vanished: no bug, so no traceback
         return _fail(reason(error), 1)
     return 0

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
+from normfuse.train import cli
 from normfuse.train.cli import main
 from normfuse.train.display import shell_command
 
@@ -64,6 +65,7 @@ def test_unknown_command_suggests_the_nearest(capsys):
 def test_flags_are_read_without_jax(argv):
     program = f"""
 import sys
+from normfuse.train import cli
 from normfuse.train.cli import main
 main({argv!r})
 heavy = {{"jax", "flax", "equinox", "orbax", "grain", "optax", "matplotlib"}} & set(sys.modules)
@@ -97,6 +99,7 @@ def test_commands_without_the_extras():
     program = f"""
 import contextlib, io, json, sys
 sys.modules.update(dict.fromkeys({_EXTRAS.split()!r}))
+from normfuse.train import cli
 from normfuse.train.cli import main
 for argv in {[argv for argv, *_ in _COMMANDS]!r}:
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -118,3 +121,13 @@ def test_reader_that_leaves_early_is_no_error():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.stdout.startswith("usage: normfuse train")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_no_memory_is_one_line(monkeypatch, capsys):
+    def fail(_):
+        raise MemoryError
+
+    monkeypatch.setattr(cli, "run", fail)
+    assert cli.main(["cache"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: out of memory") and error.count("\n") == 1
