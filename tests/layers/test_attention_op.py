@@ -18,15 +18,13 @@ from normfuse import attention
 from normfuse.layers.attention import blocks
 from normfuse.native.jax_private import described_cudnn
 
-pytestmark = pytest.mark.optimized
-
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 _block = blocks._block
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
-    """Several blocks of each length here; the others have them only from 256 tokens on."""
+    """Several blocks of each length here; for users there are several from 128 tokens on."""
     jax.clear_caches()
     blocks._block = lambda length, keys, *_: (min(length, 16), min(keys, 24))
     yield
@@ -201,6 +199,7 @@ CASES = [(), *[(o,) for o in OPTIONS], *PAIRS]
 DTYPES = [f32, bf16, f16]
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "names, dtype",
     [(names, DTYPES[i % 3]) for i, names in enumerate(CASES)],
@@ -215,6 +214,7 @@ def test_values_and_gradients_are_those_of_float64(rng, names, dtype):
 ALL = ("bias", "mask", "window", "segments", "softcap")
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", [jnp.float64, *DTYPES])
 def test_all_options_at_once(rng, dtype):
     with jax.enable_x64(dtype == jnp.float64):
@@ -224,6 +224,7 @@ def test_all_options_at_once(rng, dtype):
     Reference(*operands, **options).check(found)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("length, keys", [(1, 1), (1, 50), (7, 7), (50, 1), (40, 70), (70, 33)])
 def test_lengths(rng, length, keys):
     operands = draw(rng, length=length, keys=keys)
@@ -236,6 +237,7 @@ def test_lengths(rng, length, keys):
         Reference(*operands, **options).check(both(*operands, **options))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", [f32, bf16])
 def test_length_2049_in_the_blocks_of_users(rng, monkeypatch, dtype):
     monkeypatch.setattr(blocks, "_block", _block)
@@ -549,21 +551,21 @@ def test_vmap_and_second_derivatives_on_an_explicit_mesh(eight_devices, rng):
     q, k, v, bias, *_ = sharded_case(rng, 8, 4)
     one = lambda q, k, v, bias: jnp.sum(jnp.sin(attention(q, k, v, bias=bias, causal=True)))
     every = lambda q, k, v, bias: jnp.sum(jax.vmap(one, (0, 0, 0, None))(q, k, v, bias))
-    gradient = jax.grad(every, (0, 3))
-    twice = lambda *a: jax.jvp(gradient, a, a)[1]
+    twice = jax.jit(lambda *a: jax.jvp(jax.grad(every, (0, 3)), a, a))
     stacked = [jnp.stack([a, a / 2]) for a in (q, k, v)]
     mesh = mesh_of(AxisType.Explicit)
     with jax.set_mesh(mesh):
         put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
         placed = [put(a, P(None, "x", None, "y")) for a in stacked]
         operands = *placed, put(bias, P(None, "y"))
-        found = jax.jit(gradient)(*operands), jax.jit(twice)(*operands)
-    close(found, (gradient(*stacked, bias), twice(*stacked, bias)), 1e-4)
+        found = twice(*operands)
+    close(found, twice(*stacked, bias), 1e-4)
 
 
 # ---------------------------------------------------------------- blocks
 
 
+@pytest.mark.optimized
 def test_memory_is_linear_in_the_length(monkeypatch):
     """No temporary of the forward and backward is of length times length."""
     monkeypatch.setattr(blocks, "_block", _block)
@@ -590,9 +592,9 @@ def test_blocks_that_are_hidden_are_skipped(rng):
         ({"segment_ids": jnp.tile(rows // 48, (2, 1))}, rows < 48),
     ]
     for options, clean in cases:
-        found = jax.jit(functools.partial(attention, **options))(q, k, spoilt)
-        expected = attention(q, k, v, **options)
-        close(found[:, clean], expected[:, clean])
+        function = jax.jit(functools.partial(attention, **options))
+        found = function(q, k, spoilt)
+        close(found[:, clean], function(q, k, v)[:, clean])
         assert jnp.isnan(found[:, 48:72]).all()
 
 
