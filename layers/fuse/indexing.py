@@ -148,10 +148,11 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if along:
             ((i, step),) = along.items()
             count, source = indices[i], outer[i]
-        ends = first, first + step * (count - 1)
-        if min(ends) < 0 or max(ends) >= shape[d]:
+        last = first + step * (count - 1)
+        low, high = (first, last) if step > 0 else (last, first)
+        if low < 0 or high >= shape[d]:
             raise Left("its indices are not within bounds")
-        places.append((min(ends), step, count, source))
+        places.append((low, step, count, source))
     order = [source for _, _, count, source in places if source is not None and count != 1]
     others = [i for i in range(len(elements)) if i not in order]
     if len({*order}) < len(order) or any(elements[i] != 1 for i in others):
@@ -298,6 +299,9 @@ def found(program: Program) -> Iterator[Site | tuple[int, str]]:
                 reads, served, compute = written(program, equation, grids)
         except Left as reason:
             yield out, str(reason)
+            continue
+        except jax.errors.InconclusiveDimensionOperation:
+            yield out, "its sizes are not known"
             continue
         sizes = (" x ".join(map(str, n)) or "1" for n in (one.count, one.shape))
         what = f"indexing {' of '.join(sizes)}, {aval.dtype.name}"

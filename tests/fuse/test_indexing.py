@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
 
 import normfuse
 
@@ -79,6 +79,11 @@ SERVED = {  # the function, the shapes of its arguments, and what serves each ro
         lambda x, a, b: x.at[2].set(a).at[0].set(b).at[1].set(a * b),
         [SHAPE, ROW, ROW],
         ["concatenation"],
+    ),
+    "rows that overlap": (
+        lambda a, b: jnp.zeros((5, E)).at[:3].set(a).at[2:4].set(b),
+        [(3, E), (2, E)],
+        ["pad", UPDATE],
     ),
     "everything": (lambda x, a: x.at[:, jnp.arange(T)].set(a), [SHAPE, SHAPE], ["its update"]),
     "every other": (lambda x, a: x.at[..., ::2].set(a), [SHAPE, HALF], [SELECT]),
@@ -231,6 +236,15 @@ def test_dtypes(function, dtype):
     np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
+def test_integers_that_no_float_holds():
+    with jax.enable_x64(True):
+        function = lambda a: jnp.full(4, 2**62 + 1).at[::2].set(a)
+        reports = []
+        ours = normfuse.fuse(function, report=reports.append)(jnp.arange(2))
+        assert [row.served for row in reports[0].rows] == [SELECT]
+        np.testing.assert_array_equal(ours, [0, 2**62 + 1, 1, 2**62 + 1])
+
+
 def test_given_indices_are_not_told():
     """Neither an embedding's lookup nor a cache's update is a row of the report."""
     reports = []
@@ -259,3 +273,19 @@ def test_second_derivatives():
     for a, b in zip(*map(jax.tree.leaves, (hessian(ours), hessian(function))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert len(reports[0].fused) == 2
+
+
+def test_sizes_that_are_not_known():
+    """A batch of any size is no obstacle; an index of any size is."""
+    reports = []
+    function = lambda x: (x.at[:, ::2].set(x[:, 1::2]), x[jnp.arange(x.shape[0])])
+    ours = jax.jit(normfuse.fuse(function, report=reports.append))
+    x = draw(0, (4, 8))
+    exported = export.export(ours)(
+        jax.ShapeDtypeStruct(export.symbolic_shape("batch, 8"), jnp.float32)
+    )
+    for a, b in zip(exported.call(x), function(x), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+    served = [row.served for row in reports[-1].fused]
+    assert SELECT in served and served.count("strided slice") == 1
+    assert [row.reason for row in reports[-1].left] == ["its sizes are not known"]
