@@ -64,7 +64,7 @@ ffi::Error AmaxImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   const char* target = "normfuse_quantize_amax";
   if (args.size() != 1 || rets.size() != 1) return Invalid(target, "takes x, gives the maximum");
   const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0);
-  const auto maximum = *rets.get<ffi::AnyBuffer>(0);
+  auto maximum = *rets.get<ffi::AnyBuffer>(0);  // not const: the oldest headers have no such ->
   if (maximum->element_type() != ffi::F32) return Invalid(target, "the maximum is float32");
   const int64_t count = static_cast<int64_t>(x.element_count());
   if (!IsInput(x.element_type())) return Invalid(target, "x has a dtype that is not quantized");
@@ -203,7 +203,7 @@ ffi::Error CastImpl(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
     codes[which] = static_cast<uint8_t*>((*result)->untyped_data());
     ++next;
   }
-  const auto scale = *rets.get<ffi::AnyBuffer>(next);
+  auto scale = *rets.get<ffi::AnyBuffer>(next);
   if (scale->element_type() != ffi::F32) return Invalid(target, "the scale is float32");
   if (scale->element_count() != 1) return Invalid(target, "the scale is one number");
   if (maxima.element_count() == 0) return Invalid(target, "there are no maxima");
