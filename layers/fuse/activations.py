@@ -145,7 +145,7 @@ class Activations:
             case "integer_pow" | "square" if power in (2, 3):
                 square = p.times(p)
                 return square if power == 2 or square is None else square.times(p)
-            case "convert_element_type" | "copy":
+            case "convert_element_type" | "copy" | "pcast" | "pvary":
                 return p
         return None
 
@@ -207,6 +207,6 @@ def known() -> dict[str, Any]:
 
 _KNOWN: dict[str, Any] = {}
 _READ = frozenset(
-    "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg pow "
-    "square sub tanh".split()
+    "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
+    "pcast pow pvary square sub tanh".split()
 )

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .indices import region
+from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Left, Program, Site
 from .scores import Form, Mask, Operands, ScoreForms, at_ends
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
+LARGEST_BIAS = 1e4
+"""Of a number that is added to scores: beside larger ones float32 rounds the scores away."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +48,7 @@ class Attention(Site):
         masks = [place(read(m.value), m.dims) == m.keep for m in p.masks]
         if p.fixed is not None:
             masks.append(jnp.asarray(p.fixed)[None, None])
-        biases = [place(read(b), dims).astype(jnp.float32) * f for b, dims, f in p.biases]
+        biases = [_times(place(read(b), dims), factor) for b, dims, factor in p.biases]
         y = attend(
             q,
             k,
@@ -242,6 +244,10 @@ def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
+        if (two := two_valued(g, bias)) and max(map(abs, two[1:])) * abs(factor) > LARGEST_BIAS:
+            raise Left("what is added to the scores is too large a number for their softmax")
+        if parts.dtype.itemsize == 2 and (g.avals[bias].dtype != parts.dtype or factor != 1):
+            raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
         parts.biases.append((bias, dims, factor))
 
 
@@ -314,7 +320,7 @@ def _plane(g: Program, m: Mask, queries: list, keys: Labels) -> Any:
 
 
 def classified(keep: Any) -> tuple[bool, int | None, Any]:
-    """(causal, window, mask) of a constant mask: the mask itself is None where the others say it."""
+    """(causal, window, mask) of a constant mask; None for the mask where the others say it."""
     t, s = keep.shape
     behind = np.arange(t)[:, None] - np.arange(s)
     width = int(behind.max(where=keep, initial=0)) + 1
@@ -342,6 +348,23 @@ def _summary(p: Parts) -> str:
 # ---------------------------------------------------------------- what computes it
 
 
+def _times(bias: Any, factor: float) -> Any:
+    return bias if factor == 1 else bias.astype(jnp.float32) * factor
+
+
+@jax.custom_jvp
+def _spoiled(x: Any, wrong: Any) -> Any:
+    """x, with gradients that are NaN where something is wrong."""
+    del wrong
+    return x
+
+
+@_spoiled.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    x, wrong = primals
+    return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
+
+
 def attend(q, k, v, *, bias, mask, causal, window, softcap, scale, empty, added):
     """`normfuse.attention`, with rows that see nothing as the user's own code has them."""
     from ..attention import attention
@@ -359,18 +382,23 @@ def attend(q, k, v, *, bias, mask, causal, window, softcap, scale, empty, added)
 
         def general(q, k, v, bias, mask):
             number = jnp.where(mask, 0.0, jnp.float32(added))
-            return attention(q, k, v, bias=number if bias is None else bias + number, **options)
+            whole = number if bias is None else bias.astype(jnp.float32) + number
+            return attention(q, k, v, bias=whole, implementation="xla", **options)
 
         specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
         return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
-    y = plain(q, k, v)
-    some = some.swapaxes(1, 2)[..., None]
     if empty == "zero":
-        return y
+        return plain(q, k, v)
+    rows = some.swapaxes(1, 2)[..., None]
     if empty == "nan":
-        return jnp.where(some, y, jnp.nan)
+        # The softmax of such a row is NaN for all keys. The mask stops its gradient to the scores,
+        # and nothing the one to the values.
+        head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
+        head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
+        return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
     mean = jnp.mean(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
-    return jnp.where(some, y, jnp.repeat(mean.astype(y.dtype), q.shape[2] // k.shape[2], 2))
+    y = plain(q, k, v)
+    return jnp.where(rows, y, jnp.repeat(mean.astype(y.dtype), q.shape[2] // k.shape[2], 2))
 
 
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:

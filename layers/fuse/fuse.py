@@ -1,4 +1,4 @@
-"""`fuse`: one line that puts fused operations into anybody's function, proved from its equations."""
+"""`fuse`: one line that puts fused operations into anybody's function, proved by its equations."""
 
 import collections
 import functools
@@ -144,12 +144,16 @@ def rewritten(
         results = program.run(arrays)
     else:
         results = _with_codes(program, arrays)
-    results = [
-        y if isinstance(y, jax.Array) else jnp.asarray(y, a.dtype)
-        for y, a in zip(results, closed.out_avals)
-    ]
+    results = [_array(y, aval) for y, aval in zip(results, closed.out_avals)]
     conclude(program, rows, function, skip, report)
     return results
+
+
+def _array(y: Any, aval: Any) -> Any:
+    """Returns a result that is a number in the program as an array."""
+    if isinstance(y, jax.Array):
+        return y
+    return jnp.asarray(np.asarray(y).item()) if aval.weak_type else jnp.asarray(y, aval.dtype)
 
 
 def _with_codes(program: Program, arrays: Sequence[Any]) -> list[Any]:
@@ -163,6 +167,9 @@ def _with_codes(program: Program, arrays: Sequence[Any]) -> list[Any]:
 # ---------------------------------------------------------------- what is replaced
 
 
+GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
+
+
 def plan(
     program: Program, quantization: Quantization, skip: Skip
 ) -> list[tuple[Program, Site | None, Row]]:
@@ -171,9 +178,12 @@ def plan(
     for each in program.all_programs():
         sites, left = _found(each, quantization)
         kept = []
+        inside = any("transpose(" in str(e.scope) for e in each.equations)
         for site in sites:
             row = Row(each.line(site.outs[0]), site.what + each.within, site.served)
-            if _skipped(skip, row):
+            if inside and "jvp(" in str(each.maker[site.outs[0]].scope):
+                left.append((site.outs[0], site.what, GRADIENT, site.dead))
+            elif _skipped(skip, row):
                 left.append((site.outs[0], site.what, "skip names it", site.dead))
             else:
                 kept.append(site)

@@ -1,10 +1,11 @@
-"""What a program's integers say of positions: affine functions of them, and masks that compare such.
+"""Integers of a program as affine functions of positions, and masks that compare such.
 
 Proved from the equations (iota, sums, comparisons), so that a causal mask of any length is never
 computed to be recognised.
 """
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,8 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
             return a.times(-1) if (a := back(0)) else None
         case "convert_element_type" | "copy" | "stop_gradient" | "sharding_constraint":
             return back(0)
+        case "pvary" | "pcast":
+            return back(0)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             given = program.avals[made.ins[0]].shape
             return _moved(made, a, given, aval) if (a := back(0)) else None
@@ -121,13 +124,13 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
     if (number := program.number(v)) is not None:
         return Region() if number else Region((Affine((0,) * aval.ndim, -1),))
     if made is None:
-        return None
-    p, back = made.params, lambda i: region(program, made.ins[i], depth - 1)
+        return _constant_region(program, v)
+    back = lambda i: region(program, made.ins[i], depth - 1)
     match made.name:
         case "ge" | "gt" | "le" | "lt" | "eq":
             a, b = (_widened(affine(program, v), aval.ndim) for v in made.ins)
             if a is None or b is None:
-                return None
+                return _compared(program, made, depth - 1)
             one = Affine((0,) * aval.ndim, -1 if made.name in ("gt", "lt") else 0)
             up, down = a + b.times(-1) + one, b + a.times(-1) + one
             return Region(
@@ -136,13 +139,11 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
         case "and":
             a, b = back(0), back(1)
             return Region((*a.above, *b.above)) if a and b else None
+        case "ne":
+            return _compared(program, made, depth - 1)
         case "not":
-            a = back(0)
-            if a is None or len(a.above) != 1:
-                return None
-            (one,) = a.above
-            return Region((one.times(-1) + Affine((0,) * aval.ndim, -1),))
-        case "copy" | "stop_gradient" | "sharding_constraint":
+            return (a := back(0)) and _complement(a)
+        case "copy" | "stop_gradient" | "sharding_constraint" | "pvary" | "pcast":
             return back(0)
         case "select_n" if len(made.ins) == 3:  # jnp.tril of booleans
             which, no, yes = (
@@ -156,7 +157,11 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
                 return Region((which.above[0].times(-1) + Affine((0,) * aval.ndim, -1), *no.above))
             return None
         case "convert_element_type":
-            return _number_region(program, made.ins[0], depth - 1)
+            two = two_valued(program, made.ins[0])
+            if two is None or (two[1] != 0) == (two[2] != 0):
+                return None
+            found = region(program, two[0], depth - 1)
+            return found if two[2] or found is None else _complement(found)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             a = back(0)
             given = program.avals[made.ins[0]].shape
@@ -178,18 +183,73 @@ def decided(program: Program, v: int, depth: int = 24) -> bool | None:
     return False if any(high < 0 for _, high in extremes) else None
 
 
-def _number_region(program: Program, v: int, depth: int) -> Region | None:
-    """Of numbers that are 1 where a mask is true, and 0 elsewhere (`jnp.tril(jnp.ones(...))`)."""
+def two_valued(program: Program, v: int, depth: int = 24) -> tuple[int, float, float] | None:
+    """(mask, the number where it is false, and where it is true) of numbers that a mask makes."""
     made = program.maker.get(v)
-    if made is not None and made.name == "convert_element_type":
-        inner = made.ins[0]
-        return region(program, inner, depth) if program.avals[inner].dtype == jnp.bool_ else None
-    if made is not None and made.name == "select_n" and len(made.ins) == 3:
-        numbers = program.number(made.ins[1]), program.number(made.ins[2])
-        found = region(program, made.ins[0], depth)
-        if found is not None and numbers[0] == 0 and numbers[1]:
-            return found
+    if made is None or depth == 0 or not made.ins:
+        return None
+    if made.name == "convert_element_type":
+        if program.avals[made.ins[0]].dtype == jnp.bool_:
+            return made.ins[0], 0.0, 1.0
+        return two_valued(program, made.ins[0], depth - 1)
+    if made.name == "select_n" and len(made.ins) == 3:
+        no, yes = (program.number(u) for u in made.ins[1:])
+        same = program.avals[made.ins[0]].shape == program.avals[v].shape
+        if no is not None and yes is not None and same:
+            return made.ins[0], no, yes
     return None
+
+
+_COMPARED = {
+    "eq": operator.eq,
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+    "ne": operator.ne,
+}
+
+
+def _compared(program: Program, made: Any, depth: int) -> Region | None:
+    """Of a comparison of numbers that a mask makes with one number."""
+    number = program.number(made.ins[1])
+    two = None if number is None else two_valued(program, made.ins[0])
+    if two is None or program.avals[two[0]].shape != program.avals[made.outs[0]].shape:
+        return None
+    no, yes = (_COMPARED[made.name](x, number) for x in two[1:])
+    found = region(program, two[0], depth) if no != yes else None
+    return found if yes or found is None else _complement(found)
+
+
+def _complement(found: Region) -> Region | None:
+    if len(found.above) != 1:
+        return None
+    (one,) = found.above
+    return Region((one.times(-1) + Affine((0,) * len(one.coefficients), -1),))
+
+
+def _constant_region(program: Program, v: int) -> Region | None:
+    """Of an array that was computed outside: where it is a band along two dimensions."""
+    x = program.const(v)
+    if x is None or x.dtype != np.bool_:
+        return None
+    dims = [d for d, n in enumerate(x.shape) if n != 1]
+    if len(dims) != 2 or not x.any():
+        return None
+    t, s = (x.shape[d] for d in dims)
+    behind, keep = np.arange(t)[:, None] - np.arange(s), x.reshape(t, s)
+    low, high = int(behind.min(where=keep, initial=t)), int(behind.max(where=keep, initial=-s))
+    if not (keep == ((low <= behind) & (behind <= high))).all():
+        return None
+    along = lambda sign: tuple(
+        sign if d == dims[0] else -sign if d == dims[1] else 0 for d in range(x.ndim)
+    )
+    above = []
+    if low > -(s - 1):
+        above.append(Affine(along(1), -low))
+    if high < t - 1:
+        above.append(Affine(along(-1), high))
+    return Region(tuple(above))
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:

@@ -30,6 +30,9 @@ class Label:
         self.parts: tuple[Label, Label] | None = None
 
 
+UNCHANGED = "convert_element_type", "copy", "name", "sharding_constraint", "pvary", "pcast"
+"""Equations whose results have their operand's dimensions, and its values but for a cast."""
+
 Labels = tuple[Label, ...]
 Dims = tuple[Labels, ...]
 
@@ -114,9 +117,7 @@ def moved(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> 
         return (
             regroup(dims, shape) if p.get("dimensions") is None or made.name != "reshape" else None
         )
-    if made.name in ("convert_element_type", "copy", "reduce_precision"):
-        return dims
-    return None
+    return dims if made.name in UNCHANGED else None
 
 
 def moved_back(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]) -> Dims | None:
@@ -133,9 +134,7 @@ def moved_back(made: Any, dims: Dims, given: Sequence[int], shape: Sequence[int]
         return (
             regroup(dims, given) if p.get("dimensions") is None or made.name != "reshape" else None
         )
-    if made.name in ("convert_element_type", "copy"):
-        return dims
-    return None
+    return dims if made.name in UNCHANGED else None
 
 
 def arrange(x: Any, dims: Dims, groups: Sequence[Iterable[Label]], full: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""Losses in a program: log-sum-exps and picked elements of a linear layer's logits, without these."""
+"""Losses in a program: log-sum-exps and picked elements of logits, without the logits."""
 
 import dataclasses
 import math
@@ -74,7 +74,8 @@ class Loss(Site):
             y = self._call(read, place, selected, reduction="sum", weights=weights)
             return (self.lse * y).astype(self.aval.dtype)
         if self.labels not in shared:
-            shared[self.labels] = self._call(read, place, None, reduction="none", with_lse=True)
+            options = {"reduction": "none", "with_lse": True}
+            shared[self.labels] = self._call(read, place, None, alone=True, **options)
         loss, lse = shared[self.labels]
         y = self.lse * lse
         if self.labels is not None:
@@ -84,6 +85,8 @@ class Loss(Site):
                 y = y + self.pick * jnp.where(inside, lse - loss, 0)
             elif self.outside == "all 0":
                 y = jnp.where(inside, self.lse * loss, 0)
+            elif self.outside == "nan":  # of the picked element alone
+                y = y + self.pick * jnp.where(inside, lse - loss, jnp.nan)
             else:
                 y = y + self.pick * (lse - loss)
         y = y if selected is None else jnp.where(selected, y, 0)
@@ -92,7 +95,9 @@ class Loss(Site):
         left = tuple((a,) for a in self.rows if a not in self.summed)
         return arrange(y, left, self.dims).astype(self.aval.dtype)
 
-    def _call(self, read: Any, place: Any, selected: Any, **options: Any) -> Any:
+    def _call(
+        self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
+    ) -> Any:
         x, kernel = (
             arrange(read(v), dims, to) for (v, dims), to in zip((self.x, self.kernel), self.to)
         )
@@ -107,7 +112,7 @@ class Loss(Site):
             labels = jnp.zeros(x.shape[:-1], jnp.int32)
         else:
             labels = place(read(self.labels[0]), self.labels[1])
-        if self.outside == "clip":
+        if self.outside == "clip" or self.outside == "nan" and alone:
             labels = jnp.clip(labels, 0, self.vocabulary - 1)
         elif "0" in self.outside:
             labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1

@@ -401,7 +401,10 @@ def _convert(g: Norms, made: Equation, a: Part | None) -> Part | None:
 RULES: dict[str, Any] = {"max": _maximum, "dot_general": _dot, "convert_element_type": _convert}
 RULES |= {"mul": _mul, "div": _div, "add": _add, "add_any": _add, "sub": _sub, "reduce_sum": _sum}
 RULES |= dict.fromkeys(("integer_pow", "pow", "square", "sqrt", "rsqrt"), _power)
-LAYOUT = "transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"
+LAYOUT = (
+    *("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy"),
+    *("pcast", "pvary"),
+)
 RULES |= dict.fromkeys(LAYOUT, _layout)
 
 

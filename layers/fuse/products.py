@@ -83,7 +83,8 @@ class Products:
                 except Left as reason:
                     if str(reason):
                         self.left.append((made.outs[0], str(reason)))
-        self.most = max((m.sizes[0] for m in self.matrices), default=0)
+        counted = [m for m in self.matrices if not self._is_one_hot(m.x[0])]
+        self.most = max((m.sizes[0] for m in counted), default=0)
 
     def _matrix(self, made: Equation) -> Matrix:
         """Raises Left of what is no product of an activation with a parameter."""
@@ -173,7 +174,7 @@ class Products:
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
-        g, (rows, features, columns) = self.program, m.sizes
+        rows, features, columns = m.sizes
         precision = m.made.params.get("precision")
         if precision is not None and "HIGH" in str(precision):
             return "it asks for a higher precision"
@@ -181,10 +182,8 @@ class Products:
             return f"its operands are {m.dtype}"
         if m.made in self.softmaxed:
             return "a softmax or a loss reads its result"
-        if rows < FEW or rows * 16 <= self.most:
-            return f"few rows: {rows}" + (
-                f" where others have {self.most}" if rows < self.most else ""
-            )
+        if self.has_few_rows(m):
+            return f"few rows: {rows}, where others have {self.most}"
         if not fits(features, columns):
             return f"{features if features % 16 else columns} is no multiple of 16"
         if self._is_one_hot(m.x[0]):
@@ -192,6 +191,9 @@ class Products:
         if (reader := self._chooser(m.value)) is not None:
             return f"{reader} reads its result"
         return ""
+
+    def has_few_rows(self, m: Matrix) -> bool:
+        return m.sizes[0] < FEW or m.sizes[0] * 16 <= self.most
 
     def _is_one_hot(self, v: int) -> bool:
         made = self.program.maker.get(v)
@@ -223,7 +225,10 @@ class Products:
         return None
 
 
-_PASSED = ("convert_element_type", "reshape", "squeeze", "expand_dims", "transpose", "copy", "stop_gradient", "broadcast_in_dim")  # fmt: skip
+_PASSED = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze stop_gradient "
+    "transpose".split()
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -292,7 +297,7 @@ def _narrowed(g: Program, m: Matrix) -> tuple[int, Any]:
 
 
 def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, str]]:
-    """Yields the sites of MLPs and, in FP8, of products; a value and the reason where one is left."""
+    """Yields the sites of MLPs and FP8 products; a value and the reason where one is left."""
     g = products.program
     if quantization is not None:
         yield from products.left
@@ -341,7 +346,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
             if g.avals[a].shape == g.avals[b].shape and (named := acts.name(_uncast(g, a))):
                 (activation, gate), up = named, _uncast(g, b)
                 break
-    if gate is None or activation in ("sigmoid", "tanh") and up is None:
+    if products.has_few_rows(m) or gate is None or activation in ("sigmoid", "tanh") and up is None:
         return None
     same = [g.avals[v] for v in (gate, up) if v is not None]
     if any(a.shape != g.avals[hidden].shape or a.dtype.itemsize > 4 for a in same):

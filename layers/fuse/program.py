@@ -122,6 +122,7 @@ class Program:
         self.shadows: dict[int, int] = {}
         self.shadowing: set[Equation] = set()
         self._consts: dict[int, Any] = {}
+        self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
         self._same: dict[Any, Any] = {}
         self._eqns_seen = 0
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
@@ -197,7 +198,13 @@ class Program:
         arguments = frozenset().union(*[self.made_of.get(v, frozenset()) for v in ins])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
-        if equation.name in _COMPUTED and all(v in self._consts for v in ins):
+        if len(equation.outs) == 1 and ins:
+            if all(self.number(v) is not None for v in ins):
+                if (x := self._uniform_of(equation)) is not None:
+                    self._uniform[equation.outs[0]] = x
+            if equation.name in _COMPUTED and all(v in self._consts for v in ins):
+                self._consts[equation.outs[0]] = lambda: self._compute(equation)
+        elif equation.name in _COMPUTED:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
         for key, place, closed, kept in inner_programs(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
@@ -238,15 +245,31 @@ class Program:
 
     def number(self, v: int) -> float | None:
         """The number that all elements of a constant are; None for others."""
-        while (made := self.maker.get(v)) is not None and made.name in _LAYOUT and made.ins:
-            if self.avals[v].size == 0 or self.avals[made.ins[0]].dtype != self.avals[v].dtype:
-                break
-            v = made.ins[0]
-        aval = self.avals[v]
-        if aval.size != 1 or not _is_real(aval.dtype):
+        if v not in self._uniform and v in self.given and v in self._consts:
+            x = self.const(v)  # an array from outside
+            same = x is not None and x.size and _is_real(x.dtype) and (x == x.flat[0]).all()
+            self._uniform[v] = x.reshape(-1)[0] if same else None
+        x = self._uniform.get(v)
+        return None if x is None else float(x)
+
+    def _uniform_of(self, equation: Equation) -> Any:
+        """The number that all elements of a result are, where the operands are such; else None."""
+        out = self.avals[equation.outs[0]]
+        if not _is_real(out.dtype) or not out.size:
             return None
-        x = self.const(v)
-        return None if x is None else float(x.reshape(()))
+        operands = [self._uniform.get(v) for v in equation.ins]
+        name, p = equation.name, equation.params
+        if name in _SAME_ELEMENTS:
+            x = operands[0]
+        elif name in _REDUCED:
+            x, count = operands[0], self.avals[equation.ins[0]].size // max(out.size, 1)
+            x = x * np.asarray(count, out.dtype) if name == "reduce_sum" else x
+        elif name in _ELEMENTWISE:
+            with np.errstate(all="ignore"):
+                x = _COMPUTED[name](p, *operands)
+        else:
+            return None
+        return np.asarray(x).astype(out.dtype)
 
     def origin(self, v: int) -> Any:
         """Returns the argument that a value is a part of, cast, cut or laid out anew; else None."""
@@ -429,6 +452,8 @@ REMAT = "remat2", "checkpoint"
 _LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"
 _PEELED = (
     *_LAYOUT,
+    "pcast",
+    "pvary",
     "transpose",
     "slice",
     "dynamic_slice",
@@ -553,6 +578,8 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
     "convert_element_type": lambda p, x: x.astype(p["new_dtype"]),
     "copy": _elementwise(lambda x: x),
+    "pcast": _elementwise(lambda x: x),
+    "pvary": _elementwise(lambda x: x),
     "div": lambda p, a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
     "eq": _elementwise(np.equal),
     "exp": _elementwise(np.exp),
@@ -587,6 +614,17 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "transpose": lambda p, x: x.transpose(p["permutation"]),
     "xor": _elementwise(np.bitwise_xor),
 }
+
+
+_SAME_ELEMENTS = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims pcast pvary reshape slice squeeze "
+    "stop_gradient transpose".split()
+)
+_REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or".split())
+_ELEMENTWISE = frozenset(
+    "abs add and div eq exp floor ge gt integer_pow is_finite le log lt max min mul ne neg not or "
+    "pow rsqrt select_n sign sqrt square sub xor".split()
+)
 
 
 def _int_div(a: Any, b: Any) -> Any:

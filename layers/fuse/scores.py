@@ -385,12 +385,30 @@ def _biased(g: ScoreForms, form: Form, other: int, sign: float) -> Form | None:
     """scores + other: a bias, or a mask that was written as 0 and a large negative number."""
     if not _fits(g, other, form):
         return None
-    if (two := _two_valued(g, other, form.dims)) is not None:
-        pred, dims, no, yes = two
+    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
+    made = g.program.maker.get(v)
+    if made is not None and made.name in ("add", "sub") and factor == 1:  # several at once
+        shape = g.program.avals[v].shape
+        parts = [g.program.avals[u] for u in made.ins]
+        whole = all(
+            len(a.shape) == len(shape) and all(n in (1, m) for n, m in zip(a.shape, shape))
+            for a in parts
+        )
+        if whole and all(g.program.number(u) is None for u in made.ins):
+            first = _added(g, form, made.ins[0], dims, sign)
+            second = sign if made.name == "add" else -sign
+            return first and _added(g, first, made.ins[1], dims, second)
+    return _added(g, form, other, form.dims, sign)
+
+
+def _added(g: ScoreForms, form: Form, other: int, dims: Dims, sign: float) -> Form | None:
+    """scores + an array with these labels."""
+    if (two := _two_valued(g, other, dims)) is not None:
+        pred, at, no, yes = two
         no, yes = no * sign, yes * sign
         if max(no, yes) == 0 and min(no, yes) < 0:
-            return _masked(g, form, pred, dims, yes == 0, min(no, yes), added=True)
-    v, dims, factor, _ = g.peel(other, form.dims, scale=True)
+            return _masked(g, form, pred, at, yes == 0, min(no, yes), added=True)
+    v, dims, factor, _ = g.peel(other, dims, scale=True)
     masks = tuple(replace(m, changed=True) for m in form.base.masks)
     biases = (*form.base.biases, (v, dims, factor * sign))
     return replace(form, base=replace(form.base, biases=biases, masks=masks))
@@ -588,7 +606,7 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     shape, out = program.avals[made.ins[0]].shape, program.avals[made.outs[0]]
     if sizes == shape and not d.operand_batching_dims:
         return _dropped(g, made, form, out)
-    if d.offset_dims or any(s != 1 for s in sizes) or form.exp or not form.along or form.summed:
+    if any(s != 1 for s in sizes) or form.exp or not form.along or form.summed:
         return None
     rows: list[Any] = [None] * (program.avals[index].ndim - 1)  # the labels of the result
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims):
@@ -622,13 +640,14 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     lengths = program.avals[index].shape
     if any(r is None and lengths[j] != 1 for j, r in enumerate(rows)):
         return None
-    dims = tuple(r or () for r in rows)
+    own = iter([r or () for r in rows])
+    dims = tuple(() if j in d.offset_dims else next(own) for j in range(out.ndim))
     axis = frozenset(expand(form.dims[i]))
     if set(atoms(dims)) | axis != set(atoms(form.dims)) or set(atoms(dims)) & axis or not axis:
         return None
     if any(t.axis != axis for t, _ in form.terms) or tuple(map(size, dims)) != out.shape:
         return None
-    v, at, *_ = g.peel(column, (*dims, ()))
+    v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
     if "CLIP" in mode or "PROMISE" in mode:  # XLA clips what is promised
         outside = "clip"
@@ -699,7 +718,7 @@ RULES = {
 }
 for _rule, _names in (
     (_layout, "transpose broadcast_in_dim reshape squeeze expand_dims convert_element_type copy"),
-    (_layout, "name sharding_constraint slice"),
+    (_layout, "name sharding_constraint slice pvary pcast"),
     (_combine, "add sub mul div add_any"),
     (_reduce, "reduce_max reduce_sum"),
     (_unary, "exp log neg abs stop_gradient integer_pow tanh"),
