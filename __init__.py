@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
+    from .layers.fuse.compare import compare as compare
     from .layers.fuse_norms import FusionReport as FusionReport
     from .layers.fuse_norms import fuse_norms as fuse_norms
     from .layers.layer_norm import adaptive_layer_norm as adaptive_layer_norm
@@ -56,6 +57,7 @@ _HOME = {  # public name -> the module that defines it
     "add_rms_norm": ".layers.rms_norm",
     "attention": ".layers.attention",
     "clamped_swiglu": ".layers.dense",
+    "compare": ".layers.fuse.compare",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",

@@ -195,6 +195,8 @@ def plan(
             )
         told = set()
         for value, what, why, dead in left:
+            if value in each.sites:
+                continue  # something else serves it
             if (value in live or any(d in live for d in dead)) and (dead or value) not in told:
                 told.add(dead or value)
                 rows.append((each, None, Row(each.line(value), what + each.within, "", why)))

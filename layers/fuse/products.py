@@ -5,6 +5,7 @@ activation(gate) · up, or of an activation, is the second half of an MLP: `gate
 computes the hidden array again in the backward.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..dense import gated_product
 from ..dense.dense import apply
+from ..dense.gated import apply_product, mlp
 from ..quantization import fits
 from .activations import Activations
 from .labels import Dims, Label, arrange, atoms, expand, fresh, moved_back, size
@@ -265,21 +266,43 @@ class Mlp(Site):
     activation: str
     quantization: Any
     aval: Any
+    inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
+    rows: Dims = ()  # the labels of its rows then, in the order of their input's
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         m = self.matrix
+        if self.inner:
+            return [self._whole(read)]
         gate = m.operand(read, self.gate, self.hidden_dims)
         up = None if self.up is None else m.operand(read, self.up, self.hidden_dims)
-        kernel = m.weight(read)
-        y = gated_product(
+        y = apply_product(
             gate,
             up,
-            kernel.T if m.transposed else kernel,
-            activation=self.activation,
+            m.weight(read),
+            None,
+            self.activation,
             dtype=m.dtype,
+            implementation=None,
             quantization=self.quantization,
+            contract=int(m.transposed),
         )
         return [m.result(y, self.aval)]
+
+    def _whole(self, read: Callable[[int], Any]) -> Any:
+        m, first = self.matrix, self.inner[0]
+        names = ("gate", "up")[: len(self.inner)]
+        kernels = {name: each.weight(read) for name, each in zip(names, self.inner)}
+        y = mlp(
+            first.operand(read, *first.x),
+            kernels | {"down": m.weight(read)},
+            {},
+            activation=self.activation,
+            dtype=m.dtype,
+            implementation=None,
+            quantization=self.quantization,
+            contract=int(m.transposed),
+        )
+        return arrange(y, (*self.rows, tuple(m.columns)), m.dims).astype(self.aval.dtype)
 
 
 def _narrowed(g: Program, m: Matrix) -> tuple[int, Any]:
@@ -304,28 +327,67 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
     for m in products.matrices:
         try:
             value, aval = _narrowed(g, m)
-            why = products.unquantized(m)
-            mlp = _mlp_of(products, m, value, aval, None if why else quantization)
-            if mlp is not None and (quantization is None or not why):
-                yield mlp
-                continue
-            if quantization is None:
-                continue
+            why = products.unquantized(m) if quantization is not None else ""
+            quantized = None if why else quantization
+            half = _mlp_of(products, m, value, aval, quantized)
+            # The first serves, unless something else reads what it would not make.
+            if half is not None:
+                if quantized and (whole := _whole(products, half)) is not None:
+                    yield whole
+                yield half
+            if quantized:
+                rows, features, columns = m.sizes
+                yield Dense(
+                    outs=(value,),
+                    reads=(m.x[0], m.kernel[0]),
+                    dead=(),
+                    what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
+                    served="dense, fp8",
+                    matrix=m,
+                    aval=aval,
+                )
             if why:
                 raise Left(why)
-            rows, features, columns = m.sizes
-            yield Dense(
-                outs=(value,),
-                reads=(m.x[0], m.kernel[0]),
-                dead=(),
-                what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
-                served="dense, fp8",
-                matrix=m,
-                aval=aval,
-            )
         except Left as reason:
             if quantization is not None:
                 yield m.value, str(reason)
+
+
+def _whole(products: Products, half: Mlp) -> Mlp | None:
+    """Returns the MLP with the products of its gate and up, where these have one input."""
+    m, known = half.matrix, {}
+    for each in products.matrices:
+        with contextlib.suppress(Left):
+            known[_narrowed(products.program, each)[0]] = each
+    inner = [known.get(v) for v in (half.gate, half.up) if v is not None]
+    if any(i is None or products.unquantized(i) or i.dtype != m.dtype for i in inner):
+        return None
+    first = inner[0]
+    place = lambda each: [[d.index(l) for l in each.rows if l in d] for d in each.x[1]]
+    for each in inner:
+        same = each.x[0] == first.x[0] and place(each) == place(first)
+        if not same or each.transposed != m.transposed:
+            return None
+    pairs = [
+        (a, b)
+        for d, e in zip(first.dims, half.hidden_dims)
+        for a, b in zip(expand(d), expand(e), strict=True)
+    ]
+    if {b for _, b in pairs} != {*m.rows, *m.features} or len(pairs) != len(m.rows) + len(
+        m.features
+    ):
+        return None
+    to = dict(pairs)
+    if [to[l] for l in first.columns] != list(m.features):
+        return None
+    return dataclasses.replace(
+        half,
+        reads=tuple(dict.fromkeys([first.x[0], *[i.kernel[0] for i in inner], m.kernel[0]])),
+        dead=(*half.dead, *[i.value for i in inner]),
+        served="GatedMLP, fp8",
+        inner=tuple(inner),
+        rows=tuple((to[l],) for l in first.rows),
+    )
 
 
 def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: Any) -> Mlp | None:

@@ -640,18 +640,24 @@ def _int_div(a: Any, b: Any) -> Any:
 def line_of(eqn: Any) -> str:
     """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
     traceback = getattr(eqn.source_info, "traceback", None)
+    hidden = hidden_folders()
     for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(("<frozen", *hidden_folders())):
+        if not frame.file_name.startswith(hidden):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return "an unknown line"
 
 
 def hidden_folders() -> tuple[str, ...]:
+    """Returns where lines are that are nobody's model: JAX, the frameworks, and this package."""
+    names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
+    return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
+
+
+@functools.cache
+def _folders(*files: str | None) -> tuple[str, ...]:
     layers = os.path.dirname(os.path.dirname(__file__))
     native = os.path.join(os.path.dirname(layers), "native")
-    names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
     folders = [os.path.dirname(file) for file in files if file]
     standard = sysconfig.get_path("stdlib")
     library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
-    return (layers, native, *folders, *library)
+    return ("<frozen", layers, native, *folders, *library)
