@@ -46,10 +46,10 @@ def attention(
 
     cuDNN computes it on NVIDIA GPUs where it can: in bfloat16 and float16, with heads of a multiple
     of 8 up to 128, or up to 256 from Hopper GPUs on, without `softcap`. Everywhere else it is
-    computed in blocks of queries and keys. Both keep a number for each row and head besides `out`
-    for the backward, and compute the scores again there. Blocks that `causal`, `window`, `mask` or
-    `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs takes
-    cuDNN's causal kernel.
+    computed in blocks of queries and keys. Both keep two numbers for each row and head besides
+    `out` for the backward, and compute the scores again there. Blocks that `causal`, `window`,
+    `mask` or `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs
+    takes cuDNN's causal kernel.
 
     Scores, softmax and sums are float32, float64 for float64. A query that sees no key gives 0, and
     has gradients of 0. Keys and values must be finite where no query sees them too: 0 · NaN is NaN.
@@ -123,7 +123,7 @@ def attention(
     dims = {name: array[1] for name, array in found.items()}
     pair = (dims["segments"], dims["key segments"]) if "segments" in dims else None
     spec = replace(spec, bias=dims.get("bias"), mask=dims.get("mask"), segments=pair)
-    out, _ = ops.attention(spec, q, k, v, *[array for array, _ in found.values()], order=order)
+    out, *_ = ops.attention(spec, q, k, v, *[array for array, _ in found.values()], order=order)
     return _joined(out)
 
 

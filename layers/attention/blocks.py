@@ -4,9 +4,12 @@ A block of scores at a time is in memory. The forward keeps for each row the max
 exp(score - m) and the product with the values, and rescales them when a block has a larger score:
 
     m' = max(m, max_j s_j)    p_j = exp(s_j - m')    l' = l · exp(m - m') + Σ_j p_j
-    acc' = acc · exp(m - m') + Σ_j p_j · v_j         out = acc / l    lse = m + log l
+    acc' = acc · exp(m - m') + Σ_j p_j · v_j         out = acc / l
 
-The derivatives compute each block's scores again, and p from the saved lse, without a maximum.
+The derivatives compute each block's scores again, and p = exp((s - m) - log l) from the saved m and
+log l. These stay apart: where a bias moves all scores of a row far from 0, log l would be lost in
+the rounding of m + log l, and p wrong by a factor.
+
 Blocks that `causal` and `window` exclude are not in the loop; those that a mask or the segments
 exclude are sorted out when it runs.
 
@@ -37,10 +40,9 @@ _GPU_SCORES = 2**25  # scores of a block, all heads together: enough to fill a d
 
 
 def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool = False) -> Any:
-    """Returns `[out, lse]`; out alone where the spec says so. Rows that see nothing give 0, inf."""
+    """Returns `[out, m, log l][: 1 + spec.statistics]`; 0, inf and 0 for rows that see nothing."""
     if not _in_blocks(q, k):
-        out, lse = square(spec, q, k, v, *extras)
-        return [out, lse][: 1 + spec.with_lse]
+        return list(square(spec, q, k, v, *extras))[: 1 + spec.statistics]
     tiles = _Tiles.of(spec, q, k, extras, gpu)
     qs, ks, vs = tiles.rows(q), tiles.keys(k), tiles.keys(v)
     wide, shape = tiles.wide, qs.shape[:-1]
@@ -63,32 +65,33 @@ def forward(spec: Spec, q: Array, k: Array, v: Array, *extras: Array, gpu: bool 
     most, total, acc = tiles.run(step, start)
     some = jnp.where(total == 0, 1, total)
     out = tiles.whole_rows((acc / some[..., None]).astype(q.dtype))
-    if not spec.with_lse:
+    if not spec.statistics:
         return [out]
-    return [out, tiles.whole_numbers(jnp.where(total == 0, jnp.inf, most + jnp.log(some)))]
+    statistics = jnp.where(total == 0, jnp.inf, most), jnp.log(some)
+    return [out, *map(tiles.whole_numbers, statistics)][: 1 + spec.statistics]
 
 
 def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
-    """`(q, k, v, *extras, out, lse, dout) -> [dq, dk, dv][, dbias]`, the last in float32 or wider.
+    """`(q, k, v, *extras, out, m, log l, dout) -> [dq, dk, dv][, dbias]`, this in float32 or wider.
 
     With dp = dout · v, and ds the gradient of the scores before scale and cap:
 
         dv_j = Σ_i p_ij · dout_i     ds = p · (dp - Σ out · dout)
         dq_i = scale · Σ_j ds_ij · k_j     dk_j = scale · Σ_i ds_ij · q_i     dbias = ds
     """
-    *extras, out, lse, dout = rest
+    *extras, out, most, log_sum, dout = rest
     if not _in_blocks(q, k):
         return square_gradients(spec, q, k, v, *extras, dout)
     tiles = _Tiles.of(spec, q, k, extras, gpu)
     qs, ks, vs, douts = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.rows(dout)
-    lses, wide = tiles.numbers_of(lse, jnp.inf), tiles.wide
+    wide, weights = tiles.wide, tiles.weights(most, log_sum)
     along = jnp.sum(tiles.rows(out).astype(wide) * douts.astype(wide), axis=-1)
 
     def step(carry: Any, i: Array, j: Array) -> Any:
         dq, dk, dv, *dbias = carry
         q, k, v, dout = _at(qs, i), _at(ks, j), _at(vs, j), _at(douts, i)
         s, slope = tiles.scores(q, k, i, j)
-        p = jnp.exp(s - _at(lses, i)[..., None])
+        p = weights(s, i)
         ds = p * (tiles.dot(dout, v, -1, -1) - _at(along, i)[..., None])
         dbias = [tiles.add_to_bias(d, ds, i, j) for d in dbias]
         ds = (ds * slope * spec.scale).astype(q.dtype)
@@ -108,7 +111,7 @@ def gradients(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool 
 
 
 def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = False) -> Any:
-    """`(q, k, v, *extras, out, lse, *moving) -> [tangent of out]`.
+    """`(q, k, v, *extras, out, m, log l, *moving) -> [tangent of out]`.
 
         ds = cap' · scale · (dq · k + q · dk) + dbias
         dout = Σ_j p_j · (ds_j · v_j + dv_j) - out · Σ_j p_j · ds_j
@@ -116,12 +119,12 @@ def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = 
     `moving` are the tangents that there are of q, k, v and the bias.
     """
     count = len(spec.extras)
-    extras, (out, lse, *moving) = rest[:count], rest[count:]
+    extras, (out, most, log_sum, *moving) = rest[:count], rest[count:]
     if not _in_blocks(q, k):
         return square_tangent(spec, q, k, v, *extras, *moving)
     tiles = _Tiles.of(spec, q, k, extras, gpu)
     qs, ks, vs, wide = tiles.rows(q), tiles.keys(k), tiles.keys(v), tiles.wide
-    lses, found = tiles.numbers_of(lse, jnp.inf), iter(moving)
+    weights, found = tiles.weights(most, log_sum), iter(moving)
     cut = tiles.rows, tiles.keys, tiles.keys
     dqs, dks, dvs = (c(next(found)) if moves else None for c, moves in zip(cut, spec.moving))
     dbias = None if spec.dbias is None else tiles.padded(next(found), spec.dbias)
@@ -130,7 +133,7 @@ def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = 
         acc, total = carry
         q, k, v = _at(qs, i), _at(ks, j), _at(vs, j)
         s, slope = tiles.scores(q, k, i, j)
-        p = jnp.exp(s - _at(lses, i)[..., None])
+        p = weights(s, i)
         ds = jnp.zeros_like(s)
         if dqs is not None:
             ds += tiles.dot(_at(dqs, i), k, -1, -1)
@@ -159,8 +162,8 @@ def _in_blocks(q: Array, k: Array) -> bool:
 # ---------------------------------------------------------------- with all scores in memory
 
 
-def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Array, Array]:
-    """The same as one formula: `(out, lse)`. For second derivatives, and lengths not yet known."""
+def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Array, ...]:
+    """The formula: `(out, m, log l)`. For second derivatives, and lengths not yet known."""
     d, wide = numbers(q.ndim), compute_dtype(q.dtype)
     given = Extras.of(spec, [spread(a, n, d.scores) for a, n in zip(extras, spec.extras)])
     batch = "abcdefgh"[: len(d.batch)]
@@ -180,7 +183,7 @@ def square(spec: Spec, q: Array, k: Array, v: Array, *extras: Array) -> tuple[Ar
     some = jnp.where(total == 0, 1, total)
     p = (e / some[..., None]).astype(v.dtype)
     out = jnp.einsum(f"{batch}kgts,{batch}skw->{batch}tkgw", p, v, **options).astype(q.dtype)
-    return out, jnp.where(total == 0, jnp.inf, most + jnp.log(some))
+    return out, jnp.where(total == 0, jnp.inf, most), jnp.log(some)
 
 
 def _moved(spec: Spec, q: Array, k: Array, v: Array, extras: Sequence[Array]) -> tuple[Any, Any]:
@@ -391,6 +394,11 @@ class _Tiles:
             s += self.flat(self.block(self.extras.bias, i, j).astype(self.wide))
         seen = self._seen(i, j)
         return s if seen is None else jnp.where(self.flat(seen), s, -jnp.inf), slope
+
+    def weights(self, most: Array, log_sum: Array) -> Callable[[Array, Array], Array]:
+        """Returns p as a function of a block's scores and i, from the statistics of the rows."""
+        mosts, logs = self.numbers_of(most, jnp.inf), self.numbers_of(log_sum, 0)
+        return lambda s, i: jnp.exp((s - _at(mosts, i)[..., None]) - _at(logs, i)[..., None])
 
     def _seen(self, i: Array, j: Array) -> Array | None:
         rows, keys = (

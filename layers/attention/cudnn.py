@@ -2,7 +2,8 @@
 
 JAX differentiates its call by a forward and a backward kernel, and the log-sum-exps go from one to
 the other. Here each runs in an operation of its own, so the program of JAX's derivative is cut
-between them: nothing is computed twice, and the log-sum-exps stay float32.
+between them: nothing is computed twice, and the log-sum-exps stay float32. They stand for the rows'
+largest scores, with 0 for the logs of their sums.
 """
 
 import functools
@@ -74,19 +75,20 @@ def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 
     def run(spec: Spec, *extras: Array) -> list[Array]:
         call = _Call(spec, q, k, extras)
-        if not spec.with_lse:
+        if not spec.statistics:
             out = call.attend(*call.flat(q, k, v), *call.operands)
             return [call.only_seen(out, 0).reshape(q.shape)]
         out, lse = _run_forward(call, call.flat(q, k, v))
         if (some := call.rows_that_see) is not None:
             lse = jnp.where(some, lse, jnp.inf)
-        return [call.only_seen(out, 0).reshape(q.shape), lse.reshape([q.shape[n] for n in d.lse])]
+        out, lse = call.only_seen(out, 0), lse.reshape([q.shape[n] for n in d.rows])
+        return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
 
     return _simplest(spec, run, q, k, extras)
 
 
 def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    q, k, v, *extras, out, lse, dout = operands
+    q, k, v, *extras, out, most, log_sum, dout = operands
     _require(capability, spec, q, k, extras)
 
     def run(spec: Spec, *extras: Array) -> list[Array]:
@@ -95,7 +97,8 @@ def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
         call = _Call(spec, q, k, extras)
         *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
         # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
-        finite = jnp.where(lse == jnp.inf, 0, lse).reshape(len(flat_out), -1, q.shape[-4])
+        lse = jnp.where(most == jnp.inf, 0, most + log_sum)
+        finite = lse.reshape(len(flat_out), -1, q.shape[-4])
         found = _run_backward(call, qkv, flat_out, finite, call.only_seen(flat_dout, 0))
         results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
         return results + ([] if spec.dbias is None else [call.whole_bias(found[3])])
@@ -228,8 +231,11 @@ class _Call:
         dims = self._spec.dbias
         assert dims is not None
         like = jnp.zeros([self._sizes[n] for n in dims], jnp.float32)
-        (found,) = jax.vjp(lambda a: self._whole(a, dims), like)[1](dbias.astype(jnp.float32))
-        return found
+        whole, pull = jax.vjp(lambda a: self._whole(a, dims), like)
+        dbias = dbias.astype(jnp.float32)
+        # A mask in the bias may have differed along dimensions that the bias has not.
+        more = [i for i, (m, n) in enumerate(zip(whole.shape, dbias.shape)) if m != n]
+        return pull(jnp.sum(dbias, more, keepdims=True))[0]
 
     def flat(self, *arrays: Array) -> list[Array]:
         """Returns q and what is like it `(batch, length, heads, width)`, and k and v likewise."""

@@ -32,7 +32,7 @@ CUDNN = Order(("cudnn",), strict=True)
 CUDNN_OR_BLOCKS = Order(("cudnn",), strict=False)
 BLOCKS = Order(("xla",), strict=False)
 
-NAMES = "attention", "attention_lse"
+NAMES = "attention", "attention_lse", "attention_lse"
 """What the backward keeps of the forward, for policies of `jax.checkpoint`."""
 
 
@@ -97,7 +97,7 @@ def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) ->
     dq, dk, dv, *dbias = _gradients(spec, *operands, order=order)
     d = numbers(operands[0].ndim)
     dk, dv = split.psum(dk, [d.group]), split.psum(dv, [d.group])
-    absent = [n for n in d.lse if n not in (spec.dbias or ())]
+    absent = [n for n in d.rows if n not in (spec.dbias or ())]
     return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
 
 
@@ -172,28 +172,28 @@ def _batch(
 
 # ---------------------------------------------------------------- derivatives
 # Both modes of first order are in blocks. A derivative of these is that of the formula, with all
-# scores in memory. out and lse are functions of the other operands there, not operands.
+# scores in memory. out and the statistics are functions of the other operands there.
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:
     q, k, v, *extras = primals
-    results = attention(replace(spec, with_lse=True), *primals, order=order)
-    out, lse = (checkpoint_name(r, name) for r, name in zip(results, NAMES))
-    zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in (out, lse)]
+    results = attention(replace(spec, statistics=2), *primals, order=order)
+    saved = [checkpoint_name(r, name) for r, name in zip(results, NAMES)]
+    zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in saved]
     moves = [type(t) is not ad.Zero for t in tangents[:4]]
     of_bias = spec.bias is not None and moves[3]
     moving = [t for t in tangents[: 3 + of_bias] if type(t) is not ad.Zero]
-    count = 1 + spec.with_lse
+    count = 1 + spec.statistics
     if not moving:
-        return [out, lse][:count], zeros[:count]
+        return saved[:count], zeros[:count]
     dbias = spec.bias if of_bias else None
     linear = replace(spec, moving=tuple(moves[:3]), dbias=dbias)
-    (dout,) = tangent(linear, q, k, v, *extras, out, lse, *moving, order=order)
-    return [out, lse][:count], [dout, zeros[1]][:count]
+    (dout,) = tangent(linear, q, k, v, *extras, *saved, *moving, order=order)
+    return saved[:count], [dout, *zeros[1:]][:count]
 
 
 def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
-    count = 5 + len(spec.extras)
+    count = 6 + len(spec.extras)
     moving = operands[count:]
     if type(cts[0]) is ad.Zero:
         return [None] * count + [ad.Zero(t.aval) for t in moving]
@@ -215,9 +215,9 @@ def _tangent_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> An
 def _tangents_of(
     formula: Body, spec: Spec, primals: Any, tangents: Any, results: Sequence[Array]
 ) -> Sequence[Any]:
-    """Returns the tangents of `formula`, whose operands are all but out and lse."""
+    """Returns the tangents of `formula`, whose operands are all but out and the statistics."""
     first = 3 + len(spec.extras)
-    used = [i for i in range(len(primals)) if i not in (first, first + 1)]
+    used = [i for i in range(len(primals)) if i not in range(first, first + 3)]
     moving = [i for i in used if type(tangents[i]) is not ad.Zero]
     if not moving:
         return [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
@@ -233,8 +233,8 @@ def _tangents_of(
 # ---------------------------------------------------------------- operations
 
 
-def _without_lse(spec: Spec) -> Spec | None:
-    return replace(spec, with_lse=False) if spec.with_lse else None
+def _without_last(spec: Spec) -> Spec | None:
+    return replace(spec, statistics=spec.statistics - 1) if spec.statistics else None
 
 
 _op = functools.partial(Op, leads=(0, 1), undivided=_undivided, before=_refuse_plain, batch=_batch)
@@ -244,7 +244,7 @@ attention = _op(
     dims=_forward_dims,
     body=_forward_body,
     jvp=_forward_jvp,
-    without_last=_without_lse,
+    without_last=_without_last,
 )
 gradients = _op(
     "attention_gradients",

@@ -38,12 +38,12 @@ class Numbers:
         return *self.batch, self.keys, self.heads, self.width
 
     @property
-    def lse(self) -> Dimensions:
+    def rows(self) -> Dimensions:
         return *self.batch, self.heads, self.group, self.length
 
     @property
     def scores(self) -> Dimensions:
-        return *self.lse, self.keys
+        return *self.rows, self.keys
 
 
 def numbers(q_ndim: int) -> Numbers:
@@ -68,7 +68,8 @@ class Spec:
     # The dimensions of the bias's gradient or tangent; None where there is none.
     dbias: Dimensions | None = None
     moving: tuple[bool, bool, bool] = (True, True, True)  # which of q, k and v have a tangent
-    with_lse: bool = True  # whether the log-sum-exps are a result
+    # How many of each row's statistics are results: its largest score and the log of its sum.
+    statistics: int = 2
     op: str = "attention"  # the function the user called
 
     @property
@@ -84,19 +85,20 @@ class Spec:
     def forward_dims(self, q_ndim: int) -> Dims:
         """The dimensions of the forward's operands, q, k, v and extras, and of its results."""
         d = numbers(q_ndim)
-        return (d.q, d.kv, d.kv, *self.extras), (d.q, d.lse)[: 1 + self.with_lse]
+        return (d.q, d.kv, d.kv, *self.extras), (d.q, d.rows, d.rows)[: 1 + self.statistics]
 
     def gradients_dims(self, q_ndim: int) -> Dims:
-        """The same of the gradients', which also take out, lse and out's gradient."""
+        """The same of the gradients', which also take out, statistics and out's gradient."""
         d = numbers(q_ndim)
-        operands = d.q, d.kv, d.kv, *self.extras, d.q, d.lse, d.q
+        operands = d.q, d.kv, d.kv, *self.extras, d.q, d.rows, d.rows, d.q
         return operands, (d.q, d.kv, d.kv, *self._of_bias)
 
     def tangent_dims(self, q_ndim: int) -> Dims:
-        """The same of the tangent's, which takes out, lse, and the tangents that there are."""
+        """The same of the tangent's, which takes out, statistics and the operands' tangents."""
         d = numbers(q_ndim)
         moving = [dims for dims, moves in zip((d.q, d.kv, d.kv), self.moving) if moves]
-        return (d.q, d.kv, d.kv, *self.extras, d.q, d.lse, *moving, *self._of_bias), (d.q,)
+        saved = d.q, d.rows, d.rows
+        return (d.q, d.kv, d.kv, *self.extras, *saved, *moving, *self._of_bias), (d.q,)
 
     def with_extras(self, dims: Sequence[Dimensions], **changes: Any) -> "Spec":
         """Returns the spec with these dimensions of the extras."""

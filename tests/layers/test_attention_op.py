@@ -40,9 +40,22 @@ class Reference:
 
     Scores are off by a random walk of roundings in the compute dtype, and p by as much relative to
     itself. p, the gradient of the scores and all results are rounded to the dtype of q once.
+    With `exact_products` only the bias's addition rounds scores, and it does so here too.
     """
 
-    def __init__(self, q, k, v, dout, *, scale=None, softcap=None, bias=None, **seen):
+    def __init__(
+        self,
+        q,
+        k,
+        v,
+        dout,
+        *,
+        scale=None,
+        softcap=None,
+        bias=None,
+        exact_products=False,
+        **seen,
+    ):
         half = lambda dtype: float(jnp.finfo(dtype).eps) / 2
         h, c = half(q.dtype), half(f32 if q.dtype != jnp.float64 else jnp.float64)
         walk = lambda n: c * (8 + np.sqrt(n))
@@ -64,6 +77,9 @@ class Reference:
         if bias is not None:
             s = s + wide(bias)
             off = off + c * abs(s)
+        if exact_products:
+            s = wide(s.astype(np.float32))
+            off = 8 * c * abs(s - np.max(s, -1, keepdims=True))
         s = np.where(self.seen(length, keys, **seen), s, -np.inf)
         most = np.max(s, -1, keepdims=True, initial=-np.inf)
         p = np.exp(s - np.where(most == -np.inf, 0, most))
@@ -251,6 +267,31 @@ def test_heads_that_share_keys(rng, heads, kv_heads):
     operands = draw(rng, heads=heads, kv_heads=kv_heads)
     options = options_of(rng, ("bias", "causal"), 41, 41, f32, heads=heads)
     Reference(*operands, **options).check(both(*operands, **options))
+
+
+@pytest.mark.parametrize("offset", [0, 30, 1e3, -1e6, 1e9])
+def test_rows_far_from_0_have_exact_derivatives(rng, offset):
+    """p is that of the rounded scores, though the log of a row's sum is lost beside its scores."""
+    draw_8ths = lambda *shape: rng.integers(-8, 9, shape) / 8  # products are exact in any order
+    q, k, v = (jnp.asarray(draw_8ths(2, 41, heads, 8), f32) for heads in (4, 2, 2))
+    dout = jnp.asarray(rng.standard_normal(q.shape), f32)
+    bias = jnp.where(jnp.arange(41)[:, None] % 3 == 0, 0.0, offset)
+    function = lambda q, k, v: attention(q, k, v, bias=bias, scale=1.0)
+    reference = Reference(q, k, v, dout, bias=bias, scale=1.0, exact_products=True)
+    reference.results.pop()  # the bias's gradient
+
+    @jax.jit
+    def run(q, k, v, *along):
+        out, pull = jax.vjp(function, q, k, v)
+        return (out, *pull(dout)), jax.jvp(function, (q, k, v), along)[1]
+
+    along = [jnp.asarray(rng.standard_normal(a.shape), f32) for a in (q, k, v)]
+    results, moved = run(q, k, v, *along)
+    reference.check(results)
+    gradients = list(zip(reference.results[1:], along))
+    expected = sum(np.sum(gradient * wide(t)) for (gradient, _), t in gradients)
+    error = sum(np.sum(off * abs(wide(t))) for (_, off), t in gradients)
+    assert abs(np.sum(wide(moved) * wide(dout)) - expected) <= error
 
 
 def test_rows_that_see_nothing_give_0_and_no_gradient(rng):
