@@ -17,6 +17,8 @@ from .scores import Form, Mask, Operands, ScoreForms, at_ends
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
+ABSORBING = 1e16
+"""Scores beside a number as large are rounded away in float64, too."""
 LARGEST_BIAS = 1e4
 """Of a number that is added to scores: beside larger ones float32 rounds the scores away."""
 
@@ -378,7 +380,10 @@ def attend(q, k, v, *, bias, mask, causal, window, softcap, scale, empty, added)
         behind = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
         seen = mask & ((behind >= 0) if window is None else (behind >= 0) & (behind < window))
     some = jnp.any(seen, -1)  # (batch, heads, queries), of size 1 where the mask has it
-    if added is not None:  # such a row is the softmax of its scores, as if nothing were masked
+    if added is not None and abs(added) < ABSORBING:
+        # A number that all scores of a row have added changes nothing: such a row sees all keys.
+        return attention(q, k, v, bias=bias, mask=mask | ~some[..., None], **options)
+    if added is not None:  # it absorbs them
 
         def general(q, k, v, bias, mask):
             number = jnp.where(mask, 0.0, jnp.float32(added))

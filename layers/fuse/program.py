@@ -179,6 +179,8 @@ class Program:
                 and self.avals[ins[1 + int(which)]].shape == eqn.outvars[0].aval.shape
             ):
                 return [ins[1 + int(which)]]
+        if eqn.primitive.name == "mul" and (same := self._times_one(eqn, ins)) is not None:
+            return [same]
         shadow: list[int] = []
         if eqn.primitive.name == "custom_jvp_call" and is_jaxs_own(eqn):
             body, before = eqn.params["call_jaxpr"], len(self.equations)
@@ -217,6 +219,19 @@ class Program:
             body = Program(closed, known, origins, depends, within)
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
+
+    def _times_one(self, eqn: Any, ins: list[int]) -> int | None:
+        """What is multiplied by 1, if the result is of its type."""
+        for v, other in (ins, ins[::-1]):
+            if self.number(other) == 1:
+                given, out = self.avals[v], eqn.outvars[0].aval
+                if (given.shape, given.dtype, given.weak_type) == (
+                    out.shape,
+                    out.dtype,
+                    out.weak_type,
+                ):
+                    return v
+        return None
 
     # ---------------------------------------------------------------- constants
 
@@ -275,7 +290,10 @@ class Program:
         """Returns the argument that a value is a part of, cast, cut or laid out anew; else None."""
         if v < 0:
             return None
-        while (made := self.maker.get(v)) is not None and made.name in _PEELED:
+        while (made := self.maker.get(v)) is not None and made.ins:
+            scaled = made.name in ("mul", "div") and self.number(made.ins[1]) is not None
+            if not scaled and made.name not in _PEELED:
+                break
             v = made.ins[0]
         return self.origins.get(v) if jnp.issubdtype(self.avals[v].dtype, jnp.floating) else None
 
@@ -452,6 +470,7 @@ REMAT = "remat2", "checkpoint"
 _LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"
 _PEELED = (
     *_LAYOUT,
+    "name",
     "pcast",
     "pvary",
     "transpose",
