@@ -65,6 +65,7 @@ reference/index
 :hidden:
 :caption: Guides
 
+Your training step <guides/fuse>
 Swap layers: Flax nnx <guides/swap_nnx>
 Swap layers: Equinox <guides/swap_equinox>
 Swap layers: Flax Linen <guides/swap_linen>

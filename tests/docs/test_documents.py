@@ -111,6 +111,21 @@ def test_the_tables_are_the_recorded_numbers():
         assert table in performance
 
 
+def test_the_table_of_public_models_is_the_same_everywhere():
+    readme = (ROOT / "README.md").read_text()
+    table = re.search(r"^\| one training step \|.*?\n(?=\n)", readme, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    for name in ("docs/performance.md", "benchmarks/results/2026-11-26_h100.md"):
+        assert table[0] in (ROOT / name).read_text(), name
+    rows = table[0].splitlines()[2:]
+    assert len(rows) >= 6
+    for row in rows:
+        theirs, *ours = [float(ms) for ms in re.findall(r"([\d.]+) ms", row)]
+        ratios = [float(ratio) for ratio in re.findall(r"([\d.]+)×\*\*", row)]
+        for ms, ratio in zip(ours, ratios, strict=True):
+            assert abs(theirs / ms - ratio) < 0.008, row  # both are rounded
+
+
 def test_every_report_is_listed_with_its_device():
     reports = ROOT / "benchmarks" / "results"
     listed = (reports / "README.md").read_text()

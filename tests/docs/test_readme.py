@@ -32,10 +32,43 @@ def run(name: str, block: str, **names):
     return names
 
 
-def only(text: str) -> str:
-    """The block of the README that has `text`."""
-    (found,) = (b for b in blocks("README.md") if text in b)
+def only(text: str, name: str = "README.md") -> str:
+    """The block of a document that has `text`."""
+    (found,) = (b for b in blocks(name) if text in b)
     return found
+
+
+def test_the_first_code_is_the_one_line():
+    text = (ROOT / "README.md").read_text()
+    assert "```python" in text.splitlines()[:12]
+
+    def loss(x, kernel, labels):
+        log_p = jax.nn.log_softmax(x @ kernel)
+        return -jnp.mean(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+    x, kernel = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(4, 8), (8, 2048)]))
+    fused = run("README.md", blocks("README.md")[0], loss=loss)["loss"]
+    both = jax.value_and_grad(fused)(x, kernel, jnp.arange(4))
+    wanted = jax.value_and_grad(loss)(x, kernel, jnp.arange(4))
+    # float32 sums of 8 and 2048 terms, in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), both, wanted)
+    assert "cross_entropy" in str(jax.make_jaxpr(fused)(x, kernel, jnp.arange(4)))
+
+
+@pytest.mark.newest
+def test_the_guide_on_fuse_runs_and_prints_its_tables(capsys):
+    """Its code is run as train.py; numbers of errors may differ from those that it shows."""
+    text = (ROOT / "docs" / "guides" / "fuse.md").read_text()
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = {}
+    for block in [block for language, block in fenced if language == "python"]:
+        exec(compile(block, "train.py", "exec"), names)
+    printed = capsys.readouterr().out
+    without_errors = lambda table: re.sub(r"\d\.\de[+-]\d\d", "#", table)
+    shown = [block for language, block in fenced if not language]
+    assert len(shown) == 3
+    for table in shown:
+        assert without_errors(table) in without_errors(printed), printed
 
 
 def test_a_foreign_model_is_swapped_as_shown(capsys):
@@ -123,7 +156,8 @@ def test_the_equinox_block_is_the_one_it_replaces():
     import equinox as eqx
 
     theirs = eqx.nn.MLP(4, 4, 8, depth=1, key=jax.random.key(0))
-    names = run("README.md", only("import equinox as eqx"), your_model=theirs)
+    name = "docs/guides/dense.md"
+    names = run(name, only("import equinox as eqx", name), your_model=theirs)
     assert all(isinstance(layer, ours_eqx.Linear) for layer in names["model"].layers)
     block = names["Block"](16, key=jax.random.key(1))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 16)), jnp.float32)
