@@ -16,6 +16,11 @@ LAYER_NORM_MODULES = 4  # its op, its CUDA launches, its Pallas kernels, and the
 GATED_MODULES = 1  # the gated norm, on RMSNorm's own
 PLAN_MODULES = 1  # programs compiled for GPUs that are only described
 LOSS_MODULES = 4  # the loss: its API, its op, its softmax, and the package
+# Attention: its API, its op and dimensions, its blocks, its calls of cuDNN, and the package.
+ATTENTION_MODULES = 6
+# The transformation of whole programs: its API and report, how programs are read and compared, and
+# a file for each kind of operation that it recognises.
+FUSE_MODULES = 14
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,7 @@ def test_few_modules():
         <= 90
         + sum((FP8_MODULES, LAYER_NORM_MODULES, LOSS_MODULES, SWAP_MODULES))
         + sum((FUSE_NORMS_MODULES, GATED_MODULES, PLAN_MODULES))
+        + sum((ATTENTION_MODULES, FUSE_MODULES))
     )
 
 
