@@ -576,9 +576,13 @@ def _line(eqn: Any) -> str:
 
 
 def _hidden_folders() -> tuple[str, ...]:
-    here = os.path.dirname(__file__)
     names = "jax", "flax", "equinox", "haliax", "jaxtyping"
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
+
+
+@functools.cache
+def _folders(*files: str | None) -> tuple[str, ...]:
+    here = os.path.dirname(__file__)
     folders = [os.path.dirname(file) for file in files if file]
     standard = sysconfig.get_path("stdlib")
     library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]

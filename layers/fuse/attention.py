@@ -12,7 +12,7 @@ import numpy as np
 
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
-from .program import LARGEST_CONSTANT, Left, Program, Site
+from .program import LARGEST_CONSTANT, Left, Program, Site, called
 from .scores import Form, Mask, Operands, ScoreForms, at_ends
 
 MASKED = -1e4
@@ -51,12 +51,13 @@ class Attention(Site):
         if p.fixed is not None:
             masks.append(jnp.asarray(p.fixed)[None, None])
         biases = [_times(place(read(b), dims), factor) for b, dims, factor in p.biases]
-        y = attend(
+        y = called(
+            attend,
             q,
             k,
             v,
-            bias=functools.reduce(jnp.add, biases) if biases else None,
-            mask=functools.reduce(jnp.logical_and, masks) if masks else None,
+            functools.reduce(jnp.add, biases) if biases else None,
+            functools.reduce(jnp.logical_and, masks) if masks else None,
             causal=p.causal,
             window=p.window,
             softcap=p.softcap,
@@ -367,7 +368,7 @@ def _(primals: Any, tangents: Any) -> Any:
     return x, tangents[0] * jnp.where(wrong, jnp.nan, 1).astype(x.dtype)
 
 
-def attend(q, k, v, *, bias, mask, causal, window, softcap, scale, empty, added):
+def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added):
     """`normfuse.attention`, with rows that see nothing as the user's own code has them."""
     from ..attention import attention
 

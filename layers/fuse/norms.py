@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..layer_norm import adaptive_layer_norm, add_layer_norm, layer_norm
 from ..rms_norm import adaptive_rms_norm, add_rms_norm, rms_norm
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
-from .program import Equation, Left, Program, Site
+from .program import Equation, Left, Program, Site, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _times(a: Part, n: float) -> Part | None:
     if a.kind == "stat" and a.p == 1:
         return replace(a, a=a.a * n, b=a.b * n)
     if a.kind in ("sum", "square of sum", "square"):
-        return replace(a, a=a.a * n)
+        return replace(a, a=a.a * n, b=a.b * n)
     return None
 
 
@@ -274,7 +274,8 @@ def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         inverse = replace(b, p=-b.p)
         if g.program.number(made.ins[0]) == 1:
             return inverse
-        return _normalised(a, inverse) if a is not None and a.kind == "x" else None
+        if a is not None and a.kind == "x":
+            return _normalised(a, inverse) or _weighted_first(g, a, inverse)
     return None
 
 
@@ -286,7 +287,8 @@ def _add(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         if n is not None:
             if n == 0:
                 return one
-            return replace(one, b=one.b + n) if one.kind == "stat" and one.p == 1 else None
+            inner = one.kind == "square" or one.kind == "stat" and one.p == 1
+            return replace(one, b=one.b + n) if inner else None
         if one.kind == "norm" and one.bias is None:
             return (bias := _vector_of(g, one, other)) and replace(one, bias=bias)
     return None
@@ -356,7 +358,8 @@ def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
         return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
     if a.centred and a.axis != axis:
         return None
-    return replace(a, kind="stat", axis=axis, dims=dims, value=made.outs[0])
+    b = a.b * math.prod(l.size for l in axis)  # of eps within the sum
+    return replace(a, kind="stat", axis=axis, dims=dims, b=b, value=made.outs[0])
 
 
 def _dot(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
@@ -444,17 +447,18 @@ class Normed(Site):
                 scale, offset = jnp.zeros_like(bias), 1.0
             function = adaptive_layer_norm if p.centred else adaptive_rms_norm
             x = xs[0] if len(xs) == 1 else jnp.add(*xs)
-            y = function(x, scale, bias, scale_offset=offset, **options)
+            y = called(function, x, scale, bias, scale_offset=offset, **options)
             results = [y, x]
         else:
             options["scale_offset"] = offset
             if p.rounded is not None and scale is not None and not p.centred:
                 options["cast"] = "before"
             if len(xs) == 1:
-                results = [(layer_norm if p.centred else rms_norm)(*xs, scale, bias, **options)]
+                function = layer_norm if p.centred else rms_norm
+                results = [called(function, *xs, scale, bias, **options)]
             else:
                 function = add_layer_norm if p.centred else add_rms_norm
-                results = list(function(*xs, scale, bias, **options))
+                results = list(called(function, *xs, scale, bias, **options))
         y = arrange(results[0], dims, p.dims)
         h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in results[1:]]
         return [y.astype(self.aval.dtype), *h][: len(self.outs)]

@@ -18,7 +18,7 @@ from ..dense.gated import apply_product, mlp
 from ..quantization import fits
 from .activations import Activations
 from .labels import Dims, Label, arrange, atoms, expand, fresh, moved_back, size
-from .program import Equation, Left, Program, Site
+from .program import Equation, Left, Program, Site, called
 from .scores import ScoreForms
 
 FEW = 16
@@ -241,7 +241,8 @@ class Dense(Site):
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         m = self.matrix
-        y = apply(
+        y = called(
+            apply,
             m.operand(read, *m.x),
             m.weight(read),
             None,
@@ -275,12 +276,13 @@ class Mlp(Site):
             return [self._whole(read)]
         gate = m.operand(read, self.gate, self.hidden_dims)
         up = None if self.up is None else m.operand(read, self.up, self.hidden_dims)
-        y = apply_product(
+        y = called(
+            apply_product,
             gate,
             up,
             m.weight(read),
             None,
-            self.activation,
+            activation=self.activation,
             dtype=m.dtype,
             implementation=None,
             quantization=self.quantization,
@@ -292,7 +294,8 @@ class Mlp(Site):
         m, first = self.matrix, self.inner[0]
         names = ("gate", "up")[: len(self.inner)]
         kernels = {name: each.weight(read) for name, each in zip(names, self.inner)}
-        y = mlp(
+        y = called(
+            mlp,
             first.operand(read, *first.x),
             kernels | {"down": m.weight(read)},
             {},

@@ -83,6 +83,18 @@ class Body:
     program: "Program"
 
 
+def called(function: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
+    """Calls an operation of ours by a jitted function, which JAX traces once for all layers."""
+    names = tuple(sorted(static.items(), key=lambda item: item[0]))
+    return _jitted(function, names, os.environ.get("NORMFUSE_IMPLEMENTATION"))(*arrays)
+
+
+@functools.lru_cache(maxsize=256)
+def _jitted(function: Callable[..., Any], static: Any, implementation: str | None) -> Any:
+    del implementation  # what is traced depends on it
+    return jax.jit(functools.partial(function, **dict(static)))
+
+
 class SiteFailed(Exception):
     def __init__(self, site: Site, error: Exception):
         super().__init__(str(error))

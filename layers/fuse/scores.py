@@ -375,23 +375,35 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
 
 def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
     """A form times an array: of a mask, a one-hot array, or the weights of losses."""
-    if form.mixed:
+    if form.mixed or not _fits(g, other, form):
         return None
-    if not _fits(g, other, form):
+    if form.along and form.exp:
+        pred, dims = _booleans(g, other, form)
+        return pred and _masked(g, form, pred, dims, True, -math.inf, zero=True)
+    if form.exp or form.summed:
         return None
     if form.along and not form.hot:
-        pred, dims, *_ = g.peel(other, form.dims)
-        inner = g.program.maker.get(pred)
-        if inner is not None and inner.name == "convert_element_type":
-            pred = inner.ins[0]
-        if g.program.avals[pred].dtype != jnp.bool_:
-            return None
-        if form.exp:
-            return _masked(g, form, pred, dims, True, -math.inf, zero=True)
-        return _one_hot(g, form, pred, dims)
-    if form.is_loss and not form.summed:
+        pred, dims = _booleans(g, other, form)
+        if pred and (hot := _one_hot(g, form, pred, dims)) is not None:
+            return hot
+    elif form.hot or form.is_loss:
         return _weighted(g, form, other)
+    made = g.program.maker.get(other)
+    if made is not None and made.name == "mul" and form.along:  # a one-hot array with weights
+        for a, b in (made.ins, made.ins[::-1]):
+            first = _multiplied(g, form, a)
+            if first is not None and first.hot:
+                return _multiplied(g, first, b)
     return None
+
+
+def _booleans(g: ScoreForms, v: int, form: Form) -> Any:
+    """(mask, labels) of an array that is 1 where a mask is true and 0 elsewhere; else None."""
+    pred, dims, *_ = g.peel(v, form.dims)
+    made = g.program.maker.get(pred)
+    if made is not None and made.name == "convert_element_type":
+        pred = made.ins[0]
+    return (pred, dims) if g.program.avals[pred].dtype == jnp.bool_ else (None, None)
 
 
 def _fits(g: ScoreForms, v: int, form: Form) -> bool:
@@ -403,8 +415,8 @@ def _fits(g: ScoreForms, v: int, form: Form) -> bool:
 def _weighted(
     g: ScoreForms, form: Form, other: int, select: bool = False, keep: bool = True
 ) -> Form | None:
-    v, dims, *_ = g.peel(other, form.dims) if select else (other, tuple(map(expand, form.dims)))
-    rows = set(atoms(form.dims))
+    v, dims, *_ = g.peel(other, form.dims)
+    rows = set(atoms(form.dims)) - (form.hot[1] if form.hot else set())
     if any(l.free for l in rows) or not set(atoms(dims)) <= rows or len(form.weights) > 1:
         return None
     return replace(form, weights=(*form.weights, Weight(v, dims, select, keep)))
@@ -617,10 +629,13 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
     if form.soft and same:
         term = Term("lse", form.base, axis)
         return new(along=0.0, terms=plus(form.terms, frozenset({(term, 1.0)})))
-    if form.hot and form.hot[1] == axis and same and not form.exp:
-        term = Term("pick", form.base, axis, form.hot[0], "all 0" if form.terms else "0")
+    if form.hot and form.hot[1] <= axis and not form.exp:  # and over rows, at once
+        picked = form.hot[1]
+        if any(t.axis != picked for t, _ in form.terms):
+            return None
+        term = Term("pick", form.base, picked, form.hot[0], "all 0" if form.terms else "0")
         terms = plus(form.terms, frozenset({(term, form.along)}))
-        return new(along=0.0, hot=None, terms=terms)
+        return new(along=0.0, hot=None, terms=terms, summed=form.summed | (axis - picked))
     if form.is_loss and not any(axis & t.axis for t, _ in form.terms):
         return new(summed=form.summed | axis)
     return None
