@@ -26,7 +26,7 @@ class Loss(Site):
         `transposed` where it is stored (vocabulary, features).
       labels: (value, labels) of the words, None for log-sum-exps alone.
       outside: what one outside the vocabulary gives.
-      lse, pick: what the two are multiplied by.
+      lse, pick, sum: what these are multiplied by, the last of all logits of a row.
       summed: the labels of rows that are summed over.
     """
 
@@ -39,6 +39,7 @@ class Loss(Site):
     outside: str
     lse: float
     pick: float
+    sum: float
     softcap: float | None
     factor: float
     weights: tuple[Weight, ...]
@@ -54,7 +55,7 @@ class Loss(Site):
     def total(self) -> bool:
         """Whether it is a multiple of the sum of all rows' cross-entropies."""
         cross = math.isclose(self.lse, -self.pick, rel_tol=1e-6)
-        return cross and self.outside != "0" and self.summed >= set(self.rows)
+        return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         return [self.computed(read, {}, self.total)]
@@ -84,20 +85,21 @@ class Loss(Site):
             if self.outside == "0":
                 y = y + self.pick * jnp.where(inside, lse - loss, 0)
             elif self.outside == "all 0":
-                y = jnp.where(inside, self.lse * loss, 0)
+                outside = -self.sum * self.vocabulary * lse
+                y = jnp.where(inside, y + self.pick * (lse - loss), outside)
             elif self.outside == "nan":  # of the picked element alone
                 y = y + self.pick * jnp.where(inside, lse - loss, jnp.nan)
             else:
                 y = y + self.pick * (lse - loss)
+        if self.sum:
+            y = y + self.sum * self._totals(read)
         y = y if selected is None else jnp.where(selected, y, 0)
         y = y if weights is None else y * weights
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.summed])
         left = tuple((a,) for a in self.rows if a not in self.summed)
         return arrange(y, left, self.dims).astype(self.aval.dtype)
 
-    def _call(
-        self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
-    ) -> Any:
+    def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (
             arrange(read(v), dims, to) for (v, dims), to in zip((self.x, self.kernel), self.to)
         )
@@ -107,6 +109,19 @@ class Loss(Site):
         x = x.astype(self.dtype)
         if abs(self.factor - 1) > 1e-6:
             x = x * jnp.asarray(self.factor, self.dtype)
+        return x, kernel
+
+    def _totals(self, read: Any) -> Any:
+        """Σ of a row's logits: x times the sum of the kernel's words."""
+        x, kernel = self._operands(read)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        words = jnp.sum(kernel.astype(self.dtype).astype(wide), int(not self.transposed))
+        return jnp.sum(x.astype(wide) * words, -1)
+
+    def _call(
+        self, read: Any, place: Any, selected: Any, alone: bool = False, **options: Any
+    ) -> Any:
+        x, kernel = self._operands(read)
         ignore = None
         if self.labels is None:
             labels = jnp.zeros(x.shape[:-1], jnp.int32)
@@ -201,6 +216,11 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
     pick = sum(f for t, f in form.terms if t.kind == "pick")
     picked = [t for t, _ in form.terms if t.kind == "pick"]
     labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
+    total = sum(f for t, f in form.terms if t.kind == "total")
+    if outside == "all 0" and abs(lse + pick + total * size(words)) > 1e-4 * abs(lse):
+        raise Left("a one-hot product of log-probabilities with other log-sum-exps")
+    if total and base.inner is not None:
+        raise Left("smoothed labels of logits with a soft cap")
     if labels is not None and not set(atoms(labels[1])) <= set(rows):
         raise Left("its labels differ along more than its rows")
     transposed = order.index(words[0]) < order.index(contract[0])
@@ -239,6 +259,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
         outside=outside,
         lse=lse,
         pick=pick,
+        sum=total,
         softcap=softcap,
         factor=factor,
         weights=form.weights,
@@ -251,7 +272,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
         key=(base, axis),
     )
     parts = {"sum": site.total, "a row each": not site.total, f"softcap {softcap}": softcap}
-    parts |= {"log-sum-exps": not picked, "weighted": form.weights}
+    parts |= {"log-sum-exps": not picked, "label smoothing": total, "weighted": form.weights}
     said = ", ".join(name for name, is_so in parts.items() if is_so)
     site.served = f"linear_cross_entropy: {said}"
     return site

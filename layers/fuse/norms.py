@@ -178,7 +178,7 @@ def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
     if made is None or made.name != "mul" or one.centred:
         return None
     for v, other in (made.ins, made.ins[::-1]):
-        x = g.of.get(v)
+        x, n = g.of.get(v), g.program.number(other)
         if x is not None and x.kind == "x" and x.x == stat.x and len(x.dims) == len(one.dims):
             to = dict(zip(atoms(one.dims), atoms(x.dims)))
             if len(to) != len(atoms(x.dims)) or len(atoms(one.dims)) != len(to):
@@ -190,6 +190,8 @@ def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
             )
             if norm is None:
                 return None
+            if n is not None:
+                return _times(norm, n)
             flat = replace(norm, dims=x.dims)
             vector = _vector_of(g, flat, other)
             return vector and replace(norm, scale=vector)
@@ -250,6 +252,9 @@ def _times(a: Part, n: float) -> Part | None:
         return None
     if a.kind == "stat" and a.p == 1:
         return replace(a, a=a.a * n, b=a.b * n)
+    if a.kind == "norm" and a.scale is None and a.bias is None and a.stat and a.stat.p == -0.5:
+        stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n))
+        return replace(a, stat=stat)
     if a.kind in ("sum", "square of sum", "square"):
         return replace(a, a=a.a * n, b=a.b * n)
     return None

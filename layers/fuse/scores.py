@@ -78,7 +78,7 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A function of scores that is constant along an axis: "max", "lse" or "pick".
+    """A function of scores that is constant along an axis: "max", "lse", "pick" or "total".
 
     Attributes:
       labels: (value, labels) of the positions of a pick.
@@ -121,7 +121,8 @@ class Form:
     """along · scores + terms, or its exponential.
 
     Attributes:
-      hot: it is multiplied by a one-hot array of (value, labels), along an axis.
+      hot: it is multiplied by an array of two numbers, a one-hot array: (value, labels) of the
+        positions, the axis, the number elsewhere, and there.
       summed: what labels it was summed over.
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
@@ -386,6 +387,9 @@ def _multiplied(g: ScoreForms, form: Form, other: int) -> Form | None:
         pred, dims = _booleans(g, other, form)
         if pred and (hot := _one_hot(g, form, pred, dims)) is not None:
             return hot
+        if (two := _two_valued(g, other, form.dims)) is not None:  # smoothed labels
+            hot = _one_hot(g, form, *two[:2])
+            return hot and replace(hot, hot=(*hot.hot[:2], *two[2:]))
     elif form.hot or form.is_loss:
         return _weighted(g, form, other)
     made = g.program.maker.get(other)
@@ -581,7 +585,7 @@ def _one_hot(g: ScoreForms, form: Form, pred: int, dims: Dims) -> Form | None:
             continue
         steps = [i for i, c in enumerate(found.coefficients) if c]
         if len(steps) == 1 and found.coefficients[steps[0]] == 1 and expand(dims[steps[0]]) == axis:
-            return replace(form, hot=((v, at), frozenset(axis)))
+            return replace(form, hot=((v, at), frozenset(axis), 0.0, 1.0))
     return None
 
 
@@ -633,8 +637,13 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
         picked = form.hot[1]
         if any(t.axis != picked for t, _ in form.terms):
             return None
-        term = Term("pick", form.base, picked, form.hot[0], "all 0" if form.terms else "0")
-        terms = plus(form.terms, frozenset({(term, form.along)}))
+        labels, _, no, yes = form.hot
+        term = Term("pick", form.base, picked, labels, "all 0" if form.terms else "0")
+        terms = plus(frozenset({(term, (yes - no) * form.along)}), form.terms, yes - no)
+        if no:
+            total, count = Term("total", form.base, picked), math.prod(l.size for l in picked)
+            terms = plus(terms, frozenset({(total, no * form.along)}))
+            terms = plus(terms, form.terms, no * count)
         return new(along=0.0, hot=None, terms=terms, summed=form.summed | (axis - picked))
     if form.is_loss and not any(axis & t.axis for t, _ in form.terms):
         return new(summed=form.summed | axis)
