@@ -1,5 +1,6 @@
 """Rotary embedding and causal attention, shared by the Flax and the Equinox transformer."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..layers.attention import attention
 from .config import AttentionImplementation, RopeScaling, TransformerConfig
 from .side_by_side import pause
 
@@ -114,7 +116,8 @@ def attend(
       v: as `k`.
       cache: past keys and values, of which the first `start` positions are filled; or None.
       start: position of the first token: a scalar, or `(batch,)` for each sequence.
-      implementation: "auto", "xla" or "cudnn"; XLA serves calls with a cache or a softcap.
+      implementation: of `normfuse.attention`, for calls without a cache: "xla" or "cudnn", "auto"
+        for the best here.
       scale: of the scores; `1 / sqrt(head_dim)` when None.
       softcap: bounds the scores s as `softcap * tanh(s / softcap)`.
       window: how many tokens each attends to, itself included; all when None.
@@ -123,14 +126,11 @@ def attend(
     """
     if cache is not None:
         cache = KeyValue(_add(cache.keys, k, start), _add(cache.values, v, start))
-        return _attend_xla(q, cache.keys, cache.values, start, scale, softcap, window), cache
+        return _attend_past(q, cache.keys, cache.values, start, scale, softcap, window), cache
     q, k, v = pause((q, k, v))
-    cudnn = implementation == "auto" and softcap is None and _cudnn_serves(q)
-    if implementation == "cudnn" or cudnn:
-        local = None if window is None else (window - 1, 0)  # tokens before and after each
-        options = {"scale": scale, "local_window_size": local, "implementation": "cudnn"}
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, **options), None
-    return _attend_xla(q, k, v, 0, scale, softcap, window), None
+    served_by = None if implementation == "auto" else implementation
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    return attention(q, k, v, causal=True, implementation=served_by, **options), None
 
 
 def soft_capped(x: Array, cap: float | None) -> Array:
@@ -145,7 +145,7 @@ def _add(past: Array, new: Array, start: Array | int) -> Array:
     return jax.vmap(each)(past, new, start)
 
 
-def _attend_xla(
+def _attend_past(
     q: Array,
     k: Array,
     v: Array,
@@ -162,7 +162,9 @@ def _attend_xla(
     q = q.reshape(batch, seq, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, kv_heads, group * seq, width)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # (batch, kv_heads, length, head_dim)
-    scores = _product("bkrh,bksh->bkrs", q, k) * (width**-0.5 if scale is None else scale)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    product = functools.partial(jnp.einsum, preferred_element_type=wide)
+    scores = product("bkrh,bksh->bkrs", q, k) * (width**-0.5 if scale is None else scale)
     scores = soft_capped(scores, softcap)
     positions = jnp.tile(_positions(start, seq), group)[..., None]
     seen = jnp.arange(length) <= positions  # ([batch,] group * seq, length)
@@ -170,28 +172,11 @@ def _attend_xla(
         seen &= jnp.arange(length) > positions - window
     seen = jnp.expand_dims(seen, -3)  # the same for every head
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    out = _product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
+    out = product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
     out = out.reshape(batch, kv_heads, group, seq, width).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, seq, heads, width)
-
-
-def _product(equation: str, a: Array, b: Array) -> Array:
-    # Names the precision for bfloat16: the backward would otherwise multiply its float32 cotangent
-    # with a bfloat16 operand in float32, at a fraction of the speed (jax-ml/jax#24047).
-    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32 if a.dtype == jnp.bfloat16 else None
-    wide = jnp.promote_types(a.dtype, jnp.float32)
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=wide)
 
 
 def cudnn_takes(head_dim: int) -> bool:
     """Whether cuDNN's fused attention has heads so wide on every generation since Ampere."""
     return head_dim <= 128 and head_dim % 8 == 0
-
-
-def _cudnn_serves(q: Array) -> bool:
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not cudnn_takes(q.shape[-1]):
-        return False
-    if jax.default_backend() != "gpu":
-        return False
-    device = jax.devices()[0]
-    return "cuda" in device.client.platform_version and float(device.compute_capability) >= 8.0

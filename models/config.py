@@ -82,12 +82,13 @@ class TransformerConfig:
       param_dtype: dtype the parameters are stored in.
       remat: what the backward pass recomputes: "none"; "block", everything inside a block;
         "dots", everything but the GEMMs' results.
-      attention: "auto" takes cuDNN's fused attention on NVIDIA GPUs where it serves, else XLA.
+      attention: what computes attention, as in `normfuse.attention`. "auto" takes cuDNN on NVIDIA
+        GPUs where it serves, else "xla", blocks of queries and keys.
       implementation: of every operation of normfuse in the model: the norms (alone and with the
         residual added), the linear layers and the MLP's gated product, as in `normfuse.rms_norm`,
         `dense` and `gated_product`. None takes the best here. A single name is strict: "native"
         raises NotImplementedError on CPUs, which have no kernel for the gated product, where
-        `("native", "xla")` runs. Attention, embedding and logits are JAX's.
+        `("native", "xla")` runs. Attention has `attention`; embedding and logits are JAX's.
       quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as
         in `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
         generation (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.

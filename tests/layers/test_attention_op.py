@@ -15,7 +15,8 @@ from reference import wide
 
 import normfuse
 from normfuse import attention
-from normfuse.layers.attention import blocks
+from normfuse.layers.attention import blocks, cudnn
+from normfuse.layers.attention.spec import Spec
 from normfuse.native.jax_private import described_cudnn
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -721,6 +722,22 @@ def test_what_serves_on_gpus(name):
     options, expected = ON_GPU[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch):
+    """JAX counts the keys before and after each query: its own code computes the same."""
+    theirs, asked = jax.nn.dot_product_attention, []
+
+    def compute(*arrays, implementation, **options):
+        asked.append(implementation)
+        return theirs(*arrays, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", compute)
+    q, k, v, _ = draw(rng)
+    spec = Spec(scale=0.7, causal=True, window=4)
+    found = cudnn._Call(spec, q[..., None, :], k, []).attend(q, k, v)
+    close(found, attention(q, k, v, scale=0.7, causal=True, window=4))
+    assert asked == ["cudnn"]
 
 
 def test_what_cudnn_cannot_serve_is_reported(rng):

@@ -61,6 +61,11 @@ def test_flops_per_token_counts_the_products_of_a_training_step(small, equations
 
 
 def _dot_flops(eqn) -> int:
+    # Attention has two products, and four in its backward but for the scores computed again.
+    products = {"normfuse_attention": 2, "normfuse_attention_gradients": 4}
+    if count := products.get(eqn.primitive.name):
+        q, k = (operand.aval for operand in eqn.invars[:2])
+        return count * 2 * q.size * k.shape[-3]
     if eqn.primitive.name != "dot_general":
         return 0
     ((contracted, _), _) = eqn.params["dimension_numbers"]

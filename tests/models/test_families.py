@@ -135,22 +135,6 @@ def test_attention_over_a_window_matches_reference(rng, softcap, jit):
     assert np.abs(out - expected[:, 7:]).max() < limit
 
 
-def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch, jit):
-    """JAX counts the tokens before each, and those after it: its own code computes the same."""
-    q, k, v = (rng.standard_normal((2, 9, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
-    theirs, asked = jax.nn.dot_product_attention, []
-
-    def compute(*arrays, implementation, **options):
-        asked.append(implementation)
-        return theirs(*arrays, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", compute)
-    both = lambda name: lambda *x: attend(*x, None, 0, name, scale=0.7, window=4)[0]
-    found, expected = (jit(both(name))(q, k, v) for name in ("cudnn", "xla"))
-    assert asked == ["cudnn"]
-    assert np.abs(found - expected).max() < 16 * 2**-24 * np.abs(v).max()
-
-
 def test_local_layers_count_their_window(small):
     config = dataclasses.replace(small, sliding_window=6, layer_pattern="LG")
     less = flops_per_token(small, 16) - flops_per_token(config, 16)

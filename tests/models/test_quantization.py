@@ -78,7 +78,8 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
     assert found["normfuse_fp8_product"] == (6 + gated) * FP8.num_layers
     assert found["normfuse_quantize_array of a kernel"] == (6 + gated) * FP8.num_layers
     assert found["normfuse_quantize_hidden"] == FP8.num_layers
-    assert found["dot_general"] == 2 * FP8.num_layers + 1  # attention, and the logits
+    assert found["normfuse_attention"] == FP8.num_layers
+    assert found["dot_general"] == 1  # the logits
     # A block's norms write codes, which all products after them read; the last one does not.
     assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
     assert found["normfuse_rms_norm"] == 1
@@ -136,7 +137,7 @@ def test_remat_quantizes_no_kernel_twice_and_changes_nothing(framework, remat, p
         jaxpr = jax.make_jaxpr(jax.grad(loss(model)))(model.from_dict(params), TOKENS)
         counts[one.remat] = primitives(jaxpr.jaxpr)
     plain, again = counts["none"], counts[remat]
-    for name, more in (("normfuse_fp8_product", remat == "block"), ("dot_general", True)):
+    for name, more in (("normfuse_fp8_product", remat == "block"), ("normfuse_attention", True)):
         assert (again[name] > plain[name]) == more
     key = "normfuse_quantize_array of a kernel"
     assert again[key] == plain[key] == 7 * FP8.num_layers
