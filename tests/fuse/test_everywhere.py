@@ -1,0 +1,1174 @@
+"""`fuse` wherever JAX is: transformations, meshes, effects, frameworks, and what users do wrong."""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+import threading
+import traceback
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import fuse_cases
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fuse_cases import Fused, draw, quiet
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import fuse
+
+B, T, H, D, V = 4, 8, 2, 8, 48
+E = H * D
+f32, bf16 = jnp.float32, jnp.bfloat16
+integers = optax.softmax_cross_entropy_with_integer_labels
+
+
+def rms(x, scale):
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-6) * scale
+
+
+def attention(x, w):
+    q, k, v = jnp.split((x @ w).reshape(*x.shape[:-1], H, 3 * D), 3, -1)
+    s = jnp.einsum("...thd,...shd->...hts", q, k) / D**0.5
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9)
+    y = jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(s, axis=-1), v)
+    return y.reshape(x.shape)
+
+
+def block(x, p):
+    with jax.named_scope("attend"):
+        x = x + attention(rms(x, p["a"]), p["qkv"]) @ p["o"]
+    with jax.named_scope("feed"):
+        h = rms(x, p["b"])
+        return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def loss(params, x, y):
+    return integers(block(x, params["block"]) @ params["head"], y).mean()
+
+
+def parameters(*more):
+    shapes = {"a": (E,), "b": (E,), "qkv": (E, 3 * E), "o": (E, E)}
+    shapes |= {"gate": (E, 2 * E), "up": (E, 2 * E), "down": (2 * E, E)}
+    made = {
+        name: draw(i, *more, *shape, scale=0.3) + (len(shape) == 1)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    return {"block": made, "head": draw(9, *more, E, V, scale=0.3)}
+
+
+def labels(*more):
+    return jnp.asarray(np.random.default_rng(3).integers(0, V, (*more, B, T)))
+
+
+@pytest.fixture
+def args():
+    return parameters(), draw(10, B, T, E), labels()
+
+
+def assert_same(got, want, rounding=None):
+    """Trees of arrays that differ by float32's rounding; what is no number is equal."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    rounding = rounding or fuse_cases.tolerance(64)
+    pairs = [*zip(jax.tree.leaves(got), jax.tree.leaves(want))]
+    floats = [(a, b) for a, b in pairs if fuse_cases.is_float(b)]
+    floor = fuse_cases.floor_of([b for _, b in floats])
+    errors = fuse_cases.errors(*zip(*floats), floor) if floats else []
+    assert all(error <= rounding for error in errors), errors
+    for a, b in pairs:
+        assert type(a) is type(b) or isinstance(a, jax.Array) and isinstance(b, jax.Array), (a, b)
+        if not fuse_cases.is_float(b):
+            assert np.array_equal(a, b) if isinstance(b, jax.Array | np.ndarray) else a == b
+        else:
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def assert_served(fused, **expected):
+    served = fused.served()
+    assert {name: served.get(name, 0) for name in expected} == expected, str(fused)
+
+
+# ---------------------------------------------------------------- transformations of the function
+
+
+def per_example(f):
+    return jax.vmap(lambda p, x, y: f(p, x[None], y[None]), (None, 0, 0))
+
+
+def steps(f):
+    def train(p, x, y):
+        def step(p, _):
+            value, slope = jax.value_and_grad(f)(p, x, y)
+            return jax.tree.map(lambda a, b: a - 0.05 * b, p, slope), value
+
+        return lax.scan(step, p, None, length=2)
+
+    return train
+
+
+def accumulated(f):
+    def total(p, x, y):
+        def step(total, xy):
+            return jax.tree.map(jnp.add, total, jax.grad(f)(p, *xy)), None
+
+        parts = x.reshape(2, -1, T, E), y.reshape(2, -1, T)
+        return lax.scan(step, jax.tree.map(jnp.zeros_like, p), parts)[0]
+
+    return total
+
+
+def while_small(f):
+    def run(p, x, y):
+        halve = lambda state: (state[0] + 1, f(p, x / (1 + state[0]), y))
+        return lax.while_loop(lambda state: state[0] < 2, halve, (0, jnp.float32(9)))
+
+    return run
+
+
+def custom(f):
+    @jax.custom_vjp
+    def changed(p, x, y):
+        return f(p, x, y)
+
+    def forward(p, x, y):
+        value, pull = jax.vjp(lambda p, x: f(p, x, y), p, x)
+        return value, pull
+
+    changed.defvjp(forward, lambda pull, g: (*pull(2 * g), None))
+    return lambda p, x, y: jax.grad(changed, (0, 1))(p, x, y)
+
+
+def forwards(f):
+    return lambda p, x, y: jax.jvp(lambda x: f(p, x, y), (x,), (jnp.cos(x),))
+
+
+TRANSFORMATIONS = {
+    "called": lambda f: f,
+    "jit": jax.jit,
+    "grad": lambda f: jax.grad(f, (0, 1)),
+    "value_and_grad in jit": lambda f: jax.jit(jax.value_and_grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "has_aux": lambda f: jax.value_and_grad(lambda p, x, y: (f(p, x, y), x.sum()), has_aux=True),
+    "vmap of examples": per_example,
+    "gradients of examples": lambda f: jax.vmap(
+        jax.grad(lambda p, x, y: f(p, x[None], y[None])), (None, 0, 0)
+    ),
+    "vmap of jit": lambda f: per_example(jax.jit(f)),
+    "forward mode": forwards,
+    "linearize": lambda f: lambda p, x, y: jax.linearize(lambda x: f(p, x, y), x)[1](jnp.sin(x)),
+    "steps in a scan": steps,
+    "accumulated in a scan": accumulated,
+    "while": while_small,
+    "fori": lambda f: lambda p, x, y: lax.fori_loop(0, 2, lambda i, v: v + f(p, x, y), 0.0),
+    "cond": lambda f: lambda p, x, y: lax.cond(x.sum() > 1e6, lambda *a: f(*a) * 2, f, p, x, y),
+    "switch": lambda f: (
+        lambda p, x, y: jax.grad(
+            lambda p: lax.switch(1, [lambda *a: 0.0, f, lambda *a: f(*a) ** 2], p, x, y)
+        )(p)
+    ),
+    "map": lambda f: lambda p, x, y: lax.map(lambda xy: f(p, xy[0][None], xy[1][None]), (x, y)),
+    "remat": lambda f: jax.grad(jax.checkpoint(f)),
+    "remat with a policy": lambda f: jax.grad(
+        jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)
+    ),
+    "custom_vjp": custom,
+    "named_call": lambda f: jax.grad(jax.named_call(f, name="mine")),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_of_it(name, args):
+    transform, fused = TRANSFORMATIONS[name], Fused(loss)
+    want = jax.jit(transform(loss))(*args)
+    got = transform(fused)(*args) if name == "called" else jax.jit(transform(fused))(*args)
+    assert_same(got, want)
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_vmap_over_parameters(args):
+    stacked = parameters(2)
+    fused, axes = Fused(loss), (0, None, None)
+    want = jax.jit(jax.vmap(jax.value_and_grad(loss), axes))(stacked, *args[1:])
+    assert_same(jax.jit(jax.vmap(jax.value_and_grad(fused), axes))(stacked, *args[1:]), want)
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_second_derivatives(args):
+    """They are the function's own, or refused by name; never wrong."""
+
+    def curvature(f):
+        p, x, y = args
+        along = lambda x: jax.jvp(lambda x: f(p, x, y), (x,), (jnp.cos(x),))[1]
+        return jax.jit(jax.grad(along))(x)
+
+    want = curvature(loss)
+    try:
+        got = curvature(Fused(loss))
+    except NotImplementedError as error:
+        assert str(error)
+    else:
+        assert_same(got, want, rounding=1e-3)
+
+
+# ---------------------------------------------------------------- programs within the function
+
+
+def scanned(wrap=lambda f: f):
+    def model(params, x, y):
+        step = wrap(lambda x, p: (block(x, p), None))
+        x, _ = lax.scan(step, x, params["block"])
+        return integers(x @ params["head"][0], y).mean()
+
+    return model
+
+
+NAMES = jax.checkpoint_policies.save_only_these_names("mixed")
+
+
+def named_remat(params, x, y):
+    def layer(x, p):
+        h = checkpoint_name(attention(rms(x, p["a"]), p["qkv"]), "mixed")
+        return x + h @ p["o"]
+
+    h = jax.checkpoint(layer, policy=NAMES)(x, params["block"])
+    return integers(h @ params["head"], y).mean()
+
+
+def within_cond(params, x, y):
+    h = lax.cond(x.sum() < 1e6, block, lambda x, p: x, x, params["block"])
+    return integers(h @ params["head"], y).mean()
+
+
+def within_switch(params, x, y):
+    branches = [lambda x, p: x, lambda x, p: attention(x, p["qkv"]), block]
+    h = lax.switch(jnp.int32(x[0, 0, 0] > -1e6) + 1, branches, x, params["block"])
+    return integers(h @ params["head"], y).mean()
+
+
+def within_while(params, x, y):
+    body = lambda state: (state[0] + 1, block(state[1], params["block"]))
+    _, h = lax.while_loop(lambda state: state[0] < 2, body, (0, lax.stop_gradient(x)))
+    return integers(lax.stop_gradient(h) @ params["head"], y).mean()
+
+
+def within_fori(params, x, y):
+    h = lax.fori_loop(0, 2, lambda i, h: block(h, params["block"]), x)
+    return integers(h @ params["head"], y).mean()
+
+
+def within_jit(params, x, y):
+    inner = jax.jit(lambda x, p, n: block(x * n, p), static_argnums=2)
+    return integers(
+        jax.jit(lambda h, w: h @ w)(inner(x, params["block"], 2), params["head"]), y
+    ).mean()
+
+
+def within_custom_vjp(params, x, y):
+    @jax.custom_vjp
+    def layer(x, p):
+        return block(x, p)
+
+    layer.defvjp(lambda x, p: (block(x, p), p), lambda p, g: (g, jax.tree.map(jnp.zeros_like, p)))
+    return integers(layer(x, params["block"]) @ params["head"], y).mean()
+
+
+def within_vmap(params, x, y):
+    h = jax.vmap(lambda x: block(x, params["block"]))(x)
+    return jax.vmap(lambda h, y: integers(h @ params["head"], y).mean())(h, y).mean()
+
+
+def associative(params, x, y):
+    h = lax.associative_scan(jnp.add, block(x, params["block"]), axis=1)
+    return integers(h @ params["head"], y).mean()
+
+
+def barriers(params, x, y):
+    x, p = lax.optimization_barrier((x, params["block"]))
+    h = lax.optimization_barrier(block(x, p))
+    return integers(h @ params["head"], y).mean()
+
+
+WITHIN = {  # function, stacked layers, attentions that must be served
+    "scan": (scanned(), True, 1),
+    "scan with remat": (scanned(jax.checkpoint), True, 1),
+    "scan with a policy": (
+        scanned(functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)),
+        True,
+        1,
+    ),
+    "remat by names": (named_remat, False, 1),
+    "cond": (within_cond, False, 1),
+    "switch": (within_switch, False, 2),
+    "while": (within_while, False, None),
+    "fori": (within_fori, False, 1),
+    "jit": (within_jit, False, 1),
+    "custom_vjp": (within_custom_vjp, False, 0),
+    "vmap": (within_vmap, False, 1),
+    "associative scan": (associative, False, 1),
+    "barriers": (barriers, False, 1),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_programs_within(name, args):
+    function, stacked, attentions = WITHIN[name]
+    params = parameters(2) if stacked else args[0]
+    fused = Fused(function)
+    both = lambda f: jax.jit(jax.value_and_grad(f, (0, 1)))(params, *args[1:])
+    assert_same(both(fused), both(function), rounding=3 * fuse_cases.tolerance(64))
+    assert_served(fused, loss=1)
+    if attentions is not None:
+        assert_served(fused, attention=attentions)
+
+
+def test_names_of_a_policy_stay(args):
+    """A value that a policy saves by its name has this name in the new program, too."""
+    fused = Fused(named_remat)
+    program = jax.make_jaxpr(jax.grad(fused))(*args)
+    assert "name=mixed" in str(program)
+    assert_served(fused, attention=1)
+
+
+def test_layers_in_a_loop_are_one_row(args):
+    def model(params, x, y):
+        for _ in range(3):
+            x = block(x, params["block"])
+        return integers(x @ params["head"], y).mean()
+
+    fused = Fused(model)
+    assert_same(jax.jit(fused)(*args), jax.jit(model)(*args))
+    assert_served(fused, attention=3, loss=1)
+    table = str(fused).splitlines()
+    assert sum("attention" in line.split(",")[0] and "(3)" in line for line in table) == 1, table
+
+
+# ---------------------------------------------------------------- meshes
+
+
+@pytest.fixture(params=["Auto", "Explicit"])
+def mesh(request, eight_devices):
+    kind = getattr(AxisType, request.param)
+    return jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=eight_devices[:4])
+
+
+def placed(mesh, args, split):
+    params, x, y = args
+    spec = lambda p: P("data") if split and p.ndim == 2 else P()
+    put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    return jax.tree.map(lambda p: put(p, spec(p)), params), put(x, P("data")), put(y, P("data"))
+
+
+def simple_loss(params, x, y):
+    """Attention and loss without reshapes that Explicit meshes refuse."""
+    p = params["block"]
+    h = rms(x, p["a"])
+    q, k, v = (h @ p["qkv"][:, i * E : (i + 1) * E] for i in range(3))
+    s = jnp.einsum("btd,bsd->bts", q, k) / E**0.5
+    s = jnp.where(jnp.tril(jnp.ones((T, T), bool)), s, -1e9)
+    x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(s, axis=-1), v) @ p["o"]
+    h = rms(x, p["b"])
+    x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+    z = x @ params["head"]
+    hot = jax.nn.one_hot(y, V)
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(z) * hot, -1))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_meshes(mesh, args, split):
+    """The same values, and no collective that the function did not need."""
+    if split and mesh.axis_types[0] == AxisType.Explicit:
+        pytest.skip("such products are ambiguous on an Explicit mesh, without fuse, too")
+    with jax.set_mesh(mesh):
+        args = placed(mesh, args, split)
+        fused = Fused(simple_loss)
+        programs = {}
+        for name, function in (("plain", simple_loss), ("fused", fused)):
+            programs[name] = jax.jit(jax.value_and_grad(function)).lower(*args).compile()
+        want, got = (programs[name](*args) for name in ("plain", "fused"))
+        assert_same(jax.device_get(got), jax.device_get(want))
+        assert_served(fused, attention=1, loss=1)
+        count = {name: hlo.collectives(program) for name, program in programs.items()}
+        assert len(count["fused"]) <= len(count["plain"]), count
+        moved = {name: sum(c.bytes for c in found) for name, found in count.items()}
+        assert moved["fused"] <= moved["plain"], count
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["within", "around"])
+def test_shard_map(mesh, args, outside):
+    def local(f):
+        def run(params, x, y):
+            return lax.psum(f(params, x, y), "data")
+
+        specs = (P(), P("data"), P("data"))
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P())
+
+    args = placed(mesh, args, False)
+    fused = Fused(local(loss) if outside else loss)
+    function = fused if outside else local(fused)
+    both = lambda f: jax.jit(jax.value_and_grad(f))(*args)
+    assert_same(both(function), both(local(loss)))
+    if not outside:
+        assert_served(fused, attention=1, loss=1)
+
+
+def test_constraints_stay(mesh, args):
+    if mesh.axis_types[0] == AxisType.Explicit:
+        pytest.skip("constraints are for Auto axes")
+    sharding = NamedSharding(mesh, P("data"))
+
+    def constrained(params, x, y):
+        h = lax.with_sharding_constraint(block(x, params["block"]), sharding)
+        return integers(h @ params["head"], y).mean(), h
+
+    fused = Fused(constrained)
+    got, want = jax.jit(fused)(*args), jax.jit(constrained)(*args)
+    assert_same(jax.device_get(got), jax.device_get(want))
+    assert got[1].sharding.is_equivalent_to(want[1].sharding, 3)
+
+
+def test_shardings_of_an_inner_jit_stay(mesh, args):
+    if mesh.axis_types[0] == AxisType.Explicit:
+        pytest.skip("out_shardings are for Auto axes")
+    sharding = NamedSharding(mesh, P("data"))
+    inner = jax.jit(lambda x, p: block(x, p), out_shardings=sharding)
+    function = lambda params, x, y: (lambda h: (integers(h @ params["head"], y), h))(
+        inner(x, params["block"])
+    )
+    got, want = jax.jit(Fused(function))(*args), jax.jit(function)(*args)
+    assert_same(jax.device_get(got), jax.device_get(want))
+    assert got[1].sharding.is_equivalent_to(want[1].sharding, 3)
+
+
+# ---------------------------------------------------------------- effects, randomness, state
+
+
+def test_random_numbers(args):
+    def dropped(params, x, y, key):
+        one, two = jax.random.split(key)
+        h = block(jnp.where(jax.random.bernoulli(one, 0.8, x.shape), x / 0.8, 0), params["block"])
+        return integers(h @ params["head"], y).mean() + jax.random.normal(two), two
+
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        fused = Fused(dropped)
+        want, got = (jax.jit(f)(*args, key) for f in (dropped, fused))
+        assert_same(got[0], want[0])
+        data = [jax.random.key_data(k) if k.dtype != jnp.uint32 else k for _, k in (got, want)]
+        np.testing.assert_array_equal(*data)
+        assert_served(fused, attention=1, loss=1)
+
+
+def test_effects_and_their_order(args):
+    seen = []
+
+    def told(params, x, y):
+        tell = lambda name: io_callback(lambda v: seen.append(name), None, x[0, 0, 0], ordered=True)
+        tell("before")
+        h = block(x, params["block"])
+        tell("between")
+        value = integers(h @ params["head"], y).mean()
+        tell("after")
+        return value
+
+    found = []
+    fused = Fused(told)
+    for function in (told, fused):
+        value = jax.jit(function)(*args)
+        jax.effects_barrier()
+        found.append((value, [*seen]))
+        seen.clear()
+    assert found[0][1] == ["before", "between", "after"]
+    assert found[1][1] == found[0][1]
+    assert_same(found[1][0], found[0][0])
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_effects_in_bodies(args):
+    seen = []
+
+    def told(params, x, y):
+        def step(x, p):
+            jax.debug.callback(lambda v: seen.append("layer"), x.sum(), ordered=False)
+            return block(x, p), None
+
+        x, _ = lax.scan(step, x, params["block"])
+        return integers(x @ params["head"][0], y).mean()
+
+    fused = Fused(told)
+    for count in (2, 4):
+        jax.block_until_ready(jax.jit(told if count == 2 else fused)(parameters(2), *args[1:]))
+        jax.effects_barrier()
+        assert len(seen) == count
+
+
+def test_debug_prints(args, capfd):
+    def told(params, x, y):
+        h = block(x, params["block"])
+        jax.debug.print("h {}", h.shape[0] + 0 * jnp.int32(h[0, 0, 0]))
+        return integers(h @ params["head"], y).mean()
+
+    jax.block_until_ready(jax.jit(Fused(told))(*args))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("h 4") == 1
+
+
+def test_callbacks_return_values(args):
+    def called(params, x, y):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        x = jax.pure_callback(lambda x: np.asarray(x) * 2, shape, x)
+        return loss(params, x, y)
+
+    fused = Fused(called)
+    assert_same(jax.jit(fused)(*args), jax.jit(called)(*args))
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_scores_that_a_callback_reads_stay():
+    seen = []
+
+    def told(q, k, v):
+        s = q @ k.swapaxes(-1, -2)
+        jax.debug.callback(lambda s: seen.append(s), s)
+        return jax.nn.softmax(s, axis=-1) @ v
+
+    x = draw(0, 2, T, D)
+    fused = Fused(told)
+    assert_same(jax.jit(fused)(x, x, x), jax.jit(told)(x, x, x))
+    jax.effects_barrier()
+    np.testing.assert_allclose(*seen, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="this JAX has no references")
+def test_references(args):
+    def counted(params, x, y):
+        ref = jax.new_ref(jnp.zeros(()))
+        value = loss(params, x, y)
+        ref[...] = ref[...] + value
+        ref[...] = ref[...] * 2
+        return ref[...]
+
+    assert_same(jax.jit(Fused(counted))(*args), jax.jit(counted)(*args))
+
+
+def test_donation(args):
+    def step(params, x, y):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, x, y))
+
+    def fused_step(params, x, y):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(Fused(loss))(params, x, y))
+
+    want = jax.jit(step)(*args)
+    given = jax.tree.map(jnp.copy, args[0])
+    got = jax.jit(fused_step, donate_argnums=0)(given, *args[1:])
+    assert_same(got, want)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+
+
+def test_arguments_are_not_donated(args):
+    inner = jax.jit(lambda x, p: block(x, p), donate_argnums=0)
+    function = lambda params, x, y: integers(
+        inner(x * 1, params["block"]) @ params["head"], y
+    ).mean()
+    want = jax.jit(function)(*args)
+    fused = Fused(function)
+    assert_same(fused(*args), want)
+    assert_same(fused(*args), want)
+
+
+# ---------------------------------------------------------------- JAX's other tools
+
+
+def export(function):
+    """`jax.export`, which is told that it may export our custom calls."""
+
+    def call(*args):
+        allowed = []
+        while True:
+            try:
+                return jax.export.export(function, disabled_checks=allowed)(*args)
+            except ValueError as error:
+                names = set(re.findall(r"normfuse_\w+", str(error)))
+                new = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+                if not new or all(check in allowed for check in new):
+                    raise
+                allowed += new
+
+    return call
+
+
+def test_export(args):
+    fused = Fused(loss)
+    exported = export(jax.jit(fused))(*args)
+    again = jax.export.deserialize(exported.serialize())
+    assert_same(again.call(*args), jax.jit(loss)(*args))
+
+
+def test_export_of_symbolic_dimensions(args):
+    params, x, y = args
+    (b,) = jax.export.symbolic_shape("b")
+    shapes = (
+        jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params),
+        jax.ShapeDtypeStruct((b, T, E), x.dtype),
+        jax.ShapeDtypeStruct((b, T), y.dtype),
+    )
+    exported = export(jax.jit(Fused(loss)))(*shapes)
+    for n in (1, 3):
+        assert_same(exported.call(params, x[:n], y[:n]), jax.jit(loss)(params, x[:n], y[:n]))
+
+
+def test_leaks(args):
+    with jax.checking_leaks():
+        got = jax.jit(jax.value_and_grad(Fused(scanned(jax.checkpoint))))(parameters(2), *args[1:])
+    assert_same(got[0], jax.jit(scanned())(parameters(2), *args[1:]))
+
+
+def test_disable_jit(args):
+    want = jax.jit(loss)(*args)
+    with jax.disable_jit():
+        assert_same(Fused(loss)(*args), want)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        wide = lambda tree: fuse_cases.cast(tree, jnp.float64)
+        args = wide(parameters()), wide(draw(10, B, T, E)), labels()
+        fused = Fused(loss)
+        both = lambda f: jax.jit(jax.value_and_grad(f))(*args)
+        got, want = both(fused), both(loss)
+        assert_same(got, want, rounding=fuse_cases.tolerance(64, jnp.float64))
+
+
+@pytest.mark.parametrize("shape", [(0, T), (B, 0), (B, 1)])
+def test_empty_arrays(shape):
+    params, x = parameters(), draw(0, *shape, E)
+    y = jnp.zeros(shape, jnp.int32)
+    rows = lambda params, x, y: integers(block(x, params["block"]) @ params["head"], y)
+    got, want = (jax.jit(lambda *a, f=f: f(*a))(params, x, y) for f in (Fused(rows), rows))
+    assert_same(got, want)
+    total = lambda f: jax.jit(jax.grad(lambda *a: f(*a).sum()))(params, x, y)
+    assert_same(total(Fused(rows)), total(rows))
+
+
+def test_shapes_and_programs(args):
+    fused = Fused(loss)
+    with quiet():
+        assert jax.eval_shape(fused, *args) == jax.eval_shape(loss, *args)
+        text = str(jax.make_jaxpr(fused)(*args))
+    assert "normfuse" in text
+
+
+def test_traced_once(args):
+    fused = Fused(loss)
+    step = jax.jit(jax.grad(fused))
+    for _ in range(3):
+        step(*args)
+    assert len(fused.reports) == 1
+
+
+def test_names_of_scopes_stay(args):
+    """Profiles name what is left after the user's scopes."""
+
+    def scoped(params, x, y):
+        with jax.named_scope("mine"):
+            h = jnp.sin(block(x, params["block"]))
+        return integers(h @ params["head"], y).mean()
+
+    fused = Fused(scoped)
+    text = jax.jit(fused).lower(*args).as_text(debug_info=True)
+    assert "mine/sin" in text
+    where = [row.where for row in fused.rows if row.what.startswith("attention")]
+    assert where and all("mine" in w and "attend" in w for w in where), where
+    assert all("test_everywhere.py" in w for w in where), where
+
+
+# ---------------------------------------------------------------- arguments and results
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    heads: int = H
+    activation: object = jax.nn.silu
+
+
+def test_static_arguments_and_results(args):
+    def model(params, x, y, *, settings, name, n=2, flag=True, nothing=None, function=jnp.tanh):
+        assert settings.heads == H and isinstance(n, int) and flag is True and nothing is None
+        value = loss(params, function(x) * n, y)
+        found = {"loss": value, "name": name, "n": n, "none": None, "settings": settings}
+        return found, (2.5, "text", params["head"], np.arange(3), x)
+
+    rest = dict(settings=Settings(), name="mine")
+    fused = Fused(model)
+    got, want = fused(*args, **rest), model(*args, **rest)
+    assert got[0]["name"] == "mine" and got[0]["n"] == 2 and type(got[0]["n"]) is int
+    assert got[0]["none"] is None and got[0]["settings"] is rest["settings"]
+    assert got[1][:2] == (2.5, "text")
+    np.testing.assert_array_equal(got[1][2], want[1][2])
+    np.testing.assert_array_equal(got[1][3], want[1][3])
+    assert_same(got[0]["loss"], want[0]["loss"])
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_numpy_arguments(args):
+    fused = Fused(loss)
+    assert_same(fused(*jax.tree.map(np.asarray, args)), jax.jit(loss)(*args))
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_python_scalars_stay_weak():
+    def scaled(x, n):
+        return (x * n, n * 2, n)
+
+    for x in (jnp.ones(3, bf16), jnp.ones(3, f32)):
+        got, want = Fused(scaled)(x, 1.5), scaled(x, 1.5)
+        assert got[0].dtype == want[0].dtype == x.dtype
+        assert got[1:] == want[1:] == (3.0, 1.5)
+
+
+def test_weak_results(args):
+    function = lambda params, x, y: (jnp.asarray(2.0) * 1, loss(params, x, y), lax.full((), 3))
+    got, want = (jax.jit(f)(*args) for f in (Fused(function), function))
+    for a, b in zip(got, want):
+        assert jax.typeof(a).weak_type == jax.typeof(b).weak_type and a.dtype == b.dtype
+
+
+def test_results_that_are_arguments(args):
+    function = lambda params, x, y: (x, params, loss(params, x, y), y, x)
+    assert_same(Fused(function)(*args), jax.jit(function)(*args))
+
+
+def test_arguments_of_other_kinds():
+    """Integers, booleans, complex numbers, keys and dtypes of little use pass through."""
+
+    def mixed(q, more):
+        y = jax.nn.softmax(q @ q.T / 3) @ q
+        return y, {name: value for name, value in more.items()}, more["c"] * 2, ~more["b"]
+
+    more = {
+        "b": jnp.array([True, False]),
+        "c": jnp.array([1 + 2j]),
+        "i": jnp.arange(3, dtype=jnp.uint8),
+        "k": jax.random.key(0),
+        "h": jnp.ones(2, jnp.float8_e4m3fn),
+    }
+    q = draw(0, T, D)
+    got, want = jax.jit(Fused(mixed))(q, more), jax.jit(mixed)(q, more)
+    assert (got[1].pop("k") == want[1].pop("k")).all()
+    got[1].pop("h"), want[1].pop("h")
+    assert_same(got, want)
+
+
+def test_twice(args):
+    """fuse(fuse(f)) is fuse(f), to the bit."""
+    once, twice = Fused(loss), Fused(Fused(loss))
+    got, want = (jax.jit(jax.value_and_grad(f))(*args) for f in (twice, once))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_fused_inside_fused(args):
+    layer = Fused(block)
+
+    def model(params, x, y):
+        return integers(layer(x, params["block"]) @ params["head"], y).mean()
+
+    outer = Fused(model)
+    both = lambda f: jax.jit(jax.value_and_grad(f))(*args)
+    assert_same(both(outer), both(loss))
+    assert_served(layer, attention=1)
+    assert_served(outer, loss=1)
+
+
+def test_nothing_is_stale():
+    """Each trace reads the function as it is then."""
+    settings = {"scale": 0.5}
+    function = lambda q: jax.nn.softmax(q @ q.T * settings["scale"], axis=-1) @ q
+    fused, q = Fused(function), draw(0, T, D)
+    for scale in (0.5, 2.0, 0.01):
+        settings["scale"] = scale
+        assert_same(fused(q), jax.jit(lambda q: function(q))(q))
+
+
+def test_branches_on_shapes():
+    function = lambda q: jax.nn.softmax(q @ q.T, axis=-1 if len(q) > 4 else 0) @ q
+    fused = Fused(function)
+    for n in (8, 4, 8):
+        q = draw(n, n, D)
+        assert_same(fused(q), jax.jit(lambda q: function(q))(q))
+
+
+def test_recursion():
+    def deep(x, n):
+        if n == 0:
+            return x
+        return fused(jax.nn.softmax(x @ x.T / 4, axis=-1) @ x, n - 1) + x
+
+    fused = Fused(deep)
+    plain = lambda x, n: x if n == 0 else plain(jax.nn.softmax(x @ x.T / 4, axis=-1) @ x, n - 1) + x
+    x = draw(0, T, D)
+    assert_same(jax.jit(fused, static_argnums=1)(x, 3), jax.jit(plain, static_argnums=1)(x, 3))
+
+
+def test_threads(args):
+    want = jax.jit(jax.value_and_grad(loss))(*args)
+    function = fuse(loss, report=lambda report: None)
+    found, errors = [], []
+
+    def run():
+        try:
+            found.append(jax.jit(jax.value_and_grad(lambda *a: function(*a)))(*args))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and len(found) == 4
+    for got in found:
+        assert_same(got, want)
+
+
+# ---------------------------------------------------------------- frameworks
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.RMSNorm(E, rngs=rngs)
+        self.mix = nnx.MultiHeadAttention(H, E, decode=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+        self.batch = nnx.BatchNorm(E, rngs=rngs)
+        self.head = nnx.Linear(E, V, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        x = x + self.drop(self.mix(h, mask=nnx.make_causal_mask(x[..., 0]), deterministic=True))
+        return self.head(self.batch(x))
+
+
+def test_nnx():
+    """Values, gradients, and what the call changes: batch statistics and random counts."""
+    from normfuse.layers import nnx as ours
+
+    def model_loss(model, x, y):
+        return integers(model(x), y).mean()
+
+    x, y = draw(10, B, T, E), labels()
+    found, reports = [], []
+    for function in (model_loss, ours.fuse(model_loss, report=reports.append)):
+        model = NnxBlock(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x, y, function=function):
+            value, slope = nnx.value_and_grad(function)(model, x, y)
+            optimizer.update(model, slope)
+            return value
+
+        values = [step(model, optimizer, x, y) for _ in range(3)]
+        state = nnx.to_pure_dict(nnx.state(model))
+        state = jax.tree.map(
+            lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a,
+            state,
+        )
+        found.append((values, state))
+    assert_same(found[1], found[0], rounding=1e-4)
+    served = fuse_cases._served(reports[0])
+    assert served.get("attention") == 1 and served.get("loss") == 1, str(reports[0])
+
+
+def test_nnx_states_as_arguments():
+    model = NnxBlock(nnx.Rngs(0))
+    model.eval()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def model_loss(params, rest, x, y):
+        return integers(nnx.merge(graph, params, rest)(x), y).mean()
+
+    fused, args = Fused(model_loss), (params, rest, draw(10, B, T, E), labels())
+    both = lambda f: jax.jit(jax.value_and_grad(f))(*args)
+    assert_same(both(fused), both(model_loss))
+    assert_served(fused, attention=1, loss=1)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        x = x + nn.MultiHeadDotProductAttention(H)(nn.LayerNorm()(x), mask=mask)
+        x = nn.BatchNorm(use_running_average=False)(x)
+        return nn.Dense(V, use_bias=False)(x)
+
+
+def test_linen():
+    model, x, y = LinenBlock(), draw(10, B, T, E), labels()
+    variables = model.init(jax.random.key(0), x)
+
+    def model_loss(params, stats, x, y):
+        z, changed = model.apply(
+            {"params": params, "batch_stats": stats}, x, mutable=["batch_stats"]
+        )
+        return integers(z, y).mean(), changed
+
+    args = variables["params"], variables["batch_stats"], x, y
+    fused = Fused(model_loss)
+    both = lambda f: jax.jit(jax.value_and_grad(f, has_aux=True))(*args)
+    assert_same(both(fused), both(model_loss))
+    assert_served(fused, attention=1, loss=1)
+
+
+class EqxBlock(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    mix: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+    head: eqx.nn.Linear
+    name: str = eqx.field(static=True)
+
+    def __init__(self, key):
+        a, b, c = jax.random.split(key, 3)
+        self.norm = eqx.nn.RMSNorm(E, use_bias=False)
+        self.mix = eqx.nn.MultiheadAttention(H, E, key=a)
+        self.mlp = eqx.nn.MLP(E, E, 2 * E, 1, activation=jax.nn.gelu, key=b)
+        self.head = eqx.nn.Linear(E, V, use_bias=False, key=c)
+        self.name = "block"
+
+    def __call__(self, x):
+        h = jax.vmap(self.norm)(x)
+        x = x + self.mix(h, h, h, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return jax.vmap(self.head)(x + jax.vmap(self.mlp)(x))
+
+
+def test_equinox():
+    """A model as an argument: its functions are static leaves."""
+    model, x, y = EqxBlock(jax.random.key(0)), draw(10, B, T, E), labels()
+
+    def model_loss(model, x, y):
+        return integers(jax.vmap(model)(x), y).mean()
+
+    fused = Fused(model_loss)
+    both = lambda f: eqx.filter_jit(eqx.filter_value_and_grad(f))(model, x, y)
+    got, want = (eqx.filter(both(f), eqx.is_array) for f in (fused, model_loss))
+    assert_same(got, want)
+    assert_served(fused, attention=1, loss=1)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("haiku") is None, reason="needs Haiku")
+def test_haiku(args):
+    import haiku
+
+    def network(x):
+        h = haiku.RMSNorm(-1)(x)
+        mask = jnp.tril(jnp.ones((1, 1, x.shape[1], x.shape[1])))
+        init = haiku.initializers.VarianceScaling(1.0)
+        x = x + haiku.MultiHeadAttention(H, D, w_init=init, model_size=E)(h, h, h, mask=mask)
+        return haiku.Linear(V, with_bias=False)(x)
+
+    network = haiku.without_apply_rng(haiku.transform(network))
+    params = network.init(jax.random.key(0), args[1])
+    model_loss = lambda params, x, y: integers(network.apply(params, x), y).mean()
+    fused = Fused(model_loss)
+    both = lambda f: jax.jit(jax.value_and_grad(f))(params, *args[1:])
+    assert_same(both(fused), both(model_loss))
+    assert_served(fused, attention=1, loss=1)
+
+
+def test_haliax(args):
+    haliax = pytest.importorskip("haliax")
+    if not hasattr(jax.core, "is_constant_dim"):
+        pytest.skip("this haliax does not run on this JAX")
+    batch, position, embed, words = haliax.make_axes(batch=B, position=T, embed=E, words=V)
+    key = position.alias("key")
+
+    def model_loss(q, head, y):
+        k = q.rename({"position": "key"})
+        s = haliax.dot(q, k, axis=embed) / E**0.5
+        seen = haliax.arange(position).broadcast_axis(key) >= haliax.arange(key)
+        p = haliax.nn.softmax(haliax.where(seen, s, -1e9), axis=key)
+        z = haliax.dot(haliax.dot(p, k, axis=key), head, axis=embed)
+        return haliax.nn.cross_entropy_loss(z, words, haliax.nn.one_hot(y, words)).array
+
+    q = haliax.named(args[1], (batch, position, embed))
+    head = haliax.named(args[0]["head"], (embed, words))
+    y = haliax.named(args[2], (batch, position))
+    fused = Fused(model_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert_same(jax.jit(fused)(q, head, y), jax.jit(model_loss)(q, head, y))
+    assert_served(fused, attention=1, loss=1)
+
+
+# ---------------------------------------------------------------- what users do wrong
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "loss", jnp.ones(3)], ids=["None", "3", "str", "array"])
+def test_not_a_function(wrong):
+    with pytest.raises(TypeError, match="function"):
+        fuse(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["int8", "FP8", True, 8, jnp.float8_e4m3fn])
+def test_unknown_quantization(wrong):
+    with pytest.raises(ValueError, match="quantization"):
+        fuse(loss, quantization=wrong)
+
+
+def test_a_report_that_cannot_be_called():
+    with pytest.raises(TypeError, match="report"):
+        fuse(loss, report=[])
+
+
+def test_it_keeps_the_name():
+    assert fuse(loss).__name__ == "loss" and fuse(loss).__wrapped__ is loss
+
+
+def test_an_error_of_the_function(args):
+    def broken(params, x, y):
+        value = loss(params, x, y)
+        raise KeyError("mine")
+        return value
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        Fused(broken)(*args)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].name == "broken" and frames[-1].line == 'raise KeyError("mine")'
+    assert caught.value.__cause__ is None
+
+
+def test_an_error_of_jax_in_the_function(args):
+    def broken(params, x, y):
+        return loss(params, x, y) + (x @ params["head"].T).sum()
+
+    with pytest.raises(TypeError) as caught:
+        Fused(broken)(*args)
+    with pytest.raises(TypeError) as own:
+        broken(*args)
+    assert str(caught.value) == str(own.value)
+
+
+def test_wrong_arguments_of_the_function(args):
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        Fused(loss)(*args[:2])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        Fused(loss)(*args, other=1)
+
+
+def test_values_are_needed(args):
+    def branching(params, x, y):
+        return loss(params, x, y) if x.sum() > 0 else 0.0
+
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        Fused(branching)(*args)
+
+
+def rebound(params, x, y):
+    params["head"] = params["head"] * 2
+    return loss(params, x, y)
+
+
+def added_to(params, x, y):
+    params["more"] = x
+    return loss(params, x, y)
+
+
+def removed_from(params, x, y):
+    value = loss(params, x, y)
+    del params["head"]
+    return value
+
+
+@pytest.mark.parametrize("changing", [rebound, added_to, removed_from])
+def test_changed_arguments(changing, args):
+    with pytest.raises(ValueError, match="changes"):
+        Fused(changing)(*args)
+    assert set(args[0]) == {"block", "head"}
+
+
+def test_a_changed_nnx_model():
+    model = nnx.BatchNorm(E, rngs=nnx.Rngs(0))
+    with pytest.raises(Exception, match=r"nnx\.fuse|changes"):
+        Fused(lambda model, x: model(x))(model, draw(0, B, E))
+
+
+def test_it_warns_where_nothing_is_replaced():
+    with pytest.warns(UserWarning, match="nothing"):
+        fuse(lambda x: x + 1)(jnp.ones(3))
+
+
+def test_it_does_not_warn_where_something_is_replaced(args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.jit(fuse(loss))(*args)
+
+
+def test_gradients_within(args):
+    """A function that takes gradients itself is left there, and told what to do."""
+    step = lambda params, x, y: jax.value_and_grad(loss)(params, x, y)
+    fused = Fused(step)
+    assert_same(jax.jit(fused)(*args), jax.jit(step)(*args))
+    with pytest.warns(UserWarning, match="fuse the loss that you differentiate"):
+        fuse(step)(*args)
+    assert "fuse the loss that you differentiate" in str(fused)
+
+
+def test_skip_by_scope(args):
+    fused = Fused(loss, skip="attend")
+    assert_same(jax.jit(fused)(*args), jax.jit(loss)(*args))
+    assert_served(fused, attention=0, loss=1)
+    reasons = [row.reason for row in fused.rows if row.what.startswith("attention")]
+    assert reasons and "skip" in reasons[0]
+
+
+@pytest.mark.parametrize("several", [("attend",), ["attend", "feed"], {"attend"}])
+def test_skip_several(args, several):
+    fused = Fused(loss, skip=several)
+    assert_same(jax.jit(fused)(*args), jax.jit(loss)(*args))
+    assert_served(fused, attention=0, loss=1)
+
+
+def test_skip_by_function(args):
+    fused = Fused(loss, skip=lambda row: row.what.startswith("loss"))
+    assert_same(jax.jit(fused)(*args), jax.jit(loss)(*args))
+    assert_served(fused, attention=1, loss=0)
+
+
+def test_skip_everything_is_the_function_itself(args):
+    fused = Fused(loss, skip=lambda row: True)
+    got, want = (jax.jit(jax.value_and_grad(f))(*args) for f in (fused, loss))
+    assert_same(got, want, rounding=fuse_cases.tolerance(1))
+    assert not fused.served()
+
+
+def test_skip_that_matches_nothing(args):
+    """The warning lists names that are near."""
+    with pytest.warns(UserWarning, match=r"(?s)skip.*atend.*attend"):
+        fuse(loss, skip="atend", report=lambda report: None)(*args)
+
+
+def test_a_skip_that_fails(args):
+    """An error of the user's own predicate is the user's."""
+
+    def skip(row):
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        Fused(loss, skip=skip)(*args)
+
+
+def test_the_table(args):
+    fused = Fused(loss)
+    jax.jit(fused)(*args)
+    for row in fused.rows:
+        assert row.where and row.what and bool(row.served) != bool(row.reason)
+    text = str(fused)
+    for row in fused.rows:
+        assert row.what.split()[0] in text and (row.served or row.reason) in text
+    assert max(map(len, text.splitlines())) < 240

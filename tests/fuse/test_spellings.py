@@ -1,0 +1,1019 @@
+"""Every spelling that `fuse` must find: what it serves, its values and its gradients."""
+
+import functools
+import math
+
+import equinox as eqx
+import flax.linen as nn
+import fuse_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fuse_cases import Cases, draw, draws
+from jax import lax
+
+B, T, H, D, E, V = 2, 16, 4, 8, 32, 96
+BTHD, BHTD, HTD = (B, T, H, D), (B, H, T, D), (H, T, D)
+BTE = (B, T, E)
+f32, bf16 = jnp.float32, jnp.bfloat16
+softmax = jax.nn.softmax
+
+case = Cases()
+
+
+def causal(t=T, s=None):
+    return jnp.tril(jnp.ones((t, s or t), bool))
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attend(
+    change=lambda s: s,
+    weights=softmax,
+    scores="bthd,bshd->bhts",
+    values="bhts,bshd->bthd",
+    scale=D**-0.5,
+):
+    """Attention by two einsums; `change` masks the scores."""
+
+    def attention(q, k, v):
+        return jnp.einsum(values, weights(change(jnp.einsum(scores, q, k) * scale)), v)
+
+    return attention
+
+
+def masked(value=-1e9, keep=causal):
+    return lambda s: jnp.where(keep(), s, value)
+
+
+QKV = BTHD, BTHD, BTHD
+
+ORDERS = {  # scores, values, shapes
+    "bthd": ("bthd,bshd->bhts", "bhts,bshd->bthd", QKV),
+    "bhtd": ("bhtd,bhsd->bhts", "bhts,bhsd->bhtd", (BHTD, BHTD, BHTD)),
+    "bhtd to bthd": ("bhtd,bhsd->bhts", "bhts,bhsd->bthd", (BHTD, BHTD, BHTD)),
+    "keys of (d, s)": ("bhtd,bhds->bhts", "bhts,bhsd->bhtd", (BHTD, (B, H, D, T), BHTD)),
+    "grouped": (
+        "btkgd,bskd->bkgts",
+        "bkgts,bskd->btkgd",
+        ((B, T, 2, 2, D), (B, T, 2, D), (B, T, 2, D)),
+    ),
+    "grouped, groups last": (
+        "btkgd,bskd->btkgs",
+        "btkgs,bskd->btkgd",
+        ((B, T, 2, 2, D), (B, T, 2, D), (B, T, 2, D)),
+    ),
+    "one key head": ("bthd,bsd->bhts", "bhts,bsd->bthd", (BTHD, (B, T, D), (B, T, D))),
+    "no batch": ("thd,shd->hts", "hts,shd->thd", ((T, H, D),) * 3),
+    "no heads": ("btd,bsd->bts", "bts,bsd->btd", ((B, T, D),) * 3),
+}
+for name, (scores, values, shapes) in ORDERS.items():
+    keep = (lambda: causal()[:, None, None]) if "last" in name else causal
+    case(
+        f"attention: {name}",
+        lambda a=scores, b=values, shapes=shapes, keep=keep: (
+            attend(masked(keep=keep), scores=a, values=b),
+            draws(*shapes),
+        ),
+        attention=1,
+        low="one" in name or "grouped" in name,
+    )
+
+case(
+    "attention: products the other way round",
+    lambda: (
+        lambda q, k, v: jnp.einsum(
+            "bshd,bhts->bthd", v, softmax(masked()(jnp.einsum("bshd,bthd->bhts", k, q) / 3))
+        ),
+        draws(*QKV),
+    ),
+    attention=1,
+)
+case(
+    "attention: keys first in the scores",
+    lambda: (
+        attend(
+            lambda s: jnp.where(causal().T, s, -jnp.inf),
+            lambda s: softmax(s, -2),
+            "bthd,bshd->bhst",
+            "bhst,bshd->bthd",
+        ),
+        draws(*QKV),
+    ),
+    attention=1,
+)
+
+
+@case("attention: q @ k.T of split projections", attention=1, low=True)
+def _():
+    def attention(x, w):
+        heads = (y.reshape(B, T, H, D).swapaxes(1, 2) for y in jnp.split(x @ w, 3, axis=-1))
+        q, k, v = heads
+        scores = q @ jnp.swapaxes(k, -2, -1) / math.sqrt(D)
+        scores = jnp.where(causal()[None, None] == 0, float("-inf"), scores)
+        return (softmax(scores, axis=-1) @ v).swapaxes(1, 2).reshape(x.shape)
+
+    return attention, draws(BTE, (E, 3 * E), scale=0.5)
+
+
+@case("attention: vmap over batch and heads", attention=1)
+def _():
+    def one(q, k, v):
+        return softmax(jnp.where(causal(), q @ k.T / np.sqrt(D).astype(np.float32), -1e30)) @ v
+
+    return jax.vmap(jax.vmap(one, 1, 1)), draws(*QKV)
+
+
+@case("attention: vmap with heads outside", attention=1)
+def _():
+    inner = attend(masked(), scores="btd,bsd->bts", values="bts,bsd->btd")
+    return jax.vmap(inner, (2, 2, 2), 2), draws(*QKV)
+
+
+@case("attention: heads of keys repeated", attention=1)
+def _():
+    def attention(q, k, v):
+        return attend(masked())(q, jnp.repeat(k, 2, axis=2), jnp.repeat(v, 2, axis=2))
+
+    return attention, draws(BTHD, (B, T, 2, D), (B, T, 2, D))
+
+
+@case("attention: heads of keys broadcast", attention=1)
+def _():
+    def many(x):
+        return jnp.broadcast_to(x[:, :, :, None], (B, T, 2, 2, D)).reshape(BTHD)
+
+    return (
+        lambda q, k, v: attend(masked())(q, many(k), many(v)),
+        draws(BTHD, (B, T, 2, D), (B, T, 2, D)),
+    )
+
+
+@case("attention: heads of keys tiled", attention=1)
+def _():
+    def attention(q, k, v):
+        return attend(masked())(q, jnp.tile(k, (1, 1, 2, 1)), jnp.tile(v, (1, 1, 2, 1)))
+
+    return attention, draws(BTHD, (B, T, 2, D), (B, T, 2, D))
+
+
+@case("attention: cross, other lengths", attention=1)
+def _():
+    return attend(), draws(BTHD, (B, 24, H, D), (B, 24, H, D))
+
+
+@case("attention: scale on q", attention=1)
+def _():
+    return lambda q, k, v: attend(masked(), scale=1)(q * D**-0.5, k, v), draws(*QKV)
+
+
+@case("attention: scale on q and k", attention=1)
+def _():
+    return lambda q, k, v: attend(masked(), scale=1)(q * 0.6, k / 1.7, v), draws(*QKV)
+
+
+@case("attention: no scale", attention=1)
+def _():
+    return attend(masked(), scale=1), draws(*QKV, scale=0.7)
+
+
+@case("attention: multiplied, then divided", attention=1)
+def _():
+    return attend(lambda s: masked()(s * 4 / 4)), draws(*QKV)
+
+
+@case("attention: scores and softmax in float32", attention=1, low=True)
+def _():
+    def attention(q, k, v):
+        s = jnp.einsum("bthd,bshd->bhts", q, k, preferred_element_type=f32) / math.sqrt(D)
+        s = jnp.where(causal(), s, jnp.finfo(f32).min)
+        return jnp.einsum("bhts,bshd->bthd", softmax(s).astype(v.dtype), v)
+
+    return attention, draws(*QKV)
+
+
+@case("attention: operands cast to float32", attention=1, low=True)
+def _():
+    def attention(q, k, v):
+        return attend(masked())(*(x.astype(f32) for x in (q, k, v))).astype(q.dtype)
+
+    return attention, draws(*QKV)
+
+
+def by_hand(s):
+    e = jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
+SOFTMAX = {
+    "by hand": by_hand,
+    "gradient through the maximum": lambda s: (lambda e: e / jnp.sum(e, -1, keepdims=True))(
+        jnp.exp(s - jnp.max(s, -1, keepdims=True))
+    ),
+    "no maximum": lambda s: jnp.exp(s) / jnp.sum(jnp.exp(s), axis=-1)[..., None],
+    "reciprocal": lambda s: jnp.exp(s) * (1 / jnp.exp(s).sum(-1, keepdims=True)),
+    "logsumexp": lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
+    "log_softmax": lambda s: jnp.exp(jax.nn.log_softmax(s)),
+    "unnormalised constants": lambda s: softmax(s + 3.5),
+    "where": lambda s: softmax(s, where=causal()),
+}
+MAY_STAY = {"no maximum", "reciprocal", "unnormalised constants"}  # NaN where softmax is not; rare
+for name, weights in SOFTMAX.items():
+    case(
+        f"attention: softmax, {name}",
+        lambda f=weights, name=name: (
+            attend(masked() if name != "where" else lambda s: s, f),
+            draws(*QKV),
+        ),
+        **({} if name in MAY_STAY else {"attention": 1}),
+        low="hand" in name or name == "where",
+    )
+
+
+@case("attention: divided after the values", attention=1, low=True)
+def _():
+    def attention(q, k, v):
+        s = jnp.where(causal(), jnp.einsum("bthd,bshd->bhts", q, k) / 3, -1e9)
+        e = jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True)))
+        return jnp.einsum("bhts,bshd->bhtd", e, v) / e.sum(-1, keepdims=True)
+
+    return attention, draws(*QKV)
+
+
+@case("attention: masked and normalised again", attention=1)
+def _():
+    def attention(q, k, v):
+        p = softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 3) * causal()
+        return jnp.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
+
+    return attention, draws(*QKV)
+
+
+MASKS = {
+    "where -inf": masked(-jnp.inf),
+    "where finfo.min": lambda s: jnp.where(causal(), s, jnp.finfo(s.dtype).min),
+    "where -2.38e38": masked(-2.3819763e38),
+    "from iota": lambda s: jnp.where(
+        lax.broadcasted_iota(jnp.int32, (T, T), 0) >= lax.broadcasted_iota(jnp.int32, (T, T), 1),
+        s,
+        -1e10,
+    ),
+    "tril of ones": lambda s: jnp.where(jnp.tril(jnp.ones_like(s)) > 0, s, -1e9),
+    "NumPy": lambda s: jnp.where(np.tril(np.ones((T, T), bool)), s, -1e9),
+    "select": lambda s: lax.select(jnp.broadcast_to(causal(), s.shape), s, jnp.full_like(s, -1e9)),
+    "added": lambda s: s + jnp.where(causal(), 0.0, -1e9).astype(s.dtype),
+    "added -inf": lambda s: s + jnp.where(causal(), 0.0, -jnp.inf).astype(s.dtype),
+    "multiplied": lambda s: s + (1 - causal().astype(s.dtype)) * -1e9,
+    "window": lambda s: jnp.where(causal() & ~jnp.tril(jnp.ones((T, T), bool), -5), s, -1e9),
+    "window of differences": lambda s: jnp.where(
+        (d := jnp.arange(T)[:, None] - jnp.arange(T)) * (d < 6) + (d >= 6) * -1 >= 0, s, -1e9
+    ),
+    "a constant pattern": lambda s: jnp.where(
+        causal() & (np.random.default_rng(0).random((T, T)) < 0.8) | jnp.eye(T, dtype=bool),
+        s,
+        -1e9,
+    ),
+    "after the scale": lambda s: jnp.where(causal(), s * 0.5, -1e9),
+    "before a scale of more than 1": lambda s: jnp.where(causal(), s, -1e9) * 1.5,
+    "two": lambda s: jnp.where(causal(), s, -1e9) + jnp.where(jnp.arange(T) < 12, 0.0, -1e9),
+    "alibi": lambda s: jnp.where(
+        causal(),
+        s
+        + 2.0 ** -jnp.arange(1.0, H + 1)[:, None, None]
+        * (jnp.arange(T) - jnp.arange(T)[:, None]).astype(f32),
+        -1e9,
+    ).astype(s.dtype),
+}
+for name, mask in MASKS.items():
+    case(
+        f"attention: mask, {name}",
+        lambda mask=mask: (attend(mask), draws(*QKV)),
+        attention=1,
+        low=name in ("window", "added", "two"),
+    )
+
+
+@case("attention: soft cap", attention=1, low=True)
+def _():
+    return attend(lambda s: jnp.where(causal(), 5 * jnp.tanh(s / 5), -1e9)), draws(*QKV, scale=1.5)
+
+
+@case("attention: a mask given", attention=1, low=True)
+def _():
+    def attention(q, k, v, mask):
+        return attend(lambda s: jnp.where(mask[:, None], s, -1e9))(q, k, v)
+
+    mask = jnp.asarray(np.random.default_rng(0).random((B, T, T)) < 0.6) | jnp.eye(T, dtype=bool)
+    return attention, [*draws(*QKV), mask]
+
+
+@case("attention: a causal mask given", attention=1)
+def _():
+    def attention(q, k, v, mask):
+        return attend(lambda s: jnp.where(mask, s, -1e9))(q, k, v)
+
+    return attention, [*draws(*QKV), jnp.broadcast_to(causal(), (B, 1, T, T))]
+
+
+@case("attention: an added mask given", attention=1)
+def _():
+    def attention(q, k, v, bias):
+        return attend(lambda s: s + bias)(q, k, v)
+
+    return attention, [*draws(*QKV), jnp.where(causal(), 0.0, -1e30)[None, None]]
+
+
+@case("attention: segments", attention=1, low=True)
+def _():
+    def attention(q, k, v, ids):
+        same = ids[:, None, :, None] == ids[:, None, None]
+        return attend(lambda s: jnp.where(same & causal(), s, -1e9))(q, k, v)
+
+    ids = jnp.asarray([[0] * 5 + [1] * 11, [0] * 3 + [1] * 4 + [2] * 9])
+    return attention, [*draws(*QKV), ids]
+
+
+@case("attention: padded keys", attention=1)
+def _():
+    def attention(q, k, v, n):
+        seen = jnp.arange(T)[None, None, None] < n[:, None, None, None]
+        return attend(lambda s: jnp.where(seen, s, -1e30))(q, k, v)
+
+    return attention, [*draws(*QKV), jnp.array([16, 5])]
+
+
+@case("attention: a row that sees nothing, by where=", attention=1)
+def _():
+    def attention(q, k, v, n):
+        seen = (jnp.arange(24) < n[:, None])[:, None, None]
+        return attend(weights=lambda s: softmax(s, where=seen))(q, k, v)
+
+    return attention, [*draws(BTHD, (B, 24, H, D), (B, 24, H, D)), jnp.array([24, 0])]
+
+
+@case("attention: a learned bias", attention=1, low=True)
+def _():
+    return lambda q, k, v, b: attend(lambda s: masked()(s + b))(q, k, v), draws(*QKV, (H, T, T))
+
+
+@case("attention: a bias by distance", attention=1)
+def _():
+    def attention(q, k, v, table):
+        near = jnp.clip(jnp.arange(T) - jnp.arange(T)[:, None], -3, 3) + 3
+        return attend(lambda s: s + table[near].transpose(2, 0, 1), scale=1)(q, k, v)
+
+    return attention, draws(*QKV, (7, H), scale=0.6)
+
+
+@case("attention: jax.nn", attention=1)
+def _():
+    return (
+        functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"),
+        draws(BTHD, (B, T, 2, D), (B, T, 2, D)),
+    )
+
+
+@case("attention: jax.nn with a mask", attention=1)
+def _():
+    def attention(q, k, v, mask):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+    return attention, [*draws(*QKV), jnp.broadcast_to(causal(), (B, 1, T, T))]
+
+
+@case("attention: nnx", attention=1, low=True)
+def _():
+    layer = nnx.MultiHeadAttention(H, E, decode=False, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+
+    def attention(state, x):
+        mask = nnx.make_causal_mask(x[..., 0])
+        return nnx.merge(graph, state)(x, mask=mask, deterministic=True)
+
+    return attention, [state, draw(0, *BTE)]
+
+
+@case("attention: Linen", attention=1)
+def _():
+    layer, x = nn.MultiHeadDotProductAttention(H), draw(0, *BTE)
+
+    def attention(variables, x):
+        return layer.apply(variables, x, mask=nn.make_causal_mask(x[..., 0]))
+
+    return attention, [layer.init(jax.random.key(0), x), x]
+
+
+@case("attention: Equinox", attention=1)
+def _():
+    layer = eqx.nn.MultiheadAttention(H, E, key=jax.random.key(0))
+    arrays, rest = eqx.partition(layer, eqx.is_inexact_array)
+
+    def attention(arrays, x):
+        layer = eqx.combine(arrays, rest)
+        return jax.vmap(lambda x: layer(x, x, x, mask=causal()))(x)
+
+    return attention, [arrays, draw(0, *BTE)]
+
+
+@case("attention: heads merged and split on the way", attention=1)
+def _():
+    def attention(q, k, v):
+        s = jnp.einsum("btkgd,bskd->bkgts", q.reshape(B, T, 2, 2, D), k).reshape(B, H, T, T)
+        p = softmax(masked(-1e37)(s / 3)).reshape(B, 2, 2, T, T)
+        return jnp.einsum("bkgts,bskd->btkgd", p, v).reshape(BTHD)
+
+    return attention, draws(BTHD, (B, T, 2, D), (B, T, 2, D))
+
+
+@case("attention: three in a scan with remat", attention=3)
+def _():
+    @jax.checkpoint
+    def block(x, w):
+        q, k, v = jnp.split((x @ w["in"]).reshape(B, T, H, 3 * D), 3, -1)
+        for _ in range(3):
+            v = attend(masked())(q, k, v)
+        return x + v.reshape(x.shape) @ w["out"], None
+
+    w = {"in": draw(1, 2, E, 3 * E, scale=0.2), "out": draw(2, 2, E, E, scale=0.2)}
+    return lambda x, w: lax.scan(block, x, w)[0], [draw(0, *BTE), w]
+
+
+@case("attention: a mask from outside a scan", attention=1)
+def _():
+    def attention(x, w):
+        keep = causal()
+        step = lambda x, w: (x + attend(masked(keep=lambda: keep))(x, x @ w, x), None)
+        return lax.scan(step, x, w)[0]
+
+    return attention, draws(BTHD, (3, D, D), scale=0.5)
+
+
+# ---------------------------------------------------------------- losses
+
+
+def words(i=9, shape=(B, T)):
+    return jnp.asarray(np.random.default_rng(i).integers(0, V, shape))
+
+
+def picked(z, y):
+    return jnp.take_along_axis(z, y[..., None], axis=-1)[..., 0]
+
+
+LOSSES = {
+    "optax, integers": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).mean(),
+    "optax, one-hot": lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, V)).mean(),
+    "log_softmax, gather": lambda z, y: -picked(jax.nn.log_softmax(z), y).mean(),
+    "log_softmax, one-hot": lambda z, y: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, V)) / 7,
+    "log_softmax, rows": lambda z, y: (
+        -jax.nn.log_softmax(z.reshape(-1, V))[jnp.arange(B * T), y.reshape(-1)].mean()
+    ),
+    "log_softmax, indexed twice": lambda z, y: (
+        -jax.nn.log_softmax(z)[jnp.arange(B)[:, None], jnp.arange(T)[None], y].mean()
+    ),
+    "logsumexp - gather": lambda z, y: (jax.nn.logsumexp(z, -1) - picked(z, y)).mean(),
+    "logsumexp by hand": lambda z, y: (
+        jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1) - picked(z, y)
+    ).mean(),
+    "logsumexp - one-hot": lambda z, y: (
+        jax.nn.logsumexp(z, -1) - jnp.einsum("btv,btv->bt", z, jax.nn.one_hot(y, V, dtype=z.dtype))
+    ).sum(),
+    "one-hot by comparison": lambda z, y: (
+        -jnp.where(jnp.arange(V) == y[..., None], jax.nn.log_softmax(z), 0).sum()
+    ),
+    "float32": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(
+        z.astype(f32), y
+    ).mean(),
+    "sum": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).sum(),
+    "of each row": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y),
+    "of each example": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).sum(-1),
+    "masked mean": lambda z, y: (
+        (optax.softmax_cross_entropy_with_integer_labels(z, y) * (y != 3)).sum() / (y != 3).sum()
+    ),
+    "mask within the one-hot": lambda z, y: (
+        -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, V) * (y % 3 > 0)[..., None]) / 9
+    ),
+    "where": lambda z, y: jnp.where(
+        y > 9, optax.softmax_cross_entropy_with_integer_labels(z, y), 0
+    ).sum(),
+    "soft cap": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(
+        3 * jnp.tanh(z / 3), y
+    ).mean(),
+    "scaled": lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z * 0.25, y).mean(),
+    "label smoothing": lambda z, y: optax.softmax_cross_entropy(
+        z, optax.smooth_labels(jax.nn.one_hot(y, V), 0.1)
+    ).mean(),
+    "z-loss": lambda z, y: (lambda lse: (lse - picked(z, y) + 1e-2 * jnp.square(lse)).mean())(
+        jax.nn.logsumexp(z, -1)
+    ),
+    "perplexity": lambda z, y: jnp.exp(
+        optax.softmax_cross_entropy_with_integer_labels(z, y).mean() / 4
+    ),
+}
+BF16 = (
+    "optax, integers",
+    "optax, one-hot",
+    "log_softmax, gather",
+    "float32",
+    "masked mean",
+    "soft cap",
+)
+for name, loss in LOSSES.items():
+    case(
+        f"loss: {name}",
+        lambda loss=loss: (
+            lambda x, w, y: loss(x @ w, y),
+            [draw(0, *BTE), draw(1, E, V, scale=0.3), words()],
+        ),
+        loss=1,
+        low=name in BF16,
+    )
+
+integers = LOSSES["optax, integers"]
+
+
+def of_rows(name, product, *shapes, loss=integers, y=None, **options):
+    case(
+        f"loss: {name}",
+        lambda: (
+            lambda *args: loss(product(*args[:-1]), args[-1]),
+            [*draws(*shapes, scale=0.5), words() if y is None else y],
+        ),
+        **{"loss": 1} | options,
+    )
+
+
+of_rows("a tied table", lambda x, w: x @ w.T, BTE, (V, E))
+of_rows("einsum", lambda x, w: jnp.einsum("btd,vd->btv", x, w), BTE, (V, E))
+of_rows("in rows", lambda x, w: (x.reshape(-1, E) @ w).reshape(B, T, V), BTE, (E, V))
+of_rows(
+    "sliced logits",
+    lambda x, w: (x @ w)[:, :-1],
+    BTE,
+    (E, V),
+    loss=lambda z, y: integers(z, y[:, 1:]),
+)
+of_rows(
+    "sliced inputs",
+    lambda x, w: x[:, :-1] @ w,
+    BTE,
+    (E, V),
+    loss=lambda z, y: integers(z, y[:, 1:]),
+)
+of_rows("preferred float32", lambda x, w: jnp.matmul(x, w, preferred_element_type=f32), BTE, (E, V))
+of_rows("operands cast", lambda x, w: x.astype(f32) @ w.astype(f32), BTE, (E, V))
+of_rows("scaled inputs", lambda x, w: (x * E**-0.5) @ w, BTE, (E, V))
+of_rows(
+    "vmapped examples",
+    lambda x, w: jax.vmap(lambda x: x @ w)(x),
+    BTE,
+    (E, V),
+    loss=lambda z, y: jax.vmap(integers)(z, y).mean(),
+)
+of_rows(
+    "-100 ignored by where",
+    lambda x, w: x @ w,
+    BTE,
+    (E, V),
+    loss=lambda z, y: (
+        jnp.where(
+            y == -100, 0, optax.softmax_cross_entropy_with_integer_labels(z, jnp.maximum(y, 0))
+        ).sum()
+        / (y != -100).sum()
+    ),
+    y=words().at[:, ::3].set(-100),
+)
+of_rows(
+    "one-hot of -1 is nothing",
+    lambda x, w: x @ w,
+    BTE,
+    (E, V),
+    loss=LOSSES["optax, one-hot"],
+    y=words().at[:, ::3].set(-1),
+)
+
+
+@case("loss: a chunked scan", loss=1)
+def _():
+    def loss(x, w, y):
+        def step(total, xy):
+            x, y = xy
+            return total + LOSSES["sum"](x @ w, y).astype(f32), None
+
+        chunks = x.reshape(B, 4, -1, E).swapaxes(0, 1), y.reshape(B, 4, -1).swapaxes(0, 1)
+        return lax.scan(jax.checkpoint(step), jnp.zeros((), f32), chunks)[0] / y.size
+
+    return loss, [draw(0, *BTE), draw(1, E, V, scale=0.3), words()]
+
+
+# ---------------------------------------------------------------- norms
+
+
+def rms(x, eps=1e-6):
+    return lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+
+
+def low_rms(x, eps=1e-6):
+    """Normalises in float32 and rounds."""
+    wide = x.astype(f32)
+    return (wide * rms(wide, eps)).astype(x.dtype)
+
+
+NORMS = {  # of x and w
+    "rsqrt": lambda x, w: x * rms(x) * w,
+    "square root": lambda x, w: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
+    "weight first": lambda x, w: w * (x * rms(x)),
+    "weight before the division": lambda x, w: w * x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)),
+    "1 + w": lambda x, w: x * rms(x) * (1 + w),
+    "w + 1 broadcast": lambda x, w: x * rms(x) * (jnp.expand_dims(w, (0, 1)) + 1.0),
+    "sum over n": lambda x, w: (
+        x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) / x.shape[-1] + 1e-6) * w
+    ),
+    "sum times 1/n": lambda x, w: (
+        x * lax.rsqrt((x * x).sum(-1, keepdims=True) * (1 / E) + 1e-6) * w
+    ),
+    "einsum": lambda x, w: (
+        x * lax.rsqrt(jnp.einsum("...d,...d->...", x, x)[..., None] / E + 1e-6) * w
+    ),
+    "power": lambda x, w: x * jnp.power(jnp.mean(x**2, -1, keepdims=True) + 1e-6, -0.5) * w,
+    "1 / square root": lambda x, w: x * (1 / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)) * w,
+    "reciprocal": lambda x, w: (
+        x * lax.reciprocal(jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)) * w
+    ),
+    "eps within the sum": lambda x, w: (
+        x * math.sqrt(E) / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + E * 1e-6) * w
+    ),
+    "magnitude": lambda x, w: jnp.sqrt(E) * x / jnp.linalg.norm(x, axis=-1, keepdims=True) * w,
+    "without eps": lambda x, w: x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)) * w,
+    "no keepdims": lambda x, w: x * lax.rsqrt(jnp.mean(x * x, -1) + 1e-6)[..., None] * w,
+    "statistics in float32": lambda x, w: (x * rms(x.astype(f32)).astype(x.dtype)) * w,
+    "rounded, then the weight": lambda x, w: low_rms(x) * w,
+    "the weight, then rounded": lambda x, w: (
+        (x.astype(f32) * rms(x.astype(f32))) * w.astype(f32)
+    ).astype(x.dtype),
+    "1 + w in float32": lambda x, w: (
+        x.astype(f32) * rms(x.astype(f32)) * (1 + w.astype(f32))
+    ).astype(x.dtype),
+    "no weight": lambda x, w: x * rms(x),
+    "vmapped rows": lambda x, w: jax.vmap(
+        jax.vmap(lambda r: r * lax.rsqrt(jnp.mean(r * r) + 1e-6) * w)
+    )(x),
+    "vdot": lambda x, w: jax.vmap(jax.vmap(lambda r: r * lax.rsqrt(jnp.vdot(r, r) / E + 1e-6) * w))(
+        x
+    ),
+    "and a bias": lambda x, w: x * rms(x) * w + w[::-1],
+    "gated after": lambda x, w: x * rms(x) * w * jax.nn.silu(x[..., ::-1]),
+    "layer norm": lambda x, w: (
+        (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * w
+    ),
+    "layer norm, two passes": lambda x, w: (
+        lambda c: c / jnp.sqrt(jnp.mean(c * c, -1, keepdims=True) + 1e-6) * w + w[::-1]
+    )(x - jnp.mean(x, -1, keepdims=True)),
+    "layer norm, standardize": lambda x, w: jax.nn.standardize(x, epsilon=1e-5) * w,
+    "layer norm, squares less the mean's": lambda x, w: (
+        lambda m, s: (x - m) * lax.rsqrt(s - m * m + 1e-6) * w
+    )(x.mean(-1, keepdims=True), jnp.mean(x * x, -1, keepdims=True)),
+    "layer norm, folded": lambda x, w: (lambda m, r: x * (r * w) + (w[::-1] - m * (r * w)))(
+        x.mean(-1, keepdims=True), lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+    ),
+    "layer norm, no scale": lambda x, w: jax.nn.standardize(x, epsilon=1e-6),
+    "layer norm in float32": lambda x, w: (
+        lambda h: (jax.nn.standardize(h, epsilon=1e-6) * w + w[::-1]).astype(x.dtype)
+    )(x.astype(f32)),
+}
+STRANGE = {"magnitude", "layer norm, folded"}  # they may stay
+LOW = ("rsqrt", "rounded", "1 + w in", "the weight, then", "layer norm in", "layer norm, stand")
+for name, norm in NORMS.items():
+    case(
+        f"norm: {name}",
+        lambda norm=norm: (norm, [draw(0, *BTE) * 2 + 0.5, 1 + draw(1, E, scale=0.25)]),
+        **({} if name in STRANGE else {"norm": 1}),
+        low=name.startswith(LOW),
+    )
+
+
+def norm_case(name, norm, *shapes, **options):
+    case(
+        f"norm: {name}",
+        lambda: (norm, [1.5 * a + 0.25 for a in draws(*shapes)]),
+        **{"norm": 1} | options,
+    )
+
+
+norm_case("heads", lambda x, w: x * rms(x) * w, BTHD, (D,))
+norm_case("heads' own weights", lambda x, w: x * rms(x) * w, BTHD, (H, D))
+norm_case(
+    "heads split from features",
+    lambda x, w: (low_rms(x.reshape(B, T, H, D)) * w).reshape(x.shape),
+    BTE,
+    (D,),
+)
+norm_case("gated before", lambda x, g, w: low_rms(x * jax.nn.silu(g)) * w, BTE, BTE, (E,))
+norm_case("gated after, other", lambda x, g, w: low_rms(x) * w * jax.nn.silu(g), BTE, BTE, (E,))
+norm_case("residual", lambda x, y, w: (x + y, low_rms(x + y) * w), BTE, BTE, (E,))
+norm_case(
+    "residual, layer norm",
+    lambda x, y, w: (x + y, jax.nn.standardize(x + y, epsilon=1e-6) * w),
+    BTE,
+    BTE,
+    (E,),
+)
+norm_case(
+    "adaptive layer norm",
+    lambda x, s, b: jax.nn.standardize(x, epsilon=1e-6) * (1 + s[:, None]) + b[:, None],
+    BTE,
+    (B, E),
+    (B, E),
+)
+norm_case(
+    "adaptive, of one array",
+    lambda x, c: (lambda s, b: jax.nn.standardize(x, epsilon=1e-6) * (1 + s) + b)(
+        *jnp.split(c[:, None], 2, -1)
+    ),
+    BTE,
+    (B, 2 * E),
+)
+norm_case("adaptive RMS", lambda x, s: low_rms(x) * (1 + s[:, None]), BTE, (B, E))
+norm_case(
+    "in a scan",
+    lambda x, w: lax.scan(lambda x, w: (x + low_rms(x) * w, None), x, w)[0],
+    BTE,
+    (3, E),
+)
+
+
+@case("norm: a pre-norm and a post-norm", norm=2)
+def _():
+    def block(x, a, b, k):
+        return x + low_rms(jnp.tanh((low_rms(x) * a) @ k)) * b
+
+    return block, draws(BTE, (E,), (E,), (E, E))
+
+
+LAYERS = {
+    "nnx.RMSNorm": lambda: nnx.RMSNorm(E, rngs=nnx.Rngs(0)),
+    "nnx.LayerNorm": lambda: nnx.LayerNorm(E, rngs=nnx.Rngs(0)),
+    "nnx.LayerNorm, no bias": lambda: nnx.LayerNorm(E, use_bias=False, rngs=nnx.Rngs(0)),
+    "nnx.LayerNorm, two passes": lambda: nnx.LayerNorm(
+        E, use_fast_variance=False, rngs=nnx.Rngs(0)
+    ),
+    "nn.RMSNorm": lambda: nn.RMSNorm(),
+    "nn.LayerNorm": lambda: nn.LayerNorm(),
+    "nn.LayerNorm, no scale": lambda: nn.LayerNorm(use_scale=False, use_bias=False),
+    "eqx.nn.RMSNorm": lambda: eqx.nn.RMSNorm(E),
+    "eqx.nn.LayerNorm": lambda: eqx.nn.LayerNorm(E),
+}
+
+
+def functional(layer, x):
+    """A framework's layer as a function of its arrays and x."""
+    if isinstance(layer, nnx.Module):
+        graph, state = nnx.split(layer)
+        return lambda state, x: nnx.merge(graph, state)(x), [state, x]
+    if isinstance(layer, nn.Module):
+        return layer.apply, [layer.init(jax.random.key(0), x), x]
+    arrays, rest = eqx.partition(layer, eqx.is_inexact_array)
+    call = lambda arrays, x: jax.vmap(jax.vmap(eqx.combine(arrays, rest)))(x)
+    return call, [arrays, x]
+
+
+for name, make in LAYERS.items():
+    case(f"norm: {name}", lambda make=make: functional(make(), 2 + draw(0, *BTE)), norm=1)
+
+# ---------------------------------------------------------------- MLPs
+
+F = 64
+GATED = {
+    "silu": jax.nn.silu,
+    "silu by hand": lambda z: z * (1 / (1 + jnp.exp(-z))),
+    "silu by tanh": lambda z: 0.5 * z * (1 + jnp.tanh(z / 2)),
+    "x sigmoid(x)": lambda z: z * jax.nn.sigmoid(z),
+    "gelu": jax.nn.gelu,
+    "gelu, erf": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu by hand": lambda z: (
+        0.5 * z * (1 + jnp.tanh(0.7978845608028654 * (z + 0.044715 * z * z * z)))
+    ),
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+}
+for name, activation in GATED.items():
+    case(
+        f"mlp: gated by {name}",
+        lambda f=activation: (
+            lambda x, g, u, d: (f(x @ g) * (x @ u)) @ d,
+            draws(BTE, (E, F), (E, F), (F, E), scale=0.4),
+        ),
+        **({} if name in ("silu by hand", "silu by tanh") else {"mlp": 1}),  # they may stay
+        low=name == "silu",
+    )
+
+
+def mlp_case(name, mlp, *shapes, **options):
+    case(f"mlp: {name}", lambda: (mlp, draws(*shapes, scale=0.4)), **{"mlp": 1} | options)
+
+
+silu = jax.nn.silu
+mlp_case(
+    "gate on the right", lambda x, g, u, d: ((x @ u) * silu(x @ g)) @ d, BTE, (E, F), (E, F), (F, E)
+)
+mlp_case(
+    "kernels (out, in)",
+    lambda x, g, u, d: (silu(x @ g.T) * (x @ u.T)) @ d.T,
+    BTE,
+    (F, E),
+    (F, E),
+    (E, F),
+)
+mlp_case(
+    "einsum",
+    lambda x, g, u, d: jnp.einsum(
+        "btf,fe->bte",
+        silu(jnp.einsum("bte,ef->btf", x, g)) * jnp.einsum("bte,ef->btf", x, u),
+        d,
+    ),
+    BTE,
+    (E, F),
+    (E, F),
+    (F, E),
+)
+mlp_case(
+    "one kernel, split",
+    lambda x, w, d: (lambda g, u: (silu(g) * u) @ d)(*jnp.split(x @ w, 2, -1)),
+    BTE,
+    (E, 2 * F),
+    (F, E),
+)
+mlp_case(
+    "stacked kernels",
+    lambda x, w, d: (lambda h: (silu(h[0]) * h[1]) @ d)(jnp.einsum("bte,kef->kbtf", x, w)),
+    BTE,
+    (2, E, F),
+    (F, E),
+)
+mlp_case(
+    "vmapped rows",
+    lambda x, g, u, d: jax.vmap(jax.vmap(lambda r: d @ (silu(g @ r) * (u @ r))))(x),
+    BTE,
+    (F, E),
+    (F, E),
+    (E, F),
+)
+mlp_case(
+    "with biases",
+    lambda x, g, u, d, a, b: (silu(x @ g + a) * (x @ u + b)) @ d,
+    BTE,
+    (E, F),
+    (E, F),
+    (F, E),
+    (F,),
+    (F,),
+)
+mlp_case("plain gelu", lambda x, w, d: jax.nn.gelu(x @ w) @ d, BTE, (E, F), (F, E))
+mlp_case(
+    "plain gelu, biases",
+    lambda x, w, a, d, b: jax.nn.gelu(x @ w + a) @ d + b,
+    BTE,
+    (E, F),
+    (F,),
+    (F, E),
+    (E,),
+)
+mlp_case("squared relu", lambda x, w, d: jnp.square(jax.nn.relu(x @ w)) @ d, BTE, (E, F), (F, E))
+
+# ---------------------------------------------------------------- products, in FP8
+
+FP8 = {"quantization": "fp8"}
+PRODUCTS = {  # function, shapes, products
+    "matmul": (lambda x, w: x @ w, (BTE, (E, F)), 1),
+    "two in a row": (lambda x, a, b: jnp.tanh(x @ a) @ b, (BTE, (E, F), (F, E)), 2),
+    "transposed kernel": (lambda x, w: x @ w.T, (BTE, (F, E)), 1),
+    "einsum to heads": (
+        lambda x, w: jnp.einsum("bte,ehd->bthd", x, w),
+        (BTE, (E, 4, 16)),
+        1,
+    ),
+    "einsum from heads": (
+        lambda x, w: jnp.einsum("bthd,hde->bte", x, w),
+        ((B, T, 4, 16), (4, 16, E)),
+        1,
+    ),
+    "heads first in the kernel": (
+        lambda x, w: jnp.einsum("bte,hed->bthd", x, w),
+        (BTE, (4, E, 16)),
+        1,
+    ),
+    "dot_general": (
+        lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))),
+        (BTE, (E, F)),
+        1,
+    ),
+    "features first": (lambda x, w: jnp.einsum("ebt,ef->fbt", x, w), ((E, B, T), (E, F)), 1),
+    "vmapped rows": (lambda x, w: jax.vmap(jax.vmap(lambda r: w @ r))(x), (BTE, (F, E)), 1),
+    "a bias": (lambda x, w, b: x @ w + b, (BTE, (E, F), (F,)), 1),
+    "cast kernel": (lambda x, w: x @ w.astype(f32).astype(x.dtype), (BTE, (E, F)), 1),
+    "conv of width 1": (
+        lambda x, w: lax.conv_general_dilated(
+            x, w, (1,), "VALID", None, None, ("NWC", "WIO", "NWC")
+        ),
+        (BTE, (1, E, F)),
+        None,
+    ),
+    "q, k, v of one input": (
+        lambda x, q, k, v: (x @ q, x @ k, x @ v),
+        (BTE, (E, F), (E, F), (E, F)),
+        3,
+    ),
+    "in a scan": (
+        lambda x, w: lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0],
+        (BTE, (3, E, E)),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    """In FP8: served, within FP8's rounding of float32, and not equal to it."""
+    function, shapes, count = PRODUCTS[name]
+    low = [x.astype(bf16) for x in draws(*shapes, scale=0.5)]
+    # What a function returns may be logits, which stay: something has to come after it.
+    whole = lambda *args: jax.tree.map(jnp.sin, function(*args))
+    fused = fuse_cases.Fused(whole, quantization="fp8")
+    exact, got = fuse_cases.run(whole, fused, args=low)["float32"]
+    served = fused.served()
+    if count is not None:
+        assert served == {"product": count}, str(fused)
+    # e4m3 has 3 bits after the point, e5m2 two: uniform errors of 2^-4 and 2^-3 at most, 1/√3 of
+    # that on average, from two operands; layers add up.
+    for i, (a, b) in enumerate(zip(jax.tree.leaves(got[:2]), jax.tree.leaves(exact[:2]))):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < 0.3
+        assert not count or i or error > 2e-3, "not quantized"
+    fuse_cases.check_types(got, exact)
+
+
+# ---------------------------------------------------------------- indexing
+
+
+def halves(x):
+    return x[..., ::2], x[..., 1::2]
+
+
+INDEXING = {  # of x (B, T, E) and a (B, T, E / 2): the function, and how many sites, or any
+    "set even": (lambda x, a: x.at[..., ::2].set(a), 1),
+    "set odd": (lambda x, a: x.at[..., 1::2].set(a), 1),
+    "interleave": (
+        lambda x, a: jnp.zeros_like(x).at[..., ::2].set(a).at[..., 1::2].set(2 * a),
+        2,
+    ),
+    "set from the end": (lambda x, a: x.at[..., ::-2].set(a), None),
+    "set a slice": (lambda x, a: x.at[..., 3:19].set(a), 1),
+    "set along another axis": (lambda x, a: x.at[:, 1::2].set(jnp.tile(a[:, ::2], 2)), 1),
+    "set by indices": (lambda x, a: x.at[..., np.arange(0, E, 2)].set(a), 1),
+    "set by a permutation": (
+        lambda x, a: x.at[..., np.random.default_rng(0).permutation(E)[: E // 2]].set(a),
+        None,
+    ),
+    "set a number": (lambda x, a: x.at[..., ::4].set(2.5) * a.sum(), 1),
+    "set one row": (lambda x, a: x.at[:, 5].set(jnp.concatenate([a[:, 0], a[:, 1]], -1)), 1),
+    "add even": (lambda x, a: x.at[..., ::2].add(a), 1),
+    "multiply odd": (lambda x, a: x.at[..., 1::2].multiply(a), 1),
+    "read by indices": (lambda x, a: x[..., np.arange(1, E, 2)] * a, 1),
+    "take": (lambda x, a: jnp.take(x, np.arange(0, E, 2), axis=-1) * a, 1),
+    "read a permutation": (lambda x, a: x[..., np.random.default_rng(1).permutation(E)], None),
+    "rotary embedding": (
+        lambda x, a: (
+            jnp.zeros_like(x)
+            .at[..., ::2]
+            .set(x[..., ::2] * jnp.cos(a) - x[..., 1::2] * jnp.sin(a))
+            .at[..., 1::2]
+            .set(x[..., ::2] * jnp.sin(a) + x[..., 1::2] * jnp.cos(a))
+        ),
+        2,
+    ),
+}
+for name, (function, count) in INDEXING.items():
+    case(
+        f"indexing: {name}",
+        lambda function=function: (function, draws(BTE, (B, T, E // 2))),
+        **({} if count is None else {"indexing": count}),
+    )
+
+# Sites that may be one together.
+AT_LEAST = {"interleave", "rotary embedding", "z-loss"}
+
+
+@pytest.mark.parametrize("case", **case.parameters())
+def test_spelling(case):
+    function, args = case.make()
+    served, fused = fuse_cases.compare(function, args, length=case.length, low=case.low, jit=False)
+    for domain, count in case.expected.items():
+        found = served.get(domain, 0)
+        enough = 1 <= found if case.name.split(": ")[1] in AT_LEAST else found == count
+        assert enough, f"{served}, expected {case.expected}\n{fused}"
+    if case.low:
+        assert set(fused.served()) >= set(case.expected), f"not served in bfloat16\n{fused}"

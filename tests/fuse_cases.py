@@ -1,0 +1,295 @@
+"""What the tests of `fuse` share: tables of cases, both functions' results, and what is close."""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+import normfuse
+
+DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function with its arguments, and how many sites of each domain `fuse` must serve.
+
+    `make` returns the function and its arguments. `length` bounds the number of terms of a sum.
+    """
+
+    name: str
+    make: Callable
+    expected: dict
+    length: int = 64
+    low: bool = False  # compare in bfloat16, too
+    options: dict = dataclasses.field(default_factory=dict)
+
+
+class Cases(list):
+    """A table of cases; an instance decorates the functions that make them."""
+
+    def __call__(self, name=None, make=None, *, length=64, low=False, options=None, **expected):
+        def add(make):
+            self.append(Case(name or make.__name__, make, expected, length, low, options or {}))
+            return make
+
+        return add if make is None else add(make)
+
+    def parameters(self):
+        names = [case.name for case in self]
+        assert len({*names}) == len(names), [n for n, count in Counter(names).items() if count > 1]
+        return {"argvalues": self, "ids": names}
+
+
+def draw(i: int, *shape, scale=1.0):
+    """Random numbers that bfloat16 holds exactly, so that every dtype has the same arguments."""
+    x = np.random.default_rng(i).standard_normal(shape) * scale
+    return jnp.asarray(x, jnp.bfloat16).astype(jnp.float32)
+
+
+def draws(*shapes, scale=1.0):
+    return [draw(i, *shape, scale=scale) for i, shape in enumerate(shapes)]
+
+
+@contextlib.contextmanager
+def quiet():
+    """Where nothing may be served: `fuse` warns about that, and another test checks the warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"normfuse|fuse_cases")
+        warnings.filterwarnings("ignore", message=r"(?s).*normfuse")
+        warnings.filterwarnings("ignore", message=r"(?s).*fuse")
+        yield
+
+
+class Fused:
+    """`fuse(function)`, which keeps its reports and is quiet about what it leaves."""
+
+    def __init__(self, function, **options):
+        self.reports = []
+        self.function = normfuse.fuse(function, report=self.reports.append, **options)
+
+    def __call__(self, *args, **kwargs):
+        with quiet():
+            return self.function(*args, **kwargs)
+
+    @property
+    def rows(self):
+        assert self.reports, "the function was not traced"
+        return [*self.reports[-1].rows]
+
+    def served(self) -> dict:
+        """How many sites of each domain are served, in the last trace."""
+        found = Counter()
+        for row in self.rows:
+            assert isinstance(row.served, str) and isinstance(row.reason, str), row
+            assert bool(row.served) != bool(row.reason), row
+            if row.served:
+                found[domain(row)] += getattr(row, "count", 1)
+        return dict(found)
+
+    def __str__(self):
+        return str(self.reports[-1]) if self.reports else "not traced"
+
+
+def domain(row) -> str:
+    found = row.what.split()[0].rstrip(":,").lower()
+    assert found in DOMAINS, row
+    return found
+
+
+def traced(function):
+    """The function's program, evaluated: eager calls of JAX do not all compute the same."""
+
+    def call(*args):
+        leaves, tree = jax.tree.flatten(args)
+        closed, shape = jax.make_jaxpr(
+            lambda *leaves: function(*jax.tree.unflatten(tree, leaves)), return_shape=True
+        )(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), jaxpr_as_fun(closed)(*leaves))
+
+    return call
+
+
+def is_float(x) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def cast(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
+
+
+def both_ways(function, args):
+    """Results, and the gradients of a fixed sum over them by every floating-point argument."""
+    leaves, tree = jax.tree.flatten(args)
+    variable = [is_float(x) for x in leaves]
+
+    def of_variables(given):
+        given = iter(given)
+        every = [next(given) if v else x for v, x in zip(variable, leaves)]
+        results = jax.tree.leaves(function(*jax.tree.unflatten(tree, every)))
+        assert results
+        return [y for y in results if is_float(y)], [y for y in results if not is_float(y)]
+
+    floats, pull, others = jax.vjp(
+        of_variables, [x for v, x in zip(variable, leaves) if v], has_aux=True
+    )
+    weights = [
+        jnp.cos(0.7 + 1.3 * np.arange(y.size, dtype=np.float32)).reshape(y.shape).astype(y.dtype)
+        for y in floats
+    ]
+    return floats, pull(weights)[0], others
+
+
+def run(*functions, args, low=False, jit=True):
+    """Both ways through each function: {"float32": [...], "bfloat16": [...]}.
+
+    Without `jit` each operation is a program of its own, which JAX keeps: that is quicker where
+    many functions have the same shapes.
+    """
+
+    def everything(args):
+        found = {"float32": [both_ways(f, args) for f in functions]}
+        if low:
+            found["bfloat16"] = [both_ways(f, cast(args, jnp.bfloat16)) for f in functions]
+        return found
+
+    leaves, tree = jax.tree.flatten(args)
+    arrays = [isinstance(x, jax.Array | np.ndarray) for x in leaves]
+
+    def of_arrays(given):
+        given = iter(given)
+        every = [next(given) if a else x for a, x in zip(arrays, leaves)]
+        return everything(jax.tree.unflatten(tree, every))
+
+    given = [x for x, a in zip(leaves, arrays) if a]
+    return jax.jit(of_arrays)(given) if jit else of_arrays(given)
+
+
+def wide(function, args):
+    """Both ways through a function of float64, or None where it insists on other dtypes."""
+    with jax.enable_x64(True):
+        try:
+            return both_ways(traced(function), cast(args, jnp.float64))
+        except Exception:  # a carry, say, that the function casts to float32
+            return None
+
+
+def errors(got, want, floor=0.0):
+    """The largest difference of each array, as a part of the largest of `want`; NaN, Inf equal."""
+    found = []
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b), "NaN in other places")
+        inf = np.isinf(b)
+        np.testing.assert_array_equal(np.where(np.isinf(a), a, 0), np.where(inf, b, 0))
+        finite = np.isfinite(b)
+        difference = np.max(np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)), initial=0)
+        scale = np.max(np.abs(b), where=finite, initial=0)
+        found.append(difference / max(scale, floor) if difference else 0.0)
+    return found
+
+
+def floor_of(arrays, part=0.1):
+    """What counts as nothing beside rounding: a part of the largest of all arrays together.
+
+    A gradient that is zero in exact arithmetic is what rounding leaves of numbers of that size.
+    """
+    sizes = [np.max(np.abs(a), where=np.isfinite(a), initial=0) for a in map(_wide, arrays)]
+    return part * float(max(sizes, default=0.0)) or 1e-30
+
+
+def _wide(x):
+    return np.asarray(x, np.float64)
+
+
+def tolerance(length, dtype=jnp.float32) -> float:
+    """Rounding of two sums of `length` terms in a row, whose errors add up as a random walk.
+
+    Each sum's error is about eps / 2 · √length of the sum of magnitudes, which is taken to be at
+    most eight times the largest result; exponentials and roots add a few roundings.
+    """
+    return 8 * float(jnp.finfo(dtype).eps) * (2 + length**0.5)
+
+
+def check(got, want, function, args, rounding, strict=True):
+    """Float32: as exact beside float64 as the function itself, up to rounding. Values first.
+
+    Without `strict`, gradients of values that are not finite may be anything.
+    """
+    for name, a, b in zip(("values", "gradients"), got[:2], want[:2]):
+        if name == "gradients" and not strict and not all(np.isfinite(y).all() for y in want[0]):
+            break
+        floor = floor_of(b)
+        difference = errors(a, b, floor)
+        if max(difference, default=0) <= rounding:
+            continue
+        reference = wide(function, args)
+        assert reference is not None, f"{name} differ by {difference}"
+        exact = reference[name == "gradients"]
+        mine, theirs = errors(a, exact, floor), errors(b, exact, floor)
+        assert all(x <= 4 * y + rounding for x, y in zip(mine, theirs)), (
+            f"{name} are wrong by {mine}, the function's own by {theirs}"
+        )
+    for a, b in zip(got[2], want[2], strict=True):
+        np.testing.assert_array_equal(a, b)
+    check_types(got, want)
+
+
+def check_types(got, want):
+    """Shapes and dtypes are equal; of results, not of gradients, weak types, too."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    for a, b in zip(got[0] + got[2], want[0] + want[2]):
+        assert jax.typeof(a).weak_type == jax.typeof(b).weak_type
+
+
+def check_low(got, want, exact):
+    """Bfloat16: at most twice as far from float32 as the function itself, and one rounding."""
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    for name, a, b, c in zip(("values", "gradients"), got[:2], want[:2], exact[:2]):
+        floor = floor_of(c)
+        mine, theirs = errors(a, c, floor), errors(b, c, floor)
+        assert all(x <= 2 * y + eps for x, y in zip(mine, theirs)), (
+            f"{name} are wrong by {mine} in bfloat16, the function's own by {theirs}"
+        )
+    check_types(got, want)
+
+
+def compare(
+    function, args, *, length=64, low=False, jit=True, rounding=None, strict=True, **options
+):
+    """Compares `fuse(function)` with the function; returns what was served in float32."""
+    fused = Fused(function, **options)
+    found = run(function if jit else traced(function), fused, args=args, low=low, jit=jit)
+    served = [*map(_served, fused.reports)]
+    try:
+        want, got = found["float32"]
+        check(got, want, function, args, rounding or tolerance(length), strict)
+        if low:
+            check_low(found["bfloat16"][1], found["bfloat16"][0], want)
+    except AssertionError as error:
+        error.add_note(str(fused))
+        raise
+    return served[0] if served else {}, fused
+
+
+def _served(report):
+    found = Counter()
+    for row in report.rows:
+        if row.served:
+            found[domain(row)] += getattr(row, "count", 1)
+    return dict(found)
+
+
+@functools.cache
+def serves() -> bool:
+    """Whether this installation has `fuse`."""
+    return hasattr(normfuse, "fuse")
