@@ -1,7 +1,10 @@
 """A few hundred random programs; `python tests/fuse/fuzz.py` runs as many as wanted."""
 
+import jax
 import pytest
 from fuse import fuzz
+
+import normfuse
 
 EACH = 40
 
@@ -22,11 +25,6 @@ def test_programs_are_the_same_each_time():
 
 def test_a_wrong_rewrite_is_found(monkeypatch):
     """The fuzzer reports a `fuse` that moves results or drops gradients."""
-    import jax
-    import jax.numpy as jnp
-
-    import normfuse
-
     changes = {
         "values": lambda y: y * 1.01,
         "gradients": jax.lax.stop_gradient,
