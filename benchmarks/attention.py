@@ -1,0 +1,386 @@
+"""Attention forward and backward on one GPU, beside einsum, jax.nn and torch.
+
+    python benchmarks/attention.py           # the table, two minutes at most
+    python benchmarks/attention.py --tiny    # small shapes, to see on a CPU that it runs
+
+Each row has two times of a call, which returns out and the gradients of q, k and v: "device" is the
+sum of its kernels (CUPTI, the median of calls by turns), and "wall" the time of many calls back to
+back, by the clock, divided by their number; this has what the device waits for. torch runs in a
+process of its own and has "wall" alone. Errors are relative distances (of norms) from einsum in
+float32, of out, dq, dk and dv. Temporaries are what a program needs beyond inputs and results.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+NOISE = 3  # seconds of the whole that are kept for printing
+DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A causal attention. `mask`: what is causal is an operand of the program."""
+
+    name: str
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    must: str = ""  # what "device" is to be of normfuse, at most
+    dtype: str = "bfloat16"
+    mask: bool = False
+    documents: tuple[int, ...] = ()
+    window: int | None = None
+    softcap: float | None = None
+
+    def tiny(self) -> "Case":
+        documents = tuple(n // 32 for n in self.documents)
+        window = None if self.window is None else self.window // 32
+        heads = max(self.heads // 4, 2), max(self.kv_heads // 4, 1)
+        return dataclasses.replace(
+            self,
+            length=self.length // 32,
+            heads=heads[0],
+            kv_heads=heads[1],
+            width=16,
+            documents=documents,
+            window=window,
+        )
+
+
+CASES = (
+    Case("4 x 2048, 32/8 x 64", 4, 2048, 32, 8, 64, must="1.0 ms"),
+    Case("4 x 2048, 32/8 x 64, mask operand", 4, 2048, 32, 8, 64, must="1.1 ms", mask=True),
+    Case("1 x 8192, 16/8 x 128", 1, 8192, 16, 8, 128, must="2.2 ms"),
+    Case("8192 in 8 documents, 32/8 x 128", 1, 8192, 32, 8, 128, documents=DOCUMENTS,
+         must="a third of einsum, 1.3 x eight calls"),
+    Case("2 x 2048, 8/1 x 256", 2, 2048, 8, 1, 256, must="0.65 ms"),
+    Case("2 x 2048, 8/1 x 256, softcap 50", 2, 2048, 8, 1, 256, must="1.2 ms", softcap=50.0),
+    Case("1 x 8192, 16/8 x 128, window 1024", 1, 8192, 16, 8, 128, window=1024,
+         must=".6 of the full causal"),
+    Case("4 x 2048, 32/8 x 64, float32", 4, 2048, 32, 8, 64, dtype="float32"),
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- JAX
+
+
+def operands(case: Case) -> tuple[list[Any], list[Any]]:
+    """Returns q, k, v and out's gradient, and a mask or segment ids if the case has them."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+    shapes = [(case.batch, case.length, n, case.width) for n in heads]
+    arrays = [jax.random.normal(k, s, jnp.dtype(case.dtype)) for k, s in zip(keys, shapes)]
+    if case.mask:
+        return arrays, [jnp.tril(jnp.ones((1, 1, case.length, case.length), bool))]
+    if case.documents:
+        ids = np.repeat(np.arange(len(case.documents)), case.documents)
+        return arrays, [jnp.asarray(ids, jnp.int32)[None]]
+    return arrays, []
+
+
+def seen(case: Case, *extras: Any) -> Any:
+    """Returns which keys each query sees, as models make it: `(1, 1, length, length)`."""
+    import jax.numpy as jnp
+
+    if case.mask:
+        return extras[0]
+    behind = jnp.arange(case.length)[:, None] - jnp.arange(case.length)
+    found = behind >= 0
+    if case.window is not None:
+        found &= behind < case.window
+    if case.documents:
+        found &= extras[0][0, :, None] == extras[0][0]
+    return found[None, None]
+
+
+def einsum(case: Case, q: Any, k: Any, v: Any, *extras: Any, precision: Any = None) -> Any:
+    """Attention as models write it, with the scores in memory."""
+    import jax
+    import jax.numpy as jnp
+
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    s = jnp.einsum("bthw,bshw->bhts", q, k, precision=precision).astype(jnp.float32)
+    s = s * case.width**-0.5
+    if case.softcap is not None:
+        s = case.softcap * jnp.tanh(s / case.softcap)
+    s = jnp.where(seen(case, *extras), s, jnp.finfo(jnp.float32).min)
+    p = jax.nn.softmax(s, axis=-1).astype(q.dtype)
+    return jnp.einsum("bhts,bshw->bthw", p, v, precision=precision)
+
+
+def jax_nn(name: str, case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
+    import jax
+
+    if case.softcap is not None:
+        raise NotImplementedError("jax.nn has no softcap")
+    options: dict[str, Any] = {"implementation": name, "is_causal": not case.mask}
+    if extras:
+        options["mask"] = seen(case, *extras)
+    if case.window is not None:
+        options["local_window_size"] = (case.window - 1, 0)
+    return jax.nn.dot_product_attention(q, k, v, **options)
+
+
+def ours(case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
+    from normfuse import attention
+
+    options: dict[str, Any] = {"causal": not case.mask}
+    if extras:
+        options["mask" if case.mask else "segment_ids"] = extras[0]
+    return attention(q, k, v, window=case.window, softcap=case.softcap, **options)
+
+
+def eight_calls(case: Case, q: Any, k: Any, v: Any, *extras: Any) -> Any:
+    """Each document by itself."""
+    import jax.numpy as jnp
+
+    from normfuse import attention
+
+    del extras
+    ends = list(itertools.accumulate(case.documents))
+    parts = [slice(end - size, end) for end, size in zip(ends, case.documents)]
+    each = [attention(q[:, at], k[:, at], v[:, at], causal=True) for at in parts]
+    return jnp.concatenate(each, axis=1)
+
+
+def derivative(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns out and the gradients of q, k and v as a function of (arrays, extras)."""
+    import jax
+
+    def run(arrays: Any, extras: Any) -> Any:
+        *qkv, dout = arrays
+        out, pull = jax.vjp(lambda *qkv: function(*qkv, *extras), *qkv)
+        return out, *pull(dout)
+
+    return run
+
+
+def reference(case: Case, arrays: Any, extras: Any) -> Any:
+    """Out and gradients by einsum in float32, a head of keys at a time."""
+    import jax
+    import jax.numpy as jnp
+
+    function = derivative(functools.partial(einsum, case, precision=jax.lax.Precision.HIGHEST))
+
+    def one(arrays: Any) -> Any:
+        return function([a.astype(jnp.float32) for a in arrays], extras)
+
+    by_head = lambda a: jnp.moveaxis(a.reshape(*a.shape[:2], case.kv_heads, -1, case.width), 2, 0)
+    whole = lambda a: jnp.moveaxis(a, 0, 2).reshape(case.batch, case.length, -1, case.width)
+    return [whole(a) for a in jax.lax.map(one, [by_head(a) for a in arrays])]
+
+
+def distance(found: Any, expected: Any) -> Any:
+    import jax.numpy as jnp
+
+    difference = found.astype(jnp.float32) - expected
+    return jnp.sqrt(jnp.sum(difference**2) / jnp.sum(expected**2))
+
+
+def versions(case: Case) -> dict[str, Callable[..., Any]]:
+    found = {
+        "einsum": einsum,
+        "jax.nn, xla": functools.partial(jax_nn, "xla"),
+        "jax.nn, cudnn": functools.partial(jax_nn, "cudnn"),
+        "normfuse": ours,
+    }
+    if case.documents:
+        found["normfuse, eight calls"] = eight_calls
+    return {name: derivative(functools.partial(f, case)) for name, f in found.items()}
+
+
+def compiled(cases: list[Case]) -> dict[tuple[Case, str], Any]:
+    """Returns every program, or why there is none; XLA compiles several at a time."""
+    import jax
+
+    lowered: dict[tuple[Case, str], Any] = {}
+    for case in cases:
+        shapes = jax.eval_shape(functools.partial(operands, case))
+        lowered[case, "operands"] = jax.jit(functools.partial(operands, case)).lower()
+        functions = versions(case) | {"reference": functools.partial(reference, case)}
+        for name, function in functions.items():
+            try:
+                lowered[case, name] = jax.jit(function).lower(*shapes)
+            except Exception as error:
+                lowered[case, name] = error
+
+    def compile_one(program: Any) -> Any:
+        try:
+            return program if isinstance(program, Exception) else program.compile()
+        except Exception as error:
+            return error
+
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(lowered, pool.map(compile_one, lowered.values())))
+
+
+def wall(program: Any, arguments: Any, seconds: float) -> float:
+    """Milliseconds a call, of many back to back."""
+    import jax
+
+    def run(count: int) -> float:
+        result = None
+        began = time.perf_counter()
+        for _ in range(count):
+            result = program(*arguments)
+        jax.block_until_ready(result)
+        return time.perf_counter() - began
+
+    once = min(run(1) for _ in range(3))
+    count = max(3, min(50, int(seconds / max(once, 1e-6) / 2)))
+    return 1e3 * min(run(count) for _ in range(2)) / count
+
+
+def table(cases: list[Case], iterations: int, until: float) -> None:
+    """Prints each version's times, temporaries and errors."""
+    import jax
+    from device_time import by_turns
+
+    programs, measure = compiled(cases), jax.jit(distance)
+    print(
+        f"compiled {len(programs)} programs; {until - time.perf_counter():.0f} s left", flush=True
+    )
+    for at, case in enumerate(cases):
+        each = max(0.1, (until - NOISE - time.perf_counter()) / (len(cases) - at))
+        began = time.perf_counter()
+        arguments = programs[case, "operands"]()
+        print(f"\n{case.name}" + (f"  (must: {case.must})" if case.must else ""), flush=True)
+        expected = programs[case, "reference"]
+        if not isinstance(expected, Exception):
+            expected = expected(*arguments)
+        runs, failed, errors = {}, {}, {}
+        for name in versions(case):
+            program = programs[case, name]
+            try:
+                if isinstance(program, Exception):
+                    raise program
+                found = jax.block_until_ready(program(*arguments))
+                runs[name] = program, arguments
+                if not isinstance(expected, Exception):
+                    errors[name] = [float(measure(*pair)) for pair in zip(found, expected)]
+            except Exception as error:
+                failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        if isinstance(expected, Exception):
+            failed["reference"] = str(expected)[:120]
+        del expected
+        walls = {name: wall(*run, seconds=0.1 * each / len(runs)) for name, run in runs.items()}
+        samples = by_turns(runs, iterations, warm=0.1, until=began + 0.8 * each)
+        base, devices = walls.get("einsum"), {}
+        for name, (program, _) in runs.items():
+            totals = [sum(us for _, us in sample) for sample in samples[name]]
+            devices[name] = device = statistics.median(totals) / 1e3 if totals else float("nan")
+            temporary = program.memory_analysis().temp_size_in_bytes / 2**20
+            ratio = f"{base / walls[name]:6.2f} x" if base else " " * 8
+            far = " ".join(f"{e:.1e}" for e in errors.get(name, ()))
+            print(
+                f"  {name:22} device {device:8.3f} ms  wall {walls[name]:8.3f} ms  {ratio}  "
+                f"temporaries {temporary:7.0f} MiB  errors {far}",
+                flush=True,
+            )
+        for name, why in failed.items():
+            print(f"  {name:22} {why}", flush=True)
+        line = {"case": case.name, "device_ms": devices, "wall_ms": walls}
+        print(json.dumps(line), flush=True)
+
+
+# ---------------------------------------------------------------- torch
+
+
+def torch_table(cases: list[Case]) -> None:
+    """Times of torch's scaled_dot_product_attention, where torch and a GPU are."""
+    try:
+        import torch
+    except ImportError as error:
+        print(f"without torch: {error}", flush=True)
+        return
+    if not torch.cuda.is_available():
+        print("without torch: it has no GPU", flush=True)
+        return
+    print(f"torch {torch.__version__}, scaled_dot_product_attention", flush=True)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for case in cases:
+        if case.softcap is not None:
+            print(f"  {case.name:36} has no softcap", flush=True)
+            continue
+        dtype = getattr(torch, case.dtype)
+        heads = case.heads, case.kv_heads, case.kv_heads, case.heads
+        shapes = [(case.batch, case.length, n, case.width) for n in heads]
+        q, k, v, dout = (torch.randn(s, device="cuda", dtype=dtype).transpose(1, 2) for s in shapes)
+        moving = [a.detach().requires_grad_() for a in (q, k, v)]
+        options: dict[str, Any] = {"is_causal": True}
+        if case.mask or case.documents or case.window is not None:
+            rows = torch.arange(case.length, device="cuda")
+            behind = rows[:, None] - rows
+            mask = behind >= 0
+            if case.window is not None:
+                mask &= behind < case.window
+            if case.documents:
+                sizes = torch.tensor(case.documents, device="cuda")
+                ids = torch.repeat_interleave(torch.arange(len(sizes), device="cuda"), sizes)
+                mask &= ids[:, None] == ids
+            options = {"attn_mask": mask[None, None]}
+        try:
+
+            def step(moving: Any = moving, dout: Any = dout, options: Any = options) -> None:
+                out = attend(*moving, enable_gqa=True, **options)
+                torch.autograd.grad(out, moving, dout)
+
+            for _ in range(3):
+                step()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            times = []
+            for _ in range(3):
+                begin.record()
+                for _ in range(10):
+                    step()
+                end.record()
+                torch.cuda.synchronize()
+                times.append(begin.elapsed_time(end) / 10)
+            print(f"  {case.name:36} wall {min(times):8.3f} ms", flush=True)
+        except Exception as error:
+            print(f"  {case.name:36} {type(error).__name__}: {str(error)[:120]}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
+    parser.add_argument("--seconds", type=float, default=110, help="of the whole")
+    parser.add_argument("--iterations", type=int, default=11)
+    parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    until = time.perf_counter() + arguments.seconds
+    cases = [case.tiny() if arguments.tiny else case for case in CASES]
+    if arguments.torch:
+        torch_table(cases)
+        return
+    # In a process of its own: JAX takes the GPU's memory.
+    command = [sys.executable, __file__, "--torch", *["--tiny"] * arguments.tiny]
+    try:
+        subprocess.run(command, check=False, timeout=30)
+    except subprocess.TimeoutExpired:
+        print("torch took more than 30 s", flush=True)
+    import jax
+
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
+    table(cases, arguments.iterations, until)
+
+
+if __name__ == "__main__":
+    main()
