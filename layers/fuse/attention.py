@@ -206,8 +206,9 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
 def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
     batch, queries, heads, keys = parts.groups
+    reach = base.scale if base.inner is not None else 0.0  # of scores with a soft cap
     for m in base.masks:
-        if m.fill > MASKED:
+        if m.fill + reach > MASKED:
             raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
     low, high, fixed, run_time = -math.inf, math.inf, [], []  # seen: low <= query - key <= high
     for m in base.masks:

@@ -70,6 +70,12 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
             return None
         case "neg":
             return a.times(-1) if (a := back(0)) else None
+        case "rev":
+            if (a := back(0)) is None:
+                return None
+            flipped = [(d, c) for d, c in enumerate(a.coefficients) if d in p["dimensions"]]
+            turned = tuple(-c if d in p["dimensions"] else c for d, c in enumerate(a.coefficients))
+            return Affine(turned, a.constant + sum(c * (aval.shape[d] - 1) for d, c in flipped))
         case "convert_element_type" | "copy" | "stop_gradient" | "sharding_constraint":
             return back(0)
         case "pvary" | "pcast":
