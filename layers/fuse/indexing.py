@@ -291,6 +291,8 @@ def found(program: Program) -> Iterator[Site | tuple[int, str]]:
                 continue
             grids[equation] = one
             if equation.name == "gather":
+                if one.count == one.shape and not one.flipped:
+                    continue  # the whole array: XLA reads it as it is
                 served = "strided slice" if max(one.step, default=1) > 1 else "slice"
                 served += ", reversed" if one.flipped else ""
                 reads = equation.ins[:1]

@@ -47,7 +47,7 @@ class Report:
         return tuple(row for row in self.rows if not row.served)
 
     def __str__(self) -> str:
-        layers = re.compile(r"\d+(?=/|$)|(?<=_)\d+(?=/| )")
+        layers = re.compile(r"\d+(?=/)|(?<=_)\d+(?=/| )")  # numbers in scopes, not of lines
         merged = collections.Counter(
             dataclasses.replace(row, where=layers.sub("*", row.where)) for row in self.rows
         )
