@@ -125,7 +125,7 @@ class Activations:
             if None in numbers and numbers != [None, None]:
                 i = numbers.index(None)
                 p, n = self.polynomial(made.ins[i]), numbers[1 - i]
-                return None if p is None else _with_number(name, p, n, i == 0)
+                return None if p is None or n is None else _with_number(name, p, n, i == 0)
             a, b = map(self.polynomial, made.ins)
             if a is None or b is None or a.of != b.of:
                 return None
@@ -186,9 +186,9 @@ def _near(a: Any, b: Any) -> bool:
 def known() -> dict[str, Any]:
     """The polynomials of the activations that operations have names for."""
     if not _KNOWN:
-        g = variable(0)
+        g: Any = variable(0)
         logistic = g.times(g.function("logistic"))
-        cube = g.times(g).times(g)  # pyright: ignore[reportOptionalMemberAccess]
+        cube = g.times(g).times(g)
         inner = g.plus(cube, 0.044715).times_number(math.sqrt(2 / math.pi))
         half = g.times_number(0.5)
         relu = g.function("max0")

@@ -101,7 +101,7 @@ def fuse(
 def origins_of(args: Any, kwargs: Any) -> list[Any]:
     """Returns for each leaf which argument it is a part of; integers are none's parameters."""
     parts = [*enumerate(args), *kwargs.items()]
-    floating = lambda leaf: jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating)
+    floating = lambda leaf: hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
     return [
         name if floating(leaf) else f"integers of {name}"
         for name, part in parts
@@ -188,7 +188,7 @@ def plan(
             else:
                 kept.append(site)
         _choose(each, kept, left)
-        live = each.needed(each.results, (), each.sites)
+        live = each.needed(each.results, {}, each.sites)
         for site in dict.fromkeys(each.sites.values()):
             rows.append(
                 (each, site, Row(each.line(site.outs[0]), site.what + each.within, site.served))
@@ -252,7 +252,7 @@ def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:
         taken: dict[int, Site] = {}
         for site in sites:
             taken |= {v: site for v in site.outs if v not in taken}
-        live = program.needed(program.results, (), taken)
+        live = program.needed(program.results, {}, taken)
         bad = [
             s for s in sites if any(d in live for d in s.dead) and any(v in live for v in s.outs)
         ]

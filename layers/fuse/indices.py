@@ -173,8 +173,8 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
             given = program.avals[made.ins[0]].shape
             if a is None:
                 return None
-            moved = [_moved(made, one, given, aval) for one in a.above]
-            return Region(tuple(moved)) if None not in moved else None
+            moved = [m for one in a.above if (m := _moved(made, one, given, aval)) is not None]
+            return Region(tuple(moved)) if len(moved) == len(a.above) else None
     return None
 
 

@@ -163,8 +163,12 @@ def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         if one.kind == "stat" and one.p < 0 and two.x != one.x:
             dims = _all_dims(one, two)
             scale = g.vector(other, two.dims)
-            vector = dims and _as_vector(g, scale, two, dims[1])
-            if vector and not set(atoms(vector.dims)) - set(one.axis):
+            vector = None if dims is None else _as_vector(g, scale, two, dims[1])
+            if (
+                dims is not None
+                and vector is not None
+                and not set(atoms(vector.dims)) - set(one.axis)
+            ):
                 return replace(one, kind="weight", stat=one, scale=vector, dims=dims[0])
         if one.kind == "norm" and one.scale is None and one.bias is None:
             vector = _vector_of(g, one, other)
@@ -311,7 +315,7 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.axis == b.axis:
         if a.p == 1 and a.b == 0 and _near(a.a * n, 1) and _near(b.a * n * n, 1):
             dims = meet(a.dims, b.dims)
-            return dims and replace(a, centred=True, dims=dims)
+            return None if dims is None else replace(a, centred=True, dims=dims)
     return None
 
 

@@ -77,13 +77,13 @@ class Products:
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
         self.left: list[tuple[int, str]] = []
-        for made in program.equations:
-            if made.name == "dot_general":
+        for equation in program.equations:
+            if equation.name == "dot_general":
                 try:
-                    self.matrices.append(self._matrix(made))
+                    self.matrices.append(self._matrix(equation))
                 except Left as reason:
                     if str(reason):
-                        self.left.append((made.outs[0], str(reason)))
+                        self.left.append((equation.outs[0], str(reason)))
         counted = [m for m in self.matrices if not self._is_one_hot(m.x[0])]
         self.most = max((m.sizes[0] for m in counted), default=0)
 
@@ -198,12 +198,9 @@ class Products:
 
     def _is_one_hot(self, v: int) -> bool:
         made = self.program.maker.get(v)
-        given = made and made.ins and self.program.avals[made.ins[0]].dtype
-        return (
-            bool(given)
-            and made.name == "convert_element_type"
-            and not jnp.issubdtype(given, jnp.floating)
-        )
+        if made is None or made.name != "convert_element_type":
+            return False
+        return not jnp.issubdtype(self.program.avals[made.ins[0]].dtype, jnp.floating)
 
     def _chooser(self, v: int) -> str | None:
         """What chooses by a value: the function itself, or top_k and its kind."""
@@ -362,8 +359,11 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     for each in products.matrices:
         with contextlib.suppress(Left):
             known[_narrowed(products.program, each)[0]] = each
-    inner = [known.get(v) for v in (half.gate, half.up) if v is not None]
-    if any(i is None or products.unquantized(i) or i.dtype != m.dtype for i in inner):
+    hidden = [v for v in (half.gate, half.up) if v is not None]
+    inner: list[Matrix] = [known[v] for v in hidden if v in known]
+    if len(inner) < len(hidden):
+        return None
+    if any(products.unquantized(i) or i.dtype != m.dtype for i in inner):
         return None
     first = inner[0]
     place = lambda each: [[d.index(l) for l in each.rows if l in d] for d in each.x[1]]
@@ -376,9 +376,8 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         for d, e in zip(first.dims, half.hidden_dims)
         for a, b in zip(expand(d), expand(e), strict=True)
     ]
-    if {b for _, b in pairs} != {*m.rows, *m.features} or len(pairs) != len(m.rows) + len(
-        m.features
-    ):
+    own = (*m.rows, *m.features)
+    if {b for _, b in pairs} != {*own} or len(pairs) != len(own):
         return None
     to = dict(pairs)
     if [to[l] for l in first.columns] != list(m.features):

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
 from ...native.jaxpr import results_of
@@ -124,7 +126,7 @@ class Program:
         jaxpr = closed.jaxpr
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
-        self.maker: dict[int, Equation] = {}
+        self.maker: dict[int, Any] = {}  # the Equation that makes each value
         self.given: dict[int, Any] = {}  # values of constants and literals, tracers among them
         self.bodies: dict[Equation, list[Body]] = {}
         self.within = within
@@ -155,7 +157,7 @@ class Program:
         return len(self.avals) - 1
 
     def _literal(self, x: Any) -> int:
-        traced, aval = isinstance(x, jax.core.Tracer), jax.typeof(x)
+        traced, aval = isinstance(x, Tracer), jax.typeof(x)
         key = id(x)
         if not traced and aval.ndim == 0 and isinstance(x, np.generic | np.ndarray | int | float):
             key = type(x), str(aval), aval.weak_type, np.asarray(x, aval.dtype).tobytes()
@@ -274,8 +276,10 @@ class Program:
         """The number that all elements of a constant are; None for others."""
         if v not in self._uniform and v in self.given and v in self._consts:
             x = self.const(v)  # an array from outside
-            same = x is not None and x.size and _is_real(x.dtype) and (x == x.flat[0]).all()
-            self._uniform[v] = x.reshape(-1)[0] if same else None
+            if x is not None and x.size and _is_real(x.dtype) and (x == x.flat[0]).all():
+                self._uniform[v] = x.reshape(-1)[0]
+            else:
+                self._uniform[v] = None
         x = self._uniform.get(v)
         return None if x is None else float(x)
 
@@ -297,6 +301,11 @@ class Program:
         else:
             return None
         return np.asarray(x).astype(out.dtype)
+
+    def made(self, v: int) -> tuple[Any, str]:
+        """Returns the equation that makes a value, and its name; (None, "") of operands."""
+        equation = self.maker.get(v)
+        return equation, "" if equation is None else equation.name
 
     def origin(self, v: int) -> Any:
         """Returns the argument that a value is a part of, cast, cut or laid out anew; else None."""
@@ -557,12 +566,12 @@ def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any
         for i, branch in enumerate(params["branches"]):
             yield "branches", i, branch, whole[1:]
     elif name in REMAT and not params["differentiated"]:
-        yield "jaxpr", 0, jax.extend.core.ClosedJaxpr(params["jaxpr"], ()), whole
+        yield "jaxpr", 0, ClosedJaxpr(params["jaxpr"], ()), whole
     elif name == "shard_map":
         yield (
             "jaxpr",
             0,
-            jax.extend.core.ClosedJaxpr(params["jaxpr"], ()),
+            ClosedJaxpr(params["jaxpr"], ()),
             [(v, False) for v in ins],
         )
     elif name in JIT:

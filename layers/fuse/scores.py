@@ -235,7 +235,7 @@ class ScoreForms:
                 if kinds[0] == kinds[1] and (kinds[0] or given.dtype == g.avals[v].dtype):
                     back, dtype = dims, min(given.dtype, dtype, key=lambda d: d.itemsize)
             elif scale and made.name in ("mul", "div"):
-                numbers = [g.number(u) for u in made.ins]
+                numbers, c = [g.number(u) for u in made.ins], 1.0
                 if numbers[1] and g.avals[source].shape == shape:
                     back, c = dims, numbers[1]
                 elif numbers[0] and made.name == "mul" and g.avals[made.ins[1]].shape == shape:
@@ -265,8 +265,9 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
         return picked
     dims = [fresh(a.shape) for a in avals]
     first = side or 0
-    if side is not None:
-        dims[side] = forms[side].dims
+    known = None if side is None else forms[side]
+    if side is not None and known is not None:
+        dims[side] = known.dims
         shared = (*contract[side], *batch[side])
         if any(l.free for i in shared for l in expand(dims[side][i])):
             return None
@@ -276,9 +277,8 @@ def _dot(g: ScoreForms, made: Equation, *forms: Form | None) -> Form | None:
     g.sides[made] = dims
     rest = [d for j in (0, 1) for i, d in enumerate(dims[j]) if i not in (*contract[j], *batch[j])]
     out = (*[dims[0][i] for i in batch[0]], *rest)
-    if side is None:
+    if side is None or known is None:
         return Form(Scores(made), out)
-    known = forms[side]
     axis = atoms(known.dims[i] for i in contract[side])
     return replace(known, dims=out, mixed=Mixed(made, 1 - side, dims[1 - side], axis))
 
@@ -459,7 +459,7 @@ def _added(g: ScoreForms, form: Form, other: int, dims: Dims, sign: float) -> Fo
     return replace(form, base=replace(form.base, biases=biases, masks=masks))
 
 
-def _two_valued(g: ScoreForms, v: int, dims: Dims):
+def _two_valued(g: ScoreForms, v: int, dims: Dims) -> Any:
     """(mask, its labels, the number where it is false, and where it is true) of an array of two
     numbers; None of others."""
     v, dims, *_ = g.peel(v, dims)
@@ -521,8 +521,7 @@ def _masked(
     if not set(atoms(dims)) <= set(atoms(form.dims)):
         return None
     again = functools.partial(_masked, g, fill=fill, added=added, zero=zero)
-    made = g.program.maker.get(v)
-    name = made.name if made is not None else ""
+    made, name = g.program.made(v)
     if name == "not":
         return again(form, made.ins[0], dims, not keep)
     whole = lambda u: g.program.avals[u].shape == g.program.avals[v].shape
@@ -546,7 +545,7 @@ def _masked(
     return replace(form, base=replace(form.base, masks=(*masks, mask)))
 
 
-def _compared(g: ScoreForms, made: Equation, dims: Dims):
+def _compared(g: ScoreForms, made: Equation, dims: Dims) -> Any:
     """(mask, labels, what it is where this is true) of a comparison of two numbers with one."""
     number, other = g.program.number(made.ins[1]), made.ins[0]
     if number is None or g.program.avals[other].shape != g.program.avals[made.outs[0]].shape:
@@ -664,10 +663,8 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     rows: list[Any] = [None] * (program.avals[index].ndim - 1)  # the labels of the result
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims):
         rows[j] = form.dims[i]
-    maker = program.maker.get(index)
-    stacked = (
-        maker is not None and maker.name == "concatenate" and maker.params["dimension"] == len(rows)
-    )
+    maker, name = program.made(index)
+    stacked = name == "concatenate" and maker.params["dimension"] == len(rows)
     if not stacked and len(d.start_index_map) != 1:
         return None
     columns = dict(zip(d.start_index_map, maker.ins if stacked else [index], strict=True))
