@@ -15,6 +15,10 @@ def results_of(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+KERNELS = "ffi_call", "pallas_call", "custom_partitioning"
+"""Equations that call what was compiled for their operands' dtypes."""
+
+
 def inner(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters."""
     for value in eqn.params.values():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...native.jaxpr import inner, results_of, value_of
+from ...native.jaxpr import KERNELS, inner, results_of, value_of
 from .fuse import Quantization, Skip, check, fuse
 from .program import JIT, REMAT
 from .report import Report, aligned
@@ -229,7 +229,7 @@ def _widened(closed: Any, dtype: Any, operands: Sequence[Any]) -> list[Any]:
     return [read(v) for v in jaxpr.outvars]
 
 
-_OWN_DTYPE = "bitcast_convert_type", "ffi_call", "pallas_call", "shard_map", "custom_partitioning"
+_OWN_DTYPE = "bitcast_convert_type", "shard_map", *KERNELS
 
 
 def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:

@@ -981,6 +981,7 @@ def test_haiku(args):
     assert_served(fused, attention=1, loss=1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # haliax's names of JAX
 def test_haliax(args):
     haliax = pytest.importorskip("haliax")
     if not hasattr(jax.core, "is_constant_dim"):
