@@ -285,7 +285,7 @@ def norm(w):
         x = w.keep(w(f"{x} + {w.value(rank)}"), rank)
     centred = w.chance(0.45)
     keep, eps = "axis=-1, keepdims=True", w.some("1e-6", "1e-5", "0.01", "0.0")
-    h = x
+    h = mean = x
     if centred:
         mean = w(f"jnp.mean({x}, {keep})")
         h = w(f"{x} - {mean}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
 import threading
 import traceback
@@ -961,9 +960,8 @@ def test_equinox():
     assert_served(fused, attention=1, loss=1)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("haiku") is None, reason="needs Haiku")
 def test_haiku(args):
-    import haiku
+    haiku = pytest.importorskip("haiku")
 
     def network(x):
         h = haiku.RMSNorm(-1)(x)
