@@ -43,7 +43,7 @@ REPOSITORIES = {  # by the folder that is searched: owner, and the commit that w
 }
 NEEDLESS = {"aqt", "augmax", "cloudpickle", "gcsfs", "orbax", "pathwaysutils", "qwix", "tensorflow"}
 NEEDLESS |= {"tensorstore", "tokamax", "torch", "wandb"}
-# Of these even what is there is not imported: it asks for versions, or for what is needless.
+# These are stubs even where they are installed: they ask for versions, or for needless packages.
 EMPTY = ["transformers.dependency_versions_check", "levanter.compat.hf_checkpoints"]
 EMPTY += ["openpi.models_pytorch", "openpi.models_pytorch.pi0_pytorch"]
 EMPTY += ["openpi.shared.array_typing"]

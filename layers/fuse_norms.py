@@ -9,9 +9,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..native.jaxpr import results_of, value_of
+from ..native.jaxpr import line_of, results_of, value_of
 from .dense import fp8, fp8_norm
 from .layer_norm import op as layer_norm
 from .quantization import norm as quantized_norm
@@ -557,33 +554,10 @@ def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> s
 
 def _described(eqn: Any) -> str:
     name = eqn.params.get("name", "") if eqn.primitive.name in (*_JIT, "custom_jvp_call") else ""
-    return f"{name or eqn.primitive.name} at {_line(eqn)}"
+    return f"{name or eqn.primitive.name} at {line_of(eqn)}"
 
 
 def _where(eqn: Any) -> str:
     """Returns the named scopes and the line of an equation."""
     scopes = str(getattr(eqn.source_info, "name_stack", ""))
-    return f"{scopes} {_line(eqn)}".strip()
-
-
-def _line(eqn: Any) -> str:
-    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(("<frozen", *_hidden_folders())):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return "an unknown line"
-
-
-def _hidden_folders() -> tuple[str, ...]:
-    names = "jax", "flax", "equinox", "haliax", "jaxtyping"
-    return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
-
-
-@functools.cache
-def _folders(*files: str | None) -> tuple[str, ...]:
-    here = os.path.dirname(__file__)
-    folders = [os.path.dirname(file) for file in files if file]
-    standard = sysconfig.get_path("stdlib")
-    library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
-    return (here, os.path.join(os.path.dirname(here), "native"), *folders, *library)
+    return f"{scopes} {line_of(eqn)}".strip()

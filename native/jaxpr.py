@@ -1,5 +1,9 @@
-"""Walking through jaxprs: an equation's operands and results, and the programs within it."""
+"""Walking through jaxprs: an equation's operands, results and line, and the programs within it."""
 
+import functools
+import os
+import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,3 +30,29 @@ def inner(eqn: Any) -> Iterator[Any]:
             one = getattr(one, "jaxpr", one)
             if hasattr(one, "eqns"):
                 yield one
+
+
+def line_of(eqn: Any) -> str:
+    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
+    traceback = getattr(eqn.source_info, "traceback", None)
+    hidden = _hidden_folders()
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(hidden):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return "an unknown line"
+
+
+def _hidden_folders() -> tuple[str, ...]:
+    """Returns where lines are that are nobody's model: JAX, the frameworks, and this package."""
+    names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
+    return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
+
+
+@functools.cache
+def _folders(*files: str | None) -> tuple[str, ...]:
+    native = os.path.dirname(__file__)
+    layers = os.path.join(os.path.dirname(native), "layers")
+    folders = [os.path.dirname(file) for file in files if file]
+    standard = sysconfig.get_path("stdlib")
+    library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
+    return ("<frozen", layers, native, *folders, *library)

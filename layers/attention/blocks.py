@@ -322,7 +322,7 @@ class _Tiles:
         for axis, number in (-2, self.d.length), (-1, self.d.keys):
             if number in dims:
                 more[axis] = full[axis] - array.shape[axis]
-        # What is padded is like its neighbours: the segments of a block then stay as near.
+        # Padding repeats its neighbours, so that the segments of a block stay as near.
         return jnp.pad(array, [(0, n) for n in more], mode="edge") if any(more) else array
 
     def block(self, array: Array, i: Array, j: Array) -> Array:

@@ -26,7 +26,7 @@ from .spec import Dimensions, Dims, Extras, Spec, numbers, spread
 _MOST_MADE = 2**28
 
 
-# What stands for a score that is not seen, as JAX has it: cuDNN subtracts larger ones wrongly.
+# JAX writes this in place of a score that is not seen: cuDNN subtracts larger numbers wrongly.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 

@@ -206,7 +206,7 @@ def two_valued(program: Program, v: int, depth: int = 24) -> tuple[int, float, f
     return None
 
 
-_COMPARED = {
+COMPARED = {
     "eq": operator.eq,
     "ge": operator.ge,
     "gt": operator.gt,
@@ -222,7 +222,7 @@ def _compared(program: Program, made: Any, depth: int) -> Region | None:
     two = None if number is None else two_valued(program, made.ins[0])
     if two is None or program.avals[two[0]].shape != program.avals[made.outs[0]].shape:
         return None
-    no, yes = (_COMPARED[made.name](x, number) for x in two[1:])
+    no, yes = (COMPARED[made.name](x, number) for x in two[1:])
     found = region(program, two[0], depth) if no != yes else None
     return found if yes or found is None else _complement(found)
 

@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import results_of
+from ...native.jaxpr import line_of, results_of
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
@@ -138,7 +136,6 @@ class Program:
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
         self._same: dict[Any, Any] = {}
-        self._eqns_seen = 0
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
         self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}
         self._consts |= {v: c for v, c in zip(self.inputs, known) if c is not None}
@@ -672,32 +669,3 @@ def _int_div(a: Any, b: Any) -> Any:
     if np.any(b == 0):
         raise Left("an integer is divided by zero")
     return (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b)
-
-
-# ---------------------------------------------------------------- lines
-
-
-def line_of(eqn: Any) -> str:
-    """Returns the innermost line that is neither JAX's, nor a framework's, nor normfuse's."""
-    traceback = getattr(eqn.source_info, "traceback", None)
-    hidden = hidden_folders()
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(hidden):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return "an unknown line"
-
-
-def hidden_folders() -> tuple[str, ...]:
-    """Returns where lines are that are nobody's model: JAX, the frameworks, and this package."""
-    names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
-    return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
-
-
-@functools.cache
-def _folders(*files: str | None) -> tuple[str, ...]:
-    layers = os.path.dirname(os.path.dirname(__file__))
-    native = os.path.join(os.path.dirname(layers), "native")
-    folders = [os.path.dirname(file) for file in files if file]
-    standard = sysconfig.get_path("stdlib")
-    library = [os.path.join(standard, name) for name in ("functools.py", "contextlib.py")]
-    return ("<frozen", layers, native, *folders, *library)

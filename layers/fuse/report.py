@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import re
 
+from ..swap import aligned
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -59,9 +61,3 @@ class Report:
         total = collections.Counter(row.domain for row in self.rows)
         counts = [f"{found[d]} of {n} {d}" for d, n in total.items()]
         return "\n".join([*aligned(table), ", ".join(counts) or "nothing was found"])
-
-
-def aligned(table: "list[tuple[str, ...]]") -> "list[str]":
-    """Returns the lines of a table with columns of one width each."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]

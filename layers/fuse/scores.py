@@ -13,14 +13,13 @@ What no rule knows has no Form, and stays as it is.
 import dataclasses
 import functools
 import math
-import operator
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .indices import affine
+from .indices import COMPARED, affine
 from .labels import (
     Dims,
     Label,
@@ -530,7 +529,7 @@ def _masked(
         if not added:
             first = again(form, made.ins[0], dims, keep)
             return first and again(first, made.ins[1], dims, keep)
-    if name in ("ne", "eq", "gt", "ge", "lt", "le"):
+    if name in COMPARED:
         if (inner := _compared(g, made, dims)) is not None:
             return again(form, inner[0], inner[1], inner[2] == keep)
     mask, masks = Mask(v, dims, keep, fill, added, zero), form.base.masks
@@ -553,15 +552,7 @@ def _compared(g: ScoreForms, made: Equation, dims: Dims) -> Any:
     two = _two_valued(g, other, dims)
     if two is None:
         return None
-    compare = {
-        "ne": operator.ne,
-        "eq": operator.eq,
-        "gt": operator.gt,
-        "ge": operator.ge,
-        "lt": operator.lt,
-        "le": operator.le,
-    }
-    no, yes = (compare[made.name](x, number) for x in two[2:])
+    no, yes = (COMPARED[made.name](x, number) for x in two[2:])
     return (*two[:2], yes) if no != yes else None
 
 

@@ -939,7 +939,7 @@ def test_products(name):
     """In FP8: served, within FP8's rounding of float32, and not equal to it."""
     function, shapes, count = PRODUCTS[name]
     low = [x.astype(bf16) for x in draws(*shapes, scale=0.5)]
-    # What a function returns may be logits, which stay: something has to come after it.
+    # A result of the function may be logits, which stay: something has to come after it.
     whole = lambda *args: jax.tree.map(jnp.sin, function(*args))
     fused = fuse_cases.Fused(whole, quantization="fp8")
     exact, got = fuse_cases.run(whole, fused, args=low)["float32"]
