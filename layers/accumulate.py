@@ -1,5 +1,6 @@
 """Gradients summed over microbatches, without rounding, in the GEMMs that compute them."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def accumulate_gradients(
     batches: Any,
     *,
     main_grad_dtype: jax.typing.DTypeLike = jnp.float32,
+    state: Any = None,
     has_aux: bool = False,
     replicas: str | None = None,
     specs: Any = None,
@@ -46,10 +48,13 @@ def accumulate_gradients(
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
-        its batch, if the result is to be the mean of all.
-      params: a pytree whose floating arrays are differentiated: of plain arrays, of Flax's (`nnx`:
-        `nnx.state(model, nnx.Param)`, merged in `loss_fn`), or an Equinox module.
+        its batch, if the result is to be the mean of all. With `state`, `(params, batch, state) ->
+        (loss, state)` or `-> (loss, aux, state)`.
+      params: a pytree whose floating arrays are differentiated: of plain arrays, Linen's "params",
+        or an Equinox module. nnx models have `normfuse.layers.accumulate_nnx`.
       batches: a pytree of arrays with a leading axis of microbatches.
+      state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
+        dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, a key for dropout.
       main_grad_dtype: of the gradients: float32, bfloat16 or float16; a wider parameter's stay in
         its own dtype. The sums run in it.
       has_aux: whether `loss_fn` returns auxiliary outputs too.
@@ -61,15 +66,18 @@ def accumulate_gradients(
         `replicas`; XLA's choice where None.
 
     Returns:
-      `(loss, gradients)`, or `((loss, aux), gradients)`. Gradients have the structure of `params`,
-      None for leaves that are not floating arrays: also for Python numbers, which are settings of
-      Equinox's modules (`jnp.asarray` makes one a parameter). aux is stacked along a leading axis
-      of microbatches, and a second one of replicas where there are several.
+      `(loss, gradients)`; instead of the loss `(loss, aux)`, `(loss, state)` or `(loss, aux,
+      state)`, as `loss_fn` returns them. Gradients have the structure of `params`, None for leaves
+      that are not floating arrays: also for Python numbers, which are settings of Equinox's modules
+      (`jnp.asarray` makes one a parameter). aux is stacked along a leading axis of microbatches,
+      and a second one of replicas where there are several; state is that after the last microbatch.
 
     Raises:
       ValueError: for batches without a leading axis of one length, rows that the replicas do not
-        divide, a loss that is not a scalar, an axis that the mesh does not have as Auto, or specs
-        without the structure of `params`.
+        divide, a loss that is not a scalar, an axis that the mesh does not have as Auto, specs
+        without the structure of `params`, a state that `loss_fn` returns with another structure,
+        shape or dtype, a state with `replicas`, or params that hold nnx Variables other than
+        Params, such as running statistics: their updates would be lost.
       TypeError: for another main_grad_dtype, or specs that are no PartitionSpecs.
 
     References:
@@ -85,8 +93,12 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"{_OP}: loss_fn must be a function, got {type(loss_fn).__name__}")
+    _check_variables(params)
+    if state is not None and replicas is not None:
+        raise ValueError(f"{_OP}: each replica would change state by itself: leave one of them out")
     main = _main_dtype(main_grad_dtype)
     count = _microbatches(batches)
+    held = [] if state is None else [jax.tree.map(jnp.asarray, state)]
     parts = 1 if replicas is None else _replicas(replicas, batches)
     leaves, structure = jax.tree.flatten(params)
     is_floating = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
@@ -102,10 +114,11 @@ def accumulate_gradients(
         divided.add(divisor)
         return divisor
 
-    def whole_loss(floating: Sequence[Array], batch: Any) -> tuple[Array, Any]:
-        given = dict(zip(chosen, floating))
-        whole = [given.get(i, leaf) for i, leaf in enumerate(leaves)]
-        return _loss_and_aux(loss_fn(jax.tree.unflatten(structure, whole), batch), has_aux)
+    def whole_loss(floating: Sequence[Array], given: Any) -> tuple[Array, Any]:
+        differentiated = dict(zip(chosen, floating))
+        whole = [differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]
+        result = loss_fn(jax.tree.unflatten(structure, whole), *given)
+        return loss_aux_state(result, has_aux, given[1:])
 
     gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main, share)
     split: Any = None if parts == 1 else replicas
@@ -113,36 +126,37 @@ def accumulate_gradients(
         rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
         batches = jax.tree.map(lambda a: _placed(rows(a), None, None, split), batches)
         gradient = jax.vmap(gradient, spmd_axis_name=split)
-    listed = [None] * len(leaves) if specs is None else _specs(specs, structure)
+    listed = [None] * len(leaves) if specs is None else specs_of(specs, structure)
     lead = () if split is None else (split,)
 
     def batch_at(i: Any) -> Any:
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), batches)
 
-    first = batch_at(0)
+    first = (batch_at(0), *held)
     gradient = _with_codes_once(gradient, first)
 
     def placed(sums: Sequence[Array]) -> list[Array]:
         return [_placed(s, listed[i], *lead) for s, i in zip(sums, chosen)]
 
-    def add(sums: list[Array], i: Any) -> tuple[list[Array], Any]:
-        *outputs, new = gradient(batch_at(i))
-        return placed([s + g for s, g in zip(sums, new)]), outputs
+    def add(carry: Any, i: Any) -> tuple[Any, Any]:
+        sums, held = carry
+        loss, (aux, held), new = gradient((batch_at(i), *held))
+        return (placed([s + g for s, g in zip(sums, new)]), held), (loss, aux)
 
     # The first gradients are the first sums: zeros to begin with would be written and read, and XLA
     # would fill one array and copy it to all of its shape.
-    *outputs, sums = gradient(first)
-    sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], outputs)
+    loss, (aux, held), sums = gradient(first)
+    sums, outputs = placed(sums), jax.tree.map(lambda a: a[None], (loss, aux))
     if count > 1:
-        sums, more = lax.scan(add, sums, jnp.arange(1, count))
+        (sums, held), more = lax.scan(add, (sums, held), jnp.arange(1, count))
         outputs = jax.tree.map(lambda *a: jnp.concatenate(a), outputs, more)
     losses, aux = outputs
     (divisor,) = divided
     sums = sums if split is None else [s.sum(0) for s in sums]
     means = dict(zip(chosen, sums if divisor == of_all else [s / of_all for s in sums]))
     gradients = jax.tree.unflatten(structure, [means.get(i) for i in range(len(leaves))])
-    loss = jnp.mean(losses)
-    return ((loss, aux) if has_aux else loss), gradients
+    results = (jnp.mean(losses), *([aux] if has_aux else []), *held)
+    return (results if len(results) > 1 else results[0]), gradients
 
 
 def _gradient(
@@ -184,7 +198,7 @@ def _main_dtype(given: jax.typing.DTypeLike) -> jnp.dtype:
     return main
 
 
-def _specs(specs: Any, structure: Any) -> list[P | None]:
+def specs_of(specs: Any, structure: Any) -> list[P | None]:
     try:
         listed = structure.flatten_up_to(specs)
     except ValueError as error:
@@ -196,21 +210,66 @@ def _specs(specs: Any, structure: Any) -> list[P | None]:
     return listed
 
 
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Array, Any]:
-    """Returns the loss and the auxiliary outputs of what a loss function returned."""
+def loss_aux_state(result: Any, has_aux: bool, held: Sequence[Any] = ()) -> tuple[Array, Any]:
+    """Returns the loss, and (auxiliary outputs, state), of what a loss function returned.
+
+    Args:
+      held: nothing, or the state that the function was given.
+    """
     described = lambda a: f"shape {a.shape}" if hasattr(a, "shape") else f"a {type(a).__name__}"
-    if has_aux and (not isinstance(result, tuple) or len(result) != 2):
+    wanted = ["loss", *["aux"] * has_aux, *["state"] * len(held)]
+    if len(wanted) > 1 and (not isinstance(result, tuple) or len(result) != len(wanted)):
+        given = " and ".join(["has_aux"] * has_aux + ["state"] * len(held))
         raise ValueError(
-            f"{_OP}: with has_aux loss_fn must return (loss, aux), got {described(result)}"
+            f"{_OP}: with {given} loss_fn must return ({', '.join(wanted)}), "
+            f"got {described(result)}"
         )
     loss: Any
-    loss, aux = result if has_aux else (result, ())
+    loss, *rest = result if len(wanted) > 1 else (result,)
     if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
         raise ValueError(
             f"{_OP}: loss_fn must return a scalar loss, got {described(loss)}; with auxiliary "
             "outputs (loss, aux), and has_aux=True"
         )
-    return loss, aux
+    state = rest[has_aux:]
+    was, now = _kinds(held), _kinds(state)
+    changes = [
+        f"{path} from {was.get(path, 'nothing')} to {now.get(path, 'nothing')}"
+        for path in was | now
+        if was.get(path) != now.get(path)
+    ]
+    if changes or jax.tree.structure(state) != jax.tree.structure(list(held)):
+        raise ValueError(
+            f"{_OP}: loss_fn must return state with the structure, shapes and dtypes it was given, "
+            f"but changes {(changes or ['its containers'])[0]}"
+        )
+    return loss, (rest[0] if has_aux else (), state)
+
+
+def _kinds(held: Sequence[Any]) -> dict[str, str]:
+    """Returns the dtype and shape of each array in a state, by its path."""
+    kind = lambda a: f"{jnp.result_type(a)}{list(jnp.shape(a))}"
+    keys = jax.tree_util.keystr
+    return {keys(path[1:]): kind(a) for path, a in jax.tree.leaves_with_path(held)}
+
+
+def _check_variables(params: Any) -> None:
+    """Raises a ValueError for nnx Variables that are no parameters.
+
+    As parameters they would start every microbatch as they are, and get a gradient.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda a: isinstance(a, nnx.Variable))
+    for path, leaf in leaves:
+        if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
+            raise ValueError(
+                f"{_OP}: params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which is "
+                "no parameter and would not be updated: call "
+                "normfuse.layers.accumulate_nnx.accumulate_gradients(loss_fn, model, batches), which carries "
+                "it from one microbatch to the next"
+            )
 
 
 def _placed(array: Array, spec: P | None, *lead: str | None) -> Array:

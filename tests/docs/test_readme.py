@@ -195,7 +195,7 @@ def test_the_elementwise_op_runs(tmp_path, monkeypatch):
 
 
 def test_the_microbatches_run():
-    (block,) = (b for b in blocks("docs/guides/dense.md") if "accumulate_gradients" in b)
+    block, of_nnx = (b for b in blocks("docs/guides/dense.md") if "accumulate_gradients" in b)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 4)), jnp.float32)
     params = {"kernel": jnp.ones((4, 3))}
     given = {"jax": jax, "jnp": jnp, "x": x, "params": params, "dense": normfuse.dense}
@@ -205,6 +205,8 @@ def test_the_microbatches_run():
     # float32 means of 48 terms, in another order
     np.testing.assert_allclose(names["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(names["gradients"]["kernel"], gradients["kernel"], rtol=1e-5)
+    names = run("docs/guides/dense.md", of_nnx, jnp=jnp)
+    assert names["model"].layers[1].rngs.count[...] == 4  # a mask for each microbatch
 
 
 def test_the_fp8_product_runs():

@@ -189,6 +189,82 @@ def test_frameworks(rng, name):
     np.testing.assert_allclose(value, np.mean(losses), rtol=1e-6)
 
 
+def linen_with_state():
+    """(parameters, other collections, loss) of a model with running statistics and dropout."""
+    model = nn.Sequential(
+        [nn.Dense(DIM), nn.BatchNorm(False, momentum=0.5), nn.Dropout(0.5, deterministic=False)]
+    )
+    variables = model.init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1)}, jnp.ones((2, DIM))
+    )
+    params = variables.pop("params")
+
+    def loss(params, x, state):
+        collections, key = state
+        key, own = jax.random.split(key)
+        given = {"params": params, **collections}
+        y, changed = model.apply(given, x, mutable=[*collections], rngs={"dropout": own})
+        return jnp.mean(y**2), (changed, key)
+
+    return params, (variables, jax.random.key(2)), loss
+
+
+def equinox_with_state():
+    class Model(eqx.Module):
+        linear: eqx.nn.Linear
+        norm: eqx.nn.BatchNorm
+        dropout: eqx.nn.Dropout
+
+        def __call__(self, x, state, key):
+            x, state = self.norm(self.linear(x), state)
+            return self.dropout(x, key=key), state
+
+    def make():
+        linear = eqx.nn.Linear(DIM, DIM, key=jax.random.key(0))
+        return Model(
+            linear, eqx.nn.BatchNorm(DIM, "rows", mode="ema", momentum=0.5), eqx.nn.Dropout(0.5)
+        )
+
+    def loss(model, x, state):
+        held, key = state
+        key, *own = jax.random.split(key, 1 + len(x))
+        call = jax.vmap(model, axis_name="rows", in_axes=(0, None, 0), out_axes=(0, None))
+        y, held = call(x, held, jnp.stack(own))
+        return jnp.mean(y**2), (held, key)
+
+    model, held = eqx.nn.make_with_state(make)()
+    return model, (held, jax.random.key(2)), loss
+
+
+@pytest.mark.parametrize("make", [linen_with_state, equinox_with_state])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_state_goes_from_one_microbatch_to_the_next(rng, make, has_aux):
+    """Linen's collections, Equinox's state and keys: as in a loop in Python."""
+    params, state, loss = make()
+    xs = jnp.asarray(rng.standard_normal((COUNT, 6, DIM)), f32)
+    with_aux = lambda p, x, s: (loss(p, x, s)[0], x[0, 0], loss(p, x, s)[1])
+    run = lambda p, xs, s: accumulate_gradients(
+        with_aux if has_aux else loss, p, xs, state=s, has_aux=has_aux
+    )
+    (value, *aux, after), got = eqx.filter_jit(run)(params, xs, state)
+    each = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))
+    values, gradients = [], []
+    for x in xs:
+        (one, state), gradient = each(params, x, state)
+        values.append(one)
+        gradients.append(gradient)
+    assert len(set(map(float, values))) == COUNT
+    np.testing.assert_allclose(value, np.mean(values), rtol=1e-5)
+    assert [a.tolist() for a in aux] == [xs[:, 0, 0].tolist()] * has_aux
+    want = jax.tree.map(lambda *g: sum(g) / COUNT, *map(jax.tree.leaves, gradients))
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = map(jax.random.key_data, (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_python_numbers_are_settings():
     """Neither traced nor differentiated, as Equinox has them; an array of no dimensions is."""
     params = {"w": jnp.ones(3), "p": 0.5, "b": jnp.asarray(2.0)}
@@ -272,6 +348,27 @@ def test_ensembles_of_kernels(rng, at, quantization):
         ({"loss_fn": lambda p, x: (jnp.sum(x), x)}, ValueError, "got a tuple; .*has_aux=True"),
         ({"loss_fn": lambda p, x: jnp.sum(x), "has_aux": True}, ValueError, r"\(loss, aux\), got"),
         ({"replicas": "data"}, ValueError, "must be an Auto axis .* got 'data' and"),
+        ({"replicas": "data", "state": 1.0}, ValueError, "each replica would change state"),
+        (
+            {"state": 1.0, "loss_fn": lambda p, x, s: jnp.sum(x)},
+            ValueError,
+            r"with state loss_fn must return \(loss, state\), got shape \(\)",
+        ),
+        (
+            {"state": {"n": 1.0}, "loss_fn": lambda p, x, s: (jnp.sum(x), {"n": jnp.ones(3)})},
+            ValueError,
+            r"changes \['n'\] from float32\[\] to float32\[3\]",
+        ),
+        (
+            {"state": {"n": 1.0}, "loss_fn": lambda p, x, s: (jnp.sum(x), {"m": s["n"]})},
+            ValueError,
+            r"changes \['n'\] from float32\[\] to nothing",
+        ),
+        (
+            {"state": [1.0], "loss_fn": lambda p, x, s: (jnp.sum(x), (s[0],))},
+            ValueError,
+            "changes its containers",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(change, error, message):
