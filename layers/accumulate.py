@@ -266,9 +266,9 @@ def _check_variables(params: Any) -> None:
         if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
             raise ValueError(
                 f"{_OP}: params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which is "
-                "no parameter and would not be updated: call "
-                "normfuse.layers.accumulate_nnx.accumulate_gradients(loss_fn, model, batches), which carries "
-                "it from one microbatch to the next"
+                "no parameter and would not be updated; the function for nnx models carries it "
+                "from one microbatch to the next: "
+                "normfuse.layers.accumulate_nnx.accumulate_gradients(loss_fn, model, batches)"
             )
 
 
