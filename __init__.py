@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
-    from .layers.fuse_norms import FusionReport as FusionReport
-    from .layers.fuse_norms import fuse_norms as fuse_norms
     from .layers.layer_norm import adaptive_layer_norm as adaptive_layer_norm
     from .layers.layer_norm import add_layer_norm as add_layer_norm
     from .layers.layer_norm import layer_norm as layer_norm
@@ -49,7 +47,6 @@ _register_with_jax()
 
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
-    "FusionReport": ".layers.fuse_norms",
     "accumulate_gradients": ".layers.accumulate",
     "adaptive_layer_norm": ".layers.layer_norm",
     "adaptive_rms_norm": ".layers.rms_norm",
@@ -62,7 +59,6 @@ _HOME = {  # public name -> the module that defines it
     "elementwise": ".layers.elementwise",
     "fallbacks": ".native.implementation",
     "fuse": ".layers.fuse",
-    "fuse_norms": ".layers.fuse_norms",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
     "gated_rms_norm": ".layers.rms_norm",
@@ -72,6 +68,11 @@ _HOME = {  # public name -> the module that defines it
     "norm_gated_dense": ".layers.dense",
     "rms_norm": ".layers.rms_norm",
     "rms_norm_with_rstd": ".layers.rms_norm",
+}
+
+_GONE = {  # since version 0.1: public name -> what to use in its place
+    "FusionReport": "normfuse.layers.fuse.Report",
+    "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
@@ -86,6 +87,8 @@ def __getattr__(name: str):
         from importlib.metadata import version
 
         return version("normfuse")
+    if name in _GONE:
+        raise AttributeError(f"{__name__}.{name} is gone: use {_GONE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

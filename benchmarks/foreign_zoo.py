@@ -23,14 +23,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import foreign_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import yaml
 from flax import nnx
-from foreign_models import Model, dantinox, eqx_zoo, gemma_linen, tunix_call
 
 REPOSITORIES = {  # by the folder that is searched: owner, and the commit that was measured
     "EasyLM": ("young-geng", "fe5b2c354e25d697fce7cd225e23bbbe72570da3"),
@@ -43,6 +41,7 @@ REPOSITORIES = {  # by the folder that is searched: owner, and the commit that w
 }
 NEEDLESS = {"aqt", "augmax", "cloudpickle", "gcsfs", "orbax", "pathwaysutils", "qwix", "tensorflow"}
 NEEDLESS |= {"tensorstore", "tokamax", "torch", "wandb"}
+WITHOUT_INIT = "levanter", "t5x", "tunix"  # theirs imports trainers
 # These are stubs even where they are installed: they ask for versions, or for needless packages.
 EMPTY = ["transformers.dependency_versions_check", "levanter.compat.hf_checkpoints"]
 EMPTY += ["openpi.models_pytorch", "openpi.models_pytorch.pi0_pytorch"]
@@ -118,7 +117,13 @@ def imported(name: str) -> Any:
 def look_in(folders: list[pathlib.Path]) -> None:
     """Makes the models' sources importable."""
     checkouts = [folder / name for folder in folders for name in REPOSITORIES]
-    foreign_models.look_in(folders + [each for each in checkouts if each.is_dir()])
+    folders = folders + [each for each in checkouts if each.is_dir()]
+    sys.path[:0] = map(str, folders)
+    for folder in folders:
+        for name in WITHOUT_INIT:
+            if (folder / name).is_dir():
+                package: Any = types.ModuleType(name)
+                package.__path__, sys.modules[name] = [str(folder / name)], package
     sys.meta_path.append(Finder())
     sys.modules.update({name: Empty(name) for name in EMPTY})
     typing: Any = sys.modules["openpi.shared.array_typing"]
@@ -144,6 +149,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean over tokens, by optax, in float32."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
     return jnp.mean(losses)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model, and its call for (model, inputs)."""
+
+    model: Any
+    forward: Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +193,14 @@ def positions(tokens: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
+def tunix_call(model: Any, tokens: jax.Array) -> jax.Array:
+    """Logits of a model of Tunix."""
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    return model(tokens, positions, None, mask)[0]
+
+
 def tunix_qwen3(**sizes: Any) -> Model:
     """Qwen3 1.7B in Tunix, with the mixed precision of its configuration."""
     module = imported("tunix.models.qwen3.model")
@@ -190,6 +211,15 @@ def tunix_qwen3(**sizes: Any) -> Model:
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that computes arrays even where a program is traced."""
     return functools.wraps(function)(jax.ensure_compile_time_eval()(function))
+
+
+def dantinox(**sizes: Any) -> Model:
+    """A decoder with rotary attention and SwiGLU."""
+    config = imported("dantinox.core.config")
+    module = imported("dantinox.core.model")
+    small = {"dim": 32, "n_heads": 2, "num_blocks": 2, "vocab_size": 64, "max_context": 16}
+    model = module.Transformer(config.ModelConfig(**small | sizes), rngs=nnx.Rngs(0))
+    return Model(model, lambda m, tokens: m(tokens, deterministic=True).logits)
 
 
 def bfloat16_dantinox(**sizes: Any) -> Model:
@@ -204,6 +234,35 @@ def bfloat16_dantinox(**sizes: Any) -> Model:
     made = dantinox(**DANTINOX | sizes)
     made.model.embed.dtype = jnp.bfloat16
     return made
+
+
+def eqx_zoo(architecture: str, **sizes: Any) -> Model:
+    """A decoder whose layers take one sequence."""
+    module = imported("eqx_zoo.models.causal_lm.model")
+    config = imported("eqx_zoo.models.causal_lm.config").Config.from_hf(
+        {"architectures": [architecture], "vocab_size": 64, "hidden_size": 32}
+        | {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+        | {"tie_word_embeddings": False, "max_position_embeddings": 16}
+        | sizes
+    )
+    model = module.CausalLM(config, key=jax.random.key(0))
+    return Model(model, lambda m, tokens: jax.vmap(lambda t: m(t)[0])(tokens))
+
+
+def gemma_linen(**sizes: Any) -> Model:
+    """Gemma 1 in Linen."""
+    module = imported("gemma.transformer")
+    small = {"num_layers": 2, "num_embed": 64, "embed_dim": 32, "hidden_dim": 64}
+    small |= {"num_heads": 2, "head_dim": 16, "num_kv_heads": 1}
+    config = module.TransformerConfig(**small | sizes)
+
+    def forward(model, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = jnp.tril(jnp.ones((len(tokens), tokens.shape[1], tokens.shape[1]), bool))
+        return model(tokens, positions, None, mask)[0]
+
+    return Model(module.Transformer(config), forward)
 
 
 def easylm_llama(**sizes: Any) -> Model:

@@ -38,7 +38,6 @@ from step import blocks_loss
 import normfuse
 from normfuse import norm_dense
 from normfuse.layers.dense import gated as gated_layers
-from normfuse.layers.nnx import swap
 from normfuse.layers.quantization import Quantized
 from normfuse.models import nnx as nnx_models
 from normfuse.models.functional import build
@@ -62,7 +61,7 @@ class Version:
       products: how many FP8 products its program must have; 0 for bfloat16, and None where as many
         as XLA makes of it will do.
       ours: whether it must call kernels of ours; others must not.
-      norms: how many norms write codes, where `fuse_norms` says so.
+      norms: how many norms write codes, where `fuse` says so.
       program: its compiled step.
       problem: why it is not measured.
       error: of the result or gradient that is furthest from bfloat16's by plain JAX, relative.
@@ -293,29 +292,31 @@ def layer_row(
 
 
 def linears_row(name: str, tokens: int, dim: int, hidden: int, must: float, aim: float) -> Row:
-    """A row of `swap`: a foreign module's norm and Linears, its activation between."""
+    """A row of `fuse`: a foreign module's norm and Linears, its activation between."""
     layer = "norm + SwiGLU MLP"
     operands = layer_operands(layer, tokens, dim, hidden)
 
-    def swapped(quantization: Any, fused: bool = False) -> tuple[Callable, list[int]]:
+    def fused(quantization: Any) -> tuple[Callable, list[int]]:
         make = lambda: foreign_blocks.Mlp(dim, hidden, rngs=nnx.Rngs(0))
-        graph, _ = nnx.split(swap(nnx.eval_shape(make), quantization=quantization))
+        graph, _ = nnx.split(nnx.eval_shape(make))
         norms: list[int] = []
 
         def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
             params: dict[str, Any] = {"norm": {"w": scale}}
             params |= {k: {"kernel": w} for k, w in zip(("gate", "up", "down"), kernels)}
-            return nnx.merge(graph, params)(x)
+            y = nnx.merge(graph, params)(x)
+            return jax.lax.optimization_barrier(y)  # a product that is a result may be logits
 
-        report = lambda report: norms.append(len(report.fused))
-        return on_operands(normfuse.fuse_norms(run, report=report) if fused else run), norms
+        def report(report: Any) -> None:
+            norms.append(sum(row.domain == "codes" for row in report.fused))
 
-    fused, norms = swapped("fp8", fused=True)
-    of_fp8 = {"products": 9, "ours": True}
+        options = {"quantization": quantization, "report": report}
+        return on_operands(normfuse.fuse(run, **options)), norms
+
+    in_fp8, norms = fused("fp8")
     versions = [
-        Version(OURS, swapped(None)[0], ours=True),
-        Version(FP8, swapped("fp8")[0], **of_fp8),
-        Version(f"{FP8}, fused norms", fused, **of_fp8, norms=lambda: sum(norms)),
+        Version(OURS, fused(None)[0], ours=True),
+        Version(FP8, in_fp8, products=9, ours=True, norms=lambda: sum(norms)),
         *rivals(layer, operands),
     ]
     title = f"the same from Linears, {dim} -> {hidden}, {tokens} tokens"

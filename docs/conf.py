@@ -66,11 +66,6 @@ reference/index
 :caption: Guides
 
 Your training step <guides/fuse>
-Swap layers: Flax nnx <guides/swap_nnx>
-Swap layers: Equinox <guides/swap_equinox>
-Swap layers: Flax Linen <guides/swap_linen>
-Swap layers: haliax <guides/swap_haliax>
-Your own norm class <guides/own_norm>
 guides/dense
 The loss <guides/loss>
 FP8 in your model <guides/fp8>

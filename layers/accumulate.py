@@ -117,7 +117,15 @@ def accumulate_gradients(
     def whole_loss(floating: Sequence[Array], given: Any) -> tuple[Array, Any]:
         differentiated = dict(zip(chosen, floating))
         whole = [differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]
-        result = loss_fn(jax.tree.unflatten(structure, whole), *given)
+        try:
+            result = loss_fn(jax.tree.unflatten(structure, whole), *given)
+        except Exception as error:
+            shapes = [jnp.shape(a) for a in jax.tree.leaves(given[0])]
+            error.add_note(
+                f"{_OP}: loss_fn was given one of {count} microbatches, of shapes {shapes}: the "
+                "first axis of batches must be of microbatches"
+            )
+            raise
         return loss_aux_state(result, has_aux, given[1:])
 
     gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main, share)

@@ -222,7 +222,7 @@ def _in_order(serves: list[str], where: str, op: str) -> list[str]:
 
 def show() -> str:
     """Returns the cache folder, its size, and every kernel in it."""
-    from .swap import aligned
+    from .fuse.report import aligned
 
     table = []
     for entry in cache.entries():

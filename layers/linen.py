@@ -3,21 +3,14 @@
 The classes keep Linen's names, because Linen names parameters, and seeds them, by class name.
 """
 
-import contextlib
-import contextvars
 import dataclasses
-import dis
 import functools
-import inspect
-import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.linen import dtypes
 from jax import Array
 
@@ -27,26 +20,10 @@ from .core.arguments import Quantization, dimensions_of, floating, options_of, u
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
+from .fuse import fuse
+from .fuse.model import call_of, missing, swapped
 from .layer_norm import layer_norm
-from .recognize import Candidate, Different
 from .rms_norm import rms_norm
-from .swap import (
-    Framework,
-    Report,
-    Row,
-    Rules,
-    check_model,
-    check_rule,
-    check_rules,
-    codes_of,
-    conclude,
-    configuration,
-    functions_of,
-    parameter_of,
-    recognised,
-    rule_of,
-    service_of,
-)
 
 M = TypeVar("M", bound=nn.Module)
 _KERNEL = nn.linear.default_kernel_init
@@ -480,408 +457,47 @@ class GatedMLP(_Linear, nn.Module):
 # ---------------------------------------------------------------- other people's models
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """What a swapped model was swapped with, and what became of its modules."""
-
-    implementation: Implementation
-    quantization: Quantization
-    rules: tuple[tuple[type, Any], ...]
-    report: Callable[[Report], Any] | None
-    rows: dict[str, Row] = dataclasses.field(default_factory=dict, compare=False)
-
-    @property
-    def dense(self) -> Any:
-        """The options of a dense layer."""
-        options = {"implementation": None, "activation": None, "quantization": self.quantization}
-        return types.SimpleNamespace(**options)
-
-
-# Part of the key of JAX's caches: what nn.jit traced outside a swapped model is not used inside it.
-_serving = jax.make_user_context(None)
-# The modules that their own code computes now.
-_running: contextvars.ContextVar[tuple[nn.Module, ...]] = contextvars.ContextVar(
-    "normfuse_running", default=()
-)
-_ORIGINAL: dict[type, type] = {}  # each swapped class, and the one it was made of
-
-
 def swap(
     model: M,
     *,
-    implementation: Implementation = None,
     quantization: Quantization = None,
-    rules: Rules | None = None,
-    report: Callable[[Report], Any] | None = None,
+    skip: Any = (),
+    report: Callable[[Any], Any] | None = None,
 ) -> M:
-    """Returns `model` so that normfuse computes its norms and its dense layers when applied.
+    """Returns `model` as a module whose `apply` is fused by `normfuse.fuse`.
 
-    Linen makes modules inside calls, so they are found there: while `apply` or a method of the
-    returned model runs, each module's `__call__` is intercepted. (A part that is called by itself,
-    as by `model.bind(variables).part(x)`, computes as it did.) `nn.LayerNorm` is computed by
-    `normfuse.layer_norm`, `nn.Dense`, `nn.DenseGeneral` and `nn.Einsum` by `normfuse.dense`, except
-    products that need a transposition. A module with one vector of parameters, or none, is probed:
-    where it computes an RMSNorm over the last axis, whatever its names, epsilon, offset and casts
-    are, `normfuse.rms_norm` computes it. A gated MLP is not looked for, as nnx's `swap` does: its
-    layers do not exist before its call, and are served one by one. Initialisation is the model's
-    own.
-
-    The returned model is a subclass of its own class, with the same fields, variables and names of
-    variables, under `nn.jit`, `nn.scan`, `nn.remat`, `nn.tabulate` and `capture_intermediates`,
-    and as a part of other modules. `model` stays as it was.
+    It is of a subclass of the model's class, and has the same fields, so it declares the same
+    variables; `model` itself stays as it was. Initialisation and calls by `bind` or by another
+    module are its own: swap the outermost module. In training rather fuse the loss, whose softmax
+    `fuse` finds too.
 
     Args:
-      model: a module, not bound.
-      implementation: of the norms, as for `normfuse.rms_norm`. Dense layers multiply by XLA.
-      quantization: of the dense layers, as for `normfuse.dense`, but of those with an option that
-        only Flax serves (`precision`, a `dot_general`), as the report says.
-      rules: by class, a function of (bound module, x) that computes what its modules do, or None
-        for modules to leave alone. Subclasses follow the rule of their nearest base class.
-      report: called with a `Report` of each module, what serves it, or why not, whenever a method
-        that is not initialising has met other modules than before: `report=print`.
+      model: a Linen module, not bound.
+      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever an `apply` is
+        traced.
 
     Returns:
-      A new model, for the same variables.
+      A new module. Equal options make equal modules of equal ones, so that `jax.jit` traces once.
 
     Raises:
-      ValueError: for a bound model; when applied, for a rule that computes anything else than the
-        class.
-      TypeError: for anything but a module, for rules that do not map classes to functions, and for
-        a report that is no function.
-
-    Warns:
-      UserWarning: when applied, if nothing is served.
+      TypeError: for a class, or a module of another framework.
+      ValueError: for a bound module, or an unknown quantization.
 
     >>> import flax.linen as nn, jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import swap
-    >>> model = swap(nn.Sequential([nn.RMSNorm(), nn.Dense(2)]))
-    >>> x = jnp.ones((3, 4))
-    >>> model.apply(model.init(jax.random.key(0), x), x).shape
-    (3, 2)
+    >>> swapped = swap(nn.RMSNorm(), report=lambda report: print(report.fused[0].served))
+    >>> x = jnp.ones((2, 16))
+    >>> jax.jit(swapped.apply)(swapped.init(jax.random.key(0), x), x).shape
+    rms_norm
+    (2, 16)
     """
-    _check_module(model, "swap")
-    if model.scope is not None:
+    call = call_of("linen", "apply", fuse, quantization, skip, report)
+    if getattr(model, "scope", None) is not None:
         raise ValueError(
-            f"swap: {type(model).__name__} is bound to variables; swap it before init or bind"
+            f"linen.swap: {type(model).__name__} is bound to variables; swap it before init or bind"
         )
-    implementation = modules.check_options(implementation, quantization=quantization)
-    options = _Options(
-        implementation, quantization, tuple(check_rules(rules, report).items()), report
-    )
-    return _as(model, _swapped(_original(model), options))
+    return swapped(model, "linen", call)
 
 
-def unswap(model: M) -> M:
-    """Returns `model` as it was before `swap`, as a new model for the same variables.
-
-    Args:
-      model: what `swap` returned.
-
-    Raises:
-      TypeError: for anything but a linen Module.
-    """
-    _check_module(model, "unswap")
-    return _as(model, _original(model))
-
-
-def _check_module(model: Any, function: str) -> None:
-    check_model(model, "linen", function)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function}: model must be a linen Module, got {type(model).__name__}")
-
-
-def _original(model: nn.Module) -> type:
-    """Returns the class that a module has, or had before `swap`."""
-    return _ORIGINAL.get(type(model), type(model))
-
-
-def _as(model: Any, cls: type) -> Any:
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init}
-    return cls(**(fields | {"parent": None}))
-
-
-def _swapped(base: type, options: _Options) -> type:
-    """Returns the subclass of `base` whose methods run with `options`."""
-
-    def serve(method):
-        @nn.nowrap  # the method itself is Linen's to wrap: its names, scopes and intermediates stay
-        @functools.wraps(method)
-        def served(self, *args, **kwargs):
-            with _served(options, base):
-                return method(self, *args, **kwargs)
-
-        return served
-
-    @nn.nowrap
-    @functools.wraps(base.apply)
-    def apply(self, *args, **kwargs):  # `method` may be a function of the class, or any other
-        with _served(options, base):
-            return base.apply(self, *args, **kwargs)
-
-    def reduce(self, protocol):
-        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
-        return _restore, (base, kept | {"parent": None}, options)
-
-    body = {name: serve(method) for name, method in _methods(base)} | {"apply": apply}
-    about = {"__module__": base.__module__, "__qualname__": f"{base.__qualname__}[normfuse]"}
-    about |= {"__doc__": base.__doc__, "__reduce_ex__": nn.nowrap(reduce)}
-    cls = type(base)(base.__name__, (base,), body | about)
-    _ORIGINAL[cls] = base
-    return cls
-
-
-def _restore(base: type, fields: dict[str, Any], options: _Options) -> Any:
-    """Makes a swapped module again from its pickle."""
-    return _swapped(base, options)(**fields)
-
-
-def _methods(base: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields the methods that a module's class and its bases define, but Linen's own."""
-    for name in dir(base):
-        method = inspect.getattr_static(base, name)
-        if name == "setup" or not inspect.isfunction(method) or hasattr(method, "nowrap"):
-            continue
-        if name != "__call__" and (name.startswith("_") or name in vars(nn.Module)):
-            continue
-        yield name, method
-
-
-@contextlib.contextmanager
-def _served(options: _Options, base: type) -> Iterator[None]:
-    """Computes modules with `options` within a block; the report comes after the outermost."""
-    if _serving.value == options:
-        yield
-        return
-    before = dict(options.rows)
-    with _serving(options), nn.intercept_methods(functools.partial(_intercept, options)):
-        yield
-    if options.rows != before:
-        rows = list(options.rows.values())
-        conclude(rows, options.report, base.__name__, warn=True)
-
-
-def _intercept(
-    options: _Options, call: Callable[..., Any], args: Any, kwargs: Any, context: Any
-) -> Any:
-    """Computes a call of a module's method, as Linen's interceptors do."""
-    module = context.module
-
-    def own() -> Any:
-        token = _running.set((*_running.get(), module))
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _running.reset(token)
-
-    if any(module is one for one in _running.get()):  # the `super().__call__` of its own code
-        return call(*args, **kwargs)
-    if context.method_name != "__call__" or _serving.value != options or module.scope is None:
-        return own()
-    if module.is_initializing():
-        return own()
-    row, compute = _chosen(module, options)
-    if row is not None and compute is not None and call is not context.orig_method:
-        reason = "an interceptor within the model takes its calls"
-        row, compute = Row(row.path, row.layer, reason=reason), None
-    if row is not None:
-        options.rows[row.path] = row
-    return own() if compute is None else compute(module, args, kwargs, own)
-
-
-def _chosen(module: nn.Module, options: _Options) -> tuple[Row | None, Callable[..., Any] | None]:
-    """Returns what to report of a module, and what computes it, where either is something.
-
-    Raises:
-      ValueError: for a rule that does not fit.
-    """
-    base, given = _original(module), options.quantization
-    row = functools.partial(Row, ".".join(module.path), base.__name__)
-    ruled, rule = rule_of(dict(options.rules), base)
-    if ruled and rule is None:
-        return row(reason="a rule leaves it alone"), None
-    if rule is not None:
-        service = service_of(base, rule, options.implementation, FRAMEWORK)
-        key = *FRAMEWORK.configuration(module), *map(jnp.shape, jax.tree.leaves(module.variables))
-        if key not in service.verified:
-            path, (parameters, call) = ".".join(module.path), _copies(module, base)
-            service.verified[key] = check_rule(
-                path, module, rule, parameters, call, FRAMEWORK.ranks
-            )
-        return row(service.name, error=str(service.verified[key])), service.compute
-    if base in (RMSNorm, LayerNorm, Dense, DenseGeneral, Einsum, NormDense, GatedMLP):
-        return row(f"normfuse {base.__name__}"), None
-    if base is nn.LayerNorm:
-        return row("normfuse LayerNorm"), functools.partial(_layer_norm, options)
-    if base in _PRODUCTS:
-        if isinstance(why := _matrix_product(module, 16), str):
-            return row(reason=why), None
-        if option := _own_option(module):
-            options = dataclasses.replace(options, quantization=None)
-        served = modules.served_by(base, given, option)
-        return row(served), functools.partial(_product, options)
-    variables = module.variables
-    own = [value for value in variables.get("params", {}).values() if not isinstance(value, dict)]
-    if not own and variables.get("params"):
-        return None, None
-    try:
-        candidate = _candidate(module, base)
-        service = recognised(module, base, candidate, options.implementation, FRAMEWORK)
-        return row(service.name, error=service.error(module)), service.compute
-    except Different as different:
-        return row(reason=str(different)), None
-
-
-def _layer_norm(
-    options: _Options, module: nn.LayerNorm, args: Any, kwargs: Any, own: Callable[[], Any]
-) -> Any:
-    """Computes an `nn.LayerNorm` as `LayerNorm` does."""
-    chosen, name = options.implementation, "nn.LayerNorm"
-    if len(args) != 1 or {*kwargs} - {"mask"}:
-        layer = types.SimpleNamespace(implementation=chosen)
-        return modules.by_framework(name, "named arguments", layer, own)
-    x = jnp.asarray(args[0])
-    if not _holds(module, x):
-        return own()
-    given = module, x, kwargs.get("mask"), own
-    make = lambda name, *_: FRAMEWORK.read(module, name)
-    return _normalised(name, layer_norm, *given, implementation=chosen, make=make)
-
-
-_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
-
-
-def _product(options: _Options, module: Any, args: Any, kwargs: Any, own: Callable[[], Any]) -> Any:
-    """Computes an `nn.Dense`, `nn.DenseGeneral` or `nn.Einsum` as ours do."""
-    name = f"nn.{_original(module).__name__}"
-    if len(args) != 1 or kwargs:
-        return modules.dense_by_framework(name, "named arguments", options.dense, own)
-    inputs = jnp.asarray(args[0])
-    if not _holds(module, inputs):
-        return own()
-    found = _matrix_product(module, inputs.ndim)
-    return _contract(name, module, options.dense, inputs, found, own)
-
-
-def _holds(module: Any, x: Array) -> bool:
-    """Whether a module's variables have the parameters that it declares for an x.
-
-    Where they have not, Flax's own code says which are missing, or have another shape.
-    """
-    try:
-        shapes = _declared(module, x)
-    except IndexError:  # x has no such axis
-        return False
-    held = {name: _parameter(module, name) for name in shapes}
-    fits = lambda name, shape: shape is None or np.shape(held[name]) == shape
-    return all(held[name] is not None and fits(name, shape) for name, shape in shapes.items())
-
-
-def _declared(module: Any, x: Array) -> dict[str, tuple[int, ...] | None]:
-    """Returns the shapes of a module's parameters for an x; None where only Flax knows it."""
-    several = lambda value: (value,) if isinstance(value, int) else tuple(value)
-    along = lambda axes: tuple(x.shape[axis] for axis in several(axes))
-    if isinstance(module, nn.LayerNorm):
-        uses = {"scale": module.use_scale, "bias": module.use_bias}
-        return {name: along(module.feature_axes) for name, used in uses.items() if used}
-    if isinstance(module, nn.Einsum):
-        kernel, bias = tuple(module.shape), None
-    else:
-        bias = several(module.features)
-        kernel = (*along(getattr(module, "axis", -1)), *bias)
-    return {"kernel": kernel, "bias": bias} if module.use_bias else {"kernel": kernel}
-
-
-def _candidate(module: Any, base: type) -> Candidate:
-    """Returns a bound module as a candidate.
-
-    Raises:
-      Different: if it cannot be an RMSNorm.
-    """
-    variables = dict(module.variables)
-    parameters = nn.unbox(variables.pop("params", {}))
-    if held := [name for name, values in variables.items() if values]:
-        raise Different(f"it holds {', '.join(sorted(held))}")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise Different("it holds other modules")
-    is_array = lambda value: isinstance(value, jax.Array | np.ndarray)
-    fields = _fields(module)
-    if asked := next(_asked_of_scope(base), ""):
-        raise Different(f"its code reads self.{asked}, which a probe cannot know")
-    if arrays := [name for name in fields if any(map(is_array, jax.tree.leaves(fields[name])))]:
-        raise Different(f"it holds arrays in {', '.join(arrays)}")
-    # Only their shapes and dtypes are read: inside a call they may well be traced.
-    shapes = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in jax.tree.leaves(parameters)]
-    _, call = _copies(module, base)
-
-    def compute(values, x, changed):
-        return call(base.__call__, values, x, changed)
-
-    numbers = {n: v for n, v in fields.items() if isinstance(v, int | float)}
-    return Candidate(compute, *parameter_of(parameters, shapes), numbers, FRAMEWORK.ranks)
-
-
-# What a bound module has of its surroundings, and a copy that is probed has not.
-_SURROUNDINGS = {"has_rng", "is_mutable_collection", "make_rng", "name", "parent", "path", "scope"}
-
-
-def _asked_of_scope(base: type) -> Iterator[str]:
-    """Yields what the methods of a class read of their module's surroundings."""
-    for name, function in functions_of(base):
-        if name.startswith("__") and name != "__call__":  # a dataclass's own read all its fields
-            continue
-        own = function.__code__.co_varnames[:1]
-        for code in codes_of(function.__code__):
-            for loaded, read in itertools.pairwise(dis.get_instructions(code)):
-                at = loaded.argval[-1:] if isinstance(loaded.argval, tuple) else (loaded.argval,)
-                if at == own and read.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                    if read.argval in _SURROUNDINGS:
-                        yield read.argval
-
-
-def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns a bound module's arrays, and a function that calls a copy of it with others."""
-    leaves, structure = jax.tree.flatten(nn.unbox(dict(module.variables)))
-    unbound = base(**_fields(module), parent=None)
-
-    def call(function, values, x, changed=types.MappingProxyType({})):
-        with _serving(None), _without_interceptors():  # the copy computes as its class does
-            copy = unbound.clone(**changed) if changed else unbound
-            variables = jax.tree.unflatten(structure, values)
-            y, after = nn.apply(function, copy, mutable=True)(variables, x)
-        after = jax.tree.leaves(after)
-        if len(after) != len(values) or any(a is not b for a, b in zip(after, values)):
-            raise Different("its call changes its variables")
-        return y
-
-    return leaves, call
-
-
-@contextlib.contextmanager
-def _without_interceptors() -> Iterator[None]:
-    """Hides all interceptors within a block; theirs would take a probe for a call."""
-    # Flax's private matter: where it is elsewhere, they see probes.
-    stack = getattr(getattr(nn.module, "_global_interceptor_stack", None), "_storage", [])
-    kept = stack.copy()
-    stack.clear()
-    try:
-        yield
-    finally:
-        stack[:] = kept
-
-
-def _fields(module: nn.Module) -> dict[str, Any]:
-    fields = [f.name for f in dataclasses.fields(module) if f.init]
-    return {name: getattr(module, name) for name in fields if name not in ("parent", "name")}
-
-
-def _parameter(module: nn.Module, name: str) -> Any:
-    return nn.unbox(module.get_variable("params", name))
-
-
-FRAMEWORK = Framework(
-    home=__name__,
-    read=_parameter,
-    held=_parameter,
-    candidate=_candidate,
-    configuration=lambda module: configuration(_fields(module)),
-)
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

@@ -76,19 +76,6 @@ def set_options(
     layer.activation, layer.quantization = activation, quantization
 
 
-def check_unswapped(layer: Any, theirs: str, way_out: str) -> None:
-    """Raises ValueError for a layer with an activation, which the framework's cannot express."""
-    if getattr(layer, "activation", None) is not None:
-        size = (
-            f"{layer.in_features} by {layer.out_features}" if hasattr(layer, "in_features") else ""
-        )
-        raise ValueError(
-            f"unswap: a {type(layer).__name__} of {size or layer.einsum_str} features has "
-            f"activation={layer.activation!r}, which {theirs} cannot express; {way_out} and apply "
-            "it to the output"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
     """A product of x and a kernel that is one matrix product after reshapes that cost nothing."""
@@ -161,20 +148,6 @@ def merged(count: int, *arrays: jax.Array) -> str:
     return "merged axes on an Explicit mesh" if count > 1 and any(map(explicit, arrays)) else ""
 
 
-def converted(layer: Any, cls: type, **extra: Any) -> Any:
-    """Returns a dataclass module as a `cls`: its fields as they are, but for those in `extra`.
-
-    They may hold anything: None, in a filtered tree. What is not set is the class's own: a default
-    that its `__init__` leaves alone, a ClassVar.
-    """
-    own = vars(layer)
-    fields = {n: own[n] for n in cls.__dataclass_fields__ if n in own and n not in extra}
-    new = object.__new__(cls)
-    for name, value in (fields | extra).items():
-        object.__setattr__(new, name, value)
-    return new
-
-
 def layers_of(mlp: Any) -> dict[str, Any]:
     """Returns the layers of a gated MLP by name; the transformer's may have no gate."""
     layers = {"gate": mlp.gate, "up": mlp.up, "down": mlp.down}
@@ -218,15 +191,6 @@ def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
         return finish(y, None, layer.activation, y.dtype)
 
     return by_framework("NormDense", reason, layer, call, layer.linear)
-
-
-def served_by(layer: type, quantization: Quantization, option: str) -> str:
-    """Returns what serves a linear layer, for the report of `swap`.
-
-    `option` of the layer is what keeps it from the quantization, or "".
-    """
-    kept = f", without {quantization} beside {option}" if quantization and option else ""
-    return f"normfuse {layer.__name__}{kept}"
 
 
 def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:

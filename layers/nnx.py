@@ -2,16 +2,13 @@
 
 import functools
 import math
-import types
-import warnings
-from collections.abc import Callable, Container, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.errors import TraceContextError
-from flax.nnx import graphlib
 from flax.nnx.nn import dtypes
 from jax import Array
 
@@ -28,32 +25,9 @@ from .dense.gated import norm_mlp
 from .dense.norm_dense import apply as norm_linears
 from .fuse import fuse as fuse_arrays
 from .fuse.fuse import check as check_fuse
-from .fuse_norms import FusionReport, check_functions
-from .fuse_norms import fuse_norms as fuse_norms_of_arrays
+from .fuse.model import call_of, missing, swapped
 from .layer_norm import layer_norm
-from .recognize import Candidate, Different
-from .recognize_mlp import GatedCandidate, GatedFormula
 from .rms_norm import rms_norm
-from .swap import (
-    SERVED,
-    Framework,
-    Report,
-    Row,
-    Rules,
-    base_of,
-    check_concrete,
-    check_model,
-    check_rule,
-    check_rules,
-    conclude,
-    configuration,
-    parameter_of,
-    recognised,
-    recognised_mlp,
-    rule_of,
-    service_of,
-    subclass,
-)
 
 M = TypeVar("M")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -644,110 +618,6 @@ def _check_features(argument: str, x: Array, kernel: Array) -> None:
 
 # ---------------------------------------------------------------- other people's models
 
-_OURS = {
-    nnx.RMSNorm: RMSNorm,
-    nnx.LayerNorm: LayerNorm,
-    nnx.Linear: Linear,
-    nnx.LinearGeneral: LinearGeneral,
-    nnx.Einsum: Einsum,
-}
-_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
-_NORMS = (RMSNorm, LayerNorm)
-_LINEARS = (Linear, LinearGeneral, Einsum)
-_FUSED = (NormDense, GatedMLP)
-
-
-def swap(
-    model: M,
-    *,
-    implementation: Implementation = None,
-    quantization: Quantization = None,
-    rules: Rules | None = None,
-    report: Callable[[Report], Any] | None = None,
-) -> M:
-    """Turns the norms and the linear layers in `model` into normfuse's, in place.
-
-    Every `nnx.RMSNorm`, `nnx.LayerNorm`, `nnx.Linear`, `nnx.LinearGeneral` and `nnx.Einsum` becomes
-    normfuse's class, except products that need a transposition. A module of any other class that
-    has one vector of parameters, or none, is probed: where it computes an RMSNorm over the last
-    axis, whatever its names, eps, offset and casts are, it becomes a subclass of its own class that
-    `normfuse.rms_norm` computes. Probing traces a copy, evaluates it with NumPy and verifies the
-    result in float64; calls it has not verified (other arguments, shapes, dtypes) are verified when
-    they first occur, or computed by the class's own code. A module of three linear layers is probed
-    likewise: where it computes `down(activation(gate(x)) · up(x))`, and holds nothing else,
-    `normfuse.gated_product` computes it, which keeps less for the backward.
-
-    The layers stay the same objects with the same Variables: parameters, metadata, tied layers,
-    optimizer state and checkpoints are untouched. All that is not recognised stays.
-    Graph definitions (`nnx.graphdef`, `nnx.split`) taken before describe the model as it was.
-
-    Args:
-      model: a module, or any container of modules that NNX knows.
-      implementation: of the norms, as for `normfuse.rms_norm`; of those that are normfuse's
-        already, too, unless it is None. Linear layers multiply by XLA, as they did, and MLPs
-        that are found are computed by the best that can serve.
-      quantization: of every linear layer, NormDense and GatedMLP, as for `normfuse.dense`; of those
-        that are normfuse's already, too, unless it is None. Linear layers with an option that only
-        Flax serves (`precision`, a `dot_general`) stay without, and the report says so. A model's
-        last layer, which makes logits, is better left out: swap the parts before it.
-      rules: by class, a function of (module, x) that computes what its modules do, or None for
-        modules to leave alone. Subclasses follow the rule of their nearest base class.
-      report: called with a `Report` of each module, what serves it, or why not: `report=print`.
-
-    Returns:
-      `model` itself.
-
-    Raises:
-      ValueError: for a rule that computes anything else than the class; nothing is changed then.
-      TypeError: for a class, a module of another framework, rules that do not map classes to
-        functions, or a report that is no function.
-      TraceContextError: for modules that were given to an `nnx.jit`, `nnx.grad` or the like that is
-        being traced, or are from outside of it; nothing is changed then. Modules made there may be
-        swapped there.
-
-    Warns:
-      UserWarning: if there are no modules, nothing is served, or modules could not be probed
-        because they are traced.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import swap, unswap
-    >>> model = nnx.Sequential(nnx.RMSNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 2, rngs=nnx.Rngs(1)))
-    >>> type(swap(model).layers[0]).__module__
-    'normfuse.layers.nnx'
-    >>> type(unswap(model).layers[0]).__module__
-    'flax.nnx.nn.normalization'
-    """
-    implementation = modules.check_options(implementation, quantization=quantization)
-    rules = check_rules(rules, report)
-    check_model(model, "nnx")
-    rows, classes = [], []
-    if not (found := _modules(model)) and not isinstance(model, nnx.Optimizer):
-        warnings.warn(f"swap: there is no nnx.Module in {type(model).__name__}", stacklevel=2)
-    for path, module in found:
-        at = ".".join(map(str, path))
-        row, cls = _chosen(module, at, implementation, quantization, rules)
-        rows += [row] if row else []
-        classes += [(path, module, cls)] if cls else []
-    changing = [(path, module) for path, module, cls in classes if cls is not type(module)]
-    _check_classes_may_change("swap", changing)
-    for _, module, cls in classes:
-        object.__setattr__(module, "__class__", cls)  # Flax notes what it sets
-        if cls in _THEIRS:
-            module.implementation = implementation if isinstance(module, _NORMS) else None
-            if not isinstance(module, _NORMS):
-                module.activation = module.quantization = None
-    if implementation is not None:
-        for module in _layers(model, set(_NORMS)):
-            module.implementation = implementation
-    if quantization is not None:
-        for module in _layers(model, {*_LINEARS, *_FUSED}):
-            if not (isinstance(module, _LINEARS) and _own_option(module)):
-                module.quantization = quantization
-    conclude(rows, report, type(model).__name__, warn=not isinstance(model, nnx.Optimizer))
-    return model
-
-
 _FUSING = "normfuse.fuse"  # Flax's context, in which modules find their way back
 
 
@@ -787,39 +657,6 @@ def fuse(
     return _of_states(function, fused)
 
 
-def fuse_norms(function: F, *, report: Callable[[FusionReport], Any] | None = None) -> F:
-    """`normfuse.fuse_norms` of a function of nnx models, which may change them as in `nnx.jit`.
-
-    Modules in arguments are split and merged, as `nnx.jit` does; those that the function closes
-    over must not change.
-
-    Args:
-      function: of modules, and of pytrees of arrays and modules.
-      report: as for `normfuse.fuse_norms`.
-
-    Returns:
-      A function of the same arguments, for `nnx.jit`, `nnx.grad` and the like.
-
-    Raises: what `normfuse.fuse_norms` does.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import fuse_norms, swap
-    >>> model = nnx.Sequential(
-    ...     nnx.RMSNorm(16, rngs=nnx.Rngs(0)), nnx.Linear(16, 16, rngs=nnx.Rngs(1))
-    ... )
-    >>> model = swap(model, quantization="fp8")
-    >>> served = lambda report: print([row.served for row in report.fused])
-    >>> apply = nnx.jit(fuse_norms(lambda model, x: model(x), report=served))
-    >>> apply(model, jnp.ones((2, 16))).shape
-    ['1 × dense']
-    (2, 16)
-    """
-
-    check_functions(function, report)
-    return _of_states(function, functools.partial(fuse_norms_of_arrays, report=report))
-
-
 def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
     """Applies a transformation of functions of arrays to one of nnx models."""
 
@@ -829,7 +666,8 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
             with nnx.split_context(_FUSING) as context:
                 graph, state = context.split((args, kwargs))
             paths, tree = jax.tree.flatten_with_path(state)
-            graphs: list[Any] = []  # of the arguments and the results, after the call
+            # The graph of the arguments and the results, after a call that changes or returns modules.
+            graphs: list[Any] = []
             parts: dict[str, list[Any]] = {}  # the arrays of each argument
             order = []
             for path, leaf in paths:
@@ -842,275 +680,80 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
                 leaves = [parts[part][i] for part, i in order]
                 with nnx.merge_context(_FUSING, inner=True) as context:
                     args, kwargs = context.merge(graph, jax.tree.unflatten(tree, leaves))
+                before = _held((args, kwargs))
                 results = function(*args, **kwargs)
+                if _same(before, _held((args, kwargs))) and not _has_nodes(results):
+                    return results
                 with nnx.split_context(_FUSING) as context:
                     after, state = context.split((args, kwargs, results))
                 graphs[:] = [after]
                 return state
 
             after = transform(call)(**parts)
+            if not graphs:  # and nothing is written into modules, which may be another trace's
+                return after
             with nnx.merge_context(_FUSING, inner=False) as context:
                 return context.merge(graphs[0], after)[2]
 
     return run  # pyright: ignore[reportReturnType]
 
 
-def unswap(model: M) -> M:
-    """Turns normfuse's layers in `model` back into the classes they were, in place.
+def _held(modules: Any) -> tuple[Any, list[Any]]:
+    """Returns the graph of modules and the arrays that they hold now."""
+    graph, state = nnx.split(modules)
+    return graph, jax.tree.leaves(state)
+
+
+def _same(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
+    """Whether a call has left modules as they were."""
+    (graph, leaves), (graph_after, leaves_after) = before, after
+    return graph == graph_after and all(map(operator.is_, leaves, leaves_after))
+
+
+def _has_nodes(results: Any) -> bool:
+    """Whether there are modules or Variables among the results."""
+    return any(isinstance(node, nnx.Pytree | nnx.Variable) for _, node in nnx.iter_graph(results))
+
+
+def swap(
+    model: M,
+    *,
+    quantization: Quantization = None,
+    skip: Any = (),
+    report: Callable[[Any], Any] | None = None,
+) -> M:
+    """Returns `model` as a module whose own call `fuse` serves.
+
+    It is of a subclass of the model's class, and holds the same Variables and parts: parameters,
+    paths, tied layers, optimizer state and checkpoints are the model's, and `model` itself stays as
+    it was. `swapped(x)` is `fuse(lambda model, x: model(x))(model, x)`; other methods are its own.
+    In training rather fuse the loss, whose softmax `fuse` finds too.
 
     Args:
-      model: what `swap` was given.
+      model: an `nnx.Module` with a `__call__`.
+      quantization, skip, report: as for `normfuse.fuse`; `report` is called whenever a call is
+        traced.
 
     Returns:
-      `model` itself.
+      A new module. Equal options make equal classes, so that `nnx.jit` traces once.
 
     Raises:
-      TypeError: for a class, or a module of another framework.
-      ValueError: for a linear layer with an activation, which Flax's cannot express; nothing is
-        changed then.
-      TraceContextError: where `swap` raises it; nothing is changed then.
+      TypeError: for a class, a module of another framework, or one without a `__call__`.
+      ValueError: for an unknown quantization.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from normfuse.layers.nnx import swap
+    >>> model = nnx.RMSNorm(16, rngs=nnx.Rngs(0))
+    >>> swapped = swap(model, report=lambda report: print(report.fused[0].served))
+    >>> nnx.jit(swapped)(jnp.ones((2, 16))).shape
+    rms_norm
+    (2, 16)
+    >>> swapped.scale is model.scale
+    True
     """
-    check_model(model, "nnx", "unswap")
-    layers = _layers(model, _THEIRS)
-    for module in layers:
-        theirs = f"nnx.{type(module).__name__}"
-        modules.check_unswapped(module, theirs, "set it to None")
-    changing = [(path, m) for path, m in _modules(model) if type(m) in {*_THEIRS, *SERVED}]
-    _check_classes_may_change("unswap", changing)
-    for module in layers:
-        object.__setattr__(module, "__class__", _THEIRS[type(module)])
-        _forget(module, ("activation", "implementation", "quantization"))
-    for module in _layers(model, SERVED):
-        object.__setattr__(module, "__class__", SERVED[type(module)].base)
-    return model
+    return swapped(model, "nnx", call_of("nnx", "__call__", fuse, quantization, skip, report))
 
 
-def _forget(module: nnx.Module, names: tuple[str, ...]) -> None:
-    """Removes attributes, and Flax's note of which attributes are static with them.
-
-    The note is Flax's private matter; without it only `nnx.graphdef` would tell the module from one
-    that never had them.
-    """
-    for name in names:
-        vars(module).pop(name, None)
-    if (note := vars(module).get("_pytree__nodes")) is not None:
-        kept = {name: is_data for name, is_data in note.items() if name not in names}
-        object.__setattr__(module, "_pytree__nodes", type(note)(kept))
-
-
-def _layers(model: Any, classes: Container[type]) -> list[Any]:
-    return [module for _, module in _modules(model) if type(module) in classes]
-
-
-def _check_classes_may_change(
-    function: str, changing: Sequence[tuple[tuple[Any, ...], Any]]
-) -> None:
-    """Raises where Flax would not find its way back, once the classes of modules have changed.
-
-    Args:
-      function: that changes them.
-      changing: the modules, with their paths.
-
-    Raises:
-      TraceContextError: for modules that a transformation being traced was given, which Flax
-        updates afterwards where their classes are the same, and loses where they are not; and for
-        those from outside of it.
-    """
-    # Flax's own books, which are private: without them, its error comes after the trace.
-    stacks = getattr(graphlib.GRAPH_CONTEXT, "update_context_stacks", {})
-    given = [
-        references
-        for stack in stacks.values()
-        for context in stack
-        if (references := getattr(context, "inner_ref_outer_index", None)) is not None
-    ]
-    for path, module in changing:
-        name = f"{'.'.join(map(str, path)) or 'the model'} ({type(module).__name__})"
-        if any(module in references for references in given):
-            raise TraceContextError(
-                f"{function}: {name} was given to a transformation that is being traced (nnx.jit, "
-                "nnx.grad, ...), which expects it back as the class it was: call "
-                f"{function} before, outside of it, or here on nnx.clone(model)"
-            )
-        module._check_valid_context(
-            lambda name=name: (
-                f"{function}: {name} is from outside of a transformation that is being traced "
-                f"(jit, grad, ...): call {function} before, outside of it"
-            )
-        )
-
-
-def _modules(model: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Every module in a model, once, with its path; in the order of definition."""
-    nodes = [(path, node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
-    return list({id(node): (path, node) for path, node in nodes}.values())
-
-
-def _chosen(
-    module: Any,
-    path: str,
-    implementation: Implementation,
-    quantization: Quantization,
-    rules: Rules,
-) -> tuple[Row | None, type | None]:
-    """Returns what to report of a module, and the class it is to have, where either is something.
-
-    Raises:
-      ValueError: for a rule that does not fit.
-    """
-    base: type = base_of(module)
-    row = functools.partial(Row, path, base.__name__)
-    ruled, rule = rule_of(rules, base)
-    if ruled and rule is None:
-        return row(reason="a rule leaves it alone"), None
-    if rule is not None:
-        error = check_rule(path, module, rule, *_copies(module, base), FRAMEWORK.ranks)
-        service = service_of(base, rule, implementation, FRAMEWORK)
-        return row(service.name, error=error), subclass(service)
-    if base is nnx.Einsum and isinstance(why := modules.product_of_einsum(module.einsum_str), str):
-        return row(reason=why), None
-    if base is nnx.LinearGeneral:
-        why = modules.product_over(module.axis, 16, bool(module.batch_axis))
-        if isinstance(why, str):
-            return row(reason=why), None
-    if base in _OURS or base in _THEIRS or base in _FUSED:
-        ours = _OURS.get(base, base)
-        option = _own_option(module) if quantization and ours in _LINEARS else ""
-        return row(modules.served_by(ours, quantization, option)), _OURS.get(base)
-    if type(module) in SERVED:
-        service = SERVED[type(module)]
-        if implementation is not None and not isinstance(service.how, GatedFormula):
-            service = service_of(base, service.how, implementation, FRAMEWORK)
-        return row(service.name, error=service.error(module)), subclass(service)
-    own = [name for name, value in vars(module).items() if isinstance(value, nnx.Variable)]
-    parts = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
-    try:
-        if service := recognised_mlp(module, base, FRAMEWORK):
-            return row(service.name, error=service.error(module)), subclass(service)
-        if not own and (len(parts) > 1 or not callable(module)):
-            return None, None
-        check_concrete(jax.tree.leaves(nnx.state(module)))
-        service = recognised(module, base, _candidate(module, base), implementation, FRAMEWORK)
-        return row(service.name, error=service.error(module)), subclass(service)
-    except Different as different:
-        return row(reason=str(different)), None
-
-
-def _candidate(module: Any, base: type) -> Candidate:
-    """Returns a module as a candidate.
-
-    Raises:
-      Different: if it cannot be an RMSNorm.
-    """
-    if not callable(module):
-        raise Different("it has no __call__")
-    variables = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Variable)}
-    parameters, call = _copies(module, base)
-    if len(parameters) != len(variables):
-        held = {str(path[0]) for path, _ in nnx.to_flat_state(nnx.state(module))} - {*variables}
-        raise Different(f"it holds other modules or arrays in {', '.join(sorted(held))}")
-    for name, variable in variables.items():
-        if _changes_what_it_holds(variable):
-            raise Different(f"its {name} has another value than it holds (get_value)")
-    arguments = parameter_of(variables.keys(), parameters)
-
-    def compute(values, x, changed):
-        return call(base.__call__, values, x, changed)
-
-    numbers = {n: v for n, v in vars(module).items() if isinstance(v, int | float)}
-    return Candidate(compute, *arguments, numbers, FRAMEWORK.ranks)
-
-
-def _changes_what_it_holds(variable: nnx.Variable) -> bool:
-    """Whether a Variable's value is computed from what it holds, by a class or hook of a user."""
-    own = type(variable).get_value is not nnx.Variable.get_value
-    return own or bool(variable.get_metadata().get("on_get_value"))
-
-
-def _copies(module: Any, base: type) -> tuple[list[Any], Callable[..., Any]]:
-    """Returns a module's arrays, and a function that calls a copy of it with others."""
-    graph, state = nnx.split(module)
-    leaves, structure = jax.tree.flatten(state)
-
-    def call(function, values, x, changed=types.MappingProxyType({})):
-        copy = nnx.merge(graph, jax.tree.unflatten(structure, values))
-        object.__setattr__(copy, "__class__", base)
-        vars(copy).update(changed)
-        return _call_copy(function, copy, x, values)
-
-    return leaves, call
-
-
-def _call_copy(function: Callable[..., Any], copy: Any, x: Any, arrays: list[Any]) -> Any:
-    """Returns `function(copy, x)` for a copy of a module, which holds these arrays.
-
-    Raises:
-      Different: if the call changes the copy.
-    """
-    held = vars(copy)  # shares Python's containers with the module itself
-    held |= {n: type(v)(v) for n, v in held.items() if type(v) in (list, dict, set)}
-    before = configuration(held)
-    y = function(copy, x)
-    after = jax.tree.leaves(nnx.state(copy))
-    if len(after) != len(arrays) or any(a is not b for a, b in zip(after, arrays)):
-        raise Different("its call changes its state, or puts arrays in their place as nnx.jit does")
-    if configuration(held) != before:
-        raise Different("its call changes its attributes")
-    return y
-
-
-def _linears(module: Any) -> dict[str, nnx.Linear]:
-    linear = lambda value: type(value) in (nnx.Linear, Linear)
-    return {name: value for name, value in vars(module).items() if linear(value)}
-
-
-def _mlp(module: Any, base: type) -> GatedCandidate:
-    """Returns a module of three linear layers as a candidate.
-
-    Raises:
-      Different: if it cannot be a gated MLP.
-    """
-    linears, (graph, state) = _linears(module), nnx.split(module)
-    known = {id(module), *map(id, linears.values())}
-    parts = [(path, node) for path, node in nnx.iter_graph(module) if id(node) not in known]
-    for path, part in parts:
-        if isinstance(part, nnx.Module) or len(path) == 1 and isinstance(part, nnx.Variable):
-            raise Different(f"beside three linear layers it holds {path[-1]}")
-    if any(getattr(linear, "activation", None) is not None for linear in linears.values()):
-        raise Different("a linear layer has an activation")
-    paths, structure = jax.tree_util.tree_flatten_with_path(state)
-    key = lambda entry: str(getattr(entry, "key", getattr(entry, "name", "")))
-    parameters = [(key(path[0]), key(path[1]), leaf.dtype.name) for path, leaf in paths]
-    if len(paths) != sum(1 + linear.use_bias for linear in linears.values()):
-        raise Different("it shares layers or parameters")
-
-    def call(values, x, wide):
-        copy = nnx.merge(graph, jax.tree.unflatten(structure, values))
-        object.__setattr__(copy, "__class__", base)
-        for name in linears:
-            part = getattr(copy, name)
-            object.__setattr__(part, "__class__", nnx.Linear)
-            vars(part)["dtype"] = None if wide else part.dtype
-        return _call_copy(base.__call__, copy, x, values)
-
-    sizes = {name: (linear.in_features, linear.out_features) for name, linear in linears.items()}
-    return GatedCandidate(call, tuple(parameters), sizes, 0, FRAMEWORK.ranks)
-
-
-def _apply_mlp(how: GatedFormula, module: Any, x: Array) -> Array:
-    parts = {name: getattr(module, getattr(how, name)) for name in ("gate", "up", "down")}
-    quantization = getattr(parts["down"], "quantization", None)
-    options = {"implementation": None, "quantization": quantization}
-    return _apply_gated(types.SimpleNamespace(**parts, activation=how.activation, **options), x)
-
-
-FRAMEWORK = Framework(
-    home=__name__,
-    read=lambda module, name: getattr(module, name)[...],
-    held=lambda module, name: getattr(module, name).get_raw_value(),  # `dtype` may be metadata
-    candidate=_candidate,
-    options=lambda base: {"pytree": base._pytree__is_pytree},
-    linears=_linears,
-    mlp=_mlp,
-    apply_mlp=_apply_mlp,
-)
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

@@ -196,7 +196,7 @@ def _check_sizes(config: TrainConfig) -> None:
     spike, rule = config.spike, "must be finite and above 1, or 0 for no limit."
     require(spike == 0 or 1 < spike <= _LARGEST, "spike", spike, rule)
     check_float("sample.temperature", config.sample.temperature, zero=True)
-    prompt = config.sample.prompt
+    prompt = "a" if config.sample.prompt is None else config.sample.prompt
     require(prompt != "", "sample.prompt", repr(prompt), "must hold at least one character.")
     rule = f"must be shorter than --model.max-seq-len {longest}."
     require(len(prompt.encode()) < longest, "sample.prompt", shown(prompt), rule)

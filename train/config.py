@@ -18,6 +18,7 @@ import tyro
 from ..models.config import PRESETS, TransformerConfig, num_parameters
 from . import UsageError
 from .arguments import expanded, named, one_line, read_bytes, shown
+from .tokenizer import vocabulary_of
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 
@@ -44,7 +45,8 @@ class DataConfig:
     """A file, a directory or a glob; without it, the sources of Python's standard library."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|bpe:N|FILE")] = "byte"
     """Bytes; a byte-pair encoding of N tokens, trained on the text; or a Hugging Face
-    tokenizer.json."""
+    tokenizer.json. Unless --model.vocab-size is given, the model has its tokens, and is rounded up
+    to a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +119,8 @@ class CheckpointConfig:
 class SampleConfig:
     """The text generated at the end."""
 
-    prompt: str = "def "
-    """The text to continue."""
+    prompt: Annotated[str | None, _arg("TEXT")] = None
+    """The text to continue; by default the first words of a line of the held-out text."""
     tokens: int = 240
     """Number of tokens; 0 generates none."""
     temperature: float = 0.7
@@ -284,6 +286,10 @@ def defaults(argv: list[str]) -> TrainConfig:
         if name not in known:
             raise UsageError(_unknown(name, where))
         config = _replace(config, name.split("."), _convert(value, where, known[name], name))
+    if "model.vocab_size" not in entries and _flag(argv, "--model.vocab-size") is None:
+        vocabulary = vocabulary_of(_flag(argv, "--data.tokenizer") or config.data.tokenizer)
+        if vocabulary is not None:
+            config = _replace(config, ["model", "vocab_size"], vocabulary)
     return config if path is None else _in_its_folder(config, expanded(path, "--config"))
 
 
@@ -347,10 +353,9 @@ def _flag(argv: list[str], name: str) -> str | None:
     """Returns the last value that `argv` gives a flag; None for none."""
     found = None
     for word, after in zip(argv, [*argv[1:], None]):
-        if word == name:
-            found = after
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
+        flag, equals, value = word.partition("=")
+        if flag.replace("_", "-") == name:
+            found = value if equals else after
     return found
 
 

@@ -29,6 +29,7 @@ from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
 
 HELD_OUT = 0.05
+_PROMPT = 32  # characters of a sample's prompt
 _CHUNK = 1 << 22  # bytes whose pairs are counted at once
 _PART = 1 << 24  # bytes that a tokenizer is trained on at once: it copies them several times
 _NOT_TEXT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -74,13 +75,32 @@ def read(config: TrainConfig) -> Text:
         tokenizer=config.data.tokenizer,
         saved=RunDir(config.out_dir).tokenizer if config.out_dir else None,
     )
-    prompt, limit = config.sample.prompt, config.model.max_seq_len
+    prompt, limit = prompt_of(config, text), config.model.max_seq_len
     if config.sample.tokens and not 0 < len(text.tokenizer.encode(prompt.encode())[0]) < limit:
         raise UsageError(
             f"--sample.prompt {prompt!r} must be from one token to --model.max-seq-len {limit} - 1 "
             f"tokens of --data.tokenizer {config.data.tokenizer}."
         )
     return text
+
+
+def prompt_of(config: TrainConfig, text: Text) -> str:
+    """Returns what a run's sample continues: by default words that the model was not trained on."""
+    if config.sample.prompt is not None:
+        return config.sample.prompt
+    lines = text.raw_held_out[:4096].tobytes().decode(errors="replace").splitlines()
+    line = next(filter(str.strip, lines[1:]), lines[0])  # the first may begin within a word
+    prompt = line[:_PROMPT] or "\n"
+    if len(line) > _PROMPT and (words := prompt[: max(prompt.rfind(" "), 0)]).strip():
+        prompt = words
+    while len(prompt) > 1 and len(text.tokenizer.encode(prompt.encode())[0]) > _room(config):
+        prompt = prompt[: len(prompt) // 2]
+    return prompt
+
+
+def _room(config: TrainConfig) -> int:
+    """Returns how many tokens of a prompt leave as many for its continuation."""
+    return config.model.max_seq_len // 2
 
 
 def load(
@@ -197,10 +217,11 @@ def looks_binary(text: Text) -> bool:
 def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len: int) -> None:
     if min(len(train), len(held_out)) < seq_len + 1:
         length, needed = len(train) + len(held_out), math.ceil((seq_len + 1) / HELD_OUT)
+        shorter = f" or a shorter --seq-len (at most {len(held_out) - 1})"
         raise UsageError(
             f"{source} has {length:,} tokens; --seq-len {seq_len} needs at least {needed:,}, of "
-            f"which {HELD_OUT:.0%} are held out for validation. Give more text or a shorter "
-            f"--seq-len (at most {max(len(held_out) - 1, 0)})."
+            f"which {HELD_OUT:.0%} are held out for validation. Give more text"
+            f"{shorter if len(held_out) > 1 else ''}."
         )
 
 

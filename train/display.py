@@ -121,6 +121,13 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
+def first_rows(text: str, rows: int, width: int) -> str:
+    """Returns the beginning of a text, as many rows as a terminal of this width has for it."""
+    lines = text.splitlines()
+    wrapped = [line[i : i + width] for line in lines for i in range(0, len(line) or 1, width)]
+    return "\n".join(wrapped if len(wrapped) <= rows else [*wrapped[: rows - 1], "…"])
+
+
 def shell_command(command: str) -> str:
     """Returns `normfuse COMMAND` as this process was started: by a path, a name, or Python's -m."""
     program = sys.argv[0]
@@ -130,9 +137,10 @@ def shell_command(command: str) -> str:
     return f"{_shortest('python', sys.executable)} -m {module}"
 
 
-def quoted(path: Path) -> str:
-    """Returns a path as one word of a shell's, which no program takes for a flag."""
-    text = f"./{path}" if str(path).startswith("-") else str(path)
+def quoted(path: Path | str) -> str:
+    """Returns a path as one word of a shell's, which no program takes for a flag; or a text."""
+    is_flag = isinstance(path, Path) and str(path).startswith("-")
+    text = f"./{path}" if is_flag else str(path)
     if text.isprintable():
         return shlex.quote(text)
     plain = lambda byte: chr(byte) if 32 <= byte < 127 and byte not in b"\\'" else f"\\x{byte:02x}"

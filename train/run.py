@@ -5,9 +5,11 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +28,9 @@ from .arguments import expanded, printable, reason
 from .checkpoint import Checkpoints
 from .checks import check, check_resume, guard_limit, make_record
 from .compilation import explained, implementations, keep_compiled_programs, lower
-from .config import TrainConfig, absolute, dump
-from .data import Text, batches, looks_binary, read, reference_bits_per_byte
-from .display import Display, quoted, shell_command, short
+from .config import OptimConfig, TrainConfig, absolute, dump
+from .data import Text, batches, looks_binary, prompt_of, read, reference_bits_per_byte
+from .display import Display, first_rows, quoted, shell_command, short
 from .evaluate import Evaluator, Validation
 from .generation import sample
 from .lock import FolderLock
@@ -36,12 +38,14 @@ from .loop import BadStep, Loop, StepLogger
 from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog, peak_flops
 from .profiling import Profiler
-from .run_dir import RunDir
+from .run_dir import RunDir, RunResults
 from .shutdown import StopRequest, Watchdog
 from .step import Program, State, make_optimizer, schedule
 from .tokenizer import Bpe
 
 _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
+_SAMPLE_ROWS = 12  # of a sample that are shown; sample.txt has all
+_LAST_STEPS = 20  # whose mean loss is shown at the end
 
 
 def train(config: TrainConfig, console: Console | None = None) -> None:
@@ -241,7 +245,9 @@ class Run:
             )
         different = check_resume(record, self.config, self.text.identity())
         if different:
-            self.display.note("continuing with other settings:\n" + "\n".join(different), "yellow")
+            jump = _change_of_rate(record["config"], self.config, step)
+            listed = "\n".join([*different, *jump])
+            self.display.note(f"continuing with other settings:\n{listed}", "yellow")
 
     def _restored(self) -> tuple[State, int]:
         self._phase("restoring")
@@ -329,7 +335,8 @@ class Run:
             raise RunError(
                 f"all {self.config.steps} steps are done and saved in "
                 f"{self.out.checkpoints / str(self.config.steps)}, but what follows could not be "
-                f"written: {reason(error)}. Once there is room, the same command does the rest."
+                f"written: {reason(error)}. Once there is room, this does the rest: "
+                f"{self._command_to_continue()}"
             ) from error
 
     def _evaluated_and_plotted(self, state: State) -> bool:
@@ -346,7 +353,7 @@ class Run:
                 self.model,
                 state.params,
                 self.text.tokenizer,
-                [config.sample.prompt],
+                [prompt_of(config, self.text)],
                 config.sample.tokens,
                 fit=True,
                 temperature=config.sample.temperature,
@@ -354,17 +361,11 @@ class Run:
             )
             out.sample.write_text(drawn, encoding="utf-8")
         self._phase("plotting")
-        references = self._plot() if self.first else {}
+        results = self._plot() if self.first else None
         self.checkpoints.close()  # raises if the last save failed: the run has not succeeded then
         self.display.stop()
-        others = ", ".join(f"{name} {bits:.2f}" for name, bits in references.items())
-        self.display.fact(
-            "validation",
-            f"loss {found.loss:.4f} nats/token, {found.bits_per_byte:.3f} bits/byte "
-            f"({others} bits/byte)",
-        )
         if drawn is not None:
-            drawn = printable(drawn)
+            drawn = first_rows(printable(drawn), _SAMPLE_ROWS, self.display.console.width - 4)
             panel = Panel(RichText(drawn), title="sample", title_align="left", border_style="dim")
             self.display.show(panel, f"sample:\n{drawn}")
         written = {
@@ -377,28 +378,60 @@ class Run:
         for name, path in written.items():
             if path.exists():
                 self.display.fact(name, str(path))
-        self.display.fact(
-            "more text", f"{shell_command('generate')} {quoted(out.path)} --prompt 'class '"
-        )
+        prompt = f"--prompt={quoted(prompt_of(config, self.text))}"
+        self.display.fact("more text", f"{shell_command('generate')} {quoted(out.path)} {prompt}")
+        if results:
+            losses = [line["loss"] for line in results.steps("step")[-_LAST_STEPS:]]
+            mean = math.fsum(losses) / max(len(losses), 1)
+            self.display.fact(
+                "loss",
+                f"{mean:.4f} nats/token, {results.bits_per_byte(mean):.3f} bits/byte (mean of the "
+                f"last {len(losses)} steps)",
+            )
+            others = ", ".join(f"{name} {bits:.2f}" for name, bits in results.references.items())
+            self.display.fact(
+                "validation",
+                f"loss {found.loss:.4f} nats/token, {found.bits_per_byte:.3f} bits/byte "
+                f"({others} bits/byte)",
+            )
         return True
 
-    def _plot(self) -> dict[str, float]:
-        """Draws loss.png, and a profile's breakdown; returns the simple models' bits per byte."""
+    def _plot(self) -> RunResults:
+        """Draws loss.png, and a profile's breakdown; returns what they show."""
         references = reference_bits_per_byte(self.text)
         self._write_text_info({"references": references})
         results = self.out.results(f"{self.config.preset}, {self.config.framework}")
         plot.plot_loss(self.out.plot, [results])
         if results.breakdown:
             plot.plot_breakdown(self.out.profile / "breakdown.png", [results])
-        return references
+        return results
 
     def _print_how_to_resume(self, done: int) -> None:
         self.display.stop()
         where = f"saved to {self.out.checkpoints / str(done)}" if done else "nothing to save yet"
         stopped = f"stopped by {self._who_stopped()} after step {done} of {self.config.steps}"
         self.display.note(f"{stopped}, {where}")
-        command = f"{shell_command('train')} --config {quoted(self.out.config)}"
-        self.display.note(f"continue with: {command}")
+        self.display.note(f"continue with: {self._command_to_continue()}")
+
+    def _command_to_continue(self) -> str:
+        return f"{shell_command('train')} --config {quoted(self.out.config)}"
 
     def _who_stopped(self) -> str:
         return self.stop.signal.name if self.stop.signal else "another process"
+
+
+def _change_of_rate(saved: dict[str, Any], config: TrainConfig, step: int) -> list[str]:
+    """Returns a line on how the learning rate jumps where a run goes on with another schedule."""
+    if step == config.steps:
+        return []
+    rate = lambda optim, steps, at: float(jnp.asarray(schedule(optim, steps)(at)))
+    known = {f.name for f in dataclasses.fields(OptimConfig)}
+    optim = OptimConfig(**{name: x for name, x in saved["optim"].items() if name in known})
+    before, after = rate(optim, saved["steps"], step - 1), rate(config.optim, config.steps, step)
+    expected = rate(optim, saved["steps"], step)
+    if expected and 0.8 < after / expected < 1.25:
+        return []
+    return [
+        f"  the learning rate jumps from {before:.2g} at step {step} to {after:.2g} at step "
+        f"{step + 1}; its decay now ends at step {config.steps}"
+    ]

@@ -123,6 +123,23 @@ def read_tokenizer(path: Path, argument: str = "--data.tokenizer") -> Bpe:
     return _read(path, str(path), argument, cure)
 
 
+def vocabulary_of(name: str) -> int | None:
+    """Returns the vocabulary of a model that reads `--data.tokenizer`'s tokens; None for bytes.
+
+    It is a multiple of 128, which GEMMs and mesh axes divide.
+
+    Raises:
+      UsageError: as `make_tokenizer`.
+    """
+    if name == "byte":
+        return None
+    if trained := re.fullmatch(r"bpe:([0-9]+)", name):
+        size = int(trained[1][:9])  # `make_tokenizer` refuses more digits
+    else:
+        size = read_tokenizer(expanded(name, "--data.tokenizer")).vocab_size
+    return -(-size // 128) * 128
+
+
 def _read(path: Path, name: str, argument: str, cure: str) -> Bpe:
     try:
         return Bpe(read_bytes(path).decode(), name)
@@ -192,6 +209,6 @@ def _package() -> Any:
     except ImportError:
         raise UsageError(
             "--data.tokenizer other than `byte` needs the package tokenizers: "
-            "pip install 'normfuse[bpe]'."
+            "pip install 'normfuse[train]'."
         ) from None
     return tokenizers

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..fuse_norms import _Program as NormCodes
 from . import attention, indexing, losses, norms, products
 from .activations import Activations
+from .codes import with_codes
 from .program import Program, Site
 from .report import Report, Row
 from .scores import ScoreForms
@@ -141,11 +141,12 @@ def rewritten(
     program = Program(closed, origins=origins)
     rows = plan(program, quantization, skip)
     if quantization is None:
-        results = program.run(arrays)
-    else:
-        results = _with_codes(program, arrays)
+        results, codes = program.run(arrays), []
+    else:  # its norms write the codes that its products read
+        again = jax.make_jaxpr(program.run)(list(arrays))
+        results, codes = with_codes(again, arrays)
     results = [_array(y, aval) for y, aval in zip(results, closed.out_avals)]
-    conclude(program, rows, function, skip, report)
+    conclude(rows, codes, function, skip, report)
     return results
 
 
@@ -154,14 +155,6 @@ def _array(y: Any, aval: Any) -> Any:
     if isinstance(y, jax.Array):
         return y
     return jnp.asarray(np.asarray(y).item()) if aval.weak_type else jnp.asarray(y, aval.dtype)
-
-
-def _with_codes(program: Program, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a program whose norms write the FP8 codes that its products read."""
-    again = jax.make_jaxpr(lambda arrays: program.run(arrays))(list(arrays))
-    codes = NormCodes()
-    codes.read(again)
-    return codes.evaluate(again, arrays)
 
 
 # ---------------------------------------------------------------- what is replaced
@@ -305,8 +298,8 @@ def _skipped(skip: Skip, row: Row) -> bool:
 
 
 def conclude(
-    program: Program,
     planned: list[tuple[Program, Site | None, Row]],
+    codes: list[Row],
     function: Any,
     skip: Skip,
     report: Callable[[Report], Any] | None,
@@ -317,7 +310,7 @@ def conclude(
         if site is not None and site in each.failed:
             row = Row(row.where, row.what, "", f"it could not be replaced: {each.failed[site]}")
         rows.append(row)
-    result = Report(tuple(rows))
+    result = Report((*rows, *codes))
     name = getattr(function, "__qualname__", type(function).__name__)
     if not callable(skip):
         words = [skip] if isinstance(skip, str) else list(skip)
@@ -331,7 +324,7 @@ def conclude(
     if report is not None:
         report(result)
     elif not result.fused:
-        reasons = collections.Counter(row.reason for row in rows)
+        reasons = collections.Counter(row.reason for row in result.rows)
         most = "; ".join(reason for reason, _ in reasons.most_common(3))
         warnings.warn(
             f"fuse: nothing in {name} was replaced ({most or 'nothing was found'}); "

@@ -86,7 +86,10 @@ class Norms:
         out = self.program.avals[made.outs[0]]
         if not jnp.issubdtype(out.dtype, jnp.floating):
             return
-        found = rule(self, made, *[self.part(v) for v in made.ins])
+        parts = [self.part(v) for v in made.ins]
+        if out.ndim:  # the statistics of a vector have no dimensions
+            parts = [p and replace(p, dims=p.dims or ((),) * out.ndim) for p in parts]
+        found = rule(self, made, *parts)
         if found is not None and tuple(map(size, found.dims)) == out.shape:
             self.of[made.outs[0]] = found
 

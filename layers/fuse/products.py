@@ -8,7 +8,7 @@ computes the hidden array again in the backward.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -360,8 +360,10 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         with contextlib.suppress(Left):
             known[_narrowed(products.program, each)[0]] = each
     hidden = [v for v in (half.gate, half.up) if v is not None]
-    inner: list[Matrix] = [known[v] for v in hidden if v in known]
-    if len(inner) < len(hidden):
+    made = [_laid_out(products.program, v, half.hidden_dims, known) for v in hidden]
+    inner: list[Matrix] = [known[v] for v, _ in made if v in known]
+    dims = made[0][1]
+    if len(inner) < len(hidden) or any(other != dims for _, other in made):
         return None
     if any(products.unquantized(i) or i.dtype != m.dtype for i in inner):
         return None
@@ -372,9 +374,7 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         if not same or each.transposed != m.transposed:
             return None
     pairs = [
-        (a, b)
-        for d, e in zip(first.dims, half.hidden_dims)
-        for a, b in zip(expand(d), expand(e), strict=True)
+        (a, b) for d, e in zip(first.dims, dims) for a, b in zip(expand(d), expand(e), strict=True)
     ]
     own = (*m.rows, *m.features)
     if {b for _, b in pairs} != {*own} or len(pairs) != len(own):
@@ -390,6 +390,17 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         inner=tuple(inner),
         rows=tuple((to[l],) for l in first.rows),
     )
+
+
+def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) -> tuple[int, Dims]:
+    """Returns the product that a value is a transposition or a reshape of, with its labels."""
+    while v not in known and (made := program.maker.get(v)) is not None and len(made.ins) == 1:
+        shape, given = program.avals[v].shape, program.avals[made.ins[0]].shape
+        back = moved_back(made, dims, given, shape)
+        if back is None or made.name not in ("transpose", "reshape", "squeeze", "expand_dims"):
+            break
+        v, dims = made.ins[0], tuple(map(expand, back))
+    return v, dims
 
 
 def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: Any) -> Mlp | None:

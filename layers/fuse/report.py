@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 import re
-
-from ..swap import aligned
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,7 +12,8 @@ class Row:
 
     Attributes:
       where: its named scopes, and the line of the user's code that made it.
-      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing") and sizes.
+      what: its domain ("attention", "loss", "norm", "mlp", "product", "indexing", "codes" of norms
+        for FP8 products) and sizes.
       served: what computes it; "" where it stays as it was.
       reason: why it stays; else "".
     """
@@ -61,3 +61,9 @@ class Report:
         total = collections.Counter(row.domain for row in self.rows)
         counts = [f"{found[d]} of {n} {d}" for d, n in total.items()]
         return "\n".join([*aligned(table), ", ".join(counts) or "nothing was found"])
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table whose columns begin one below the other."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]

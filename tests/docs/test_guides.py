@@ -1,14 +1,12 @@
 """The guides run as they stand: each is a script whose statements are assertions."""
 
-import contextlib
 import pathlib
 import runpy
-import warnings
 
 import pytest
 
 GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
-NEWEST = {"elementwise_op", "fp8", "own_norm"}  # whose parts have tests that both stacks run
+NEWEST = {"elementwise_op", "fp8"}  # whose parts have tests that both stacks run
 
 
 @pytest.mark.every_case
@@ -24,21 +22,12 @@ def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if guide.stem == "add_kernel":
         pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
-    quiet = contextlib.nullcontext()
-    if guide.stem == "swap_haliax":  # it uses names that JAX has deprecated
-        quiet = warnings.catch_warnings(action="ignore")
-    with quiet:
-        runpy.run_path(str(guide), run_name="__main__")
+    runpy.run_path(str(guide), run_name="__main__")
 
 
 def test_there_is_a_guide_for_every_reader():
     names = {path.stem for path in GUIDES.glob("*.py")}
     wanted = {
-        "swap_nnx",
-        "swap_equinox",
-        "swap_linen",
-        "swap_haliax",
-        "own_norm",
         "train_sharded",
         "elementwise_op",
         "add_kernel",

@@ -381,6 +381,14 @@ def test_bad_input_is_one_clear_error(change, error, message):
         accumulate_gradients(**(arguments | change))
 
 
+def test_a_batch_that_is_not_split_is_named_where_the_model_fails():
+    """Its rows are taken for microbatches."""
+    with pytest.raises(TypeError) as caught:
+        accumulate_gradients(lambda p, x: jnp.sum(x[:, 0] @ p), jnp.ones(2), jnp.ones((4, 3)))
+    (note,) = caught.value.__notes__
+    assert "one of 4 microbatches, of shapes [(3,)]" in note
+
+
 def test_rows_that_replicas_do_not_divide(eight_devices):
     del eight_devices
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):

@@ -1,11 +1,10 @@
-"""`quantization="fp8"` on modules and by `swap`: the operations' values, the same checkpoints."""
+"""`quantization="fp8"` on modules: the operations' values, the same checkpoints."""
 
 import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -123,83 +122,6 @@ def test_a_linen_module_is_its_operation(kind):
     assert_same(got, want)
 
 
-# ---------------------------------------------------------------- swap
-
-
-class Foreign(nnx.Module):
-    """A model of Flax's layers alone."""
-
-    def __init__(self, rngs):
-        self.norm = nnx.RMSNorm(DIM, rngs=rngs)
-        self.first = nnx.Linear(DIM, HIDDEN, rngs=rngs)
-        self.second = nnx.Linear(HIDDEN, DIM, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(nnx.gelu(self.first(self.norm(x))))
-
-
-def test_one_line_puts_a_flax_model_into_fp8():
-    model = ours_nnx.swap(Foreign(nnx.Rngs(0)), quantization="fp8")
-    before = nnx.state(Foreign(nnx.Rngs(0)))
-    assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
-
-    def by_hand(model, x):
-        y = x
-        for linear in (model.first, model.second):
-            y = model.norm(y) if linear is model.first else nnx.gelu(y)
-            y = normfuse.dense(
-                y, linear.kernel[...], linear.bias[...], quantization="fp8", dtype=jnp.float32
-            )
-        return y
-
-    got, want = (nnx.jit(f)(model, X) for f in (lambda m, x: m(x), by_hand))
-    assert_same(got, want)
-    assert distance(got, Foreign(nnx.Rngs(0))(X)) > 0.01
-
-
-def test_swap_reaches_layers_that_are_ours_and_unswap_forgets():
-    model = nnx.Sequential(NNX["GatedMLP"](), NNX["NormDense"](), Foreign(nnx.Rngs(1)).first)
-    ours_nnx.swap(model, quantization="fp8")
-    mlp, norm_dense, linear = model.layers
-    quantized = [mlp, mlp.gate, mlp.up, mlp.down, norm_dense, norm_dense.linear, linear]
-    assert [layer.quantization for layer in quantized] == ["fp8"] * 7
-    ours_nnx.swap(model)  # says nothing of quantization
-    assert [layer.quantization for layer in quantized] == ["fp8"] * 7
-    foreign = ours_nnx.unswap(ours_nnx.swap(Foreign(nnx.Rngs(0)), quantization="fp8"))
-    assert nnx.graphdef(foreign) == nnx.graphdef(Foreign(nnx.Rngs(0)))
-
-
-def test_one_line_puts_an_equinox_model_into_fp8_and_training_goes_on():
-    model = eqx.nn.MLP(DIM, DIM, HIDDEN, depth=1, key=KEY)
-    optimizer = optax.adam(3e-3)
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
-    model, opt_state = (ours_eqx.swap(tree, quantization="fp8") for tree in (model, opt_state))
-    assert all(layer.quantization == "fp8" for layer in model.layers)
-
-    @eqx.filter_jit
-    def step(model, opt_state):
-        loss = lambda model: jnp.mean((jax.vmap(model)(X) - X).astype(jnp.float32) ** 2)
-        value, gradient = eqx.filter_value_and_grad(loss)(model)
-        updates, opt_state = optimizer.update(gradient, opt_state)
-        return eqx.apply_updates(model, updates), opt_state, value
-
-    losses = []
-    for _ in range(30):
-        model, opt_state, loss = step(model, opt_state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.5 * losses[0]
-    assert "float8_e4m3fn" in str(jax.make_jaxpr(jax.vmap(model))(X))
-    assert jax.tree.structure(ours_eqx.unswap(model)) == jax.tree.structure(
-        eqx.nn.MLP(DIM, DIM, HIDDEN, depth=1, key=KEY)
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equinox_layers_that_are_ours_are_swapped_with_what_they_hold(kind):
-    swapped = ours_eqx.swap(EQX[kind](), quantization="fp8")
-    assert eqx.tree_equal(swapped, EQX[kind](quantization="fp8"))
-
-
 # ---------------------------------------------------------------- bad input
 
 
@@ -208,8 +130,6 @@ def test_equinox_layers_that_are_ours_are_swapped_with_what_they_hold(kind):
     [
         *(make for table in (NNX, EQX) for make in table.values()),
         *(lambda m=m, **k: m(**k).init(KEY, X) for m in LINEN.values()),
-        lambda **k: ours_nnx.swap(Foreign(nnx.Rngs(0)), **k),
-        lambda **k: ours_eqx.swap(eqx.nn.MLP(4, 4, 4, 1, key=KEY), **k),
     ],
 )
 def test_an_unknown_quantization_is_refused(make):
@@ -230,33 +150,6 @@ def test_an_unknown_quantization_is_refused(make):
 def test_what_the_framework_would_serve_is_refused(call):
     with pytest.raises(ValueError, match="quantization='fp8' does not go with .*; leave one out"):
         call()
-
-
-class Precise(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(DIM, precision="highest")(nn.Dense(DIM)(x))
-
-
-def test_swap_leaves_what_the_framework_serves_unquantized():
-    linear = lambda **options: nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0), **options)
-    scalar = eqx.nn.Sequential(
-        [eqx.nn.Linear(DIM, DIM, key=KEY), eqx.nn.Linear(DIM, "scalar", key=KEY)]
-    )
-    rows, options = [], {"quantization": "fp8", "report": lambda report: rows.extend(report.rows)}
-    model = ours_nnx.swap(nnx.Sequential(linear(), linear(precision="highest")), **options)
-    assert [layer.quantization for layer in model.layers] == ["fp8", None]
-    model(X)
-    linen = Precise()
-    ours_linen.swap(linen, **options).apply(linen.init(KEY, X), X)
-    scalar = ours_eqx.swap(scalar, **options)
-    assert [layer.quantization for layer in scalar.layers] == ["fp8", None]
-    scalar(X[0])
-    served = [row.served.partition(", ")[2] for row in rows]
-    assert served == ["", "without fp8 beside a precision"] * 2 + [
-        "",
-        'without fp8 beside "scalar" features',
-    ]
 
 
 def test_a_part_that_is_not_quantized_is_refused():

@@ -1,4 +1,4 @@
-"""The frameworks' LayerNorm by normfuse: values, parameters, options and `swap`."""
+"""The frameworks' LayerNorm by normfuse: values, parameters, options."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -110,31 +110,3 @@ def test_bad_input_is_named():
         ours_eqx.LayerNorm(3)(jnp.arange(3))
     with pytest.raises(ValueError, match="eqx.nn.LayerNorm: x must have shape"):
         ours_eqx.LayerNorm(3)(jnp.ones((2, 3)))
-
-
-def test_swap_nnx_and_back():
-    model = nnx.Sequential(nnx.LayerNorm(24, rngs=nnx.Rngs(0)))
-    scale, x = model.layers[0].scale, given("float32")
-    ours_nnx.swap(model, implementation="native")
-    assert type(model.layers[0]) is ours_nnx.LayerNorm and model.layers[0].scale is scale
-    check(model(x), x, None, None)
-    ours_nnx.unswap(model)
-    assert type(model.layers[0]) is nnx.LayerNorm
-
-
-def test_swap_linen():
-    x, model, rows = given("float32"), nn.Sequential([nn.LayerNorm()]), []
-    params = model.init(jax.random.key(0), x)
-    swapped = ours_linen.swap(model, implementation="native", report=lambda r: rows.extend(r.rows))
-    compiled = jax.jit(swapped.apply).lower(params, x).compile()
-    check(compiled(params, x), x, None, None)
-    assert hlo.calls(compiled, "layer_norm_") == {"forward": 1}
-    assert [row.served for row in rows] == ["normfuse LayerNorm"]
-
-
-def test_swap_equinox_and_back():
-    norm, x = eqx.nn.LayerNorm(24), given("float32")
-    swapped = ours_eqx.swap({"norm": norm}, implementation="native")["norm"]
-    assert type(swapped) is ours_eqx.LayerNorm and swapped.weight is norm.weight
-    check(jax.vmap(swapped)(x), x, None, None, eps=1e-5)
-    assert eqx.tree_equal(ours_eqx.unswap(swapped), norm)

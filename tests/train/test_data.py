@@ -1,5 +1,6 @@
 """The text and the order in which it is read."""
 
+import dataclasses
 import hashlib
 import sysconfig
 from pathlib import Path
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from normfuse.train import UsageError
-from normfuse.train.data import Windows, batches, load, reference_bits_per_byte
+from normfuse.train.config import SampleConfig, defaults
+from normfuse.train.data import Windows, batches, load, prompt_of, reference_bits_per_byte
 
 
 @pytest.fixture
@@ -67,6 +69,38 @@ def test_shortest_text_that_suffices(numbers):
     assert len(Windows(text.held_out, 49)) == 1
     with pytest.raises(UsageError, match="1,000 tokens.*at least 1,020.*at most 49"):
         load(str(numbers), seq_len=50, vocab_size=256)
+
+
+@pytest.mark.parametrize("size", [1, 19, 39])
+def test_a_text_too_small_for_any_length_suggests_none(tmp_path, size):
+    """At most one token is held out."""
+    (tmp_path / "text.txt").write_bytes(b"x" * size)
+    with pytest.raises(UsageError, match=r"Give more text\.$"):
+        load(str(tmp_path / "text.txt"), seq_len=1, vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    "held_out, prompt",
+    [
+        ("nd of a word\n\n  the norm of it\nmore", "  the norm of it"),
+        ("one line", "one line"),
+        ("a\n" + "many words " * 9, "many words many words many"),
+        ("a\n" + "x" * 99, "x" * 32),
+        ("\n\n", "\n"),
+    ],
+)
+def test_a_sample_continues_words_that_were_held_out(tmp_path, held_out, prompt):
+    text = held_out.ljust(120, "\n")
+    (tmp_path / "text.txt").write_text("t" * 19 * len(text) + text)
+    config = dataclasses.replace(defaults([]), seq_len=4)
+    found = load(str(tmp_path / "text.txt"), seq_len=4, vocab_size=256)
+    assert found.raw_held_out.tobytes().decode() == text
+    assert prompt_of(config, found) == prompt
+    model = dataclasses.replace(config.model, max_seq_len=8)
+    short = prompt_of(dataclasses.replace(config, model=model), found)
+    assert len(short) <= 4 and prompt.startswith(short)
+    given = dataclasses.replace(config, sample=SampleConfig(prompt="x"))
+    assert prompt_of(given, found) == "x"
 
 
 def _all(tokens, first=0, steps=30, seed=0, batch_size=5):

@@ -115,7 +115,24 @@ def test_printed_commands_quote_their_folder(
     shell = ["bash", "-c", f'printf "%s\\0" {command}']
     words = subprocess.run(shell, capture_output=True, check=True).stdout.decode().split("\0")
     assert Path(words[0]) == Path(name) and not words[0].startswith("-")
-    assert words[1:] == ["--prompt", "class ", ""]
+    assert words[1:] == ["--prompt=the the the the the a the the", ""]
+
+
+@pytest.mark.newest
+def test_a_longer_run_of_a_finished_one_says_how_the_learning_rate_jumps(
+    options, finished, train, tmp_path, lines
+):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    code, out, _ = train(**options | {"steps": 12})
+    assert code == 0
+    before, after = (
+        line["lr"] for line in lines(run) if line.get("step") in (6, 7) and "lr" in line
+    )
+    assert after > 2 * before
+    jump = (
+        f"jumps from {before:.2g} at step 6 to {after:.2g} at step 7; its decay now ends at step 12"
+    )
+    assert jump in out
 
 
 def test_finished_run_is_only_validated_again(options, finished, train, tmp_path, losses, lines):

@@ -7,6 +7,7 @@ import pytest
 
 from normfuse.train import UsageError
 from normfuse.train.cli import main
+from normfuse.train.config import defaults
 from normfuse.train.data import load
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
@@ -97,7 +98,7 @@ def test_held_out_text_is_the_same_bytes_whatever_the_tokens(tmp_path):
         ("bpe", ["--data.tokenizer bpe", "tokenizer.json"]),
         ("/nonexistent.json", ["/nonexistent.json", "cannot be read"]),
         ("broken", ["broken", "is not a valid tokenizer.json"]),
-        ("bpe:300", ["bpe:300 has 2", "but --model.vocab-size is 256", "size 384"]),
+        ("bpe:9999999999", ["bpe:9999999999", "fewer than 10**9"]),
     ],
 )
 def test_tokenizers_that_do_not_serve_are_explained(train, tmp_path, monkeypatch, name, parts):
@@ -113,8 +114,27 @@ def test_missing_package_is_explained(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UsageError, match=r"pip install 'normfuse\[bpe\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'normfuse\[train\]'"):
         make_tokenizer("bpe:300", [])
+
+
+def test_the_vocabulary_follows_the_tokenizer_unless_given(train, tmp_path):
+    """A multiple of 128; by whatever way either is given."""
+    of = lambda *words: defaults([*words]).model.vocab_size
+    file = tmp_path / "tokenizer.json"
+    file.write_text(make_tokenizer("bpe:270", [b"the norm of a row"]).content)
+    assert of() == 256 and of("--preset", "small") == 50_304
+    assert of("--data.tokenizer", "bpe:300") == of("--data.tokenizer=bpe:257") == 384
+    assert of("--preset", "small", "--data.tokenizer", "bpe:16384") == 16_384
+    assert of("--data.tokenizer", str(file)) == 384
+    assert of("--data.tokenizer", "bpe:300", "--model.vocab_size=512") == 256  # what it overrides
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("data.tokenizer: bpe:300\n")
+    assert of("--config", str(yaml)) == 384
+    yaml.write_text("data.tokenizer: bpe:300\nmodel.vocab_size: 304\n")
+    assert of("--config", str(yaml)) == 304
+    code, _, error = train(**{"data.tokenizer": "bpe:300", "model.vocab-size": 256})
+    assert code == 2 and "bpe:300 has 2" in error and "Give --model.vocab-size 384" in error
 
 
 @pytest.mark.newest

@@ -1,4 +1,4 @@
-"""`fuse_norms`: norms write codes for products of other functions, whatever is around them."""
+"""In FP8, norms write codes for products of other functions, whatever is around them."""
 
 import collections
 import functools
@@ -20,14 +20,12 @@ from normfuse import (
     accumulate_gradients,
     add_rms_norm,
     dense,
-    fuse_norms,
+    fuse,
     layer_norm,
     norm_dense,
     rms_norm,
     rms_norm_with_rstd,
 )
-from normfuse.layers import eqx as ours_eqx
-from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
@@ -35,6 +33,8 @@ from normfuse.native.jaxpr import inner
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 DIM = 32
+in_fp8 = functools.partial(fuse, quantization="fp8")
+in_fp8_nnx = functools.partial(ours_nnx.fuse, quantization="fp8")
 multiply = functools.partial(dense, quantization="fp8")
 fused_dense = functools.partial(norm_dense, quantization="fp8")
 
@@ -68,8 +68,13 @@ def assert_equal(got, want):
 def reported(function, *args):
     """The report on a function, and its results."""
     reports = []
-    results = jax.jit(fuse_norms(function, report=reports.append))(*args)
-    return reports[0], results
+    results = jax.jit(in_fp8(function, report=reports.append))(*args)
+    return codes(reports), results
+
+
+def codes(reports):
+    """The rows of the norms that write codes, or might."""
+    return [row for row in reports[0].rows if row.domain == "codes"]
 
 
 def counts(function, *args):
@@ -104,7 +109,7 @@ def test_values_and_gradients_are_those_of_the_recipe(dtype, rng):
     dy = draw(rng, 2, 8, 48, dtype=dtype)
 
     def run(*args):
-        (y,), pull = jax.vjp(fuse_norms(layer), *args)
+        (y,), pull = jax.vjp(in_fp8(layer), *args)
         return y, list(pull([dy]))
 
     check_all(jax.jit(run)(*args), recipe("norm_dense", args, dy, activation=None))
@@ -114,7 +119,7 @@ def test_values_and_gradients_are_those_of_the_recipe(dtype, rng):
 def test_it_is_norm_dense(cast, rng):
     """Bit for bit: both round once, from float32."""
     args = operands(rng, 48)
-    ours = lambda *args: fuse_norms(functools.partial(layer, cast=cast))(*args)[0]
+    ours = lambda *args: in_fp8(functools.partial(layer, cast=cast))(*args)[0]
     want = jax.jit(both_ways(fused_dense))(*args)
     assert_equal(jax.jit(both_ways(ours))(*args), want)
 
@@ -131,13 +136,13 @@ def test_products_of_one_norm_read_the_same_codes(rng):
 
     args = x, scale, *kernels
     report, got = reported(three, *args)
-    assert [row.served for row in report.rows] == ["3 × dense"]
+    assert [row.served for row in report] == ["3 × dense"]
     for y, kernel, dtype in zip(got, kernels, (bf16, bf16, f32)):
         alone = fused_dense(x, scale, kernel, dtype=dtype)
         np.testing.assert_array_equal(y.reshape(alone.shape), alone)
     # Each result's gradient is quantized.
-    assert counts(fuse_norms(both_ways(three)), *args) == [1, 3, 1]
-    assert counts(both_ways(fuse_norms(three)), *args) == [1, 3, 1]
+    assert counts(in_fp8(both_ways(three)), *args) == [1, 3, 1]
+    assert counts(both_ways(in_fp8(three)), *args) == [1, 3, 1]
 
 
 @pytest.mark.newest
@@ -155,7 +160,7 @@ def test_a_gated_mlp_reads_codes(rng):
 
     args = x, scale, kernels
     want = jax.jit(both_ways(together))(*args)
-    assert_equal(jax.jit(both_ways(fuse_norms(apart)))(*args), want)
+    assert_equal(jax.jit(both_ways(in_fp8(apart)))(*args), want)
 
 
 @pytest.mark.newest
@@ -172,7 +177,7 @@ def test_a_sum_and_its_norm(rng):
         return fused_dense(h, scale, kernel, dtype=bf16), h
 
     got, want = (
-        jax.jit(both_ways(f))(x, residual, scale, kernel) for f in (fuse_norms(apart), together)
+        jax.jit(both_ways(f))(x, residual, scale, kernel) for f in (in_fp8(apart), together)
     )
     assert_equal(got[0], want[0])
     for a, b in zip(got[1], want[1]):
@@ -188,11 +193,11 @@ def test_what_else_reads_y_gets_it(rng):
         return y, multiply(y, kernel)
 
     report, (y, z) = reported(block, *args)
-    assert report.fused[0].served.startswith("1 × dense; y is written too, for the function's res")
+    assert report[0].served.startswith("1 × dense; y is written too, for the function's res")
     assert_equal(y, jax.jit(rms_norm)(x, scale))
     assert_equal(z, jax.jit(fused_dense)(*args))
-    assert counts(both_ways(fuse_norms(block)), *args) == [1, 1, 1]
-    got, want = (jax.jit(both_ways(f))(*args)[1] for f in (fuse_norms(block), block))
+    assert counts(both_ways(in_fp8(block)), *args) == [1, 1, 1]
+    got, want = (jax.jit(both_ways(f))(*args)[1] for f in (in_fp8(block), block))
     for a, b in zip(got, want):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
@@ -233,17 +238,17 @@ def test_within_and_around_transformations(context, rng):
     """Of the function, and of its parts; gradients of what it returns, and those that it takes."""
     args, around = operands(rng, DIM), CONTEXTS[context]
     want = around(fused_dense)
-    inside, outside = fuse_norms(around(one)), around(fuse_norms(one))
+    inside, outside = in_fp8(around(one)), around(in_fp8(one))
     if context == "fori_loop":
         args = (args[0], *map(jax.lax.stop_gradient, args[1:]))
         push = lambda f: lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a)))
     else:
         push = both_ways
     expected = jax.jit(push(want))(*args)
-    for function in (push(inside), push(outside), fuse_norms(push(around(one)))):
+    for function in (push(inside), push(outside), in_fp8(push(around(one)))):
         assert_equal(jax.jit(function)(*args), expected)
     report, _ = reported(around(one), *args)
-    assert [row.served for row in report.rows] == ["1 × dense"]
+    assert [row.served for row in report] == ["1 × dense"]
 
 
 @pytest.mark.newest
@@ -258,15 +263,15 @@ def test_the_forward_mode_is_that_of_norm_dense(rng):
             )
             return jax.jvp(part, [args[i] for i in moves], [tangents[i] for i in moves])
 
-        assert_equal(along(jax.jit(fuse_norms(one))), along(jax.jit(fused_dense)))
+        assert_equal(along(jax.jit(in_fp8(one))), along(jax.jit(fused_dense)))
 
 
 def test_a_forward_alone_writes_one_layout(rng):
     args = operands(rng, 48)
     for function in (one, jax.vmap(one, (0, None, None))):
-        for run in (fuse_norms(function), jax.vmap(fuse_norms(one), (0, None, None))):
+        for run in (in_fp8(function), jax.vmap(in_fp8(one), (0, None, None))):
             assert "has_q = true, has_qt = true" not in jax.jit(run).lower(*args).as_text()
-    text = jax.jit(both_ways(fuse_norms(one))).lower(*args).as_text()
+    text = jax.jit(both_ways(in_fp8(one))).lower(*args).as_text()
     assert text.count("has_q = true, has_qt = true") == 3  # of x, the kernel and dy
 
 
@@ -276,7 +281,7 @@ def test_the_backward_keeps_codes(rng):
     kept = lambda f: sorted(
         str(a.dtype) + str(a.shape) for a in jax.tree.leaves(jax.vjp(f, *args)[1])
     )
-    assert kept(fuse_norms(one)) == kept(fused_dense)
+    assert kept(in_fp8(one)) == kept(fused_dense)
 
 
 @pytest.mark.newest
@@ -292,7 +297,7 @@ def test_a_mesh_gives_the_result_of_one_device(spec, kind, rng, eight_devices):
         layer = functools.partial(dense, quantization="fp8")
         if kind == AxisType.Explicit and spec != P("d"):
             layer = functools.partial(layer, out_sharding=P())
-        run = fuse_norms(lambda x, s, w: layer(rms_norm(x, s), w))
+        run = in_fp8(lambda x, s, w: layer(rms_norm(x, s), w))
         got = jax.jit(both_ways(run))(*given)
     want = jax.jit(both_ways(fused_dense))(*args)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
@@ -304,7 +309,7 @@ def test_a_mesh_gives_the_result_of_one_device(spec, kind, rng, eight_devices):
 
 
 class NnxBlock(nnx.Module):
-    """Attention's first half, as other people write it, with a state."""
+    """Three products of a norm, as other people write them, with a state."""
 
     def __init__(self, rngs):
         self.norm = foreign_norms.DivideByRms(DIM, rngs=rngs)
@@ -315,7 +320,7 @@ class NnxBlock(nnx.Module):
     def __call__(self, x):
         self.calls[...] = self.calls[...] + 1
         y = self.norm(x)
-        return self.q(y), self.k(y), self.v(y)
+        return [jnp.tanh(layer(y)) for layer in (self.q, self.k, self.v)]
 
 
 class EqxNorm(eqx.Module):
@@ -334,28 +339,28 @@ class EqxBlock(eqx.Module):
 
     def __call__(self, x):
         y = self.norm(x)
-        return self.q(y), self.k(y), self.v(y)
+        return [jnp.tanh(layer(y)) for layer in (self.q, self.k, self.v)]
 
 
 def test_a_foreign_nnx_model(rng):
-    model = ours_nnx.swap(NnxBlock(nnx.Rngs(0)), quantization="fp8")
+    model = NnxBlock(nnx.Rngs(0))
     x, reports = draw(rng, 2, 8, DIM, dtype=bf16), []
-    run = ours_nnx.fuse_norms(lambda model, x: model(x), report=reports.append)
+    run = in_fp8_nnx(lambda model, x: model(x), report=reports.append)
     loss = lambda model, x: sum(jnp.sum(jnp.sin(y.astype(f32))) for y in run(model, x))
     _, gradients = nnx.jit(nnx.value_and_grad(loss))(model, x)
-    assert [row.served for row in reports[0].rows] == ["3 × dense"]
-    assert re.match(r"\S* ?test_fuse_norms.py:\d+$", reports[0].rows[0].where)
+    assert [row.served for row in codes(reports)] == ["3 × dense"]
+    assert re.match(r"(rms_norm )?foreign_norms.py:\d+$", codes(reports)[0].where)
     assert model.calls[...] == 1
 
     def want(w, kernels, x):
-        ys = [fused_dense(x, w, kernel, dtype=bf16) for kernel in kernels]
+        ys = [jnp.tanh(fused_dense(x, w, kernel, dtype=bf16)) for kernel in kernels]
         return sum(jnp.sum(jnp.sin(y.astype(f32))) for y in ys), ys
 
     kernels = [layer.kernel[...] for layer in (model.q, model.k, model.v)]
     (_, ys), (dw, dkernels) = jax.jit(jax.value_and_grad(want, (0, 1), has_aux=True))(
         model.norm.w[...], kernels, x
     )
-    assert_equal(nnx.jit(run)(model, x), tuple(ys))
+    assert_equal(nnx.jit(run)(model, x), ys)
     assert model.calls[...] == 2
     assert_equal([gradients[name].kernel[...] for name in "qkv"], dkernels)
     # Here the three gradients of y are added up before the norm's backward.
@@ -378,9 +383,9 @@ class Counting(nnx.Module):
 
 @pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_an_nnx_model_is_changed_as_by_its_own_call(rng, transform):
-    want = ours_nnx.swap(Counting(nnx.Rngs(0)), quantization="fp8")
+    want = Counting(nnx.Rngs(0))
     model, x = nnx.clone(want), draw(rng, 16, DIM)
-    run = transform(ours_nnx.fuse_norms(lambda model, x: model(x)))
+    run = transform(in_fp8_nnx(lambda model, x: model(x)))
     for at in (x, 2 * x):
         want(at)
         _, norm = run(model, at)
@@ -393,20 +398,20 @@ def test_a_foreign_equinox_model(rng):
     keys = jax.random.split(jax.random.key(0), 3)
     linears = [eqx.nn.Linear(DIM, 48, use_bias=False, key=key) for key in keys]
     model = EqxBlock(EqxNorm(draw(rng, DIM, mean=2.0)), *linears)
-    model = ours_eqx.swap(model, quantization="fp8")
     x, reports = draw(rng, 16, DIM), []
-    run = fuse_norms(lambda model, x: jax.vmap(model)(x), report=reports.append)
+    run = in_fp8(lambda model, x: jax.vmap(model)(x), report=reports.append)
     loss = lambda model, x: sum(jnp.sum(jnp.sin(y)) for y in run(model, x))
     gradients = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
-    assert [row.served for row in reports[0].rows] == ["3 × dense"]
+    assert [row.served for row in codes(reports)] == ["3 × dense"]
     ys = eqx.filter_jit(run)(model, x)
     for y, linear in zip(ys, linears):
-        assert_equal(y, jax.jit(fused_dense)(x, model.norm.weight, linear.weight.T))
+        want = lambda *args: jnp.tanh(fused_dense(*args))
+        assert_equal(y, jax.jit(want)(x, model.norm.weight, linear.weight.T))
     want = eqx.filter_grad(lambda m, x: sum(jnp.sum(jnp.sin(y)) for y in jax.vmap(m)(x)))(model, x)
     for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
-        assert np.linalg.norm(a - b) < 0.05 * np.linalg.norm(b)
+        assert np.linalg.norm(a - b) < 0.08 * np.linalg.norm(b)
     # The same under Equinox's own remat.
-    again = fuse_norms(lambda *args: eqx.filter_checkpoint(run)(*args))
+    again = in_fp8(lambda *args: eqx.filter_checkpoint(run)(*args), report=reports.append)
     assert_equal(eqx.filter_jit(again)(model, x), ys)
 
 
@@ -414,19 +419,19 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         y = nn.RMSNorm(name="norm")(x)
-        return nn.Dense(48, use_bias=False, name="q")(y)
+        return jnp.tanh(nn.Dense(48, use_bias=False, name="q")(y))
 
 
 def test_a_linen_model(rng):
     """Paths of modules are named scopes there."""
-    model, x, reports = ours_linen.swap(LinenBlock(), quantization="fp8"), draw(rng, 4, DIM), []
+    model, x, reports = LinenBlock(), draw(rng, 16, DIM), []
     variables = model.init(jax.random.key(0), x)
-    y = jax.jit(fuse_norms(model.apply, report=reports.append))(variables, x)
+    y = jax.jit(in_fp8(model.apply, report=reports.append))(variables, x)
     params = variables["params"]
-    want = jax.jit(fused_dense)(x, params["norm"]["scale"], params["q"]["kernel"])
-    assert_equal(y, want)
-    assert [row.served for row in reports[0].rows] == ["1 × dense"]
-    assert reports[0].rows[0].where.startswith("LinenBlock/norm test_fuse_norms.py:")
+    want = jax.jit(lambda *args: jnp.tanh(fused_dense(*args)))
+    assert_equal(y, want(x, params["norm"]["scale"], params["q"]["kernel"]))
+    assert [row.served for row in codes(reports)] == ["1 × dense"]
+    assert codes(reports)[0].where.startswith("LinenBlock/norm test_codes.py:")
 
 
 @pytest.mark.newest
@@ -439,7 +444,7 @@ def test_main_gradients_are_those_of_norm_dense(rng):
         loss = lambda kernel, x: jnp.sum(jnp.sin(layer(x, scale, kernel).astype(f32)))
         return jax.jit(lambda kernel: accumulate_gradients(loss, kernel, x))(kernel)
 
-    got, want = gradients(fuse_norms(one)), gradients(fused_dense)
+    got, want = gradients(in_fp8(one)), gradients(fused_dense)
     assert got[1].dtype == f32
     assert_equal(got, want)
 
@@ -484,7 +489,7 @@ REASONS = {  # (function, part of the reason)
     ),
     "a product in between": (
         lambda x, s, w: multiply(2 * rms_norm(x, s), w),
-        r"no FP8 product reads it; its readers: mul at test_fuse_norms.py:\d+",
+        r"no FP8 product reads it; its readers: mul at test_codes.py:\d+",
     ),
     "no FP8": (lambda x, s, w: dense(rms_norm(x, s), w), "no FP8 product reads it; its readers: "),
     "a transpose": (
@@ -496,7 +501,7 @@ REASONS = {  # (function, part of the reason)
     "statistics": (statistics, "its statistics are results too"),
     "kernels": (
         lambda x, s, w: jax.vmap(lambda w: multiply(rms_norm(x, s), w))(jnp.stack([w, w])),
-        "it is vmapped over kernels",
+        "no FP8 product reads it; its readers: custom_jvp_call",
     ),
 }
 
@@ -505,36 +510,9 @@ REASONS = {  # (function, part of the reason)
 def test_the_report_says_why_not_and_the_results_stay(name, rng):
     args, (function, reason) = operands(rng, DIM), REASONS[name]
     report, got = reported(function, *args)
-    assert not report.fused
-    assert any(re.search(reason, row.reason) for row in report.left), str(report)
+    assert not any(row.served for row in report)
+    assert any(re.search(reason, row.reason) for row in report), report
     assert_equal(got, jax.jit(function)(*args))
-
-
-@pytest.mark.newest
-def test_the_report_is_a_table(rng):
-    def model(x, scale, kernel):
-        for _ in range(2):
-            x = multiply(jnp.tanh(one(x, scale, kernel)), kernel)
-        return rms_norm(x, scale)
-
-    report, _ = reported(model, *operands(rng, DIM))
-    assert len(report.fused) == 2 and len(report.left) == 3
-    lines = str(report).splitlines()
-    assert re.match(r"where +what +codes for, or why not$", lines[0])
-    assert re.match(
-        r"test_fuse_norms.py:\d+ \(2\) +rms_norm bfloat16\[2,8,32\] +1 × dense$", lines[1]
-    )
-    assert "not: no FP8 product reads it; its readers: the function's result" in lines[2]
-    assert re.search(r"FP8 dense .*not: no norm makes its input, but tanh at test_fuse", lines[3])
-    assert lines[-1] == "2 of 3 norms write the FP8 codes that products read"
-
-
-def test_it_warns_where_nothing_fuses(rng):
-    args = operands(rng, DIM)
-    with pytest.warns(
-        UserWarning, match="no norm in .* writes FP8 codes .*no norm makes its input"
-    ):
-        jax.jit(fuse_norms(lambda x, s, w: multiply(x, w)))(*args)
 
 
 def test_what_is_no_array_stays_as_it_is(rng):
@@ -544,7 +522,7 @@ def test_what_is_no_array_stays_as_it_is(rng):
         "flag": flag,
         "n": None,
     }
-    got = fuse_norms(function)(x, "y", scale=scale, flag=True)
+    got = in_fp8(function)(x, "y", scale=scale, flag=True)
     assert got["flag"] is True and got["n"] is None
     assert_equal(got["y"], jax.jit(fused_dense)(x, scale, kernel))
 
@@ -557,25 +535,14 @@ def test_a_reshape_that_transposes_is_not_followed(rng):
         return multiply(y, kernel)
 
     reports = []
-    got = fuse_norms(run, report=reports.append)(x, scale, kernel)
+    got = in_fp8(run, report=reports.append)(x, scale, kernel)
     assert_equal(got, run(x, scale, kernel))
     assert not any(row.served for row in reports[0].fused)
 
 
-def test_bad_input_is_one_clear_error(rng):
-    for fuse in (fuse_norms, ours_nnx.fuse_norms):
-        with pytest.raises(TypeError, match="fuse_norms: function must be a function, got 3"):
-            fuse(3)
-        with pytest.raises(TypeError, match="fuse_norms: report must be a function, got 'print'"):
-            fuse(one, report="print")
-    model = ours_nnx.swap(NnxBlock(nnx.Rngs(0)), quantization="fp8")
-    with pytest.raises(ValueError, match=r"changes arrays .* use normfuse.layers.nnx.fuse_norms"):
-        fuse_norms(lambda model, x: model(x))(model, jnp.ones((2, DIM), bf16))
-
-
 def test_a_second_derivative_is_one_clear_error(rng):
     args = operands(rng, DIM)
-    loss = lambda *args: jnp.sum(jnp.sin(fuse_norms(one)(*args).astype(f32)))
+    loss = lambda *args: jnp.sum(jnp.sin(in_fp8(one)(*args).astype(f32)))
     for first, second in ((2, 0), (1, 0), (0, 1), (0, 2)):
         total = lambda *args, first=first: jnp.sum(jax.grad(loss, first)(*args).astype(f32))
         with pytest.raises(TypeError, match="quantization='fp8' has first derivatives only"):

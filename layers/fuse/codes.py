@@ -1,197 +1,35 @@
-"""`fuse_norms`: in a function's program, a norm's pass writes the FP8 codes that products read.
+"""Codes: a norm's pass writes the FP8 codes that the products after it read.
 
-The function is traced, and its program evaluated again: first to see which products read which
-norms, then for its results. What is replaced has derivatives of its own, so that a gradient may be
-taken of the new function or within it.
+A program is evaluated again: first to see which products read which norms, then for its results.
+What is replaced has derivatives of its own, so that a gradient may be taken of the results, or
+within.
 """
 
 import collections
 import contextlib
 import dataclasses
 import functools
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..native.jaxpr import line_of, results_of, value_of
-from .dense import fp8, fp8_norm
-from .layer_norm import op as layer_norm
-from .quantization import norm as quantized_norm
-from .quantization import op as quantization
-from .quantization.op import Quantized
-from .rms_norm import op as rms_norm
-from .swap import aligned
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from ...native.jaxpr import line_of, results_of, value_of
+from ..dense import fp8, fp8_norm
+from ..layer_norm import op as layer_norm
+from ..quantization import norm as quantized_norm
+from ..quantization import op as quantization
+from ..quantization.op import Quantized
+from ..rms_norm import op as rms_norm
+from .report import Row
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedRow:
-    """What became of one norm, or of one FP8 product whose input no norm quantizes.
-
-    Attributes:
-      where: the line that calls it, after its named scopes.
-      op: what it is, with the type of x.
-      is_norm: whether it is a norm.
-      served: what reads the codes that the norm writes; "" where it writes none.
-      reason: why it writes none, or why the product quantizes its input itself; else "".
-    """
-
-    where: str
-    op: str
-    is_norm: bool
-    served: str = ""
-    reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class FusionReport:
-    """What `fuse_norms` did; its printed form is a table.
-
-    Attributes:
-      rows: one for each norm, then one for each FP8 product that quantizes its input itself.
-    """
-
-    rows: tuple[FusedRow, ...]
-
-    @property
-    def fused(self) -> tuple[FusedRow, ...]:
-        """The norms that write codes."""
-        return tuple(row for row in self.rows if row.served)
-
-    @property
-    def left(self) -> tuple[FusedRow, ...]:
-        """What stays as it was."""
-        return tuple(row for row in self.rows if not row.served)
-
-    def __str__(self) -> str:
-        table = [("where", "what", "codes for, or why not")]
-        for row, count in collections.Counter(self.rows).items():
-            where = f"{row.where} ({count})" if count > 1 else row.where
-            table.append((where, row.op, row.served or f"not: {row.reason}"))
-        norms = sum(row.is_norm for row in self.rows)
-        count = f"{len(self.fused)} of {norms} norms write the FP8 codes that products read"
-        return "\n".join([*aligned(table), count])
-
-
-def fuse_norms(
-    function: Function, *, report: Callable[[FusionReport], Any] | None = None
-) -> Function:
-    """Returns `function` with norms that write the FP8 codes which products after them read.
-
-    For models whose code is not yours: `swap(model, quantization="fp8")` gives them norms and
-    linear layers of normfuse, but each linear layer is given an array and looks for its maximum.
-    Here the function is traced, and where the result of an RMSNorm goes to FP8 products its pass
-    writes their codes, with the scale that follows from the norm's bound (docs/quantization.md), as
-    in `norm_dense`: no maximum, no cast, and y itself is in memory only where anything else reads
-    it. All products of one norm read the same codes, and their gradients go through one backward of
-    the norm.
-
-    It follows a norm's result through casts, reshapes of rows and `jax.jit` to products of `dense`,
-    of the FP8 modules and of a gated MLP; under `jax.vmap`, in the bodies of `scan`, `while_loop`,
-    `cond`, `jax.checkpoint` and `shard_map`, and in gradients that the function takes. Not across
-    the border of such a body, not into functions with derivatives of their own, and not through an
-    addition: an `eqx.nn.RMSNorm` has a bias unless it was made with `use_bias=False`. The report
-    says so for each norm.
-
-    Any transformation may be applied to the new function. Every call traces the function, so call
-    it within `jax.jit`. For nnx models there is `normfuse.layers.nnx.fuse_norms`, which also keeps
-    what a call changes in them.
-
-    Args:
-      function: of pytrees of arrays, Equinox and Linen models among them; what else there is in
-        them is static. It must not change its arguments.
-      report: is called with a `FusionReport` whenever the function is traced; `print` shows the
-        table.
-
-    Returns:
-      A function of the same arguments. Results differ from those of `function` as an FP8 norm's
-      codes do: rounded once from float32, with a scale from the norm's bound.
-
-    Raises:
-      TypeError: if function or report cannot be called.
-      ValueError: if the function changes its arguments, as nnx modules change their state.
-
-    Warns:
-      UserWarning: if there are FP8 products, no norm writes codes, and `report` is None.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse import dense, fuse_norms, rms_norm
-    >>> def layer(x, scale, kernel):
-    ...     return dense(rms_norm(x, scale), kernel, quantization="fp8")
-    >>> x, scale, kernel = jnp.ones((16, 16)), jnp.ones(16), jnp.ones((16, 16))
-    >>> fused = fuse_norms(layer, report=lambda report: print(report.fused[0].served))
-    >>> y = jax.jit(fused)(x, scale, kernel)
-    1 × dense
-    """
-    check_functions(function, report)
-
-    @functools.wraps(function)
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-        static: list[Any] = []  # the results that are no arrays, None for the others; their tree
-
-        def call(arrays: list[jax.Array]) -> list[Any]:
-            given = iter(arrays)
-            whole = [next(given) if is_a else leaf for leaf, is_a in zip(leaves, is_array)]
-            args, kwargs = jax.tree.unflatten(tree, whole)
-            results, structure = jax.tree.flatten(function(*args, **kwargs))
-            _check_unchanged(whole, (args, kwargs))
-            traced = [isinstance(result, jax.Array | np.ndarray) for result in results]
-            static[:] = [None if t else (r,) for r, t in zip(results, traced)], structure
-            return [result for result, t in zip(results, traced) if t]
-
-        arrays = [leaf for leaf, is_a in zip(leaves, is_array) if is_a]
-        program = jax.make_jaxpr(call)(arrays)
-        plan = _Program()
-        plan.read(program)
-        _conclude(plan, function, report)
-        results = iter(plan.evaluate(program, arrays))
-        others, structure = static
-        return jax.tree.unflatten(structure, [o[0] if o else next(results) for o in others])
-
-    return fused  # pyright: ignore[reportReturnType]
-
-
-def check_functions(function: Any, report: Any) -> None:
-    """Raises TypeError unless a function and a report, if there is one, can be called."""
-    for name, value in (("function", function), ("report", report)):
-        if not callable(value) and (name == "function" or value is not None):
-            raise TypeError(f"fuse_norms: {name} must be a function, got {value!r}")
-
-
-def _check_unchanged(before: Sequence[Any], args: Any) -> None:
-    after = jax.tree.leaves(args)
-    changed = lambda a, b: isinstance(a, jax.Array) and a is not b
-    if len(after) != len(before) or any(map(changed, before, after)):
-        raise ValueError(
-            "fuse_norms: the function changes arrays in its arguments, and the changes would be "
-            "lost; return them, or use normfuse.layers.nnx.fuse_norms for nnx models"
-        )
-
-
-def _conclude(plan: "_Program", function: Any, report: Any) -> None:
-    """Hands the report over, and warns where no norm writes codes though there are products."""
-    rows = plan.rows()
-    if report is not None:
-        report(FusionReport(rows))
-    elif plan.products and not plan.fused:
-        reasons = collections.Counter(row.reason for row in rows)
-        most = "; ".join(reason for reason, _ in reasons.most_common(3))
-        name = getattr(function, "__qualname__", type(function).__name__)
-        warnings.warn(
-            f"fuse_norms: no norm in {name} writes FP8 codes ({most}); "
-            "fuse_norms(function, report=print) lists all",
-            stacklevel=3,
-        )
-
-
-# ---------------------------------------------------------------- norms and products in a program
+def with_codes(program: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Row]]:
+    """Returns the results of a program, with norms that write codes, and a row for each norm."""
+    codes = _Program()
+    codes.read(program)
+    return codes.evaluate(program, operands), codes.rows()
 
 
 @dataclasses.dataclass(eq=False)
@@ -214,9 +52,7 @@ class _Product:
     In the program of a gradient only the latter is there.
     """
 
-    where: str
     name: str  # of the function that the user called
-    type: str  # of its input
     reason: str  # why it quantizes its input itself; ""
     differentiated: bool
 
@@ -249,6 +85,7 @@ class _Program:
         self.fused: set[_Path] = set()  # the norms and products
         self.within: set[_Path] = set()  # what they are within
         self.reading = False
+        self.scopes: list[str] = []  # the named scopes of the jitted functions it is within
 
     def read(self, program: Any) -> None:
         """Finds the norms whose results go to FP8 products."""
@@ -272,7 +109,7 @@ class _Program:
                 self.fused |= {path, *found}
         self.within = {path[:i] for path in self.fused for i in range(len(path))}
 
-    def rows(self) -> tuple[FusedRow, ...]:
+    def rows(self) -> list[Row]:
         """Returns the rows of the report."""
         rows = []
         for path, norm in self.norms.items():
@@ -281,11 +118,8 @@ class _Program:
                 names = collections.Counter(p.name for p in norm.products if not p.reason)
                 served = ", ".join(f"{count} × {name}" for name, count in names.items())
                 served = _listed(served, norm.others, "; y is written too, for")
-            rows.append(FusedRow(norm.where, norm.op, True, served, norm.reason))
-        # What is quantized in the program of a gradient may be a gradient: only norms are listed.
-        products = [p for p in self.products.values() if p.reason and not p.differentiated]
-        named = lambda p: f"FP8 {p.name} {p.type}"
-        return *rows, *(FusedRow(p.where, named(p), False, "", p.reason) for p in products)
+            rows.append(Row(norm.where, f"codes of {norm.op}", served, norm.reason))
+        return rows
 
     def evaluate(self, program: Any, operands: Sequence[Any]) -> list[Any]:
         """Returns the program's results."""
@@ -330,7 +164,11 @@ class _Program:
             if of[0] is not None or self.reading:
                 return self._product(eqn, product, given, of, path, level), none
         elif _inlined(eqn) and (self.reading or path in self.within):
-            return self._run(eqn.params["jaxpr"], given, of, path, level.why)
+            self.scopes.append(_scopes(eqn))
+            try:
+                return self._run(eqn.params["jaxpr"], given, of, path, level.why)
+            finally:
+                self.scopes.pop()
         elif self.reading:
             for key, i, body in _bodies(eqn):
                 count = len(getattr(body, "jaxpr", body).invars)
@@ -345,6 +183,11 @@ class _Program:
                 norm.others.append(_described(eqn))
         return self._bind(eqn, given), none
 
+    def _where(self, eqn: Any) -> str:
+        """Returns the named scopes and the line of an equation."""
+        scopes = "/".join(filter(None, [*self.scopes, _scopes(eqn)]))
+        return f"{scopes} {line_of(eqn)}".strip()
+
     def _bind(self, eqn: Any, given: list[Any]) -> list[Any]:
         return [None] * len(eqn.outvars) if self.reading else results_of(eqn, given)
 
@@ -358,7 +201,7 @@ class _Program:
             reason = level.why or _unserved(eqn)
             with_rstd = any(v in level.used for v in statistics)
             named = f"{eqn.params['spec'].op} {eqn.invars[0].aval.str_short()}"
-            found = self.norms[path] = _Norm(_where(eqn), named, reason, with_rstd)
+            found = self.norms[path] = _Norm(self._where(eqn), named, reason, with_rstd)
             return [None] * len(eqn.outvars), [found, *[None] * (len(eqn.outvars) - 1)]
         if path not in self.fused:
             return self._bind(eqn, given), [None] * len(eqn.outvars)
@@ -374,11 +217,10 @@ class _Program:
         if self.reading:
             reason = level.why or _unserved_product(eqn, product)
             if norm is None:
-                reason = f"no norm makes its input, but {level.maker(eqn.invars[0])}"
+                reason = "no norm makes its input"
             marked = isinstance(product, fp8.Marked)
             name = (product.spec if marked else product).op
-            type_ = eqn.invars[0].aval.str_short()
-            found = _Product(_where(eqn), name, type_, reason, not marked)
+            found = _Product(name, reason, not marked)
             self.products[path] = found
             if norm is not None:
                 norm.products.append(found)
@@ -423,8 +265,12 @@ class _Program:
 
 def _scope(eqn: Any) -> Any:
     """Returns the named scope of an equation, so that what stands for it is found in profiles."""
-    scopes = str(getattr(eqn.source_info, "name_stack", ""))
+    scopes = _scopes(eqn)
     return jax.named_scope(scopes) if scopes else contextlib.nullcontext()
+
+
+def _scopes(eqn: Any) -> str:
+    return str(getattr(eqn.source_info, "name_stack", ""))
 
 
 def _bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
@@ -532,19 +378,6 @@ class _Level:
         atoms = [v for eqn in self.jaxpr.eqns for v in eqn.invars] + [*self.jaxpr.outvars]
         return {v for v in atoms if not hasattr(v, "val")}
 
-    @functools.cached_property
-    def makers(self) -> Mapping[Any, Any]:
-        """The equation that computes each variable."""
-        return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
-
-    def maker(self, atom: Any) -> str:
-        """Returns what makes a value, before what does not change its elements."""
-        while (eqn := None if hasattr(atom, "val") else self.makers.get(atom)) is not None:
-            if eqn.primitive.name not in _FOLLOWED:
-                return _described(eqn)
-            atom = eqn.invars[0]
-        return "an argument of the function or loop that it is in"
-
 
 def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> str:
     names = list(dict.fromkeys(others))
@@ -555,9 +388,3 @@ def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> s
 def _described(eqn: Any) -> str:
     name = eqn.params.get("name", "") if eqn.primitive.name in (*_JIT, "custom_jvp_call") else ""
     return f"{name or eqn.primitive.name} at {line_of(eqn)}"
-
-
-def _where(eqn: Any) -> str:
-    """Returns the named scopes and the line of an equation."""
-    scopes = str(getattr(eqn.source_info, "name_stack", ""))
-    return f"{scopes} {line_of(eqn)}".strip()

@@ -1,0 +1,358 @@
+"""`swap`: a model of any framework whose own call is fused, and which is otherwise untouched."""
+
+import copy
+import pickle
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import foreign_norms
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from fuse_cases import draw
+
+import normfuse
+from normfuse.layers import eqx as ours_eqx
+from normfuse.layers import linen as ours_linen
+from normfuse.layers import nnx as ours_nnx
+
+DIM = 32
+X = draw(0, 2, 16, DIM)
+
+
+class NnxModel(nnx.Module):
+    """A norm of its own, a gated MLP, and state that calls change."""
+
+    def __init__(self, rngs, counts=True):
+        linear = lambda n, m: nnx.Linear(n, m, use_bias=False, rngs=rngs)
+        self.norm = foreign_norms.OnePlusScale(DIM, rngs=rngs)
+        self.gate, self.up, self.down = linear(DIM, 64), linear(DIM, 64), linear(64, DIM)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.calls = nnx.BatchStat(jnp.zeros(())) if counts else None
+
+    def __call__(self, x, scale=1.0, *, deterministic=True):
+        if self.calls is not None:
+            self.calls[...] = self.calls[...] + 1
+        y = self.norm(x)
+        y = self.down(nnx.silu(self.gate(y)) * self.up(y))
+        return x + scale * self.drop(y, deterministic=deterministic)
+
+
+class EqxModel(eqx.Module):
+    norm: eqx.nn.RMSNorm
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    name: str = eqx.field(static=True, default="m")
+
+    def __init__(self, key):
+        a, b, c = jax.random.split(key, 3)
+        linear = lambda n, m, key: eqx.nn.Linear(n, m, use_bias=False, key=key)
+        self.norm = eqx.nn.RMSNorm(DIM, use_bias=False)
+        self.gate, self.up, self.down = linear(DIM, 64, a), linear(DIM, 64, b), linear(64, DIM, c)
+
+    def __call__(self, x, scale=1.0):
+        y = jax.vmap(self.norm)(x)
+        hidden = jax.nn.silu(jax.vmap(self.gate)(y)) * jax.vmap(self.up)(y)
+        return x + scale * jax.vmap(self.down)(hidden)
+
+
+class LinenModel(nn.Module):
+    dim: int = DIM
+
+    @nn.compact
+    def __call__(self, x, scale=1.0):
+        y = nn.RMSNorm(name="norm")(x)
+        hidden = nn.silu(nn.Dense(64, use_bias=False)(y)) * nn.Dense(64, use_bias=False)(y)
+        return x + scale * nn.Dense(self.dim, use_bias=False)(hidden)
+
+
+def nnx_case(**options):
+    """A model, the swapped one, and a function that calls either."""
+    model = NnxModel(nnx.Rngs(0), counts=False)
+    return model, ours_nnx.swap(model, **options), lambda model, *args: model(*args)
+
+
+def eqx_case(**options):
+    model = EqxModel(jax.random.key(0))
+    each = lambda model, x, *args: jax.vmap(lambda x: model(x, *args))(x)
+    return model, ours_eqx.swap(model, **options), each
+
+
+def linen_case(**options):
+    model = LinenModel()
+    variables = model.init(jax.random.key(0), X)
+    return model, ours_linen.swap(model, **options), lambda m, *args: m.apply(variables, *args)
+
+
+CASES = {"nnx": nnx_case, "eqx": eqx_case, "linen": linen_case}
+every_framework = pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+
+
+def assert_close(got, want, rtol=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        scale = max(1e-3, float(jnp.max(jnp.abs(b), initial=0)))
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+@every_framework
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_call_is_served_and_computes_the_same(make, quantization):
+    reports = []
+    model, swapped, call = make(quantization=quantization, report=reports.append)
+    got, want = call(swapped, X, 0.5), call(model, X, 0.5)
+    assert_close(got, want, 2e-5 if quantization is None else 0.1)
+    domains = [row.domain for row in reports[-1].fused]
+    assert {"norm", "mlp"} <= {*domains}, str(reports[-1])
+    if quantization == "fp8":
+        assert "GatedMLP, fp8" in str(reports[-1]), str(reports[-1])
+    program = lambda m: str(jax.make_jaxpr(lambda x: call(m, x))(X))
+    assert "rms_norm" in program(swapped) and "normfuse" not in program(model)
+
+
+@every_framework
+def test_gradients_are_the_models(make):
+    model, swapped, call = make()
+    gradient = jax.grad(lambda m, x: jnp.sum(jnp.sin(call(m, x))), 1)
+    assert_close(gradient(swapped, X), gradient(model, X), 1e-4)
+
+
+def test_nothing_of_an_nnx_model_is_touched():
+    model = NnxModel(nnx.Rngs(0))
+    graph = nnx.graphdef(model)
+    swapped = ours_nnx.swap(model)
+    assert nnx.graphdef(model) == graph and type(model) is NnxModel
+    assert isinstance(swapped, NnxModel) and swapped.up is model.up
+    paths = lambda model: [path for path, _ in nnx.to_flat_state(nnx.state(model))]
+    assert paths(swapped) == paths(model)
+    # It is trained, and the model with it: they have the same Variables.
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss = lambda model: jnp.mean(model(x, deterministic=False) ** 2)
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    again, reference = (
+        NnxModel(nnx.Rngs(0)),
+        nnx.Optimizer(NnxModel(nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param),
+    )
+    for _ in range(3):
+        assert_close(step(swapped, optimizer, X), step(again, reference, X))
+    assert model.calls[...] == again.calls[...] == 3
+    data = lambda a: jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+    of = lambda model: jax.tree.map(data, nnx.to_pure_dict(nnx.state(model)))
+    assert_close(of(model), of(again), 1e-4)
+
+
+def test_nothing_of_an_equinox_model_is_touched():
+    model = EqxModel(jax.random.key(0))
+    swapped = ours_eqx.swap(model)
+    assert isinstance(swapped, EqxModel) and type(model) is EqxModel
+    assert all(a is b for a, b in zip(jax.tree.leaves(swapped), jax.tree.leaves(model)))
+    paths = lambda m: [path for path, _ in jax.tree_util.tree_leaves_with_path(m)]
+    assert paths(swapped) == paths(model)
+    changed = eqx.tree_at(lambda m: m.norm.weight, swapped, 2 * model.norm.weight)
+    assert type(changed) is type(swapped) and changed.name == "m"
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(swapped, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, state):
+        loss = lambda model: jnp.mean((jax.vmap(model)(X) - jnp.sin(X)) ** 2)
+        value, gradients = eqx.filter_value_and_grad(loss)(model)
+        updates, state = optimizer.update(gradients, state)
+        return eqx.apply_updates(model, updates), state, value
+
+    losses = []
+    for _ in range(10):
+        swapped, state, value = step(swapped, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_nothing_of_a_linen_model_is_touched():
+    model, swapped = LinenModel(), ours_linen.swap(LinenModel())
+    assert isinstance(swapped, LinenModel) and swapped.dim == DIM
+    of = lambda m: m.init(jax.random.key(0), X)
+    assert_close(of(swapped), of(model), 0)
+    assert jax.tree.structure(of(swapped)) == jax.tree.structure(of(model))
+    variables = of(model)
+    got, sown = swapped.apply(variables, X, mutable=["intermediates"], capture_intermediates=True)
+    want, expected = model.apply(
+        variables, X, mutable=["intermediates"], capture_intermediates=True
+    )
+    assert_close((got, sown), (want, expected))
+    doubled = lambda module, x: 2 * module(x)
+    assert_close(swapped.apply(variables, X, method=doubled), 2 * model.apply(variables, X))
+
+
+@every_framework
+def test_equal_options_make_one_program(make):
+    """JAX traces once for equal models: in a loop that swaps, and after a copy."""
+    traces = []
+    model, swapped, call = make(skip=["nowhere"])
+    modules = {NnxModel: ours_nnx, EqxModel: ours_eqx, LinenModel: ours_linen}
+    again = modules[type(model)].swap(model, skip=["nowhere"])
+    assert type(again) is type(swapped)
+    assert type(copy.deepcopy(swapped)) is type(copy.copy(swapped)) is type(swapped)
+    assert type(modules[type(model)].swap(again, skip=["nowhere"])) is type(swapped)
+    other = modules[type(model)].swap(swapped, quantization="fp8")
+    assert type(other).__mro__[1] is type(model)  # the options of the last swap are its own
+
+    @(nnx.jit if type(model) is NnxModel else eqx.filter_jit)
+    def run(model, x):
+        traces.append(x)
+        return call(model, x)
+
+    with pytest.warns(UserWarning, match="skip='nowhere' is in no row"):
+        run(swapped, X)
+    for each in (again, copy.deepcopy(swapped)):
+        run(each, X)
+    assert len(traces) == 1
+
+
+@every_framework
+def test_a_pickled_model_is_swapped_again(make):
+    model, swapped, call = make(quantization="fp8")
+    again = pickle.loads(pickle.dumps(swapped))
+    assert type(again) is type(swapped)
+    assert_close(call(again, X), call(swapped, X), 0)
+
+
+class Inside(nnx.Module):
+    """Returns its array inside something, has side effects, and calls its base's code."""
+
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(DIM))
+        self.seen = []
+
+    def __call__(self, x, gate=None):
+        self.seen.append(x.shape)
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * self.scale[...]
+        return y, {"gate": gate, "rows": (y[0],)}
+
+
+class Derived(Inside):
+    def __call__(self, x, gate=None):
+        y, more = super().__call__(x, gate)
+        return y + 1, more
+
+
+@pytest.mark.parametrize("cls", [Inside, Derived])
+def test_a_call_returns_what_the_models_returns(cls):
+    """As it returns it, and with its side effects."""
+    model = cls()
+    y, more = ours_nnx.swap(model)(X)
+    want, expected = cls()(X)
+    assert_close((y, more), (want, expected))
+    assert more["gate"] is None and model.seen == [X.shape]
+
+
+def test_what_fp8_cannot_take_runs_as_it_did():
+    class Mixed(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(64, DIM, rngs=rngs)
+            self.few = nnx.Linear(DIM, 3 * DIM, rngs=rngs)
+            self.odd = nnx.Linear(DIM, 37, rngs=rngs)
+            self.integers = nnx.Linear(
+                DIM, DIM, param_dtype=jnp.int32, rngs=rngs, kernel_init=nnx.initializers.ones
+            )
+
+        def __call__(self, tokens):
+            x = self.embed(tokens)
+            shift = self.few(x[:, :1].mean(1))[:, None, :DIM]
+            return self.odd(x + shift), self.integers(tokens[..., None] * jnp.ones(DIM, jnp.int32))
+
+    model, tokens = Mixed(nnx.Rngs(0)), jnp.arange(32).reshape(2, 16)
+    reports = []
+    swapped = ours_nnx.swap(model, quantization="fp8", report=reports.append)
+    assert_close(swapped(tokens), model(tokens), 0.1)
+    reasons = " ".join(row.reason for row in reports[0].left)
+    assert "multiple of 16" in reasons, str(reports[0])
+
+
+def test_models_within_bridges():
+    """ToNNX calls the module's `apply`; `to_linen` makes a Linen module of an nnx one."""
+    reports = []
+    inner = ours_linen.swap(LinenModel(), report=reports.append)
+    bridged = nnx.bridge.ToNNX(inner, rngs=nnx.Rngs(0)).lazy_init(X)
+    reports.clear()
+    assert_close(bridged(X), nnx.bridge.ToNNX(LinenModel(), rngs=nnx.Rngs(0)).lazy_init(X)(X))
+    assert reports and reports[-1].fused
+    model = nnx.bridge.to_linen(foreign_norms.OnePlusScale, DIM)
+    reports.clear()
+    swapped = ours_linen.swap(model, report=reports.append)
+    variables = model.init(jax.random.key(0), X)
+    assert_close(swapped.apply(variables, X), model.apply(variables, X))
+    assert [row.served for row in reports[-1].fused] == ["rms_norm"]
+
+
+def test_haliax():
+    with warnings.catch_warnings():  # haliax uses names that JAX has deprecated
+        warnings.simplefilter("ignore")
+        hax = pytest.importorskip("haliax", reason="haliax does not import with this JAX")
+    embed = hax.Axis("embed", DIM)
+    norm = hax.nn.RmsNorm.init(embed, use_bias=False)
+    x = hax.named(X, ("batch", "position", "embed"))
+    reports = []
+    y = ours_eqx.swap(norm, report=reports.append)(x)
+    assert y.axes == x.axes
+    assert_close(y.array, norm(x).array)
+    assert [row.served for row in reports[0].fused] == ["rms_norm"]
+
+
+def test_errors_of_the_model_keep_their_traceback():
+    class Fails(nnx.Module):
+        def __call__(self, x):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        ours_nnx.swap(Fails())(X)
+    assert any("test_swap" in str(entry.path) for entry in caught.traceback[1:])
+
+
+@pytest.mark.parametrize("home", ["nnx", "eqx", "linen"])
+def test_bad_input_is_one_clear_error(home):
+    swap = {"nnx": ours_nnx, "eqx": ours_eqx, "linen": ours_linen}[home].swap
+    models = {"nnx": NnxModel(nnx.Rngs(0)), "eqx": EqxModel(jax.random.key(0))}
+    models["linen"] = LinenModel()
+    good = models.pop(home)
+    with pytest.raises(TypeError, match=rf"{home}.swap: model must be a module, got the class"):
+        swap(type(good))
+    for other, model in models.items():
+        with pytest.raises(TypeError, match=rf"{home}.swap: .*use normfuse.layers.{other}.swap"):
+            swap(model)
+    for wrong in (3, None, lambda x: x, {"a": good}):
+        with pytest.raises(TypeError, match=rf"{home}.swap: model must be a module with a"):
+            swap(wrong)
+    with pytest.raises(ValueError, match=r"quantization must be None or 'fp8', got 'int8'"):
+        swap(good, quantization="int8")
+    with pytest.raises(TypeError, match="report must be a function, got 'print'"):
+        swap(good, report="print")
+
+
+def test_a_bound_linen_model_is_refused():
+    variables = LinenModel().init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="LinenModel is bound to variables; swap it before"):
+        ours_linen.swap(LinenModel().bind(variables))
+
+
+def test_removed_names_say_what_replaces_them():
+    for module, name in (
+        (normfuse, "fuse_norms"),
+        (normfuse, "FusionReport"),
+        (ours_nnx, "fuse_norms"),
+        (ours_nnx, "unswap"),
+        (ours_eqx, "unswap"),
+        (ours_linen, "unswap"),
+    ):
+        with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
+            getattr(module, name)
