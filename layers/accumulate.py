@@ -51,7 +51,7 @@ def accumulate_gradients(
         its batch, if the result is to be the mean of all. With `state`, `(params, batch, state) ->
         (loss, state)` or `-> (loss, aux, state)`.
       params: a pytree whose floating arrays are differentiated: of plain arrays, Linen's "params",
-        or an Equinox module. nnx models have `normfuse.layers.accumulate_nnx`.
+        or an Equinox module. nnx models have `normfuse.layers.nnx.accumulate_gradients`.
       batches: a pytree of arrays with a leading axis of microbatches.
       state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
         dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, a key for dropout.
@@ -276,7 +276,7 @@ def _check_variables(params: Any) -> None:
                 f"{_OP}: params{jax.tree_util.keystr(path)} is a {type(leaf).__name__}, which is "
                 "no parameter and would not be updated; the function for nnx models carries it "
                 "from one microbatch to the next: "
-                "normfuse.layers.accumulate_nnx.accumulate_gradients(loss_fn, model, batches)"
+                "normfuse.layers.nnx.accumulate_gradients(loss_fn, model, batches)"
             )
 
 

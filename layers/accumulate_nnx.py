@@ -57,7 +57,7 @@ def accumulate_gradients(
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
-    >>> from normfuse.layers.accumulate_nnx import accumulate_gradients
+    >>> from normfuse.layers.nnx import accumulate_gradients
     >>> model = nnx.BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
     >>> loss_fn = lambda model, x: jnp.mean(model(x) ** 2)
     >>> loss, gradients = accumulate_gradients(loss_fn, model, jnp.ones((3, 4, 2)))

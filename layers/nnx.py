@@ -15,6 +15,7 @@ from jax import Array
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation
 from . import modules
+from .accumulate_nnx import accumulate_gradients as accumulate_gradients
 from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .core.op import placed
 from .dense.dense import apply as apply_dense

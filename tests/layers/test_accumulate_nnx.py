@@ -10,8 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import normfuse
-from normfuse.layers.accumulate_nnx import accumulate_gradients
-from normfuse.layers.nnx import Linear
+from normfuse.layers.nnx import Linear, accumulate_gradients
 
 COUNT, ROWS, DIM = 3, 6, 16
 # Flax would rather have `nnx.capture` around; its `sow` works without.
@@ -174,6 +173,6 @@ def test_bad_input_is_one_clear_error(xs):
 @pytest.mark.parametrize("of", [lambda m: m, nnx.state, lambda m: {"model": [nnx.state(m)]}])
 def test_the_function_of_arrays_refuses_other_variables(xs, of):
     """They would be parameters there: each microbatch would begin with the same."""
-    with pytest.raises(ValueError, match=r"is a RngCount.*: normfuse\.layers\.accumulate_nnx\.acc"):
+    with pytest.raises(ValueError, match=r"is a RngCount.*: normfuse\.layers\.nnx\.acc"):
         normfuse.accumulate_gradients(lambda p, x: 0.0, of(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), xs)
     normfuse.accumulate_gradients(lambda p, x: 0.0, nnx.state(Model(nnx.Rngs(0)), nnx.Param), xs)
