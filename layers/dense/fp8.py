@@ -422,7 +422,7 @@ mlir.register_lowering(input_p, lambda ctx, x, **_: [x])
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What `normfuse.fuse_norms` has to know to call a function with the codes of its input."""
+    """What `fuse` has to know to call a function with the codes of its input."""
 
     call: Callable[..., Any]  # `(spec, args, operands) -> results`, a `custom_jvp`
     spec: Any  # with `of_codes`; its arguments are (x,)

@@ -80,7 +80,7 @@ def multiply_normalised(
 
 
 # ---------------------------------------------------------------- norm and products apart
-# What `normfuse.fuse_norms` writes in place of a norm, and of products elsewhere in the program.
+# What `fuse` writes in place of a norm, and of products elsewhere in the program.
 
 
 def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:

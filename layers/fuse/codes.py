@@ -22,6 +22,7 @@ from ..quantization import norm as quantized_norm
 from ..quantization import op as quantization
 from ..quantization.op import Quantized
 from ..rms_norm import op as rms_norm
+from .program import called
 from .report import Row
 
 
@@ -206,7 +207,8 @@ class _Program:
         if path not in self.fused:
             return self._bind(eqn, given), [None] * len(eqn.outvars)
         norm, spec = self.norms[path], eqn.params["spec"]
-        results, norm.made = fp8_norm.encode(spec, given, eqn.params["order"])
+        options = {"norm": spec, "order": eqn.params["order"]}
+        results, norm.made = called(_encode, *given, **options)
         results += [norm.made.rstd] * spec.with_rstd
         return results, [norm, *[None] * (len(results) - 1)]
 
@@ -235,7 +237,7 @@ class _Program:
         if not isinstance(product, fp8.Marked):
             has = product.codes
             return [*[codes.q] * has.has_q, *[codes.qt] * has.has_qt, codes.scale]
-        return fp8_norm.multiply_encoded(product, given[0], codes, given[1:])
+        return called(_multiply, given[0], codes, *given[1:], marked=product)
 
     def _rebuilt(self, eqn: Any, given: list[Any], path: _Path) -> list[Any]:
         """Returns the results of an equation in whose bodies norms are fused."""
@@ -261,6 +263,14 @@ class _Program:
             one = params[key]
             params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
         return results_of(eqn.replace(params=params), given)
+
+
+def _encode(*args: jax.Array, norm: Any, order: Any) -> Any:
+    return fp8_norm.encode(norm, args, order)
+
+
+def _multiply(x: jax.Array, codes: Quantized, *operands: jax.Array, marked: fp8.Marked) -> Any:
+    return fp8_norm.multiply_encoded(marked, x, codes, operands)
 
 
 def _scope(eqn: Any) -> Any:
