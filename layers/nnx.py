@@ -667,7 +667,7 @@ def _of_states(function: F, transform: Callable[[Any], Any]) -> F:
             with nnx.split_context(_FUSING) as context:
                 graph, state = context.split((args, kwargs))
             paths, tree = jax.tree.flatten_with_path(state)
-            # The graph of the arguments and the results, after a call that changes or returns modules.
+            # The graph of arguments and results, after a call that changes or returns modules.
             graphs: list[Any] = []
             parts: dict[str, list[Any]] = {}  # the arrays of each argument
             order = []
