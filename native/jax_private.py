@@ -80,14 +80,44 @@ def on_unused_results(primitive: Primitive, rule: Callable[..., Any]) -> None:
     _dce_rules[primitive] = rule
 
 
+def packed_attention(
+    q: Any, k: Any, v: Any, lengths: Any, starts: Any, *, scale: float, causal: bool
+) -> Any:
+    """Returns attention within segments, by cuDNN: `jax.nn` has no argument for them.
+
+    q, k, v are `(batch, length, heads, width)`, `lengths` and `starts` `(batch, limit)` and
+    `(batch, limit + 1)` of the segments of each sequence, filled up with -1.
+
+    Raises:
+      NotImplementedError, TypeError: if JAX, cuDNN or the GPU has no packed layout.
+    """
+    if _cudnn is None:
+        raise NotImplementedError("this JAX has its call of cuDNN elsewhere")
+    kinds = _cudnn.MaskType
+    return _cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=scale,
+        mask_type=kinds.PADDING_CAUSAL if causal else kinds.PADDING,
+    )
+
+
 @contextlib.contextmanager
 def described_cudnn(version: int) -> Iterator[None]:
-    """Within it, attention is traced for this version of cuDNN, not for the installed one."""
-    if _cudnn is None or not hasattr(_cudnn, "check_cudnn_version"):
+    """Within it, attention is traced for this cuDNN and a Hopper GPU, not for the installed."""
+    names = "check_cudnn_version", "check_compute_capability"
+    if _cudnn is None or not all(hasattr(_cudnn, name) for name in names):
         yield
         return
-    installed, _cudnn.check_cudnn_version = _cudnn.check_cudnn_version, lambda: version
+    installed = [getattr(_cudnn, name) for name in names]
+    _cudnn.check_cudnn_version = lambda: version
+    _cudnn.check_compute_capability = lambda capability: float(capability) <= 9
     try:
         yield
     finally:
-        _cudnn.check_cudnn_version = installed
+        _cudnn.check_cudnn_version, _cudnn.check_compute_capability = installed

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from ...native.dtypes import NARROW
 from ...native.implementation import Unsupported
+from ...native.jax_private import packed_attention
 from ...native.jaxpr import results_of, value_of
 from .spec import Dimensions, Dims, Extras, Spec, numbers, spread
 
@@ -73,49 +74,50 @@ def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     _require(capability, spec, q, k, extras)
     d = numbers(q.ndim)
 
-    def run(spec: Spec, *extras: Array) -> list[Array]:
-        call = _Call(spec, q, k, extras)
+    def run(call: _Call) -> list[Array]:
         if not spec.statistics:
             out = call.attend(*call.flat(q, k, v), *call.operands)
             return [call.only_seen(out, 0).reshape(q.shape)]
         out, lse = _run_forward(call, call.flat(q, k, v))
+        lse = call.of_rows(lse)
         if (some := call.rows_that_see) is not None:
             lse = jnp.where(some, lse, jnp.inf)
         out, lse = call.only_seen(out, 0), lse.reshape([q.shape[n] for n in d.rows])
         return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
 
-    return _simplest(spec, run, q, k, extras)
+    return _simplest(capability, spec, run, q, k, extras)
 
 
 def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
     q, k, v, *extras, out, most, log_sum, dout = operands
     _require(capability, spec, q, k, extras)
 
-    def run(spec: Spec, *extras: Array) -> list[Array]:
-        if spec.bias is not None and spec.dbias is not None and spec.bias != spec.dbias:
-            extras, spec = _wider_bias(spec, q, k, extras)
-        call = _Call(spec, q, k, extras)
+    if spec.bias is not None and spec.dbias is not None and spec.bias != spec.dbias:
+        extras, spec = _wider_bias(spec, q, k, extras)
+
+    def run(call: _Call) -> list[Array]:
         *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
         # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
         lse = jnp.where(most == jnp.inf, 0, most + log_sum)
         finite = lse.reshape(len(flat_out), -1, q.shape[-4])
-        found = _run_backward(call, qkv, flat_out, finite, call.only_seen(flat_dout, 0))
+        lse = call.of_kernel(finite)
+        found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
         results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
         return results + ([] if spec.dbias is None else [call.whole_bias(found[3])])
 
-    return _simplest(spec, run, q, k, extras)
+    return _simplest(capability, spec, run, q, k, extras)
 
 
 def _wider_bias(
     spec: Spec, q: Array, k: Array, extras: Sequence[Array]
-) -> tuple[tuple[Array, ...], Spec]:
+) -> tuple[list[Array], Spec]:
     """Returns the extras with a bias that has all dimensions of its gradient."""
     d = numbers(q.ndim)
     assert spec.bias is not None and spec.dbias is not None
     sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
     wide = spread(extras[0], spec.bias, spec.dbias)
     bias = jnp.broadcast_to(wide, [sizes[n] for n in spec.dbias])
-    return (bias, *extras[1:]), replace(spec, bias=spec.dbias)
+    return [bias, *extras[1:]], replace(spec, bias=spec.dbias)
 
 
 # ---------------------------------------------------------------- what it takes
@@ -151,19 +153,23 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
 
 
 def _simplest(
+    capability: int,
     spec: Spec,
-    run: Callable[..., list[Array]],
+    run: Callable[["_Call"], list[Array]],
     q: Array,
     k: Array,
     extras: Sequence[Array],
 ) -> list[Array]:
-    """Returns `run(spec, *extras)`; without a mask that turns out not to be needed.
+    """Returns what `run` does with a call; without a mask that turns out not to be needed.
 
-    A mask is an array of scores to read, and cuDNN skips nothing for it. Where it is what `causal`
-    says, or hides nothing, which is known when the program runs, that kernel takes its place.
+    A mask is an array of scores to read, and cuDNN skips nothing for it. If the mask is that of
+    `causal`, if it hides nothing, or if equal segment ids stand in rows, which is known when the
+    program runs, a kernel without a mask takes its place.
     """
-    whole = lambda: run(spec, *extras)
-    if spec.mask is None or spec.segments is not None:
+    whole = lambda: run(_Call(spec, q, k, extras))
+    if spec.segments is not None:
+        return _packed(capability, spec, run, whole, q, k, extras)
+    if spec.mask is None:
         return whole()
     d, (length, keys) = numbers(q.ndim), (q.shape[-4], k.shape[-3])
     mask, simple = extras[-1], replace(spec, mask=None)
@@ -177,7 +183,80 @@ def _simplest(
             needless = jnp.all(mask)
     else:
         needless = jnp.all(mask)
-    return lax.cond(needless, lambda: run(simple, *extras[:-1]), whole)
+    return lax.cond(needless, lambda: run(_Call(simple, q, k, extras[:-1])), whole)
+
+
+def _packed(
+    capability: int,
+    spec: Spec,
+    run: Callable[["_Call"], list[Array]],
+    whole: Callable[[], list[Array]],
+    q: Array,
+    k: Array,
+    extras: Sequence[Array],
+) -> list[Array]:
+    """Returns what `run` does with packed segments, if there are not too many; else `whole()`.
+
+    How many there are is known when the program runs, and the kernels start blocks for as many as
+    there may be, so two kernels are compiled, for segments of 512 and of 64 tokens on average.
+    """
+    d, length = numbers(q.ndim), q.shape[-4]
+    assert spec.segments is not None
+    if (
+        capability < 90
+        or length != k.shape[-3]
+        or any(dims is not None for dims in (spec.bias, spec.mask, spec.window))
+        or not {*spec.segments[0], *spec.segments[1]} <= {*d.batch, d.length, d.keys}
+    ):
+        return whole()
+    segments = _Segments(spec, q, extras)
+    heads = q.shape[-3] * q.shape[-2]
+    most = _MOST_STATISTICS // (len(segments.ids) * heads * length)
+    limits = sorted({min(max(2, length // n), most) for n in (512, 64)})
+    calls = [_PackedCall(spec, q, segments, limit) for limit in limits if limit > 1]
+    try:
+        for call in calls:
+            jax.eval_shape(lambda call=call: run(call))
+    except (RuntimeError, TypeError):  # this GPU, cuDNN or JAX has no packed layout
+        return whole()
+    which = sum(segments.most > call.limit for call in calls)
+    branches = [*(functools.partial(run, call) for call in calls), whole]
+    return lax.switch(jnp.where(segments.in_rows, which, len(calls)), branches)
+
+
+_MOST_STATISTICS = 2**26  # elements of the array that cuDNN has for each row of each segment
+
+
+class _Segments:
+    """Where the segments of each sequence begin.
+
+    Attributes:
+      ids: `(batch, length)`.
+      in_rows: whether queries and keys have the same ids, and equal ones are not apart.
+      first: whether a token is the first of its segment.
+      most: the largest number of segments in a sequence.
+    """
+
+    def __init__(self, spec: Spec, q: Array, extras: Sequence[Array]):
+        d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
+        assert spec.segments is not None
+        shape = [sizes[n] for n in (*d.batch, d.length)]
+        rename = lambda dims: tuple(d.length if n == d.keys else n for n in dims)
+        self.ids, others = (
+            jnp.broadcast_to(spread(a, rename(dims), (*d.batch, d.length)), shape)
+            .reshape(-1, shape[-1])
+            .astype(jnp.int32)
+            for a, dims in zip(extras[-2:], spec.segments)
+        )
+        before, after = self.ids[:, :-1], self.ids[:, 1:]
+        new = jnp.ones((len(self.ids), 1), bool)
+        self.first = jnp.concatenate([new, before != after], axis=1)
+        self.most = jnp.max(jnp.sum(self.first, axis=1))
+        # Ids that grow, but for padding at the end with a smaller one.
+        falls = jnp.sum(after < before, axis=1)
+        ends = self.ids[:, 0] > self.ids[:, -1]
+        in_rows = (falls == 0) | (falls == 1) & ends
+        self.in_rows = jnp.all(in_rows) & jnp.all(self.ids == others)
 
 
 # ---------------------------------------------------------------- a call
@@ -209,6 +288,14 @@ class _Call:
             hidden = jnp.asarray(_HIDDEN[self._bias.dtype.name], self._bias.dtype)
             bias = jnp.maximum(self._bias, hidden)
             self.operands = [bias if mask is None else jnp.where(mask, bias, hidden)]
+
+    def of_rows(self, lse: Array) -> Array:
+        """Returns the log-sum-exps of all rows, `(batch, heads, length)`, from the kernel's."""
+        return lse
+
+    def of_kernel(self, lse: Array) -> Array:
+        """Returns what the kernel of the backward takes for the log-sum-exps of all rows."""
+        return lse
 
     @property
     def has_bias(self) -> bool:
@@ -277,6 +364,48 @@ class _Call:
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
+
+
+class _PackedCall(_Call):
+    """A call with at most `limit` segments of each sequence, by cuDNN's packed layout.
+
+    Its kernels count the segments of all sequences in a row, and have the statistics of each
+    segment's rows from the segment's own first row on: `(batch · limit, heads, length)`.
+    """
+
+    def __init__(self, spec: Spec, q: Array, segments: _Segments, limit: int):
+        super().__init__(replace(spec, segments=None), q, q, ())
+        self.limit, self._segments = limit, segments
+        (batch, length), first = segments.ids.shape, segments.first
+        place = jnp.cumsum(first, axis=1) - 1  # of a token's segment in its sequence
+        count, token = place[:, -1:] + 1, jnp.arange(length)
+        starts = jnp.full((batch, limit + 1), -1, jnp.int32)
+        at = jnp.arange(batch)[:, None], jnp.where(first, place, limit + 1)
+        starts = starts.at[at].set(jnp.broadcast_to(token, first.shape), mode="drop")
+        number = jnp.arange(limit)
+        ends = jnp.where(number + 1 < count, starts[:, 1:], length)
+        lengths = jnp.where(number < count, ends - starts[:, :-1], -1)
+        self.operands = [lengths, starts]
+        self._number = place + jnp.cumsum(count, axis=0) - count
+        self._within = token - lax.cummax(jnp.where(first, token, 0), axis=1)
+
+    rows_that_see = None
+
+    def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
+        scale, causal = self._spec.scale, self._spec.causal
+        return packed_attention(q, k, v, *operands, scale=scale, causal=causal)
+
+    def of_rows(self, lse: Array) -> Array:
+        heads = jnp.arange(lse.shape[1])[None, :, None]
+        return lse[self._number[:, None], heads, self._within[:, None]]
+
+    def of_kernel(self, lse: Array) -> Array:
+        batch, heads, length = lse.shape
+        flat = jnp.moveaxis(lse, 1, 0).reshape(heads, -1)
+        count, all_rows = batch * self.limit, batch * length
+        (starts,) = jnp.nonzero(self._segments.first.reshape(-1), size=count, fill_value=all_rows)
+        rows = jnp.minimum(starts[:, None] + jnp.arange(length), all_rows - 1)
+        return jnp.moveaxis(flat[:, rows], 0, 1)
 
 
 def reached(spec: Spec, length: int, keys: int) -> Array:

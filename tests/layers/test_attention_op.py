@@ -16,7 +16,7 @@ from reference import wide
 import normfuse
 from normfuse import attention
 from normfuse.layers.attention import blocks, cudnn
-from normfuse.layers.attention.spec import Spec
+from normfuse.layers.attention.spec import Spec, numbers
 from normfuse.native.jax_private import described_cudnn
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -717,11 +717,67 @@ ON_GPU = {
 }
 
 
-@pytest.mark.parametrize("name", ON_GPU)
-def test_what_serves_on_gpus(name):
-    options, expected = ON_GPU[name]
+IDS = jnp.zeros((2, 64), int)
+ON_HOPPER = {  # segments in rows are packed, by kernels for few of them and for many
+    "segments": ({"segment_ids": IDS}, MASKED + PLAIN),
+    "many segments": (
+        {"segment_ids": jnp.zeros((2, 2048), int), "causal": True, "length": 2048},
+        MASKED + 2 * PLAIN,
+    ),
+    "segments, window": ({"segment_ids": IDS, "causal": True, "window": 9}, MASKED),
+    "segments, bias": ({"segment_ids": IDS, "bias": (64, 64)}, MASKED),
+    "width 256": ({"width": 256, "causal": True}, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", [*ON_GPU, *(f"{name}, Hopper" for name in ON_HOPPER)])
+def test_what_serves_on_gpus(name, monkeypatch):
+    if name.endswith(", Hopper"):
+        monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    options, expected = (ON_GPU | {f"{n}, Hopper": case for n, case in ON_HOPPER.items()})[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+PACKED = {  # ids, and whether they stand in rows
+    "documents": ([[3, 3, 3, 5, 5, 9, 9, 9], [0, 0, 1, 1, 1, 1, 1, 1]], True),
+    "padding": ([[1, 1, 2, 2, 2, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]], True),
+    "apart": ([[1, 1, 2, 2, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]], False),
+    "ends as it began": ([[1, 2, 2, 2, 2, 2, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]], False),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_segments_are_counted_as_cudnn_counts_them(name, rng):
+    """All in a row, each with the statistics of its rows from its own first row on."""
+    ids, in_rows = PACKED[name]
+    ids = jnp.asarray(ids)
+    (batch, length), limit, heads = ids.shape, 4, 2
+    q = jnp.zeros((batch, length, heads, 1, 8), bf16)
+    d = numbers(q.ndim)
+    spec = Spec(scale=1.0, causal=True, segments=((0, d.length), (0, d.keys)))
+    segments = cudnn._Segments(spec, q, (ids, ids))
+    assert bool(segments.in_rows) == in_rows
+    assert not cudnn._Segments(spec, q, (ids, ids[::-1])).in_rows
+    call = cudnn._PackedCall(spec, q, segments, limit)
+    lengths, starts = map(np.asarray, call.operands)
+    lse = rng.standard_normal((batch, heads, length)).astype(np.float32)
+    kernel = np.zeros((batch * limit, heads, length), np.float32)
+    number = 0
+    for row, of_row in enumerate(np.asarray(ids)):
+        runs = [len([*run]) for _, run in itertools.groupby(of_row)]
+        ends = np.cumsum(runs)
+        filled = lambda values, size: [*values, *[-1] * (size - len(values))]
+        assert lengths[row].tolist() == filled(runs, limit)
+        assert starts[row].tolist() == filled((ends - runs).tolist(), limit + 1)
+        for end, size in zip(ends, runs):
+            kernel[number, :, :size] = lse[row, :, end - size : end]
+            number += 1
+    np.testing.assert_array_equal(call.of_rows(jnp.asarray(kernel)), lse)
+    given = np.asarray(call.of_kernel(jnp.asarray(lse)))
+    assert np.isfinite(given).all() and given.shape == kernel.shape
+    np.testing.assert_array_equal(given[kernel != 0], kernel[kernel != 0])
+    assert int(segments.most) == max(len([*itertools.groupby(row)]) for row in np.asarray(ids))
 
 
 def test_cudnn_is_asked_for_the_same_window(rng, monkeypatch):
