@@ -4,6 +4,7 @@ model = Transformer(PRESETS["tiny"], key=jax.random.key(0))
 logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..layers.dense.gated import mlp as apply_mlp
 from ..layers.dense.gated import norm_mlp as apply_norm_mlp
 from ..layers.dense.norm_dense import apply as apply_norm_dense
 from ..layers.eqx import Linear, RMSNorm
-from ..layers.modules import converted, layers_of
+from ..layers.modules import layers_of
 from ..layers.rms_norm import add_rms_norm, rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
@@ -71,7 +72,13 @@ def _gated_product(mlp: "MLP", gate: Array, up: Array | None, spec: jax.P | None
 
 def _unquantized(module: eqx.Module) -> eqx.Module:
     is_linear = lambda node: isinstance(node, Linear)
-    plain = lambda node: converted(node, Linear, quantization=None) if is_linear(node) else node
+
+    def plain(node: Any) -> Any:
+        if is_linear(node):
+            node = copy.copy(node)  # any leaves: None, in a filtered tree
+            object.__setattr__(node, "quantization", None)
+        return node
+
     return jax.tree.map(plain, module, is_leaf=is_linear)
 
 
