@@ -20,10 +20,14 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand types
 
 
-def info() -> str:
-    """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op."""
+def info(every_platform: bool = False) -> str:
+    """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op.
+
+    Of other platforms than those of this machine's devices only with `every_platform`.
+    """
+    platforms = PLATFORMS if every_platform else _platforms_here()
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
-    lines += ["", "implementations per op, default first:", *_support_table()]
+    lines += ["", "implementations per op, default first:", *_support_table(platforms)]
     lines += ["", 'products with quantization="fp8":', *_fp8_products()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
@@ -174,12 +178,21 @@ def _quantized(
                 yield from gated.examples(n, dtype, rows=rows, function=function)
 
 
-def _support_table() -> list[str]:
+def _platforms_here() -> Sequence[str]:
+    """Returns the platforms of this machine's devices, and the CPU, which every machine has."""
+    import jax
+
+    device = jax.local_devices()[0]
+    gpu = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    return list(dict.fromkeys(["cpu", gpu if device.platform == "gpu" else device.platform]))
+
+
+def _support_table(platforms: Sequence[str]) -> list[str]:
     """A line for each platform and op, and one for each reason why something does not serve."""
-    found = {name: support(name=name) for name in ("native", "pallas")}
+    found = {name: support(platforms, name=name) for name in ("native", "pallas")}
     lines: list[str] = []
     reasons: dict[tuple[str, str], list[str]] = {}
-    for where, (op, examples) in itertools.product(PLATFORMS, kernels().items()):
+    for where, (op, examples) in itertools.product(platforms, kernels().items()):
         serves = []
         for name, why in found.items():
             missing: dict[str, list[str]] = {}

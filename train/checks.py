@@ -10,7 +10,7 @@ from typing import Any
 from ..models.config import TransformerConfig
 from . import UsageError
 from .arguments import is_text, named, shown
-from .config import ModelConfig, TrainConfig, as_dict
+from .config import ModelConfig, TrainConfig, as_dict, flat
 
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")
@@ -99,7 +99,7 @@ def check_resume(
     # Settings that the version that saved did not have, it ran at their default.
     model = {f.name: f.default for f in fields(TransformerConfig) if f.name in vars(config.model)}
     older = {f"model.{name}": value for name, value in model.items() if value is not MISSING}
-    saved, given = older | _flat(record["config"]), _flat(as_dict(config))
+    saved, given = older | flat(record["config"]), flat(as_dict(config))
     different = {
         name: (saved.get(name), given.get(name))
         for name in sorted({*saved, *given})
@@ -154,7 +154,7 @@ def require(valid: bool, flag: str, value: object, rule: str) -> None:
 
 def _check_representable(config: TrainConfig) -> None:
     """Checks that texts are UTF-8, and that numbers are ones that devices hold."""
-    for name, value in _flat(as_dict(config)).items():
+    for name, value in flat(as_dict(config)).items():
         flag = name.replace("_", "-")
         if isinstance(value, str):
             rule = "must be UTF-8 text without zero bytes."
@@ -175,7 +175,7 @@ def _in_float32(value: float) -> float:
 
 
 def _check_sizes(config: TrainConfig) -> None:
-    for name, value in _flat(as_dict(config)).items():
+    for name, value in flat(as_dict(config)).items():
         if name in _FROM_ONE or name in _FROM_ZERO:
             least = int(name in _FROM_ONE)
             require(value >= least, name.replace("_", "-"), value, f"must be at least {least}.")
@@ -277,16 +277,6 @@ def _check_out_dir(path: Path | None) -> None:
             raise UsageError(f"--out-dir {path}: {parent} is not a folder; choose another path.")
         if not os.access(parent, os.W_OK | os.X_OK):
             raise UsageError(f"--out-dir {path}: {parent} is not writable; choose another path.")
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def _describe(text: dict[str, Any]) -> str:

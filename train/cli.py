@@ -11,8 +11,10 @@ import io
 import itertools
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -113,6 +115,9 @@ class Plan:
 class Info:
     """Show versions, devices, the kernel cache, and which implementation each op would use."""
 
+    all: Annotated[bool, FlagCreatePairsOff] = False
+    """Show the ops on platforms that this machine does not have, too."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheShow:
@@ -187,20 +192,43 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    said, width = io.StringIO(), os.environ.get("COLUMNS")
+    said, help_text = io.StringIO(), _Help(sys.stdout)
+    width = os.environ.get("COLUMNS")
     if not {"-h", "--help"}.intersection(argv):
         os.environ["COLUMNS"] = "100000"  # for a message without line breaks
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(help_text):
             return tyro.cli(commands, prog="normfuse", description=about, args=argv)
     except SystemExit as exit:
         if not exit.code:
+            print(help_text.wrapped(), end="")
             raise
         raise UsageError(_without_frame(said.getvalue())) from None
     finally:
         os.environ.pop("COLUMNS", None)
         if width is not None:
             os.environ["COLUMNS"] = width
+
+
+class _Help(io.StringIO):
+    """A help text for a stream. tyro wraps what it frames, and not what a command is for."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def wrapped(self) -> str:
+        width = shutil.get_terminal_size().columns
+        fits = lambda line: len(line) <= width or not line[0].isalnum()
+        lines = self.getvalue().splitlines()
+        return "".join(f"{line if fits(line) else textwrap.fill(line, width)}\n" for line in lines)
 
 
 def _refuse_empty(argv: list[str]) -> None:
@@ -293,8 +321,8 @@ def _inspect(command: Info | Cache) -> None:
 
     try:
         match command:
-            case Info():
-                text = info.info()
+            case Info(every_platform):
+                text = _fitting(info.info(every_platform))
             case Cache(CacheClear()):
                 text = f"removed {cache.clear()} files from {cache.directory()}"
             case Cache(CacheWarm() as given):
@@ -317,6 +345,16 @@ def _inspect(command: Info | Cache) -> None:
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
         raise RunError(str(error)) from error
     print(text)
+
+
+def _fitting(text: str) -> str:
+    """Returns a text whose lines a terminal need not break; of a file or pipe, as it is."""
+    if not sys.stdout.isatty():
+        return text
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    options["subsequent_indent"] = "    "
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, **options)
+    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 def main(argv: list[str] | None = None) -> int:

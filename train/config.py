@@ -342,6 +342,15 @@ def as_dict(config: Any) -> dict[str, Any]:
     }
 
 
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested settings by dotted names."""
+    found = {}
+    for name, value in settings.items():
+        nested = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
+
+
 def dump(config: TrainConfig) -> str:
     """Returns a configuration as YAML that `defaults` reads back to the same configuration."""
     import yaml

@@ -21,6 +21,7 @@ from .run_dir import RunResults  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
 _LABEL = 60  # characters of a run's name
+_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1)}  # of the curves
 _SIZE = {"dpi": 160, "layout": "constrained"}
 File = Path | BinaryIO
 
@@ -28,7 +29,7 @@ File = Path | BinaryIO
 def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
     """Draws training loss, validation points and reference lines, in bits per byte, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 4.5), **_SIZE)
-    end = _last_step(runs)
+    begin, end = _steps(runs)
     for colour, run in _coloured(runs):
         _draw_loss(axes, run, colour, end)
     references = {name: bits for run in reversed(runs) for name, bits in run.references.items()}
@@ -45,8 +46,7 @@ def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
             color="0.4",
             zorder=0,  # below the curves
         )
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(0, end))
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="step", ylabel="bits per byte", xlim=(begin, end))
     nats = axes.secondary_yaxis(
         "right",
         functions=(lambda x: np.multiply(x, NATS_PER_BIT), lambda x: np.divide(x, NATS_PER_BIT)),
@@ -58,19 +58,33 @@ def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
 def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
     """Draws tokens per second over the steps, as a PNG."""
     figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
-    tops, end = [], _last_step(runs)
+    begin, end = _steps(runs)
     for colour, run in _coloured(runs):
         steps = run.steps("step", "tokens_per_s")
         y = np.array([line["tokens_per_s"] for line in steps])
-        smooth = _smooth(y, np.nanmedian, end)
-        axes.plot([line["step"] for line in steps], y, color=colour, linewidth=0.5, alpha=0.3)
+        # Tokens of a window over its seconds: what a checkpoint or a slow step takes counts.
+        rate = 1 / _smooth(1 / np.maximum(y, 1e-9), np.nanmean, end)
         label = f"{run.label}: median {np.median(y):,.0f}"
-        axes.plot([line["step"] for line in steps], smooth, color=colour, label=label)
-        tops.append(smooth.max())
-    axes.set(xlabel="step", ylabel="tokens per second", xlim=(0, end))
-    axes.set_ylim(0, 1.2 * max(tops) or 1)  # single fast or slow steps may leave the plot
+        axes.plot([line["step"] for line in steps], rate, color=colour, label=label)
+    axes.set(xlabel="step", ylabel="tokens per second", xlim=(begin, end))
+    axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _finish(figure, axes, file, loc="lower right")
+    _finish(figure, axes, file, **_ABOVE)
+
+
+def plot_steps(file: File, runs: Sequence[RunResults], name: str, title: str) -> None:
+    """Draws one of the figures of each step, such as `lr`, as a PNG."""
+    figure, axes = plt.subplots(figsize=(8, 3), **_SIZE)
+    begin, end = _steps(runs)
+    for colour, run in _coloured(runs):
+        steps = run.steps("step", name)
+        x, y = [line["step"] for line in steps], np.array([line[name] for line in steps])
+        if name != "lr":  # which is a schedule, without noise
+            axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
+            y = _smooth(y, np.nanmean, end)
+        axes.plot(x, y, color=colour, label=run.label)
+    axes.set(xlabel="step", ylabel=title, xlim=(begin, end))
+    _finish(figure, axes, file, **_ABOVE)
 
 
 def plot_breakdown(file: File, runs: Sequence[RunResults]) -> None:
@@ -104,8 +118,10 @@ def _coloured(runs: Sequence[RunResults]) -> list[tuple[str, RunResults]]:
     return [(_COLOURS[i % len(_COLOURS)], run) for i, run in enumerate(named)]
 
 
-def _last_step(runs: Sequence[RunResults]) -> int:
-    return max([1, *(line.get("step", 1) for run in runs for line in run.lines)])
+def _steps(runs: Sequence[RunResults]) -> tuple[int, int]:
+    """Returns the first and the last step of all runs; of one step alone, the one before it too."""
+    steps = [line["step"] for run in runs for line in run.lines if "step" in line] or [1]
+    return min(min(steps), max(steps) - 1), max(steps)
 
 
 def _finish(figure: Figure, axes: Axes, file: File, **legend: Any) -> None:

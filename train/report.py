@@ -1,6 +1,7 @@
 """`normfuse report`: compares runs in a table and in one HTML page with plots."""
 
 import base64
+import functools
 import html
 import io
 import math
@@ -18,7 +19,15 @@ from .display import duration, short
 from .run_dir import RunDir, RunResults
 
 _COLUMNS = ("run", "steps", "first loss", "last loss", "val loss", "bits/byte", "tokens/s", "time")
-_TITLES = {"loss": "Loss", "throughput": "Throughput", "breakdown": "Where a step's time goes"}
+_TITLES = {
+    "loss": "Loss",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "throughput": "Throughput",
+    "breakdown": "Where a step's time goes",
+}
+_NO_SETTINGS = ("out_dir", "resume", "distributed")  # that say where a run was, not what
+Rows = Sequence[Sequence[str]]
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
   padding: 0 1em; }
@@ -49,12 +58,13 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
             )
     page = expanded(page, "--html")
     pictures = None if pictures is None else expanded(pictures, "--pictures")
-    rows = [_row(run) for run in runs]
-    console, table = Console(), _table(rows)
-    if not console.is_terminal:  # a file or a pipe has no width to keep to
-        console.width = 10_000
-        console.width = console.measure(table).maximum
-    console.print(table)
+    tables = [[_COLUMNS, *map(_row, runs)], *_differences(runs)]
+    for rows in tables:
+        console, table = Console(), _table(rows)
+        if not console.is_terminal:  # a file or a pipe has no width to keep to
+            console.width = 10_000
+            console.width = console.measure(table).maximum
+        console.print(table)
     plots = _plots(runs)
     if pictures is not None:
         with named("--pictures", pictures, "be written"):
@@ -62,8 +72,23 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
             for name, png in plots.items():
                 (pictures / f"{name}.png").write_bytes(png)
     with named("--html", page, "be written"):
-        page.write_text(_html(rows, plots), encoding="utf-8")
+        page.write_text(_html(tables, plots), encoding="utf-8")
     print(f"page  {printable(str(page), kept='')}")
+
+
+def _differences(runs: Sequence[RunResults]) -> list[Rows]:
+    """Returns the settings that are not the same in all runs, as a table, where there are some."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    values = {name: [run.settings.get(name, "-") for run in runs] for name in names}
+    differ = {
+        name: found
+        for name, found in values.items()
+        if len(set(found)) > 1 and name.split(".")[0] not in _NO_SETTINGS
+    }
+    if not differ:
+        return []
+    rows = [[run.label, *(found[i] for found in differ.values())] for i, run in enumerate(runs)]
+    return [[["run", *differ], *rows]]
 
 
 def _row(run: RunResults) -> list[str]:
@@ -84,27 +109,31 @@ def _row(run: RunResults) -> list[str]:
     ]
 
 
-def _table(rows: list[list[str]]) -> Table:
+def _table(rows: Rows) -> Table:
+    """Returns rows, the first of which are the columns' names, as a table."""
     table = Table(box=box.SIMPLE_HEAD)
-    for name, *cells in zip(_COLUMNS, *rows, strict=True):
+    for name, *cells in zip(*rows, strict=True):
         if name == "run":
             table.add_column(name, overflow="fold")  # this column shrinks on a narrow terminal
         else:
             width = max(map(len, [*name.split(), *cells]))
             table.add_column(name, justify="right", min_width=width)
-    for row in rows:
+    for row in rows[1:]:
         table.add_row(*map(Text, row))  # a string would be read as rich's markup
     return table
 
 
 def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
-    """Draws loss, throughput, and the breakdown of runs with a profile, as PNGs."""
-    timed = [run for run in runs if run.steps("step", "tokens_per_s")]
+    """Draws what `_TITLES` names, of the runs that have it, as PNGs."""
     profiled = [run for run in runs if run.breakdown]
+    having = lambda name: [run for run in runs if run.steps("step", name)]
+    of = lambda name: functools.partial(plot.plot_steps, name=name, title=_TITLES[name].lower())
     drawn = {}
     for name, draw, shown in (
         ("loss", plot.plot_loss, runs),
-        ("throughput", plot.plot_throughput, timed),
+        ("lr", of("lr"), having("lr")),
+        ("grad_norm", of("grad_norm"), having("grad_norm")),
+        ("throughput", plot.plot_throughput, having("tokens_per_s")),
         ("breakdown", plot.plot_breakdown, profiled),
     ):
         if shown:
@@ -114,14 +143,17 @@ def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
     return drawn
 
 
-def _html(rows: Sequence[Sequence[str]], plots: Mapping[str, bytes]) -> str:
-    """Returns the page: the table, and the plots under their titles, in one file."""
+def _html(tables: Sequence[Rows], plots: Mapping[str, bytes]) -> str:
+    """Returns the page: the tables, and the plots under their titles, in one file."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
-    table = "\n".join([line(_COLUMNS, "th"), *(line(cells, "td") for cells in rows)])
-    parts = ["<h1>normfuse report</h1>", f'<div class="wide"><table>\n{table}\n</table></div>']
+    parts = ["<h1>normfuse report</h1>"]
+    for i, (names, *rows) in enumerate(tables):
+        parts += ["<h2>Settings that differ</h2>"] * (i == 1)
+        table = "\n".join([line(names, "th"), *(line(cells, "td") for cells in rows)])
+        parts.append(f'<div class="wide"><table>\n{table}\n</table></div>')
     for name, png in plots.items():
         data = base64.b64encode(png).decode()
         parts.append(f"<h2>{_TITLES[name]}</h2>")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import UsageError, metrics
-from .arguments import named, printable, read_bytes
-from .config import TrainConfig
+from .arguments import named, one_line, printable, read_bytes
+from .config import TrainConfig, flat
 from .metrics import is_number
 
 
@@ -76,7 +76,18 @@ class RunDir:
             per_byte if is_number(per_byte) and per_byte > 0 else 1.0,
             _numbers(references) if isinstance(references, dict) else {},
             _numbers(_read_object(self.profile / "breakdown.json")),
+            self._settings(),
         )
+
+    def _settings(self) -> dict[str, str]:
+        import yaml
+
+        try:
+            found = yaml.safe_load(read_bytes(self.config))
+            settings = flat(found) if isinstance(found, dict) else {}
+        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError, yaml.YAMLError):
+            return {}
+        return {printable(str(name), kept=""): one_line(x) for name, x in settings.items()}
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class RunResults:
     references: Mapping[str, float] = field(default_factory=dict)
     # Milliseconds of a step by kind of operation; empty without a profile.
     breakdown: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # its config.yaml, by dotted names
 
     def steps(self, *names: str) -> list[Mapping[str, Any]]:
         """Returns the lines of steps with a finite loss, and with numbers by these names, too."""

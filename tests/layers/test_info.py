@@ -83,7 +83,7 @@ def printed(capsys, *argv):
 
 def test_info_says_what_serves_where_and_why(monkeypatch, folder):
     monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
-    text = report.info()
+    text = report.info(every_platform=True)
     for line in (
         "CUDA kernels are compiled for: sm_90",
         "NVRTC: {}.{}".format(*compiler.version()),
@@ -108,6 +108,9 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "in the compute dtype: kernels with a dimension that is no multiple of 16\n",
     ):
         assert line in text, text
+    here = report.info()
+    assert "  cpu   rms_norm   native, xla" in here
+    assert "  cuda  rms_norm" not in here and "rocm" not in here and "tpu" not in here
 
 
 @pytest.mark.parametrize("capability, what", [(80, "8.0, has none"), (90, "9.0, has them")])
@@ -127,7 +130,7 @@ def test_info_says_which_products_of_this_process_are_not_fp8(monkeypatch):
 @pytest.mark.newest
 def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    text = report.info()
+    text = report.info(every_platform=True)
     assert "NVRTC: missing: " in text
     assert "  cuda  rms_norm   pallas, xla" in text
     without = "cuda rms_norm; cuda layer_norm; cuda activation; cuda loss; cuda quantize (CUDA"
@@ -140,7 +143,7 @@ def test_info_of_a_refused_cache(folder):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="chmod 700"):
-        text = report.info()
+        text = report.info(every_platform=True)
     assert "not used: kernel cache" in text
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import pytest
 
+from normfuse.layers import info
 from normfuse.train import cli
 from normfuse.train.cli import main
 from normfuse.train.display import shell_command
@@ -114,6 +115,29 @@ for argv in {[argv for argv, *_ in _COMMANDS]!r}:
         assert code == expected, (argv, err)
         assert said in (err if code else out), argv
         assert not code or err.count("\n") == 1, argv
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("command", ["", "train", "generate", "report", "plan", "info", "cache"])
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main([*command.split(), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("usage: normfuse") and max(map(len, lines)) <= columns
+
+
+def test_info_breaks_no_word_on_a_terminal(monkeypatch, capsys):
+    text = "a line\n  not native: cpu dense (site-packages of some-platform)\n\n" + "x" * 30
+    monkeypatch.setattr(info, "info", lambda every_platform: text + str(every_platform))
+    monkeypatch.setenv("COLUMNS", "20")
+    assert cli.main(["info", "--all"]) == 0
+    assert capsys.readouterr().out == text + "True\n"  # a pipe's lines are whole
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli.main(["info"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.split() == f"{text}False".split()
+    assert shown.splitlines()[:2] == ["a line", "  not native: cpu"]
 
 
 def test_reader_that_leaves_early_is_no_error():

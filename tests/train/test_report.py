@@ -50,10 +50,10 @@ def test_page_holds_the_table_and_every_picture(finished, profiled, tmp_path, ca
     table = capsys.readouterr().out
     assert "tokens/s" in table and str(profiled) in table and str(finished[0]) in table
     page = _Page(out.read_text())
-    alt = ["Loss", "Throughput", "Where a step's time goes"]
+    alt = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Where a step's time goes"]
     assert [image["alt"] for image in page.images] == alt
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    names = ["loss", "throughput", "breakdown"]
+    names = ["loss", "lr", "grad_norm", "throughput", "breakdown"]
     for image, name in zip(page.images, names, strict=True):
         picture = base64.b64decode(image["src"].split(",")[1])
         assert picture.startswith(PNG)
@@ -102,11 +102,38 @@ def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_pat
     run = RunDir(profiled).results("run")
     plot.plot_throughput(tmp_path / "speed.png", [run])
     speeds = [x["tokens_per_s"] for x in run.steps()]
-    assert list(drawn().get_lines()[0].get_ydata()) == speeds
+    (curve,) = drawn().get_lines()
+    np.testing.assert_allclose(curve.get_ydata(), speeds)
+    assert drawn().get_xlim() == (1, 6)  # where the data are
     assert f"median {np.median(speeds):,.0f}" in drawn().get_legend().get_texts()[0].get_text()
     plot.plot_breakdown(tmp_path / "kinds.png", [run])
     assert [t.get_text() for t in drawn().get_yticklabels()] == ["matrix products", "idle"]
     assert [t.get_text() for t in drawn().texts] == ["3 ms, 75%", "1 ms, 25%"]
+
+
+def test_throughput_is_a_rate_over_a_window(tmp_path, drawn):
+    """Tokens by the seconds of three steps, of which one waited for a checkpoint."""
+    speeds = [100.0] * 50 + [10.0] + [100.0] * 49
+    steps = [{"step": i, "loss": 1.0, "tokens_per_s": x} for i, x in enumerate(speeds, 1)]
+    plot.plot_throughput(tmp_path / "speed.png", [RunResults("run", steps)])
+    (curve,) = drawn().get_lines()
+    np.testing.assert_allclose(curve.get_ydata()[48:53], [100, 25, 25, 25, 100])
+
+
+def test_settings_that_differ_are_listed(finished, tmp_path, capsys):
+    """Not where a run was."""
+    other = shutil.copytree(finished[0], tmp_path / "other")
+    settings = (other / "config.yaml").read_text().replace("b1: 0.9", "b1: 0.8")
+    (other / "config.yaml").write_text(settings.replace(str(finished[0]), str(other)))
+    page = tmp_path / "page.html"
+    assert main(["report", str(finished[0]), str(other), "--html", str(page)]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^ *run +optim\.b1 *$", table, re.M) and re.search(
+        r"other +0\.8 *$", table, re.M
+    )
+    assert {"Settings that differ", "optim.b1", "0.9", "0.8"} <= set(_Page(page.read_text()).words)
+    assert main(["report", str(other), "--html", str(page)]) == 0
+    assert "Settings" not in page.read_text()
 
 
 def test_runs_of_any_length_are_smoothed_alike(finished, tmp_path, drawn):
