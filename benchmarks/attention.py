@@ -361,17 +361,20 @@ def torch_table(cases: list[Case]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
+    parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--seconds", type=float, default=110, help="of the whole")
     parser.add_argument("--iterations", type=int, default=11)
     parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     until = time.perf_counter() + arguments.seconds
-    cases = [case.tiny() if arguments.tiny else case for case in CASES]
+    chosen = [case for case in CASES if arguments.only in case.name]
+    cases = [case.tiny() if arguments.tiny else case for case in chosen]
     if arguments.torch:
         torch_table(cases)
         return
     # In a process of its own: JAX takes the GPU's memory.
-    command = [sys.executable, __file__, "--torch", *["--tiny"] * arguments.tiny]
+    command = [sys.executable, __file__, "--torch", "--only", arguments.only]
+    command += ["--tiny"] * arguments.tiny
     try:
         subprocess.run(command, check=False, timeout=30)
     except subprocess.TimeoutExpired:

@@ -70,11 +70,11 @@ def _of_even_length(
 
 
 def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    q, k, v, *extras = operands
+    q, k, _, *extras = operands
     _require(capability, spec, q, k, extras)
     d = numbers(q.ndim)
 
-    def run(call: _Call) -> list[Array]:
+    def run(call: _Call, q: Array, k: Array, v: Array, *_: Array) -> list[Array]:
         if not spec.statistics:
             out = call.attend(*call.flat(q, k, v), *call.operands)
             return [call.only_seen(out, 0).reshape(q.shape)]
@@ -85,39 +85,38 @@ def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
         out, lse = call.only_seen(out, 0), lse.reshape([q.shape[n] for n in d.rows])
         return [out.reshape(q.shape), lse, jnp.zeros_like(lse)][: 1 + spec.statistics]
 
-    return _simplest(capability, spec, run, q, k, extras)
+    return _simplest(capability, spec, run, operands, spec.forward_dims(q.ndim))
 
 
 def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    q, k, v, *extras, out, most, log_sum, dout = operands
+    q, k, _, *extras, _, _, _, _ = operands
     _require(capability, spec, q, k, extras)
-
+    dims = spec.gradients_dims(q.ndim)
     if spec.bias is not None and spec.dbias is not None and spec.bias != spec.dbias:
-        extras, spec = _wider_bias(spec, q, k, extras)
+        wide, spec = _wider_bias(spec, q, k, extras)
+        operands = *operands[:3], wide, *operands[4:]
 
-    def run(call: _Call) -> list[Array]:
+    def run(call: _Call, q: Array, k: Array, v: Array, *others: Array) -> list[Array]:
+        *_, out, most, log_sum, dout = others
         *qkv, flat_out, flat_dout = call.flat(q, k, v, out, dout)
         # A row adds nothing to any gradient with a gradient of 0, and weights that are finite.
         lse = jnp.where(most == jnp.inf, 0, most + log_sum)
-        finite = lse.reshape(len(flat_out), -1, q.shape[-4])
-        lse = call.of_kernel(finite)
+        lse = call.of_kernel(lse.reshape(len(flat_out), -1, q.shape[-4]))
         found = _run_backward(call, qkv, flat_out, lse, call.only_seen(flat_dout, 0))
         results = [g.reshape(a.shape) for g, a in zip(found, (q, k, v))]
         return results + ([] if spec.dbias is None else [call.whole_bias(found[3])])
 
-    return _simplest(capability, spec, run, q, k, extras)
+    return _simplest(capability, spec, run, operands, dims)
 
 
-def _wider_bias(
-    spec: Spec, q: Array, k: Array, extras: Sequence[Array]
-) -> tuple[list[Array], Spec]:
-    """Returns the extras with a bias that has all dimensions of its gradient."""
+def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tuple[Array, Spec]:
+    """Returns a bias that has all dimensions of its gradient, and the spec that says so."""
     d = numbers(q.ndim)
     assert spec.bias is not None and spec.dbias is not None
     sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
     wide = spread(extras[0], spec.bias, spec.dbias)
     bias = jnp.broadcast_to(wide, [sizes[n] for n in spec.dbias])
-    return [bias, *extras[1:]], replace(spec, bias=spec.dbias)
+    return bias, replace(spec, bias=spec.dbias)
 
 
 # ---------------------------------------------------------------- what it takes
@@ -152,25 +151,25 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
         raise Unsupported("cuDNN would need a mask or a bias of all scores in memory")
 
 
+_Run = Callable[..., list[Array]]  # of a call, and the operands of `forward` or `gradients`
+
+
 def _simplest(
-    capability: int,
-    spec: Spec,
-    run: Callable[["_Call"], list[Array]],
-    q: Array,
-    k: Array,
-    extras: Sequence[Array],
+    capability: int, spec: Spec, run: _Run, operands: Sequence[Array], dims: Dims
 ) -> list[Array]:
-    """Returns what `run` does with a call; without a mask that turns out not to be needed.
+    """Returns `run(call, *operands)` for the simplest call that computes the same.
 
     A mask is an array of scores to read, and cuDNN skips nothing for it. If the mask is that of
     `causal`, if it hides nothing, or if equal segment ids stand in rows, which is known when the
     program runs, a kernel without a mask takes its place.
     """
-    whole = lambda: run(_Call(spec, q, k, extras))
+    q, k, _, *others = operands
+    extras = others[: len(spec.extras)]
+    whole = lambda *operands: run(_Call(spec, q, k, extras), *operands)
     if spec.segments is not None:
-        return _packed(capability, spec, run, whole, q, k, extras)
+        return _packed(capability, spec, run, whole, operands, dims)
     if spec.mask is None:
-        return whole()
+        return whole(*operands)
     d, (length, keys) = numbers(q.ndim), (q.shape[-4], k.shape[-3])
     mask, simple = extras[-1], replace(spec, mask=None)
     if d.length in spec.mask and d.keys in spec.mask:
@@ -183,48 +182,99 @@ def _simplest(
             needless = jnp.all(mask)
     else:
         needless = jnp.all(mask)
-    return lax.cond(needless, lambda: run(_Call(simple, q, k, extras[:-1])), whole)
+    without = lambda *operands: run(_Call(simple, q, k, extras[:-1]), *operands)
+    return lax.cond(needless, without, whole, *operands)
+
+
+# ---------------------------------------------------------------- segments
+
+
+_PACKED = 2**30  # bytes that cuDNN's backward may take besides its operands
 
 
 def _packed(
     capability: int,
     spec: Spec,
-    run: Callable[["_Call"], list[Array]],
-    whole: Callable[[], list[Array]],
-    q: Array,
-    k: Array,
-    extras: Sequence[Array],
+    run: _Run,
+    whole: Callable[..., list[Array]],
+    operands: Sequence[Array],
+    dims: Dims,
 ) -> list[Array]:
-    """Returns what `run` does with packed segments, if there are not too many; else `whole()`.
+    """Returns what `run` does with packed segments, unless there are too many; else `whole()`.
 
-    How many there are is known when the program runs, and the kernels start blocks for as many as
-    there may be, so two kernels are compiled, for segments of 512 and of 64 tokens on average.
+    How many there are is known when the program runs. cuDNN's kernels start blocks, and keep sums,
+    for as many as there may be, each as long as the sequence. So there is one for each 512 tokens
+    at most, and sequences and heads are computed in parts whose sums fit.
     """
-    d, length = numbers(q.ndim), q.shape[-4]
+    q, k, *others = operands
+    d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
     assert spec.segments is not None
+    length, of = sizes[d.length], {*spec.segments[0], *spec.segments[1]}
+    options = spec.bias, spec.mask, spec.window
     if (
         capability < 90
         or length != k.shape[-3]
-        or any(dims is not None for dims in (spec.bias, spec.mask, spec.window))
-        or not {*spec.segments[0], *spec.segments[1]} <= {*d.batch, d.length, d.keys}
+        or any(option is not None for option in options)
+        or not of <= {*d.batch, d.length, d.keys}
     ):
-        return whole()
-    segments = _Segments(spec, q, extras)
-    heads = q.shape[-3] * q.shape[-2]
-    most = _MOST_STATISTICS // (len(segments.ids) * heads * length)
-    limits = sorted({min(max(2, length // n), most) for n in (512, 64)})
-    calls = [_PackedCall(spec, q, segments, limit) for limit in limits if limit > 1]
+        return whole(*operands)
+    # float32 sums of dq, and dk and dv of each head
+    segment = 8 * length * sizes[d.heads] * sizes[d.group] * sizes[d.width]
+    first = math.prod(sizes[n] for n in d.batch[1:])
+    parts = [(d.batch[0], _parts_of(sizes[d.batch[0]])), (d.heads, _parts_of(sizes[d.heads]))]
+    least = segment * first // sizes[d.heads]  # of one segment of each sequence in a part
+    limit = min(length // 512, _PACKED // max(least, 1)) if length >= 1024 else 2
+    if limit < 2:
+        return whole(*operands)
+    chosen, bytes_of_all = [], segment * first * sizes[d.batch[0]] * limit
+    for n, counts in parts:
+        count = next((c for c in counts if bytes_of_all <= c * _PACKED), counts[-1])
+        bytes_of_all //= count
+        chosen.append((n, count))
+
+    def packed(*operands: Array) -> list[Array]:
+        q, _, _, *others = operands
+        segments = _Segments(spec, q, others)
+        return run(_PackedCall(spec, q, segments, limit), *operands)
+
+    for n, count in chosen:
+        packed = functools.partial(_in_parts, packed, n, count, dims)
     try:
-        for call in calls:
-            jax.eval_shape(lambda call=call: run(call))
+        jax.eval_shape(packed, *operands)
     except (RuntimeError, TypeError):  # this GPU, cuDNN or JAX has no packed layout
-        return whole()
-    which = sum(segments.most > call.limit for call in calls)
-    branches = [*(functools.partial(run, call) for call in calls), whole]
-    return lax.switch(jnp.where(segments.in_rows, which, len(calls)), branches)
+        return whole(*operands)
+    segments = _Segments(spec, q, others[1:])
+    fits = segments.in_rows & (segments.most <= limit)
+    return lax.cond(fits, packed, whole, *operands)
 
 
-_MOST_STATISTICS = 2**26  # elements of the array that cuDNN has for each row of each segment
+def _parts_of(size: int) -> list[int]:
+    """Returns in how many equal parts a dimension may be computed."""
+    return [count for count in range(1, size + 1) if size % count == 0]
+
+
+def _in_parts(
+    function: Callable[..., list[Array]], n: int, count: int, dims: Dims, *operands: Array
+) -> list[Array]:
+    """Returns `function(*operands)`, computed in `count` parts of dimension n, one by one."""
+    if count == 1:
+        return function(*operands)
+
+    def split(array: Array, i: int) -> Array:
+        shape = array.shape
+        return jnp.moveaxis(array.reshape(*shape[:i], count, -1, *shape[i + 1 :]), i, 0)
+
+    def joined(array: Array, i: int) -> Array:
+        array = jnp.moveaxis(array, 0, i)
+        return array.reshape(*array.shape[:i], -1, *array.shape[i + 2 :])
+
+    def part(given: list[Array]) -> list[Array]:
+        some = iter(given)
+        return function(*[next(some) if n in of else a for a, of in zip(operands, dims[0])])
+
+    given = [split(a, [*of].index(n)) for a, of in zip(operands, dims[0]) if n in of]
+    results = lax.map(part, given)
+    return [joined(a, [*of].index(n)) for a, of in zip(results, dims[1], strict=True)]
 
 
 class _Segments:
@@ -246,7 +296,7 @@ class _Segments:
             jnp.broadcast_to(spread(a, rename(dims), (*d.batch, d.length)), shape)
             .reshape(-1, shape[-1])
             .astype(jnp.int32)
-            for a, dims in zip(extras[-2:], spec.segments)
+            for a, dims in zip(extras, spec.segments)
         )
         before, after = self.ids[:, :-1], self.ids[:, 1:]
         new = jnp.ones((len(self.ids), 1), bool)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from normfuse import attention
+from normfuse.layers.attention import cudnn
 
 pytestmark = pytest.mark.gpu
 
 bf16 = jnp.bfloat16
-LENGTH = 1024
+LENGTH = 4096
 
 
 def ids(*rows):
@@ -25,14 +26,16 @@ CASES = {
     "window": {"causal": True, "window": 100},
     "mask that is causal": {"mask": jnp.tril(jnp.ones((LENGTH, LENGTH), bool))},
     "mask": {"mask": jnp.arange(LENGTH)[:, None] % 7 != jnp.arange(LENGTH) % 5},
-    "few segments": {"segment_ids": ids([(1, 500), (2, 524)], [(4, 1024)])},
+    "few segments": {"segment_ids": ids([(1, 2000), (2, 2096)], [(4, 4096)])},
     "many segments": {
-        "segment_ids": ids([(n, 64) for n in range(16)], [(1, 1), (2, 300), (5, 700), (0, 23)])
+        "segment_ids": ids(
+            [(n, 512) for n in range(8)], [(1, 1), (2, 300), (5, 700), (6, 3000), (0, 95)]
+        )
     },
-    "too many segments": {"segment_ids": ids([(n, 32) for n in range(32)], [(1, 1024)])},
-    "segments apart": {"segment_ids": ids([(1, 300), (2, 300), (1, 424)], [(1, 1024)])},
+    "too many segments": {"segment_ids": ids([(n, 128) for n in range(32)], [(1, 4096)])},
+    "segments apart": {"segment_ids": ids([(1, 1300), (2, 1300), (1, 1496)], [(1, 4096)])},
     "other segments of keys": {
-        "segment_ids": (ids([(1, 1024)], [(2, 1024)]), ids([(1, 1024)], [(2, 500), (3, 524)]))
+        "segment_ids": (ids([(1, 4096)], [(2, 4096)]), ids([(1, 4096)], [(2, 96), (3, 4000)]))
     },
 }
 CASES |= {
@@ -40,9 +43,11 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name):
-    options = CASES[name]
+@pytest.mark.parametrize("name", [*CASES, "many segments, in parts"])
+def test_values_and_gradients(name, monkeypatch):
+    options = CASES[name.removesuffix(", in parts")]
+    if name.endswith("parts"):  # of both sequences and both heads of keys
+        monkeypatch.setattr(cudnn, "_PACKED", 2**26)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, LENGTH, heads, 64) for heads in (8, 2, 2, 8)]
     *operands, dout = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))

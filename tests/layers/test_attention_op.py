@@ -722,7 +722,7 @@ ON_HOPPER = {  # segments in rows are packed, by kernels for few of them and for
     "segments": ({"segment_ids": IDS}, MASKED + PLAIN),
     "many segments": (
         {"segment_ids": jnp.zeros((2, 2048), int), "causal": True, "length": 2048},
-        MASKED + 2 * PLAIN,
+        MASKED + PLAIN,
     ),
     "segments, window": ({"segment_ids": IDS, "causal": True, "window": 9}, MASKED),
     "segments, bias": ({"segment_ids": IDS, "bias": (64, 64)}, MASKED),
