@@ -29,6 +29,7 @@ def info(every_platform: bool = False) -> str:
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
     lines += ["", "implementations per op, default first:", *_support_table(platforms)]
     lines += ["", 'products with quantization="fp8":', *_fp8_products()]
+    lines += ["", "attention:", *_attention()]
     if seen := implementation.fallbacks():
         lines += ["", "served by plain HLO in this process:"]
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
@@ -223,6 +224,39 @@ def _fp8_products() -> list[str]:
         f"  in the compute dtype: kernels with a dimension that is no multiple of {MULTIPLE}",
         "  (those of a program are logged when it is lowered, and in normfuse.fallbacks())",
     ]
+
+
+def _attention() -> list[str]:
+    """What serves attention here, for each option that may change it."""
+    import jax
+
+    from .attention import cudnn
+    from .attention.spec import Spec, numbers
+
+    capabilities = filter(None, map(compute_capability, jax.local_devices()))
+    capability = next(capabilities, None)
+    if capability is None:
+        return ["  blocks of queries and keys by XLA: cuDNN needs an NVIDIA GPU, and none is here"]
+    lines, length, d = [], 2048, numbers(5)
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+    pairs, ids = of("bool", length, length), of("int32", length)
+    notes = {"mask": ", by its causal kernel if the mask turns out causal when the program runs"}
+    if capability >= 90:
+        notes["segments"] = ", packed if equal ids turn out to stand in rows"
+    cases: dict[str, tuple[str, int, dict[str, Any], list[Any]]] = {
+        "causal": ("bfloat16", 128, {"causal": True}, []),
+        "mask": ("bfloat16", 128, {"mask": (d.length, d.keys)}, [pairs]),
+        "segments": ("bfloat16", 128, {"segments": ((d.length,), (d.keys,))}, [ids, ids]),
+        "heads of 256": ("bfloat16", 256, {"causal": True}, []),
+        "softcap": ("bfloat16", 128, {"softcap": 50.0}, []),
+        "float32": ("float32", 128, {"causal": True}, []),
+    }
+    for name, (dtype, width, options, extras) in cases.items():
+        q, k = of(dtype, 1, length, 8, 1, width), of(dtype, 1, length, 8, width)
+        why = cudnn.refusal(capability, Spec(scale=1.0, **options), q, k, *extras)
+        served = f"blocks by XLA ({why})" if why else f"cuDNN{notes.get(name, '')}"
+        lines.append(f"  {name:12}  {served}")
+    return lines
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:

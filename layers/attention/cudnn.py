@@ -122,6 +122,15 @@ def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tupl
 # ---------------------------------------------------------------- what it takes
 
 
+def refusal(capability: int, spec: Spec, q: Any, k: Any, *extras: Any) -> str:
+    """Returns why cuDNN does not take operands of these shapes and dtypes, or ""."""
+    try:
+        _require(capability, spec, q, k, extras)
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
 def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> None:
     """Raises Unsupported, with the reason, for what cuDNN does not take."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
@@ -146,7 +155,8 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
             "if that is enough"
         )
     given = sum(a.size for a in extras)
-    made = sum(a.size for a in jax.eval_shape(lambda: _Call(spec, q, k, extras).operands))
+    call = lambda *extras: _Call(spec, q, k, extras).operands
+    made = sum(a.size for a in jax.eval_shape(call, *extras))
     if made > max(_MOST_MADE, given):
         raise Unsupported("cuDNN would need a mask or a bias of all scores in memory")
 

@@ -284,3 +284,13 @@ def test_cache_warm_refused_folder_is_an_error(capsys, folder):
 def test_cache_warm_rejects_no_features(capsys):
     for argv in (["cache", "warm"], ["cache", "warm", "0"], ["cache", "what"]):
         assert main(argv) == 2
+
+
+def test_what_serves_attention_is_listed_for_this_gpu(monkeypatch):
+    assert "attention:\n  blocks of queries and keys by XLA: cuDNN needs" in report.info()
+    for capability, packed, wide in ((90, ", packed if", "cuDNN$"), (80, "$", "blocks.*not 256")):
+        monkeypatch.setattr(report, "compute_capability", lambda device, found=capability: found)
+        listed = "\n".join(report._attention())
+        assert re.search(rf"^  segments +cuDNN{packed}", listed, re.M), listed
+        assert re.search(rf"^  heads of 256 +{wide}", listed, re.M), listed
+        assert re.search(r"^  softcap +blocks by XLA \(cuDNN has no softcap\)$", listed, re.M)
