@@ -7,7 +7,7 @@
 Each copy is measured in processes of its own, with DIR first on PYTHONPATH: before, after, before,
 after. Only public names are used, so the copies may differ inside. The parts:
 
-  norms   rms_norm and add_rms_norm on bfloat16 rows, forward and backward, four shapes
+  norms   rms_norm, add_rms_norm and layer_norm on bfloat16 rows, forward and backward, four shapes
   dense   a norm and a dense layer, a gelu MLP and SwiGLU MLPs, forward and backward
   1b      a step of `normfuse train --preset 1b`, bfloat16, nothing recomputed
 
@@ -89,15 +89,15 @@ Cases = Iterator[tuple[str, Callable, list[tuple]]]  # name, function, operands 
 
 
 def norms(size: Size) -> Cases:
-    """rms_norm and add_rms_norm, forward, and backward from what the forward has saved."""
+    """The norms, forward, and backward from what the forward has saved."""
     import jax
     import jax.numpy as jnp
     from device_time import sets_for
 
     import normfuse
 
-    for added, (rows, n) in itertools.product((False, True), size.rows):
-        norm = normfuse.add_rms_norm if added else normfuse.rms_norm
+    for op, (rows, n) in itertools.product(("rms_norm", "add_rms_norm", "layer_norm"), size.rows):
+        norm, added = getattr(normfuse, op), op == "add_rms_norm"
 
         def operands(seed, added=added, rows=rows, n=n):
             *keys, last = jax.random.split(jax.random.key(seed), 5)
@@ -108,7 +108,7 @@ def norms(size: Size) -> Cases:
 
         count = sets_for(3 * 2 * rows * n) if size.calls > 4 else 1
         drawn = [jax.jit(operands)(seed) for seed in range(count)]
-        name = f"{'add_' * added}rms_norm {rows} x {n}"
+        name = f"{op} {rows} x {n}"
         yield f"{name} forward", norm, [arrays for arrays, _ in drawn]
         pull = jax.jit(lambda *arrays, norm=norm: jax.vjp(norm, *arrays)[1])
         saved = [(pull(*arrays), cotangents) for arrays, cotangents in drawn]
