@@ -449,7 +449,9 @@ class _PackedCall(_Call):
         self._number = place + jnp.cumsum(count, axis=0) - count
         self._within = token - lax.cummax(jnp.where(first, token, 0), axis=1)
 
-    rows_that_see = None
+    @functools.cached_property
+    def rows_that_see(self) -> None:
+        return None
 
     def attend(self, q: Array, k: Array, v: Array, *operands: Array) -> Array:
         scale, causal = self._spec.scale, self._spec.causal

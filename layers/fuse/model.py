@@ -81,7 +81,6 @@ _making = threading.RLock()
 def _subclass(base: type, home: str, call: Call) -> type:
     own = getattr(base, call.method)
 
-    @functools.wraps(own)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return call.of(base)(self, *args, **kwargs)
 
@@ -90,9 +89,10 @@ def _subclass(base: type, home: str, call: Call) -> type:
         vars(plain).update(vars(self))
         return _restored, (plain, home, call)
 
-    method.__signature__ = inspect.signature(own)  # pyright: ignore[reportFunctionMemberAccess]
-    for function in (method, reduce):
-        function.nowrap = True  # pyright: ignore[reportFunctionMemberAccess]  # Linen's word: no scope
+    functools.update_wrapper(method, own)
+    of_linen = {"nowrap": True}  # its word for methods that have no scope of their own
+    vars(method).update(of_linen, __signature__=inspect.signature(own))
+    vars(reduce).update(of_linen)
     body = {
         call.method: method,
         "__reduce_ex__": reduce,
