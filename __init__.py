@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
-    from .layers.layer_norm import adaptive_layer_norm as adaptive_layer_norm
-    from .layers.layer_norm import add_layer_norm as add_layer_norm
-    from .layers.layer_norm import layer_norm as layer_norm
-    from .layers.rms_norm import adaptive_rms_norm as adaptive_rms_norm
-    from .layers.rms_norm import add_rms_norm as add_rms_norm
-    from .layers.rms_norm import gated_rms_norm as gated_rms_norm
-    from .layers.rms_norm import rms_norm as rms_norm
-    from .layers.rms_norm import rms_norm_with_rstd as rms_norm_with_rstd
+    from .layers.norm import adaptive_layer_norm as adaptive_layer_norm
+    from .layers.norm import adaptive_rms_norm as adaptive_rms_norm
+    from .layers.norm import add_layer_norm as add_layer_norm
+    from .layers.norm import add_rms_norm as add_rms_norm
+    from .layers.norm import gated_rms_norm as gated_rms_norm
+    from .layers.norm import layer_norm as layer_norm
+    from .layers.norm import rms_norm as rms_norm
+    from .layers.norm import rms_norm_with_rstd as rms_norm_with_rstd
     from .native.compiler import CompileError as CompileError
     from .native.implementation import fallbacks as fallbacks
 
@@ -48,10 +48,10 @@ _register_with_jax()
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
-    "adaptive_layer_norm": ".layers.layer_norm",
-    "adaptive_rms_norm": ".layers.rms_norm",
-    "add_layer_norm": ".layers.layer_norm",
-    "add_rms_norm": ".layers.rms_norm",
+    "adaptive_layer_norm": ".layers.norm",
+    "adaptive_rms_norm": ".layers.norm",
+    "add_layer_norm": ".layers.norm",
+    "add_rms_norm": ".layers.norm",
     "attention": ".layers.attention",
     "clamped_swiglu": ".layers.dense",
     "compare": ".layers.fuse.compare",
@@ -61,13 +61,13 @@ _HOME = {  # public name -> the module that defines it
     "fuse": ".layers.fuse",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
-    "gated_rms_norm": ".layers.rms_norm",
-    "layer_norm": ".layers.layer_norm",
+    "gated_rms_norm": ".layers.norm",
+    "layer_norm": ".layers.norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "norm_dense": ".layers.dense",
     "norm_gated_dense": ".layers.dense",
-    "rms_norm": ".layers.rms_norm",
-    "rms_norm_with_rstd": ".layers.rms_norm",
+    "rms_norm": ".layers.norm",
+    "rms_norm_with_rstd": ".layers.norm",
 }
 
 _GONE = {  # since version 0.1: public name -> what to use in its place

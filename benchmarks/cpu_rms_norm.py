@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse.layers.rms_norm.op import backward_kernel, forward_kernel
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm.op import backward_kernel, forward_kernel
+from normfuse.layers.norm.spec import Norm
 
 SHAPES = ((4096, 1024), (512, 4096), (65536, 64), (64, 65536), (4, 1048576))
 

@@ -220,10 +220,10 @@ def sweep(iterations: int) -> None:
 
 def norm_sweep(rows: int, iterations: int) -> None:
     """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
-    from normfuse.layers.rms_norm import cuda
-    from normfuse.layers.rms_norm.cuda import RowLayout
-    from normfuse.layers.rms_norm.op import pullback_kernel
-    from normfuse.layers.rms_norm.spec import Norm
+    from normfuse.layers.norm import cuda
+    from normfuse.layers.norm.cuda import RowLayout
+    from normfuse.layers.norm.op import pullback_kernel
+    from normfuse.layers.norm.spec import Norm
     from normfuse.native.implementation import NATIVE
 
     keys = jax.random.split(jax.random.key(0), 3)

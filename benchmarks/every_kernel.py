@@ -22,10 +22,10 @@ import numpy as np
 
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
-from normfuse.layers.layer_norm import op as layer_norm
-from normfuse.layers.quantization import gated, kernels, norm
-from normfuse.layers.rms_norm import op as rms_norm
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm import op as norms
+from normfuse.layers.norm.spec import Norm
+from normfuse.layers.quantization import gated, kernels
+from normfuse.layers.quantization import norm as coded_norm
 from normfuse.native.implementation import NATIVE
 from normfuse.native.kernel import Kernel
 
@@ -65,19 +65,21 @@ def rms_norms(lengths) -> Iterator[Example]:
         value = {"with_dscale": extra and scaled, "with_value": extra, **flag}
         forward = {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}
         apart = {"count": float(n), **grads}
-        yield rms_norm.forward_kernel, Norm(**forward), [x, *residual, *scale]
-        yield rms_norm.backward_kernel, Norm(**grads), [x, x, *scale, rstd, *dh]
-        yield rms_norm.backward_apply_kernel, Norm(**apart), [x, x, *scale, rstd, *dh, rstd]
+        yield norms.forward_kernel, Norm(**forward), [x, *residual, *scale]
+        yield norms.backward_kernel, Norm(**grads), [x, x, *scale, rstd, *dh]
+        yield norms.backward_apply_kernel, Norm(**apart), [x, x, *scale, rstd, *dh, rstd]
         if not added:
-            yield rms_norm.apply_kernel, Norm(**out, **flag), [x, *scale, rstd]
-            yield rms_norm.row_dots_kernel, Norm(**flag), [x, x, *scale]
-            yield rms_norm.row_sums_kernel, Norm(), [x]
-            yield rms_norm.pullback_kernel, Norm(**value), [x, x, *scale, rstd]
+            yield norms.apply_kernel, Norm(**out, **flag), [x, *scale, rstd]
+            yield norms.row_dots_kernel, Norm(**flag), [x, x, *scale]
+            yield norms.row_statistics_kernel, Norm(), [x]
+            yield norms.pullback_kernel, Norm(**value), [x, x, *scale, rstd]
 
 
 def layer_norms(lengths) -> Iterator[Example]:
     for n in lengths or CENTRED:
-        yield from layer_norm.examples(n, BF16, F32, BF16, rows=rows_of(n), scale_offset=0.5)
+        yield from norms.examples(
+            n, BF16, F32, BF16, rows=rows_of(n), scale_offset=0.5, centred=True
+        )
 
 
 def coded(lengths) -> Iterator[tuple[int, int]]:
@@ -92,7 +94,7 @@ def casts(lengths) -> Iterator[Example]:
 
 def norm_codes(lengths) -> Iterator[Example]:
     for n, rows in coded(lengths):
-        yield from norm.examples(n, BF16, F32, rows=rows)
+        yield from coded_norm.examples(n, BF16, F32, rows=rows)
 
 
 def gated_codes(lengths) -> Iterator[Example]:

@@ -11,8 +11,8 @@ import jax
 from benchmarks.norms import EPS, Contestant
 from benchmarks.rms_norm import main
 from normfuse import add_layer_norm, layer_norm
-from normfuse.layers.layer_norm.op import backward_kernel, define_backward
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm.op import backward_kernel, define_backward
+from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
 
 

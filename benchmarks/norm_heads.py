@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.device_time import Copies, microseconds, sets_for
-from normfuse.layers.rms_norm import op
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm import op
+from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
 
 HEADS = [(64, 32), (128, 32), (256, 32), (128, 8), (128, 40)]

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from normfuse import add_rms_norm, rms_norm
-from normfuse.layers.rms_norm.op import backward_kernel
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm.op import backward_kernel
+from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
 
 EPS = 1e-6

@@ -112,9 +112,9 @@ class Work:
         import jax.numpy as jnp
 
         from normfuse.layers.dense.epilogue import SCALARS
+        from normfuse.layers.norm.spec import Norm
         from normfuse.layers.quantization import gated, kernels, norm
         from normfuse.layers.quantization.norm import NormCodes
-        from normfuse.layers.rms_norm.spec import Norm
 
         found = []
 
@@ -401,10 +401,10 @@ def beside_xla(seconds: float) -> None:
 
     from normfuse import add_rms_norm, rms_norm
     from normfuse.layers.dense.epilogue import SCALARS
+    from normfuse.layers.norm.spec import Norm
     from normfuse.layers.quantization import norm as norms
     from normfuse.layers.quantization import quantize
     from normfuse.layers.quantization.norm import NormCodes
-    from normfuse.layers.rms_norm.spec import Norm
     from normfuse.native.implementation import NATIVE
 
     began, rate = time.perf_counter(), Copies().rate

@@ -17,8 +17,7 @@ from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
 from .fuse import fuse
 from .fuse.model import call_of, missing, swapped
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
+from .norm import layer_norm, rms_norm
 
 M = TypeVar("M")
 _NOT_GIVEN: Any = object()

@@ -42,11 +42,10 @@ def kernels() -> dict[str, dict[str, Example]]:
 
     from .cross_entropy import softmax
     from .dense import epilogue, one_kernel
-    from .layer_norm import op as layer_norm
+    from .norm import op as norms
     from .quantization import gated
     from .quantization import kernels as quantization
     from .quantization import norm as quantized_norm
-    from .rms_norm import op as rms_norm
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
 
@@ -62,8 +61,8 @@ def kernels() -> dict[str, dict[str, Example]]:
     norm = quantized_norm.examples(64, "bfloat16", "float32", rows=64)
     quantized = *quantization.examples(64, "bfloat16", rows=64), *gated_silu, *norm
     return {
-        "rms_norm": by_name(rms_norm.examples(*types, rows=8)),
-        "layer_norm": by_name(layer_norm.examples(*types, rows=8)),
+        "rms_norm": by_name(norms.examples(*types, rows=8)),
+        "layer_norm": by_name(norms.examples(*types, rows=8, centred=True)),
         "dense": {"dense": (one_kernel.kernel, one_kernel.Dense(), [x, x])},
         "activation": by_name(example for example in silu if example[1].has_up),
         "loss": by_name(softmax.examples(128, "bfloat16", rows=8)),
@@ -128,10 +127,8 @@ def warm(
 
     from .cross_entropy import softmax
     from .dense import epilogue
-    from .layer_norm import cuda as layer_norm_cuda
-    from .layer_norm import op as layer_norm
-    from .rms_norm import cuda
-    from .rms_norm import op as rms_norm
+    from .norm import cuda
+    from .norm import op as norms
 
     for name in activations or ():
         epilogue.resolve(name, "cache warm", gated=True)
@@ -144,11 +141,10 @@ def warm(
         for out in outs or (x,):
             examples: list[Example] = []  # of every kernel, in each of the layouts it has
             with jax.enable_x64("float64" in (x, scale, out)):
-                offset = {"scale_offset": scale_offset}
-                for rows in cuda.row_counts(n, target, x, scale, out):
-                    examples += rms_norm.examples(n, x, scale, out, rows=rows, **offset)
-                for rows in layer_norm_cuda.row_counts(n, target, x, scale, out):
-                    examples += layer_norm.examples(n, x, scale, out, rows=rows, **offset)
+                counts = cuda.row_counts(n, target, x, scale, out)
+                for rows, centred in itertools.product(counts, (False, True)):
+                    options = {"scale_offset": scale_offset, "centred": centred}
+                    examples += norms.examples(n, x, scale, out, rows=rows, **options)
                 for rows in epilogue.ROW_COUNTS:
                     examples += epilogue.examples(n, x, rows=rows, activations=activations)
                 if quantization is not None:

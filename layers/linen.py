@@ -22,8 +22,7 @@ from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
 from .fuse import fuse
 from .fuse.model import call_of, missing, swapped
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
+from .norm import layer_norm, rms_norm
 
 M = TypeVar("M", bound=nn.Module)
 _KERNEL = nn.linear.default_kernel_init

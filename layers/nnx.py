@@ -27,8 +27,7 @@ from .dense.norm_dense import apply as norm_linears
 from .fuse import fuse as fuse_arrays
 from .fuse.fuse import check as check_fuse
 from .fuse.model import call_of, missing, swapped
-from .layer_norm import layer_norm
-from .rms_norm import rms_norm
+from .norm import layer_norm, rms_norm
 
 M = TypeVar("M")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -19,7 +19,7 @@ from ..layers.dense.gated import norm_mlp as apply_norm_mlp
 from ..layers.dense.norm_dense import apply as apply_norm_dense
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.modules import layers_of
-from ..layers.rms_norm import add_rms_norm, rms_norm
+from ..layers.norm import add_rms_norm, rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import Activation, TransformerConfig

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from ..layers.nnx import GatedMLP, Linear, RMSNorm
-from ..layers.rms_norm import add_rms_norm, rms_norm
+from ..layers.norm import add_rms_norm, rms_norm
 from ..native.dtypes import rounded
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope

@@ -22,18 +22,12 @@ py::capsule Capsule(Handler* handler) {
 //             "targets": {name: handler, or {stage: handler}}}}
 py::dict Registrations() {
   using py::dict;
-  const dict cpu("normfuse_rms_norm_forward"_a = Capsule(NormfuseRmsNormForward),
-                 "normfuse_rms_norm_row_sums"_a = Capsule(NormfuseRmsNormRowSums),
-                 "normfuse_rms_norm_apply"_a = Capsule(NormfuseRmsNormApply),
-                 "normfuse_rms_norm_backward"_a = Capsule(NormfuseRmsNormBackward),
-                 "normfuse_rms_norm_row_dots"_a = Capsule(NormfuseRmsNormRowDots),
-                 "normfuse_rms_norm_backward_apply"_a = Capsule(NormfuseRmsNormBackwardApply),
-                 "normfuse_layer_norm_forward"_a = Capsule(NormfuseLayerNormForward),
-                 "normfuse_layer_norm_row_statistics"_a = Capsule(NormfuseLayerNormRowStatistics),
-                 "normfuse_layer_norm_apply"_a = Capsule(NormfuseLayerNormApply),
-                 "normfuse_layer_norm_backward"_a = Capsule(NormfuseLayerNormBackward),
-                 "normfuse_layer_norm_row_dots"_a = Capsule(NormfuseLayerNormRowDots),
-                 "normfuse_layer_norm_backward_apply"_a = Capsule(NormfuseLayerNormBackwardApply),
+  const dict cpu("normfuse_norm_forward"_a = Capsule(NormfuseNormForward),
+                 "normfuse_norm_row_statistics"_a = Capsule(NormfuseNormRowStatistics),
+                 "normfuse_norm_apply"_a = Capsule(NormfuseNormApply),
+                 "normfuse_norm_backward"_a = Capsule(NormfuseNormBackward),
+                 "normfuse_norm_row_dots"_a = Capsule(NormfuseNormRowDots),
+                 "normfuse_norm_backward_apply"_a = Capsule(NormfuseNormBackwardApply),
                  "normfuse_elementwise"_a = Capsule(NormfuseElementwise),
                  "normfuse_quantize_amax"_a = Capsule(NormfuseQuantizeAmax),
                  "normfuse_quantize_cast"_a = Capsule(NormfuseQuantizeCast));

@@ -37,7 +37,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:  # tests count kernels at sizes where XLA's norm would serve
-        from normfuse.layers.rms_norm import op as rms_norm
+        from normfuse.layers.norm import op as rms_norm
 
         rms_norm.PLAIN_ELEMENTS = 0
     for item in items:

@@ -13,7 +13,7 @@ import numpy as np
 import reference
 from reference import Expected, assert_close, wide
 
-from normfuse.layers.rms_norm import cuda
+from normfuse.layers.norm import cuda
 
 EPS = 1e-6
 DTYPES = ("bfloat16", "float32", "float16", "float64")
@@ -111,7 +111,7 @@ def check_heads(run: Run, case: Case, heads: int) -> None:
     h = h[0] if h else x
     (again,) = run("apply", [h, scale, rstd], seen | out)
     assert again.tobytes() == y.tobytes()
-    (sums,) = run("row_sums", [h], {"axes": (2,), "heads": (1,)})
+    (sums,) = run("row_statistics", [h], {"axes": (2,), "heads": (1,)})
     seen["with_dscale"] = True
     dx, dscale = run("backward", [dy, h, scale, rstd, *more], seen)
     (dots,) = run("row_dots", [dy, h, scale], seen)
@@ -174,7 +174,7 @@ def check_pullback(run: Run, case: Case, with_value: bool = True) -> None:
 
 
 def check_halves(run: Run, case: Case) -> None:
-    """`row_sums`, `apply`, `row_dots` and `backward_apply`, within rounding."""
+    """`row_statistics`, `apply`, `row_dots` and `backward_apply`, within rounding."""
     x, dy, dh, scale = case.draw(3)
     outer, n, inner = case.shape
     weight, wide_x, wide_dy = np.ones((1, 1, 1)), wide(x), wide(dy)
@@ -182,7 +182,7 @@ def check_halves(run: Run, case: Case) -> None:
         weight = (wide(scale) + case.offset)[None, :, None]
     scales = [scale] * (case.scale is not None)
 
-    (sums,) = run("row_sums", [x], {})
+    (sums,) = run("row_statistics", [x], {})
     assert_close(sums, Expected((wide_x**2).sum(1), (wide_x**2).sum(1), n), sums.dtype.name)
 
     rng = np.random.default_rng(n)

@@ -27,14 +27,14 @@ def text(compiled) -> str:
     return compiled if isinstance(compiled, str) else compiled.as_text()
 
 
-def calls(compiled, prefix: str = "rms_norm_") -> dict[str, int]:
-    """How often each of our kernels is called; names without `prefix`.
+def calls(compiled, prefix: str = "(rms_|layer_)?norm_") -> dict[str, int]:
+    """How often each of our kernels is called; names without `prefix`, a pattern.
 
     On a GPU every kernel is a launch that names it, and the sum over the blocks of a backward
     kernel, a launch of its own, counts as part of it.
     """
     found = collections.Counter(name for name, _ in _kernels(compiled))
-    return {name.removeprefix(prefix): count for name, count in sorted(found.items())}
+    return {re.sub(f"^{prefix}", "", name): count for name, count in sorted(found.items())}
 
 
 def runs(compiled, prefix: str) -> dict[tuple[str, str], int]:

@@ -1,13 +1,13 @@
-"""RMSNorm's kernels by name, for tests that run each of them."""
+"""The norms' kernels by name, for tests that run each of them."""
 
 from typing import Any
 
 import jax.numpy as jnp
 
-from normfuse.layers.rms_norm import cuda, op
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm import cuda, op
+from normfuse.layers.norm.spec import Norm
 
-KERNELS = {kernel.name.removeprefix("rms_norm_"): kernel for kernel in op.KERNELS}
+KERNELS = {kernel.name.removeprefix("norm_"): kernel for kernel in op.KERNELS}
 CUDA = {name: kernel.bodies["cuda"] for name, kernel in KERNELS.items()}
 assert CUDA["forward"] is cuda.forward
 

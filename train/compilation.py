@@ -13,7 +13,7 @@ from . import RunError, UsageError
 from .step import Program
 
 # Families of ops, each with what the names of its kernels hold, native or Pallas.
-_FAMILIES = {"norms": "rms_norm", "activations": "epilogue|dense"}
+_FAMILIES = {"norms": "rms_norm|^norm_", "activations": "epilogue|dense"}
 # Custom calls of Pallas kernels: on GPUs by Triton and by Mosaic, and on TPUs.
 _PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
 

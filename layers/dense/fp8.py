@@ -29,14 +29,14 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at, match
 from ..core.sharding import axes_of, whole
+from ..norm import op as rms_norm
+from ..norm.spec import Norm
 from ..quantization import fits as dimensions_fit
 from ..quantization import kernels
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import NormCodes
 from ..quantization.op import Quantized, decoded, quantize
-from ..rms_norm import op as rms_norm
-from ..rms_norm.spec import Norm
 from .matmul import (
     Product,
     batched,

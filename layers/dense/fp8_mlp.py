@@ -21,10 +21,10 @@ from jax import Array
 
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, placed
+from ..norm.spec import Norm
 from ..quantization import gated
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized
-from ..rms_norm.spec import Norm
 from .epilogue import SCALARS, Scalar
 from .fp8 import (
     FORMAT,

@@ -22,11 +22,11 @@ from jax.interpreters import ad
 from ...native import jax_private
 from ...native.implementation import Order
 from ..core.op import Op
+from ..norm import op as rms_norm
+from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import Normalised, NormCodes
-from ..rms_norm import op as rms_norm
-from ..rms_norm.spec import Norm
 from .fp8 import (
     FORMAT,
     Derived,

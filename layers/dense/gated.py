@@ -11,8 +11,8 @@ from ...native.implementation import BEST, Implementation, Order, choose, native
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
+from ..norm import add_rms_norm, rms_norm
 from ..quantization import norm as quantized_norm
-from ..rms_norm.op import add_rms_norm, rms_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from ...native.implementation import Implementation, choose, native_or_best
 from ..core.arguments import Quantization, check_quantization, finite, floating, floating_dtype
 from ..core.op import match, vary, varying_axes
-from ..rms_norm.op import add_rms_norm, rms_norm
+from ..norm import add_rms_norm, rms_norm
 from . import fp8_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of

@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, match, placed
 from ..core.sharding import whole
-from ..rms_norm import op as rms_norm
-from ..rms_norm.spec import Norm
+from ..norm import op as rms_norm
+from ..norm.spec import Norm
 from . import epilogue, product_gradient
 from .epilogue import Epilogue, Scalar
 from .matmul import (

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 
 from ...native.jaxpr import line_of, results_of, value_of
 from ..dense import fp8, fp8_norm
-from ..layer_norm import op as layer_norm
+from ..norm import op as norms
 from ..quantization import norm as quantized_norm
 from ..quantization import op as quantization
 from ..quantization.op import Quantized
-from ..rms_norm import op as rms_norm
 from .program import called
 from .report import Row
 
@@ -157,7 +156,7 @@ class _Program:
     ) -> tuple[list[Any], _Origins]:
         """Returns one equation's results, and the norms that they are of."""
         none: _Origins = [None] * len(eqn.outvars)
-        if eqn.primitive in (rms_norm.forward.primitive, layer_norm.forward.primitive):
+        if eqn.primitive is norms.forward.primitive:
             return self._norm(eqn, given, of, path, level)
         if of[:1] != [None] and of and _same_elements(eqn):
             return self._bind(eqn, given), [of[0]]

@@ -15,8 +15,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..layer_norm import adaptive_layer_norm, add_layer_norm, layer_norm
-from ..rms_norm import adaptive_rms_norm, add_rms_norm, rms_norm
+from ..norm import (
+    adaptive_layer_norm,
+    adaptive_rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    rms_norm,
+)
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
 from .program import Equation, Left, Program, Site, called
 

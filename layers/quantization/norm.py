@@ -23,10 +23,10 @@ from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
 from ..core.op import Dims, Loose, Op, Split, batch_at, match
-from ..rms_norm import op as rms_norm
-from ..rms_norm.cuda import MAX_CLUSTER, REGISTERS, round_up
-from ..rms_norm.op import apply_kernel, forward_kernel, row_sums_kernel
-from ..rms_norm.spec import Norm
+from ..norm import op as rms_norm
+from ..norm.cuda import MAX_CLUSTER, REGISTERS, round_up
+from ..norm.op import apply_kernel, forward_kernel, row_statistics_kernel
+from ..norm.spec import Norm
 from . import kernels
 from .definition import define_cast
 from .kernels import COLUMNS, INPUTS, CastLayout, Codes
@@ -211,7 +211,7 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     h = x
     if norm.has_residual:
         h = rms_norm.add(x, given.pop("RESIDUAL"), jnp.dtype("float32"))
-    (sums,) = row_sums_kernel.bodies["cuda"](target, norm, h[..., None])
+    (sums,) = row_statistics_kernel.bodies["cuda"](target, norm, h[..., None])
     rstd = jax.lax.rsqrt(sums.reshape(-1) / h.shape[1] + jnp.float32(norm.eps))
     scale = [given["SCALE"]] if norm.has_scale else []
     codes = cuda_apply(target, spec, h, *scale, rstd, given["BOUND"])
@@ -305,7 +305,9 @@ def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list
     if not split.over(last):
         return _restored(spec, x, call(codes_kernel, *given, bound))
     h = rms_norm.add(given[0], given[1], jnp.dtype("float32")) if norm.has_residual else given[0]
-    sums = split.psum(row_sums_kernel(replace(norm, axes=(1,)), h[..., None], order=order)[0], last)
+    sums = split.psum(
+        row_statistics_kernel(replace(norm, axes=(1,)), h[..., None], order=order)[0], last
+    )
     rstd = jax.lax.rsqrt(sums.reshape(-1) / split.count(last) + jnp.float32(norm.eps))
     codes = call(apply_codes_kernel, h, *scale, rstd, bound)
     return _restored(spec, x, [*codes, *[h] * norm.has_residual, rstd])

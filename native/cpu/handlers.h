@@ -3,21 +3,13 @@
 
 #include "xla/ffi/api/ffi.h"
 
-// RMSNorm of x (outer, n, inner) over n; see rms_norm.cc.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormForward);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormRowSums);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormApply);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormBackward);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormRowDots);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseRmsNormBackwardApply);
-
-// LayerNorm of x (outer, n, inner) over n; see layer_norm.cc.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormForward);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormRowStatistics);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormApply);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormBackward);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormRowDots);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseLayerNormBackwardApply);
+// RMSNorm, or LayerNorm if centred, of x (outer, n, inner) over n; see norm.cc.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormForward);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormRowStatistics);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormApply);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormBackward);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormRowDots);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(NormfuseNormBackwardApply);
 
 // FP8: the scale's maximum, and the codes as they lie and transposed. The same numbers, bit for
 // bit, as kernels/quantize_amax.cu and kernels/quantize_cast.cu (docs/quantization.md).

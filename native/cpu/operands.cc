@@ -57,7 +57,7 @@ Array Operands::Check(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
   const Dims dims(span.begin(), span.end());
   if (!has_shape_) TakeShape(name, dims);
   // The first parameter says how many heads there are.
-  const bool of_heads = may_have_heads_ && dims.size() == 2;
+  const bool of_heads = dims.size() == 2;
   if (kind == kScale && !has_scale_ && of_heads && dims[0] > 1) {
     if (shape_.inner == 1 && shape_.outer % dims[0] == 0) shape_.heads = dims[0];
   }

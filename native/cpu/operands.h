@@ -1,4 +1,4 @@
-// The operands and results of an RMSNorm handler, taken in order and checked.
+// The operands and results of a norm's handler, taken in order and checked.
 #pragma once
 
 #include <optional>
@@ -11,17 +11,15 @@
 
 namespace normfuse {
 
-// Shapes: (outer, n, inner), (n,) or, where there may be several heads, (heads, n), and (outer,
-// inner).
+// Shapes: (outer, n, inner), (n,) or (heads, n), and (outer, inner).
 // Statistics, and a scale that is a result, have the compute type.
 enum Kind { kActivation, kScale, kStatistics };
 
 // The first mistake is kept and every later take returns an absent array: check `error()` once.
 class Operands {
  public:
-  Operands(const char* target, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
-           bool may_have_heads = true)
-      : target_(target), args_(args), rets_(rets), may_have_heads_(may_have_heads) {}
+  Operands(const char* target, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets)
+      : target_(target), args_(args), rets_(rets) {}
 
   // The next operand, or result. Absent where `wanted` is false. The first one fixes the shape.
   Array Operand(Kind kind, const char* name, bool wanted = true);
@@ -43,7 +41,6 @@ class Operands {
   const std::string target_;
   const xla::ffi::RemainingArgs args_;
   const xla::ffi::RemainingRets rets_;
-  const bool may_have_heads_;
   size_t next_arg_ = 0, next_ret_ = 0;
   Shape shape_;
   bool has_shape_ = false, has_double_ = false, has_scale_ = false;

@@ -39,8 +39,20 @@ void ForEachTile(const Shape& shape, const Range& lines, const Range& features, 
   }
 }
 
-// A kernel has a `shape`, kPerLine (sums, and values, of a line, next to each other), kColumns
-// (sums over lines), and the const methods
+// kCount numbers of each line, as they lie, as so many arrays.
+template <typename C, int kCount>
+struct Unzipped {
+  C at[kCount][kGroupLines];
+
+  Unzipped(const C* values, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int k = 0; k < kCount; ++k) at[k][i] = values[kCount * i + k];
+    }
+  }
+};
+
+// A kernel has a `shape`, kSums and kValues (of a line, next to each other), kColumns (sums over
+// lines), and the const methods
 //   bool reduces()                                          whether it sums along lines
 //   void Reduce(lines, features, double* sums)              adds to the sums of each line
 //   void Finish(lines, const double* sums, C* values)       what Apply needs of each line
@@ -78,7 +90,8 @@ class Runner {
   }
 
  private:
-  static constexpr int kColumns = Kernel::kColumns, kPerLine = Kernel::kPerLine;
+  static constexpr int kColumns = Kernel::kColumns;
+  static constexpr int kSums = Kernel::kSums, kValues = Kernel::kValues;
 
   template <typename F>
   void For(int64_t count, const F& body) {
@@ -99,11 +112,11 @@ class Runner {
   void WholeLines(int64_t block) const {
     const Range features{0, shape_.n}, groups = plan_.Groups(block);
     C* partial = Partial(block, features);
-    double sums[kGroupLines * kPerLine];
-    C values[kGroupLines * kPerLine];
+    double sums[kGroupLines * kSums];
+    C values[kGroupLines * kValues];
     for (int64_t group = groups.begin; group < groups.end; ++group) {
       const Range lines = plan_.Lines(group);
-      std::fill_n(sums, lines.size() * kPerLine, 0.0);
+      std::fill_n(sums, lines.size() * kSums, 0.0);
       if (kernel_.reduces()) kernel_.Reduce(lines, features, sums);
       kernel_.Finish(lines, sums, values);
       if (kernel_.applies()) kernel_.Apply(lines, features, values, partial);
@@ -112,17 +125,17 @@ class Runner {
 
   // Few and long lines: a pass for the sums, of (group, segment) each, and a second over the same.
   bool SegmentsOfLines() {
-    const int64_t count = shape_.lines() * kPerLine, segments = plan_.segments();
+    const int64_t count = shape_.lines() * kSums, segments = plan_.segments();
     const int64_t groups = plan_.Groups(plan_.blocks() - 1).end;
     auto sums = Allocate<double>((segments + 1) * count);
-    auto values = Allocate<C>(count);
+    auto values = Allocate<C>(shape_.lines() * kValues);
     if (!sums || !values) return false;
     std::fill(sums.get(), sums.get() + (segments + 1) * count, 0.0);
     double* total = sums.get() + segments * count;
     if (kernel_.reduces()) {
       For(groups * segments, [&](int64_t i) {
         const Range lines = plan_.Lines(i / segments);
-        double* at = sums.get() + i % segments * count + lines.begin * kPerLine;
+        double* at = sums.get() + i % segments * count + lines.begin * kSums;
         kernel_.Reduce(lines, plan_.Features(i % segments), at);
       });
       for (int64_t i = 0; i < segments * count; ++i) total[i % count] += sums[i];
@@ -134,7 +147,7 @@ class Runner {
       C* partial = Partial(i / segments, features);
       for (int64_t group = block.begin; group < block.end; ++group) {
         const Range lines = plan_.Lines(group);
-        kernel_.Apply(lines, features, values.get() + lines.begin * kPerLine, partial);
+        kernel_.Apply(lines, features, values.get() + lines.begin * kValues, partial);
       }
     });
     return true;

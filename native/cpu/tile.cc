@@ -135,8 +135,9 @@ struct CentredProductsOfRows {
   static NORMFUSE_INLINE void Run(const Tile<C>* t, double* sums) {
     for (int64_t r = 0; r < t->rows; ++r) {
       const C *x = t->x + r * t->cols, *dy = t->dy + r * t->cols;
-      sums[2 * r] += SumTerms<kBytes, C>(PairProduct<C>{dy, t->weight}, t->cols);
-      const CentredProduct<C> product{dy, t->weight, x, t->mean[r]};
+      const C* weight = t->weight + t->Head(r) * t->n;
+      sums[2 * r] += SumTerms<kBytes, C>(PairProduct<C>{dy, weight}, t->cols);
+      const CentredProduct<C> product{dy, weight, x, t->mean[r]};
       sums[2 * r + 1] += SumTerms<kBytes, C>(product, t->cols);
     }
   }
@@ -153,12 +154,12 @@ struct NormaliseRows {
       const C rstd = t->rstd[r];
       int64_t i = 0;
       if constexpr (kCentred) {
-        const C mean = t->mean[r], *bias = t->bias + t->Head(r) * t->n;
+        const C mean = t->mean[r], shift = t->shift[r], *bias = t->bias + t->Head(r) * t->n;
         for (; i + kLanes <= cols; i += kLanes) {
-          const auto normal = (Load<kBytes>(x + i) - mean) * rstd;
+          const auto normal = (Load<kBytes>(x + i) - mean) * rstd - shift;
           Store(y + i, normal * Load<kBytes>(weight + i) + Load<kBytes>(bias + i));
         }
-        for (; i < cols; ++i) y[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+        for (; i < cols; ++i) y[i] = ((x[i] - mean) * rstd - shift) * weight[i] + bias[i];
         continue;
       }
       for (; i + kLanes <= cols; i += kLanes) {
@@ -294,9 +295,11 @@ struct NormaliseColumns {
       const C* x = t->x + r * cols;
       const C weight = t->weight[r];
       if constexpr (kCentred) {
-        const C* mean = t->mean;
+        const C *mean = t->mean, *shift = t->shift;
         const C bias = t->bias[r];
-        for (int64_t j = 0; j < cols; ++j) y[j] = (x[j] - mean[j]) * rstd[j] * weight + bias;
+        for (int64_t j = 0; j < cols; ++j) {
+          y[j] = ((x[j] - mean[j]) * rstd[j] - shift[j]) * weight + bias;
+        }
         continue;
       }
       for (int64_t j = 0; j < cols; ++j) y[j] = x[j] * rstd[j] * weight;

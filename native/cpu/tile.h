@@ -16,7 +16,7 @@ struct Tile {
   bool down;  // whether lines run down the columns
   const C* x = nullptr;
   const C* dy = nullptr;
-  // What a row's parameters are found by, of an RMSNorm along rows: those of the tile's row r are
+  // What a row's parameters are found by, of lines along rows: those of the tile's row r are
   // `n` * Head(r) after the first.
   int64_t n = 0, heads = 1, line = 0;
   const C* weight = nullptr;      // scale + scale_offset
@@ -26,7 +26,9 @@ struct Tile {
   // a bias or its gradient.
   const C* mean = nullptr;
   const C* bias = nullptr;
-  const C* shift = nullptr;  // rstd * sum(dy * weight) / count, a statistic each
+  // A statistic each: rstd * sum(dy * weight) / count, or rstd * what the mean has lost in
+  // rounding.
+  const C* shift = nullptr;
 
   int64_t size() const { return rows * cols; }
   int64_t Head(int64_t row) const { return heads == 1 ? 0 : (line + row) % heads; }
@@ -49,7 +51,7 @@ void AddDifferences(const Tile<C>& tile, double* sums);
 template <typename C>
 void AddProducts(const Tile<C>& tile, double* sums);
 
-// y = x * rstd * weight, or (x - mean) * rstd * weight + bias
+// y = x * rstd * weight, or ((x - mean) * rstd - shift) * weight + bias
 template <typename C>
 void Normalise(const Tile<C>& tile, C* y);
 

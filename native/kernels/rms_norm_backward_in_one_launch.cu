@@ -1,11 +1,11 @@
 // The derivative of RMSNorm of few rows of FEATURES contiguous elements, whose rstd is known, in
-// one launch; the formulas, macros and operands are those of rms_norm_backward.cu, and dscale is
+// one launch; the formulas, macros and operands are those of norm_backward.cu, and dscale is
 // (FEATURES,).
 //
 // The sums along rows and those over rows do not need each other, so the first COLUMN_BLOCKS blocks
 // make dscale, each that of LANES vectors' columns, and the others dx, each that of BLOCK_ROWS
 // rows. What is read twice comes from the cache the second time, and nothing waits for a second
-// launch. Unlike rms_norm_backward.cu, dx may not be the memory of dy.
+// launch. Unlike norm_backward.cu, dx may not be the memory of dy.
 #include "row.cuh"
 
 using Compute = COMPUTE_TYPE;

@@ -267,10 +267,11 @@ __device__ inline int elements_of(int slice, int warp) {
 }
 
 // Means of kRows rows at once, and sums of squared differences to them. No digit is lost where a
-// mean is large: each warp has both of its own elements, and what the warps sent is combined as
-// Chan, Golub and LeVeque do ("Updating formulae and a pairwise algorithm for computing sample
-// variances"). So all threads of a row wait for each other once, not twice.
-template <typename C, int kRows>
+// mean is large: all sums are of differences to a number near the row if kShifted, and each warp
+// has both of its own elements. What the warps sent is combined as Chan, Golub and LeVeque do
+// ("Updating formulae and a pairwise algorithm for computing sample variances"). So all threads of
+// a row wait for each other once, not twice.
+template <typename C, int kRows, bool kShifted>
 class RowMoments : public RowSums<C, 2 * kRows> {
   using Sums = RowSums<C, 2 * kRows>;
 
@@ -278,39 +279,45 @@ class RowMoments : public RowSums<C, 2 * kRows> {
   using Sums::Sums;
   using Each = Wide<C, kRows>;
 
-  // `sum_of(r)` and `squares_of(r, mean)` are of this thread's elements of its r-th row. In a block
-  // of a row that is no cluster, both are of the block's elements.
+  // `sum_of(r, shift)` is the sum of differences to `shift`, and `squares_of(r, mean)` that of
+  // squared differences, of this thread's elements of its r-th row. `rest` is the shift of each row
+  // on entry, 0 unless kShifted; on return it is what rounding has added to `means`.
+  // In a block of a row that is no cluster, all are of the block's elements.
   template <typename SumOf, typename SquaresOf>
-  __device__ void operator()(SumOf sum_of, SquaresOf squares_of, Each& means, Each& squares) {
+  __device__ void operator()(SumOf sum_of, SquaresOf squares_of, Each& rest, Each& means,
+                             Each& squares) {
     constexpr int kLanes = ROW_THREADS < 32 ? ROW_THREADS : 32;
     constexpr int kSlots = Sums::kSlots;
     typename Sums::Values values;
     const int own = elements_of(slice(), row_thread() / 32);
     const C size = own == 0 ? C(1) : C(own);  // whole numbers: means of equal values are exact
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) values.at[r] = lane_sum<kLanes>(sum_of(r));
+    for (int r = 0; r < kRows; ++r) values.at[r] = lane_sum<kLanes>(sum_of(r, rest.at[r]));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      values.at[kRows + r] = lane_sum<kLanes>(squares_of(r, values.at[r] / size));
+      C mean, above = rest.at[r];
+      set_mean(values.at[r] / size, mean, above);
+      values.at[kRows + r] = lane_sum<kLanes>(squares_of(r, mean));
+      if (kShifted) values.at[kRows + r] -= C(own) * above * above;
     }
     if constexpr (!Sums::kShared) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        means.at[r] = values.at[r] / size;
+        set_mean(values.at[r] / size, means.at[r], rest.at[r]);
         squares.at[r] = values.at[kRows + r];
       }
       return;
     }
     this->send(values);
     this->receive();
-    const int rest = FEATURES - slice() * kTile;
-    const C whole = CLUSTER == SLICES ? FEATURES : rest < kTile ? rest : kTile;
+    const int columns = FEATURES - slice() * kTile;
+    const C whole = CLUSTER == SLICES ? FEATURES : columns < kTile ? columns : kTile;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const C* const sums = this->posted_ + r * kSlots;
       const C* const parts = this->posted_ + (kRows + r) * kSlots;
       const C mean = over_slots([&](int slot) { return sums[slot]; }) / whole;
-      means.at[r] = mean;
+      set_mean(mean, means.at[r], rest.at[r]);
       squares.at[r] = over_slots([&](int slot) {
         const int count = elements_of(CLUSTER == 1 ? slice() : slot / kRowWarps, slot % kRowWarps);
         const C apart = count == 0 ? C(0) : sums[slot] / C(count) - mean;
@@ -320,6 +327,12 @@ class RowMoments : public RowSums<C, 2 * kRows> {
   }
 
  private:
+  // The mean that is `apart` from the shift in `rest`, and what rounding has added to it.
+  __device__ static void set_mean(C apart, C& mean, C& rest) {
+    mean = kShifted ? rest + apart : apart;
+    if (kShifted) rest = mean - rest - apart;
+  }
+
   // The sum of `term(slot)` over what the warps sent.
   template <typename Term>
   __device__ static C over_slots(Term term) {

@@ -2,9 +2,6 @@
 // dbias if WITH_DBIAS.
 #pragma once
 
-#ifndef WITH_DBIAS
-#define WITH_DBIAS 0
-#endif
 #define SUMS (WITH_DSCALE + WITH_DBIAS)
 #if WITH_DSCALE || WITH_DBIAS
 #define HAS_PARTIAL 1

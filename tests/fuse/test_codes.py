@@ -89,7 +89,7 @@ def counts(function, *args):
                 look(program)
 
     look(jax.make_jaxpr(function)(*args).jaxpr)
-    names = "quantize_rms_norm_array", "quantize_array", "rms_norm_gradient"
+    names = "quantize_rms_norm_array", "quantize_array", "norm_gradient"
     return [found[name] for name in names]
 
 

@@ -10,7 +10,7 @@ import pytest
 from cuda_cases import Case, check_backward, check_forward, check_halves, many_rows
 from norm_kernels import CUDA, norm_of
 
-from normfuse.layers.rms_norm import cuda
+from normfuse.layers.norm import cuda
 from normfuse.native.launch import Target
 
 CAPABILITY = cuda_driver.capability()

@@ -23,8 +23,8 @@ from cuda_cases import (
 )
 from norm_kernels import KERNELS, norm_of
 
-from normfuse.layers.rms_norm.op import backward_kernel, forward_kernel
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm.op import backward_kernel, forward_kernel
+from normfuse.layers.norm.spec import Norm
 from normfuse.native import compiler, launch
 from normfuse.native.compiler import Source
 from normfuse.native.implementation import NATIVE
@@ -255,8 +255,8 @@ def test_cuda_launch_failure_names_kernel_and_cause(sizes, text):
 
 RELOAD = """
 import jax, jax.numpy as jnp
-from normfuse.layers.rms_norm.op import forward_kernel
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm.op import forward_kernel
+from normfuse.layers.norm.spec import Norm
 from normfuse.native import compiler
 from normfuse.native.implementation import NATIVE
 x = jnp.ones((64, 3072, 1), jnp.bfloat16)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import norm
 from normfuse.layers.quantization.norm import NormCodes
-from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu

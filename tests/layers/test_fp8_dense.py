@@ -676,7 +676,7 @@ def test_export_gives_the_same_bits(layer, rng):
     args, dy = operands(rng, layer, dtype=bf16)
     run = jax.jit(both_ways(functools.partial(LAYERS[layer], quantization="fp8")))
     calls = ("quantize", "quantize_amax", "quantize_cast", "quantize_gated", "quantize_gated_amax")
-    calls += ("quantize_gated_gradient", "rms_norm_forward", "rms_norm_backward")
+    calls += ("quantize_gated_gradient", "norm_forward", "norm_backward")
     allowed = [export.DisabledSafetyCheck.custom_call(f"normfuse_{name}") for name in calls]
     exported = export.export(run, disabled_checks=allowed)(args, dy)
     again = export.deserialize(exported.serialize())

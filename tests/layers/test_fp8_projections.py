@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_the_recipe(
     gradients = [*gradients[:-3], *turned(gradients[-3:])]
     check_all([ys, gradients], recipe(args, cotangents, biases))
     if implementation is None:  # three kernels and three gradients have maxima; the norm has none
-        norms = {"rms_norm_forward": 1, "rms_norm_backward": 1}
+        norms = {"norm_forward": 1, "norm_backward": 1}
         assert hlo.calls(program, "quantize_") == {"amax": 6, "cast": 7} | norms
 
 

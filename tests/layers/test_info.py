@@ -27,9 +27,7 @@ from normfuse import (
 )
 from normfuse.layers import info as report
 from normfuse.layers.dense import gated
-from normfuse.layers.layer_norm import cuda as layer_norm_cuda
-from normfuse.layers.layer_norm import op as layer_norm_op
-from normfuse.layers.rms_norm import cuda
+from normfuse.layers.norm import cuda, op
 from normfuse.native import cache, compiler, host_compiler, implementation
 from normfuse.native.launch import named_target
 from normfuse.train.cli import main
@@ -250,11 +248,11 @@ def test_every_number_of_rows_of_layer_norm_is_warmed(n, monkeypatch):
     def kernels(rows):
         launches.clear()
         dtypes = "bfloat16", "float32", "bfloat16"
-        for kernel, norm, structs in layer_norm_op.examples(n, *dtypes, rows=rows):
+        for kernel, norm, structs in op.examples(n, *dtypes, rows=rows, centred=True):
             jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, norm), *structs)
         return set(launches)
 
-    counts = layer_norm_cuda.row_counts(n, target, "bfloat16", "float32", "bfloat16")
+    counts = cuda.row_counts(n, target, "bfloat16", "float32", "bfloat16")
     assert len(counts) < 16
     warmed = set().union(*map(kernels, counts))
     for rows in (1, 100, 132, 133, 500, 1000, 1583, 1584, 2111, 2112, 3000, 9000, 1 << 20):

@@ -16,7 +16,7 @@ FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 ROWS = P(("data", "model"))
 ALLOWED = [
     export.DisabledSafetyCheck.custom_call(f"normfuse_{name}")
-    for name in ("rms_norm_forward", "rms_norm_backward", "launch")
+    for name in ("norm_forward", "norm_backward", "launch")
 ]
 
 
@@ -222,7 +222,7 @@ def without_shardy():
 @pytest.mark.parametrize("spec", [ROWS, P("data", None, "model")], ids=str)
 def test_without_shardy(case, serve, auto_mesh, without_shardy, spec):
     """Shardy off (GSPMD), Auto axes"""
-    calls = BOTH if spec == ROWS else {"backward_apply": 1, "row_dots": 1, "row_sums": 1}
+    calls = BOTH if spec == ROWS else {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}
     args = place(case, auto_mesh, spec)
     serve(case, case.grad, *args, expected=case.gradients(), calls=calls)
 

@@ -11,8 +11,12 @@ from jax.sharding import PartitionSpec as P
 from rms_norm_cases import SPECS, Batch, Case, put
 
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
-SPLIT_FORWARD = {"apply": 1, "row_sums": 1}
-SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}  # y is not asked for: no apply
+SPLIT_FORWARD = {"apply": 1, "row_statistics": 1}
+SPLIT_BOTH = {
+    "backward_apply": 1,
+    "row_dots": 1,
+    "row_statistics": 1,
+}  # y is not asked for: no apply
 EVERY_LAYOUT = pytest.mark.parametrize(
     "op, layout",
     [
@@ -266,7 +270,7 @@ def test_derivatives_on_a_mesh(case, serve, auto_mesh, explicit_mesh, explicit):
         tangents, _ = put(mesh, case.replace(args=case.tangents), SPECS["features"])
         push = lambda args, tangents: jax.jvp(case, args, tangents)[1]
         run = functools.partial(serve.partly, case)
-        run(push, args, tangents, expected=case.pushed(), calls={"row_sums": 1})
+        run(push, args, tangents, expected=case.pushed(), calls={"row_statistics": 1})
         twice = jax.grad(jax.checkpoint(case.loss), case.argnums)
         run(twice, *args, *cts, expected=case.gradients(), calls=SPLIT_BOTH)
 

@@ -12,8 +12,8 @@ from reference import Expected
 from rms_norm_cases import Batch, Case, stack, total
 
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
-SPLIT_FORWARD = {"apply": 1, "row_sums": 1}
-SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}
+SPLIT_FORWARD = {"apply": 1, "row_statistics": 1}
+SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}
 CHECKS = pytest.mark.parametrize("check_vma", [True, False], ids=["check_vma", "unchecked"])
 ROWS = P(("data", "model"))
 

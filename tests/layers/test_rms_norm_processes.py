@@ -18,7 +18,7 @@ def test_two_processes(serve):
         address = f"localhost:{free.getsockname()[1]}"
     first, second = answers(*[start(4, "distributed", address, i) for i in range(2)])
     assert first == second
-    split = {"backward_apply": 1, "row_dots": 1, "row_sums": 1}
+    split = {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}
     for kind in ("auto", "explicit"):
         rows, features = first[f"{kind} rows"], first[f"{kind} features"]
         assert rows == {"calls": {"backward": 1, "forward": 1}, "collectives": ["all-reduce"]}

@@ -121,7 +121,7 @@ def test_split_features_sum_one_float_a_row_forward(case, mesh, layout, rows):
     args, _ = put(mesh, case, SPECS[layout], P(SPECS[layout][2]))
     compiled = jax.jit(case).lower(*args).compile()
     assert hlo.collectives(compiled) == reduced(rows * FLOAT)
-    assert hlo.calls(compiled) == {"apply": 1, "row_sums": 1}
+    assert hlo.calls(compiled) == {"apply": 1, "row_statistics": 1}
 
 
 @ON
@@ -132,7 +132,7 @@ def test_split_features_sum_one_more_float_a_row_backward(case, mesh, layout, ro
     compiled = jax.jit(case.grad).lower(*args, *cts).compile()
     dscale = [N // 2] * (layout == "features")
     assert hlo.collectives(compiled) == reduced(2 * rows * FLOAT, *dscale)
-    assert hlo.calls(compiled) == {"backward_apply": 1, "row_dots": 1, "row_sums": 1}
+    assert hlo.calls(compiled) == {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}
 
 
 @ON
@@ -190,9 +190,9 @@ def test_bare_ffi_call_gathers_and_the_op_does_not(eight_devices):
     """Why there is an op around the kernel: XLA knows nothing of a custom call."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.device_put(np.ones((64, 128, 1), np.float32), NamedSharding(mesh, P("data")))
-    bare = jax.ffi.ffi_call("normfuse_rms_norm_forward", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
-    flags = {"has_residual": False, "has_scale": False, "with_rstd": False}
-    flags |= {"cast_before": False, "has_bias": False}
+    bare = jax.ffi.ffi_call("normfuse_norm_forward", [jax.ShapeDtypeStruct(x.shape, x.dtype)])
+    flags = {"centred": False, "has_residual": False, "has_scale": False, "has_bias": False}
+    flags |= {"cast_before": False, "with_mean": False, "with_rstd": False}
     call = lambda x: bare(x, eps=np.float64(1e-6), scale_offset=np.float64(0), **flags)[0]
     assert communicates(call, x) == [Collective("all-gather", x.nbytes)]
     assert communicates(functools.partial(rms_norm, axis=1), x) == []

@@ -82,7 +82,7 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
     assert found["dot_general"] == 1  # the logits
     # A block's norms write codes, which all products after them read; the last one does not.
     assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
-    assert found["normfuse_rms_norm"] == 1
+    assert found["normfuse_norm"] == 1
     assert found["normfuse_quantize_array"] == FP8.num_layers  # what attention's output reads
 
 

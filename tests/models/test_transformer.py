@@ -207,12 +207,12 @@ def test_implementation_reaches_every_op(small, equations, framework, jit):
     attentions = {"normfuse_attention": 2, "normfuse_attention_gradients": 2}
     assert counts(jax.make_jaxpr(gradient)(model.abstract)) == attentions
     model = make("pallas")
-    ours = {"normfuse_rms_norm": 9, "normfuse_dense_layer": 12, "normfuse_epilogue": 2}
+    ours = {"normfuse_norm": 9, "normfuse_dense_layer": 12, "normfuse_epilogue": 2}
     ours |= {"normfuse_shared": 2, "normfuse_attention": 2}  # the former is the x of q, k and v
     assert counts(jax.make_jaxpr(model.apply)(model.abstract, tokens)) == ours
     model = make(("native", "xla"))
     lowered = jit(model.apply).lower(model.abstract, tokens)
-    assert lowered.as_text().count("@normfuse_rms_norm_forward") == 9
+    assert lowered.as_text().count("@normfuse_norm_forward") == 9
     model = make("native")
     assert counts(jax.make_jaxpr(model.apply)(model.abstract, tokens))["normfuse_epilogue"] == 2
     if jax.default_backend() == "cpu":  # has no kernel for the gated product

@@ -11,7 +11,8 @@ import pytest
 
 @pytest.fixture
 def call():
-    """`call(kernel, operands, results, **attributes)`: a CPU handler of RMSNorm, through `jax.ffi`.
+    """`call(kernel, operands, results, **attributes)`: a CPU handler of the norms, through
+    `jax.ffi`.
 
     `results` are (shape, dtype) pairs. float64 is enabled as long as the test runs.
     """
@@ -20,13 +21,16 @@ def call():
     registry.register()
 
     def run(kernel, operands, results, aliases=None, **attributes):
+        attributes = {"centred": False} | attributes
+        if kernel == "forward":
+            attributes = {"with_mean": False} | attributes
         if kernel in ("forward", "apply"):
             attributes = {"cast_before": False, "has_bias": False} | attributes
         elif kernel.startswith("backward"):
             attributes.setdefault("with_dbias", False)
         attributes = {k: np.float64(v) if type(v) is float else v for k, v in attributes.items()}
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
-        target = f"normfuse_rms_norm_{kernel}"
+        target = f"normfuse_norm_{kernel}"
         fn = jax.ffi.ffi_call(target, types, input_output_aliases=aliases)
         fn = jax.jit(functools.partial(fn, **attributes), donate_argnums=tuple(aliases or ()))
         operands = [a if isinstance(a, jax.Array) else jax.numpy.array(a) for a in operands]

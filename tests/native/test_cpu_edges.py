@@ -38,7 +38,7 @@ def test_two_steps_give_what_one_gives(shape, call, rng):
     x, dy, dh = (normal(rng, *shape) for _ in range(3))
     scale, line = normal(rng, n), ((outer, inner), "float32")
     y, rstd = forward(call, x, scale)
-    (sums,) = call("row_sums", [x], [line])
+    (sums,) = call("row_statistics", [x], [line])
     # a square root and a division in float32 here, in float64 there: three roundings
     np.testing.assert_allclose(1 / np.sqrt(sums / n + EPS), rstd, rtol=4e-7)
     (applied,) = call("apply", [x, scale, rstd], [(shape, "float32")], **SCALED)
@@ -147,7 +147,7 @@ def test_long_sums_are_accurate(call, rng):
     ulp = np.finfo(np.float32).eps
     x = 1 + rng.random((1, 1 << 20, 1), dtype=np.float32)
     for shape in (x.shape, (1, 1 << 18, 4)):
-        (sums,) = call("row_sums", [x.reshape(shape)], [((1, shape[2]), "float32")])
+        (sums,) = call("row_statistics", [x.reshape(shape)], [((1, shape[2]), "float32")])
         np.testing.assert_allclose(sums, np.sum(np.float64(x.reshape(shape)) ** 2, 1), rtol=4 * ulp)
     rows, rstd = x.reshape(-1, 4, 1), np.ones((1 << 18, 1), np.float32)
     flags = {"has_residual": False, "with_dscale": True}
@@ -229,7 +229,7 @@ FORWARD = {"eps": EPS, "has_residual": False, "with_rstd": True}
             "expected 2 operands and 2 results for these attributes; got 3 and 2",
         ),
         ("apply", [X, SCALE], [X], SCALED, "apply: the operand rstd is missing: got 2"),
-        ("row_sums", [X[:, :0]], [LINE], {}, "row_sums: x must have n >= 1; got n = 0"),
+        ("row_statistics", [X[:, :0]], [LINE], {}, "row_statistics: x must have n >= 1; got n = 0"),
         (
             "row_dots",
             [X, X[:, :7], SCALE],
@@ -257,21 +257,31 @@ def test_more_than_two_to_the_31_elements(call):
     """9 GB; the last row tells whether offsets are 64 bits wide."""
     x = np.zeros((2049, 1 << 20, 1), ml_dtypes.bfloat16)
     x[-1] = 2
-    (sums,) = call("row_sums", [x], [((2049, 1), "float32")])
+    (sums,) = call("row_statistics", [x], [((2049, 1), "float32")])
     np.testing.assert_array_equal(sums.ravel(), [0] * 2048 + [4 << 20])
 
 
-def test_layer_norm_takes_no_weights_of_heads():
-    """Its loops read one bias, of a row's length."""
-    registry.register()
-    flags = {"has_scale": True, "scale_offset": 0.0, "has_bias": False, "eps": EPS}
-    flags |= {"has_residual": False, "with_mean": False, "with_rstd": False}
-    flags = {name: np.float64(v) if type(v) is float else v for name, v in flags.items()}
-    call = jax.ffi.ffi_call("normfuse_layer_norm_forward", jax.ShapeDtypeStruct(X.shape, X.dtype))
-    for weight in (np.ones((4, 8), np.float32), np.ones((2, 8), np.float32)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"scale must have shape \(8,\); got"):
-            call(X, weight, **flags)
-    np.testing.assert_array_equal(call(X, SCALE, **flags), np.zeros_like(X))
+def test_layer_norm_takes_parameters_of_heads(call, rng):
+    """Each head's rows and sums are as if it were alone."""
+    x, dy = rng.standard_normal((2, 6, 40, 1), np.float32)
+    own = rng.standard_normal((2, 3, 40), np.float32)
+    flags = {"centred": True, "has_scale": True, "scale_offset": 0.0, "has_residual": False}
+    both = {"with_dscale": True, "with_dbias": True}
+
+    def run(x, dy, scale, bias):
+        like, line = (x.shape, "float32"), ((len(x), 1), "float32")
+        known = {"has_bias": True, "with_mean": True, "with_rstd": True, "eps": EPS}
+        y, mean, rstd = call("forward", [x, scale, bias], [like, line, line], **flags, **known)
+        results = [like, *[(scale.shape, "float32")] * 2]
+        return y, *call("backward", [dy, x, scale, mean, rstd], results, **flags, **both)
+
+    y, dx, *sums = run(x, dy, *own)
+    for head in range(3):
+        *rows, dscale, dbias = run(x[head::3], dy[head::3], *own[:, head])
+        for got, want in zip((y[head::3], dx[head::3]), rows, strict=True):
+            np.testing.assert_array_equal(got, want)
+        for got, want in zip(sums, (dscale, dbias), strict=True):
+            np.testing.assert_allclose(got[head], want, rtol=1e-6)
 
 
 def test_calls_of_the_quantizer_with_wrong_counts_name_it():

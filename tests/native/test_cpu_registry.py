@@ -60,6 +60,6 @@ def test_every_target_is_registered_under_its_name():
     platforms = _ext.registrations()
     for entries in platforms.values():
         assert all(name.startswith("normfuse_") for name in entries["targets"])
-    assert {f"normfuse_rms_norm_{k}" for k in ("forward", "backward")} <= set(
+    assert {f"normfuse_norm_{k}" for k in ("forward", "backward")} <= set(
         platforms["cpu"]["targets"]
     )

@@ -17,7 +17,7 @@ registry.register()
 
 def call(kernel, operands, results, **attributes):
     types = [jax.ShapeDtypeStruct(shape, "float32") for shape in results]
-    fn = jax.ffi.ffi_call(f"normfuse_rms_norm_{kernel}", types)
+    fn = jax.ffi.ffi_call(f"normfuse_norm_{kernel}", types)
     return jax.jit(functools.partial(fn, **attributes))(*operands)
 
 def digest(shape):
@@ -29,9 +29,9 @@ def digest(shape):
     x[1::2] *= np.float32(1e-39)
     dy[1::2] *= np.float32(1e-39)
     scale = rng.standard_normal(n, dtype=np.float32)
-    scaled = dict(scale_offset=np.float64(1), has_scale=True, has_residual=False)
+    scaled = dict(centred=False, scale_offset=np.float64(1), has_scale=True, has_residual=False)
     y, rstd = call("forward", [x, scale], [shape, (outer, inner)], **scaled, cast_before=False,
-                   has_bias=False, eps=np.float64(1e-6), with_rstd=True)
+                   has_bias=False, eps=np.float64(1e-6), with_mean=False, with_rstd=True)
     dx, dscale = call("backward", [dy, x, scale, rstd], [shape, (n,)], **scaled, with_dscale=True,
                       with_dbias=False)
     results = hashlib.sha256()

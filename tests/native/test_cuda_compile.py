@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from norm_kernels import CUDA, norm_of
 
-from normfuse.layers.rms_norm import cuda
+from normfuse.layers.norm import cuda
 from normfuse.native import compiler, implementation
 from normfuse.native.compiler import CompileError, CompilerMissing, Source
 from normfuse.native.launch import Target, named_target
@@ -62,7 +62,7 @@ def calls_of(shape, x="bfloat16", scale="float32", out="bfloat16", residual=Fals
     given = {"with_dscale": True, "count": float(n)}
     return {
         "forward": ([large, *more, w], flags | out_dtype | with_rstd),
-        "row_sums": ([large], {}),
+        "row_statistics": ([large], {}),
         "apply": ([large, w, row], FLAGS | out_dtype),
         "backward": ([dy, large, w, row, *more], flags | {"with_dscale": True}),
         "pullback": ([dy, large, w, row], FLAGS | {"with_dscale": True, "with_value": True}),
@@ -151,7 +151,7 @@ def test_cuda_heads_compile_and_spill_nothing(compile_all, arch, n):
 @pytest.mark.parametrize("shape", [(64, 1000, 1), (4, 257, 3)], ids=str)
 def test_cuda_halves_compile(compile_all, shape):
     calls = calls_of(shape, "float16", "float32", "bfloat16", residual=True)
-    for kernel in ("row_sums", "apply", "row_dots", "backward_apply"):
+    for kernel in ("row_statistics", "apply", "row_dots", "backward_apply"):
         compile_all("sm_90", kernel, *calls[kernel])
 
 
@@ -165,7 +165,7 @@ def test_cuda_portable_image_is_ptx(compile_all):
 
 
 def test_cuda_first_compile_is_quick(compile_all, capsys):
-    compile_all("sm_90", "row_sums", *calls_of((64, 96, 1))["row_sums"])  # opens NVRTC
+    compile_all("sm_90", "row_statistics", *calls_of((64, 96, 1))["row_statistics"])  # opens NVRTC
     began = time.process_time()
     compile_all("sm_90", "forward", *calls_of((64, 4096, 1))["forward"])
     forward = time.process_time() - began

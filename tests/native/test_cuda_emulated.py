@@ -18,8 +18,8 @@ from cuda_cases import (
 from cuda_emulator import Emulator
 from norm_kernels import CUDA, norm_of
 
-from normfuse.layers.rms_norm import cuda
-from normfuse.layers.rms_norm.cuda import RowLayout
+from normfuse.layers.norm import cuda
+from normfuse.layers.norm.cuda import RowLayout
 from normfuse.native.launch import Target
 
 pytest.importorskip("cuda.bindings", reason="the kernels' headers come with cuda-bindings")

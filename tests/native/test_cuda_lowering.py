@@ -115,7 +115,7 @@ def test_cuda_lowering_without_a_gpu_is_portable():
 
 @pytest.mark.parametrize("platforms", [["cuda"], ["cpu", "cuda"]], ids="+".join)
 def test_cuda_export_is_portable_and_holds_every_target(platforms):
-    names = ["normfuse_launch", "normfuse_rms_norm_forward"]
+    names = ["normfuse_launch", "normfuse_norm_forward"]
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
     exported = export.export(forward(), platforms=platforms, disabled_checks=checks)(*structs())
     text = export.deserialize(exported.serialize()).mlir_module()

@@ -46,7 +46,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
     include = ["-isystem", f"{jaxlib}/include", "-I", NATIVE, "-I", HOSTILE]
     sources = [HOSTILE / "hostile.cc", *sorted((NATIVE / "cpu").glob("*.cc"))]
     sources += [NATIVE / name for name in SOURCES]
-    sources.sort(key=lambda path: path.name != "rms_norm.cc")  # the longest first
+    sources.sort(key=lambda path: path.name != "norm.cc")  # the longest first
     objects = [folder / f"{source.stem}.o" for source in sources]
 
     def compile(source, object):

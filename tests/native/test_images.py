@@ -187,7 +187,7 @@ def exported() -> bytes:
     norm = lambda x, y: normfuse.rms_norm(fn(x, y), implementation="native")
     checks = [
         export.DisabledSafetyCheck.custom_call(f"normfuse_{name}")
-        for name in ("elementwise", "rms_norm_forward")
+        for name in ("elementwise", "norm_forward")
     ]
     return export.export(jax.jit(norm), disabled_checks=checks)(X, ROW).serialize()
 

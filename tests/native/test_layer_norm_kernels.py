@@ -9,18 +9,16 @@ import pytest
 import reference
 from cuda_cases import EPS, Case
 from cuda_emulator import Emulator
+from norm_kernels import KERNELS
 from reference import Expected, assert_close, wide
 
-from normfuse.layers.layer_norm import cuda as layer_norm
-from normfuse.layers.layer_norm import op
-from normfuse.layers.rms_norm import cuda
-from normfuse.layers.rms_norm.cuda import RowLayout
-from normfuse.layers.rms_norm.spec import Norm
+from normfuse.layers.norm import cuda
+from normfuse.layers.norm.cuda import RowLayout
+from normfuse.layers.norm.spec import Norm
 from normfuse.native.launch import Target, column_sum
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
-KERNELS = {kernel.name.removeprefix("layer_norm_"): kernel for kernel in op.KERNELS}
 
 
 @pytest.fixture
@@ -177,13 +175,37 @@ def test_gradients_that_are_asked_for(emulated, host, dscale, dbias):
 def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout):
     monkeypatch.setattr(cuda, "timed_forward", lambda *_: None)
     monkeypatch.setattr(cuda, "forward_layout", lambda *_, **__: layout)
-    monkeypatch.setattr(layer_norm, "eased_forward", lambda _, chosen: chosen)
+    monkeypatch.setattr(cuda, "eased_forward", lambda _, chosen: chosen)
     residual = layout.slices > 1 and not layout.ahead
     for shift in (0, 1) if layout.ahead else (0,):
         run, launches = emulated(SM90, shift=shift)
         check_forward(run, Case((21, layout.features, 1), residual=residual), mean=1.0)
         assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
         assert launches[0]["macros"].get("AHEAD", False) == layout.ahead
+
+
+@pytest.mark.parametrize(
+    ("shape", "residual"),
+    [
+        ((3, 4, 1), False),
+        ((3, 257, 1), True),  # several warps, one element at a time
+        ((2, 4104, 1), False),
+        ((3, 8208, 1), False),  # a cluster, which fetches ahead
+        ((2, 40, 5), True),  # strided
+    ],
+)
+def test_a_mean_that_float32_does_not_have(emulated, host, shape, residual):
+    """Means of whole numbers near 2²⁴ are rounded to one of them; y is as if they were not."""
+    rng, n = np.random.default_rng(shape[1]), shape[1]
+    x = (15_999_990 + rng.integers(0, 100, shape)).astype("float32")
+    more = [np.full_like(x, 1000)] * residual
+    params = {"eps": EPS, "out_dtype": "float32", "has_residual": residual}
+    want = reference.layer_normal(x + sum(more), 1, EPS)[0]
+    for run in (emulated(SM90)[0], host):
+        y, *_ = run("forward", [x, *more], **params)
+        # sums of n differences, which are at most sqrt(n) deviations
+        tolerance = (np.sqrt(n) + 10) * np.finfo("float32").eps
+        np.testing.assert_allclose(y, want, rtol=tolerance, atol=tolerance)
 
 
 def test_cuda_longest_rows_come_ahead(emulated):
@@ -250,7 +272,8 @@ def test_layouts_take_no_more_shared_memory_than_there_is(arch, x, monkeypatch):
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(cuda, "launch", launch)
-    norm = Norm(op="layer_norm", has_scale=True, with_dscale=True, with_dbias=True)
+    norm = Norm(op="layer_norm", centred=True, has_scale=True)
+    norm = replace(norm, with_dscale=True, with_dbias=True)
     for n in (96, 1024, 4096, 8192, 16384, 32768):
         large, row = jax.ShapeDtypeStruct((9000, n, 1), x), jax.ShapeDtypeStruct((9000, 1), "f4")
         operands = large, large, jax.ShapeDtypeStruct((n,), "f4"), row, row
@@ -302,7 +325,7 @@ def test_cuda_kernels_compile_and_spill_no_registers(spills, arch, shape):
     for used in (False, True):  # the statistics: without, registers go to other things
         run("forward", replace(norm, with_mean=used, with_rstd=used), x, w, w)
         assert spilled["layer_norm_forward"] <= 8
-    gradients = Norm(op="layer_norm", has_scale=True, with_dscale=True, with_dbias=True)
+    gradients = replace(norm, has_bias=False, with_dscale=True, with_dbias=True)
     run("backward", gradients, x, x, w, row, row)
     assert list(spilled) == ["layer_norm_forward", "layer_norm_backward"]
     assert max(spilled.values()) <= (12 if shape[1] == 32768 else 8), spilled

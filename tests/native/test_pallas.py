@@ -13,7 +13,7 @@ from reference import Expected, assert_close, wide
 from normfuse import add_rms_norm, dense, rms_norm
 from normfuse.layers.dense import pallas as dense_pallas
 from normfuse.layers.dense.epilogue import ACTIVATIONS
-from normfuse.layers.rms_norm import pallas as norm_pallas
+from normfuse.layers.norm import pallas as norm_pallas
 from normfuse.native import implementation, launch
 from normfuse.native.implementation import Order, Unsupported
 from normfuse.native.pallas import blocks, lowering, portable, triton
@@ -35,7 +35,7 @@ def calls(shape, x="bfloat16", residual=True):
     last = {"with_dscale": True}
     return {
         "forward": ([big[0], *more, scale], both | to | {"eps": 1e-6, "with_rstd": True}),
-        "row_sums": ([big[0]], {}),
+        "row_statistics": ([big[0]], {}),
         "apply": ([big[0], scale, rows], FLAGS | to),
         "backward": ([*big[:2], scale, rows, *more], both | last),
         "pullback": ([*big[:2], scale, rows], FLAGS | last | {"with_value": True}),
@@ -306,5 +306,5 @@ def test_a_deprecated_backend_warns_nobody():
 
 def test_kernels_of_the_local_tier_take_an_order():
     x = jnp.ones((3, 5, 1))
-    (got,) = KERNELS["row_sums"](norm_of({}), x, order=Order(("pallas",), strict=True))
+    (got,) = KERNELS["row_statistics"](norm_of({}), x, order=Order(("pallas",), strict=True))
     np.testing.assert_array_equal(got, np.full((3, 1), 5.0))

@@ -11,11 +11,11 @@ import pytest
 from cuda_emulator import Emulator
 
 from normfuse.layers.dense.epilogue import SCALARS
+from normfuse.layers.norm import cuda as rms_norm
+from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import gated, kernels, norm
 from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout, Codes
 from normfuse.layers.quantization.norm import NormCodes
-from normfuse.layers.rms_norm import cuda as rms_norm
-from normfuse.layers.rms_norm.spec import Norm
 from normfuse.native import compiler
 from normfuse.native.launch import Target, named_target
 

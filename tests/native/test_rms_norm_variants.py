@@ -13,15 +13,13 @@ from norm_kernels import KERNELS as PLAIN
 from norm_kernels import norm_of
 from reference import assert_close
 
-from normfuse.layers.layer_norm import op as layer_norm
-from normfuse.layers.rms_norm import cuda, gated
+from normfuse.layers.norm import cuda, gated
 from normfuse.native import compiler
 from normfuse.native.launch import Target
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
 KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in gated.KERNELS}
-KERNELS |= {kernel.name: kernel for kernel in layer_norm.KERNELS}
 
 
 @pytest.fixture
@@ -217,24 +215,24 @@ def check_examples(run, case: Case, examples: int, op: str) -> None:
     scale, bias = own.astype(jnp.dtype(case.scale))
     flags = dict(case.flags, eps=EPS, out_dtype=case.out, has_residual=case.residual)
     flags |= {"axes": (2,), "heads": (0,), "per_example": True}
-    centred, prefix = op == "layer_norm", "layer_norm_" * (op == "layer_norm")
+    centred = op == "layer_norm"
     flags |= {"centred": centred}
     more, known = [dh] * case.residual, flags | {"has_bias": True}
     statistics = {"with_mean": centred, "with_rstd": True}
-    y, *h = run(f"{prefix}forward", [x, *more, scale, bias], **known, **statistics)
+    y, *h = run("forward", [x, *more, scale, bias], **known, **statistics)
     h, statistics = h[: case.residual], h[case.residual :]
     h = h[0] if h else x
-    ys = [y, *run(f"{prefix}apply", [h, scale, bias, *statistics], **known)]
+    ys = [y, *run("apply", [h, scale, bias, *statistics], **known)]
     asked = {"with_dscale": True, "with_dbias": True}
     operands = [dy, h, scale, *statistics, *more]
-    found = run(f"{prefix}backward", operands, **flags, **asked)
-    sums = run(f"{prefix}row_dots", operands[: 3 + centred], **flags, **asked)
-    halves = run(f"{prefix}backward_apply", [*operands, *sums], **flags, **asked, count=float(n))
+    found = run("backward", operands, **flags, **asked)
+    sums = run("row_dots", operands[: 3 + centred], **flags, **asked)
+    halves = run("backward_apply", [*operands, *sums], **flags, **asked, count=float(n))
     if centred:
         wider = h.astype(case.compute) if case.compute == "float64" else h  # as the op does
-        mean, squares = run("layer_norm_row_statistics", [wider], **flags)
+        mean, squares = run("row_statistics", [wider], **flags)
         rstd = (1 / np.sqrt(squares / n + EPS)).astype(case.compute)
-        ys += run("layer_norm_apply", [h, scale, bias, mean, rstd], **known)
+        ys += run("apply", [h, scale, bias, mean, rstd], **known)
     options = {"eps": EPS, "axes": 1, "scale_offset": case.offset}
     for i in range(examples):
         gradient = dh[i] if case.residual else None
@@ -350,11 +348,11 @@ def test_cuda_examples_compile_and_spill_no_registers(spilled, arch, shape, op):
     w = jax.ShapeDtypeStruct((4, shape[1]), "float32")
     row = jax.ShapeDtypeStruct((4, shape[0]), "float32")
     flags = {"axes": (2,), "heads": (0,), "per_example": True, "has_scale": True}
-    centred, prefix = op == "layer_norm", "layer_norm_" * (op == "layer_norm")
+    flags["centred"] = centred = op == "layer_norm"
     forward = {**flags, "out_dtype": "bfloat16", "has_bias": True, "with_rstd": True}
-    compiled(f"{prefix}forward", arch, {**forward, "with_mean": centred}, x, w, w)
+    compiled("forward", arch, {**forward, "with_mean": centred}, x, w, w)
     sums, rows = {"with_dscale": True, "with_dbias": True}, [row] * (1 + centred)
-    compiled(f"{prefix}backward", arch, {**flags, **sums}, x, x, w, *rows)
+    compiled("backward", arch, {**flags, **sums}, x, x, w, *rows)
     assert max(spilled.values()) <= 8, spilled
 
 

@@ -155,7 +155,7 @@ def test_step_gathers_no_activations_that_plain_jax_does_not(eight_devices, fram
         program = _program(mesh, framework, implementation="xla")
         plain = _collectives(program.lower(BATCH, SEQ).compile().as_text())
     text = _run((2, 2, 2), framework)[1]
-    assert "normfuse_rms_norm_forward" in text and "normfuse_rms_norm_backward" in text
+    assert "normfuse_norm_forward" in text and "normfuse_norm_backward" in text
     ours = _collectives(text)
     gathers = lambda counts: {key: n for key, n in counts.items() if key[0] != "all-reduce"}
     extra = collections.Counter(gathers(ours)) - collections.Counter(gathers(plain))

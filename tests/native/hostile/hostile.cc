@@ -37,21 +37,23 @@ const std::vector<int64_t> kLengths = {1, 2, 3, 7, 8, 17, 64, 65, 300, 3000};
 
 // ---------------------------------------------------------------- norms
 
-// Arrays of one call, in dtypes of their own; a LayerNorm's parameters are those of all lines.
+// Arrays of one call, in dtypes of their own.
 struct NormArrays {
   int64_t outer, n, inner, heads = 1;
+  bool centred;
   std::vector<ffi::DataType> dtypes;
   ffi::DataType compute = ffi::F32;
 
-  explicit NormArrays(Random& random, bool may_have_heads = true)
+  explicit NormArrays(Random& random)
       : outer(random.Below(6)),
         n(random.Of(kLengths)),
-        inner(random.Of(std::vector<int64_t>{1, 1, 1, 2, 9})) {
+        inner(random.Of(std::vector<int64_t>{1, 1, 1, 2, 9})),
+        centred(random.Once(2)) {
     for (int i = 0; i < 8; ++i) {
       dtypes.push_back(random.Of(std::vector<ffi::DataType>{ffi::F32, ffi::BF16, ffi::F16}));
     }
     if (random.Once(4)) dtypes[0] = compute = ffi::F64;  // of x or dy, which is always there
-    if (may_have_heads && random.Once(4) && inner == 1) {
+    if (random.Once(4) && inner == 1) {
       heads = std::max<int64_t>(outer, 1), outer *= random.Below(3);
     }
   }
@@ -61,142 +63,84 @@ struct NormArrays {
   Array Scale(ffi::DataType dtype) const {
     return {dtype, heads > 1 ? std::vector<int64_t>{heads, n} : std::vector<int64_t>{n}};
   }
-  Array Statistics() const { return {compute, {outer, inner}}; }
+  // A statistic of rows that every norm has, after one that only a centred norm has.
+  void AddStatistics(std::vector<Array>& to, bool first = true, bool second = true) const {
+    const Array statistic = {compute, {outer, inner}};
+    if (centred && first) to.push_back(statistic);
+    if (second) to.push_back(statistic);
+  }
 };
 
 Call NormForward(Random& random) {
   const NormArrays a(random);
-  const bool scale = random.Once(2), residual = random.Once(2), rstd = random.Once(2);
-  const bool bias = random.Once(2);
-  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
-  if (residual) call.args.push_back(a.Activation(2)), call.rets.push_back(a.Activation(3));
-  if (scale) call.args.push_back(a.Scale(4));
-  if (bias) call.args.push_back(a.Scale(4));
-  if (rstd) call.rets.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
-                     Scalar("eps", 1e-6),         Scalar("cast_before", random.Once(2)),
-                     Scalar("has_bias", bias),    Scalar("has_residual", residual),
-                     Scalar("with_rstd", rstd)};
-  return call;
-}
-
-Call LayerForward(Random& random) {
-  const NormArrays a(random, false);
   const bool scale = random.Once(2), bias = random.Once(2), residual = random.Once(2);
   const bool mean = random.Once(2), rstd = random.Once(2);
   Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
   if (residual) call.args.push_back(a.Activation(2)), call.rets.push_back(a.Activation(3));
   if (scale) call.args.push_back(a.Scale(4));
   if (bias) call.args.push_back(a.Scale(5));
-  for (const bool wanted : {mean, rstd}) {
-    if (wanted) call.rets.push_back(a.Statistics());
-  }
-  call.attributes = {
-      Scalar("scale_offset", 1.0), Scalar("has_scale", scale),       Scalar("eps", 1e-6),
-      Scalar("has_bias", bias),    Scalar("has_residual", residual), Scalar("with_mean", mean),
-      Scalar("with_rstd", rstd)};
+  a.AddStatistics(call.rets, mean, rstd);
+  call.attributes = {Scalar("centred", a.centred),     Scalar("scale_offset", 1.0),
+                     Scalar("has_scale", scale),       Scalar("eps", 1e-6),
+                     Scalar("has_bias", bias),         Scalar("cast_before", random.Once(2)),
+                     Scalar("has_residual", residual), Scalar("with_mean", mean),
+                     Scalar("with_rstd", rstd)};
   return call;
 }
 
-Call LayerRowStatistics(Random& random) {
-  const NormArrays a(random, false);
-  return {{a.Activation(0)}, {a.Statistics(), a.Statistics()}, {}};
-}
-
-Call LayerApply(Random& random) {
-  const NormArrays a(random, false);
-  const bool scale = random.Once(2), bias = random.Once(2);
-  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
-  if (scale) call.args.push_back(a.Scale(4));
-  if (bias) call.args.push_back(a.Scale(5));
-  call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
-                     Scalar("has_bias", bias)};
-  return call;
-}
-
-Call LayerGradient(Random& random, bool apply) {
-  const NormArrays a(random, false);
-  const bool scale = random.Once(2), residual = random.Once(2);
-  const bool dscale = random.Once(2), dbias = random.Once(2);
-  Call call{{a.Activation(0), a.Activation(1)}, {a.Activation(2)}, {}};
-  if (scale) call.args.push_back(a.Scale(4));
-  call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
-  if (residual) call.args.push_back(a.Activation(3));
-  if (apply) call.args.push_back(a.Statistics()), call.args.push_back(a.Statistics());
-  for (const bool wanted : {dscale, dbias}) {
-    if (wanted) call.rets.push_back(a.Scale(a.compute));
-  }
-  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale),
-                     Scalar("has_residual", residual), Scalar("with_dscale", dscale),
-                     Scalar("with_dbias", dbias)};
-  if (apply) call.attributes.push_back(Scalar("count", 64.0));
-  return call;
-}
-
-Call LayerBackward(Random& random) { return LayerGradient(random, false); }
-Call LayerBackwardApply(Random& random) { return LayerGradient(random, true); }
-
-Call LayerRowDots(Random& random) {
-  const NormArrays a(random, false);
-  const bool scale = random.Once(2);
-  Call call{{a.Activation(0), a.Activation(1)}, {a.Statistics(), a.Statistics()}, {}};
-  if (scale) call.args.push_back(a.Scale(4));
-  call.args.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 1.0), Scalar("has_scale", scale)};
-  return call;
-}
-
-Call NormRowSums(Random& random) {
+Call NormRowStatistics(Random& random) {
   const NormArrays a(random);
-  return {{a.Activation(0)}, {a.Statistics()}, {}};
+  Call call{{a.Activation(0)}, {}, {Scalar("centred", a.centred)}};
+  a.AddStatistics(call.rets);
+  return call;
 }
 
 Call NormApply(Random& random) {
   const NormArrays a(random);
-  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
   const bool scale = random.Once(2), bias = random.Once(2);
+  Call call{{a.Activation(0)}, {a.Activation(1)}, {}};
   if (scale) call.args.push_back(a.Scale(2));
-  if (bias) call.args.push_back(a.Scale(2));
-  call.args.push_back(a.Statistics());
-  call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
-                     Scalar("cast_before", random.Once(2)), Scalar("has_bias", bias)};
+  if (bias) call.args.push_back(a.Scale(3));
+  a.AddStatistics(call.args);
+  call.attributes = {Scalar("centred", a.centred), Scalar("scale_offset", 0.0),
+                     Scalar("has_scale", scale), Scalar("cast_before", random.Once(2)),
+                     Scalar("has_bias", bias)};
   return call;
 }
 
 Call NormRowDots(Random& random) {
   const NormArrays a(random);
-  Call call{{a.Activation(0), a.Activation(1)}, {a.Statistics()}, {}};
   const bool scale = random.Once(2);
+  Call call{{a.Activation(0), a.Activation(1)}, {}, {}};
   if (scale) call.args.push_back(a.Scale(2));
-  call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale)};
+  a.AddStatistics(call.args, true, false);
+  a.AddStatistics(call.rets);
+  call.attributes = {Scalar("centred", a.centred), Scalar("scale_offset", 0.0),
+                     Scalar("has_scale", scale)};
   return call;
 }
 
-Call NormBackward(Random& random) {
+Call NormGradient(Random& random, bool apply) {
   const NormArrays a(random);
-  const bool scale = random.Once(2), residual = random.Once(2), dscale = random.Once(2);
+  const bool scale = random.Once(2), residual = random.Once(2);
+  const bool dscale = random.Once(2), dbias = random.Once(2);
   Call call{{a.Activation(0), a.Activation(1)}, {a.Activation(2)}, {}};
   if (scale) call.args.push_back(a.Scale(3));
-  call.args.push_back(a.Statistics());
+  a.AddStatistics(call.args);
   if (residual) call.args.push_back(a.Activation(4));
-  const bool dbias = random.Once(2);
-  if (dscale) call.rets.push_back(a.Scale(a.compute));
-  if (dbias) call.rets.push_back(a.Scale(a.compute));
-  call.attributes = {Scalar("scale_offset", 0.0), Scalar("has_scale", scale),
-                     Scalar("has_residual", residual), Scalar("with_dscale", dscale),
-                     Scalar("with_dbias", dbias)};
+  if (apply) a.AddStatistics(call.args);
+  for (const bool wanted : {dscale, dbias}) {
+    if (wanted) call.rets.push_back(a.Scale(a.compute));
+  }
+  call.attributes = {Scalar("centred", a.centred),  Scalar("scale_offset", 0.0),
+                     Scalar("has_scale", scale),    Scalar("has_residual", residual),
+                     Scalar("with_dscale", dscale), Scalar("with_dbias", dbias)};
+  if (apply) call.attributes.push_back(Scalar("count", 64.0));
   return call;
 }
 
-Call NormBackwardApply(Random& random) {
-  Call call = NormBackward(random);
-  const Array& x = call.args[1];
-  const ffi::DataType compute = call.args[0].dtype == ffi::F64 ? ffi::F64 : ffi::F32;
-  call.args.push_back({compute, {x.dims[0], x.dims[2]}});
-  call.attributes.push_back(Scalar("count", 64.0));
-  return call;
-}
+Call NormBackward(Random& random) { return NormGradient(random, false); }
+Call NormBackwardApply(Random& random) { return NormGradient(random, true); }
 
 // ---------------------------------------------------------------- FP8
 
@@ -326,21 +270,12 @@ Call CudaLaunch(Random& random) {
 
 std::vector<Target> Targets(const std::vector<Library>& libraries) {
   std::vector<Target> targets = {
-      {"normfuse_rms_norm_forward", Execute(NormfuseRmsNormForward), NormForward},
-      {"normfuse_rms_norm_row_sums", Execute(NormfuseRmsNormRowSums), NormRowSums},
-      {"normfuse_rms_norm_apply", Execute(NormfuseRmsNormApply), NormApply},
-      {"normfuse_rms_norm_backward", Execute(NormfuseRmsNormBackward), NormBackward},
-      {"normfuse_rms_norm_row_dots", Execute(NormfuseRmsNormRowDots), NormRowDots},
-      {"normfuse_rms_norm_backward_apply", Execute(NormfuseRmsNormBackwardApply),
-       NormBackwardApply},
-      {"normfuse_layer_norm_forward", Execute(NormfuseLayerNormForward), LayerForward},
-      {"normfuse_layer_norm_row_statistics", Execute(NormfuseLayerNormRowStatistics),
-       LayerRowStatistics},
-      {"normfuse_layer_norm_apply", Execute(NormfuseLayerNormApply), LayerApply},
-      {"normfuse_layer_norm_backward", Execute(NormfuseLayerNormBackward), LayerBackward},
-      {"normfuse_layer_norm_row_dots", Execute(NormfuseLayerNormRowDots), LayerRowDots},
-      {"normfuse_layer_norm_backward_apply", Execute(NormfuseLayerNormBackwardApply),
-       LayerBackwardApply},
+      {"normfuse_norm_forward", Execute(NormfuseNormForward), NormForward},
+      {"normfuse_norm_row_statistics", Execute(NormfuseNormRowStatistics), NormRowStatistics},
+      {"normfuse_norm_apply", Execute(NormfuseNormApply), NormApply},
+      {"normfuse_norm_backward", Execute(NormfuseNormBackward), NormBackward},
+      {"normfuse_norm_row_dots", Execute(NormfuseNormRowDots), NormRowDots},
+      {"normfuse_norm_backward_apply", Execute(NormfuseNormBackwardApply), NormBackwardApply},
       {"normfuse_quantize_amax", Execute(NormfuseQuantizeAmax), QuantizeAmax},
       {"normfuse_quantize_cast", Execute(NormfuseQuantizeCast), QuantizeCast},
       {"normfuse_launch",

@@ -28,7 +28,7 @@ from ...native.implementation import Implementation, Order
 from ...native.kernel import Kernel
 from ..core.arguments import floating
 from ..core.op import Dims, Op, Split
-from . import cuda, op
+from . import cuda, functions, op
 from .op import along_rows, dtype_of, rows_of, weight_of
 from .spec import Norm
 
@@ -98,9 +98,11 @@ def gated_rms_norm(
     shape = x.shape
     if group_size is not None:
         x, z, scale = _grouped(name, x, z, scale, group_size)
-    norm, x, scale, _ = op.check(name, x, scale, None, eps, -1, scale_offset, dtype, per_head=True)
+    norm, x, scale, _ = functions.check(
+        name, x, scale, None, eps, -1, scale_offset, dtype, per_head=True
+    )
     norm = replace(norm, gate=gate, activation=activation, with_rstd=False)
-    return op.call(forward, norm, x, [z], [scale], implementation)[0].reshape(shape)
+    return functions.call(forward, norm, x, [z], [scale], implementation)[0].reshape(shape)
 
 
 def _grouped(
@@ -272,7 +274,7 @@ def _rows_backward(
         g, h = (dy, x * gate) if before else (dy * gate, x)
         w = pallas.weight_of(columns, norm)
         dots = jnp.sum(g * w * h, 1, keepdims=True)
-        dh, *sums = pallas.gradients(norm, g, h, [], columns, stats[0], dots / rows.n)
+        dh, *sums = pallas.gradients(norm, g, h, [], w, stats[0], [dots / rows.n])
         dx, dgate = (dh * gate, dh * x) if before else (dh, dy * (h * stats[0] * w))
         return [dx, dgate * slope, *sums]
 

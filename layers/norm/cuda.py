@@ -1,8 +1,8 @@
-"""RMSNorm's kernels on CUDA: how threads share rows, and launching.
+"""The norms' kernels on CUDA: how threads share rows, and launching.
 
 Arrays are viewed as (outer, n, inner). Contiguous rows (inner == 1) move through memory once. Rows
-that no block, or cluster of blocks, can hold take two launches: one for the sums over rows, one for
-the rest.
+that no block, or cluster of blocks, can hold take two launches: one for the statistics of each
+slice of a row, one for the rest.
 
 The fastest layouts are known from measurements (`benchmarks/results`), and written here as a few
 rules on the number of elements a thread holds, so that every row length has a layout, not only the
@@ -50,8 +50,8 @@ class RowLayout:
     thread_rows: int = 1  # that a thread has at once: the forward kernel's alone
     sums: int = 1  # that are taken over each row at a time
     persistent: bool = False  # blocks go through the rows, as the backward's always do
-    share: bool = False  # the scale is in shared memory: LayerNorm's backward alone
-    ahead: bool = False  # the next rows come to shared memory meanwhile: LayerNorm's forward alone
+    share: bool = False  # the scale is in shared memory: the backward kernel's alone
+    ahead: bool = False  # the next rows come to shared memory meanwhile: the forward kernel's alone
 
     @property
     def threads(self) -> int:
@@ -266,6 +266,15 @@ _FORWARD_BIAS = (
     Step(128, chunks=4, rows=2, hold=True, fill=256, blocks=2),
     Step(512, chunks=2, rows=2, hold=True, threads=1024),
 )
+# With a mean: of some 150 to 350 that were timed at 1024, 4096, 8192 and 32768 features, with scale
+# and bias, with statistics as results or without. None spills a register.
+_FORWARD_CENTRED = (
+    Step(32, chunks=2, rows=2, fill=512, blocks=2),
+    Step(128, chunks=2, rows=2, fill=128, blocks=8),
+    Step(512, chunks=6, rows=2, blocks=6),
+    Step(1024, chunks=6, rows=2, blocks=3),
+    Step(4096, chunks=4, slices=2, hold=True, persistent=True, ahead=True),
+)
 # Where all rows are on their way at once only the way through one counts: three vectors a thread,
 # and the scale is read with them.
 _FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
@@ -431,6 +440,16 @@ _BACKWARD_VALUE = (
     *(step for step in _BACKWARD_RESIDUAL if step.vectors > 512),
 )
 
+# With a mean and both gradients: as _FORWARD_CENTRED, at 2048 and 16384 features too.
+_BACKWARD_CENTRED = (
+    Step(32, chunks=2, fill=128, blocks=3, hold=True),
+    Step(96, chunks=4, fill=128, blocks=2, hold=True),
+    Step(128, chunks=2, fill=128, blocks=4, hold=True),
+    Step(512, chunks=4, fill=256, hold=True),
+    Step(1024, chunks=2, hold=True),
+    Step(2048, chunks=2, slices=2, hold=True, stages=3),
+    Step(4096, chunks=4, slices=2, hold=True, share=True),
+)
 # Where there are no more rows than multiprocessors all are read at once, the longer ones by
 # clusters of blocks of 128 threads: only the way through one row counts.
 _BACKWARD_FEW_ROWS = (
@@ -503,9 +522,9 @@ def backward_layout(
 
 
 # ---------------------------------------------------------------- the backward of few rows
-# The kernel is rms_norm_backward_at_once.cu. Where dy and x stay in the cache they can be read
-# twice, by blocks that make dx and by others that make dscale: a second launch, which adds up what
-# each block has of dscale, costs more.
+# The kernel is rms_norm_backward_in_one_launch.cu. Where dy and x stay in the cache they can be
+# read twice, by blocks that make dx and by others that make dscale: a second launch, which adds up
+# what each block has of dscale, costs more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,7 +607,9 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
                 one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
             )
         found.setdefault(tuple(layouts), rows)
-    return list(found.values())
+    counts = {*found.values(), target.multiprocessors + 1}  # from here on one of _BACKWARD_CENTRED
+    layout = timed_layout(n, widest, target, _FORWARD_CENTRED)
+    return sorted(counts | ({layout.least_rows(target)} if layout else set()))
 
 
 # ---------------------------------------------------------------- the kernels
@@ -634,19 +655,29 @@ def flat_struct(array: Any, is_parameter: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape if is_parameter else shape, array.dtype)
 
 
+def combined(means: Any, squares: Any, counts: Any) -> tuple[jax.Array, jax.Array]:
+    """Mean and squared differences of rows, from those of their parts along the first dimension.
+
+    `counts` are the elements of each part, against `means`. References: Chan, Golub and LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+    counts = jnp.broadcast_to(counts, means.shape)
+    mean = jnp.sum(counts * means, 0) / jnp.sum(counts, 0)
+    return mean, jnp.sum(squares + counts * (means - mean) ** 2, 0)
+
+
 @by_rows
 def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, residual][, scale][, bias]) -> (y[, h][, rstd])`, h = x + residual."""
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual."""
     given = {"RESIDUAL": norm.has_residual, "SCALE": norm.has_scale, "BIAS": norm.has_bias}
-    operands = named(rest, X=x, **given)
-    dtypes = filter(None, (norm.out_dtype, norm.residual_dtype))
-    call = Call(target, "forward", operands, compute_of(operands, *dtypes))
+    dtypes = norm.out_dtype, norm.residual_dtype
+    call = Call(target, norm, "forward", named(rest, X=x, **given), *dtypes)
     call.result("Y", x.shape, norm.out_dtype)
     if norm.has_residual:
         promoted = jnp.promote_types(x.dtype, rest[0].dtype)
         call.result("H", x.shape, norm.residual_dtype or promoted)
-    if norm.with_rstd:
-        call.result("RSTD", call.row_shape, call.compute)
+    for name in ["MEAN"] * norm.with_mean + ["RSTD"] * norm.with_rstd:
+        call.result(name, call.row_shape, call.compute)
     done = _forward(call, norm, norm.eps)
     if done is not None:
         return done
@@ -654,36 +685,44 @@ def forward(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
     h = x
     if norm.has_residual:
         h = (x.astype(call.compute) + rest[0].astype(call.compute)).astype(call.results["H"].dtype)
-    (sums,) = row_sums(target, norm, h, compute=call.compute)
-    rstd = jax.lax.rsqrt(sums / x.shape[1] + norm.eps)
-    (y,) = apply(target, norm, h, *rest[norm.has_residual :], rstd)
-    return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
+    *mean, squares = row_statistics(target, norm, h, compute=call.compute)
+    rstd = jax.lax.rsqrt(squares / x.shape[1] + norm.eps)
+    (y,) = apply(target, norm, h, *rest[norm.has_residual :], *mean, rstd)
+    return [y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
 @by_rows
-def row_sums(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list[jax.Array]:
-    """`x -> Σ x²`, one value a row."""
-    call = Call(target, "row_sums", {"X": x}, compute or compute_of({"X": x}))
-    call.result("SUMS", call.row_shape, call.compute)
-    return call.over_slices(found(_forward(call, norm)))
+def row_statistics(target: Target, norm: Norm, x: Any, *, compute: Any = None) -> list[jax.Array]:
+    """`x -> ([mean,] Σ (x − mean)²)`, one value a row each."""
+    call = Call(target, norm, "row_statistics", {"X": x}, compute)
+    for name in ["MEAN"] * norm.centred + ["SQUARES"]:
+        call.result(name, call.row_shape, call.compute)
+    *means, squares = found(_forward(call, Norm(centred=norm.centred)))  # without parameters
+    if squares.shape == call.row_shape or not means:
+        return [*means, *call.over_slices([squares])]
+    layout = call.layout
+    assert layout is not None and layout.slices == squares.shape[1]
+    counts = np.full((layout.slices, 1), layout.tile)  # the last slice may be shorter
+    counts[-1] = call.features - (layout.slices - 1) * layout.tile
+    parts = combined(means[0].T, squares.T, counts.astype(call.compute))
+    return [part[:, None] for part in parts]
 
 
 @by_rows
 def apply(target: Target, norm: Norm, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(x[, scale][, bias], rstd) -> y`, for an rstd that is already known."""
-    operands = named(rest, X=x, SCALE=norm.has_scale, BIAS=norm.has_bias, RSTD=True)
-    call = Call(target, "apply", operands, compute_of(operands, norm.out_dtype))
+    """`(x[, scale][, bias][, mean], rstd) -> y`, for statistics that are already known."""
+    given = {"SCALE": norm.has_scale, "BIAS": norm.has_bias, "MEAN": norm.centred, "RSTD": True}
+    call = Call(target, norm, "apply", named(rest, X=x, **given), norm.out_dtype)
     call.result("Y", x.shape, norm.out_dtype)
     return found(_forward(call, norm))
 
 
 @by_rows
 def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, dbias])`."""
-    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual)
-    call = Call(target, "backward", operands, compute_of(operands))
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`."""
+    call = Call(target, norm, "backward", _gradient_operands(norm, dy, x, rest))
     call.result("DX", x.shape, x.dtype)
-    if norm.with_dscale and not norm.with_dbias:
+    if norm.with_dscale and not (norm.with_dbias or norm.centred):
         done = _backward_in_one_launch(call, norm.scale_offset)
         if done is not None:
             return done
@@ -691,48 +730,55 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[ja
     if done is not None:
         return done
 
-    (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
-    known = dataclasses.replace(norm, count=float(x.shape[1]))
-    return backward_apply(target, known, dy, x, *rest, dots)
+    known = rest[: norm.has_scale + norm.centred]
+    sums = row_dots(target, norm, dy, x, *known, compute=call.compute)
+    count = dataclasses.replace(norm, count=float(x.shape[1]))
+    return backward_apply(target, count, dy, x, *rest, *sums)
 
 
 def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`; one of them takes dy's place."""
-    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True)
+    """`(dy, x[, scale][, mean], rstd) -> (dx[, dscale][, value])`; one takes dy's place."""
+    operands = _gradient_operands(norm, dy, x, rest)
     in_place = {"DY": "VALUE" if norm.with_value else "DX"}
-    call = Call(target, "backward", operands, compute_of(operands), in_place=in_place)
+    call = Call(target, norm, "backward", operands, in_place=in_place)
     call.result("DX", x.shape, x.dtype)
     done = _backward(call, norm)
     if done is not None:
         return done
 
-    (dots,) = row_dots(target, norm, dy, x, *rest[: norm.has_scale], compute=call.compute)
-    operands |= {"DOTS": dots}
-    call = Call(target, "backward_apply", operands, call.compute, in_place=in_place)
+    known = rest[: norm.has_scale + norm.centred]
+    sums = row_dots(target, norm, dy, x, *known, compute=call.compute)
+    operands |= zip(("SUMS", "DOTS")[-len(sums) :], sums)
+    call = Call(target, norm, "backward_apply", operands, call.compute, in_place=in_place)
     call.result("DX", x.shape, x.dtype)
     return found(_backward(call, norm))
 
 
 @by_rows
 def row_dots(
-    target: Target, norm: Norm, dy: Any, x: Any, *scale: Any, compute: Any = None
+    target: Target, norm: Norm, dy: Any, x: Any, *rest: Any, compute: Any = None
 ) -> list[jax.Array]:
-    """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
-    operands = named(scale, DY=dy, X=x, SCALE=norm.has_scale)
-    call = Call(target, "row_dots", operands, compute or compute_of(operands))
-    call.result("DOTS", call.row_shape, call.compute)
+    """`(dy, x[, scale][, mean]) -> ([Σ dy · w,] Σ dy · w · (x − mean))`, one value a row each."""
+    operands = named(rest, DY=dy, X=x, SCALE=norm.has_scale, MEAN=norm.centred)
+    call = Call(target, norm, "row_dots", operands, compute)
+    for name in ["SUMS"] * norm.centred + ["DOTS"]:
+        call.result(name, call.row_shape, call.compute)
     return call.over_slices(found(_backward(call, norm)))
 
 
 @by_rows
 def backward_apply(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale][, dbias])`, for known sums over rows."""
-    operands = named(
-        rest, DY=dy, X=x, SCALE=norm.has_scale, RSTD=True, DH=norm.has_residual, DOTS=True
-    )
-    call = Call(target, "backward_apply", operands, compute_of(operands))
+    """`(dy, x[, scale][, mean], rstd[, dh][, sums], dots) -> (dx[, dscale][, dbias])`."""
+    sums = {"SUMS": norm.centred, "DOTS": True}
+    operands = _gradient_operands(norm, dy, x, rest, **sums)
+    call = Call(target, norm, "backward_apply", operands)
     call.result("DX", x.shape, x.dtype)
     return found(_backward(call, norm, norm.count))
+
+
+def _gradient_operands(norm: Norm, dy: Any, x: Any, rest: Any, **more: bool) -> dict[str, Any]:
+    given = {"SCALE": norm.has_scale, "MEAN": norm.centred, "RSTD": True, "DH": norm.has_residual}
+    return named(rest, DY=dy, X=x, **given, **more)
 
 
 def found(results: list[jax.Array] | None) -> list[jax.Array]:
@@ -750,15 +796,18 @@ class Call:
     def __init__(
         self,
         target: Target,
+        norm: Norm,
         kernel: str,
         operands: dict[str, Any],
-        compute: jnp.dtype,
-        op: str = "rms_norm",
+        *dtypes: Any,  # that are computed with besides the operands', or None
         in_place: dict[str, str] | None = None,  # operand -> result that takes its place
     ):
+        compute = cuda_compute_dtype(
+            [*(a.dtype for a in operands.values()), *map(jnp.dtype, filter(None, dtypes))]
+        )
         self.target = target
-        self.op = op
-        self.kernel = kernel
+        gated = "gated_" if "Z" in operands else ""
+        self.name = f"{gated}{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
         self.compute = compute
         self.operands = {
             name: array.astype(compute) if name in _STATISTICS else array
@@ -768,19 +817,12 @@ class Call:
         self.in_place = in_place or {}
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
-        self.heads = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
-        self.examples = 0  # where scales are neither one for all nor of heads
-        self.prefix = "gated_" if "Z" in operands else ""
+        owners = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
+        of_examples = norm.per_example and scale is not None
+        self.heads, self.examples = (1, owners) if of_examples else (owners, 0)
         self.outer, self.features, self.inner = operands["X"].shape
         self.row_shape = (self.outer, self.inner)
         self.whole_rows = kernel in ("forward", "backward")  # not one of their halves
-
-    def per_example(self, norm: Norm) -> dict[str, Any]:
-        """Takes what looked like heads for examples, if it is that; the macros that say so."""
-        if not norm.per_example or "SCALE" not in self.operands:
-            return {}
-        self.heads, self.examples = 1, self.heads
-        return {"PER_EXAMPLE": True}
 
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
@@ -814,6 +856,10 @@ class Call:
             "HAS_SCALE": "SCALE" in given,
             "HAS_OFFSET": scale_offset != 0,
         }
+
+    def owners(self) -> dict[str, int]:
+        """The macros that say whose scale and bias a row has."""
+        return {"HEADS": self.heads, "PER_EXAMPLE": bool(self.examples)}
 
     def rows(self, source: str, macros, scalars, layout: RowLayout, grid: int, shared: int):
         """Launches a kernel for contiguous rows."""
@@ -857,12 +903,12 @@ class Call:
     def launch(self, source: str, macros, results, **sizes):
         types = type_macros(self.operands) | type_macros(results)
         types |= {
-            "KERNEL": f"{self.prefix}{self.op}_{self.kernel}",
+            "KERNEL": self.name,
             "COMPUTE_TYPE": CUDA_TYPES[self.compute.name],
         }
         return launch(
             source,
-            types["KERNEL"],
+            self.name,
             list(self.operands.values()),
             list(results.values()),
             target=self.target,
@@ -877,48 +923,24 @@ class Call:
 
 
 def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None:
-    macros = call.per_example(norm) | {
-        "CAST_BEFORE": "Y" in call.results and norm.cast_before,
-        "HEADS": call.heads,
-    }
-    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
-    # What a kernel does not have, its macros do not name.
-    macros |= {"HAS_BIAS": True} if "BIAS" in call.operands else _gate_macros(call, norm)
-    if "BIAS" in call.operands or "Z" in call.operands:
-        ease = functools.partial(eased_forward, call)
-    steps = _FORWARD_BIAS if "BIAS" in call.operands else ()
-    return launch_forward(call, norm, eps, macros, steps=steps, ease=ease)
-
-
-def launch_forward(
-    call: Call,
-    norm: Norm,
-    eps: float,
-    macros: dict[str, Any],
-    *,
-    sums_of_row: int = 1,
-    steps: Sequence[Step] = (),
-    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
-    tokens: int = 0,
-) -> list[jax.Array] | None:
-    """Launches a kernel of OP_forward.cu; None where its rows are too long to be held.
-
-    `macros` are those that not all such kernels have. `steps` are layouts that were timed for it.
-    Where there is none, `ease` makes of RMSNorm's layout one for a kernel that needs more
-    registers. All rows of a thread are of the same `tokens` rows after one another, where these are
-    given.
-    """
+    """Launches norm_forward.cu; None where its rows are too long to be held."""
     if 0 in call.row_shape:
         return call.empty()
-    macros |= {
+    has_bias, is_gated = "BIAS" in call.operands, "Z" in call.operands
+    macros: dict[str, Any] = {
+        "CENTRED": norm.centred,
         "STATISTICS": "RSTD" not in call.operands,
         "NORMALIZE": "Y" in call.results,
+        "CAST_BEFORE": "Y" in call.results and norm.cast_before,
+        "HAS_BIAS": has_bias,
+        "WITH_MEAN": "MEAN" in call.results,
         "WITH_RSTD": "RSTD" in call.results,
         **call.flags(norm.scale_offset),
     }
     scalars = scalars_of(call.compute, eps, norm.scale_offset)
     if call.inner != 1:
-        return call.strided(f"{call.op}_forward_strided.cu", macros, scalars, _MAX_GRID)
+        return call.strided("norm_forward_strided.cu", macros, scalars, _MAX_GRID)
+    steps = _FORWARD_CENTRED if norm.centred else _FORWARD_BIAS if has_bias else ()
     layout = timed_forward(call, steps)
     if layout is None:
         layout = forward_layout(
@@ -927,64 +949,47 @@ def launch_forward(
             call.target,
             rows=call.outer,
             compute=call.compute,
-            residual="RESIDUAL" in call.operands or "Z" in call.operands,
+            residual="RESIDUAL" in call.operands or is_gated,
             whole_rows=call.whole_rows,
         )
         if layout is None:
             return None
-        layout = ease(layout)
-    layout = dataclasses.replace(layout, sums=sums_of_row)
+        if norm.centred or has_bias or is_gated:
+            layout = eased_forward(call, layout)
+    layout = dataclasses.replace(layout, sums=1 + norm.centred)
     owners = call.heads
-    if tokens:
-        owners = call.outer // tokens
+    if call.examples:  # rows of a thread are of one example
+        owners, tokens = call.examples, call.outer // call.examples
         thread_rows = min(layout.thread_rows, power_of_two(tokens))
         layout = dataclasses.replace(layout, thread_rows=thread_rows, ahead=False)
-    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows}
+    macros |= call.owners() | _gate_macros(call, norm)
+    macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "AHEAD": layout.ahead}
     rows = owners * round_up(call.outer // owners, layout.thread_rows)  # as blocks see them
     grid = min(layout.blocks_for(rows), _MAX_GRID)
     if layout.persistent:
         grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))
     shared = layout.sum_bytes(call.compute, cluster=call.whole_rows) if macros["STATISTICS"] else 0
     if layout.ahead:
-        macros["AHEAD"] = True
         shared = layout.ahead_bytes(call.operands["X"].dtype.itemsize, call.compute)
-    return call.rows(f"{call.op}_forward.cu", macros, scalars, layout, grid, shared)
+    return call.rows("norm_forward.cu", macros, scalars, layout, grid, shared)
 
 
 def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Array] | None:
-    gradient = "DX" in call.results
-    macros = call.per_example(norm)
-    macros |= {"WITH_VALUE": gradient and norm.with_value, "HEADS": call.heads}
-    macros |= _gate_macros(call, norm)
-    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout
-    if (gradient and norm.with_dbias) or "Z" in call.operands:
-        ease = functools.partial(eased_backward, call, call.columns(norm) + norm.has_scale)
-    return launch_backward(call, norm, count, macros, ease=ease)
-
-
-def launch_backward(
-    call: Call,
-    norm: Norm,
-    count: float | None,
-    macros: dict[str, Any],
-    *,
-    sums_of_row: int = 1,
-    steps: Sequence[Step] = (),
-    ease: Callable[[RowLayout], RowLayout] = lambda layout: layout,
-) -> list[jax.Array] | None:
-    """Launches a kernel of OP_backward.cu, and the sum over its blocks for dscale and dbias; None
-    where its rows are too long to be held. `count` is of the features of whole rows, unless the
-    kernel has these. `macros`, `steps` and `ease` are as for `launch_forward`."""
+    """Launches norm_backward.cu, and the sum over its blocks for dscale and dbias; None where its
+    rows are too long to be held. `count` is of the features of whole rows, unless the kernel has
+    these."""
     n, owners = call.features, max(call.heads, call.examples)
     columns, gradient = call.columns(norm), "DX" in call.results
     with_value = gradient and norm.with_value
-    macros |= {
+    macros: dict[str, Any] = {
+        "CENTRED": norm.centred,
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": gradient,
         "WITH_DSCALE": gradient and norm.with_dscale,
+        "WITH_DBIAS": gradient and norm.with_dbias,
+        "WITH_VALUE": with_value,
         **call.flags(norm.scale_offset),
     }
-    macros |= {"WITH_DBIAS": True} if gradient and norm.with_dbias else {}
     scalars = scalars_of(call.compute, norm.scale_offset, n if count is None else count)
     if 0 in call.row_shape:
         sums = [jnp.zeros(owners * n, call.compute)] * columns
@@ -994,12 +999,13 @@ def launch_backward(
     if call.inner != 1:
         grid = min(most, strided_blocks(call.outer, n, call.inner, call.target))
         call.more_gradients(grid, columns, with_value)
-        done = call.strided(f"{call.op}_backward_strided.cu", macros, scalars, grid)
+        done = call.strided("norm_backward_strided.cu", macros, scalars, grid)
     else:
         read = [
             call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
         ]
-        layout = timed_backward(call, steps, sum(read), sums_of_row)
+        steps = _BACKWARD_CENTRED if norm.centred and columns == 2 else ()
+        layout = timed_backward(call, steps, sum(read), 1 + norm.centred)
         if layout is None:
             layout = backward_layout(
                 n,
@@ -1011,11 +1017,12 @@ def launch_backward(
                 residual="DH" in call.operands or "Z" in call.operands,
                 whole_rows=call.whole_rows,
                 value=with_value,
-                sums=sums_of_row,
+                sums=1 + norm.centred,
             )
             if layout is None:
                 return None
-            layout = ease(layout)
+            if norm.centred or macros["WITH_DBIAS"] or "Z" in call.operands:
+                layout = eased_backward(call, columns + norm.has_scale, layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
         if call.examples:  # rows of a block are of one example
@@ -1027,11 +1034,12 @@ def launch_backward(
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
-        macros |= {"STAGES": depth, "SHARED_BYTES": shared, "HOLD": layout.hold}
-        macros |= {"SHARE_WEIGHT": True} if layout.share else {}
+        macros |= call.owners() | _gate_macros(call, norm)
+        macros |= {"STAGES": depth, "SHARED_BYTES": shared}
+        macros |= {"HOLD": layout.hold, "SHARE_WEIGHT": layout.share}
         sums = grid if call.heads == 1 else grid * layout.block_rows
         call.more_gradients(sums, columns, with_value)
-        done = call.rows(f"{call.op}_backward.cu", macros, scalars, layout, grid, shared)
+        done = call.rows("norm_backward.cu", macros, scalars, layout, grid, shared)
     if columns:
         at = list(call.results).index("PARTIAL")
         partial = done[at].reshape(-1, owners * columns * n)
@@ -1074,7 +1082,8 @@ def timed_layout(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -
 
 
 def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
-    """Leaves a kernel that also adds a bias the registers it needs, as `eased_backward` does."""
+    """Leaves a kernel that also has a mean, bias or gate the registers it needs, as
+    `eased_backward` does."""
 
     def spills() -> bool:
         held = layout.chunks * layout.vector * max(call.moving_bytes()) // _WORD
@@ -1151,7 +1160,7 @@ def gated_forward(
 ) -> list[jax.Array] | None:
     """`(x, z[, scale]) -> (y[, rstd])`; None where rows are not contiguous, or too long."""
     operands = named(scale, X=x, Z=z, SCALE=norm.has_scale)
-    call = Call(target, "forward", operands, compute_of(operands, norm.out_dtype))
+    call = Call(target, norm, "forward", operands, norm.out_dtype)
     if call.inner != 1:
         return None
     call.result("Y", x.shape, norm.out_dtype)
@@ -1166,7 +1175,7 @@ def gated_backward(
 ) -> list[jax.Array] | None:
     """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`; None as for `gated_forward`."""
     operands = named(rest, DY=dy, X=x, Z=z, SCALE=norm.has_scale, RSTD=True)
-    call = Call(target, "backward", operands, compute_of(operands))
+    call = Call(target, norm, "backward", operands)
     if call.inner != 1:
         return None
     call.result("DX", x.shape, x.dtype)
@@ -1193,10 +1202,6 @@ def named(rest, **present) -> dict[str, Any]:
         elif value is not False:
             named[name] = value
     return named
-
-
-def compute_of(operands: dict[str, Any], *more) -> jnp.dtype:
-    return cuda_compute_dtype([*(a.dtype for a in operands.values()), *map(jnp.dtype, more)])
 
 
 def scalars_of(compute: jnp.dtype, *values: float) -> dict[str, tuple[float, ...]]:

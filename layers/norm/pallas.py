@@ -1,7 +1,9 @@
-"""RMSNorm in Pallas, on (outer, n, inner) arrays.
+"""The norms in Pallas, on (outer, n, inner) arrays.
 
 Rows are made contiguous first: where `inner` is not one that is a transpose before the kernel and
-one after it. Rows too long for a kernel to hold are read twice: a sum over each, then the rest.
+one after it. Rows too long for a kernel to hold are read twice, a sum over each and then the rest,
+or if centred three times. Elements beyond a row are zeros, which differences to a mean are not:
+those are masked.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import Unsupported
 from ...native.pallas import lowering
 from ...native.pallas.lowering import Target
-from ...native.pallas.tiles import Arrays, Call, Out
+from ...native.pallas.tiles import Arrays, Call, Out, before
 from .spec import Norm
 
 Body = Callable[..., list[Array]]
@@ -44,7 +46,8 @@ def kernel_of(
         dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
-        name = f"pallas_{op}_{run.__name__.lstrip('_')}"  # of "forward" and the like
+        family = "layer_norm" if norm.centred else op
+        name = f"pallas_{family}_{run.__name__.lstrip('_')}"  # of "forward" and the like
         rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
         return [restored(r, *operands[lead].shape) for r in results]
@@ -98,107 +101,137 @@ def weight_of(columns: Arrays, norm: Norm) -> Any:
     return columns[0] + norm.scale_offset if norm.has_scale else 1
 
 
-def plus_bias(columns: Arrays, norm: Norm, y: Any) -> Any:
-    """Returns y + bias, or y; bias is the last of the columns."""
+def _scaled(norm: Norm, columns: Arrays, normal: Any, dtype: jnp.dtype) -> Any:
+    """Returns y of a tile, x being of `dtype`; bias is the last of the columns."""
+    normal = normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
+    y = normal * weight_of(columns, norm)
     return y + columns[-1] if norm.has_bias else y
 
 
-def _normal_of(norm: Norm, h: Any, rstd: Any, dtype: jnp.dtype) -> Any:
-    """Returns x̂ as it is multiplied by the weight, h being of `dtype`."""
-    normal = h * rstd
-    return normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
+def _centred(norm: Norm, x: Any, stats: Sequence[Any]) -> Any:
+    """Returns x − mean, the first of the statistics; or x."""
+    return x - stats[0] if norm.centred else x
+
+
+def _sum(values: Any, along: int = 1) -> Any:
+    return jnp.sum(values, along, keepdims=True)
 
 
 def forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
     h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
+    known = lambda mean, rstd: [*mean * norm.with_mean, *[rstd] * norm.with_rstd]
     if not rows.fit():
         h = x
         if residual:
             h = (x.astype(rows.compute) + residual[0].astype(rows.compute)).astype(h_dtype)
-        (sums,) = _row_sums(rows, norm, h)
-        rstd = jax.lax.rsqrt(sums / rows.n + norm.eps)
-        y = _apply(rows, norm, h, *parameters, rstd)
-        return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
+        *mean, squares = _row_statistics(rows, norm, h)
+        rstd = jax.lax.rsqrt(squares / rows.n + norm.eps)
+        y = _apply(rows, norm, h, *parameters, *mean, rstd)
+        return [*y, *[h] * norm.has_residual, *known(mean, rstd)]
 
     def body(tiles, columns, _):
-        h = tiles[0]
+        h, mean = tiles[0], []
         if residual:  # what is normalised is the sum after rounding
             h = (h + tiles[1]).astype(h_dtype).astype(rows.compute)
-        rstd = jax.lax.rsqrt(jnp.sum(h * h, 1, keepdims=True) / rows.n + norm.eps)
-        y = _normal_of(norm, h, rstd, h_dtype) * weight_of(columns, norm)
-        y = plus_bias(columns, norm, y)
-        return [y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
+        centred = h
+        for _ in range(2 * norm.centred):  # the second is what rounding has left
+            mean.append(_sum(centred) / rows.n)
+            centred = before(centred - mean[-1], rows.n, 1)
+        rstd = jax.lax.rsqrt(_sum(centred * centred) / rows.n + norm.eps)
+        y = _scaled(norm, columns, centred * rstd, h_dtype)
+        return [y, *[h] * norm.has_residual, *known(mean and [sum(mean)], rstd)]
 
     outs = [Out("tile", jnp.dtype(norm.out_dtype)), *[Out("tile", h_dtype)] * norm.has_residual]
-    outs += [Out("row", rows.compute)] * norm.with_rstd
+    outs += [Out("row", rows.compute)] * (norm.with_mean + norm.with_rstd)
     return rows(body, [x, *residual], parameters, [], outs, whole=True)
 
 
-def _row_sums(rows: Rows, norm: Norm, x: Array) -> list[Array]:
-    del norm
-    body = lambda tiles, *_: [jnp.sum(tiles[0] * tiles[0], 1, keepdims=True)]
-    return rows(body, [x], [], [], [Out("row sum", rows.compute)])
+def _row_statistics(rows: Rows, norm: Norm, x: Array) -> list[Array]:
+    out = Out("row sum", rows.compute)
+    if not norm.centred:
+        return rows(lambda tiles, *_: [_sum(tiles[0] * tiles[0])], [x], [], [], [out])
+    inside = jnp.ones(rows.n, rows.compute)  # 1 within the row, 0 beyond it
+
+    def sums(tiles, columns, stats):
+        centred = (tiles[0] - stats[0]) * columns[0]
+        return [_sum(centred), _sum(centred * centred)]
+
+    (total,) = rows(lambda tiles, *_: [_sum(tiles[0])], [x], [], [], [out])
+    rough = total / rows.n
+    rest, squares = rows(sums, [x], [inside], [rough], [out, out])
+    return [rough + rest / rows.n, squares - rest * (rest / rows.n)]
 
 
 def _apply(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    *parameters, rstd = rest
+    count = norm.has_scale + norm.has_bias
 
     def body(tiles, columns, stats):
-        y = _normal_of(norm, tiles[0], stats[0], x.dtype) * weight_of(columns, norm)
-        return [plus_bias(columns, norm, y)]
+        return [_scaled(norm, columns, _centred(norm, tiles[0], stats) * stats[-1], x.dtype)]
 
-    return rows(body, [x], parameters, [rstd], [Out("tile", jnp.dtype(norm.out_dtype))])
+    out = Out("tile", jnp.dtype(norm.out_dtype))
+    return rows(body, [x], rest[:count], rest[count:], [out])
 
 
-def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
-    def body(tiles, columns, _):
-        dots = tiles[0] * weight_of(columns, norm) * tiles[1]
-        return [jnp.sum(dots, 1, keepdims=True)]
+def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+    def body(tiles, columns, stats):
+        return _dots(norm, tiles[0] * weight_of(columns, norm), _centred(norm, tiles[1], stats))
 
-    return rows(body, [dy, x], scale, [], [Out("row sum", rows.compute)])
+    outs = [Out("row sum", rows.compute)] * (1 + norm.centred)
+    return rows(body, [dy, x], rest[: norm.has_scale], rest[norm.has_scale :], outs)
+
+
+def _dots(norm: Norm, g: Any, centred: Any) -> list[Any]:
+    """Sums over rows; g is zero beyond them."""
+    return [*[_sum(g)] * norm.centred, _sum(g * centred)]
 
 
 def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    scale, (rstd, *dh) = rest[: norm.has_scale], rest[norm.has_scale :]
+    scale, others = rest[: norm.has_scale], rest[norm.has_scale :]
+    statistics, dh = others[: 1 + norm.centred], others[1 + norm.centred :]
     if not rows.fit():
-        (dots,) = _row_dots(rows, norm, dy, x, *scale)
+        sums = _row_dots(rows, norm, dy, x, *scale, *statistics[: norm.centred])
         known = replace(norm, count=float(rows.n))
-        results = _backward_apply(rows, known, dy, x, *scale, rstd, *dh, dots)
+        results = _backward_apply(rows, known, dy, x, *rest, *sums)
     else:
 
         def body(tiles, columns, stats):
             dy, x, *dh = tiles
-            dots = jnp.sum(dy * weight_of(columns, norm) * x, 1, keepdims=True)
-            return gradients(norm, dy, x, dh, columns, stats[0], dots / rows.n)
+            centred, w = _centred(norm, x, stats), weight_of(columns, norm)
+            means = [total / rows.n for total in _dots(norm, dy * w, centred)]
+            return gradients(norm, dy, centred, dh, w, stats[-1], means)
 
         outs = gradient_outs(rows, norm, x)
-        results = rows(body, [dy, x, *dh], scale, [rstd], outs, whole=True)
+        results = rows(body, [dy, x, *dh], scale, statistics, outs, whole=True)
     if norm.with_value:
-        results += _apply(rows, replace(norm, out_dtype=dy.dtype.name), x, *scale, rstd)
+        results += _apply(rows, replace(norm, out_dtype=dy.dtype.name), x, *scale, *statistics)
     return results
 
 
 def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    scale, (rstd, *dh, dots) = rest[: norm.has_scale], rest[norm.has_scale :]
+    scale, others = rest[: norm.has_scale], rest[norm.has_scale :]
+    count = 1 + norm.centred
+    dh, statistics = others[count:-count], [*others[:count], *others[-count:]]
 
     def body(tiles, columns, stats):
         dy, x, *dh = tiles
-        return gradients(norm, dy, x, dh, columns, stats[0], stats[1] / norm.count)
+        means = [total / norm.count for total in stats[count:]]
+        centred, w = _centred(norm, x, stats), weight_of(columns, norm)
+        return gradients(norm, dy, centred, dh, w, stats[count - 1], means)
 
-    return rows(body, [dy, x, *dh], scale, [rstd, dots], gradient_outs(rows, norm, x))
+    return rows(body, [dy, x, *dh], scale, statistics, gradient_outs(rows, norm, x))
 
 
 def gradients(
-    norm: Norm, dy: Any, x: Any, dh: Sequence[Any], columns: Any, rstd: Any, mean: Any
+    norm: Norm, dy: Any, centred: Any, dh: Sequence[Any], w: Any, rstd: Any, means: Sequence[Any]
 ) -> list[Any]:
     """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
-    normal = x * rstd
-    dx = rstd * (dy * weight_of(columns, norm) - normal * (rstd * mean))
+    normal = centred * rstd
+    g = dy * w - means[0] if norm.centred else dy * w
+    dx = rstd * (g - normal * (rstd * means[-1]))
     dx = dx + dh[0] if dh else dx
-    add = lambda value: jnp.sum(value, 0, keepdims=True)
-    return [dx, *[add(dy * normal)] * norm.with_dscale, *[add(dy)] * norm.with_dbias]
+    return [dx, *[_sum(dy * normal, 0)] * norm.with_dscale, *[_sum(dy, 0)] * norm.with_dbias]
 
 
 def gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
@@ -209,7 +242,7 @@ def gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
 
 KERNELS = {
     "forward": kernel_of(forward, 0),
-    "row_sums": kernel_of(_row_sums, 0),
+    "row_statistics": kernel_of(_row_statistics, 0),
     "apply": kernel_of(_apply, 0),
     "backward": kernel_of(backward, 1, with_columns=True),
     "row_dots": kernel_of(_row_dots, 1),

@@ -1,21 +1,29 @@
-"""RMSNorm, forward to backward: the functions, their definition, kernels, sharding and derivative.
+"""RMSNorm and LayerNorm, forward to backward: definition, kernels, sharding and derivative.
 
 With w = scale + scale_offset, all sums in float32 (float64 where an operand is float64):
 
-    y = x̂ · w + bias            x̂ = x · rstd        rstd = 1 / sqrt(mean(x²) + eps)
-    dx = rstd · g − x · rstd³ · mean(g · x)      g = dy · w
+    y = x̂ · w + bias            x̂ = (x − mean) · rstd
+    rstd = 1 / sqrt(mean((x − mean)²) + eps)
+    dx = rstd · (g − mean(g) − x̂ · mean(g · x̂))      g = dy · w
     dscale = Σ_rows dy · x̂      dbias = Σ_rows dy
+
+RMSNorm is the same with 0 for mean(x) and mean(g): a norm that is not `centred`.
 
 `cast="before"` rounds x̂ to the dtype of x in y; the derivative is as if it did not round.
 
-References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
+The variance is the mean of squared differences, never a difference of means, which loses all where
+the mean is large. The mean that the backward is given is rounded to the type of the sums; the
+forward also takes what that rounding has lost.
+
+References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467; Ba, Kiros
+and Hinton, "Layer Normalization", arXiv:1607.06450.
 """
 
-import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,325 +33,18 @@ from jax.interpreters import ad
 
 from ...native import registry
 from ...native.dtypes import compute_dtype, rounded
-from ...native.implementation import Implementation, Order, order_of
+from ...native.implementation import Order
 from ...native.kernel import Kernel, result_types
 from ...native.launch import call_host
-from ..core.arguments import dimensions, finite, floating, floating_dtype
-from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
+from ..core.op import Dims, Loose, Op, Split
 from . import cuda
 from .spec import Norm
 
-# ---------------------------------------------------------------- the functions
-
-Cast = Literal["after", "before"]
-"""When x̂ is rounded: after it is multiplied by scale, or before as well."""
-
-
-def rms_norm(
-    x: Array,
-    scale: Array | None = None,
-    bias: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    axis: int | Sequence[int] = -1,
-    scale_offset: float = 0.0,
-    cast: Cast = "after",
-    dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> Array:
-    """Divides x by its root mean square over `axis`, multiplies by `scale` and adds `bias`.
-
-        y = x / sqrt(mean(x²) + eps) · (scale + scale_offset) + bias
-
-    Computed in float32 (float64 if an operand or `dtype` is float64); the gradients of scale and
-    bias are summed in that type and returned in their own. Rows may be split over any mesh axes
-    without communication; where a normalised axis is split, one value a row is summed over the
-    devices.
-
-    Args:
-      x: any shape; float64, float32, bfloat16 or float16.
-      scale: the shape of x's normalised axes, in increasing order of axis; any of those dtypes.
-        Where these are x's last axes, scale may have more of them, with a weight for each head:
-        (heads, features) for x (..., heads, features) and axis=-1. Heads may be split over mesh
-        axes without communication. Pallas kernels take no heads.
-      bias: the shape of scale where there is one, else that of x's normalised axes.
-      eps: added to the mean square; finite, at least 0.
-      axis: the normalised axis, or several.
-      scale_offset: added to scale; 1 for checkpoints that store scale − 1.
-      cast: "after" rounds once, the result, to `dtype`. "before" rounds x / sqrt(mean(x²) + eps)
-        to x's dtype before it is multiplied, as Hugging Face's Llama does: the same bits, but where
-        another order of the mean's sum moves a value past a tie. This rounding has no derivative.
-      dtype: of the result; x's where None.
-      implementation: None, "native", "pallas" or "xla", or several to try in order; see
-        `normfuse info` for what serves here.
-
-    Returns:
-      An array of x's shape and sharding.
-
-    Raises:
-      TypeError: for integer or complex operands, or an eps that is not a number.
-      ValueError: for a scale or bias that does not fit, an axis out of range, an eps that is
-        negative or not finite, or an unknown cast or implementation.
-      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
-        them where it names several.
-
-    References:
-      Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
-
-    >>> import jax.numpy as jnp
-    >>> from normfuse import rms_norm
-    >>> y = rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]))
-    >>> [round(value, 3) for value in y.tolist()]
-    [0.849, 2.263]
-    """
-    options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = check("rms_norm", x, scale, bias, *options, per_head=True)
-    return call(forward, norm, x, [], parameters, implementation)[0]
-
-
-def rms_norm_with_rstd(
-    x: Array,
-    scale: Array | None = None,
-    bias: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    axis: int | Sequence[int] = -1,
-    scale_offset: float = 0.0,
-    cast: Cast = "after",
-    dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> tuple[Array, Array]:
-    """`rms_norm`, and the reciprocal root mean square it multiplied by.
-
-        rstd = 1 / sqrt(mean(x²) + eps)        y = x · rstd · (scale + scale_offset) + bias
-
-    Takes and raises what `rms_norm` does.
-
-    Returns:
-      `(y, rstd)`: rstd has the shape of x without the normalised axes, float32 (or float64).
-
-    >>> import jax.numpy as jnp
-    >>> from normfuse import rms_norm_with_rstd
-    >>> y, rstd = rms_norm_with_rstd(jnp.array([[3.0, 4.0], [6.0, 8.0]]), eps=0.0)
-    >>> [round(value, 3) for value in rstd.tolist()]
-    [0.283, 0.141]
-    """
-    options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = check("rms_norm_with_rstd", x, scale, bias, *options, per_head=True)
-    y, rstd = call(forward, norm, x, [], parameters, implementation)
-    return y, rstd
-
-
-def add_rms_norm(
-    x: Array,
-    residual: Array,
-    scale: Array | None = None,
-    bias: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    axis: int | Sequence[int] = -1,
-    scale_offset: float = 0.0,
-    cast: Cast = "after",
-    dtype: jax.typing.DTypeLike | None = None,
-    residual_dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> tuple[Array, Array]:
-    """Adds a residual to x and normalises the sum: the step between two blocks of a transformer.
-
-        new_residual = x + residual        y = rms_norm(new_residual, scale, bias)
-
-    One pass over the activations in each direction: the backward adds the residual's own gradient
-    in the kernel. Takes and raises what `rms_norm` does, and ValueError where residual's shape is
-    not x's.
-
-    Args:
-      residual: x's shape; float64, float32, bfloat16 or float16.
-      residual_dtype: of new_residual.
-
-    Returns:
-      `(y, new_residual)`: y has `dtype` (x's where None); new_residual has `residual_dtype` (the
-      promoted dtype of x and residual where None), and is what is normalised, after rounding to
-      that dtype. `cast="before"` rounds to that dtype too.
-
-    >>> import jax.numpy as jnp
-    >>> from normfuse import add_rms_norm
-    >>> y, h = add_rms_norm(jnp.array([1.0, 1.0]), jnp.array([2.0, 3.0]))
-    >>> [round(value, 3) for value in y.tolist()], h.tolist()
-    ([0.849, 1.131], [3.0, 4.0])
-    """
-    options = eps, axis, scale_offset, dtype, cast
-    norm, x, *parameters = check("add_rms_norm", x, scale, bias, *options, per_head=True)
-    residual = check_residual("add_rms_norm", x, residual)
-    if residual_dtype is not None:
-        residual_dtype = floating_dtype("add_rms_norm", residual_dtype, None, "residual_dtype")
-    norm = replace(norm, has_residual=True, residual_dtype=residual_dtype or "")
-    y, new_residual, _ = call(forward, norm, x, [residual], parameters, implementation)
-    return y, new_residual
-
-
-def adaptive_rms_norm(
-    x: Array,
-    scale: Array,
-    shift: Array | None = None,
-    *,
-    eps: float = 1e-6,
-    scale_offset: float = 1.0,
-    dtype: jax.typing.DTypeLike | None = None,
-    implementation: Implementation = None,
-) -> Array:
-    """RMSNorm over the last axis with a scale and a shift of each example, as AdaLN has them.
-
-        y[b, t] = x[b, t] / sqrt(mean(x[b, t]²) + eps) · (scale[b] + scale_offset) + shift[b]
-
-    On GPUs one pass over the activations in each direction, which also sums the gradients of each
-    example's scale and shift over its tokens. Computed in float32 (float64 if an operand or `dtype`
-    is float64); any dimensions of x but the last may be split over mesh axes, and those sums cross
-    the devices that have tokens of one example. Pallas does not serve it.
-
-    Args:
-      x: `(*examples, *tokens, features)`; float64, float32, bfloat16 or float16.
-      scale: `(*examples, features)`, of one or more leading dimensions of x; any of those dtypes.
-      shift: the shape of scale, or None.
-      scale_offset: added to scale: 1 as DiT's `modulate` does.
-      eps, dtype, implementation: as for `rms_norm`.
-
-    Returns:
-      An array of x's shape and sharding.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `rms_norm`.
-
-    References:
-      Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
-
-    >>> import jax.numpy as jnp
-    >>> from normfuse import adaptive_rms_norm
-    >>> x, scale = jnp.array([[[3.0, 4.0]], [[4.0, 3.0]]]), jnp.array([[0.0, 0.0], [1.0, 1.0]])
-    >>> y = adaptive_rms_norm(x, scale)
-    >>> [round(value, 3) for value in y.ravel().tolist()]
-    [0.849, 1.131, 2.263, 1.697]
-    """
-    options = eps, scale_offset, dtype
-    norm, x, own = check_examples("adaptive_rms_norm", x, scale, shift, *options)
-    return call(forward, norm, x, [], own, implementation)[0]
-
-
-# `check` to `call`, and below all that is public and no definition, serve `layer_norm` too.
-
-
-def check(
-    op: str,
-    x: Any,
-    scale: Any,
-    bias: Any,
-    eps: Any,
-    axis: Any,
-    scale_offset: Any,
-    dtype: Any,
-    cast: Any = "after",
-    per_head: bool = False,  # whether scale may have heads
-) -> tuple[Norm, Array, Array | None, Array | None]:
-    """Returns what is known of the norm, and the operands as arrays; or raises one clear error."""
-    x = floating(op, "x", x)
-    check_cast(op, cast)
-    axes, heads = dimensions(op, x, axis), ()
-    if per_head and scale is not None and axes == tuple(range(axes[0], x.ndim)):
-        heads = tuple(range(max(0, x.ndim - np.ndim(scale)), axes[0]))
-    norm = Norm(
-        op=op,
-        axes=axes,
-        heads=heads,
-        eps=finite(op, "eps", eps, least=0),
-        scale_offset=finite(op, "scale_offset", scale_offset),
-        out_dtype=floating_dtype(op, dtype, x.dtype),
-        has_scale=scale is not None,
-        has_bias=bias is not None,
-        cast_before=cast == "before",
-        with_rstd=True,
-    )
-    scale = check_parameter(norm, "scale", scale, x, axis)
-    return norm, x, scale, check_parameter(norm, "bias", bias, x, axis)
-
-
-def check_cast(op: str, cast: Any) -> None:
-    """Raises ValueError for an unknown `cast`."""
-    if not isinstance(cast, str) or cast not in get_args(Cast):
-        raise ValueError(f"{op}: cast must be 'after' or 'before', got {cast!r}")
-
-
-def check_parameter(norm: Norm, name: str, value: Any, x: Array, axis: Any) -> Array | None:
-    """Returns a parameter as an array of the shape it must have, or None as it is."""
-    if value is None:
-        return None
-    value = floating(norm.op, name, value)
-    if value.shape != tuple(x.shape[a] for a in (*norm.heads, *norm.axes)):
-        if name == "bias" and norm.heads:
-            raise ValueError(
-                f"{norm.op}: bias must have the shape of scale, {x.shape[norm.heads[0] :]}, "
-                f"one for each head; got {value.shape}; broadcast it with jnp.broadcast_to"
-            )
-        wanted = tuple(x.shape[a] for a in norm.axes)
-        heads = f", or heads before it, {x.shape[norm.heads[0] :]}" if norm.heads else ""
-        raise ValueError(
-            f"{norm.op}: {name} must have the shape of x's normalised axes, {wanted}{heads}, for x "
-            f"of shape {x.shape} and axis={axis}; got {value.shape}"
-        )
-    return value
-
-
-def check_examples(
-    op: str, x: Any, scale: Any, shift: Any, eps: Any, scale_offset: Any, dtype: Any
-) -> tuple[Norm, Array, list[Array]]:
-    """As `check`, of a norm with scale and shift of each example, which it returns last."""
-    norm, x, *_ = check(op, x, None, None, eps, -1, scale_offset, dtype)
-    own = [floating(op, "scale", scale)]
-    own += [] if shift is None else [floating(op, "shift", shift)]
-    count = own[0].ndim - 1
-    if not 0 < count < x.ndim or own[0].shape != (*x.shape[:count], x.shape[-1]):
-        raise ValueError(
-            f"{op}: scale must have the shape (*examples, features), of leading dimensions of x "
-            f"and its last, for x of shape {x.shape}; got {own[0].shape}"
-        )
-    if own[-1].shape != own[0].shape:
-        raise ValueError(f"{op}: shift must have scale's shape {own[0].shape}, got {own[1].shape}")
-    norm = replace(norm, heads=tuple(range(count)), has_scale=True, has_bias=len(own) == 2)
-    return norm, x, own
-
-
-def check_residual(op: str, x: Array, residual: Any) -> Array:
-    """Returns the residual as an array of x's shape."""
-    residual = floating(op, "residual", residual)
-    if residual.shape != x.shape:
-        raise ValueError(
-            f"{op}: residual must have x's shape {x.shape}, got {residual.shape}; "
-            "broadcast it first with jnp.broadcast_to"
-        )
-    return residual
-
-
-def call(
-    op: Op,
-    norm: Norm,
-    x: Array,
-    residual: list[Array],
-    parameters: Sequence[Array | None],
-    implementation: Implementation,
-) -> list[Array]:
-    """Applies `op` to operands placed like x."""
-    given = [a for a in parameters if a is not None]
-    lead = vary(x, varying_axes(x, *residual, *given))
-    if residual and not any(jax.typeof(x).sharding.spec):
-        lead = match(lead, residual[0], range(x.ndim))
-    operands = [lead, *[match(a, lead, range(x.ndim)) for a in residual]]
-    operands += [match(a, lead, (*norm.heads, *norm.axes)) for a in given]
-    order = order_of(implementation)
-    return op.plain(norm, *operands) if order is None else op(norm, *operands, order=order)
-
-
 # ---------------------------------------------------------------- definitions, in plain JAX
 # Every kernel is held to these. `scale` and `bias` have the shape of the normalised axes, in
-# increasing order, after that of the heads; `rstd`, `sums` and `dots` have that of all but the
-# normalised axes of x.
+# increasing order, after that of the heads; `mean`, `rstd`, `squares`, `sums` and `dots` have that
+# of all but the normalised axes of x. Operands and results called mean and sums exist where the
+# norm is centred.
 
 
 def rows_of(norm: Norm, x: Any) -> tuple[int, ...]:
@@ -375,10 +76,43 @@ def plus(y: Array, bias: Array | None) -> Array:
     return y if bias is None else y + bias
 
 
-def normal_of(norm: Norm, wide: Array, rstd: Array, dtype: jnp.dtype) -> Array:
-    """Returns x̂ as it is multiplied by the weight, for an x of `dtype`."""
-    normal = wide * along_rows(norm, rstd)
-    return rounded(normal, dtype) if norm.cast_before else normal
+def statistics_of(norm: Norm, wide: Array) -> tuple[Array, list[Array], Array]:
+    """Returns x − mean, [mean] and Σ (x − mean)² of each row; if not centred x, [] and Σ x²."""
+    if not norm.centred:
+        return wide, [], jnp.sum(wide * wide, norm.axes)
+    # Rounding moves a mean that is large: what is left of it is the mean of the differences. No
+    # derivative is lost, for the mean of differences to any constant has that of the mean.
+    rough = jax.lax.stop_gradient(jnp.mean(wide, norm.axes))
+    apart = wide - along_rows(norm, rough)
+    rest = jnp.mean(apart, norm.axes)
+    centred = apart - along_rows(norm, rest)
+    return centred, [rough + rest], jnp.sum(centred * centred, norm.axes)
+
+
+def rstd_of(norm: Norm, squares: Array, count: int) -> Array:
+    """Returns 1 / the root of the mean of `count` squares a row."""
+    size = jnp.asarray(count, squares.dtype)
+    return jax.lax.rsqrt(squares / size + jnp.asarray(norm.eps, squares.dtype))
+
+
+def centred_of(norm: Norm, x: Array, others: list[Array], dtype: jnp.dtype) -> Array:
+    """Takes mean off `others` if the norm is centred; returns x − mean, or x."""
+    wide = x.astype(dtype)
+    return wide - along_rows(norm, others.pop(0).astype(dtype)) if norm.centred else wide
+
+
+def normal_of(norm: Norm, x: Array, others: list[Array], dtype: jnp.dtype) -> tuple[Array, Array]:
+    """Takes the statistics off `others`; returns x̂, and rstd against x."""
+    centred = centred_of(norm, x, others, dtype)
+    rstd = along_rows(norm, others.pop(0).astype(dtype))
+    return centred * rstd, rstd
+
+
+def scaled(norm: Norm, normal: Array, x: Array, parameters: list[Array], dtype: jnp.dtype) -> Array:
+    """Returns x̂ · w + bias, with x̂ rounded as x is if `cast_before`."""
+    normal = rounded(normal, x.dtype) if norm.cast_before else normal
+    w, bias = weight_of(norm, parameters, x, dtype), bias_of(norm, parameters, x, dtype)
+    return plus(normal * w, bias).astype(norm.out_dtype)
 
 
 def dtype_of(*operands: Array, out: Any = None) -> jnp.dtype:
@@ -390,17 +124,17 @@ def forward_dtype(norm: Norm, *operands: Array) -> jnp.dtype:
 
 
 def define_forward(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, residual][, scale][, bias]) -> (y[, h][, rstd])`, h = x + residual being normalised."""
+    """`(x[, residual][, scale][, bias]) -> (y[, h][, mean][, rstd])`, h = x + residual being
+    normalised."""
     dtype, others = forward_dtype(norm, x, *rest), list(rest)
     h = []
     if norm.has_residual:
         x = add(x, others.pop(0), dtype, norm.residual_dtype)
         h.append(x)
-    wide = x.astype(dtype)
-    rstd = jax.lax.rsqrt(jnp.mean(wide * wide, norm.axes) + jnp.asarray(norm.eps, dtype))
-    w, bias = weight_of(norm, others, x, dtype), bias_of(norm, others, x, dtype)
-    y = plus(normal_of(norm, wide, rstd, x.dtype) * w, bias).astype(norm.out_dtype)
-    return [y, *h, *[rstd] * norm.with_rstd]
+    centred, mean, squares = statistics_of(norm, x.astype(dtype))
+    rstd = rstd_of(norm, squares, math.prod(x.shape[a] for a in norm.axes))
+    y = scaled(norm, centred * along_rows(norm, rstd), x, others, dtype)
+    return [y, *h, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
 def add(x: Array, residual: Array, dtype: jnp.dtype, out: Any = "") -> Array:
@@ -412,69 +146,76 @@ def add(x: Array, residual: Array, dtype: jnp.dtype, out: Any = "") -> Array:
     return rounded(x.astype(dtype) + residual.astype(dtype), out).astype(out)
 
 
-def define_row_sums(norm: Norm, x: Array) -> list[Array]:
-    """`x -> Σ x²`, one value a row."""
-    wide = x.astype(compute_dtype(x.dtype))
-    return [jnp.sum(wide * wide, norm.axes)]
+def define_row_statistics(norm: Norm, x: Array) -> list[Array]:
+    """`x -> ([mean,] Σ (x − mean)²)`, one value a row each."""
+    _, mean, squares = statistics_of(norm, x.astype(compute_dtype(x.dtype)))
+    return [*mean, squares]
 
 
 def define_apply(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """`(x[, scale][, bias], rstd) -> y`, for an rstd that is already known."""
+    """`(x[, scale][, bias][, mean], rstd) -> y`, for statistics that are already known."""
     dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
-    w, bias = weight_of(norm, others, x, dtype), bias_of(norm, others, x, dtype)
-    rstd = others.pop(0).astype(dtype)
-    y = plus(normal_of(norm, x.astype(dtype), rstd, x.dtype) * w, bias)
-    return [y.astype(norm.out_dtype)]
+    known = [others.pop() for _ in range(1 + norm.centred)][::-1]
+    normal, _ = normal_of(norm, x, known, dtype)
+    return [scaled(norm, normal, x, others, dtype)]
 
 
-def define_row_dots(norm: Norm, dy: Array, x: Array, *scale: Array) -> list[Array]:
-    """`(dy, x[, scale]) -> Σ dy · w · x`, one value a row."""
-    dtype = dtype_of(dy, x, *scale)
-    w = weight_of(norm, list(scale), x, dtype)
-    return [jnp.sum(dy.astype(dtype) * w * x.astype(dtype), norm.axes)]
+def define_row_dots(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+    """`(dy, x[, scale][, mean]) -> ([Σ dy · w,] Σ dy · w · (x − mean))`, one value a row each."""
+    dtype, others = dtype_of(dy, x, *rest), list(rest)
+    g = dy.astype(dtype) * weight_of(norm, others, x, dtype)
+    dots = jnp.sum(g * centred_of(norm, x, others, dtype), norm.axes)
+    return [*[jnp.sum(g, norm.axes) for _ in range(norm.centred)], dots]
 
 
 def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale], rstd[, dh], dots) -> (dx[, dscale][, dbias])`, for known sums over rows."""
+    """`(dy, x[, scale][, mean], rstd[, dh][, sums], dots) -> (dx[, dscale][, dbias])`.
+
+    `sums` and `dots` are what `define_row_dots` gives of the whole row.
+    """
     dtype, others = dtype_of(dy, x, *rest), list(rest)
     w = weight_of(norm, others, x, dtype)
-    rstd = along_rows(norm, others.pop(0).astype(dtype))
+    normal, rstd = normal_of(norm, x, others, dtype)
     dh = others.pop(0).astype(dtype) if norm.has_residual else jnp.zeros((), dtype)
-    mean = along_rows(norm, others.pop(0).astype(dtype)) / jnp.asarray(norm.count, dtype)
-    dy, normal = dy.astype(dtype), x.astype(dtype) * rstd
-    # x · rstd³ · mean in an order that rstd³ cannot overflow or vanish in
-    dx = (rstd * (dy * w - normal * (rstd * mean)) + dh).astype(x.dtype)
+    count = jnp.asarray(norm.count, dtype)
+    *mean_g, mean_dot = (along_rows(norm, a.astype(dtype)) / count for a in others)
+    dy = dy.astype(dtype)
+    g = dy * w - mean_g[0] if norm.centred else dy * w
+    # x̂ · rstd · mean in an order that rstd³ cannot overflow or vanish in
+    dx = (rstd * (g - normal * (rstd * mean_dot)) + dh).astype(x.dtype)
     dscale = [jnp.sum(dy * normal, rows_of(norm, x)) for _ in range(norm.with_dscale)]
     return [dx, *dscale, *[jnp.sum(dy, rows_of(norm, x)) for _ in range(norm.with_dbias)]]
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`.
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`.
 
     dh is the residual's own gradient; the value is y again, in dy's dtype.
     """
-    (dots,) = define_row_dots(norm, dy, x, *rest[: norm.has_scale])
+    sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
     known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
-    results = define_backward_apply(known, dy, x, *rest, dots)
+    results = define_backward_apply(known, dy, x, *rest, *sums)
     if norm.with_value:
         results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
     return results
 
 
 def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
-    """The tangents of y and h: `(h[, scale], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`.
+    """The tangents of y and h:
+    `(h[, scale][, mean], rstd[, dh][, dscale][, dbias]) -> (dy[, dh])`.
 
     h is a result only with a residual, and only moves if dh does.
     """
     dtype, others = dtype_of(x, *rest, out=norm.out_dtype), list(rest)
     w = weight_of(norm, others, x, dtype)
-    rstd = along_rows(norm, others.pop(0).astype(dtype))
-    normal, dy, dh = x.astype(dtype) * rstd, jnp.zeros((), dtype), []
+    normal, rstd = normal_of(norm, x, others, dtype)
+    dy, dh = jnp.zeros((), dtype), []
+    mean = lambda value: jnp.mean(value, norm.axes, keepdims=True)
     if norm.moves[0]:
         dx = others.pop(0)
-        dh = [dx] * norm.has_residual
-        mean = jnp.mean(normal * dx.astype(dtype), norm.axes, keepdims=True)
-        dy = w * rstd * (dx.astype(dtype) - normal * mean)
+        dh, wide = [dx] * norm.has_residual, dx.astype(dtype)
+        along = normal * mean(normal * wide)
+        dy = w * rstd * ((wide - mean(wide) if norm.centred else wide) - along)
     if norm.moves[1]:
         dy = dy + normal * jnp.expand_dims(others.pop(0).astype(dtype), rows_of(norm, x))
     if norm.moves[2]:
@@ -485,8 +226,8 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 
 # ---------------------------------------------------------------- kernels, on (outer, n, inner)
 # `forward` and `backward` do the whole work where a device holds whole rows. Where rows are split
-# over devices, `row_sums` then `apply`, and `row_dots` then `backward_apply`, do it around one sum
-# over the devices.
+# over devices, `row_statistics` then `apply`, and `row_dots` then `backward_apply`, do it around
+# one exchange.
 
 # Elements of x up to which XLA's forward is left alone on a GPU, where no derivative asks for rstd
 # and there is more than a row: as fast as ours, it is free to join the product that follows.
@@ -496,15 +237,14 @@ PLAIN_ELEMENTS = 1 << 16
 
 
 def _plain_forward_on_cuda(norm: Norm, x: Any, *_: Any) -> bool:
-    return not norm.with_rstd and x.shape[0] > 1 and x.size <= PLAIN_ELEMENTS
+    return not (norm.centred or norm.with_rstd) and x.shape[0] > 1 and x.size <= PLAIN_ELEMENTS
 
 
-def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
+def _cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
     def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
-        rows_alone = name.endswith(("_row_sums", "_row_statistics"))
-        if norm.per_example and norm.has_scale and not rows_alone:
+        if norm.per_example and norm.has_scale and name != "row_statistics":
             return _per_example_on_cpu(name, call, norm, *operands)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
         flat = types
@@ -514,7 +254,7 @@ def cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Cal
             flat = [cuda.flat_struct(t, i in sums) for i, t in enumerate(types)]
         values = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        results = call_host(f"normfuse_{name}", operands, flat, aliases=aliases, **values)
+        results = call_host(f"normfuse_norm_{name}", operands, flat, aliases=aliases, **values)
         return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
 
     return call
@@ -526,8 +266,8 @@ def _per_example_on_cpu(
     """Rows alone in C++, with scale and bias of each example, and their sums, in XLA's loops."""
     own = {"has_scale": False, "has_bias": False, "scale_offset": 0.0}
     alone = replace(norm, **own, with_dscale=False, with_dbias=False)
-    if name.endswith(("_forward", "_norm_apply")):
-        at = 2 if norm.has_residual and name.endswith("_forward") else 1
+    if name in ("forward", "apply"):
+        at = 2 if norm.has_residual and name == "forward" else 1
         parameters = list(operands[at : at + 1 + norm.has_bias])
         dtype = forward_dtype(norm, *operands)
         known = *operands[:at], *operands[at + len(parameters) :]
@@ -539,10 +279,9 @@ def _per_example_on_cpu(
     dtype, rows = dtype_of(*operands), rows_of(norm, x)
     wide = dy.astype(dtype)
     results = call(alone, wide * weight_of(norm, [scale], x, dtype), x, *known)
-    if name.endswith("_row_dots"):
+    if name == "row_dots":
         return results
-    *mean, rstd = (along_rows(norm, a) for a in known[: 1 + norm.centred])
-    normal = (x.astype(dtype) - mean[0] if mean else x.astype(dtype)) * rstd
+    normal, _ = normal_of(norm, x, known, dtype)
     dscale = [jnp.sum(wide * normal, rows) for _ in range(norm.with_dscale)]
     return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
 
@@ -574,22 +313,25 @@ def _kernel(
 
         return pallas.KERNELS[on_pallas or name](target, norm, *operands)
 
-    full = f"rms_norm_{name}"
-    cpu = on_cpu or cpu_body(full, definition, *attributes)
-    return Kernel(full, definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options)
+    cpu = on_cpu or _cpu_body(name, definition, *attributes)
+    return Kernel(
+        f"norm_{name}", definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options
+    )
 
 
 registry.register()
-_WEIGHT = ("scale_offset", "has_scale")
+_WEIGHT = ("centred", "scale_offset", "has_scale")
 _GRADIENT = (*_WEIGHT, "has_residual", "with_dscale", "with_dbias")
 forward_kernel = _kernel(
     "forward",
     define_forward,
     cuda.forward,
-    *("eps", *_WEIGHT, "cast_before", "has_bias", "has_residual", "with_rstd"),
+    *("eps", *_WEIGHT, "cast_before", "has_bias", "has_residual", "with_mean", "with_rstd"),
     plain_on_cuda=_plain_forward_on_cuda,
 )
-row_sums_kernel = _kernel("row_sums", define_row_sums, cuda.row_sums)
+row_statistics_kernel = _kernel(
+    "row_statistics", define_row_statistics, cuda.row_statistics, "centred"
+)
 apply_kernel = _kernel("apply", define_apply, cuda.apply, *_WEIGHT, "cast_before", "has_bias")
 backward_kernel = _kernel("backward", define_backward, cuda.backward, *_GRADIENT)
 row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
@@ -601,7 +343,7 @@ pullback_kernel = _kernel(
 )
 KERNELS = (
     forward_kernel,
-    row_sums_kernel,
+    row_statistics_kernel,
     apply_kernel,
     backward_kernel,
     row_dots_kernel,
@@ -611,44 +353,55 @@ KERNELS = (
 
 
 def examples(
-    n: int, x: str, scale: str, out: str, *, rows: int, scale_offset: float = 0.0
+    n: int,
+    x: str,
+    scale: str,
+    out: str,
+    *,
+    rows: int,
+    scale_offset: float = 0.0,
+    centred: bool = False,
 ) -> Iterator[tuple[Kernel, Norm, list[jax.ShapeDtypeStruct]]]:
     """Yields every kernel on rows of `n` as the functions call it: (kernel, norm, operand types).
 
     Args:
       n: the length of a row.
-      x, scale, out: dtypes of x, scale and y (and dy).
+      x, scale, out: dtypes of x, scale (and bias) and y (and dy).
       rows: how many.
       scale_offset: as for `rms_norm`.
+      centred: LayerNorm's, with a bias, rather than RMSNorm's.
     """
     compute = compute_dtype(x, scale, out)
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     large, dy = struct((rows, n, 1), x), struct((rows, n, 1), out)
     row, w = struct((rows, 1), compute), struct((n,), scale)
-    base = Norm(eps=1e-6, scale_offset=scale_offset, out_dtype=out)
-    for weight in ([w], []):
-        norm = replace(base, has_scale=bool(weight))
-        if not weight:
-            norm = replace(norm, scale_offset=0.0)
-        yield apply_kernel, norm, [large, *weight, row]
-        yield row_dots_kernel, norm, [dy, large, *weight]
-        for residual, flag in (([], False), ([large], True), ([], True)):
+    op = "layer_norm" if centred else "rms_norm"
+    base = Norm(op=op, centred=centred, eps=1e-6, out_dtype=out)
+    known, sums = [row] * (1 + base.centred), [row] * (1 + base.centred)
+    for parameters in ([w, w], [w], []) if centred else ([w], []):
+        weight, bias = parameters[:1], parameters[1:]
+        norm = replace(base, has_scale=bool(weight), has_bias=bool(bias))
+        norm = replace(norm, scale_offset=scale_offset if weight else 0.0)
+        yield apply_kernel, norm, [large, *parameters, *known]
+        if not bias:
+            yield row_dots_kernel, norm, [dy, large, *weight, *known[1:]]
+        for residual, flag in (([], False), ([large], True), ([], True), ([large], False)):
             given = replace(norm, has_residual=bool(residual))
-            yield (
-                forward_kernel,
-                replace(given, with_rstd=flag or bool(residual)),
-                [large, *residual, *weight],
-            )
-            gradient = replace(given, with_dscale=flag and bool(weight))
-            yield backward_kernel, gradient, [dy, large, *weight, row, *residual]
-            known = replace(gradient, count=float(n))
-            yield backward_apply_kernel, known, [dy, large, *weight, row, *residual, row]
-        yield forward_kernel, replace(norm, has_residual=True), [large, large, *weight]
-        for value in (False, True):
-            for dscale in {False, bool(weight)}:
+            asked = replace(given, with_mean=flag and centred, with_rstd=flag)
+            yield forward_kernel, asked, [large, *residual, *parameters]
+            if not flag and (bias or residual):  # the same as without a bias
+                continue
+            asked = {"with_dscale": flag and bool(weight), "with_dbias": flag and bool(bias)}
+            gradient = replace(given, has_bias=False, **asked)
+            operands = [dy, large, *weight, *known, *residual]
+            yield backward_kernel, gradient, operands
+            apart = replace(gradient, count=float(n))
+            yield backward_apply_kernel, apart, [*operands, *sums]
+        for value, dscale in itertools.product((False, True), {False, bool(weight)}):
+            if not centred:
                 spec = replace(norm, with_dscale=dscale, with_value=value)
                 yield pullback_kernel, spec, [dy, large, *weight, row]
-    yield row_sums_kernel, base, [large]
+    yield row_statistics_kernel, base, [large]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -735,24 +488,15 @@ def parameter_values(norm: Norm, array: Array) -> Array:
     return array.reshape(math.prod(array.shape[: len(norm.heads)]), -1)
 
 
-def forward_on(
-    kernel: Kernel,
-    over_devices: Callable[..., list[Array]],
-    norm: Norm,
-    split: Split,
-    x: Array,
-    *rest: Array,
-    order: Order,
-) -> list[Array]:
-    """The forward by `kernel`, or by `over_devices` where devices have parts of each row."""
+def forward_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
     if x.size == 0:
-        return list(kernel.definition(norm, x, *rest))
+        return define_forward(norm, x, *rest)
     large = [canonical(norm, a) for a in (x, *rest[: norm.has_residual])]
     parameters = [parameter_values(norm, a) for a in rest[norm.has_residual :]]
     if split.over(norm.axes):
-        results = over_devices(norm, split, large, parameters, order)
+        results = _forward_over_devices(norm, split, large, parameters, order)
     else:
-        results = kernel(local(norm), *large, *parameters, order=order)
+        results = forward_kernel(local(norm), *large, *parameters, order=order)
     return [
         (restore if i <= norm.has_residual else restore_row_values)(norm, a, x.shape)
         for i, a in enumerate(results)
@@ -762,43 +506,46 @@ def forward_on(
 def _forward_over_devices(
     norm: Norm, split: Split, large: list[Array], parameters: list[Array], order: Order
 ) -> list[Array]:
-    """Each device has a part of every row: one sum over the devices between two kernels."""
+    """Each device has a part of every row: one exchange between two kernels."""
     here, dtype = local(norm), forward_dtype(norm, *large, *parameters)
     h = add(large[0], large[1], dtype, norm.residual_dtype) if norm.has_residual else large[0]
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # it sees no parameter, no dtype of y
-    sums = split.psum(row_sums_kernel(here, wide, order=order)[0], norm.axes)
-    rstd = jax.lax.rsqrt(sums / split.count(norm.axes) + jnp.asarray(norm.eps, sums.dtype))
-    y = apply_kernel(here, h, *parameters, rstd, order=order)
-    return [*y, *[h] * norm.has_residual, *[rstd] * norm.with_rstd]
-
-
-forward_body = functools.partial(forward_on, forward_kernel, _forward_over_devices)
+    *mean, squares = row_statistics_kernel(here, wide, order=order)
+    if norm.centred:
+        own = jnp.stack([*mean, squares])
+        means, parts = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
+        of_all, squares = cuda.combined(means, parts, jnp.asarray(h.shape[here.axes[0]], dtype))
+        mean = [of_all]
+    else:
+        squares = split.psum(squares, norm.axes)
+    rstd = rstd_of(norm, squares, split.count(norm.axes))
+    y = apply_kernel(here, h, *parameters, *mean, rstd, order=order)
+    return [*y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
 
 
 def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    """Needs nothing of other devices: rstd is of the whole row."""
+    """Needs nothing of other devices: statistics are of the whole row."""
     del split
     if x.size == 0:
         return define_apply(norm, x, *rest)
-    *parameters, rstd = rest
-    parameters = [parameter_values(norm, a) for a in parameters]
-    operands = [canonical(norm, x), *parameters, row_values(norm, rstd)]
+    count = norm.has_scale + norm.has_bias
+    parameters = [parameter_values(norm, a) for a in rest[:count]]
+    statistics = [row_values(norm, a) for a in rest[count:]]
+    operands = [canonical(norm, x), *parameters, *statistics]
     (y,) = apply_kernel(local(norm), *operands, order=order)
     return [restore(norm, y, x.shape)]
 
 
-def gradients_on(
-    kernel: Kernel,
-    over_devices: Callable[..., list[Array]],
+def backward_body(
     norm: Norm,
     split: Split,
     dy: Array,
     x: Array,
     *rest: Array,
     order: Order,
+    kernel: Kernel = backward_kernel,
 ) -> list[Array]:
-    """dx, then what was asked for of dscale, dbias and the value; by `kernel`, or `over_devices`
-    where devices have parts of each row."""
+    """dx, then what was asked for of dscale, dbias and the value."""
     rows = rows_of(norm, x)
     if x.size == 0:
         dx, *more = kernel.definition(norm, dy, x, *rest)
@@ -810,7 +557,7 @@ def gradients_on(
     operands += [row_values(norm, a) for a in statistics]
     operands += [canonical(norm, a) for a in dh]
     if split.over(norm.axes):
-        dx, *more = over_devices(norm, split, operands, order)
+        dx, *more = _backward_over_devices(norm, split, operands, order)
     else:
         dx, *more = kernel(local(norm), *operands, order=order)
     value = [restore(norm, more.pop(), x.shape)] if norm.with_value else []
@@ -825,19 +572,16 @@ def _backward_over_devices(
 ) -> list[Array]:
     """Each device has a part of every row: one sum over the devices between two kernels."""
     here = local(norm, count=float(split.count(norm.axes)))
-    (dots,) = row_dots_kernel(here, *operands[: 2 + norm.has_scale], order=order)
-    return backward_apply_kernel(here, *operands, split.psum(dots, norm.axes), order=order)
-
-
-backward_body = functools.partial(gradients_on, backward_kernel, _backward_over_devices)
+    own = row_dots_kernel(here, *operands[: 2 + norm.has_scale + norm.centred], order=order)
+    sums = split.psum(jnp.stack(own), norm.axes)
+    return backward_apply_kernel(here, *operands, *sums, order=order)
 
 
 def _pullback_body(
     norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
 ) -> list[Array]:
     if x.size and not split.over(norm.axes):
-        apart = _backward_over_devices
-        return gradients_on(pullback_kernel, apart, norm, split, dy, x, *rest, order=order)
+        return backward_body(norm, split, dy, x, *rest, order=order, kernel=pullback_kernel)
     alone = replace(norm, with_value=False)
     results = backward_body(alone, split, dy, x, *rest, order=order)
     if norm.with_value:
@@ -874,7 +618,8 @@ def backward_dims(norm: Norm, ndim: int) -> Dims:
 
 def _apply_dims(norm: Norm, ndim: int) -> Dims:
     x, rows, scale = dims_of(norm, ndim)
-    return (x, *[scale] * (norm.has_scale + norm.has_bias), rows), (x,)
+    parameters = [scale] * (norm.has_scale + norm.has_bias)
+    return (x, *parameters, *[rows] * (1 + norm.centred)), (x,)
 
 
 def tangent_dims(norm: Norm, ndim: int) -> Dims:
@@ -910,13 +655,11 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
     dtype, rows = dtype_of(dy, x, *rest), rows_of(norm, x)
     wide, others = dy.astype(dtype), list(rest)
     g = wide * weight_of(norm, others, x, dtype)
-    rstd, *dh = others
     alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
     alone = replace(alone, with_dscale=False, with_dbias=False, with_value=False)
-    results = backward(alone, g, x, rstd, *dh, order=order)
+    results = backward(alone, g, x, *others, order=order)
     if norm.with_dscale:
-        normal = x.astype(dtype) * along_rows(norm, rstd)
-        results.append(jnp.sum(wide * normal, rows))
+        results.append(jnp.sum(wide * normal_of(norm, x, others, dtype)[0], rows))
     results += [jnp.sum(wide, rows)] * norm.with_dbias
     if norm.with_value:
         results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
@@ -930,19 +673,7 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Norm, order: Order) -> Any:
-    return push(forward, tangent, _rstd_tangent, primals, tangents, spec, order)
-
-
-def push(
-    forward: Op,
-    tangent: Op,
-    of_statistics: Callable[..., list[Any]],
-    primals: Any,
-    tangents: Any,
-    spec: Norm,
-    order: Order,
-) -> Any:
-    """Returns the results of `forward` and their tangents, those of statistics where wanted.
+    """Returns the results and their tangents, those of statistics where wanted.
 
     The tangent takes the sum h = x + residual, so its transpose, the backward kernel, adds the
     residual's gradient itself.
@@ -963,7 +694,7 @@ def push(
     results, dresults = [y, *h], [dy, *(dh or [dx] * len(h))]
     wanted = [*[spec.with_mean] * spec.centred, spec.with_rstd]
     if any(wanted):
-        dstatistics = of_statistics(spec, here, *statistics, dx)
+        dstatistics = _statistics_tangents(spec, here, statistics, dx)
         results += [value for value, want in zip(statistics, wanted) if want]
         dresults += [value for value, want in zip(dstatistics, wanted) if want]
     return results, dresults
@@ -974,11 +705,15 @@ def _moves(given: list[bool], scale: bool, bias: bool) -> tuple[bool, bool, bool
     return given[0], scale and given[1], bias and given[-1]
 
 
-def _rstd_tangent(norm: Norm, x: Array, rstd: Array, dx: Any) -> list[Any]:
+def _statistics_tangents(norm: Norm, x: Array, statistics: list[Array], dx: Any) -> list[Any]:
+    """The tangents of [mean,] rstd."""
     if type(dx) is ad.Zero:
-        return [ad.Zero(jax.typeof(rstd).to_tangent_aval())]
-    normal = x.astype(rstd.dtype) * along_rows(norm, rstd)
-    return [-rstd * (rstd * jnp.mean(normal * dx.astype(rstd.dtype), norm.axes))]
+        return [ad.Zero(jax.typeof(a).to_tangent_aval()) for a in statistics]
+    rstd = statistics[-1]
+    wide, (normal, _) = dx.astype(rstd.dtype), normal_of(norm, x, list(statistics), rstd.dtype)
+    along = jnp.mean(normal * wide, norm.axes)
+    means = [jnp.mean(wide, norm.axes) for _ in range(norm.centred)]
+    return [*means, -rstd * (rstd * along)]
 
 
 def _cast(tangent: Any, dtype: Any) -> Any:
@@ -988,12 +723,7 @@ def _cast(tangent: Any, dtype: Any) -> Any:
     return tangent.astype(dtype)
 
 
-def _transpose_tangent(cts: Any, *operands: Any, spec: Norm, order: Order) -> list[Any]:
-    return pull(backward, cts, *operands, spec=spec, order=order)
-
-
-def pull(backward: Op, cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -> list[Any]:
-    """The transpose of a tangent, by `backward`."""
+def _transpose_tangent(cts: Any, x: Any, *rest: Any, spec: Norm, order: Order) -> list[Any]:
     count = spec.has_scale + 1 + spec.centred
     linear, nothing = rest[count:], [None] * (1 + count)
     dy, *dh = cts
@@ -1016,14 +746,9 @@ def without(norm: Norm, *flags: str) -> Norm | None:
     return None if found is None else replace(norm, **{found: False})
 
 
-def _transpose_backward(cts: Any, *operands: Any, spec: Norm, order: Order) -> list[Any]:
-    return pull_again(tangent, cts, *operands, spec=spec, order=order)
-
-
-def pull_again(
-    tangent: Op, cts: Any, dy: Any, x: Any, *rest: Any, spec: Norm, order: Order
+def _transpose_backward(
+    cts: Any, dy: Any, x: Any, *rest: Any, spec: Norm, order: Order
 ) -> list[Any]:
-    """The transpose of a backward, by `tangent`."""
     count = spec.has_scale + 1 + spec.centred
     constants, dh = rest[:count], rest[count:]
     given = [type(ct) is not ad.Zero for ct in cts]
@@ -1047,14 +772,14 @@ def pull_again(
 # ---------------------------------------------------------------- operations
 
 tangent = Op(
-    "rms_norm_tangent",
+    "norm_tangent",
     define_tangent,
     dims=tangent_dims,
     batched=batched,
     transpose=_transpose_tangent,
 )
 backward = Op(
-    "rms_norm_gradient",
+    "norm_gradient",
     define_backward,
     dims=backward_dims,
     body=backward_body,
@@ -1065,7 +790,7 @@ backward = Op(
     without_last=lambda norm: without(norm, "with_dbias", "with_dscale"),
 )
 forward = Op(
-    "rms_norm",
+    "norm",
     define_forward,
     dims=forward_dims,
     body=forward_body,
@@ -1073,13 +798,13 @@ forward = Op(
     batched=batched,
     jvp=_forward_jvp,
     backward=backward,
-    without_last=lambda norm: without(norm, "with_rstd"),
+    without_last=lambda norm: without(norm, "with_rstd", "with_mean"),
 )
-apply = Op("rms_norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=batched)
-"""`(x[, scale][, bias], rstd) -> (y,)`: the forward once more, where rstd is known."""
+apply = Op("norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=batched)
+"""`(x[, scale][, bias][, mean], rstd) -> (y,)`: the forward once more, for known statistics."""
 
 pullback = Op(
-    "rms_norm_pullback",
+    "norm_pullback",
     define_backward,
     dims=backward_dims,
     body=_pullback_body,

@@ -1,19 +1,24 @@
-// The derivative of RMSNorm along rows of FEATURES contiguous elements, in one pass over memory:
+// The derivative of RMSNorm and, if CENTRED, LayerNorm along rows of FEATURES contiguous elements,
+// in one pass over memory:
 //
-//   g = dy · (scale + offset)    c = Σ g · x / count    dx = rstd · g - x · rstd³ · c (+ dh)
-//   dscale = Σ_rows dy · x · rstd             dbias = Σ_rows dy
-//   value = x · rstd · (scale + offset), what dy is of
+//   normal = (x - mean) · rstd    g = dy · (scale + offset)
+//   a = Σ g / count    b = Σ g · (x - mean) / count
+//   dx = rstd · (g - a - normal · rstd · b) (+ dh)
+//   dscale = Σ_rows dy · normal   dbias = Σ_rows dy
+//   value = normal · (scale + offset), what dy is of
 //
-// (with a = activation(z) of a gate: if GATE_AFTER dy above stands for dy · a, and dz = dy · a' ·
-// value; if GATE_BEFORE x stands for x · a, and dx for dh, of which dx = dh · a, dz = dh · a' · x),
+// (mean and a are 0 unless CENTRED; with a = activation(z) of a gate: if GATE_AFTER dy above stands
+// for dy · a, and dz = dy · a' · value; if GATE_BEFORE x stands for x · a, and dx for dh, of which
+// dx = dh · a, dz = dh · a' · x),
 // and its two halves, for rows that lie on several devices or in no single block: the sums over
-// rows alone (GRADIENT 0), and dx and dscale for given sums (DOTS 0).
+// rows alone (GRADIENT 0), and dx, dscale and dbias for given sums (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
 //   z, dz          (rows, FEATURES)      Z_TYPE, if gated
 //   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
-//   rstd           (rows,)               COMPUTE_TYPE
-//   dots           (rows, SLICES)        COMPUTE_TYPE   Σ g · x of each slice; operand: (rows,)
+//   mean, rstd     (rows,)               COMPUTE_TYPE; mean if CENTRED
+//   [sums,] dots   (rows, SLICES)        COMPUTE_TYPE   a if CENTRED, and b, of each slice, times
+//                                        count; as operands (rows,)
 //   partial        (gridDim.x, of each: FEATURES) COMPUTE_TYPE   over each block's rows: dscale if
 //                                        WITH_DSCALE, then dbias if WITH_DBIAS
 //   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
@@ -32,14 +37,12 @@
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums
 // for dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread
 // reads only what it copied itself, so that copies need no barrier. If HOLD it keeps the row in
-// registers between the sum and dx, and the next row is fetched meanwhile. Otherwise, where
-// registers are short, it reads the row from shared memory again; and the sum of the next row is on
-// its way (through the block, or the cluster) while dx of this one is computed. Every block adds
-// its rows in order, and column_sum.cu adds the blocks in order: the result does not depend on
-// timing.
-#ifndef PER_EXAMPLE
-#define PER_EXAMPLE 0
-#endif
+// registers between the sums and dx, and the next row is fetched meanwhile. Otherwise, where
+// registers are short, it reads the row from shared memory again; and the sums of the next row are
+// on their way (through the block, or the cluster) while dx of this one is computed. If
+// SHARE_WEIGHT the scale is in shared memory, for registers have no room for three vectors of long
+// rows. Every block adds its rows in order, and column_sum.cu adds the blocks in order: the result
+// does not depend on timing.
 #include "gate.cuh"
 #include "stage.cuh"
 #include "sums.cuh"
@@ -58,46 +61,94 @@ using PartX = Part<X_TYPE, HOLD>;
 IF(HAS_GATE, using PartZ = Part<Z_TYPE, HOLD>;)
 
 using Columns = ColumnsOf<Compute>;
+using Sums = Wide<Compute, 1 + CENTRED>;  // Σ g if CENTRED, and Σ g · (x - mean)
 
-// Σ dy · w · x over this thread's part of a row; gated, one of them times the gate.
-__device__ inline Compute dot_of(const PartDy& dys, const PartX& xs,
-                                 IF(HAS_GATE, const PartZ& zs, )
-                                     [[maybe_unused]] const Columns& weight) {
-  Compute dot = 0;
+// scale + offset at this thread's columns, which only it reads.
+#if SHARE_WEIGHT
+struct Weight {
+  using Values = Wide<Compute, VECTOR>;
+  using Word = typename Packed<Compute, VECTOR>::Word;
+  static constexpr int kWords = sizeof(Values) / sizeof(Word);
+  static constexpr int kBytes = kThreads * CHUNKS * sizeof(Values);
+
+  Word* words;
+
+  __device__ Values operator[](int chunk) const {
+    Word values[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) values[i] = at(chunk, i);
+    return bit_cast<Values>(values);
+  }
+
+  __device__ void set(int chunk, const Values& values) const {
+    Word from[kWords];
+    memcpy(from, &values, sizeof(values));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) at(chunk, i) = from[i];
+  }
+
+  // Neighbouring threads' words lie side by side: they are in different banks.
+  __device__ Word& at(int chunk, int i) const {
+    return words[(chunk * kWords + i) * kThreads + threadIdx.x];
+  }
+};
+constexpr int kWeightBytes = Weight::kBytes;
+#else
+struct Weight {
+  Columns values;
+
+  __device__ const Wide<Compute, VECTOR>& operator[](int chunk) const { return values[chunk]; }
+  __device__ void set(int chunk, const Wide<Compute, VECTOR>& of) { values[chunk] = of; }
+};
+constexpr int kWeightBytes = 0;
+#endif
+
+// Over this thread's part of a row; beyond the row's end dy is zero. Gated, x or dy times the gate.
+__device__ inline Sums sums_of(const PartDy& dys, const PartX& xs,
+                               IF(HAS_GATE, const PartZ& zs, ) IF(CENTRED, Compute mean, )
+                                   [[maybe_unused]] const Weight& weight) {
+  Sums sums{};
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_dy = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
     IF(HAS_GATE, const auto wide_z = widen_all<Compute>(zs[i]));
+    IF(HAS_SCALE, const auto of_columns = weight[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *weight[i].at[k]);
-      dot += g * wide_x.at[k] IF(HAS_GATE, *gate_of(wide_z.at[k]));
+      const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
+      IF(CENTRED, sums.at[0] += g);
+      const Compute centred = wide_x.at[k] IF(CENTRED, -mean);
+      sums.at[CENTRED] += g * centred IF(HAS_GATE, *gate_of(wide_z.at[k]));
     }
   }
-  return dot;
+  return sums;
 }
 
-// Whether the sum of the next row is begun before dx of this one.
+// Whether the sums of the next row are begun before dx of this one.
 #define AHEAD (DOTS && GRADIENT && !HOLD)
 static_assert(!AHEAD || STAGES > 1, "the next row is there");
 
-// Whether a row's slots are free once its sum is known: what was in them is in registers, and used.
+// Whether a row's slots are free once its sums are known: what was in them is in registers, and
+// used.
 constexpr bool kEarly = DOTS && HOLD;
 
-static_assert(lines(RowSum<Compute>::kBytes) + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
+using RowTotals = RowSums<Compute, 1 + CENTRED>;
+constexpr int kSumBytes = lines(RowTotals::kBytes);
+static_assert(kSumBytes + kWeightBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
-    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
-           // clang-format off
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
+    const DY_TYPE* dy, const X_TYPE* x,
+    // clang-format off
            IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
+           IF(CENTRED, const Compute* mean,)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
-           IF_NOT(DOTS, const Compute* dots,)
+           IF_NOT(DOTS, IF(CENTRED, const Compute* sums,) const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx, IF(HAS_GATE, Z_TYPE* dz,))
            IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
-           IF_NOT(GRADIENT, Compute* dots,)
+           IF_NOT(GRADIENT, IF(CENTRED, Compute* sums,) Compute* dots,)
            long long rows, IF(PER_EXAMPLE, long long tokens,) Compute scale_offset, Compute count) {
   // clang-format on
   bool aligned = aligned_16(dy, x);
@@ -110,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
 #endif
 
-  unsigned char* const stages = shared_memory() + lines(RowSum<Compute>::kBytes);
-  IF(DOTS, RowSum<Compute> row_sum(shared_memory()));
+  unsigned char* const stages = shared_memory() + kSumBytes + kWeightBytes;
+  IF(DOTS, RowTotals row_sums(shared_memory()));
 #if PER_EXAMPLE
   const long long examples = rows / tokens, example = blockIdx.x % examples;
   const long long stride = gridDim.x / examples * BLOCK_ROWS;
@@ -123,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   long long row = 1LL * blockIdx.x * BLOCK_ROWS + row_group();
 #endif
 
-  // Begin to copy what the sum is of, and the rest, of row `which`.
+  // Begin to copy what the sums are of, and the rest, of row `which`.
   const auto fetch_terms = [&](long long which, int stage) {
     if (which >= rows) return;
     unsigned char* const to = stages + stage * kStageBytes;
@@ -144,41 +195,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     fetch_rest(row + s * stride, s);
   }
 
-  Columns weight;
+  // A statistic of row `which`; 0 beyond the last, where dy and x are too.
+  [[maybe_unused]] const auto of_row = [&](const Compute* values, long long which) {
+    return which < rows ? values[which] : Compute(0);
+  };
+
+#if SHARE_WEIGHT
+  const Weight weight{reinterpret_cast<Weight::Word*>(shared_memory() + kSumBytes)};
+#else
+  Weight weight;
+#endif
 #if HEADS > 1
   IF(GRADIENT, IF(HAS_PARTIAL, Compute* const share = partial + row * SUMS * FEATURES));
   scale += row % HEADS * FEATURES;
 #endif
 #if HAS_SCALE
 #pragma unroll
-  for (int i = 0; i < CHUNKS; ++i) weight[i] = load_weight(scale, scale_offset, i, aligned);
+  for (int i = 0; i < CHUNKS; ++i) weight.set(i, load_weight(scale, scale_offset, i, aligned));
 #endif
+  // Means are read two rows ahead: sums may be begun one row ahead.
+  IF(CENTRED, Compute mean_row = of_row(mean, row); Compute next_mean = of_row(mean, row + stride));
 #if GRADIENT
-  Columns dscale{};
+  IF(WITH_DSCALE, Columns dscale{});
   IF(WITH_DBIAS, Columns dbias{});
   const Compute per_count = Compute(1) / count;
-  Compute next_rstd = row < rows ? rstd[row] : Compute(0);
-  IF_NOT(DOTS, Compute next_dot = row < rows ? dots[row] : Compute(0));
+  Compute next_rstd = of_row(rstd, row);
+  IF_NOT(DOTS, Sums next_sums{{IF(CENTRED, of_row(sums, row), ) of_row(dots, row)}});
 #endif
 
   int stage = 0;
 #if AHEAD
   wait_copies<STAGES - 1>();
-  row_sum.post(dot_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows),
-                      IF(HAS_GATE, PartZ(stages + kZ, row < rows), ) weight));
+  row_sums.post(sums_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows),
+                        IF(HAS_GATE, PartZ(stages + kZ, row < rows), ) IF(CENTRED, mean_row, )
+                            weight));
 #endif
   // All threads of the block leave together: `row - row_group()` is the same for each.
   for (; row - row_group() < rows; row += stride) {
     const bool active = row < rows;
     unsigned char* const from = stages + stage * kStageBytes;
+    IF(CENTRED, const Compute later_mean = of_row(mean, row + 2 * stride));
 #if AHEAD
-    const Compute dot = row_sum.total();
+    const Sums totals = row_sums.total();
     if (row - row_group() + stride < rows) {
       wait_copies<STAGES - 2>();
       unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
       const bool there = row + stride < rows;
-      row_sum.post(dot_of(PartDy(next + kDy, there), PartX(next + kX, there),
-                          IF(HAS_GATE, PartZ(next + kZ, there), ) weight));
+      row_sums.post(sums_of(PartDy(next + kDy, there), PartX(next + kX, there),
+                            IF(HAS_GATE, PartZ(next + kZ, there), ) IF(CENTRED, next_mean, )
+                                weight));
     }
 #else
     wait_copies<STAGES - 1>();
@@ -188,26 +253,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     IF(HAS_GATE, const PartZ zs(from + kZ, active));
 #if GRADIENT
     IF(HAS_RESIDUAL, const Part<DH_TYPE, HOLD> dhs(from + kDh, active));
-    const bool another = row + stride < rows;
     const Compute rstd_row = next_rstd;
-    next_rstd = another ? rstd[row + stride] : Compute(0);
+    next_rstd = of_row(rstd, row + stride);
 #endif
 #if !DOTS
-    const Compute dot = next_dot;
-    next_dot = another ? dots[row + stride] : Compute(0);
+    const Sums totals = next_sums;
+    next_sums = Sums{{IF(CENTRED, of_row(sums, row + stride), ) of_row(dots, row + stride)}};
 #elif !AHEAD
-    const Compute dot = row_sum(dot_of(dys, xs, IF(HAS_GATE, zs, ) weight));
+    row_sums.post(sums_of(dys, xs, IF(HAS_GATE, zs, ) IF(CENTRED, mean_row, ) weight));
+    const Sums totals = row_sums.total();
     if (kEarly) fetch_terms(row + STAGES * stride, stage);
 #endif
 #if !GRADIENT
-    if (active && row_thread() == 0) dots[row * SLICES + slice()] = dot;
+    if (active && row_thread() == 0) {
+      IF(CENTRED, sums[row * SLICES + slice()] = totals.at[0]);
+      dots[row * SLICES + slice()] = totals.at[CENTRED];
+    }
 #else
-    const Compute pull = dot * per_count * rstd_row * rstd_row;
+    // dx = rstd · g - normal · pull - rest
+    const Compute pull = totals.at[CENTRED] * per_count * rstd_row * rstd_row;
+    IF(CENTRED, const Compute rest = totals.at[0] * per_count * rstd_row);
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       const auto wide_dy = widen_again<Compute>(dys[i]);
       const auto wide_x = widen_again<Compute>(xs[i]);
       IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
+      IF(HAS_SCALE, const auto of_columns = weight[i]);
       Wide<Compute, VECTOR> out;
       IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[i]); Wide<Compute, VECTOR> of_z);
       IF(WITH_VALUE, Wide<Compute, VECTOR> again);
@@ -215,14 +286,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int k = 0; k < VECTOR; ++k) {
         IF(HAS_GATE, const Compute gate = gate_of(wide_z.at[k]));
         IF(HAS_GATE, const Compute slope = gate_slope(wide_z.at[k]));
-        const Compute normal = wide_x.at[k] IF(GATE_BEFORE, *gate) * rstd_row;  // x normalised
+        const Compute centred = wide_x.at[k] IF(GATE_BEFORE, *gate) IF(CENTRED, -mean_row);
+        const Compute normal = centred * rstd_row;
         IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] IF(GATE_AFTER, *gate) * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
-        const Compute g = wide_dy.at[k] IF(GATE_AFTER, *gate) IF(HAS_SCALE, *weight[i].at[k]);
-        IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *weight[i].at[k]));
-        out.at[k] = rstd_row * g - normal * pull;
+        const Compute g = wide_dy.at[k] IF(GATE_AFTER, *gate) IF(HAS_SCALE, *of_columns.at[k]);
+        IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *of_columns.at[k]));
+        out.at[k] =
+            rstd_row * g - IF_NOT(CENTRED, normal * pull) IF(CENTRED, (normal * pull + rest));
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
-        IF(GATE_AFTER, of_z.at[k] = wide_dy.at[k] * normal IF(HAS_SCALE, *weight[i].at[k]) * slope);
+        IF(GATE_AFTER,
+           of_z.at[k] = wide_dy.at[k] * normal IF(HAS_SCALE, *of_columns.at[k]) * slope);
         IF(GATE_BEFORE, of_z.at[k] = out.at[k] * wide_x.at[k] * slope);
         IF(GATE_BEFORE, out.at[k] *= gate);
       }
@@ -239,8 +313,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     if (!kEarly) fetch_terms(row + STAGES * stride, stage);
     fetch_rest(row + STAGES * stride, stage);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
+    IF(CENTRED, mean_row = next_mean; next_mean = later_mean);
   }
-  IF(DOTS, row_sum.finish());
+  IF(DOTS, row_sums.finish());
 #if GRADIENT && HAS_PARTIAL
   wait_copies<0>();
 #if HEADS > 1
