@@ -199,7 +199,7 @@ def _simplest(
 # ---------------------------------------------------------------- segments
 
 
-_PACKED = 2**30  # bytes that cuDNN's backward may take besides its operands
+_PACKED = 2**32  # bytes that cuDNN's backward may take besides its operands
 
 
 def _packed(

@@ -146,11 +146,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   fetch(1LL * blockIdx.x * kRows + row_group() * THREAD_ROWS);
 #endif
 #if CENTRED && STATISTICS
-  // The first element of h, before it is rounded: a number near the mean where this is large.
+  // A number near the mean where this is large: one of three elements of h, before it is rounded.
   const auto shift_of = [&](long long which) {
     if (!kShifted || which >= rows) return Compute(0);
-    return widen<Compute>(x[which * FEATURES])
-        IF(HAS_RESIDUAL, +widen<Compute>(residual[which * FEATURES]));
+    return middle_of_three<FEATURES>([&](int k) {
+      const long long at = which * FEATURES + k;
+      return widen<Compute>(x[at]) IF(HAS_RESIDUAL, +widen<Compute>(residual[at]));
+    });
   };
   Wide<Compute, THREAD_ROWS> middle;
 #if AHEAD

@@ -30,8 +30,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // A number near the mean where this is large; all sums are of differences to it.
     IF(CENTRED, Compute shift = 0);
     if (tile.active) {
-      IF(CENTRED, shift = widen<Compute>(x[tile.at(0)])
-                      IF(HAS_RESIDUAL, +widen<Compute>(residual[tile.at(0)])));
+      IF(CENTRED, shift = middle_of_three<FEATURES>([&](int k) {
+           return widen<Compute>(x[tile.at(k)])
+               IF(HAS_RESIDUAL, +widen<Compute>(residual[tile.at(k)]));
+         }));
 #pragma unroll 4
       for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
         Compute value = widen<Compute>(x[tile.at(k)]);

@@ -227,3 +227,12 @@ template <typename T, typename... Others>
 __device__ inline bool aligned_16(const T* first, const Others*... others) {
   return aligned_16(first) && aligned_16(others...);
 }
+
+// The middle one of the first, the middle and the last of n values: one that is far from all others
+// is not chosen.
+template <int n, typename Value>
+__device__ inline auto middle_of_three(Value value) {
+  const auto a = value(0), b = value(n / 2), c = value(n - 1);
+  const auto least = a < b ? a : b, most = a < b ? b : a;
+  return c < least ? least : c > most ? most : c;
+}

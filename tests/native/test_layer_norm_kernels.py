@@ -154,6 +154,17 @@ def test_host_kernels_match_reference(host, case):
     check_halves(host, case)
 
 
+@pytest.mark.parametrize("shape", [(3, 1000, 1), (3, 200, 5)], ids=["rows", "strided"])
+def test_an_element_far_from_the_rest_costs_no_digits(emulated, shape):
+    """Sums are of differences to one of three elements, which is not one that is far from all."""
+    run, _ = emulated(SM90)
+    for at in (0, shape[1] // 2, shape[1] - 1):
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        x[:, at] += 1e6
+        y, *_ = run("forward", [x], with_mean=True, with_rstd=True, out_dtype="float32", eps=EPS)
+        assert_close(y, reference.layer_forward(x, axes=1, eps=EPS), "float32")
+
+
 @pytest.mark.parametrize("dscale, dbias", [(True, False), (False, True), (False, False)])
 def test_gradients_that_are_asked_for(emulated, host, dscale, dbias):
     run, _ = emulated(SM90)
