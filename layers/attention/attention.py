@@ -49,9 +49,9 @@ def attention(
     computed in blocks of queries and keys. Both keep two numbers for each row and head besides
     `out` for the backward, and compute the scores again there. Blocks that `causal`, `window`,
     `mask` or `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs
-    takes cuDNN's causal kernel. Segments take its packed kernel on Hopper GPUs if equal ids stand in
-    rows, of 512 tokens on average: ids that grow, with smaller ones for padding at the end. It takes
-    up to 4 GiB of temporaries.
+    takes cuDNN's causal kernel. Segments of 512 tokens on average take its packed kernel on Hopper
+    GPUs if equal ids stand in rows, as ids that grow do, with smaller ones for padding at the end.
+    That needs up to 4 GiB of temporaries.
 
     Scores, softmax and sums are float32, float64 for float64. A query that sees no key gives 0, and
     has gradients of 0. Keys and values must be finite where no query sees them too: 0 · NaN is NaN.

@@ -30,10 +30,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     // A number near the mean where this is large; all sums are of differences to it.
     IF(CENTRED, Compute shift = 0);
     if (tile.active) {
-      IF(CENTRED, shift = middle_of_three<FEATURES>([&](int k) {
-           return widen<Compute>(x[tile.at(k)])
-               IF(HAS_RESIDUAL, +widen<Compute>(residual[tile.at(k)]));
-         }));
+      [[maybe_unused]] const auto element = [&](int k) {
+        return widen<Compute>(x[tile.at(k)])
+            IF(HAS_RESIDUAL, +widen<Compute>(residual[tile.at(k)]));
+      };
+      IF(CENTRED, shift = middle_of_three<FEATURES>(element));
 #pragma unroll 4
       for (int k = thread_y(); k < FEATURES; k += BLOCK_Y) {
         Compute value = widen<Compute>(x[tile.at(k)]);
