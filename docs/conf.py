@@ -66,6 +66,8 @@ reference/index
 :caption: Guides
 
 Your training step <guides/fuse>
+Does it help me? <guides/expect>
+Troubleshooting <guides/troubleshooting>
 guides/dense
 The loss <guides/loss>
 FP8 in your model <guides/fp8>

@@ -103,6 +103,19 @@ def test_the_reference_has_every_public_name():
     assert not [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.M)]
 
 
+def test_messages_that_are_explained_exist():
+    """Each heading quotes a message, as far as it is the same in every call."""
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    headings = "\n".join(re.findall(r"^## (.*)$", page, re.M))
+    quoted = [part for text in re.findall(r"`([^`]+)`", headings) for part in text.split("…")]
+    parts = [part.strip(" :,") for part in quoted if len(part.strip(" :,")) > 9]
+    assert len(parts) > 10
+    joined = lambda text: re.sub(r'"\s*\n\s*f?"', "", text)  # strings over several lines
+    source = "".join(joined(path.read_text()) for path in CODE)
+    for part in parts:
+        assert part in source, part
+
+
 def test_the_tables_are_the_recorded_numbers():
     headline = runpy.run_path(str(ROOT / "benchmarks" / "headline.py"))
     assert headline["table"]() in (ROOT / "README.md").read_text()
