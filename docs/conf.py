@@ -66,6 +66,9 @@ reference/index
 :caption: Guides
 
 Your training step <guides/fuse>
+A whole training step <guides/recipe>
+The step in nnx <guides/recipe_nnx>
+The step in Equinox <guides/recipe_equinox>
 Does it help me? <guides/expect>
 Troubleshooting <guides/troubleshooting>
 guides/dense
