@@ -383,7 +383,7 @@ def test_bad_input_is_one_clear_error(change, error, message):
 
 def test_a_batch_that_is_not_split_is_named_where_the_model_fails():
     """Its rows are taken for microbatches."""
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises((TypeError, IndexError)) as caught:  # JAX's own, which changes
         accumulate_gradients(lambda p, x: jnp.sum(x[:, 0] @ p), jnp.ones(2), jnp.ones((4, 3)))
     (note,) = caught.value.__notes__
     assert "one of 4 microbatches, of shapes [(3,)]" in note
