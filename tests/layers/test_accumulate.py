@@ -385,8 +385,8 @@ def test_a_batch_that_is_not_split_is_named_where_the_model_fails():
     """Its rows are taken for microbatches."""
     with pytest.raises((TypeError, IndexError)) as caught:  # JAX's own, which changes
         accumulate_gradients(lambda p, x: jnp.sum(x[:, 0] @ p), jnp.ones(2), jnp.ones((4, 3)))
-    (note,) = caught.value.__notes__
-    assert "one of 4 microbatches, of shapes [(3,)]" in note
+    notes = " ".join(caught.value.__notes__)
+    assert "one of 4 microbatches, of shapes [(3,)]" in notes
 
 
 def test_rows_that_replicas_do_not_divide(eight_devices):
