@@ -14,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import normfuse
 
-DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing"
+DOMAINS = "attention", "loss", "norm", "mlp", "product", "indexing", "codes"
 
 
 @dataclasses.dataclass(frozen=True)

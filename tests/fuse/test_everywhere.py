@@ -402,6 +402,43 @@ def test_meshes(mesh, args, split):
         assert moved["fused"] <= moved["plain"], count
 
 
+TWO_WAYS = {  # of the kernels of gate and up, of down, and of x
+    "both axes": (P("d", "t"), P("t", "d"), P("d")),
+    "rows": (P(("d", "t")), P(("d", "t")), P(("d", "t"))),
+    "columns": (P(None, ("d", "t")), P(None, ("d", "t")), P(("d", "t"))),
+}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("name", TWO_WAYS)
+def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devices):
+    """A norm and a gated MLP, twice; in FP8 codes are gathered."""
+    wide, narrow, rows = TWO_WAYS[name]
+    mesh = jax.make_mesh(
+        (2, 2), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=eight_devices[:4]
+    )
+
+    def model_loss(p, x):
+        for _ in range(2):
+            h = rms(x, p["scale"])
+            x = x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+        return jnp.mean(jnp.sin(x))
+
+    def struct(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+    shapes = {"scale": ((64,), P()), "gate": ((64, 256), wide), "up": ((64, 256), wide)}
+    shapes["down"] = (256, 64), narrow
+    params = {n: struct(*given) for n, given in shapes.items()}
+    fused, moved = Fused(model_loss, quantization=quantization), []
+    for function in (model_loss, fused):
+        program = jax.jit(jax.value_and_grad(function)).lower(params, struct((8, 32, 64), rows))
+        moved.append(sum(c.bytes for c in hlo.collectives(program.compile())))
+    assert_served(fused, norm=2, mlp=2)
+    assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
+
+
 @pytest.mark.parametrize("outside", [False, True], ids=["within", "around"])
 def test_shard_map(mesh, args, outside):
     def local(f):
