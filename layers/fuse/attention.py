@@ -248,7 +248,12 @@ def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
             raise Left("what is added to the scores is a product of the same softmax")
         if not jnp.issubdtype(g.avals[bias].dtype, jnp.floating):
             raise Left("what is added to the scores are integers")
-        if (two := two_valued(g, bias)) and max(map(abs, two[1:])) * abs(factor) > LARGEST_BIAS:
+        two, known = two_valued(g, bias), g.const(bias)
+        sizes = [n * factor for n in two[1:]] if two else []
+        if known is not None and known.size:  # what each query sees: a mask in it may be large
+            along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
+            sizes += [*np.max(np.asarray(known, np.float64) * factor, axis=along).reshape(-1)]
+        if any(abs(n) > LARGEST_BIAS for n in sizes):
             raise Left("what is added to the scores is too large a number for their softmax")
         if parts.dtype.itemsize == 2 and (g.avals[bias].dtype != parts.dtype or factor != 1):
             raise Left(f"a bias of {g.avals[bias].dtype.name}, wider than its operands")
