@@ -193,19 +193,18 @@ def positions(tokens: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
-def tunix_call(model: Any, tokens: jax.Array) -> jax.Array:
-    """Logits of a model of Tunix."""
+def masked_call(model: Any, tokens: jax.Array) -> jax.Array:
+    """Logits of a model of Tunix or gemma-llm, which takes a mask of each sequence."""
     rows, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-    return model(tokens, positions, None, mask)[0]
+    return model(tokens, positions(tokens), None, mask)[0]
 
 
 def tunix_qwen3(**sizes: Any) -> Model:
     """Qwen3 1.7B in Tunix, with the mixed precision of its configuration."""
     module = imported("tunix.models.qwen3.model")
     config = dataclasses.replace(module.ModelConfig.qwen3_1p7b(), dtype=jnp.bfloat16, **sizes)
-    return Model(module.Qwen3(config, rngs=nnx.Rngs(0)), tunix_call)
+    return Model(module.Qwen3(config, rngs=nnx.Rngs(0)), masked_call)
 
 
 def at_once(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,13 +255,7 @@ def gemma_linen(**sizes: Any) -> Model:
     small = {"num_layers": 2, "num_embed": 64, "embed_dim": 32, "hidden_dim": 64}
     small |= {"num_heads": 2, "head_dim": 16, "num_kv_heads": 1}
     config = module.TransformerConfig(**small | sizes)
-
-    def forward(model, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        mask = jnp.tril(jnp.ones((len(tokens), tokens.shape[1], tokens.shape[1]), bool))
-        return model(tokens, positions, None, mask)[0]
-
-    return Model(module.Transformer(config), forward)
+    return Model(module.Transformer(config), masked_call)
 
 
 def easylm_llama(**sizes: Any) -> Model:

@@ -23,7 +23,7 @@ Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand ty
 def info(every_platform: bool = False) -> str:
     """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op.
 
-    Of other platforms than those of this machine's devices only with `every_platform`.
+    It lists this machine's platforms, and all of them with `every_platform`.
     """
     platforms = PLATFORMS if every_platform else _platforms_here()
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]

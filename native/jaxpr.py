@@ -23,13 +23,21 @@ KERNELS = "ffi_call", "pallas_call", "custom_partitioning"
 """Equations that call what was compiled for their operands' dtypes."""
 
 
+def bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
+    """Yields (parameter, place, program) of the programs among an equation's parameters.
+
+    A program is a closed jaxpr where the parameter has its constants, else a jaxpr.
+    """
+    for key, value in eqn.params.items():
+        for i, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            if hasattr(getattr(one, "jaxpr", one), "eqns"):
+                yield key, i, one
+
+
 def inner(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            one = getattr(one, "jaxpr", one)
-            if hasattr(one, "eqns"):
-                yield one
+    for _, _, body in bodies(eqn):
+        yield getattr(body, "jaxpr", body)
 
 
 def line_of(eqn: Any) -> str:

@@ -582,11 +582,11 @@ def test_a_public_model_is_served_and_computes_the_same(make, served):
             }[make]()
         except SyntaxError:
             pytest.skip("it is written in a newer Python")
-    params, rest = eqx.partition(given.model, eqx.is_array), None
     if make == "dantinox":
         graph, *params = nnx.split(given.model, nnx.Param, ...)
-        rest = lambda params, others: nnx.merge(graph, params, others)
-    merge = rest or eqx.combine
+        merge = lambda own, others: nnx.merge(graph, own, others)
+    else:
+        params, merge = eqx.partition(given.model, eqx.is_array), eqx.combine
     tokens = jax.random.randint(jax.random.key(0), (2, 17), 0, 2048)
 
     def loss(own, others, tokens):
@@ -595,5 +595,5 @@ def test_a_public_model_is_served_and_computes_the_same(make, served):
     compared = normfuse.compare(loss, *params, tokens)
     found = collections.Counter(row.domain for row in compared.report.fused)
     assert dict(found) == served, str(compared.report)
-    # As exact as theirs beside float64, but for the order of sums.
+    # Ours sum in another order.
     assert all(each.ours <= 2 * each.theirs + 1e-6 for each in compared.rows), str(compared)

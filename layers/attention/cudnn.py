@@ -231,23 +231,22 @@ def _packed(
     # float32 sums of dq, and dk and dv of each head
     segment = 8 * length * sizes[d.heads] * sizes[d.group] * sizes[d.width]
     first = math.prod(sizes[n] for n in d.batch[1:])
-    parts = [(d.batch[0], _parts_of(sizes[d.batch[0]])), (d.heads, _parts_of(sizes[d.heads]))]
     least = segment * first // sizes[d.heads]  # of one segment of each sequence in a part
     limit = min(length // 512, _PACKED // max(least, 1)) if length >= 1024 else 2
     if limit < 2:
         return whole(*operands)
-    chosen, bytes_of_all = [], segment * first * sizes[d.batch[0]] * limit
-    for n, counts in parts:
-        count = next((c for c in counts if bytes_of_all <= c * _PACKED), counts[-1])
-        bytes_of_all //= count
-        chosen.append((n, count))
 
     def packed(*operands: Array) -> list[Array]:
         q, _, _, *others = operands
         segments = _Segments(spec, q, others)
         return run(_PackedCall(spec, q, segments, limit), *operands)
 
-    for n, count in chosen:
+    left = segment * first * sizes[d.batch[0]] * limit
+    for n in (d.batch[0], d.heads):
+        size = sizes[n]
+        counts = [c for c in range(1, size + 1) if size % c == 0]
+        count = next((c for c in counts if left <= c * _PACKED), size)
+        left //= count
         packed = functools.partial(_in_parts, packed, n, count, dims)
     try:
         jax.eval_shape(packed, *operands)
@@ -256,11 +255,6 @@ def _packed(
     segments = _Segments(spec, q, others[1:])
     fits = segments.in_rows & (segments.most <= limit)
     return lax.cond(fits, packed, whole, *operands)
-
-
-def _parts_of(size: int) -> list[int]:
-    """Returns in how many equal parts a dimension may be computed."""
-    return [count for count in range(1, size + 1) if size % count == 0]
 
 
 def _in_parts(

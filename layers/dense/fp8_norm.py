@@ -80,7 +80,7 @@ def multiply_normalised(
 
 
 # ---------------------------------------------------------------- norm and products apart
-# What `fuse` writes in place of a norm, and of products elsewhere in the program.
+# `fuse` writes these in place of a norm, and of products elsewhere in the program.
 
 
 def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:

@@ -9,19 +9,18 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ...native.jaxpr import line_of, results_of, value_of
+from ...native.jaxpr import bodies, line_of, results_of, value_of
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
 from ..quantization import op as quantization
 from ..quantization.op import Quantized
-from .program import called
+from .program import JIT, REMAT, called, is_inlined, rebuilt
 from .report import Row
 
 
@@ -69,8 +68,7 @@ _FOLLOWED = (  # by the same elements in the same order
     "reshape",
     "squeeze",
 )
-_JIT = ("jit", "pjit")
-_BODIES = ("scan", "while", "cond", "remat2", "checkpoint", "shard_map", "closed_call", *_JIT)
+_BODIES = ("scan", "while", "cond", "shard_map", "closed_call", *REMAT, *JIT)
 _DTYPES = ("float32", "bfloat16", "float16")
 _Path = tuple[Any, ...]  # of an equation: its place, behind that of the equation it is within
 _Origins = list[_Norm | None]
@@ -122,10 +120,8 @@ class _Program:
         return rows
 
     def evaluate(self, program: Any, operands: Sequence[Any]) -> list[Any]:
-        """Returns the program's results."""
-        results = self._run(program, operands, [None] * len(operands), ())[0]
-        made = lambda y, of: y if isinstance(y, jax.Array) else jnp.asarray(y, of.dtype)
-        return list(map(made, results, program.out_avals))  # constants are numbers in a program
+        """Returns the program's results; those that are constants may be numbers."""
+        return self._run(program, operands, [None] * len(operands), ())[0]
 
     # -------- one program
 
@@ -163,21 +159,27 @@ class _Program:
         if (product := _product_of(eqn)) is not None:
             if of[0] is not None or self.reading:
                 return self._product(eqn, product, given, of, path, level), none
-        elif _inlined(eqn) and (self.reading or path in self.within):
+        elif is_inlined(eqn) and (self.reading or path in self.within):
             self.scopes.append(_scopes(eqn))
             try:
                 return self._run(eqn.params["jaxpr"], given, of, path, level.why)
             finally:
                 self.scopes.pop()
         elif self.reading:
-            for key, i, body in _bodies(eqn):
+            for key, i, body in bodies(eqn):
                 count = len(getattr(body, "jaxpr", body).invars)
                 why = level.why or ("" if eqn.primitive.name in _BODIES else _closed(eqn))
                 _, made = self._run(body, [None] * count, [None] * count, (*path, key, i), why)
                 for norm in filter(None, made):
                     norm.others.append(f"the result of {eqn.primitive.name}")
         elif path in self.within:
-            return self._rebuilt(eqn, given, path), none
+            run = lambda at: (
+                lambda operands: self._run(
+                    at[-1], operands, [None] * len(operands), (*path, *at[:-1])
+                )[0]
+            )
+            places = [at for at in bodies(eqn) if (*path, *at[:-1]) in self.within]
+            return rebuilt(eqn, given, {at[:-1]: run(at) for at in places}), none
         if self.reading:
             for norm in filter(None, of):
                 norm.others.append(_described(eqn))
@@ -238,31 +240,6 @@ class _Program:
             return [*[codes.q] * has.has_q, *[codes.qt] * has.has_qt, codes.scale]
         return called(_multiply, given[0], codes, *given[1:], marked=product)
 
-    def _rebuilt(self, eqn: Any, given: list[Any], path: _Path) -> list[Any]:
-        """Returns the results of an equation in whose bodies norms are fused."""
-        name, params = eqn.primitive.name, dict(eqn.params)
-        run = lambda body, key, i: (
-            lambda *operands: self._run(body, operands, [None] * len(operands), (*path, key, i))[0]
-        )
-        if name == "shard_map":
-            options = {key: params[key] for key in ("mesh", "check_vma")}
-            options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
-            options |= {"axis_names": set(params["newly_manual_axes"])}
-            body = run(params["jaxpr"], "jaxpr", 0)
-            return list(jax.shard_map(lambda *args: tuple(body(*args)), **options)(*given))
-        if name in ("remat2", "checkpoint") and not params["differentiated"]:
-            options = {key: params[key] for key in ("prevent_cse", "policy")}
-            return jax.checkpoint(run(params["jaxpr"], "jaxpr", 0), **options)(*given)
-        for key, i, body in _bodies(eqn):
-            if (*path, key, i) not in self.within:
-                continue
-            operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
-            again = jax.make_jaxpr(run(body, key, i))(*operands)
-            again = again if hasattr(body, "consts") else again.jaxpr
-            one = params[key]
-            params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
-        return results_of(eqn.replace(params=params), given)
-
 
 def _encode(*args: jax.Array, norm: Any, order: Any) -> Any:
     return fp8_norm.encode(norm, args, order)
@@ -280,22 +257,6 @@ def _scope(eqn: Any) -> Any:
 
 def _scopes(eqn: Any) -> str:
     return str(getattr(eqn.source_info, "name_stack", ""))
-
-
-def _bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yields the programs among an equation's parameters, with their constants where they have."""
-    for key, value in eqn.params.items():
-        for i, one in enumerate(value if isinstance(value, tuple | list) else (value,)):
-            if hasattr(getattr(one, "jaxpr", one), "eqns"):
-                yield key, i, one
-
-
-def _inlined(eqn: Any) -> bool:
-    """Whether this is a jitted function that may be evaluated as a part of what calls it."""
-    if eqn.primitive.name not in _JIT:
-        return False
-    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in given)
 
 
 def _same_elements(eqn: Any) -> bool:
@@ -395,5 +356,5 @@ def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> s
 
 
 def _described(eqn: Any) -> str:
-    name = eqn.params.get("name", "") if eqn.primitive.name in (*_JIT, "custom_jvp_call") else ""
+    name = eqn.params.get("name", "") if eqn.primitive.name in (*JIT, "custom_jvp_call") else ""
     return f"{name or eqn.primitive.name} at {line_of(eqn)}"

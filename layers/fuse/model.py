@@ -57,7 +57,9 @@ def swapped_class(model: Any, home: str, call: Call) -> type:
         raise TypeError(
             f"{op}: model is a {type(model).__name__}; use normfuse.layers.{homes[0]}.swap"
         )
-    base = original(type(model))
+    base = type(model)
+    if base in _CLASSES.values():
+        base = base.__mro__[1]  # the options of the last swap are its own
     if not homes or not hasattr(base, call.method):
         raise TypeError(
             f"{op}: model must be a module with a {call.method} method, got "
@@ -67,11 +69,6 @@ def swapped_class(model: Any, home: str, call: Call) -> type:
         if (base, call) not in _CLASSES:
             _CLASSES[base, call] = _subclass(base, home, call)
         return _CLASSES[base, call]
-
-
-def original(cls: type) -> type:
-    """Returns the class that `swap` made a class of; any other class as it is."""
-    return next((base for (base, _), made in _CLASSES.items() if made is cls), cls)
 
 
 _CLASSES: dict[tuple[type, Call], type] = {}
@@ -87,7 +84,7 @@ def _subclass(base: type, home: str, call: Call) -> type:
     def reduce(self: Any, protocol: Any) -> Any:
         plain = object.__new__(base)
         vars(plain).update(vars(self))
-        return _restored, (plain, home, call)
+        return swapped, (plain, home, call)
 
     functools.update_wrapper(method, own)
     of_linen = {"nowrap": True}  # its word for methods that have no scope of their own
@@ -110,8 +107,6 @@ def swapped(model: Any, home: str, call: Call) -> Any:
     vars(new).update(vars(model))
     return new
 
-
-_restored = swapped  # the name that pickles hold
 
 _GONE = {  # since version 0.1: what to use in place of a name
     "fuse_norms": "fuse(function, quantization='fp8')",

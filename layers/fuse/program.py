@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import line_of, results_of
+from ...native.jaxpr import bodies, line_of, results_of
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
@@ -395,10 +395,9 @@ class Program:
 
     def _bind(self, equation: Equation, given: list[Any]) -> list[Any]:
         with self._around(equation):
-            bodies = [b for b in self.bodies.get(equation, ()) if b.program.has_sites()]
-            return (
-                _rebuilt(equation.eqn, given, bodies) if bodies else results_of(equation.eqn, given)
-            )
+            kept = self.bodies.get(equation, ())
+            runs = {(b.key, b.place): b.program.run for b in kept if b.program.has_sites()}
+            return rebuilt(equation.eqn, given, runs)
 
     def has_sites(self) -> bool:
         """Whether anything is replaced in it."""
@@ -409,8 +408,8 @@ class Program:
     def all_programs(self) -> Iterator["Program"]:
         """Yields this program and those of all bodies within it."""
         yield self
-        for bodies in self.bodies.values():
-            for body in bodies:
+        for kept in self.bodies.values():
+            for body in kept:
                 yield from body.program.all_programs()
 
     def depends(self, v: int, on: Iterable[int]) -> bool:
@@ -438,26 +437,34 @@ class Program:
         return f"{equation.params.get('name') or equation.name} at {line_of(equation.eqn)}"
 
 
-def _rebuilt(eqn: Any, given: list[Any], bodies: Sequence[Body]) -> list[Any]:
-    """Returns the results of an equation in whose bodies something is replaced."""
+def rebuilt(
+    eqn: Any, given: list[Any], runs: Mapping[tuple[str, int], Callable[[Sequence[Any]], list[Any]]]
+) -> list[Any]:
+    """Returns the results of an equation, some of whose bodies other functions compute.
+
+    `runs` has these by parameter and place, as `native.jaxpr.bodies` names them.
+    """
+    if not runs:
+        return results_of(eqn, given)
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "shard_map":
         options = {key: params[key] for key in ("mesh", "check_vma")}
         options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
         options |= {"axis_names": set(params["newly_manual_axes"])}
-        run = bodies[0].program.run
+        (run,) = runs.values()
         return list(jax.shard_map(lambda *args: tuple(run(args)), **options)(*given))
-    if name in REMAT:
+    if name in REMAT and not params["differentiated"]:
         options = {key: params[key] for key in ("prevent_cse", "policy")}
-        return jax.checkpoint(lambda *args: bodies[0].program.run(args), **options)(*given)
-    for body in bodies:
-        operands = [body.program.avals[v] for v in body.program.inputs]
-        again = jax.make_jaxpr(lambda *args, body=body: body.program.run(args))(*operands)
-        one = params[body.key]
-        new = (
-            (*one[: body.place], again, *one[body.place + 1 :]) if isinstance(one, tuple) else again
-        )
-        params[body.key] = new
+        (run,) = runs.values()
+        return jax.checkpoint(lambda *args: run(args), **options)(*given)
+    for key, i, body in bodies(eqn):
+        if (key, i) not in runs:
+            continue
+        operands = [v.aval for v in getattr(body, "jaxpr", body).invars]
+        again = jax.make_jaxpr(lambda *args, run=runs[key, i]: run(args))(*operands)
+        again = again if hasattr(body, "consts") else again.jaxpr
+        one = params[key]
+        params[key] = (*one[:i], again, *one[i + 1 :]) if isinstance(one, tuple) else again
     return results_of(eqn.replace(params=params), given)
 
 

@@ -317,27 +317,11 @@ def adaptive_layer_norm(
         x̂[b, t] = (x[b, t] − mean(x[b, t])) / sqrt(mean((x[b, t] − mean(x[b, t]))²) + eps)
         y[b, t] = x̂[b, t] · (scale[b] + scale_offset) + shift[b]
 
-    In DiT, PixArt, Stable Diffusion 3 and Flux, a LayerNorm without parameters and `modulate`. On
-    GPUs one pass over the activations in each direction, which also sums the gradients of each
-    example's scale and shift over its tokens. Computed in float32 (float64 if an operand or `dtype`
-    is float64); any dimensions of x but the last may be split over mesh axes, and those sums cross
-    the devices that have tokens of one example. Pallas does not serve it.
-
-    Args:
-      x: `(*examples, *tokens, features)`; float64, float32, bfloat16 or float16.
-      scale: `(*examples, features)`, of one or more leading dimensions of x; any of those dtypes.
-      shift: the shape of scale, or None.
-      scale_offset: added to scale: 1 as DiT's `modulate` does.
-      eps, dtype, implementation: as for `layer_norm`.
+    In DiT, PixArt, Stable Diffusion 3 and Flux, a LayerNorm without parameters and `modulate`.
+    Takes and raises what `adaptive_rms_norm` does, and computes it in as many passes.
 
     Returns:
       An array of x's shape and sharding.
-
-    Raises:
-      TypeError, ValueError, NotImplementedError: as `layer_norm`.
-
-    References:
-      Peebles and Xie, "Scalable Diffusion Models with Transformers", arXiv:2212.09748.
 
     >>> import jax.numpy as jnp
     >>> from normfuse import adaptive_layer_norm

@@ -16,8 +16,8 @@ struct Tile {
   bool down;  // whether lines run down the columns
   const C* x = nullptr;
   const C* dy = nullptr;
-  // What a row's parameters are found by, of lines along rows: those of the tile's row r are
-  // `n` * Head(r) after the first.
+  // Where lines are along rows, the parameters of the tile's row r are `n` * Head(r) after the
+  // first.
   int64_t n = 0, heads = 1, line = 0;
   const C* weight = nullptr;      // scale + scale_offset
   const C* rstd = nullptr;        // a statistic each

@@ -125,11 +125,11 @@ __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs,
   return sums;
 }
 
-// Whether the sums of the next row are begun before dx of this one.
+// Set if the sums of the next row are begun before dx of this one.
 #define AHEAD (DOTS && GRADIENT && !HOLD)
 static_assert(!AHEAD || STAGES > 1, "the next row is there");
 
-// Whether a row's slots are free once its sums are known: what was in them is in registers, and
+// Set if a row's slots are free once its sums are known: what was in them is in registers, and
 // used.
 constexpr bool kEarly = DOTS && HOLD;
 

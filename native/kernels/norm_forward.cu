@@ -39,7 +39,7 @@ constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
 static_assert(!AHEAD || !(HAS_RESIDUAL || HAS_GATE || PER_EXAMPLE || HEADS > 1), "x in order");
 
 #if CENTRED
-// Whether the mean may be so large that its rounding shows in y. Elements of 16 bits that differ
+// Set if the mean may be so large that its rounding shows in y. Elements of 16 bits that differ
 // are too far apart for that.
 constexpr bool kShifted = sizeof(Normalised) > 2;
 using Statistics = RowMoments<Compute, THREAD_ROWS, kShifted>;

@@ -47,7 +47,7 @@ def assert_close(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want)):
         if jnp.issubdtype(a.dtype, jnp.floating):
-            # Of float32 sums of up to 100 numbers of order 1, in another order.
+            # float32 sums of up to 100 numbers of order 1, in another order
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=str(path))
         else:
             assert jnp.array_equal(a, b), path
