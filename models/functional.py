@@ -159,7 +159,10 @@ def build(
         from .eqx import Transformer as EqxTransformer
 
         make = lambda key: EqxTransformer(config, sharding, key=key)
-        abstract, model = jax.eval_shape(make, jax.random.key(0)), lambda params: params
+        abstract = jax.eval_shape(make, jax.random.key(0))
+        tree = jax.tree.structure(abstract)
+        # Parameters hold the sharding that they were made with, as static data. This may differ.
+        model = lambda params: jax.tree.unflatten(tree, jax.tree.leaves(params))
     else:
         listed = ", ".join(map(repr, get_args(Framework)))
         raise ValueError(f"framework={framework!r} must be one of {listed}.")
