@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,13 @@ from .side_by_side import pause
 
 
 class Rope(NamedTuple):
-    """The rotation of the tokens of one call."""
+    """The places of one call's tokens: their rotation, and what they attend to."""
 
     # cos, sin: of the angles, `([batch,] seq, head_dim / 2)` float32 each.
     cos: Array
     sin: Array
     start: Array | int  # position of the first token: a scalar, or `(batch,)`
+    segments: Array | None = None  # `(batch, seq)` integers: each token's document
 
 
 class KeyValue(NamedTuple):
@@ -106,6 +107,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    segments: Array | None = None,
 ) -> tuple[Array, KeyValue | None]:
     """Computes causal attention over this call's tokens and, with a cache, all before them.
 
@@ -121,6 +123,7 @@ def attend(
       scale: of the scores; `1 / sqrt(head_dim)` when None.
       softcap: bounds the scores s as `softcap * tanh(s / softcap)`.
       window: how many tokens each attends to, itself included; all when None.
+      segments: `(batch, seq)` integers, without a cache; tokens attend to those of their own.
     Returns: `(batch, seq, num_heads, head_dim)` in the dtype of `q`, and the cache with this
       call's keys and values. Scores and softmax are float32 (float64 for float64).
     """
@@ -129,7 +132,8 @@ def attend(
         return _attend_past(q, cache.keys, cache.values, start, scale, softcap, window), cache
     q, k, v = pause((q, k, v))
     served_by = None if implementation == "auto" else implementation
-    options = {"scale": scale, "softcap": softcap, "window": window}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "window": window}
+    options["segment_ids"] = segments
     return attention(q, k, v, causal=True, implementation=served_by, **options), None
 
 

@@ -262,13 +262,18 @@ class Transformer(eqx.Module):
         for name, part in parameters.from_dict(jax.eval_shape(shapes), values).items():
             setattr(self, name, part)
 
-    def __call__(self, tokens: Array) -> Array:
-        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits."""
-        return transformer.forward(_OPS, self, tokens)[0]
+    def __call__(self, tokens: Array, segment_ids: Array | None = None) -> Array:
+        """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
 
-    def loss(self, tokens: Array, targets: Array, **options: Any) -> Array:
+        With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
+        """
+        return transformer.forward(_OPS, self, tokens, segment_ids=segment_ids)[0]
+
+    def loss(
+        self, tokens: Array, targets: Array, segment_ids: Array | None = None, **options: Any
+    ) -> Array:
         """Returns the cross-entropy of the tokens that follow; see `transformer.loss`."""
-        return transformer.loss(_OPS, self, tokens, targets, **options)
+        return transformer.loss(_OPS, self, tokens, targets, segment_ids, **options)
 
     def decode(self, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""

@@ -47,23 +47,25 @@ class Functional:
         """
         return self.from_dict(parameters.initial_parameters(self.config, key))
 
-    def apply(self, params: Params, tokens: Array) -> Array:
+    def apply(self, params: Params, tokens: Array, segment_ids: Array | None = None) -> Array:
         """Maps `(batch, seq)` integers to `(batch, seq, vocab)` float32 logits.
 
+        With `segment_ids`, integers of the same shape, tokens attend only to those of equal ids.
         On a mesh of Explicit axes the logits' type has the spec `sharding.logits`.
 
         Raises:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        run = lambda params, tokens: self.model(params)(tokens)
-        return with_auto_axes(run, self.sharding.logits)(params, tokens)
+        run = lambda params, *given: self.model(params)(*given)
+        return with_auto_axes(run, self.sharding.logits)(params, tokens, segment_ids)
 
     def loss(
         self,
         params: Params,
         tokens: Array,
         targets: Array,
+        segment_ids: Array | None = None,
         *,
         reduction: Literal["mean", "none"] = "mean",
         **options: Any,
@@ -77,6 +79,8 @@ class Functional:
           params: the parameters.
           tokens: `(batch, seq)` integers.
           targets: the tokens that follow, of the same shape.
+          segment_ids: integers of the same shape, as documents packed in rows have: tokens attend
+            only to those of equal ids.
           reduction: "mean" for one number, "none" for each token's.
           **options: `logits_dtype`, `z_loss`, `ignore` and others of `linear_cross_entropy`.
 
@@ -87,7 +91,7 @@ class Functional:
         options["reduction"] = reduction
         run = lambda params, *given: self.model(params).loss(*given, **options)
         spec = self.sharding.tokens if reduction == "none" else P()
-        return with_auto_axes(run, spec)(params, tokens, targets)
+        return with_auto_axes(run, spec)(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""

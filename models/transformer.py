@@ -55,7 +55,13 @@ class Ops:
     checkpoint: Callable[..., Callable]  # `jax.checkpoint`, or the framework's version of it
 
 
-def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> tuple[Array, Any]:
+def forward(
+    ops: Ops,
+    model: Any,
+    tokens: Array,
+    cache: Cache | None = None,
+    segment_ids: Array | None = None,
+) -> tuple[Array, Any]:
     """Scores every next token.
 
     Args:
@@ -63,6 +69,7 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
       model: its `Transformer`.
       tokens: `(batch, seq)` integers.
       cache: keys and values of the tokens before these; None without any.
+      segment_ids: `(batch, seq)` integers, without a cache: tokens attend to those of equal ids.
     Returns: `(batch, seq, vocab)` float32 logits (float64 for float64), and the cache with these
       tokens added (None without one).
 
@@ -70,12 +77,19 @@ def forward(ops: Ops, model: Any, tokens: Array, cache: Cache | None = None) -> 
       TypeError: if tokens are no integers.
       ValueError: if they have another shape, or are more than `max_seq_len`.
     """
-    x, cache = _hidden(ops, model, tokens, cache)
+    x, cache = _hidden(ops, model, tokens, cache, segment_ids)
     logits = constrain(unembed(x, _unembedding(ops, model)), model.sharding.logits)
     return soft_capped(logits, model.config.logits_softcap), cache
 
 
-def loss(ops: Ops, model: Any, tokens: Array, targets: Array, **options: Any) -> Array:
+def loss(
+    ops: Ops,
+    model: Any,
+    tokens: Array,
+    targets: Array,
+    segment_ids: Array | None = None,
+    **options: Any,
+) -> Array:
     """Returns the cross-entropy of the next tokens, in nats, their logits never held as a whole.
 
     Args:
@@ -83,9 +97,10 @@ def loss(ops: Ops, model: Any, tokens: Array, targets: Array, **options: Any) ->
       model: its `Transformer`.
       tokens: `(batch, seq)` integers.
       targets: the tokens that follow, of the same shape.
+      segment_ids: integers of the same shape; tokens attend to those of equal ids.
       **options: of `normfuse.linear_cross_entropy`.
     """
-    x, _ = _hidden(ops, model, tokens, None)
+    x, _ = _hidden(ops, model, tokens, None, segment_ids)
     given = model.config.implementation
     names = (given,) if isinstance(given, str) else given or ()
     # There is no Pallas kernel for it, and none is missed.
@@ -109,14 +124,24 @@ def _check_tokens(config: TransformerConfig, tokens: Array) -> None:
         raise ValueError(f"tokens hold {seq} positions; max_seq_len={limit} allows no more.")
 
 
-def _hidden(ops: Ops, model: Any, tokens: Array, cache: Cache | None) -> tuple[Array, Any]:
+def _hidden(
+    ops: Ops, model: Any, tokens: Array, cache: Cache | None, segments: Array | None
+) -> tuple[Array, Any]:
     """The normalised output of the last block, `(batch, seq, dim)`, and the cache."""
     config, sharding = model.config, model.sharding
     _check_tokens(config, tokens)
+    if segments is not None:
+        if segments.shape != tokens.shape:
+            raise ValueError(
+                f"segment_ids must have the shape of tokens, {tokens.shape}, got {segments.shape}"
+            )
+        segments = constrain(segments, sharding.tokens)
     start: Any = 0 if cache is None else cache.length
     past = [None] * len(model.layers) if cache is None else cache.layers
     locality = [config.is_local(i) for i in range(len(model.layers))]
     ropes = {local: rope_table(config, start, tokens.shape[1], local) for local in set(locality)}
+    # Documents need no positions of their own: the rotation of a score is their difference.
+    ropes = {local: rope._replace(segments=segments) for local, rope in ropes.items()}
     x = embed(tokens, ops.table(model.embed), config.dtype, sharding)
     x = x * config.dim**0.5 if config.scale_embeddings else x
 
@@ -217,6 +242,7 @@ def _attention(
     options: dict[str, Any] = {"scale": (config.query_scale_dim or config.head_dim) ** -0.5}
     options |= {"softcap": config.attention_softcap}
     options |= {"window": config.sliding_window if module.local else None}
+    options["segments"] = rope.segments
     out, cache = attend(q, k, v, cache, rope.start, config.attention, **options)
     out = constrain(out, sharding.heads)
     merged = out.reshape(*out.shape[:2], out.shape[2] * config.head_dim)

@@ -121,6 +121,13 @@ def check_resume(
             f"{was['tokenizer']}, and is {text_identity['tokenizer']}. Give the same tokenizer to "
             "continue it, or another --out-dir to start a new run."
         )
+    if ("documents" in was) != ("documents" in text_identity):
+        saved_with, now = ("", "no-") if "documents" in was else ("no-", "")
+        raise UsageError(
+            f"the checkpoint in --out-dir was trained with --data.{saved_with}documents, now it is "
+            f"--data.{now}documents: give the same to continue it, or another --out-dir to start a "
+            "new run."
+        )
     if was["sha256"] != text_identity["sha256"]:
         raise UsageError(
             "the checkpoint in --out-dir was trained on another text: saved "
@@ -280,4 +287,5 @@ def _check_out_dir(path: Path | None) -> None:
 
 
 def _describe(text: dict[str, Any]) -> str:
-    return f"{text['name']}, {text['bytes']:,} bytes, sha256 {text['sha256'][:16]}…"
+    documents = f"{text['documents']:,} documents, " if "documents" in text else ""
+    return f"{text['name']}, {documents}{text['bytes']:,} bytes, sha256 {text['sha256'][:16]}…"

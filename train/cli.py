@@ -96,13 +96,15 @@ class Plan:
     preset: Preset = "1b"
     """Model, and the defaults shown here."""
     config: Annotated[Path | None, arg(metavar="FILE.yaml", help_behavior_hint="")] = None
-    """YAML file of `normfuse train`, of which the model and the sequences' length are taken."""
+    """YAML file of `normfuse train`, of which the model and the sequences are taken."""
     batch_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: 16384 tokens a GPU)")
     ] = None
     """Sequences per step, over all GPUs."""
     seq_len: int
     """Tokens per sequence."""
+    documents: bool = False
+    """Sequences are packed documents, as of --data.documents."""
     between_hosts: float = 50.0
     """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
     compile: int = 0
@@ -182,7 +184,12 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
         if argv[0] == "plan" and not any(word.startswith("--config") for word in given):
             given = ["--preset=1b", *given]
         config = defaults(given)
-    planned = Plan(preset=config.preset, seq_len=config.seq_len, model=config.model)
+    planned = Plan(
+        preset=config.preset,
+        seq_len=config.seq_len,
+        documents=config.data.documents,
+        model=config.model,
+    )
     commands: Any = (
         Annotated[TrainConfig, subcommand("train", default=config)]
         | Annotated[Generate, subcommand("generate")]
@@ -295,6 +302,7 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
                 folder=command.huggingface,
                 batch_size=command.batch_size,
                 seq_len=command.seq_len,
+                documents=command.documents,
                 between_hosts=command.between_hosts,
                 compile=command.compile,
             )

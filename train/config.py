@@ -47,6 +47,9 @@ class DataConfig:
     """Bytes; a byte-pair encoding of N tokens, trained on the text; or a Hugging Face
     tokenizer.json. Unless --model.vocab-size is given, the model has its tokens, and is rounded up
     to a multiple of 128."""
+    documents: bool = False
+    """Each file is a document, and each line of a .jsonl file is one, its "text". Rows are packed
+    with documents, and no token attends to, or is predicted from, another document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +319,8 @@ def absolute(data: DataConfig) -> DataConfig:
     path = data.path and os.path.abspath(os.path.expanduser(data.path))
     named_tokenizer = data.tokenizer == "byte" or re.fullmatch("bpe:[0-9]+", data.tokenizer)
     tokenizer = os.path.expanduser(data.tokenizer)
-    return DataConfig(path, data.tokenizer if named_tokenizer else os.path.abspath(tokenizer))
+    tokenizer = data.tokenizer if named_tokenizer else os.path.abspath(tokenizer)
+    return dataclasses.replace(data, path=path, tokenizer=tokenizer)
 
 
 def _in_its_folder(config: TrainConfig, path: Path) -> TrainConfig:

@@ -1,5 +1,9 @@
 """The text: reading, splitting and tokenizing it, its batches, and simple models of it.
 
+Documents are packed: each but its last token is an input, each but its first a target, and a row
+holds as many such pairs as another. So no token is predicted from another document, no place of a
+row is without a target, and what does not fit goes on in the next row, without what came before.
+
 Which windows of the text are in a step's batch depends on the seed and the step only. So a loader
 has no state to save: a run resumed at step k asks for batch k, whatever the number of processes
 before and after.
@@ -8,6 +12,7 @@ before and after.
 import errno
 import glob
 import hashlib
+import json
 import math
 import os
 import platform
@@ -17,17 +22,19 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grain
 import numpy as np
+from jax import Array
 
 from . import UsageError
-from .arguments import expanded, named, read_bytes
+from .arguments import expanded, named, read_bytes, shown
 from .config import TrainConfig
 from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
 
+ArrayT = TypeVar("ArrayT", np.ndarray, Array)
 HELD_OUT = 0.05
 _PROMPT = 32  # characters of a sample's prompt
 _CHUNK = 1 << 22  # bytes whose pairs are counted at once
@@ -48,6 +55,8 @@ class Text:
     widths: np.ndarray  # number of bytes of each held-out token
     raw_train: np.ndarray  # bytes of `train`, uint8
     raw_held_out: np.ndarray  # bytes of `held_out`, uint8
+    # With --data.documents, the number of tokens of each document to train on, and held out.
+    documents: tuple[np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.raw_train) + len(self.raw_held_out)
@@ -58,12 +67,19 @@ class Text:
 
     def identity(self) -> dict[str, Any]:
         """Returns what identifies the text: a resumed run must have the same."""
-        return {
+        identity: dict[str, Any] = {
             "name": self.name,
             "bytes": len(self),
             "sha256": self.sha256,
             "tokenizer": self.tokenizer.identity(),
         }
+        if self.documents is not None:
+            identity["documents"] = sum(map(len, self.documents))
+        return identity
+
+    def windows(self, seq_len: int) -> "Windows":
+        """Returns the rows to train on."""
+        return Windows(self.train, seq_len, self.documents and self.documents[0])
 
 
 def read(config: TrainConfig) -> Text:
@@ -74,6 +90,7 @@ def read(config: TrainConfig) -> Text:
         vocab_size=config.model.vocab_size,
         tokenizer=config.data.tokenizer,
         saved=RunDir(config.out_dir).tokenizer if config.out_dir else None,
+        documents=config.data.documents,
     )
     prompt, limit = prompt_of(config, text), config.model.max_seq_len
     if config.sample.tokens and not 0 < len(text.tokenizer.encode(prompt.encode())[0]) < limit:
@@ -110,6 +127,7 @@ def load(
     vocab_size: int,
     tokenizer: str = "byte",
     saved: Path | None = None,
+    documents: bool = False,
 ) -> Text:
     """Reads the text and checks that the model can be trained on it.
 
@@ -120,55 +138,153 @@ def load(
       vocab_size: every token must be below it.
       tokenizer: "byte", "bpe:N" or a file, as `--data.tokenizer`.
       saved: the file in which a run keeps a tokenizer trained on its text.
+      documents: each file is a document, and each line of a `.jsonl` file is one, its "text".
+        Empty ones are left out. The one that the cut between the parts meets is two.
 
     Raises:
       UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
     """
     name, files = _standard_library() if path is None else _find(path)
     with named("--data.path", path):
-        content = b"".join(map(read_bytes, files))
+        texts = [read_bytes(file) for file in files]
+    if documents:
+        texts = [text for file in zip(files, texts) for text in _documents_of(*file) if text]
+    content = b"".join(texts)
+    digest = hashlib.sha256(content)
+    if documents:
+        digest.update(np.array([*map(len, texts)], "<i8").tobytes())
+    else:
+        texts = [content]
     source = name if path is None else f"--data.path {path}"
     if not content:
         raise UsageError(f"{source} is empty: it must hold text.")
     cut = len(content) - math.floor(len(content) * HELD_OUT)
-    made = make_tokenizer(tokenizer, pieces_at_lines(content[:cut], b"\n", _PART), saved)
+    pieces = (piece for x in _cut(texts, cut)[0] for piece in pieces_at_lines(x, b"\n", _PART))
+    made = make_tokenizer(tokenizer, pieces, saved)
     if made.vocab_size > 256:
         cut = _character_start(content, cut)
-    train, _ = made.encode(content[:cut])
-    held_out, widths = made.encode(content[cut:])
-    _check_length(source, train, held_out, seq_len)
+    before, after = _cut(texts, cut)
+    train, _, lengths = made.encode_each(before)
+    held_out, widths, held_out_lengths = made.encode_each(after)
+    each = (lengths, held_out_lengths) if documents else None
+    _check_length(source, train, held_out, seq_len, each)
     _check_vocabulary(source, made, int(max(train.max(), held_out.max())), vocab_size)
     raw = np.frombuffer(content, np.uint8)
-    digest = hashlib.sha256(content).hexdigest()
-    return Text(name, len(files), digest, made, train, held_out, widths, raw[:cut], raw[cut:])
+    parts = train, held_out, widths, raw[:cut], raw[cut:]
+    return Text(name, len(files), digest.hexdigest(), made, *parts, each)
+
+
+def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:
+    """Yields the documents of a file: the texts of JSON lines, or all that it holds."""
+    if file.suffix != ".jsonl":
+        yield content
+        return
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line.decode())
+            problem = "" if isinstance(found, dict) else f"it is {shown(found)}"
+            if not problem and not isinstance(found.get("text"), str):
+                problem = (
+                    f'its "text" is {shown(found["text"])}'
+                    if "text" in found
+                    else (f"it has only {shown(list(found))}")
+                )
+        except (ValueError, RecursionError) as error:
+            problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if problem:
+            raise UsageError(
+                f"--data.path: {file}:{number}: with --data.documents a line of a .jsonl file must "
+                f'be a JSON object with a string "text"; {problem}. Mend the line, or leave out '
+                "--data.documents to train on the file as it is."
+            )
+        yield found["text"].encode(errors="replace")
+
+
+def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
+    """Returns what of the texts stands before and after their byte `at`, without empty ones."""
+    ends = np.cumsum([*map(len, texts)])
+    i = int(np.searchsorted(ends, at))  # the text that holds the last byte before `at`
+    inside = at - (int(ends[i]) - len(texts[i]))
+    before, after = [*texts[:i], texts[i][:inside]], [texts[i][inside:], *texts[i + 1 :]]
+    return [x for x in before if x], [x for x in after if x]
 
 
 class Windows(grain.sources.RandomAccessDataSource):
-    """Consecutive windows of `seq_len` tokens, each with the token that follows it."""
+    """Consecutive windows of `seq_len` tokens, each with the token that follows it.
 
-    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
+    `documents`, the number of tokens of each, packs them: then a window is `seq_len` inputs, the
+    targets that follow them in their documents, and which document of the window each is of.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, seq_len: int, documents: np.ndarray | None = None
+    ) -> None:
         self._tokens, self._seq_len = tokens, seq_len
+        # Each document has a pair of input and target less than tokens.
+        self._ends = None if documents is None else np.cumsum(documents[documents > 0] - 1)
+
+    def _count(self) -> int:
+        """The number of targets."""
+        if self._ends is None:
+            return len(self._tokens) - 1
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._seq_len
+        return self._count() // self._seq_len
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Returns `(seq_len + 1,)` int32 tokens."""
+        """Returns `(seq_len + 1,)` int32 tokens; of documents `(3, seq_len)`, see `parts_of`."""
         start = int(index) * self._seq_len
-        return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
+        if self._ends is None:
+            return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
+        pairs = np.arange(start, start + self._seq_len)
+        document = np.searchsorted(self._ends, pairs, side="right")
+        at = pairs + document  # every document before has had a token that is no input
+        rows = self._tokens[at], self._tokens[at + 1], document - document[0]
+        return np.stack([row.astype(np.int32) for row in rows])
+
+    def attended(self) -> int:
+        """Returns the mean, over tokens, of how many of the row are of the token's document."""
+        if self._ends is None:
+            return self._seq_len
+        count = len(self) * self._seq_len
+        rows = np.arange(0, count + 1, self._seq_len)
+        lengths = np.diff(np.unique(np.concatenate([rows, self._ends[self._ends < count]])))
+        return round(float(np.square(lengths, dtype=np.float64).sum()) / count)
+
+
+def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
+    """Returns the inputs, targets and segment ids of a batch, `(batch, seq_len)` each.
+
+    Without documents there are no ids.
+    """
+    if rows.ndim == 2:
+        return rows[:, :-1], rows[:, 1:], None
+    return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
 def batches(
-    tokens: np.ndarray, *, seq_len: int, batch_size: int, seed: int, first: int, steps: int
+    tokens: np.ndarray,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    first: int,
+    steps: int,
+    documents: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
     """Yields the batches of steps `first` (from 0) to `steps - 1`, read ahead in threads.
 
     Every pass over the text has its own order; a batch may span two passes.
 
     Yields: `(batch_size, seq_len + 1)` int32: inputs are all but the last column, targets all but
-      the first.
+      the first. With `documents`, the number of tokens of each, `(batch_size, 3, seq_len)`: inputs,
+      targets and segment ids.
     """
-    passes = grain.MapDataset.source(Windows(tokens, seq_len)).seed(seed).shuffle().repeat()
+    windows = Windows(tokens, seq_len, documents)
+    passes = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
     wanted = passes.slice(slice(first * batch_size, steps * batch_size)).batch(batch_size)
     read = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
     return iter(wanted.to_iter_dataset(read))
@@ -214,14 +330,24 @@ def looks_binary(text: Text) -> bool:
     return bool((text.raw_train[:65_536] == 0).any())
 
 
-def _check_length(source: str, train: np.ndarray, held_out: np.ndarray, seq_len: int) -> None:
-    if min(len(train), len(held_out)) < seq_len + 1:
-        length, needed = len(train) + len(held_out), math.ceil((seq_len + 1) / HELD_OUT)
-        shorter = f" or a shorter --seq-len (at most {len(held_out) - 1})"
+def _check_length(
+    source: str,
+    train: np.ndarray,
+    held_out: np.ndarray,
+    seq_len: int,
+    documents: tuple[np.ndarray, np.ndarray] | None,
+) -> None:
+    if documents is None:
+        what, extra, sizes = "tokens", 1, (len(train), len(held_out))
+    else:
+        what, extra = "tokens that follow another of their document", 0
+        sizes = [int((n[n > 0] - 1).sum()) for n in documents]
+    if min(sizes) < seq_len + extra:
+        needed, longest = math.ceil((seq_len + extra) / HELD_OUT), min(sizes) - extra
+        shorter = f" or a shorter --seq-len (at most {longest})" if longest > 0 else ""
         raise UsageError(
-            f"{source} has {length:,} tokens; --seq-len {seq_len} needs at least {needed:,}, of "
-            f"which {HELD_OUT:.0%} are held out for validation. Give more text"
-            f"{shorter if len(held_out) > 1 else ''}."
+            f"{source} has {sum(sizes):,} {what}; --seq-len {seq_len} needs at least {needed:,}, "
+            f"of which {HELD_OUT:.0%} are held out for validation. Give more text{shorter}."
         )
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..models.functional import Functional, Params
 from ..models.sharding import BATCH
-from .data import Windows
+from .data import Windows, parts_of
 from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
 
@@ -32,7 +32,8 @@ class Validation(NamedTuple):
 class Evaluator:
     """Measures the mean loss over windows of `seq_len` tokens, spread evenly over a text.
 
-    `widths` are the tokens' numbers of bytes. `batch_size` windows are computed at once; they must
+    `widths` are the tokens' numbers of bytes, `documents` the number of tokens of each document,
+    where these are packed. `batch_size` windows are computed at once; they must
     divide over the mesh.
     """
 
@@ -45,15 +46,17 @@ class Evaluator:
         *,
         seq_len: int,
         batch_size: int,
+        documents: np.ndarray | None = None,
     ) -> None:
-        self._windows, self._widths = Windows(tokens, seq_len), Windows(widths, seq_len)
+        self._windows = Windows(tokens, seq_len, documents)
+        self._widths = Windows(widths, seq_len, documents)
         self._seq_len, self._batch_size = seq_len, batch_size
         self._rows = batch_sharding(mesh)
         self._weights = NamedSharding(mesh, P(BATCH))
 
         def loss_sum(params: Params, tokens: Array, weights: Array) -> Array:
             options = {"reduction": "none", "logits_dtype": jnp.float32}
-            losses = model.loss(params, tokens[:, :-1], tokens[:, 1:], **options)
+            losses = model.loss(params, *parts_of(tokens), **options)
             return jnp.sum(losses.mean(axis=1) * weights)
 
         self._loss_sum = jax.jit(loss_sum)
@@ -71,7 +74,7 @@ class Evaluator:
             tokens_here = on_devices(rows, self._rows)
             sums.append(self._loss_sum(params, tokens_here, on_devices(weights, self._weights)))
         loss = float(np.sum([float(s) for s in sums]) / len(chosen))
-        spanned = sum(int(self._widths[i][1:].sum()) for i in chosen)
+        spanned = sum(int(parts_of(self._widths[i][None])[1].sum()) for i in chosen)
         return Validation(loss, loss / NATS_PER_BIT * (len(chosen) * self._seq_len / spanned))
 
     def _batches(self, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

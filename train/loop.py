@@ -39,11 +39,13 @@ class StepLogger:
     skip_limit: int  # how many updates may be skipped
     tokens_per_byte: float = 1.0  # of the text
     skipped: int = 0  # updates so far
+    attended: int | None = None  # tokens of a token's row and document; None for the whole row
     _finished: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self._throughput = Throughput(self.config.tokens_per_step)
-        self._flops = flops_per_token(self.config.transformer(), self.config.seq_len)
+        attended = self.config.seq_len if self.attended is None else self.attended
+        self._flops = flops_per_token(self.config.transformer(), attended)
 
     def step(self, step: int, metrics: Metrics, started: float) -> None:
         """Waits for a step's metrics and logs them; BadStep if too many updates were skipped."""

@@ -108,7 +108,9 @@ class Run:
             guard_limit(config.guard),
             config.spike,
             config.mesh.parts,
+            config.data.documents,
         )
+        training, held_out = text.documents or (None, None)
         self.record = make_record(config, text.identity())
         self.evaluator = Evaluator(
             self.model,
@@ -117,10 +119,11 @@ class Run:
             text.widths,
             seq_len=config.seq_len,
             batch_size=config.batch_size // config.microbatches,
+            documents=held_out,
         )
         self.peak = peak_flops(mesh.devices.flat[0].device_kind, config.precision)
-        sizes = {"seq_len": config.seq_len, "batch_size": config.batch_size}
-        self.batches = functools.partial(batches, text.train, **sizes, seed=config.seed)
+        given = {"seq_len": config.seq_len, "batch_size": config.batch_size, "seed": config.seed}
+        self.batches = functools.partial(batches, text.train, **given, documents=training)
 
     def go(self, stack: ExitStack) -> None:
         """Trains to the last step or until asked to stop, then validates, samples and plots.
@@ -175,7 +178,9 @@ class Run:
             f"{config.precision} (normfuse {importlib.metadata.version('normfuse')})",
         )
         files = f"{text.files} files, " if text.files > 1 else ""
-        fact("text", f"{text.name}, {files}{len(text):,} bytes")
+        documents = text.identity().get("documents")
+        packed = "" if documents is None else f"{documents:,} documents, "
+        fact("text", f"{text.name}, {files}{packed}{len(text):,} bytes")
         fact("sha256", text.sha256)
         if looks_binary(text):
             self.display.note(
@@ -266,6 +271,7 @@ class Run:
             self.program.skip_limit,
             self.text.tokens_per_byte,
             skipped=int(state.skipped),
+            attended=self.text.windows(config.seq_len).attended(),
         )
         rows = batch_sharding(self.mesh)
         profiler = Profiler(self.out.profile) if config.profile else None

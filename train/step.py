@@ -15,6 +15,7 @@ from ..layers.accumulate import accumulate_gradients
 from ..models.functional import Functional, Params, build
 from ..models.side_by_side import side_by_side
 from .config import OptimConfig
+from .data import parts_of
 from .mesh import batch_sharding, replicated
 
 # cuBLAS takes every product, and adds to it (beta = 1) what a sum has beside it. Where XLA may use
@@ -56,6 +57,7 @@ class Program:
     skip_limit: int  # updates that may be skipped before the run is halted
     spike: float = 0.0  # a loss above so many times the usual is bad; 0: only one not finite
     parts: int = 1  # independent parts of a microbatch, computed at the same time
+    documents: bool = False  # rows are packed documents
 
     def abstract(self) -> State:
         """Returns the state's shapes, dtypes and shardings, without allocating it."""
@@ -73,11 +75,11 @@ class Program:
         return jax.jit(self._init, out_shardings=self.shardings())(jax.random.key(seed))
 
     def lower(self, batch_size: int, seq_len: int) -> jax.stages.Lowered:
-        """Traces the step `(state, tokens) -> (state, metrics)` for `(batch, seq + 1)` tokens.
+        """Traces the step `(state, tokens) -> (state, metrics)` for a batch of `data.batches`.
 
         The compiled step accepts exactly these shapes and shardings: a run cannot compile twice.
         """
-        shape = (batch_size, seq_len + 1)
+        shape = (batch_size, 3, seq_len) if self.documents else (batch_size, seq_len + 1)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
         out = (self.shardings(), replicated(self.mesh))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
@@ -158,11 +160,11 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
 
 
 def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) -> Array:
-    """Returns the mean loss of `(batch, seq + 1)` tokens: the first are inputs, the last targets.
+    """Returns the mean loss of a batch of `data.batches`.
 
     The losses of the `parts` are independent computations in one program.
     """
-    loss = lambda rows: model.loss(params, rows[:, :-1], rows[:, 1:])
+    loss = lambda rows: model.loss(params, *parts_of(rows))
     losses = side_by_side(loss, interleaved(tokens, parts))
     return sum(losses[1:], losses[0]) / parts
 
@@ -190,7 +192,7 @@ def loss_and_gradient(
     reduced, or each device would have to hold a whole gradient.
 
     Args:
-      tokens: `(batch, seq + 1)` integers, rows split over "data" and "fsdp".
+      tokens: a batch of `data.batches`, rows split over "data" and "fsdp".
       microbatches: parts; times the mesh's "data" and "fsdp" they divide the batch.
       parts: independent parts of each microbatch, which XLA may compute at the same time.
     """
@@ -256,7 +258,7 @@ def _row_major(x: Array) -> Array:
 
 
 def _split(tokens: Array, microbatches: int, replicas: int, fsdp: int) -> Array:
-    """Splits a batch into `(microbatches, rows, seq + 1)`; each device keeps its rows."""
-    rows = tokens.reshape(replicas, fsdp, microbatches, -1, tokens.shape[-1])
-    rows = rows.transpose(2, 0, 1, 3, 4).reshape(microbatches, -1, tokens.shape[-1])
+    """Splits a batch into `(microbatches, rows, …)`; each device keeps its rows."""
+    rows = tokens.reshape(replicas, fsdp, microbatches, -1, *tokens.shape[1:])
+    rows = jnp.moveaxis(rows, 2, 0).reshape(microbatches, -1, *tokens.shape[1:])
     return jax.lax.with_sharding_constraint(rows, P(None, ("data", "fsdp"), None))

@@ -13,7 +13,7 @@ from . import UsageError
 from .arguments import expanded, named, read_bytes, reason, shown
 
 _PIECE = 1 << 18  # characters encoded at once; the package's results take fifty bytes for each
-_BATCH = 8  # pieces encoded in parallel
+_BATCH = 8 * _PIECE  # characters encoded in parallel
 _END = "<|endoftext|>"
 
 
@@ -25,6 +25,10 @@ class Tokenizer(Protocol):
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         """Returns a text's tokens, unsigned integers, and the number of bytes of each."""
+        ...
+
+    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what `encode` does, of all documents, and the number of tokens of each."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -45,6 +49,9 @@ class Bytes:
         tokens = np.frombuffer(content, np.uint8)
         return tokens, np.broadcast_to(np.uint8(1), tokens.shape)
 
+    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return *self.encode(b"".join(documents)), np.array([*map(len, documents)], np.int64)
+
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
@@ -63,16 +70,20 @@ class Bpe:
         self.vocab_size: int = self._tokenizer.get_vocab_size()
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        return self.encode_each([content])[:2]
+
+    def encode_each(self, documents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         tokens, widths = [np.zeros(0, dtype)], [np.zeros(0, np.int64)]
-        pieces = list(pieces_at_lines(content.decode(errors="replace"), "\n", _PIECE))
-        for start in range(0, len(pieces), _BATCH):
-            batch = pieces[start : start + _BATCH]
-            encodings = self._tokenizer.encode_batch(batch, add_special_tokens=False)
-            for piece, encoding in zip(batch, encodings, strict=True):
+        counts = np.zeros(len(documents), np.int64)
+        for batch in _batches(documents):
+            pieces = [piece for _, piece in batch]
+            encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
+            for (at, piece), encoding in zip(batch, encodings, strict=True):
                 tokens.append(np.array(encoding.ids, dtype))
                 widths.append(_widths(piece, encoding.offsets))
-        return np.concatenate(tokens), np.concatenate(widths)
+                counts[at] += len(encoding.ids)
+        return np.concatenate(tokens), np.concatenate(widths), counts
 
     def decode(self, tokens: Sequence[int]) -> str:
         known = [int(token) for token in tokens if token < self.vocab_size]
@@ -187,6 +198,20 @@ def pieces_at_lines(text: AnyStr, newline: AnyStr, size: int) -> Iterator[AnyStr
             end = text.rfind(newline, start, end) + 1 or end
         yield text[start:end]
         start = end
+
+
+def _batches(documents: Sequence[bytes]) -> Iterator[list[tuple[int, str]]]:
+    """Yields the pieces of all documents, each with its document's number, some at a time."""
+    batch, size = [], 0
+    for at, document in enumerate(documents):
+        for piece in pieces_at_lines(document.decode(errors="replace"), "\n", _PIECE):
+            if size + len(piece) > _BATCH:
+                yield batch
+                batch, size = [], 0
+            batch.append((at, piece))
+            size += len(piece)
+    if batch:
+        yield batch
 
 
 def _widths(piece: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:

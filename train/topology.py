@@ -166,6 +166,7 @@ def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[
         config.microbatches,
         0,
         config.spike,
+        documents=config.data.documents,
     )
     with jax.set_mesh(mesh), described_cudnn(_CUDNN):
         lowered = program.lower(config.batch_size, config.seq_len)
