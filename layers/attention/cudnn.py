@@ -232,7 +232,7 @@ def _packed(
     segment = 8 * length * sizes[d.heads] * sizes[d.group] * sizes[d.width]
     first = math.prod(sizes[n] for n in d.batch[1:])
     least = segment * first // sizes[d.heads]  # of one segment of each sequence in a part
-    limit = min(length // 512, _PACKED // max(least, 1)) if length >= 1024 else 2
+    limit = min(max(length // 512, 2), _PACKED // max(least, 1))
     if limit < 2:
         return whole(*operands)
 

@@ -739,6 +739,20 @@ def test_what_serves_on_gpus(name, monkeypatch):
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
 
 
+@pytest.mark.parametrize("length", [64, 1022, 2048])
+def test_packed_segments_stay_within_their_memory(length, monkeypatch):
+    """That of two segments is the least, whatever the length: else the mask serves."""
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_90")
+    ids = jnp.zeros((2, length), int)
+    least = 2 * 8 * length * 2 * 64  # float32 sums of two segments' dq, dk, dv of a head of keys
+    for size, kernels in (least, MASKED + PLAIN), (least - 1, MASKED):
+        monkeypatch.setattr(cudnn, "_PACKED", size)
+        assert of_gpu(segment_ids=ids, length=length, causal=True) == (
+            sorted(kernels),
+            size == least,
+        )
+
+
 PACKED = {  # ids, and whether they stand in rows
     "documents": ([[3, 3, 3, 5, 5, 9, 9, 9], [0, 0, 1, 1, 1, 1, 1, 1]], True),
     "padding": ([[1, 1, 2, 2, 2, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]], True),
