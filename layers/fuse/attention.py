@@ -13,7 +13,7 @@ import numpy as np
 from .indices import region, two_valued
 from .labels import Dims, Labels, arrange, atoms, expand, size
 from .program import LARGEST_CONSTANT, Left, Program, Site, called
-from .scores import Form, Mask, Operands, ScoreForms, at_ends
+from .scores import Form, Mask, Operands, ScoreForms
 
 MASKED = -1e4
 """What a mask writes into scores that it takes away: this or less. exp(-1e4) is 0 in float32."""
@@ -415,4 +415,4 @@ def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added)
 
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of attention in a program; a value and the reason where one is left."""
-    yield from at_ends(forms, "is_attention", site_of)
+    yield from forms.ends("is_attention", site_of)

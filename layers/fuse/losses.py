@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..cross_entropy import linear_cross_entropy
 from .labels import Dims, arrange, atoms, expand, size
 from .program import Left, Program, Site
-from .scores import Form, Operands, ScoreForms, Weight, at_ends
+from .scores import Form, Operands, ScoreForms, Weight
 
 SMALLEST = 1024
 """Fewer classes than these are no vocabulary: their logits are small, and stay."""
@@ -280,4 +280,4 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
 
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
-    yield from at_ends(forms, "is_loss", site_of)
+    yield from forms.ends("is_loss", site_of)

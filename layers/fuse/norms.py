@@ -24,7 +24,7 @@ from ..norm import (
     rms_norm,
 )
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
-from .program import Equation, Left, Program, Site, called
+from .program import Equation, Left, Program, Site, at_ends, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -591,34 +591,19 @@ def _added(g: Program, x: int) -> tuple[int, ...]:
 
 def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of norms in a program; a value and the reason where one is left."""
-    g, results = norms.program, set(norms.program.results)
     taken: set[int] = set()
-    complete = lambda v: v in norms.of and norms.of[v].is_norm
-    extends = lambda r, v: complete(r) and norms.of[r].x == norms.of[v].x
-    done: set[int] = set()
-    for value in [v for v in norms.of if complete(v)][::-1]:
-        readers = g.readers.get(value, ())
-        if value not in results and len(readers) == 1 and extends(readers[0].outs[0], value):
-            continue
-        while g.maker[value].name in LAYOUT:  # what follows only lays the result out anew
-            value = g.maker[value].ins[0]
-        why, last = "", value
-        while value not in done:
-            done.add(value)
-            try:
-                site = site_of(norms, value, norms.of[value])
-                if site.outs[1:] and site.outs[1] in taken:  # another norm has the sum already
-                    site = replace(site, outs=site.outs[:1], added=(site.part.x,))
-                    vectors = [v.value for v in (site.part.scale, site.part.bias) if v is not None]
-                    site.reads = tuple(dict.fromkeys([site.part.x, *vectors]))
-                    site.served = site.served.removeprefix("add_")
-                taken.update(site.outs)
-                yield site
-                break
-            except Left as reason:
-                why = why or str(reason)
-            before = [v for v in g.maker[value].ins if complete(v) and extends(value, v)]
-            if not before:
-                yield last, why
-                break
-            value = before[0]
+
+    def site(value: int) -> Normed:
+        if norms.program.maker[value].name in LAYOUT:
+            raise Left  # it only lays a norm's result out anew
+        site = site_of(norms, value, norms.of[value])
+        if site.outs[1:] and site.outs[1] in taken:  # another norm has the sum already
+            site = replace(site, outs=site.outs[:1], added=(site.part.x,))
+            vectors = [v.value for v in (site.part.scale, site.part.bias) if v is not None]
+            site.reads = tuple(dict.fromkeys([site.part.x, *vectors]))
+            site.served = site.served.removeprefix("add_")
+        taken.update(site.outs)
+        return site
+
+    norm = lambda v: norms.of[v].x if v in norms.of and norms.of[v].is_norm else None
+    yield from at_ends(norms.program, norms.of, norm, site)

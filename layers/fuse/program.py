@@ -28,6 +28,44 @@ class Left(Exception):
     """Why a site stays as it is."""
 
 
+def at_ends(
+    program: "Program",
+    values: Iterable[int],
+    chain: Callable[[int], Any],
+    site_of: Callable[[int], "Site"],
+) -> "Iterator[Site | tuple[int, str]]":
+    """Yields a site for each value at the end of a chain, where something else reads it.
+
+    Where the last value of a chain is left, those before it are tried. Yields the value and the
+    reason where all are left.
+
+    Args:
+      program: theirs.
+      values: those that have been found, in the program's order.
+      chain: the same for all values of a chain; None for a value of none.
+      site_of: raises Left, without a reason for a value that is never a site itself.
+    """
+    results, done = set(program.results), set()
+    for value in [v for v in values if chain(v) is not None][::-1]:
+        readers = program.readers.get(value, ())
+        if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
+            continue
+        why, last = "", value
+        while value not in done:
+            done.add(value)
+            try:
+                yield site_of(value)
+                break
+            except Left as reason:
+                if not why:
+                    why, last = str(reason), value
+            before = [v for v in program.maker[value].ins if chain(v) == chain(value)]
+            if not before:
+                yield last, why
+                break
+            value = before[0]
+
+
 @dataclasses.dataclass(eq=False)
 class Equation:
     """An equation whose operands and results are numbers of values.

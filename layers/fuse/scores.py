@@ -13,6 +13,7 @@ What no rule knows has no Form, and stays as it is.
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from .labels import (
     moved_back,
     size,
 )
-from .program import Equation, Left, Program
+from .program import Equation, Left, Program, Site, at_ends
 
 SCORES = "scores"
 
@@ -210,6 +211,17 @@ class ScoreForms:
         out = self.program.avals[equation.outs[0]]
         if form is not None and tuple(map(size, form.dims)) == out.shape:
             self.of[equation.outs[0]] = form
+
+    def ends(self, kind: str, site_of: Any) -> Iterator[Site | tuple[int, str]]:
+        """Yields what `at_ends` does of the Forms that have the property `kind`."""
+
+        def chain(v: int) -> Any:
+            form = self.of.get(v)
+            if form is None or not getattr(form, kind):
+                return None
+            return ((m := form.mixed) and m.product,)
+
+        return at_ends(self.program, self.of, chain, lambda v: site_of(self, v, self.of[v]))
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the product that a value is made of."""
@@ -765,39 +777,6 @@ for _rule, _names in (
     (_unary, "exp log neg abs stop_gradient integer_pow tanh"),
 ):
     RULES |= dict.fromkeys(_names.split(), _rule)
-
-
-# ---------------------------------------------------------------- sites
-
-
-def at_ends(forms: ScoreForms, kind: str, site_of: Any) -> Any:
-    """Yields a site for each value whose Form is complete, where something else reads it.
-
-    Where the last value of a chain is left, those before it are tried. Yields the value and the
-    reason where all are left.
-    """
-    g, results = forms.program, set(forms.program.results)
-    complete = lambda v: (f := forms.of.get(v)) is not None and getattr(f, kind)
-    of_product = lambda v: (m := forms.of[v].mixed) and m.product
-    extends = lambda r, v: complete(r) and of_product(r) == of_product(v)
-    done: set[int] = set()
-    for value in [v for v in forms.of if complete(v)][::-1]:
-        readers = g.readers.get(value, ())
-        if value not in results and len(readers) == 1 and extends(readers[0].outs[0], value):
-            continue
-        why, last = "", value
-        while value not in done:
-            done.add(value)
-            try:
-                yield site_of(forms, value, forms.of[value])
-                break
-            except Left as reason:
-                why = why or str(reason)
-            before = [v for v in g.maker[value].ins if complete(v) and extends(value, v)]
-            if not before:
-                yield last, why
-                break
-            value = before[0]
 
 
 # ---------------------------------------------------------------- the operands of a site's product
