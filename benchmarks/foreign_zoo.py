@@ -323,6 +323,12 @@ def levanter_llama(backend: str, **sizes: Any) -> Model:
     return Model(model, forward)
 
 
+def levanter_case(backend: str) -> Case:
+    make = functools.partial(levanter_llama, backend)
+    names = "num_layers", "vocab_size", "seq_len"
+    return Case(make, *names, classes=32000, cast=True, loss=computed)
+
+
 class MaxText(nnx.Module):
     """A decoder of MaxText's layers: what surrounds them in its trainer is made of settings."""
 
@@ -499,24 +505,8 @@ MODELS = {
         loss=one_hot_cross_entropy,
     ),
     "T5X decoder .94B (Linen)": Case(t5x_decoder, "num_layers", "vocab_size", classes=32000),
-    "Levanter Llama .94B (Equinox)": Case(
-        functools.partial(levanter_llama, "VANILLA"),
-        "num_layers",
-        "vocab_size",
-        "seq_len",
-        classes=32000,
-        cast=True,
-        loss=computed,
-    ),
-    "Levanter Llama .94B, its flash attention (Equinox)": Case(
-        functools.partial(levanter_llama, "JAX_FLASH"),
-        "num_layers",
-        "vocab_size",
-        "seq_len",
-        classes=32000,
-        cast=True,
-        loss=computed,
-    ),
+    "Levanter Llama .94B (Equinox)": levanter_case("VANILLA"),
+    "Levanter Llama .94B, its flash attention (Equinox)": levanter_case("JAX_FLASH"),
     "MaxText's layers, Llama .94B (nnx)": Case(
         lambda **sizes: Model(MaxText(**sizes), lambda m, inputs: m(*inputs)),
         "num_decoder_layers",
