@@ -179,8 +179,3 @@ def _attend_past(
     out = product("bkrs,bksh->bkrh", weights.astype(v.dtype), v).astype(v.dtype)
     out = out.reshape(batch, kv_heads, group, seq, width).transpose(0, 3, 1, 2, 4)
     return out.reshape(batch, seq, heads, width)
-
-
-def cudnn_takes(head_dim: int) -> bool:
-    """Whether cuDNN's fused attention has heads so wide on every generation since Ampere."""
-    return head_dim <= 128 and head_dim % 8 == 0

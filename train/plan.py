@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..layers.attention import cudnn
+from ..layers.attention.spec import Spec
 from ..layers.quantization import fits
-from ..models.attention import cudnn_takes
 from ..models.config import (
     PRESETS,
     Quantization,
@@ -501,8 +503,6 @@ def _refusal(r: Request, scaled: int | None) -> str:
 
 def _compiled(r: Request, found: list[Candidate], preset: Preset) -> "dict[Candidate, Needs]":
     """Returns what XLA says of each, compiled for devices that are only described."""
-    import jax
-
     from . import topology
 
     jax.config.update("jax_platforms", "cpu")  # whatever GPU is here is not needed, nor its memory
@@ -584,9 +584,8 @@ def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
         yield "No FP8: a width of the model is not a multiple of 16."
     if any(sorted(dataclasses.astuple(x.mesh))[1] > 1 for x in found):
         yield "Extrapolated: meshes of several axes, from those of one."
-    c = r.model
-    if c.attention == "xla" or c.attention_softcap is not None or not cudnn_takes(c.head_dim):
-        yield "Not counted: attention's scores, in time and memory. XLA computes them, not cuDNN."
+    if why := _no_cudnn(r.model):
+        yield f"Not measured: attention in blocks by XLA, slower than cuDNN's as counted ({why})."
     if r.documents:
         yield "Counted: attention over whole rows; documents take less time, up to 4 GiB more."
     if gpu.assumed:
@@ -598,6 +597,14 @@ def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
         yield f"Compiled without a kernel for {op}: {reason}"
     if len(compiled) < len(found):
         yield "GiB is counted by hand; XLA may need more or less (--compile asks it)."
+
+
+def _no_cudnn(c: TransformerConfig) -> str:
+    """Why cuDNN does not compute the model's attention on Hopper GPUs, or ""."""
+    if c.attention == "xla":
+        return "--model.attention xla"
+    q, k = (jax.ShapeDtypeStruct((1, 2, *n, c.head_dim), "bfloat16") for n in ((1, 1), (1,)))
+    return cudnn.refusal(90, Spec(scale=1.0, causal=True, softcap=c.attention_softcap), q, k)
 
 
 def _command(x: Candidate, preset: Preset, r: Request) -> str:

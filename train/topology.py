@@ -16,7 +16,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 from jax.stages import Compiled
 
-from ..models.attention import cudnn_takes
 from ..models.config import TransformerConfig
 from ..models.functional import build
 from ..models.sharding import AXES
@@ -131,7 +130,7 @@ def step(config: TrainConfig, model: TransformerConfig, kind: str, host: int) ->
 
     Args:
       config: its mesh's sizes are all given; `model` replaces its own.
-      model: the transformer; cuDNN serves its attention where it takes it, as on the GPUs.
+      model: the transformer.
       kind: "H200" or "H100".
       host: GPUs of one host.
 
@@ -154,10 +153,6 @@ def step(config: TrainConfig, model: TransformerConfig, kind: str, host: int) ->
 def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:
     """Compiles the step for a mesh of described GPUs; returns its abstract state too."""
     rows = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
-    # "auto" takes cuDNN on such GPUs, but looks for them in this process.
-    auto = model.attention == "auto" and model.attention_softcap is None
-    if auto and cudnn_takes(model.head_dim):
-        model = dataclasses.replace(model, attention="cudnn")
     program = Program(
         build(config.framework, model, make_sharding(config.mesh, mesh, rows)),
         make_optimizer(config.optim, config.steps),

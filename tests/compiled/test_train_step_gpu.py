@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 
 from normfuse.models import transformer
 from normfuse.train import topology
-from normfuse.train.config import preset_config
+from normfuse.train.config import DataConfig, preset_config
 from normfuse.train.mesh import AXES
 from normfuse.train.topology import step_on
 
@@ -27,6 +27,19 @@ def step(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
     config = preset_config(preset)
     model = dataclasses.replace(config.transformer(), attention=attention, **changes)
     return step_on(mesh, config, model)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("width", [64, 256])
+def test_cudnn_serves_attention_unasked(documents, width):
+    config = dataclasses.replace(preset_config("small"), data=DataConfig(documents=documents))
+    model = dataclasses.replace(config.transformer(), num_layers=1, head_dim=width)
+    program, _ = step_on(mesh(), config, model)
+    kinds = ["Softmax", "SoftmaxBackward"]
+    kinds += ["ScaleBiasSoftmax", "ScaleBiasSoftmaxBackward"] * documents
+    found = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', program.as_text())
+    assert sorted(found) == sorted(kinds)
 
 
 def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:

@@ -245,10 +245,12 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     assert out.startswith("596M parameters")
     config = commands(out)[0]
     assert config.model.vocab_size == 151_936 and config.model.qk_norm
-    assert "Not counted" not in out
-    (tmp_path / "config.json").write_text(json.dumps(settings | dict(head_dim=256)))
-    assert main(["plan", "--gpus", "4", "--huggingface", str(tmp_path)]) == 0
-    assert "Not counted: attention's scores" in capsys.readouterr().out
+    assert "attention in blocks" not in out
+    for width, why in (256, None), (264, "up to 256, not 264"):
+        (tmp_path / "config.json").write_text(json.dumps(settings | dict(head_dim=width)))
+        assert main(["plan", "--gpus", "4", "--huggingface", str(tmp_path)]) == 0
+        found = re.search(r"Not measured: attention in blocks .*\((.*)\)", capsys.readouterr().out)
+        assert why in found[1] if why else found is None
     (tmp_path / "config.json").write_text("{}")
     assert main(["plan", "--huggingface", str(tmp_path)]) == 2
     assert "model_type=None" in capsys.readouterr().err
