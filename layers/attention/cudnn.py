@@ -20,7 +20,7 @@ from ...native.dtypes import NARROW
 from ...native.implementation import Unsupported
 from ...native.jax_private import packed_attention
 from ...native.jaxpr import results_of, value_of
-from .spec import Dimensions, Dims, Extras, Spec, numbers, spread
+from .spec import Dimensions, Dims, Extras, Numbers, Spec, numbers, spread
 
 # cuDNN takes masks and biases for all queries and keys, so they are made for the call where the
 # user's are smaller. From so many on, blocks serve: their memory is linear.
@@ -46,27 +46,49 @@ def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 def _of_even_length(
     function: Callable[..., list[Array]], spec: Spec, dims: Dims, operands: Sequence[Array]
 ) -> list[Array]:
-    """Returns `function(spec, *operands)`, with another row and key where the length is odd.
+    """Returns `function(spec, *operands)`, with another row or key where their number is odd.
 
-    JAX refuses odd lengths in training. With causal no other row sees the key, and the row's
-    gradient is 0. Tokens less the last, which have no label, are such a length.
+    JAX refuses odd lengths in training. `causal`, or else the mask, hides the key from all other
+    rows, and the row's gradient is 0. Tokens less the last, which have no label, are such a length.
     """
     q, k = operands[:2]
-    length, d = q.shape[-4], numbers(q.ndim)
-    is_odd = spec.causal and length % 2 == 1 and k.shape[-3] == length
+    d = numbers(q.ndim)
+    sizes = {d.length: q.shape[-4], d.keys: k.shape[-3]}
+    if spec.causal:
+        hidden = sizes[d.length] == sizes[d.keys]
+    else:
+        hidden = d.keys in (spec.mask or ()) and 1 not in sizes.values()
+    is_odd = hidden and any(n % 2 for n in sizes.values())
     if is_odd:
-        more = lambda a, dims: jnp.pad(a, [(0, int(n in (d.length, d.keys))) for n in dims])
-        operands = [more(a, n) for a, n in zip(operands, dims[0])]
+        more = functools.partial(_with_another, spec, {n: size % 2 for n, size in sizes.items()}, d)
+        operands = [more(i, a, n) for i, (a, n) in enumerate(zip(operands, dims[0]))]
     try:
         results = function(spec, *operands)
     except RuntimeError as error:  # NotImplementedError too
         raise Unsupported(f"JAX has no cuDNN for this ({error})") from None
     if is_odd:
-        less = lambda a, dims: a[
-            tuple(slice(length if n in (d.length, d.keys) else None) for n in dims)
-        ]
+        less = lambda a, dims: a[tuple(slice(sizes.get(n)) for n in dims)]
         results = [less(a, n) for a, n in zip(results, dims[1])]
     return results
+
+
+def _with_another(
+    spec: Spec, more: dict[int, int], d: Numbers, i: int, array: Array, dims: Dimensions
+) -> Array:
+    """Returns operand i with another row or key.
+
+    What is causal, hides nothing or stands in rows of segments does so with them too, since the
+    simplest kernel is chosen by that.
+    """
+    pad = functools.partial(jnp.pad, array)
+    widths = lambda *of: [(0, more[n] if n in of else 0) for n in dims]
+    extras = i - 3
+    if spec.mask is not None and extras == (spec.bias is not None):
+        array = pad(widths(d.keys), constant_values=spec.causal)
+        return jnp.pad(array, widths(d.length), constant_values=True)
+    if len(spec.extras) > extras >= len(spec.extras) - 2 * (spec.segments is not None):
+        return pad(widths(d.length, d.keys), mode="edge")
+    return pad(widths(d.length, d.keys))
 
 
 def _forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:

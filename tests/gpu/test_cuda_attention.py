@@ -43,13 +43,23 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, "many segments, in parts"])
+ODD = {  # 867 queries and keys, as π0 has
+    "odd, mask": {"mask": jnp.arange(867)[:, None] % 7 != jnp.arange(867) % 5},
+    "odd, mask that is causal": {"mask": jnp.tril(jnp.ones((867, 867), bool))},
+    "odd, padding": {"mask": (jnp.arange(867) < 700)[None, None, None]},
+    "odd, causal": {"causal": True},
+    "odd, causal, segments": {"causal": True, "segment_ids": ids([(0, 867)], [(0, 400), (1, 467)])},
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *ODD, "many segments, in parts"])
 def test_values_and_gradients(name, monkeypatch):
-    options = CASES[name.removesuffix(", in parts")]
+    options = (CASES | ODD)[name.removesuffix(", in parts")]
+    length = 867 if name in ODD else LENGTH
     if name.endswith("parts"):  # of both sequences and both heads of keys
         monkeypatch.setattr(cudnn, "_PACKED", 2**26)
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(2, LENGTH, heads, 64) for heads in (8, 2, 2, 8)]
+    shapes = [(2, length, heads, 64) for heads in (8, 2, 2, 8)]
     *operands, dout = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))
 
     @functools.partial(jax.jit, static_argnums=0)

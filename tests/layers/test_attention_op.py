@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import hlo
 import jax
@@ -702,6 +703,12 @@ ON_GPU = {
     "causal": ({"causal": True, "window": 9, "scale": 0.3}, PLAIN),
     "odd": ({"length": 63, "causal": True}, PLAIN),
     "odd masked": ({"length": 63, "causal": True, "mask": (63, 63)}, MASKED + PLAIN),
+    "odd mask": ({"length": 63, "mask": (2, 1, 63, 63)}, MASKED + PLAIN),
+    "odd padding": ({"length": 63, "mask": (2, 1, 1, 63)}, MASKED + PLAIN),
+    "odd keys": ({"length": 64, "keys": 31, "mask": (64, 31), "bias": (4, 64, 31)}, MASKED * 2),
+    "odd rows' mask": ({"length": 63, "mask": (63, 1)}, "blocks"),
+    "odd bias": ({"length": 63, "bias": (63, 63)}, "blocks"),
+    "one query": ({"length": 1, "keys": 63, "mask": (63,)}, "blocks"),
     "other keys": ({"keys": 32}, PLAIN),
     "bias": ({"bias": (4, 64, 64)}, MASKED),
     "key bias": ({"bias": (64,), "causal": True}, MASKED),
@@ -737,6 +744,79 @@ def test_what_serves_on_gpus(name, monkeypatch):
     options, expected = (ON_GPU | {f"{n}, Hopper": case for n, case in ON_HOPPER.items()})[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+ODD = {  # lengths of queries and keys, and options
+    "causal": (9, 9, ["causal", "bias"]),
+    "causal and mask": (9, 9, ["causal", "mask", "segments"]),
+    "mask": (9, 9, ["mask", "bias", "segments"]),
+    "padding": (9, 9, ["padding", "softcap"]),
+    "keys": (8, 13, ["mask"]),
+    "queries": (11, 6, ["padding", "bias"]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_another_row_and_key_of_odd_lengths_change_nothing(name, rng):
+    """With another row and key, by blocks instead of cuDNN, values and gradients are the same."""
+    length, keys, names = ODD[name]
+    operands = draw(rng, length=length, keys=keys)
+    options = options_of(rng, names, length, keys, f32)
+    even = []
+
+    def run(function, dims, spec, *arrays):
+        def whole(spec, *arrays):
+            even.append((arrays[0].shape[-4], arrays[1].shape[-3]))
+            return function(spec, *arrays)
+
+        return cudnn._of_even_length(whole, spec, dims, arrays)
+
+    q, k, v, dout = operands
+    q, dout = (a.reshape(*a.shape[:2], 2, 2, 8) for a in (q, dout))
+    d = numbers(q.ndim)
+    extras, dims = [], {"bias": None, "mask": None, "segments": None}
+    if (bias := options.get("bias")) is not None:
+        extras.append(bias[0].reshape(2, 2, length, keys))
+        dims["bias"] = (d.heads, d.group, d.length, d.keys)
+    if (mask := options.get("mask")) is not None:
+        full = jnp.broadcast_to(mask[:, 0], (2, mask.shape[2], keys))
+        extras.append(full[:, 0] if mask.shape[2] == 1 else full)
+        dims["mask"] = (*d.batch, d.keys) if mask.shape[2] == 1 else (*d.batch, d.length, d.keys)
+    if (ids := options.get("segment_ids")) is not None:
+        extras += [ids, ids]
+        dims["segments"] = (*d.batch, d.length), (*d.batch, d.keys)
+    spec = Spec(scale=0.3, causal=options.get("causal", False), dbias=dims["bias"], **dims)
+    plain = blocks.forward(spec, q, k, v, *extras)
+    found = run(blocks.forward, spec.forward_dims(q.ndim), spec, q, k, v, *extras)
+    finite = lambda arrays: [jnp.where(jnp.isinf(a), -1, a) for a in arrays]  # rows see nothing
+    close(finite(found), finite(plain))
+    arrays = q, k, v, *extras, *plain, dout
+    expected = blocks.gradients(spec, *arrays)
+    close(run(blocks.gradients, spec.gradients_dims(q.ndim), spec, *arrays), expected)
+    assert even == [(length + length % 2, keys + keys % 2)] * 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_odd_masks_that_are_causal_stay_so(causal, rng):
+    q = jnp.zeros((1, 9, 2, 1, 8), bf16)
+    d = numbers(q.ndim)
+    spec = Spec(scale=1.0, causal=causal, mask=(d.length, d.keys), statistics=0)
+    mask = jnp.ones((9, 9), bool) if causal else jnp.tril(jnp.ones((9, 9), bool))
+
+    def whole(spec, q, k, v, mask):
+        expected = jnp.ones((10, 10), bool)
+        np.testing.assert_array_equal(mask, expected if causal else jnp.tril(expected))
+        return [q]
+
+    k = q[..., 0, :]
+    (out,) = cudnn._of_even_length(whole, spec, spec.forward_dims(5), (q, k, k, mask))
+    assert out.shape == q.shape
+    ids = jnp.asarray([[0] * 4 + [1] * 5])
+    more = cudnn._with_another(
+        replace(spec, mask=None, segments=((0, d.length), (0, d.keys))),
+        {d.length: 1, d.keys: 1}, d, 3, ids, (0, d.length),
+    )  # fmt: skip
+    assert more.tolist() == [[0] * 4 + [1] * 6]
 
 
 @pytest.mark.parametrize("length", [64, 1022, 2048])
