@@ -139,31 +139,51 @@ def dense_recipe(x: Near, kernels, bias, dy: Near, dtype, activation):
     return y.rounded(dtype), dx, found
 
 
-def normalised(x, scale) -> tuple[Near, Near, Bounded]:
-    """(rstd, x · rstd, rms_norm(x) · scale), which is quantized from float32 by its bound."""
+def of_rows(parameter, count) -> Near:
+    """A parameter, or those of each example, against `count` rows."""
+    wide = exact(parameter)
+    if wide.value.ndim == 1:
+        return wide
+    return exact(np.repeat(wide.value, count // len(wide.value), 0))
+
+
+def normalised(x, scale, bias=None, centred=False) -> tuple[Near, Near, Bounded]:
+    """(rstd, x̂, x̂ · scale + bias), which is quantized from float32 by its bound."""
     wide, n = rows(x), x.shape[-1]
+    if centred:
+        mean = np.mean(wide.value, 1, keepdims=True)
+        wide = wide + Near(-mean, arithmetic(np.abs(mean), n))
     mean = (wide * wide).sum(1).value / n
     rstd = Near(1 / np.sqrt(mean + 1e-6), arithmetic(1 / np.sqrt(mean + 1e-6), n))
     unscaled = wide * rstd
-    y = unscaled * exact(scale)
-    bound = np.sqrt(np.float32(n)) * np.max(np.abs(np.asarray(scale, np.float32)))
-    return rstd, unscaled, Bounded(y.value, y.slack, bound)
+    y = unscaled * of_rows(scale, len(wide.value))
+    bound = np.sqrt(np.float32(n)) * np.abs(np.asarray(scale, np.float32))
+    if bias is not None:
+        y = y + of_rows(bias, len(wide.value))
+        bound = bound + np.abs(np.asarray(bias, np.float32))
+    return rstd, unscaled, Bounded(y.value, y.slack, np.max(bound))
 
 
-def with_norm(recipe, x, scale):
-    """The same of rms_norm(x) · scale."""
-    y, dn, found = recipe(normalised(x, scale)[2])
-    return y, [*norm_gradients(dn, x, scale), *found]
+def with_norm(recipe, x, scale, bias=None, centred=False):
+    """The same of the norm of x."""
+    parameters = [scale] if bias is None else [scale, bias]
+    y, dn, found = recipe(normalised(x, *parameters, centred=centred)[2])
+    return y, [*norm_gradients(dn, x, *parameters, centred=centred), *found]
 
 
-def norm_gradients(dn: Near, h, scale, dh=None) -> list[Near]:
-    """The gradients of h and scale for dn, that of rms_norm(h) · scale, and dh, that of h."""
-    rstd, unscaled, _ = normalised(h, scale)
-    moved = dn * exact(scale)
-    along = (moved * unscaled).sum(1) * exact(-1 / h.shape[-1])
+def norm_gradients(dn: Near, h, scale, bias=None, dh=None, centred=False) -> list[Near]:
+    """The gradients of h, scale and bias for dn, that of the norm of h, and dh, that of h."""
+    rstd, unscaled, _ = normalised(h, scale, bias, centred)
+    moved, share = dn * of_rows(scale, len(dn.value)), exact(-1 / h.shape[-1])
+    along = (moved * unscaled).sum(1) * share
+    if centred:
+        moved = moved + moved.sum(1) * share
     dx = rstd * (moved + unscaled * along)
     dx = dx if dh is None else dx + rows(dh)
-    return [dx.rounded(h.dtype), (dn * unscaled).sum(0).rounded(scale.dtype)]
+    sums = [dn * unscaled, *([] if bias is None else [dn])]
+    split = lambda a: np.reshape(a, (*np.shape(scale)[:-1], -1, a.shape[-1]))
+    sums = [Near(split(a.value), split(a.slack)).sum(-2).rounded(scale.dtype) for a in sums]
+    return [dx.rounded(h.dtype), *sums]
 
 
 def product_recipe(gate, up, kernel, dy: Near, dtype):

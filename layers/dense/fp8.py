@@ -307,7 +307,7 @@ def moves(tangent: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What FP8 products read: x, the norm of `(x[, residual][, scale])`, or given codes."""
+    """What FP8 products read: x, the norm of its operands, or given codes."""
 
     fp8: Fp8  # of the products
     norm: Norm | None = None  # None for x itself
@@ -360,7 +360,7 @@ class Input:
         """Returns the tangents of what is read and of `results`."""
         if self.norm is None:
             return [dargs[0] if moves(dargs[0]) else None]
-        return norm_tangents(self.norm, made.h, made.rstd, args, dargs, self.fp8.order)
+        return norm_tangents(self.norm, made.h, made.statistics, args, dargs, self.fp8.order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,18 +385,24 @@ derived = Op(
 
 
 def norm_tangents(
-    norm: Norm, h: Array, rstd: Array, args: Sequence[Array], dargs: Sequence[Any], order: Order
+    norm: Norm,
+    h: Array,
+    statistics: Sequence[Array],
+    args: Sequence[Array],
+    dargs: Sequence[Any],
+    order: Order,
 ) -> list[Any]:
     """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
-    *large, scale = [*dargs, *[None] * (not norm.has_scale)]
-    parts = [dx.astype(h.dtype) for dx in large if moves(dx)]
+    large = 1 + norm.has_residual
+    parts = [dx.astype(h.dtype) for dx in dargs[:large] if moves(dx)]
     moving = [functools.reduce(jnp.add, parts)] if parts else []
-    moving += [scale] if moves(scale) else []
+    moving += [d for d in dargs[large:] if moves(d)]
     dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
     if not moving:
         return [None, *dh]
-    given = [h, *[args[-1]] * norm.has_scale, rstd, *moving]
-    spec = replace(norm, with_rstd=False, moves=(bool(parts), moves(scale), False))
+    given = [h, *args[large : large + norm.has_scale], *statistics, *moving]
+    of = [norm.has_scale and moves(dargs[large]), norm.has_bias and moves(dargs[-1])]
+    spec = replace(norm, with_mean=False, with_rstd=False, moves=(bool(parts), *of))
     return [*rms_norm.tangent(spec, *given, order=order), *dh]
 
 

@@ -1,11 +1,12 @@
-"""RMSNorm into FP8 products: the norm writes codes, and the backward keeps codes.
+"""A norm into FP8 products: the norm writes codes, and the backward keeps codes.
 
-    n = rms_norm(x [+ residual]) · (scale + offset)        y_i = n · W_i
+    n = norm(x [+ residual]) · (scale + offset) [+ bias]        y_i = n · W_i
 
 n is never in memory: one pass writes its codes in both layouts, with the scale that follows from
 the norm's bound (`quantization.norm`), and all products read them. Each is as in `fp8`; so the
 query, key and value projections of attention are one call. The gradient of n goes through
-the norm's own backward, which reads x (or x + residual) and one float32 a row.
+the norm's own backward, which reads x (or x + residual) and one or two
+float32 a row.
 """
 
 import dataclasses
@@ -84,36 +85,35 @@ def multiply_normalised(
 
 
 def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:
-    """Normalises `args`, which are (x[, residual][, scale]), for products elsewhere.
+    """Normalises `args`, which are (x[, residual][, scale][, bias]), for products elsewhere.
 
     Returns:
       `([y][, h], made)`: y and h = x + residual as the norm itself returns them, and codes of y
       from the pass that writes h. A program that uses y for its derivative alone does not compute
       it, and one without the gradient of a kernel does not write qt.
     """
-    spec = NormCodes(
-        replace(norm, cast_before=False, with_rstd=True), Codes(FORMAT, True, True, norm.op)
-    )
+    spec = NormCodes(norm, Codes(FORMAT, True, True, norm.op))
     made = quantized_norm.quantize(spec, *map(jax.lax.stop_gradient, args), order=order)
-    return list(_normalised(norm, order, tuple(args), made.h, made.rstd)), made
+    return list(_normalised(norm, order, tuple(args), made.h, made.statistics)), made
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _normalised(
-    norm: Norm, order: Order, args: tuple[Array, ...], h: Array, rstd: Array
+    norm: Norm, order: Order, args: tuple[Array, ...], h: Array, statistics: list[Array]
 ) -> tuple[Array, ...]:
     """Returns y, and h where it is a result, for statistics that are there."""
-    del rstd
-    y, *_ = rms_norm.forward(replace(norm, with_rstd=False), *args, order=order)
+    del statistics
+    alone = replace(norm, with_mean=False, with_rstd=False)
+    y, *_ = rms_norm.forward(alone, *args, order=order)
     return (y, h) if norm.has_residual else (y,)
 
 
 @functools.partial(_normalised.defjvp, symbolic_zeros=True)
 def _(norm, order, primals, tangents):
-    (args, h, rstd), (dargs, *_) = primals, tangents
-    results = _normalised(norm, order, args, h, rstd)
-    h, rstd = (derived(Derived(norm.op), value, *args)[0] for value in (h, rstd))
-    dy, *dh = norm_tangents(norm, h, rstd, args, dargs, order)
+    (args, h, statistics), (dargs, *_) = primals, tangents
+    results = _normalised(norm, order, args, h, statistics)
+    h, *statistics = (derived(Derived(norm.op), value, *args)[0] for value in (h, *statistics))
+    dy, *dh = norm_tangents(norm, h, statistics, args, dargs, order)
     return results, (jnp.zeros_like(results[0]) if dy is None else dy, *dh)
 
 

@@ -210,7 +210,8 @@ class _Program:
         norm, spec = self.norms[path], eqn.params["spec"]
         options = {"norm": spec, "order": eqn.params["order"]}
         results, norm.made = called(_encode, *given, **options)
-        results += [norm.made.rstd] * spec.with_rstd
+        wanted = [spec.with_mean] * spec.centred + [spec.with_rstd]
+        results += [a for a, want in zip(norm.made.statistics, wanted) if want]
         return results, [norm, *[None] * (len(results) - 1)]
 
     def _product(
@@ -301,12 +302,12 @@ def _placed_as(made: Any, x: jax.Array) -> Quantized:
 def _unserved(eqn: Any) -> str:
     """Returns why a norm's pass cannot write codes, or ""."""
     norm, order, x = eqn.params["spec"], eqn.params["order"], eqn.invars[0].aval
-    if norm.centred or norm.has_bias:
-        return "no kernel of a norm with a bias, or of a LayerNorm, writes codes"
     if norm.axes != (x.ndim - 1,):
         return f"it normalises axes {norm.axes} of {x.ndim}, not the last one alone"
-    if norm.heads:
-        return "its scale differs between heads or examples"
+    if norm.heads and not norms.are_examples(norm):
+        return "its scale differs between heads"
+    if not quantized_norm.shares_rows(norm, x.shape):
+        return "its examples have a number of rows that is no multiple of 16"
     if not quantized_norm.serves(*(v.aval for v in eqn.invars)):
         return "it is computed in float64"
     if "pallas" in order.names:

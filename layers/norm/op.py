@@ -510,17 +510,24 @@ def _forward_over_devices(
     here, dtype = local(norm), forward_dtype(norm, *large, *parameters)
     h = add(large[0], large[1], dtype, norm.residual_dtype) if norm.has_residual else large[0]
     wide = h.astype(dtype) if dtype == jnp.float64 else h  # it sees no parameter, no dtype of y
-    *mean, squares = row_statistics_kernel(here, wide, order=order)
+    *mean, rstd = statistics_over_devices(norm, split, wide, order)
+    y = apply_kernel(here, h, *parameters, *mean, rstd, order=order)
+    return [*y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+
+
+def statistics_over_devices(norm: Norm, split: Split, h: Array, order: Order) -> list[Array]:
+    """Returns `[mean,] rstd` of rows of which each device has a part, as kernels see them."""
+    here = local(norm)
+    *mean, squares = row_statistics_kernel(here, h, order=order)
     if norm.centred:
         own = jnp.stack([*mean, squares])
         means, parts = jnp.moveaxis(jax.lax.all_gather(own, split.over(norm.axes)), 1, 0)
-        of_all, squares = cuda.combined(means, parts, jnp.asarray(h.shape[here.axes[0]], dtype))
+        size = jnp.asarray(h.shape[here.axes[0]], squares.dtype)
+        of_all, squares = cuda.combined(means, parts, size)
         mean = [of_all]
     else:
         squares = split.psum(squares, norm.axes)
-    rstd = rstd_of(norm, squares, split.count(norm.axes))
-    y = apply_kernel(here, h, *parameters, *mean, rstd, order=order)
-    return [*y, *[h] * norm.has_residual, *mean * norm.with_mean, *[rstd] * norm.with_rstd]
+    return [*mean, rstd_of(norm, squares, split.count(norm.axes))]
 
 
 def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:

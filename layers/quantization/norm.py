@@ -1,7 +1,9 @@
-"""FP8 codes of RMSNorm, in the pass that normalises, with a scale from its parameters alone.
+"""FP8 codes of a norm, in the pass that normalises, with a scale from its parameters alone.
 
-    y = h · rstd · w        h = x (+ residual)        w = scale + scale_offset
-    |y| ≤ √n · max|w|, because Σ (h · rstd)² ≤ n
+    y = x̂ · w + bias        h = x (+ residual)        w = scale + scale_offset
+    |y| ≤ max(√n · |w| + |bias|), because Σ x̂² ≤ n
+
+x̂ is h · rstd, or of a centred norm (h − mean) · rstd; scale and bias may be those of each example.
 
 No pass looks for a maximum, a row's codes do not depend on other rows, and y itself is never
 written. Parameters decide the scale, so that it is the same on all devices.
@@ -9,20 +11,20 @@ written. Parameters decide the scale, so that it is the same on all devices.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from ...native import jax_private
 from ...native.implementation import BEST, Order
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch, type_macros
-from ..core.op import Dims, Loose, Op, Split, batch_at, match
+from ..core.op import Dims, Op, Split, batch_at, match
 from ..norm import op as rms_norm
 from ..norm.cuda import MAX_CLUSTER, REGISTERS, round_up
 from ..norm.op import apply_kernel, forward_kernel, row_statistics_kernel
@@ -33,13 +35,14 @@ from .kernels import COLUMNS, INPUTS, CastLayout, Codes
 from .op import as_bytes
 
 _LEAST_THREADS, _MOST_THREADS = 128, 512  # of a block
+_ROWS = 16  # of a thread
 
 
 @dataclasses.dataclass(frozen=True)
 class NormCodes:
-    """All that is known of a quantized RMSNorm over the last axis when it is traced."""
+    """All that is known of a quantized norm over the last axis when it is traced."""
 
-    # The norm, which has rstd as a result; y has no dtype, as it is encoded from float32.
+    # The norm, which has its statistics as results; y has no dtype, as it is encoded from float32.
     norm: Norm
     codes: Codes = Codes()  # what is made of y
     plain: bool = False  # whether the norm is plain HLO, and the quantizer's kernel encodes it
@@ -55,31 +58,43 @@ def serves(*arrays: Array | jax.ShapeDtypeStruct | None) -> bool:
     return all(a is None or jnp.dtype(a.dtype).name in INPUTS for a in arrays)
 
 
-# ---------------------------------------------------------------- definitions, on (rows, n)
+def shares_rows(norm: Norm, shape: Any) -> bool:
+    """Returns whether every 16 rows of such an array have one scale and bias, as threads do."""
+    return not norm.heads or math.prod(shape[len(norm.heads) : -1]) % _ROWS == 0
 
 
-def _bound(norm: Norm, scale: list[Array], features: int) -> Array:
+# ---------------------------------------------------------------- definitions
+# Arrays are as the norm's own kernels see them, but for codes, which are those of (rows, n).
+
+
+def _bound(norm: Norm, parameters: list[Array], features: int) -> Array:
     """What no |y| exceeds, (1,) float32: the same bits on every platform."""
-    root = np.sqrt(np.float32(features))
-    if not scale:
-        return jnp.full(1, root)
-    weight = scale[0].astype(jnp.float32) + jnp.float32(norm.scale_offset)
-    return root * jnp.max(jnp.abs(weight), keepdims=True)
+    bound, given = jnp.sqrt(jnp.float32(features)), list(parameters)
+    if norm.has_scale:
+        weight = given.pop(0).astype(jnp.float32) + jnp.float32(norm.scale_offset)
+        bound = bound * jnp.abs(weight)
+    if norm.has_bias:
+        bound = bound + jnp.abs(given.pop().astype(jnp.float32))
+    return jnp.max(bound).reshape(1)
 
 
 def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array) -> list[Array]:
     """Normalises into float32 (y, then what else there is), and encodes y."""
     *given, bound = operands
-    y, *others = normalise(replace(spec.norm, out_dtype="float32", axes=(1,)), *given)
-    return [*cast(y, bound, **spec.codes.flags), *others]
+    y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
+    return [*cast(_matrix(spec.norm, y), bound, **spec.codes.flags), *others]
+
+
+def _matrix(norm: Norm, array: Array) -> Array:
+    return array.reshape(-1, array.shape[norm.axes[0]])
 
 
 # By kernel, of a function that encodes:
-# `(x[, residual][, scale], bound) -> ([q,] [qt,] scale (1,)[, h], rstd)`
-# `(h[, scale], rstd, bound) -> ([q,] [qt,] scale (1,))`
+# `(x[, residual][, scale][, bias], bound) -> ([q,] [qt,] scale (1,)[, h][, mean], rstd)`
+# `(h[, scale][, bias][, mean], rstd, bound) -> ([q,] [qt,] scale (1,))`
 _DEFINITIONS = {
-    "quantize_rms_norm": functools.partial(_norm_and_cast, rms_norm.define_forward),
-    "quantize_rms_norm_apply": functools.partial(_norm_and_cast, rms_norm.define_apply),
+    "quantize_norm": functools.partial(_norm_and_cast, rms_norm.define_forward),
+    "quantize_norm_apply": functools.partial(_norm_and_cast, rms_norm.define_apply),
 }
 
 
@@ -101,7 +116,12 @@ _LEAST_REGISTERS = 72  # of a thread, with which neither spills
 
 
 def layout(
-    columns: int, itemsize: int, target: Target, *, has_residual: bool = False
+    columns: int,
+    itemsize: int,
+    target: Target,
+    *,
+    has_residual: bool = False,
+    centred: bool = False,
 ) -> CastLayout | None:
     """How blocks share rows in one pass; None where the sums over rows take a pass of their own.
 
@@ -117,7 +137,8 @@ def layout(
     # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
-        threads, shared = chosen.width * height, shared_bytes(chosen, blocks, itemsize)
+        threads = chosen.width * height
+        shared = shared_bytes(chosen, blocks, itemsize, centred=centred)
         enough = max(_LEAST_THREADS, min(wanted.threads, 4 * chosen.width), 2 * chosen.width)
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
             room = target.blocks_with(shared)
@@ -133,15 +154,18 @@ def _width(vectors: int) -> int:
     return max(8, 1 << (vectors - 1).bit_length()) if vectors <= 32 else round_up(vectors, 32)
 
 
-def shared_bytes(chosen: CastLayout, blocks: int, itemsize: int, scale: int = 0) -> int:
+def shared_bytes(
+    chosen: CastLayout, blocks: int, itemsize: int, parameters: int = 0, *, centred: bool = False
+) -> int:
     """Bytes of shared memory of one of `blocks` that share a row, as HeldRows and RowStatistics.
 
-    `scale` is the size of its elements if shared memory holds it.
+    `parameters` are the bytes of a column's scale and bias if shared memory holds them.
     """
     rows, warps = 16 * chosen.height, -(-chosen.width // 32)
-    exchanged = 16 + 4 * (rows // blocks) * (blocks - 1) if blocks > 1 else 0
-    held = chosen.held(itemsize) + COLUMNS * chosen.width * scale
-    return held + 4 * rows * warps + exchanged
+    arriving = (1 + centred) * (rows // blocks) * (blocks - 1)
+    exchanged = 16 + 4 * arriving if blocks > 1 else 0
+    held = chosen.held(itemsize) + COLUMNS * chosen.width * parameters
+    return held + 4 * (3 if centred else 1) * rows * warps + exchanged
 
 
 def apply_layout() -> CastLayout:
@@ -152,118 +176,146 @@ def apply_layout() -> CastLayout:
 def _launch(
     target: Target, spec: NormCodes, chosen: CastLayout, operands: dict[str, Array], eps: float
 ) -> list[Array]:
-    """Launches quantize_rms_norm.cu for operands by their names there."""
+    """Launches quantize_norm.cu for operands by their names there."""
     norm, flags, x = spec.norm, spec.codes.flags, operands["X"]
-    rows, columns = x.shape
+    rows, columns = _matrix(norm, x).shape
+    given = {k: a.reshape(rows, -1) if a.size == x.size else a for k, a in operands.items()}
+    given |= {k: operands[k].reshape(rows) for k in ("MEAN", "RSTD") if k in operands}
     statistics = "RSTD" not in operands
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # of a row
     results = kernels.code_types(rows, columns, **flags)
-    names = "X", "RESIDUAL", "SCALE"
-    types: dict[str, Any] = {name: operands[name] for name in names if name in operands}
-    if "RESIDUAL" in operands:
-        h = jnp.promote_types(x.dtype, operands["RESIDUAL"].dtype)
-        types["H"] = jax.ShapeDtypeStruct(x.shape, h)
+    parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
+    types = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
+    if "RESIDUAL" in given:
+        h = jnp.promote_types(x.dtype, given["RESIDUAL"].dtype)
+        types["H"] = jax.ShapeDtypeStruct((rows, columns), h)
         results.append(types["H"])
-    results += [jax.ShapeDtypeStruct((rows,), jnp.float32)] * statistics
-    name = "quantize_rms_norm" + ("" if statistics else "_apply")
-    shared, shares_scale = chosen.shared * flags["has_qt"], False
+    row = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    results += [row] * (statistics * (1 + norm.centred))
+    name = "quantize_norm" + ("" if statistics else "_apply")
+    shared, shares = chosen.shared * flags["has_qt"], False
     if statistics:
-        held = functools.partial(shared_bytes, chosen, blocks, types.get("H", x).dtype.itemsize)
-        scale = operands["SCALE"].dtype.itemsize if norm.has_scale else 0
-        # Where that leaves no place for a block, threads ask the cache for the scale.
-        shares_scale = norm.has_scale and target.blocks_with(held(scale)) >= chosen.min_blocks
-        shared = held(scale * shares_scale)
-    return launch(
-        "quantize_rms_norm.cu",
+        itemsize = types.get("H", x).dtype.itemsize
+        held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
+        width = sum(a.dtype.itemsize for a in parameters.values())
+        # Where that leaves no place for a block, threads ask the cache for them.
+        shares = width > 0 and target.blocks_with(held(width)) >= chosen.min_blocks
+        shares &= not norm.per_example
+        shared = held(width * shares)
+    tokens = [x.shape[1]] if norm.per_example and parameters else []
+    made = launch(
+        "quantize_norm.cu",
         name,
-        list(operands.values()),
+        list(given.values()),
         results,
         target=target,
         macros=kernels.tile_macros(chosen, rows, columns, **flags)
         | type_macros(types)
         | {
             "KERNEL": name,
+            "CENTRED": int(norm.centred),
             "STATISTICS": int(statistics),
             "CLUSTER": blocks,
             "HAS_RESIDUAL": int("RESIDUAL" in operands),
             "HAS_SCALE": int(norm.has_scale),
-            "SHARED_SCALE": int(shares_scale),
+            "HAS_BIAS": int(norm.has_bias),
+            "PER_EXAMPLE": len(tokens),
+            "SHARED_PARAMETERS": int(shares),
             "HAS_OFFSET": int(norm.has_scale and norm.scale_offset != 0),
         },
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         cluster=blocks,
         shared=shared,
-        ints=(rows, columns, chosen.group),
+        ints=(rows, columns, chosen.group, *tokens),
         floats=(eps, norm.scale_offset, 1 / columns),
     )
+    count = 1 + flags["has_q"] + flags["has_qt"]
+    shape = [n for i, n in enumerate(x.shape) if i not in norm.axes]
+    return [*made[:count], *[a.reshape(x.shape if a.ndim == 2 else shape) for a in made[count:]]]
+
+
+def _named(norm: Norm, operands: Sequence[Array], *more: str) -> dict[str, Array]:
+    parameters = ["SCALE"] * norm.has_scale + ["BIAS"] * norm.has_bias
+    names = ["X", *["RESIDUAL"] * norm.has_residual, *parameters, *more, "BOUND"]
+    return dict(zip(names, operands, strict=True))
 
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
     """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
-    names = ["X", *["RESIDUAL"] * spec.norm.has_residual, *["SCALE"] * spec.norm.has_scale, "BOUND"]
-    given, norm = dict(zip(names, operands, strict=True)), spec.norm
+    norm, given = spec.norm, _named(spec.norm, operands)
     x = given["X"]
-    stored = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype)
-    chosen = layout(x.shape[1], stored.itemsize, target, has_residual=norm.has_residual)
+    if not shares_rows(norm, x.shape):
+        normalise = functools.partial(forward_kernel.bodies["cuda"], target)
+        return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
+    stored, n = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
+    of = {"has_residual": norm.has_residual, "centred": norm.centred}
+    chosen = layout(n, stored.itemsize, target, **of)
     if chosen:
         return _launch(target, spec, chosen, given, norm.eps)
     h = x
     if norm.has_residual:
         h = rms_norm.add(x, given.pop("RESIDUAL"), jnp.dtype("float32"))
-    (sums,) = row_statistics_kernel.bodies["cuda"](target, norm, h[..., None])
-    rstd = jax.lax.rsqrt(sums.reshape(-1) / h.shape[1] + jnp.float32(norm.eps))
-    scale = [given["SCALE"]] if norm.has_scale else []
-    codes = cuda_apply(target, spec, h, *scale, rstd, given["BOUND"])
-    return [*codes, *[h] * norm.has_residual, rstd]
+    *mean, squares = row_statistics_kernel.bodies["cuda"](target, norm, h)
+    statistics = [*mean, rms_norm.rstd_of(norm, squares, n)]
+    _, *parameters, bound = given.values()
+    codes = cuda_apply(target, spec, h, *parameters, *statistics, bound)
+    return [*codes, *[h] * norm.has_residual, *statistics]
 
 
 def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
-    """The same for rows whose rstd is known."""
-    names = ["X", *["SCALE"] * spec.norm.has_scale, "RSTD", "BOUND"]
-    return _launch(target, spec, apply_layout(), dict(zip(names, operands, strict=True)), 0.0)
-
-
-def _on_cpu(kernel: Kernel, large: int, norm: Norm, *operands: Array) -> list[Array]:
-    """The norm's C++ kernel on rows, the first `large` of whose operands are as large as x."""
-    rows = {*range(large), *([len(operands) - 1] if kernel is apply_kernel else [])}
-    given = [a[..., None] if i in rows else a for i, a in enumerate(operands)]
-    return [a[..., 0] for a in kernel.bodies["cpu"](norm, *given)]
+    """The same for rows whose statistics are known."""
+    alone = replace(spec.norm, has_residual=False)
+    if not shares_rows(alone, operands[0].shape):
+        normalise = functools.partial(apply_kernel.bodies["cuda"], target)
+        return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
+    given = _named(alone, operands, *["MEAN"] * alone.centred, "RSTD")
+    return _launch(target, spec, apply_layout(), given, 0.0)
 
 
 def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
     """Returns a kernel that is, on the CPU, the norm's and then the quantizer's in C++."""
-
-    def cpu(spec: NormCodes, *operands: Array) -> list[Array]:
-        large = 1 + (spec.norm.has_residual and kernel is forward_kernel)
-        normalise = functools.partial(_on_cpu, kernel, large)
-        return _norm_and_cast(normalise, kernels.cpu_cast, spec, *operands)
-
+    cpu = functools.partial(_norm_and_cast, kernel.bodies["cpu"], kernels.cpu_cast)
     definition = functools.partial(_DEFINITIONS[name], define_cast)
     return Kernel(name, definition, {"cpu": cpu, "cuda": cuda})
 
 
-codes_kernel = _kernel("quantize_rms_norm", forward_kernel, cuda_codes)
-apply_codes_kernel = _kernel("quantize_rms_norm_apply", apply_kernel, cuda_apply)
+codes_kernel = _kernel("quantize_norm", forward_kernel, cuda_codes)
+apply_codes_kernel = _kernel("quantize_norm_apply", apply_kernel, cuda_apply)
 
 
 def examples(
-    n: int, dtype: str, scale: str, *, rows: int, scale_offset: float = 0.0
+    n: int,
+    dtype: str,
+    scale: str,
+    *,
+    rows: int,
+    scale_offset: float = 0.0,
+    centred: bool = False,
+    examples: int = 0,
 ) -> Iterator[tuple[Kernel, NormCodes, list[jax.ShapeDtypeStruct]]]:
-    """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
-    x, row, bound = (
-        jax.ShapeDtypeStruct(shape, jnp.dtype(of))
-        for shape, of in (((rows, n), dtype), ((rows,), "float32"), ((1,), "float32"))
-    )
-    for weight in ([jax.ShapeDtypeStruct((n,), jnp.dtype(scale))], []):
-        offset = scale_offset if weight else 0.0
-        norm = Norm(eps=1e-6, scale_offset=offset, has_scale=bool(weight), with_rstd=True)
+    """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types).
+
+    `centred` are LayerNorm's, with a bias. With `examples` scale and bias are those of each one.
+    """
+    struct = lambda shape, of: jax.ShapeDtypeStruct(shape, jnp.dtype(of))
+    lead = (examples, rows // examples) if examples else (rows,)
+    x = struct((*lead, n) if examples else (rows, n, 1), dtype)
+    row = struct(lead if examples else (rows, 1), "float32")
+    w, bound = struct((examples, n) if examples else (n,), scale), struct((1,), "float32")
+    own = {"axes": (2,), "heads": (0,), "per_example": True} if examples else {}
+    base = Norm(eps=1e-6, centred=centred, with_mean=centred, with_rstd=True, **own)
+    for parameters in [w] * (1 + centred), *[[]] * (not examples):
+        offset = scale_offset if parameters else 0.0
+        flags = {"has_scale": bool(parameters), "has_bias": len(parameters) == 2}
+        norm = replace(base, scale_offset=offset, **flags)
         for has_qt in (True, False):  # with a gradient of the kernel, or without
             codes = Codes(has_qt=has_qt)
-            yield apply_codes_kernel, NormCodes(norm, codes), [x, *weight, row, bound]
-            for residual in ([], [x]) if weight else ([],):
+            known = [*parameters, *[row] * (1 + centred), bound]
+            yield apply_codes_kernel, NormCodes(norm, codes), [x, *known]
+            for residual in ([], [x]) if parameters else ([],):
                 spec = NormCodes(replace(norm, has_residual=bool(residual)), codes)
-                yield codes_kernel, spec, [x, *residual, *weight, bound]
+                yield codes_kernel, spec, [x, *residual, *parameters, bound]
 
 
 # ---------------------------------------------------------------- the operation on global arrays
@@ -275,64 +327,67 @@ def _restored(spec: NormCodes, x: Array, results: Any) -> list[Array]:
     shapes = [x.shape] * spec.codes.has_q + [(n, *rows)] * spec.codes.has_qt
     codes = [as_bytes(c.reshape(s)) for c, s in zip(results, shapes)]
     scale, *others = results[len(codes) :]
-    shapes = [x.shape] * spec.norm.has_residual + [tuple(rows)]
+    shapes = [x.shape] * spec.norm.has_residual + [tuple(rows)] * (1 + spec.norm.centred)
     return [*codes, scale.reshape(()), *[a.reshape(s) for a, s in zip(others, shapes)]]
 
 
-def _matrices(spec: NormCodes, operands: Any) -> list[Array]:
-    large = 1 + spec.norm.has_residual
-    return [a.reshape(-1, a.shape[-1]) if i < large else a for i, a in enumerate(operands)]
+def _seen(spec: NormCodes, operands: Any) -> tuple[NormCodes, list[Array], list[Array]]:
+    """The spec, x and residual, scale and bias as kernels see them."""
+    norm, large = spec.norm, 1 + spec.norm.has_residual
+    arrays = [rms_norm.canonical(norm, a) for a in operands[:large]]
+    parameters = [rms_norm.parameter_values(norm, a) for a in operands[large:]]
+    return replace(spec, norm=rms_norm.local(norm)), arrays, parameters
 
 
 def _define(spec: NormCodes, *operands: Array) -> list[Array]:
-    """`(x[, residual][, scale]) -> ([q,] [qt,] scale ()[, h], rstd)` in plain JAX."""
-    given, x = _matrices(spec, operands), operands[0]
-    bound = _bound(spec.norm, given[len(given) - spec.norm.has_scale :], x.shape[-1])
-    return _restored(spec, x, codes_kernel.definition(spec, *given, bound))
+    """`(x[, residual][, scale][, bias]) -> ([q,] [qt,] scale ()[, h][, mean], rstd)` in JAX."""
+    x, (here, large, parameters) = operands[0], _seen(spec, operands)
+    bound = _bound(spec.norm, parameters, x.shape[-1])
+    return _restored(spec, x, codes_kernel.definition(here, *large, *parameters, bound))
 
 
 def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list[Array]:
     x, norm = operands[0], spec.norm
     if x.size == 0:
         return _define(spec, *operands)
-    given, last = _matrices(spec, operands), (x.ndim - 1,)
-    scale = given[len(given) - norm.has_scale :]
-    bound = split.pmax(_bound(norm, scale, split.count(last)), last)
-    call = lambda kernel, *args: kernel(spec, *args, order=order)
+    here, large, parameters = _seen(spec, operands)
+    bound = _bound(norm, parameters, split.count(norm.axes))
+    bound = split.pmax(bound, (*norm.heads, *norm.axes))
+    call = lambda kernel, *args: kernel(here, *args, order=order)
     if spec.plain:
         cast = lambda y, bound, **_: kernels.cast(spec.codes, y, bound, order=order)
-        call = lambda kernel, *args: _DEFINITIONS[kernel.name](cast, spec, *args)
-    if not split.over(last):
-        return _restored(spec, x, call(codes_kernel, *given, bound))
-    h = rms_norm.add(given[0], given[1], jnp.dtype("float32")) if norm.has_residual else given[0]
-    sums = split.psum(
-        row_statistics_kernel(replace(norm, axes=(1,)), h[..., None], order=order)[0], last
-    )
-    rstd = jax.lax.rsqrt(sums.reshape(-1) / split.count(last) + jnp.float32(norm.eps))
-    codes = call(apply_codes_kernel, h, *scale, rstd, bound)
-    return _restored(spec, x, [*codes, *[h] * norm.has_residual, rstd])
+        call = lambda kernel, *args: _DEFINITIONS[kernel.name](cast, here, *args)
+    if not split.over(norm.axes):
+        return _restored(spec, x, call(codes_kernel, *large, *parameters, bound))
+    h = rms_norm.add(*large, jnp.dtype("float32")) if norm.has_residual else large[0]
+    statistics = rms_norm.statistics_over_devices(norm, split, h, order)
+    codes = call(apply_codes_kernel, h, *parameters, *statistics, bound)
+    return _restored(spec, x, [*codes, *[h] * norm.has_residual, *statistics])
 
 
 def _dims(spec: NormCodes, ndim: int) -> Dims:
-    *rows, last = every = tuple(range(ndim))
-    norm, codes = spec.norm, spec.codes
-    inputs = [every] * (1 + norm.has_residual) + [Loose((last,))] * norm.has_scale
-    outputs = [every] * codes.has_q + [(last, *rows)] * codes.has_qt + [()]
-    return inputs, [*outputs, *[every] * norm.has_residual, tuple(rows)]
+    *rows, last = range(ndim)
+    inputs, (every, *others) = rms_norm.forward_dims(spec.norm, ndim)
+    codes = [every] * spec.codes.has_q + [(last, *rows)] * spec.codes.has_qt
+    return inputs, [*codes, (), *others]
 
 
 def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> Any:
-    """A batch dimension is one more of rows; examples with scales of their own are quantized so."""
+    """A batch dimension is one more of rows, behind those of examples where these have scales.
+
+    What is vmapped over scales is quantized with one code scale for each.
+    """
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
-    large = 1 + spec.norm.has_residual
+    large, at = 1 + spec.norm.has_residual, len(spec.norm.heads)
     if any(d is not None for d in dims[large:]):
         results = jax.vmap(lambda *one: op.plain(spec, *one), tuple(dims), axis_size=size)(*args)
         return results, [0] * len(results)
-    moved = [batch_at(a, d, 0, size) for a, d in zip(args[:large], dims)]
+    moved = [batch_at(a, d, at, size) for a, d in zip(args[:large], dims)]
     moved = [match(a, moved[0], range(a.ndim)) for a in moved]
+    spec = replace(spec, norm=rms_norm.batched(spec.norm, at))
     _, outputs = _dims(spec, moved[0].ndim)
     results = op(spec, *moved, *args[large:], order=order)
-    return results, [out.index(0) if out else None for out in outputs]
+    return results, [out.index(at) if out else None for out in outputs]
 
 
 def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
@@ -348,7 +403,7 @@ def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
 
 
 _rules = {"batch": _batch, "jvp": kernels.no_second_derivative}
-op = Op("quantize_rms_norm_array", _define, dims=_dims, body=_body, **_rules)
+op = Op("quantize_norm_array", _define, dims=_dims, body=_body, **_rules)
 jax_private.on_unused_results(op.primitive, _drop_qt)
 
 
@@ -360,13 +415,14 @@ class Normalised(NamedTuple):
     qt: Any
     scale: Array
     h: Array  # what was normalised: x, or x + residual
-    rstd: Array  # one float32 a row
+    statistics: list[Array]  # [mean,] rstd: one float32 a row each
 
 
 def quantize(spec: NormCodes, *operands: Array, order: Order = BEST) -> Normalised:
-    """Returns the codes of the norm of `(x[, residual][, scale])`."""
-    *found, rstd = op(spec, *operands, order=order)
-    h = found.pop() if spec.norm.has_residual else operands[0]
-    *codes, scale = found
-    q, qt = codes[0] if spec.codes.has_q else None, codes[-1] if spec.codes.has_qt else None
-    return Normalised(q, qt, scale, h, rstd)
+    """Returns the codes of the norm of `(x[, residual][, scale][, bias])`."""
+    norm = replace(spec.norm, cast_before=False, with_mean=spec.norm.centred, with_rstd=True)
+    found = op(replace(spec, norm=norm), *operands, order=order)
+    q, qt = (found.pop(0) if has else None for has in (spec.codes.has_q, spec.codes.has_qt))
+    scale, *rest = found
+    h = rest.pop(0) if norm.has_residual else operands[0]
+    return Normalised(q, qt, scale, h, rest)

@@ -204,7 +204,7 @@ def quantized(name, dtype=f32, **options):
     return compiled(apart(layer, **options), tuple(args), out, donate=donate)
 
 
-NORMS = ["quantize_rms_norm", "rms_norm_backward"]
+NORMS = ["quantize_norm", "rms_norm_backward"]
 
 
 def check_quantized(program, others, *operands, normalised=0):
@@ -327,7 +327,7 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
     moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
     size = lambda elements, width: elements * width // 2**20
-    assert moved.pop("quantize_rms_norm") == [size(X, 8 if residual else 4)]
+    assert moved.pop("quantize_norm") == [size(X, 8 if residual else 4)]
     (backward,) = moved.pop("rms_norm_backward")  # dn, what was normalised, dx; dh
     assert 0 <= backward - size(X, 8 if residual else 6) <= SMALL // 2**20
     if residual:
@@ -359,7 +359,7 @@ def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
     (backward,) = moved.pop("rms_norm_backward")
     assert 0 <= backward - size(X, 6) <= SMALL // 2**20
     assert moved == {
-        "quantize_rms_norm": [size(X, 4)],
+        "quantize_norm": [size(X, 4)],
         "quantize_amax": sorted([size(X, 2)] + [size(KERNEL, 4)] * 2 + [size(H, 2)]),
         "quantize_cast": sorted([size(X, 4)] + [size(KERNEL, 6)] * 2),
         "quantize_gated_amax": [size(H, 2)],
@@ -397,7 +397,7 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
     size = lambda shapes, width: sorted(n * m * width // small for n, m in shapes)
     dys = [(TOKENS, width) for _, width in PROJECTIONS]
     x = TOKENS * 2048 // small
-    assert moved.pop("quantize_rms_norm") == [8 * x]  # two inputs; their sum, and codes twice
+    assert moved.pop("quantize_norm") == [8 * x]  # two inputs; their sum, and codes twice
     (backward,) = moved.pop("rms_norm_backward")  # dn, the sum, its own gradient; dx
     assert 8 * x <= backward <= 8 * x + 6  # and dscale's sums of 4 blocks a multiprocessor
     assert moved.pop("copy") == [4 * x]  # x and the residual have one gradient
@@ -425,7 +425,7 @@ def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_prod
     assert sorted(found) == sorted(gradients)
     casts = {shape: n for (_, shape), n in hlo.runs(program, "quantize_cast").items()}
     assert casts["f8e4m3fn[2048,2048]"] == 1 and casts["f8e4m3fn[2048,1024]"] == 2
-    assert sum(hlo.runs(program, "quantize_rms_norm").values()) == 4 * 2  # and once more backward
+    assert sum(hlo.runs(program, "quantize_norm").values()) == 4 * 2  # and once more backward
 
 
 def test_codes_that_remat_keeps_are_not_copied():
@@ -552,9 +552,9 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
     assert hlo.calls(forward, "") == {
         "quantize_amax": 3,
         "quantize_cast": 3,
-        "quantize_rms_norm": 1,
+        "quantize_norm": 1,
     }
-    (moved,) = [moved for name, moved in hlo.passes(forward) if name == "quantize_rms_norm"]
+    (moved,) = [moved for name, moved in hlo.passes(forward) if name == "quantize_norm"]
     assert 3 * X <= moved <= 3 * X + SMALL // 64  # x and q: no qt without a gradient
     assert len(calls(program)) == 9
     others = [*NORMS, "fusion"]

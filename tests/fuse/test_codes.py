@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from fp8_recipe import check_all, recipe
+from fp8_recipe import check_all, dense_recipe, recipe, rows, with_norm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import (
     accumulate_gradients,
+    adaptive_layer_norm,
+    adaptive_rms_norm,
     add_rms_norm,
     dense,
     fuse,
@@ -27,6 +29,7 @@ from normfuse import (
     rms_norm_with_rstd,
 )
 from normfuse.layers import nnx as ours_nnx
+from normfuse.layers import quantization
 from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
 from normfuse.native.jaxpr import inner
@@ -89,7 +92,7 @@ def counts(function, *args):
                 look(program)
 
     look(jax.make_jaxpr(function)(*args).jaxpr)
-    names = "quantize_rms_norm_array", "quantize_array", "norm_gradient"
+    names = "quantize_norm_array", "quantize_array", "norm_gradient"
     return [found[name] for name in names]
 
 
@@ -113,6 +116,95 @@ def test_values_and_gradients_are_those_of_the_recipe(dtype, rng):
         return y, list(pull([dy]))
 
     check_all(jax.jit(run)(*args), recipe("norm_dense", args, dy, activation=None))
+
+
+NORMS = {  # (of x and its parameters, whether it is centred, and parameters are each example's)
+    "layer_norm": (lambda x, s, b: layer_norm(x, s, b), True, False),
+    "layer_norm without a bias": (lambda x, s: layer_norm(x, s), True, False),
+    "rms_norm with a bias": (lambda x, s, b: rms_norm(x, s, b), False, False),
+    "adaptive_layer_norm": (
+        lambda x, s, b: adaptive_layer_norm(x, s, b, scale_offset=0.0),
+        True,
+        True,
+    ),
+    "adaptive_rms_norm": (lambda x, s: adaptive_rms_norm(x, s, scale_offset=0.0), False, True),
+}
+
+
+def operands_of(name, rng, dtype=bf16, tokens=16):
+    """x, the norm's parameters and a kernel."""
+    function, _, examples = NORMS[name]
+    count = function.__code__.co_argcount - 1
+    rows = (2,) if examples else ()
+    mean = lambda i: 2.0 - i
+    parameters = [draw(rng, *rows, DIM, mean=mean(i)) for i in range(count)]
+    x = draw(rng, 2, tokens, DIM, dtype=dtype, mean=3.0)
+    return x, *parameters, draw(rng, DIM, 48) / 8
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NORMS)
+def test_other_norms_write_the_codes_of_the_recipe(name, dtype, rng):
+    """In one pass, from float32; with the gradients of x, scale, bias and kernel."""
+    function, centred, _ = NORMS[name]
+    x, *parameters, kernel = args = operands_of(name, rng, dtype)
+    dy = draw(rng, 2, 16, 48, dtype=dtype)
+    layer = lambda x, *rest: multiply(function(x, *rest[:-1]), rest[-1])
+
+    def run(*args):
+        y, pull = jax.vjp(in_fp8(layer), *args)
+        return y, list(pull(dy))
+
+    of = lambda n: dense_recipe(n, [kernel], None, rows(dy), dtype, None)
+    check_all(jax.jit(run)(*args), with_norm(of, x, *parameters, centred=centred))
+    report, _ = reported(layer, *args)
+    assert [row.served for row in report] == ["1 × dense"]
+    assert counts(both_ways(in_fp8(layer)), *args) == [1, 1, 1]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", NORMS)
+def test_codes_are_those_of_the_norm_in_float32(name, rng):
+    """Bit for bit, with the bound of its parameters."""
+    function, _, _ = NORMS[name]
+    *args, _ = operands_of(name, rng)
+
+    y = jax.jit(lambda x, *p: function(x.astype(f32), *p))(*args)
+    spec = jax.make_jaxpr(lambda *a: function(*a))(*args).eqns[0].params["spec"]
+    _, made = jax.jit(lambda *a: fp8_norm.encode(spec, a, BEST))(*args)
+    scale, *bias = args[1:]
+    bound = jnp.sqrt(jnp.float32(DIM)) * jnp.abs(scale) + (jnp.abs(bias[0]) if bias else 0)
+    want = quantization.quantize(y.reshape(-1, DIM), bound=jnp.max(bound))
+    assert made.scale == want.scale
+    np.testing.assert_array_equal(
+        made.q.reshape(-1, DIM), np.asarray(want.q).view(np.uint8).reshape(-1, DIM)
+    )
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["layer_norm", "adaptive_layer_norm"])
+def test_other_norms_after_a_sum_and_under_vmap(name, rng):
+    """x + residual, the same of a batch, and every operand vmapped."""
+    function, _, examples = NORMS[name]
+    x, *parameters, kernel = operands_of(name, rng)
+
+    def layer(x, r, s, b, w):
+        h = x + r
+        return multiply(function(h, s, b), w), h
+
+    one = lambda x, s, b, w: multiply(function(x, s, b), w)
+    args = x, draw(rng, *x.shape, dtype=bf16), *parameters, kernel
+    y, h = jax.jit(in_fp8(layer))(*args)
+    want = jax.jit(in_fp8(one))(h, *parameters, kernel)
+    assert_equal(y, want)
+    for dims in ((1, None, None, None), (0, 0, 0, None)):
+        given = [a if d is None else jnp.stack([a, a], d) for a, d in zip((h, *args[2:]), dims)]
+        run = jax.jit(jax.vmap(in_fp8(one), dims))
+        assert_equal(run(*given), jnp.stack([want, want]))
+        around = jax.jit(in_fp8(jax.vmap(one, dims), report=lambda report: None))(*given)
+        gap = np.asarray(around.astype(f32)) - np.asarray(want.astype(f32))
+        assert np.linalg.norm(gap) < 0.03 * np.linalg.norm(want.astype(f32)), np.linalg.norm(gap)
 
 
 @pytest.mark.parametrize("cast", ["after", "before"])
@@ -471,9 +563,9 @@ def statistics(x, scale, kernel):
 
 
 REASONS = {  # (function, part of the reason)
-    "layer_norm": (
-        lambda x, s, w: multiply(layer_norm(x, s), w),
-        "no kernel of a norm with a bias, or of a LayerNorm, writes codes",
+    "few rows of an example": (
+        lambda x, s, w: multiply(adaptive_layer_norm(x, x[:, 0]), w),
+        "its examples have a number of rows that is no multiple of 16",
     ),
     "axes": (
         lambda x, s, w: multiply(rms_norm(x, axis=(1, 2)), w),
@@ -481,7 +573,7 @@ REASONS = {  # (function, part of the reason)
     ),
     "heads": (
         lambda x, s, w: multiply(rms_norm(x, jnp.ones((8, DIM))), w),
-        "its scale differs between heads or examples",
+        "its scale differs between heads",
     ),
     "pallas": (
         lambda x, s, w: multiply(rms_norm(x, s, implementation=("pallas", "xla")), w),

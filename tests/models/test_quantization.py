@@ -81,7 +81,7 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
     assert found["normfuse_attention"] == FP8.num_layers
     assert found["dot_general"] == 1  # the logits
     # A block's norms write codes, which all products after them read; the last one does not.
-    assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers
+    assert found["normfuse_quantize_norm_array"] == 2 * FP8.num_layers
     assert found["normfuse_norm"] == 1
     assert found["normfuse_quantize_array"] == FP8.num_layers  # what attention's output reads
 
@@ -105,7 +105,7 @@ def test_norms_of_other_families_write_codes_where_products_follow(framework, ch
     model = build(framework, config)
     values = model.to_dict(model.init(jax.random.key(0)))
     found = primitives(jax.make_jaxpr(model.apply)(model.from_dict(values), TOKENS).jaxpr)
-    assert found["normfuse_quantize_rms_norm_array"] == norms
+    assert found["normfuse_quantize_norm_array"] == norms
     got, want = both_ways(config, values, framework), both_ways(plain, values, framework)
     assert 0.005 < distance(got[1], want[1]) < 0.2
 
@@ -123,7 +123,7 @@ def test_an_attention_of_your_own_is_called_with_what_its_norm_writes(params):
 
     attention.__class__ = Silent
     found = primitives(jax.make_jaxpr(model)(TOKENS).jaxpr)
-    assert found["normfuse_quantize_rms_norm_array"] == 2 * FP8.num_layers - 1
+    assert found["normfuse_quantize_norm_array"] == 2 * FP8.num_layers - 1
     assert distance(model(TOKENS), plain) > 0.01
 
 

@@ -160,12 +160,12 @@ def products(rng, shape, dtype, count):
     return raw, np.array([0.25, 0.125, 0.5][:count], np.float32)
 
 
-def near(found, exact, bound, dtype) -> None:
-    """Codes are those of a number within 1e-5 of the exact one, in both layouts."""
+def near(found, exact, bound, dtype, of=None) -> None:
+    """Codes are those of a number within 1e-5 (of `of`) of the exact one, in both layouts."""
     q, qt, scale = (np.asarray(r) for r in found)
     assert scale == fp8_reference.scale(bound, dtype)
     np.testing.assert_array_equal(q.view(np.uint8), qt.view(np.uint8).T)
-    ends = [exact * (1 + e) for e in (-1e-5, 1e-5)]
+    ends = [exact + e * (np.abs(exact) if of is None else of) for e in (-1e-5, 1e-5)]
     low, high = (fp8_reference.quantize(end, dtype, bound)[0].astype(np.float32) for end in ends)
     wide = q.astype(np.float32)
     assert np.all((np.minimum(low, high) <= wide) & (wide <= np.maximum(low, high)))
@@ -235,26 +235,51 @@ def normalised(emulated, monkeypatch):
         monkeypatch.setattr(rms_norm, "launch", kernels.launch)
         monkeypatch.setattr(norm, "layout", lambda *_, **__: layout)
 
-        def run(x, residual=None, scale=None, offset=0.0, **codes):
-            given = [a for a in (x, residual, scale) if a is not None]
+        def run(x, residual=None, scale=None, offset=0.0, bias=None, centred=False, **codes):
+            given = [a for a in (x, residual, scale, bias) if a is not None]
             flags = {"has_residual": residual is not None, "has_scale": scale is not None}
+            flags |= {"has_bias": bias is not None, "centred": centred, "with_mean": centred}
             spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
-            bound = norm._bound(spec, [] if scale is None else [scale], x.shape[1])
+            if np.ndim(scale) == 2:  # of examples
+                spec = dataclasses.replace(spec, axes=(2,), heads=(0,), per_example=True)
+            shape = (len(scale), -1, x.shape[1]) if spec.heads else (*x.shape, 1)
+            given = [a.reshape(shape) if a.size == x.size else a for a in given]
+            parameters = [a for a in (scale, bias) if a is not None]
+            bound = norm._bound(spec, parameters, x.shape[1])
             found = norm.cuda_codes(target, NormCodes(spec, Codes(**codes)), *given, bound)
-            return [np.asarray(r) for r in found], np.asarray(bound).item()
+            found = [np.asarray(r) for r in found]
+            flat = [r.reshape(-1) if r.size == len(x) else r.reshape(x.shape) for r in found[3:]]
+            return [*found[:3], *flat], np.asarray(bound).item()
 
         return run, launches
 
     return make
 
 
-def exact_norm(h, scale, offset):
-    """(y, rstd) in float64 of rows as they are stored."""
+def against(parameter, rows):
+    """A parameter, or those of each example, in float64 against rows."""
+    wide = np.atleast_2d(np.asarray(parameter, np.float64))
+    return np.repeat(wide, rows // len(wide), 0)
+
+
+def exact_norm(h, scale, offset, bias=None, centred=False):
+    """(y, what y is a sum of, [mean,] rstd) in float64 of rows as they are stored."""
     wide = np.asarray(h, np.float64)
+    mean = np.mean(wide, 1) if centred else np.zeros(len(wide))
+    apart = wide - mean[:, None]
     with np.errstate(invalid="ignore"):
-        rstd = 1 / np.sqrt(np.mean(wide * wide, 1) + 1e-6)
-        y = wide * rstd[:, None]
-    return (y if scale is None else y * (np.asarray(scale, np.float64) + offset)), rstd
+        rstd = 1 / np.sqrt(np.mean(apart * apart, 1) + 1e-6)
+        y = apart * rstd[:, None]
+    w = 1 if scale is None else against(scale, len(wide)) + offset
+    shift = 0 if bias is None else against(bias, len(wide))
+    rounded = unit(mean * rstd)[:, None]  # of the mean
+    terms = np.abs(y * w) + np.abs(shift) + rounded * np.abs(w) / 1e-5
+    return y * w + shift, terms, *[mean] * centred, rstd
+
+
+def unit(values):
+    """How far float32 numbers may be from the exact ones."""
+    return np.abs(values) * 2.0**-24
 
 
 CLUSTER = CastLayout(32, 2, 2, group=1)  # blocks of 32 rows and 256 columns
@@ -275,29 +300,51 @@ NARROW = CastLayout(16, 8, 2, group=1)
         ((48, 192), None, BF16, {"residual": "float32"}),  # sums of rows before, and then codes
         ((7, 50), None, "float32", {"offset": -0.5}),
         ((7, 50), None, BF16, {"scale": None}),
+        # LayerNorms; biases; scales of each example.
+        ((48, 784), CLUSTER, BF16, {"centred": True, "bias": "float32"}),
+        ((33, 411), CLUSTER, "float32", {"centred": True, "bias": "bfloat16", "offset": 1.0}),
+        ((32, 528), WARPS, BF16, {"centred": True, "bias": BF16, "residual": BF16}),
+        ((48, 272), CLUSTER, BF16, {"centred": True, "residual": "float32", "bias": "float32"}),
+        ((16, 128), NARROW, BF16, {"centred": True, "scale": None}),
+        ((48, 192), None, "float32", {"centred": True, "bias": "float32"}),
+        ((48, 784), CLUSTER, BF16, {"bias": "float32"}),
+        ((96, 144), NARROW, BF16, {"centred": True, "bias": "float32", "examples": 2}),
+        ((96, 784), CLUSTER, BF16, {"centred": True, "bias": BF16, "examples": 3, "offset": 1.0}),
+        ((64, 77), WARPS, "float32", {"examples": 4, "residual": BF16}),
+        ((64, 77), None, BF16, {"examples": 2, "centred": True, "bias": "float32"}),
+        ((66, 80), NARROW, BF16, {"examples": 2, "bias": "float32"}),  # 33 rows of an example
     ],
     ids=str,
 )
 def test_cuda_norm_is_quantized_as_it_is_made(normalised, rng, shape, layout, given, options):
     run, launches = normalised(layout)
     draw = lambda *shape, dtype: rng.standard_normal(shape).astype(np.dtype(dtype))
-    options = {"scale": "float32", "residual": None, "offset": 0.0} | options
+    options = {"scale": "float32", "residual": None, "offset": 0.0, "bias": None} | options
+    centred, examples = options.get("centred", False), options.get("examples", 0)
     x = draw(*shape, dtype=given) * np.exp(draw(shape[0], 1, dtype="float32")).astype(given)
-    x[3] = 0
+    x += (centred * 100 * draw(shape[0], 1, dtype="float32")).astype(given)
+    x[3] = 7 * centred
+    lead = (examples,) if examples else ()
+    of_columns = lambda name: options[name] and draw(*lead, shape[1], dtype=options[name])
     residual = options["residual"] and draw(*shape, dtype=options["residual"])
-    scale = options["scale"] and draw(shape[1], dtype=options["scale"])
-    (q, qt, code_scale, *h, rstd), bound = run(x, residual, scale, options["offset"])
+    scale, bias = of_columns("scale"), of_columns("bias")
+    of = {"bias": bias, "centred": centred}
+    (q, qt, code_scale, *h, rstd), bound = run(x, residual, scale, options["offset"], **of)
+    mean = [h.pop() for _ in range(centred)]
     stored = x
     if residual is not None:
         (stored,) = h
         wide = x.astype(np.float32) + residual.astype(np.float32)
         assert stored.dtype == np.promote_types(x.dtype, residual.dtype)
         np.testing.assert_array_equal(stored, wide.astype(stored.dtype))
-    y, exact_rstd = exact_norm(stored, scale, options["offset"])
-    near([q, qt, code_scale], y, bound, fp8_reference.E4M3)
+    y, terms, *exact_mean, exact_rstd = exact_norm(stored, scale, options["offset"], **of)
+    near([q, qt, code_scale], y, bound, fp8_reference.E4M3, terms)
     np.testing.assert_allclose(rstd, exact_rstd, rtol=1e-6)
-    assert len(launches) == (1 if layout else 2)
-    if layout:
+    for found, exact in zip(mean, exact_mean):
+        np.testing.assert_allclose(found, exact, rtol=1e-6)
+    apart = not layout or shape[0] % 16 and examples
+    assert len(launches) == (2 if apart else 1)
+    if not apart:
         across = -(-shape[1] // (8 * layout.width))
         assert launches[0]["macros"]["CLUSTER"] == across
 
