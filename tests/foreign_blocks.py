@@ -1,5 +1,8 @@
 """A norm and linear layers after it, as in other people's models."""
 
+import functools
+
+import flax.linen as nn
 import foreign_norms
 import jax
 import jax.numpy as jnp
@@ -33,3 +36,34 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.norm(x)
         return self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """By einsums, as most write it."""
+    scores = jnp.einsum("bqhc,bkhc->bhqk", q * q.shape[-1] ** -0.5, k).astype(jnp.float32)
+    return jnp.einsum("bhqk,bkhc->bqhc", nn.softmax(scores).astype(v.dtype), v)
+
+
+class VitBlock(nn.Module):
+    """A block of a ViT (without a condition), or of a DiT: adaptive LayerNorms, an MLP with gelu."""
+
+    heads: int
+    adaptive: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, condition: jax.Array | None = None) -> jax.Array:
+        batch, tokens, dim = x.shape
+        dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
+        norm = nn.LayerNorm(
+            use_scale=not self.adaptive, use_bias=not self.adaptive, dtype=jnp.bfloat16
+        )
+        modulate, gates = (lambda y: y), (1, 1)
+        if self.adaptive:
+            of = jnp.split(dense(6 * dim)(nn.silu(condition))[:, None], 6, axis=-1)
+            shifts, gates = iter(of[:4]), of[4:]
+            modulate = lambda y: y * (1 + next(shifts)) + next(shifts)
+        y = modulate(norm(x))
+        q, k, v = (dense(dim)(y).reshape(batch, tokens, self.heads, -1) for _ in range(3))
+        x = x + gates[0] * dense(dim)(_attention(q, k, v).reshape(x.shape))
+        y = modulate(norm.copy(name=None)(x) if self.adaptive else nn.LayerNorm(dtype=jnp.bfloat16)(x))
+        return x + gates[1] * dense(dim)(nn.gelu(dense(4 * dim)(y)))

@@ -1,11 +1,11 @@
 """A gated MLP in FP8: all that lies between its products reads and writes FP8 codes in one pass.
 
-    a = x · W_gate    b = x · W_up    h = f(a) · b    y = h · W_down
+    a = x · W_gate (+ bias)    b = x · W_up (+ bias)    h = f(a) · b    y = h · W_down
 
 Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds its
 maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
 pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
-(docs/quantization.md). Without W_up b is 1. x may be the norm of something, whose pass then writes
+(docs/quantization.md); those of the biases are sums of what these codes say. Without W_up b is 1. x may be the norm of something, whose pass then writes
 codes (`fp8_norm`).
 """
 
@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.implementation import BEST, Order
-from ..core.op import Op, batch_at, placed
+from ..core.op import Op, batch_at, match, placed
 from ..norm.spec import Norm
 from ..quantization import gated
 from ..quantization.kernels import Codes
-from ..quantization.op import Quantized
+from ..quantization.op import Quantized, decoded
 from .epilogue import SCALARS, Scalar
 from .fp8 import (
     FORMAT,
@@ -46,7 +46,7 @@ from .fp8 import (
     vmap_tangent,
     vmapped,
 )
-from .matmul import Product, chained
+from .matmul import Product, chained, equally_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +55,23 @@ class Mlp:
 
     input: Input  # what gate and up read, and each of the products; all have the same letters
     gated: gated.Gated  # the activation between them
+    has_biases: bool = False  # of the first products
     hidden_sharding: jax.P | None = None  # where the hidden arrays lie on a mesh of Auto axes
 
     @property
     def fp8(self) -> Fp8:
         """Each of the products."""
         return self.input.fp8
+
+    @property
+    def count(self) -> int:
+        """How many products there are before the activation."""
+        return 1 + self.gated.has_up
+
+    def split(self, operands: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns what belongs to the first kernels, to the last one and to the biases."""
+        end = 2 * self.count
+        return operands[:end], operands[end : end + 2], operands[end + 2 :]
 
     def with_batch(self) -> "Mlp":
         """Returns the same of rows with one more dimension, the first."""
@@ -107,6 +118,7 @@ def multiply_mlp(
     function: Scalar,
     *,
     dtype: jax.typing.DTypeLike,
+    biases: Sequence[Array] = (),
     contract: int = 0,
     hidden_sharding: jax.P | None = None,
     order: Order = BEST,
@@ -116,20 +128,21 @@ def multiply_mlp(
 ) -> list[Array]:
     """Returns `[f(n · kernels[0]) · (n · kernels[1]) · down]` for operands that `serves` allows.
 
-    n is x or, with a `norm`, that of x and its scale; or of x + residual, which is returned too.
+    Biases, one for each of the kernels or none, are added before f and the product. n is x or, with a `norm`, that of x and its scale; or of x + residual, which is returned too.
     """
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
     hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
-    spec = Mlp(Input(fp8, norm), hidden, hidden_sharding)
+    spec = Mlp(Input(fp8, norm), hidden, bool(biases), hidden_sharding)
     x = x.astype(dtype) if norm is None else x
+    x, *biases = equally_varying(x, *biases)
     args, operands = operands_of(x, residual, scale, [*kernels, down])
-    return list(_mlp(spec, args, operands))
+    return list(_mlp(spec, args, (*operands, *biases)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
-    """Operands: a kernel and its main gradient, of gate, up and down."""
+    """Operands: a kernel and its main gradient, of gate, up and down; biases of gate and up."""
     args = mark_input(_mlp, spec, args, operands)
     made = spec.input.codes(args, transposed=False)
     y, _ = _products(spec, args[0], made, operands, (False,) * (1 + len(operands)))
@@ -140,7 +153,7 @@ def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]
 def _(spec, primals, tangents):
     (args, operands), (dargs, doperands) = primals, tangents
     of_x, moved = spec.input.has_tangent(dargs), tuple(map(moves, doperands))
-    made = spec.input.codes(args, transposed=any(moved[:-2]))
+    made = spec.input.codes(args, transposed=any(spec.split(moved)[0]))
     dn, *dh = spec.input.tangents(made, args, dargs)
     y, kept = _products(spec, args[0], made, operands, (of_x, *moved))
     moving = [dn] * of_x + [t for t in doperands if moves(t)]
@@ -153,12 +166,13 @@ def _products(
     spec: Mlp, x: Array, xq: Any, operands: Any, moves: tuple[bool, ...]
 ) -> tuple[Array, list[Array]]:
     """The result of what has the codes `xq`, and the residuals in the order of `Residuals`."""
-    *firsts, down = operands[::2]
-    first_moves, down_moves = any(moves[1:-2]), any(moves[-2:])
-    codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts]
+    firsts, (down, _), biases = spec.split(operands)
+    first_moves, down_moves, bias_moves = map(any, spec.split(moves[1:]))
+    codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts[::2]]
     arrays = [placed(forward(spec.fp8, x, xq, w), spec.hidden_sharding) for w in codes]
+    arrays = [_plus(a, bias) for a, bias in zip(arrays, biases)] or arrays
     hidden = gated.Hidden(*gated.hidden(spec.gated, *arrays, order=spec.order))
-    before_down = moves[0] or first_moves
+    before_down = moves[0] or first_moves or bias_moves
     wd = kernel_codes(spec.fp8, down, forward=True, backward=before_down)
     hq = Quantized(hidden.q, hidden.qt, hidden.scale)
     y = forward(spec.fp8, arrays[0], hq, wd)
@@ -174,12 +188,18 @@ def _products(
     ]
 
 
+def _plus(array: Array, bias: Array) -> Array:
+    """Returns array + bias, without a cast in between: cuBLAS adds it as it writes a product."""
+    bias = match(bias.astype(array.dtype), array, [array.ndim - 1])
+    return array + jnp.expand_dims(bias, range(array.ndim - 1))
+
+
 # ---------------------------------------------------------------- the tangent
 
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """The tangent of the MLP, in the directions of x, the kernels and their main gradients.
+    """The tangent of the MLP, along x, the kernels with their main gradients, and the biases.
 
     Its operands are those of `Residuals`, then the tangents that there are. A residual that no
     tangent needs is a scalar zero. `vmaps` are as in `fp8`.
@@ -198,12 +218,17 @@ class Tangent:
         """Returns the operands by their names."""
         given = list(operands)
         take = lambda: (given.pop(0), given.pop(0))
-        count = 1 + self.mlp.gated.has_up
+        count = self.mlp.count
         x, kernels, down = take(), [take() for _ in range(count)], take()
         arrays = [given.pop(0) for _ in range(count)]
         maxima, hidden = take(), take()
         linear = [given.pop(0) if moved else None for moved in self.moves]
-        return Residuals(x, kernels, down, arrays, maxima, hidden, linear)
+        dx, (*firsts, of_down, biases) = linear[0], self.mlp.split(linear[1:])
+        of_firsts = [firsts[0][i : i + 2] for i in range(0, 2 * count, 2)]
+        biases = biases or [None] * count
+        return Residuals(
+            x, kernels, down, arrays, maxima, hidden, linear, dx, of_firsts, of_down, biases
+        )
 
 
 @dataclasses.dataclass
@@ -216,33 +241,29 @@ class Residuals:
     arrays: list[Any]  # a and b, before the activation
     maxima: tuple[Any, Any]  # of |f(a)| and |b|
     hidden: tuple[Any, Any]  # codes of hᵀ
-    # The tangents of x, and of each kernel and its main gradient; None where there is none.
-    linear: list[Any]
-
-    @property
-    def of_kernels(self) -> list[list[Any]]:
-        """The tangents of each kernel and of its main gradient: gate, up, down."""
-        return [self.linear[i : i + 2] for i in range(1, len(self.linear), 2)]
+    linear: list[Any]  # all tangents, None where there is none: first that of x, then these
+    dx: Any
+    of_firsts: list[list[Any]]  # of the kernels of gate and up, and of their main gradients
+    of_down: list[Any]
+    biases: list[Any]  # of gate and up
 
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
     """`(residuals, tangents) -> (dy,)`, of the dequantized operands in the compute dtype."""
     if spec.vmaps:
         return vmapped(define_tangent, spec)(*operands)
-    mlp, r = spec.mlp, spec.read(operands)
-    *of_firsts, of_down = r.of_kernels
-    terms = []
-    if r.linear[0] is not None or any(t is not None for pair in of_firsts for t in pair):
+    mlp, r, terms = spec.mlp, spec.read(operands), []
+    if any(t is not None for t in (r.dx, *r.biases, *sum(r.of_firsts, []))):
         moved = []
-        for array, kernel, dkernels in zip(r.arrays, r.kernels, of_firsts):
+        for array, kernel, dkernels, dbias in zip(r.arrays, r.kernels, r.of_firsts, r.biases):
             parts = [product_with_x(mlp.fp8, *r.x, d) for d in dkernels if d is not None]
-            if r.linear[0] is not None:
-                parts.append(product_with_kernel(mlp.fp8, r.linear[0], *kernel))
-            moved.append(functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array))
+            parts += [] if r.dx is None else [product_with_kernel(mlp.fp8, r.dx, *kernel)]
+            along = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
+            moved.append(along if dbias is None else _plus(along, dbias))
         h = lambda *arrays: _hidden(mlp.gated, *arrays)
         _, dh = jax.jvp(h, tuple(r.arrays), tuple(moved))
         terms.append(product_with_kernel(mlp.fp8, dh, *r.down))
-    terms += [product_with_x(mlp.fp8, *r.hidden, d) for d in of_down if d is not None]
+    terms += [product_with_x(mlp.fp8, *r.hidden, d) for d in r.of_down if d is not None]
     return [functools.reduce(jnp.add, terms)]
 
 
@@ -255,22 +276,30 @@ def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequenc
     """The gradient for each tangent, given by its type; None for one without a type."""
     mlp, r, (dy,) = spec.mlp, spec.read([*residuals, *likes]), dys
     there = lambda tangents: any(d is not None for d in tangents)
-    x, (*of_firsts, of_down) = r.linear[0], r.of_kernels
-    before_down = x is not None or any(map(there, of_firsts))
-    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=there(of_down))
+    before_down = there([r.dx, *r.biases, *sum(r.of_firsts, [])])
+    g = gradient_codes(mlp.fp8, dy, q=before_down, qt=there(r.of_down))
     one = lambda x, g, d: None if d is None else kernel_gradient(mlp.fp8, x[0], x[1], g, d)
     each = lambda x, g, of: [one(x, g, d) for d in of]
-    found: list[Any] = [None] * (len(r.linear) - 2) + each(r.hidden, g, of_down)
+    found: list[Any] = [None] * (1 + 2 * mlp.count) + each(r.hidden, g, r.of_down)
+    biases: list[Any] = []
     if before_down:
         dh = input_gradient(mlp.fp8, g, *r.down, jax.typeof(r.arrays[0]))
         dh = placed(dh, mlp.hidden_sharding)
         codes = gated.hidden_gradients(mlp.gated, dh, *r.arrays, *r.maxima, order=mlp.order)
         ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
-        if x is not None:
-            terms = [input_gradient(mlp.fp8, way, *w, x) for way, w in zip(ways, r.kernels)]
+        if r.dx is not None:
+            terms = [input_gradient(mlp.fp8, way, *w, r.dx) for way, w in zip(ways, r.kernels)]
             found[0] = chained(terms)
-        found[1:-2] = [f for way, of in zip(ways, of_firsts) for f in each(r.x, way, of)]
-    return [f for f, moved in zip(found, spec.moves) if moved]
+        found[1:-2] = [f for way, of in zip(ways, r.of_firsts) for f in each(r.x, way, of)]
+        biases = [None if d is None else _bias_gradient(way, d) for way, d in zip(ways, r.biases)]
+    return [f for f, moved in zip([*found, *biases], spec.moves) if moved]
+
+
+def _bias_gradient(way: Quantized, like: Any) -> Array:
+    """The sum over rows of what codes say: one byte an element, where no other array is left."""
+    total = jnp.sum(decoded(way.qt).astype(jnp.float32), range(1, way.qt.ndim)) * way.scale
+    explicit = like.sharding.mesh.explicit_axes
+    return (jax.sharding.reshard(total, like.sharding) if explicit else total).astype(like.dtype)
 
 
 def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
@@ -278,15 +307,15 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
     r, at = spec.read(operands), spec.read(dims)
     scales = [at.x[1], at.hidden[1], *at.maxima]
-    of_kernels = [d for pair in (*at.kernels, at.down, *at.of_kernels) for d in pair]
-    if spec.vmaps or any(d is not None for d in [*scales, *of_kernels]):
+    parameters = [*sum((*at.kernels, at.down), ()), *at.linear[1:]]
+    if spec.vmaps or any(d is not None for d in [*scales, *parameters]):
         return vmap_tangent(op, operands, dims, spec, order)
     place = lambda a, d, to: batch_at(a, d, to, size) if a.ndim else a
     moved = [place(r.x[0], at.x[0], 1), r.x[1]]
     moved += [part for pair in (*r.kernels, r.down) for part in pair]
     moved += [place(a, d, 0) for a, d in zip(r.arrays, at.arrays)]
     moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
-    moved += [] if r.linear[0] is None else [batch_at(r.linear[0], at.linear[0], 0, size)]
+    moved += [] if r.dx is None else [batch_at(r.dx, at.dx, 0, size)]
     moved += [t for t in r.linear[1:] if t is not None]
     return op(replace(spec, mlp=spec.mlp.with_batch()), *moved, order=order), [0]
 

@@ -263,11 +263,13 @@ def mlp(
     def in_fp8(strict: bool) -> Array:
         assert function is not None
         shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
+        shared["biases"] = [biases[name] for name in given]
         (y,) = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
         return finish(y, biases.get("down"), None, dtype)
 
-    without_biases = not biases.keys() & {"gate", "up"}
-    if quantization is None or not without_biases or not serves([*first, down], contract, function):
+    given = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
+    alike = len(given) in (0, len(first))
+    if quantization is None or not alike or not serves([*first, down], contract, function):
         return in_parts(implementation)
     serve = {"native": in_fp8, "xla": lambda strict: in_parts("xla")}
     return choose(op, implementation, serve)

@@ -101,8 +101,8 @@ class Products:
         dims[which] = tuple(to.get(i, d) for i, d in enumerate(dims[which]))
         rest = [[d for i, d in enumerate(dims[j]) if i not in contract[j]] for j in (0, 1)]
         out_dims = (*rest[0], *rest[1])
-        x = self._peel(made.ins[x_side], dims[x_side], casts=False)
-        kernel = self._peel(made.ins[which], dims[which], casts=True)
+        x = self.peeled(made.ins[x_side], dims[x_side], casts=False)
+        kernel = self.peeled(made.ins[which], dims[which], casts=True)
         features = [l for i in contract[x_side] for l in expand(dims[x_side][i])]
         have = atoms(kernel[1])
         features = [l for l in have if l in features]  # in the order that the kernel has them
@@ -154,8 +154,13 @@ class Products:
             raise Left("its kernel is made of parameters")
         return which
 
-    def _peel(self, v: int, dims: Dims, casts: bool) -> tuple[int, Dims]:
-        """Goes back through what only lays an array out anew, and through casts."""
+    def peeled(
+        self, v: int, dims: Dims, casts: bool, repeated: bool = False
+    ) -> tuple[int, Dims]:
+        """Goes back through what only lays an array out anew, and through casts.
+
+        With `repeated` also through what repeats it.
+        """
         g = self.program
         dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
         while (made := g.maker.get(v)) is not None and made.ins and v not in self.made:
@@ -164,7 +169,7 @@ class Products:
             if made.name == "convert_element_type":
                 floating = jnp.issubdtype(given.dtype, jnp.floating)
                 back = dims if casts and floating and given.dtype.itemsize >= 2 else None
-            elif made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
+            elif not repeated and made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
                 back = None
             else:
                 back = moved_back(made, dims, given.shape, g.avals[v].shape)
@@ -265,6 +270,7 @@ class Mlp(Site):
     quantization: Any
     aval: Any
     inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
+    biases: tuple[tuple[int, Dims], ...] = ()  # (value, labels) of what is added to each, or none
     rows: Dims = ()  # the labels of its rows then, in the order of their input's
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
@@ -295,7 +301,7 @@ class Mlp(Site):
             mlp,
             first.operand(read, *first.x),
             kernels | {"down": m.weight(read)},
-            {},
+            {n: arrange(read(v), d, [m.features]) for n, (v, d) in zip(names, self.biases)},
             activation=self.activation,
             dtype=m.dtype,
             implementation=None,
@@ -360,10 +366,17 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         with contextlib.suppress(Left):
             known[_narrowed(products.program, each)[0]] = each
     hidden = [v for v in (half.gate, half.up) if v is not None]
-    made = [_laid_out(products.program, v, half.hidden_dims, known) for v in hidden]
+    made, biases = [], []
+    for v in hidden:
+        v, dims = _laid_out(products.program, v, half.hidden_dims, known)
+        if v not in known and (split := _biased(products, v, dims, known)) is not None:
+            (v, dims), bias = split
+            biases.append(bias)
+        made.append((v, dims))
     inner: list[Matrix] = [known[v] for v, _ in made if v in known]
-    dims = made[0][1]
     if len(inner) < len(hidden) or any(other != dims for _, other in made):
+        return None
+    if len(biases) not in (0, len(inner)) or any(atoms(d) != m.features for _, d in biases):
         return None
     if any(products.unquantized(i) or i.dtype != m.dtype for i in inner):
         return None
@@ -382,14 +395,29 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     to = dict(pairs)
     if [to[l] for l in first.columns] != list(m.features):
         return None
+    kernels = [each.kernel[0] for each in (*inner, m)]
     return dataclasses.replace(
         half,
-        reads=tuple(dict.fromkeys([first.x[0], *[i.kernel[0] for i in inner], m.kernel[0]])),
+        biases=tuple(biases),
+        reads=tuple(dict.fromkeys([first.x[0], *kernels, *[v for v, _ in biases]])),
         dead=(*half.dead, *[i.value for i in inner]),
         served="GatedMLP, fp8",
         inner=tuple(inner),
         rows=tuple((to[l],) for l in first.rows),
     )
+
+
+def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) -> Any:
+    """Returns a product and what is added to it, with their labels, where a value is their sum."""
+    g = products.program
+    made = g.maker.get(v)
+    if made is None or made.name != "add" or any(g.avals[i].dtype != g.avals[v].dtype for i in made.ins):
+        return None
+    for one, other in (made.ins, made.ins[::-1]):
+        product, laid_out = _laid_out(g, one, dims, known)
+        if product in known and g.avals[one].shape == g.avals[v].shape:
+            return (product, laid_out), products.peeled(other, dims, casts=True, repeated=True)
+    return None
 
 
 def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) -> tuple[int, Dims]:
