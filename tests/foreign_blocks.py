@@ -65,5 +65,7 @@ class VitBlock(nn.Module):
         y = modulate(norm(x))
         q, k, v = (dense(dim)(y).reshape(batch, tokens, self.heads, -1) for _ in range(3))
         x = x + gates[0] * dense(dim)(_attention(q, k, v).reshape(x.shape))
-        y = modulate(norm.copy(name=None)(x) if self.adaptive else nn.LayerNorm(dtype=jnp.bfloat16)(x))
+        y = modulate(
+            norm.copy(name=None)(x) if self.adaptive else nn.LayerNorm(dtype=jnp.bfloat16)(x)
+        )
         return x + gates[1] * dense(dim)(nn.gelu(dense(4 * dim)(y)))

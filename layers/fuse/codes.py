@@ -63,6 +63,7 @@ _FOLLOWED = (  # by the same elements in the same order
     "copy_p",
     "expand_dims",
     "name",
+    "normfuse_shared",
     "pcast",
     "pvary",
     "reshape",
@@ -155,7 +156,7 @@ class _Program:
         if eqn.primitive is norms.forward.primitive:
             return self._norm(eqn, given, of, path, level)
         if of[:1] != [None] and of and _same_elements(eqn):
-            return self._bind(eqn, given), [of[0]]
+            return self._bind(eqn, given), [of[0]] * len(eqn.outvars)
         if (product := _product_of(eqn)) is not None:
             if of[0] is not None or self.reading:
                 return self._product(eqn, product, given, of, path, level), none
@@ -261,10 +262,10 @@ def _scopes(eqn: Any) -> str:
 
 
 def _same_elements(eqn: Any) -> bool:
-    """Whether an equation's result has its operand's elements, in rows of the same length."""
-    if eqn.primitive.name not in _FOLLOWED or len(eqn.outvars) != 1:
+    """Whether an equation's results have its operand's elements, in rows of the same length."""
+    if eqn.primitive.name not in _FOLLOWED:
         return False
-    (out,), given = eqn.outvars, eqn.invars[0]
+    out, given = eqn.outvars[0], eqn.invars[0]
     a, b = given.aval, out.aval
     if (
         b.dtype.name not in _DTYPES

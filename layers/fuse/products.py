@@ -154,9 +154,7 @@ class Products:
             raise Left("its kernel is made of parameters")
         return which
 
-    def peeled(
-        self, v: int, dims: Dims, casts: bool, repeated: bool = False
-    ) -> tuple[int, Dims]:
+    def peeled(self, v: int, dims: Dims, casts: bool, repeated: bool = False) -> tuple[int, Dims]:
         """Goes back through what only lays an array out anew, and through casts.
 
         With `repeated` also through what repeats it.
@@ -349,6 +347,7 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
                     dead=(),
                     what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
                     served="dense, fp8",
+                    shares=m.x[0],
                     matrix=m,
                     aval=aval,
                 )
@@ -411,7 +410,11 @@ def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) ->
     """Returns a product and what is added to it, with their labels, where a value is their sum."""
     g = products.program
     made = g.maker.get(v)
-    if made is None or made.name != "add" or any(g.avals[i].dtype != g.avals[v].dtype for i in made.ins):
+    if (
+        made is None
+        or made.name != "add"
+        or any(g.avals[i].dtype != g.avals[v].dtype for i in made.ins)
+    ):
         return None
     for one, other in (made.ins, made.ins[::-1]):
         product, laid_out = _laid_out(g, one, dims, known)

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from ...native import jax_private
 from ...native.jaxpr import bodies, line_of, results_of
+from ..dense.matmul import shared
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
@@ -99,6 +100,7 @@ class Site:
       dead: values that nothing may read any more once `outs` are replaced.
       what: its domain and its sizes, for the report.
       served: what computes it.
+      shares: the value whose gradient is added up in the products of all sites that share it.
     """
 
     outs: tuple[int, ...]
@@ -106,6 +108,7 @@ class Site:
     dead: tuple[int, ...]
     what: str
     served: str
+    shares: int | None = dataclasses.field(default=None, kw_only=True)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         """Returns the values of `outs`."""
@@ -415,14 +418,25 @@ class Program:
             else:
                 env |= zip(made.outs, self._bind(made, [env[r] for r in made.ins]), strict=True)
 
-    def _emit(self, site: Site, env: Mapping[int, Any]) -> list[Any]:
+    def _emit(self, site: Site, env: dict[int, Any]) -> list[Any]:
         made = self.maker[site.outs[0]]
         try:
             with self._around(made):
-                results = site.emit(env.__getitem__)
+                results = site.emit(self._reader(site, env))
                 return [_fitted(y, self.avals[v]) for v, y in zip(site.outs, results, strict=True)]
         except Exception as error:
             raise SiteFailed(site, error) from error
+
+    def _reader(self, site: Site, env: dict[int, Any]) -> Callable[[int], Any]:
+        """Returns how a site reads values: one that several share by a copy for each of them."""
+        v = site.shares
+        if v is None:
+            return env.__getitem__
+        if ~v not in env:  # no value has such a number
+            count = len({each for each in self.sites.values() if each.shares == v})
+            env[~v] = shared(env[v], count)
+        own = env[~v].pop()
+        return lambda u: own if u == v else env[u]
 
     @contextlib.contextmanager
     def _around(self, equation: Equation) -> Iterator[None]:

@@ -247,7 +247,9 @@ def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     x = given["X"]
     if not shares_rows(norm, x.shape):
         normalise = functools.partial(forward_kernel.bodies["cuda"], target)
-        return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
+        return _norm_and_cast(
+            normalise, functools.partial(kernels.cuda_cast, target), spec, *operands
+        )
     stored, n = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
     of = {"has_residual": norm.has_residual, "centred": norm.centred}
     chosen = layout(n, stored.itemsize, target, **of)
@@ -268,7 +270,9 @@ def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     alone = replace(spec.norm, has_residual=False)
     if not shares_rows(alone, operands[0].shape):
         normalise = functools.partial(apply_kernel.bodies["cuda"], target)
-        return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
+        return _norm_and_cast(
+            normalise, functools.partial(kernels.cuda_cast, target), spec, *operands
+        )
     given = _named(alone, operands, *["MEAN"] * alone.centred, "RSTD")
     return _launch(target, spec, apply_layout(), given, 0.0)
 
