@@ -45,27 +45,22 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 class VitBlock(nn.Module):
-    """A block of a ViT (without a condition), or of a DiT: adaptive LayerNorms, an MLP with gelu."""
+    """A block of a ViT, or with a condition of a DiT: adaptive LayerNorms, and an MLP with gelu."""
 
     heads: int
-    adaptive: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, condition: jax.Array | None = None) -> jax.Array:
-        batch, tokens, dim = x.shape
+        dim, plain = x.shape[-1], condition is None
         dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
-        norm = nn.LayerNorm(
-            use_scale=not self.adaptive, use_bias=not self.adaptive, dtype=jnp.bfloat16
-        )
-        modulate, gates = (lambda y: y), (1, 1)
-        if self.adaptive:
-            of = jnp.split(dense(6 * dim)(nn.silu(condition))[:, None], 6, axis=-1)
-            shifts, gates = iter(of[:4]), of[4:]
-            modulate = lambda y: y * (1 + next(shifts)) + next(shifts)
-        y = modulate(norm(x))
-        q, k, v = (dense(dim)(y).reshape(batch, tokens, self.heads, -1) for _ in range(3))
+        norm = lambda: nn.LayerNorm(use_scale=plain, use_bias=plain, dtype=jnp.bfloat16)
+        modulate, gates = (lambda y: y), [1, 1]
+        if condition is not None:
+            parts = jnp.split(dense(6 * dim)(nn.silu(condition))[:, None], 6, axis=-1)
+            rest, gates = iter(parts[:4]), parts[4:]
+            modulate = lambda y: y * (1 + next(rest)) + next(rest)
+        y = modulate(norm()(x))
+        q, k, v = (dense(dim)(y).reshape(*x.shape[:2], self.heads, -1) for _ in range(3))
         x = x + gates[0] * dense(dim)(_attention(q, k, v).reshape(x.shape))
-        y = modulate(
-            norm.copy(name=None)(x) if self.adaptive else nn.LayerNorm(dtype=jnp.bfloat16)(x)
-        )
+        y = modulate(norm()(x))
         return x + gates[1] * dense(dim)(nn.gelu(dense(4 * dim)(y)))

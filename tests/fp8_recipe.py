@@ -168,10 +168,10 @@ def with_norm(recipe, x, scale, bias=None, centred=False):
     """The same of the norm of x."""
     parameters = [scale] if bias is None else [scale, bias]
     y, dn, found = recipe(normalised(x, *parameters, centred=centred)[2])
-    return y, [*norm_gradients(dn, x, *parameters, centred=centred), *found]
+    return y, [*norm_gradients(dn, x, scale, bias=bias, centred=centred), *found]
 
 
-def norm_gradients(dn: Near, h, scale, bias=None, dh=None, centred=False) -> list[Near]:
+def norm_gradients(dn: Near, h, scale, dh=None, bias=None, centred=False) -> list[Near]:
     """The gradients of h, scale and bias for dn, that of the norm of h, and dh, that of h."""
     rstd, unscaled, _ = normalised(h, scale, bias, centred)
     moved, share = dn * of_rows(scale, len(dn.value)), exact(-1 / h.shape[-1])

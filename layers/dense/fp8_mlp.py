@@ -5,8 +5,8 @@
 Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds its
 maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
 pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
-(docs/quantization.md); those of the biases are sums of what these codes say. Without W_up b is 1. x may be the norm of something, whose pass then writes
-codes (`fp8_norm`).
+(docs/quantization.md); the gradients of biases are sums of what these codes say. Without W_up b is
+1. x may be the norm of something, whose pass then writes codes (`fp8_norm`).
 """
 
 import dataclasses
@@ -128,7 +128,8 @@ def multiply_mlp(
 ) -> list[Array]:
     """Returns `[f(n · kernels[0]) · (n · kernels[1]) · down]` for operands that `serves` allows.
 
-    Biases, one for each of the kernels or none, are added before f and the product. n is x or, with a `norm`, that of x and its scale; or of x + residual, which is returned too.
+    Biases, one for each of the kernels or none, are added before f and the product. n is x or, with
+    a `norm`, that of x and its scale; or of x + residual, which is returned too.
     """
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)

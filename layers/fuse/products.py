@@ -410,11 +410,7 @@ def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) ->
     """Returns a product and what is added to it, with their labels, where a value is their sum."""
     g = products.program
     made = g.maker.get(v)
-    if (
-        made is None
-        or made.name != "add"
-        or any(g.avals[i].dtype != g.avals[v].dtype for i in made.ins)
-    ):
+    if made is None or made.name != "add":
         return None
     for one, other in (made.ins, made.ins[::-1]):
         product, laid_out = _laid_out(g, one, dims, known)

@@ -241,15 +241,18 @@ def _named(norm: Norm, operands: Sequence[Array], *more: str) -> dict[str, Array
     return dict(zip(names, operands, strict=True))
 
 
+def _apart_on_cuda(kernel: Kernel, target: Target, *args: Any) -> list[Array]:
+    """The norm's kernel, and then the quantizer's."""
+    on_target = lambda body: functools.partial(body, target)
+    return _norm_and_cast(*map(on_target, (kernel.bodies["cuda"], kernels.cuda_cast)), *args)
+
+
 def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
     """The norm and its codes on a GPU: one launch, or one for sums over rows before it."""
     norm, given = spec.norm, _named(spec.norm, operands)
     x = given["X"]
     if not shares_rows(norm, x.shape):
-        normalise = functools.partial(forward_kernel.bodies["cuda"], target)
-        return _norm_and_cast(
-            normalise, functools.partial(kernels.cuda_cast, target), spec, *operands
-        )
+        return _apart_on_cuda(forward_kernel, target, spec, *operands)
     stored, n = jnp.promote_types(x.dtype, given.get("RESIDUAL", x).dtype), x.shape[norm.axes[0]]
     of = {"has_residual": norm.has_residual, "centred": norm.centred}
     chosen = layout(n, stored.itemsize, target, **of)
@@ -269,10 +272,7 @@ def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
     """The same for rows whose statistics are known."""
     alone = replace(spec.norm, has_residual=False)
     if not shares_rows(alone, operands[0].shape):
-        normalise = functools.partial(apply_kernel.bodies["cuda"], target)
-        return _norm_and_cast(
-            normalise, functools.partial(kernels.cuda_cast, target), spec, *operands
-        )
+        return _apart_on_cuda(apply_kernel, target, spec, *operands)
     given = _named(alone, operands, *["MEAN"] * alone.centred, "RSTD")
     return _launch(target, spec, apply_layout(), given, 0.0)
 

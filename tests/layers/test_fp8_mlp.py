@@ -63,14 +63,16 @@ def largest(near: Near) -> Near:
     return Near(np.abs(near.value[at]), near.slack[at])
 
 
-def recipe(args, dy, x=None):
+def recipe(args, dy, x=None, biases=()):
     """(y, gradients): nothing between the products is rounded before it is quantized.
 
-    `x` is what is read, if not the first of args.
+    `x` is what is read, if not the first of args; the gradients of biases are the last ones.
     """
     given, *kernels, down = args
     dtype, x = given.dtype, rows(given) if x is None else x
-    a, *up = (product(x, kernel, dtype) for kernel in kernels)
+    arrays = [product(x, kernel, dtype) for kernel in kernels]
+    added = [(a + exact(bias.astype(dtype))).rounded(dtype) for a, bias in zip(arrays, biases)]
+    a, *up = added or arrays
     b = up[0] if up else exact(np.float32(1))
     value, slope = epilogue(a, None, "silu")
     h = value * b if up else value
@@ -82,12 +84,14 @@ def recipe(args, dy, x=None):
         largest(dh) * (largest(b) if up else b) * exact(np.float32(SLOPES["silu"])),
         largest(dh) * largest(value),
     ]
-    dx, gradients = [], []
+    dx, gradients, sums = [], [], []
     for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds):
         codes = d.quantized(bound)
         dx.append((codes @ exact(kernel).quantized().T).rounded(dtype))
         gradients.append((x.quantized().T @ codes).rounded(kernel.dtype))
-    return y, [(dx[0] + dx[1]).rounded(dtype) if up else dx[0], *gradients, ddown]
+        sums.append(codes.sum(0).rounded(kernel.dtype))
+    dx = (dx[0] + dx[1]).rounded(dtype) if up else dx[0]
+    return y, [dx, *gradients, ddown, *sums[: len(biases)]]
 
 
 @pytest.mark.parametrize("contract", [0, 1])
@@ -115,6 +119,79 @@ def test_an_mlp_without_a_gate_follows_the_recipe(contract, rng):
     # Of x, two kernels, the hidden array, dy and its gradient; none reads what another wrote.
     assert hlo.calls(compiled, "quantize_")["amax"] == 6
     assert not any("epilogue" in name for name in hlo.calls(compiled, ""))
+
+
+def biased(x, *operands, activation="silu", **options):
+    """The MLP of two or three kernels, and as many biases less one."""
+    count = len(operands) // 2 + 1
+    kernels, biases = named(operands[:count]), dict(zip(("gate", "up"), operands[count:]))
+    if count == 2:
+        biases = {"up": operands[2]}
+    options |= {"dtype": x.dtype, "implementation": None, "activation": activation}
+    return gated.mlp(x, kernels, biases, quantization="fp8", **options)
+
+
+def with_biases(rng, count, dtype=f32):
+    """x, `count` kernels and their biases; dy."""
+    (x, *kernels), dy = operands(rng, dtype)
+    biases = [jnp.asarray(rng.standard_normal(HIDDEN), f32) for _ in range(count - 1)]
+    return [x, *kernels[-count:], *biases], dy
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_biases_follow_the_recipe(count, dtype, rng):
+    """Added before anything is rounded to codes; their gradients are sums of codes."""
+    args, dy = with_biases(rng, count, dtype)
+    expected = recipe(args[: count + 1], dy, biases=args[count + 1 :])
+    compiled = jax.jit(both_ways(biased)).lower(args, dy).compile()
+    check_all(compiled(args, dy), expected)
+    assert hlo.calls(compiled, "quantize_")["amax"] == (6 if count == 2 else 9)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("moves", [(0,), (3,), (0, 1, 2, 3)], ids=str)
+def test_biases_in_both_modes(moves, rng):
+    args, dy = with_biases(rng, 2)
+    tangents, _ = with_biases(np.random.default_rng(7), 2)
+    f = lambda *moving: biased(*(dict(enumerate(args)) | dict(zip(moves, moving))).values())
+    primals, t = [args[i] for i in moves], [tangents[i] for i in moves]
+    forward = jnp.vdot(jax.jvp(f, primals, t)[1], dy)
+    gradients = jax.vjp(f, *primals)[1](dy)
+    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
+    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
+    assert abs(forward - reverse) < 0.02 * size
+
+
+@pytest.mark.newest
+def test_vmap_over_rows_and_over_biases(rng):
+    args, dy = with_biases(rng, 2)
+    y, want = both_ways(biased)(args, dy)
+    rows = lambda x, *rest: jax.vmap(lambda x: biased(x, *rest))(x)
+    check = lambda a, b: np.testing.assert_allclose(
+        a, b, rtol=0, atol=arithmetic(8 * np.abs(b).max(), 48)
+    )
+    jax.tree.map(check, both_ways(rows)(args, dy), (y, want))
+    *rest, bias = args
+    stacked = lambda *args: jax.vmap(biased, (None, None, None, 0))(*args)
+    y, found = both_ways(stacked)([*rest, jnp.stack([bias, bias])], jnp.stack([dy, dy]))
+    check(y[1], biased(*args))
+    assert np.linalg.norm(found[-1][0] - want[-1]) < 1e-2 * np.linalg.norm(want[-1])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_biases_on_a_mesh(kind, rng, eight_devices):
+    del eight_devices
+    args, dy = with_biases(rng, 2)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+    place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    specs = [P("data"), P(), P(), P()]
+    if kind == AxisType.Auto:
+        specs[1:] = [P(None, "tensor"), P("tensor"), P("tensor")]
+    with jax.set_mesh(mesh):
+        given = list(map(place, args, specs))
+        found = jax.jit(both_ways(biased))(given, place(dy, P("data")))
+    check_all(found, recipe(args[:3], dy, biases=args[3:]))
 
 
 def norm_mlp(x, residual, scale, *kernels, **options):
