@@ -95,6 +95,8 @@ def casts(lengths) -> Iterator[Example]:
 def norm_codes(lengths) -> Iterator[Example]:
     for n, rows in coded(lengths):
         yield from coded_norm.examples(n, BF16, F32, rows=rows)
+        yield from coded_norm.examples(n, BF16, F32, rows=rows, centred=True)
+        yield from coded_norm.examples(n, BF16, F32, rows=48, centred=True, examples=3)
 
 
 def gated_codes(lengths) -> Iterator[Example]:

@@ -413,8 +413,10 @@ def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) ->
     if made is None or made.name != "add":
         return None
     for one, other in (made.ins, made.ins[::-1]):
+        if g.avals[one].shape != g.avals[v].shape:  # that the other one is repeated to
+            continue
         product, laid_out = _laid_out(g, one, dims, known)
-        if product in known and g.avals[one].shape == g.avals[v].shape:
+        if product in known:
             return (product, laid_out), products.peeled(other, dims, casts=True, repeated=True)
     return None
 

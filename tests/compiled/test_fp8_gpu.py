@@ -1,5 +1,6 @@
 """What an H200 would run for FP8 products, from programs compiled for it."""
 
+import collections
 import functools
 import importlib
 import pathlib
@@ -556,17 +557,53 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
     }
     (moved,) = [moved for name, moved in hlo.passes(forward) if name == "quantize_norm"]
     assert 3 * X <= moved <= 3 * X + SMALL // 64  # x and q: no qt without a gradient
-    assert len(calls(program)) == 9
-    others = [*NORMS, "fusion"]
-    check_quantized(program, others, *[(X, 2)] * 3, *[(DIM * DIM, 4)] * 3, normalised=4 * X)
+    found = calls(program)
+    assert len(found) == 9
+    # The three gradients of its result are added up in the products.
+    assert [call for call in found if call[1]] == [(f"bf16[{TOKENS},{DIM}]", 1, True)] * 2
+    check_quantized(program, NORMS, *[(X, 2)] * 3, *[(DIM * DIM, 4)] * 3, normalised=4 * X)
 
 
 @pytest.mark.newest
 def test_a_foreign_norm_and_mlp_are_one_function():
     """Casts of the kernels and of dy alone: what is between is written in codes."""
     forward, program = foreign(foreign_blocks.Mlp, DIM, HIDDEN)
-    counts = lambda found: [found[name] for name in ("amax", "cast", "rms_norm")]
+    counts = lambda found: [found[name] for name in ("amax", "cast", "norm")]
     assert counts(hlo.calls(forward, "quantize_")) == [3, 3, 1]
     # And a maximum of the hidden array's gradient, which its own pass quantizes.
     assert counts(hlo.calls(program, "quantize_")) == [5, 4, 1]
     assert hlo.calls(program)["backward"] == 1 and "forward" not in hlo.calls(program)
+
+
+ROWS, WIDTH = (64, 196), 1024
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("adaptive", [False, True], ids=["ViT", "DiT"])
+def test_a_fused_block_of_a_vision_transformer_is_codes_between_products(adaptive):
+    """Norms, and the MLP's passes over 4 · WIDTH features, write what the products read."""
+    model = foreign_blocks.VitBlock(16)
+    x = struct(*ROWS, WIDTH, dtype=bf16) if not adaptive else struct(64, 256, WIDTH, dtype=bf16)
+    given = x, *[struct(64, WIDTH, dtype=bf16)] * adaptive
+    like = lambda a: struct(*a.shape, dtype=a.dtype)
+    params = jax.tree.map(like, jax.eval_shape(model.init, jax.random.key(0), *given))
+    block = lambda *args: jax.lax.optimization_barrier(model.apply(*args))
+    with described_cudnn(91_000):
+        program = compiled(
+            apart(lambda *args, quantization: fuse(block, quantization=quantization)(*args)),
+            (params, *given),
+            x,
+        )
+    assert sum("$f8" in line for line in program.as_text().splitlines() if "__cublas" in line) == 18
+    found = hlo.calls(program, "")
+    assert (found["quantize_norm"], found["layer_norm_backward"]) == (2, 2)
+    # Six kernels, dy of six products but that of the activation, and what attention gives.
+    assert (found["quantize_cast"], found["quantize_gated"]) == (6 + 5 + 1, 2)
+    large = x.size
+    passes = [(name, moved) for name, moved in hlo.passes(program) if moved >= 6 * large]
+    others = collections.Counter(name for name, _ in passes)
+    assert others.pop("quantize_gated") == 2 and others.pop("quantize_gated_amax") == 1
+    hidden = sorted(moved // large for name, moved in passes if name == "quantize_gated")
+    assert hidden == [4 * 4, 4 * 6]
+    # XLA's own: the first residual addition, the two of the backward and attention's kernels.
+    assert others["fusion"] <= 5 and not others["wrapped_add"]

@@ -397,6 +397,122 @@ def test_a_mesh_gives_the_result_of_one_device(spec, kind, rng, eight_devices):
         assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
+@pytest.mark.parametrize("name", ["layer_norm", "adaptive_layer_norm"])
+def test_other_norms_on_a_mesh(name, spec, kind, rng, eight_devices):
+    """Examples, their rows, of which 16 are on each device, or features are split."""
+    function, _, examples = NORMS[name]
+    x, *parameters, kernel = operands_of(name, rng, tokens=32)
+    x = jnp.concatenate([x] * 2)
+    parameters = [jnp.concatenate([p, 2 * p]) if examples else p for p in parameters]
+    args, devices = (x, *parameters, kernel), (2 if spec == P(None, "d") else 4)
+    mesh = jax.make_mesh((devices,), ("d",), axis_types=(kind,))
+    layer = multiply
+    if kind == AxisType.Explicit and spec[-1] == "d" and len(spec) == 3:
+        layer = functools.partial(multiply, out_sharding=P())
+    run = in_fp8(lambda x, *rest: layer(function(x, *rest[:-1]), rest[-1]))
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(x, NamedSharding(mesh, spec))]
+        given += [jax.device_put(p, NamedSharding(mesh, P())) for p in args[1:]]
+        got = jax.jit(both_ways(run))(*given)
+    one = lambda x, *rest: multiply(function(x, *rest[:-1]), rest[-1])
+    want = jax.jit(both_ways(in_fp8(one)))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+# ---------------------------------------------------------------- MLPs with biases
+
+gelu = functools.partial(jax.nn.gelu, approximate=True)
+WHOLE = {  # (of x, up, its bias, down, its bias), whether kernels are stored (out, in)
+    "bias": (lambda y, w, a, d, b: gelu(y @ w + a) @ d + b, False),
+    "reshaped": (
+        lambda y, w, a, d, b: (
+            gelu(jnp.reshape(a, (1, 1, -1)) + y @ w) @ d + jnp.reshape(b, (1, 1, -1))
+        ),
+        False,
+    ),
+    "Conv1D": (  # as GPT-2's
+        lambda y, w, a, d, b: (
+            gelu(jax.lax.dot_general(y, w.T, (((2,), (0,)), ((), ()))) + a) @ d.T + b
+        ),
+        True,
+    ),
+}
+PARTS = {
+    "a bias of each row": lambda y, w, a, d, b: gelu(y @ w + jnp.sin(y[..., :1]) * a) @ d + b,
+    "one of positions": lambda y, w, a, d, b: (
+        gelu(y @ w + jnp.outer(jnp.arange(8), a).astype(bf16)) @ d
+    ),
+    "a number": lambda y, w, a, d, b: gelu(y @ w + a[0]) @ d,
+    "read twice": lambda y, w, a, d, b: gelu((z := y @ w) + a) @ d + z[..., :DIM],
+}
+
+
+def mlp_operands(rng):
+    kernels = draw(rng, DIM, 64, dtype=bf16) / 8, draw(rng, 64, DIM, dtype=bf16) / 8
+    biases = draw(rng, 64, dtype=bf16), draw(rng, DIM, dtype=bf16)
+    return [draw(rng, 2, 8, DIM, dtype=bf16), *[a for two in zip(kernels, biases) for a in two]]
+
+
+def served(function, *args):
+    reports = []
+    results = jax.jit(both_ways(in_fp8(function, report=reports.append)))(*args)
+    return [row.served for row in reports[0].rows if row.domain in ("mlp", "codes")], results
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_mlp_with_biases_is_one_function(name, rng):
+    """And its LayerNorm writes the codes that it reads."""
+    function, stored = WHOLE[name]
+    x, up, a, down, b = mlp_operands(rng)
+    ones, zeros = jnp.ones(DIM, bf16), jnp.zeros(DIM, bf16)
+    mlp = lambda x, *rest: jnp.tanh(function(layer_norm(x, ones, zeros), *rest))
+    args = [x, up.T, a, down.T, b] if stored else [x, up, a, down, b]
+    rows, got = served(mlp, *args)
+    assert rows == ["GatedMLP, fp8", "1 × GatedMLP"]
+    options = {"activation": "gelu_tanh", "dtype": bf16, "implementation": None}
+    options |= {"quantization": "fp8", "contract": int(stored)}
+
+    def ours(x, up, a, down, b):
+        y = gated.mlp(layer_norm(x, ones, zeros), {"up": up, "down": down}, {"up": a}, **options)
+        return jnp.tanh(y + b)
+
+    _, want = served(ours, *args)
+    assert_equal(got, want)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_an_mlp_with_more_than_biases_is_apart(name, rng):
+    rows, (y, _) = served(
+        lambda *args: jnp.tanh(PARTS[name](*args)), *mlp_operands(np.random.default_rng(0))
+    )
+    assert "GatedMLP, fp8" not in rows
+    want = jnp.tanh(PARTS[name](*mlp_operands(np.random.default_rng(0))))
+    assert np.linalg.norm((y - want).astype(f32)) < 0.1 * np.linalg.norm(want.astype(f32))
+
+
+def test_gradients_of_one_input_are_added_up_in_order(rng):
+    """Also of products apart, whatever reads the input besides."""
+    x, scale, *kernels = operands(rng, 16, 48, 32)
+
+    def three(x, *kernels):
+        y = jnp.tanh(x)
+        return [jnp.sin(multiply(y, kernel)) for kernel in kernels], y
+
+    def foreign(x, *kernels):
+        y = jnp.tanh(x)
+        return [jnp.sin(y @ kernel.astype(bf16)) for kernel in kernels], y
+
+    assert str(jax.make_jaxpr(in_fp8(foreign))(x, *kernels)).count("normfuse_shared") == 1
+    got, want = (jax.jit(both_ways(f))(x, *kernels) for f in (in_fp8(foreign), three))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a.astype(f32), b.astype(f32), rtol=2e-2, atol=2e-2)
+
+
 # ---------------------------------------------------------------- models of others
 
 

@@ -1,5 +1,7 @@
 """FP8 codes and products as XLA runs them on an NVIDIA GPU."""
 
+import dataclasses
+
 import fp8_reference
 import jax
 import jax.numpy as jnp
@@ -47,24 +49,51 @@ def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
     check((tops[:, None] | ends).view(np.float32), dtype, bound)
 
 
+FAMILY = {  # whether a norm is centred, has a bias, parameters of each example
+    "rms_norm": (False, False, False),
+    "layer_norm": (True, True, False),
+    "adaptive_layer_norm": (True, True, True),
+    "adaptive_rms_norm": (False, True, True),
+}
+
+
+@pytest.mark.parametrize("name", FAMILY)
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(33, 77), (160, 512), (48, 2048), (131, 4096), (272, 14336)])
-def test_cuda_norms_are_quantized_as_they_are_made(shape, dtype, has_residual, rng):
+@pytest.mark.parametrize(
+    "shape", [(33, 77), (160, 512), (48, 1152), (48, 2048), (131, 4096), (272, 14336), (64, 40960)]
+)
+def test_cuda_norms_are_quantized_as_they_are_made(shape, dtype, has_residual, name, rng):
+    """Also examples of 33 and 131 rows, by two kernels, and rows that no block holds."""
+    centred, has_bias, examples = FAMILY[name]
+    lead = (2,) if examples else ()
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
-    x, scale = draw(*shape), draw(shape[1]).astype(jnp.float32)
-    args = [x, *[draw(*shape)] * has_residual, scale]
-    of = Norm(eps=1e-6, axes=(1,), has_scale=True, has_residual=has_residual, with_rstd=True)
+    x, scale, bias = (draw(*lead, *s) for s in (shape, shape[1:], shape[1:]))
+    x, parameters = x + centred * 3, [scale, bias][: 1 + has_bias]
+    args = [x, *[draw(*x.shape)] * has_residual, *parameters]
+    of = Norm(eps=1e-6, axes=(x.ndim - 1,), has_scale=True, has_residual=has_residual)
+    heads = (0,) if examples else ()
+    of = dataclasses.replace(of, centred=centred, has_bias=has_bias, heads=heads)
     found = jax.jit(lambda *a: norm.quantize(NormCodes(of), *a, order=NATIVE))(*args)
     np.testing.assert_array_equal(found.h, x + args[1] if has_residual else x)
     wide = np.asarray(found.h, "f8")
-    rstd = 1 / np.sqrt(np.mean(wide * wide, 1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(found.rstd, rstd[:, 0], rtol=1e-5)
-    y, bound = wide * rstd * np.asarray(scale, "f8"), np.sqrt(shape[1]) * np.abs(scale).max()
-    codes = np.asarray(found.q).view(ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(np.asarray(found.qt).T, np.asarray(found.q))
-    ends = [fp8_reference.quantize(y * (1 + e), bound=bound)[0].astype("f8") for e in (-1e-5, 1e-5)]
-    value = codes.astype("f8")
+    mean = np.mean(wide, -1, keepdims=True) * centred
+    rstd = 1 / np.sqrt(np.mean((wide - mean) ** 2, -1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(found.statistics[-1], rstd[..., 0], rtol=1e-5)
+    if centred:
+        np.testing.assert_allclose(found.statistics[0], mean[..., 0], rtol=1e-5, atol=1e-6)
+    w, b = (np.asarray(a, "f8").reshape(*lead, 1, -1) for a in (scale, bias))
+    y, b = (wide - mean) * rstd * w, b * has_bias
+    root = np.sqrt(np.float32(shape[1]))
+    bounds = root * np.abs(np.asarray(scale, "f4")) + np.abs(np.asarray(bias, "f4")) * has_bias
+    q, qt = np.asarray(found.q), np.asarray(found.qt)
+    np.testing.assert_array_equal(np.moveaxis(qt, 0, -1), q)
+    # Each part is off by as much of itself, and the mean by its own rounding.
+    slack = 1e-5 * (np.abs(y) + np.abs(b)) + 2e-7 * np.abs(mean * rstd * w)
+    flat = lambda a: np.reshape(a, (-1, shape[1]))
+    ends = [flat(y + b + e * slack) for e in (-1, 1)]
+    ends = [fp8_reference.quantize(end, bound=bounds.max())[0].astype("f8") for end in ends]
+    value = flat(q).view(ml_dtypes.float8_e4m3fn).astype("f8")
     assert np.all((np.minimum(*ends) <= value) & (value <= np.maximum(*ends)))
 
 

@@ -360,14 +360,16 @@ def test_cuda_norm_writes_the_layouts_that_are_asked_for(normalised, rng):
 
 
 @pytest.mark.parametrize("layout", [CLUSTER, None], ids=["one pass", "two"])
-def test_cuda_norm_of_what_is_not_finite_is_not(normalised, rng, layout):
+@pytest.mark.parametrize("centred", [False, True])
+def test_cuda_norm_of_what_is_not_finite_is_not(normalised, rng, layout, centred):
     """In its own row alone; a bound that is not finite leaves nothing finite."""
     run, _ = normalised(layout)
     x, scale = rng.standard_normal((32, 272)).astype(BF16), np.ones(272, np.float32)
-    clean, _ = run(x, None, scale)
+    clean, _ = run(x, None, scale, centred=centred)
     x[3, 4], x[5, 260], x[7, 8] = np.nan, np.inf, -np.inf
-    (q, qt, *_), _ = run(x, None, scale)
+    (q, qt, *_), _ = run(x, None, scale, centred=centred)
     lost = np.isnan(q.astype(np.float32))
+    assert not centred or lost[[5, 7]].all()  # their mean is not finite
     assert lost[3].all() and lost[5, 260] and lost[7, 8]
     np.testing.assert_array_equal(lost, np.isnan(qt.astype(np.float32)).T)
     others = np.setdiff1d(np.arange(32), (3, 5, 7))
@@ -470,16 +472,21 @@ def test_cuda_norm_quantizer_compiles(monkeypatch, arch):
         assert shared <= target.shared_memory and cluster == (8 if target.clusters else 1)
         file = compiler.kernel_source(source)
         log = compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1]
-        logs[macros["HAS_RESIDUAL"]] = log
+        logs[macros["HAS_RESIDUAL"], macros["CENTRED"], macros["PER_EXAMPLE"]] = log
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(norm, "launch", launch)
-    x, row, bound = jnp.zeros((64, 4096), BF16), jnp.zeros(4096), jnp.ones(1)
-    for residual in ([], [x]) if arch == "sm_90" else ([],):
-        flags = {"has_scale": True, "with_rstd": True, "has_residual": bool(residual)}
-        spec = NormCodes(Norm(eps=1e-6, **flags))
-        norm.cuda_codes(named_target(arch), spec, x, *residual, row, bound)
-    for residual, log in logs.items():
+    bound, own = jnp.ones(1), {"axes": (2,), "heads": (0,), "per_example": True}
+    for centred, examples in ((False, False), (True, False), (True, True)):
+        x = jnp.zeros((4, 16, 4096) if examples else (64, 4096, 1), BF16)
+        parameters = [jnp.zeros((4, 4096) if examples else 4096)] * (1 + centred)
+        for residual in ([], [x]) if arch == "sm_90" and not examples else ([],):
+            flags = {"has_scale": True, "has_bias": centred, "has_residual": bool(residual)}
+            flags |= {"centred": centred, "with_mean": centred, "with_rstd": True}
+            spec = NormCodes(Norm(eps=1e-6, **flags, **(own if examples else {})))
+            norm.cuda_codes(named_target(arch), spec, x, *residual, *parameters, bound)
+    assert len(logs) == (5 if arch == "sm_90" else 3)
+    for (residual, *_), log in logs.items():
         assert "warning" not in log, log
         spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
         assert spilled <= (256 if residual else 0), log  # most of it where nothing is aligned
