@@ -666,11 +666,13 @@ def _reshape(p: Any, x: Any) -> Any:
 
 
 _elementwise = lambda f: lambda p, *x: f(*x)
+_reduction = lambda f: lambda p, x: f(x, axis=tuple(map(int, p["axes"])))
 _COMPUTED: dict[str, Callable[..., Any]] = {
     "abs": _elementwise(np.abs),
     "add": _elementwise(np.add),
     "and": _elementwise(np.bitwise_and),
     "broadcast_in_dim": _broadcast,
+    "clamp": lambda p, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
     "convert_element_type": lambda p, x: x.astype(p["new_dtype"]),
     "copy": _elementwise(lambda x: x),
@@ -697,6 +699,12 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "not": _elementwise(np.invert),
     "or": _elementwise(np.bitwise_or),
     "pow": _elementwise(np.power),
+    "reduce_and": _reduction(np.bitwise_and.reduce),
+    "reduce_max": _reduction(np.max),
+    "reduce_min": _reduction(np.min),
+    "reduce_or": _reduction(np.bitwise_or.reduce),
+    "reduce_prod": _reduction(np.prod),
+    "reduce_sum": _reduction(np.sum),
     "reshape": _reshape,
     "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
     "select_n": lambda p, which, *cases: np.choose(which.astype(np.int32), cases),
