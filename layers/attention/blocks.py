@@ -386,7 +386,10 @@ class _Tiles:
     def scores(self, q: Array, k: Array, i: Array, j: Array) -> tuple[Array, Any]:
         """Returns a block's scores, -inf where not seen, and the derivative of their cap."""
         cap, slope = self.spec.softcap, 1.0
-        s = self.dot(q, k, -1, -1) * self.spec.scale
+        if q.dtype == self.wide:  # one rounding; a product's is lost to an FMA with the maximum
+            s = self.dot(q * self.spec.scale, k, -1, -1)
+        else:
+            s = self.dot(q, k, -1, -1) * self.spec.scale
         if cap is not None:
             bounded = jnp.tanh(s / cap)
             s, slope = cap * bounded, 1 - bounded * bounded

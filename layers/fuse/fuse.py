@@ -49,7 +49,10 @@ def fuse(
       report: is called with a `Report` whenever the function is traced; `print` shows the table.
 
     Returns:
-      A function of the same arguments. Results differ from those of `function` by rounding.
+      A function of the same arguments. Results differ from those of `function` by rounding. What
+      overflows on the way in `function` alone may stay finite, as float64 has it. A number of -1e4
+      or less that is written into scores of attention, or added to them, masks them: other scores
+      must be above it.
 
     Raises:
       TypeError: if function or report cannot be called.

@@ -71,26 +71,30 @@ class Loss(Site):
                 selected = value if selected is None else selected & value
             else:
                 weights = value if weights is None else weights * value
+        if total and "drop" in self.outside:
+            inside = self._inside(read, place)
+            inside = inside if selected is None else inside | ~selected
+            whole = lambda: self._total(read, place, selected, weights)
+            return jax.lax.cond(jnp.all(inside), whole, lambda: self.computed(read, {}, False))
         if total:
-            y = self._call(read, place, selected, reduction="sum", weights=weights)
-            return (self.lse * y).astype(self.aval.dtype)
+            return self._total(read, place, selected, weights)
         if self.labels not in shared:
             options = {"reduction": "none", "with_lse": True}
             shared[self.labels] = self._call(read, place, None, alone=True, **options)
         loss, lse = shared[self.labels]
         y = self.lse * lse
-        if self.labels is not None:
-            labels = place(read(self.labels[0]), self.labels[1])
-            inside = (labels >= 0) & (labels < self.vocabulary)
-            if self.outside == "0":
-                y = y + self.pick * jnp.where(inside, lse - loss, 0)
-            elif self.outside == "all 0":
-                outside = -self.sum * self.vocabulary * lse
-                y = jnp.where(inside, y + self.pick * (lse - loss), outside)
-            elif self.outside == "nan":  # of the picked element alone
-                y = y + self.pick * jnp.where(inside, lse - loss, jnp.nan)
-            else:
-                y = y + self.pick * (lse - loss)
+        if self.outside == "all 0":
+            outside = -self.sum * self.vocabulary * lse
+            y = jnp.where(self._inside(read, place), y + self.pick * (lse - loss), outside)
+        elif self.labels is not None:
+            together = self.outside.startswith("all")  # the log-sum-exp's gradient goes with it
+            y = (self.lse + self.pick) * lse if together else y
+            picked = -loss if together else lse - loss
+            if self.outside != "clip":
+                values = {"0": 0, "nan": jnp.nan, "drop": jax.lax.stop_gradient(picked)}
+                outside = values[self.outside.removeprefix("all ")]
+                picked = jnp.where(self._inside(read, place), picked, outside)
+            y = y + self.pick * picked
         if self.sum:
             y = y + self.sum * self._totals(read)
         y = y if selected is None else jnp.where(selected, y, 0)
@@ -98,6 +102,15 @@ class Loss(Site):
         y = jnp.sum(y, [i for i, a in enumerate(self.rows) if a in self.summed])
         left = tuple((a,) for a in self.rows if a not in self.summed)
         return arrange(y, left, self.dims).astype(self.aval.dtype)
+
+    def _inside(self, read: Any, place: Any) -> Any:
+        assert self.labels is not None
+        labels = place(read(self.labels[0]), self.labels[1])
+        return (labels >= 0) & (labels < self.vocabulary)
+
+    def _total(self, read: Any, place: Any, selected: Any, weights: Any) -> Any:
+        y = self._call(read, place, selected, reduction="sum", weights=weights)
+        return (self.lse * y).astype(self.aval.dtype)
 
     def _operands(self, read: Any) -> tuple[Any, Any]:
         x, kernel = (
@@ -127,7 +140,8 @@ class Loss(Site):
             labels = jnp.zeros(x.shape[:-1], jnp.int32)
         else:
             labels = place(read(self.labels[0]), self.labels[1])
-        if self.outside == "clip" or self.outside == "nan" and alone:
+        clipped = "clip" in self.outside or "drop" in self.outside
+        if clipped or "nan" in self.outside and alone:
             labels = jnp.clip(labels, 0, self.vocabulary - 1)
         elif "0" in self.outside:
             labels, ignore = jnp.where((labels >= 0) & (labels < self.vocabulary), labels, -1), -1

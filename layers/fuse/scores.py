@@ -82,8 +82,9 @@ class Term:
 
     Attributes:
       labels: (value, labels) of the positions of a pick.
-      outside: what such a position gives where it is outside the axis: "0", "all 0" (of a
-        one-hot product with sums), "clip" or "nan".
+      outside: what such a position gives where it is outside the axis: "0", "clip", "nan", or
+        "drop", which clips and has no gradient; with "all", the log-sum-exp is picked with it, as
+        of log-probabilities.
     """
 
     kind: str
@@ -702,12 +703,19 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
         return None
     v, at, *_ = g.peel(column, (*[r or () for r in rows], ()))
     mode, fill = str(made.params["mode"]), made.params.get("fill_value")
-    if "CLIP" in mode or "PROMISE" in mode:  # XLA clips what is promised
+    if "CLIP" in mode:
         outside = "clip"
+    elif "PROMISE" in mode:  # XLA clips what is promised, and drops its gradient
+        outside = "drop"
     elif "FILL" in mode and (fill is None or fill != fill):
         outside = "nan"
     else:
         return None
+    others = {t.kind: f for t, f in form.terms}
+    if "lse" in others and outside != "clip":
+        if others != {"lse": -form.along}:
+            return None
+        outside = f"all {outside}"
     term = Term("pick", form.base, axis, (v, at), outside)
     terms = plus(form.terms, frozenset({(term, form.along)}))
     return replace(form, dims=dims, along=0.0, terms=terms)

@@ -1,0 +1,191 @@
+"""Numbers at the ends of their range, and labels outside theirs: what theirs gives, and ours.
+
+Where the function itself computes what float64 does, so does `fuse` of it. Where it overflows on
+the way, `fuse` may still give the float64 result: it scales, sums and squares in another order.
+"""
+
+import fuse_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fuse_cases import Fused, draw, draws
+from jax import lax
+
+from normfuse.layers.fuse import losses
+
+T, V = 8, 48
+CAUSAL = np.tril(np.ones((T, T), bool))
+EMPTY = CAUSAL & (np.arange(T) != 4)[:, None]  # query 4 sees nothing
+
+
+def attend(change=lambda s: s, scale=0.35, before=1.0):
+    def attention(q, k, v):
+        s = change(jnp.einsum("btd,bsd->bts", q * before, k) * scale)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(s), v)
+
+    return attention
+
+
+def both(function, args):
+    """Both ways through the function, `fuse` of it and the function in float64."""
+    fused = Fused(function)
+    want, got = fuse_cases.run(function, fused, args=args)["float32"]
+    return want, got, fuse_cases.wide(function, args), fused
+
+
+def close(got, want, rounding=None):
+    for a, b in zip(got[:2], want[:2]):
+        errors = fuse_cases.errors(a, b, fuse_cases.floor_of(b))
+        assert max(errors) <= (rounding or fuse_cases.tolerance(64)), errors
+
+
+# ---------------------------------------------------------------- scores
+
+
+def scores_case(queries, keys):
+    q, k, v = draws(*((2, T, T),) * 3)
+    return [q.at[0, 3].multiply(queries), k.at[0, 2].multiply(keys), v]
+
+
+def test_scores_of_1e30_are_compared():
+    """One key has scores of ±1e30: it takes all of a row, or nothing."""
+    want, got, exact, fused = both(attend(), scores_case(1, 1e30))
+    assert fused.served() == {"attention": 1}
+    close((want[0],), (exact[0],))
+    close((got[0],), (exact[0],))
+
+
+def test_scores_that_overflow_are_nan():
+    want, got, _, fused = both(attend(), scores_case(1e30, 1e30))
+    assert fused.served() == {"attention": 1}
+    (a,), (b,) = got[0], want[0]
+    assert np.isnan(b[0, 3]).all() and np.isnan(a[0, 3]).all()
+    assert np.isnan(a).sum() == np.isnan(b).sum() == T
+    np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-6)
+
+
+def test_scores_that_overflow_before_they_are_scaled():
+    """The one scale of both is multiplied at once: float64's result, where theirs is NaN."""
+    for function, keys, theirs in (
+        (attend(scale=1.0, before=1e-30), 1e20, True),
+        (attend(scale=1e-30), 1e20, False),
+        (attend(scale=1e-30, before=1e30), 1e5, False),
+    ):
+        want, got, exact, fused = both(function, scores_case(1e20, keys))
+        assert fused.served() == {"attention": 1}
+        assert np.isfinite(want[0][0]).all() == theirs
+        close((got[0],), (exact[0],))
+
+
+MASKS = {
+    "selected": lambda s, keep: jnp.where(keep, s, -1e4),
+    "added": lambda s, keep: s + jnp.where(keep, 0.0, -1e4),
+    "multiplied": lambda s, keep: s + (1.0 - keep.astype(jnp.float32)) * -1e4,
+}
+
+
+@pytest.mark.parametrize("keep", [CAUSAL, EMPTY], ids=["causal", "an empty row"])
+@pytest.mark.parametrize("at_run_time", [False, True], ids=["constant", "argument"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_1e4(name, keep, at_run_time):
+    """Scores of thousands stand above it; a row that sees nothing is what theirs gives.
+
+    Selected, that is the mean of all values; added, the softmax of its scores.
+    """
+    mask, size = MASKS[name], 30.0
+    args = draws(*((2, T, T),) * 3)
+    args[:2] = [size * x for x in args[:2]]
+    if at_run_time:
+        function = lambda q, k, v, m: attend(lambda s: mask(s, m))(q, k, v)
+        args.append(jnp.asarray(keep))
+    else:
+        function = attend(lambda s: mask(s, jnp.asarray(keep)))
+    want, got, exact, fused = both(function, args)
+    rounding = max(4e-7 * size**2 * T, fuse_cases.tolerance(64))  # of scores of thousands
+    # A constant mask that is added, with rows that see nothing, is left.
+    assert at_run_time or keep is CAUSAL or name == "selected" or not fused.served()
+    close(got, want, rounding if name == "selected" else 2e-3)  # s - 1e4 has 3 digits of s
+    if fused.served():
+        close(got, exact, rounding)
+    if keep is EMPTY and name == "selected":
+        np.testing.assert_allclose(got[0][0][:, 4], args[2].mean(1), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- labels outside the vocabulary
+
+OUTSIDE = jnp.array([1, 2, -1, -100, V, V + 3, 0])
+log_softmax, logsumexp = jax.nn.log_softmax, jax.nn.logsumexp
+rows = jnp.arange(len(OUTSIDE))
+PICKED = {
+    "p[rows, y]": lambda z, y: -log_softmax(z)[rows, y],
+    "lse - z[rows, y]": lambda z, y: logsumexp(z, -1) - z[rows, y],
+    "take p": lambda z, y: -jnp.take_along_axis(log_softmax(z), y[:, None], 1)[:, 0],
+    "lse - take z": lambda z, y: logsumexp(z, -1) - jnp.take_along_axis(z, y[:, None], 1)[:, 0],
+    "clipped": lambda z, y: -log_softmax(z).at[rows, y].get(mode="clip"),
+    "promised": lambda z, y: -log_softmax(z).at[rows, y].get(mode="promise_in_bounds"),
+    "one-hot p": lambda z, y: -jnp.sum(log_softmax(z) * jax.nn.one_hot(y, V), -1),
+    "lse - one-hot z": lambda z, y: logsumexp(z, -1) - jnp.sum(z * jax.nn.one_hot(y, V), -1),
+    "with the square": lambda z, y: -log_softmax(z)[rows, y] + 0.1 * logsumexp(z, -1) ** 2,
+}
+REDUCED = {
+    "a row each": lambda l, y: l,
+    "mean": lambda l, y: l.mean(),
+    "masked": lambda l, y: jnp.where(y != V, l, 0.0).sum(),
+    "weighted": lambda l, y: (l * jnp.cos(rows)).sum(),
+}
+
+
+@pytest.mark.parametrize("reduced", REDUCED)
+@pytest.mark.parametrize("name", PICKED)
+def test_labels_outside(name, reduced, monkeypatch):
+    """Values and gradients are theirs, whatever a spelling makes of them.
+
+    But where the value itself is NaN and a sum, the gradient may be NaN, too.
+    """
+    monkeypatch.setattr(losses, "SMALLEST", 2)
+    function = lambda x, w, y: REDUCED[reduced](PICKED[name](x @ w, y), y)
+    args = [draw(0, len(OUTSIDE), 16), draw(1, 16, V), OUTSIDE]
+    want, got, _, fused = both(function, args)
+    assert name == "clipped" or fused.served() == {"loss": 1}, str(fused)
+    finite = np.isfinite(want[0][0]).all()
+    if finite or reduced == "a row each":
+        close(got, want)
+    else:
+        close((got[0],), (want[0],))
+
+
+# ---------------------------------------------------------------- norms
+
+
+def centred(x, w):
+    h = x - x.mean(-1, keepdims=True)
+    return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6) * w
+
+
+def by_squares(x, w):
+    mean = x.mean(-1, keepdims=True)
+    variance = jnp.square(x).mean(-1, keepdims=True) - mean * mean
+    return (x - mean) * lax.rsqrt(variance + 1e-6) * w
+
+
+def root_mean_square(x, w):
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * w
+
+
+@pytest.mark.parametrize("function", [centred, by_squares, root_mean_square])
+@pytest.mark.parametrize("size", [1e25, 1e15, 1e-3, 1e-30])
+def test_norms_whose_squares_overflow(function, size):
+    """A LayerNorm's statistics are scaled: float64's result where theirs is 0 or NaN."""
+    args = [draw(0, 4, 64) * size, draw(1, 64)]
+    want, got, exact, fused = both(function, args)
+    assert fused.served() == {"norm": 1}
+    overflows = size == 1e25
+    if overflows and function is root_mean_square:  # 0 in both: x · rsqrt(inf)
+        assert not np.asarray(want[0][0]).any() and not np.asarray(got[0][0]).any()
+        return
+    if overflows:
+        assert np.isnan(want[0][0]).all() or not np.asarray(want[0][0]).any()
+    else:
+        close(want, exact, 1e-3 if function is by_squares else None)
+    close((got[0], got[1][1:]), (exact[0], exact[1][1:]))
