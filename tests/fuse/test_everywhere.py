@@ -406,6 +406,8 @@ TWO_WAYS = {  # of the kernels of gate and up, of down, and of x
     "both axes": (P("d", "t"), P("t", "d"), P("d")),
     "rows": (P(("d", "t")), P(("d", "t")), P(("d", "t"))),
     "columns": (P(None, ("d", "t")), P(None, ("d", "t")), P(("d", "t"))),
+    # Here XLA splits the features of x: theirs sums squares of parts, a norm of ours gathers rows.
+    "features": (P("t", "d"), P("d", "t"), P("d")),
 }
 
 
@@ -436,7 +438,11 @@ def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devi
         program = jax.jit(jax.value_and_grad(function)).lower(params, struct((8, 32, 64), rows))
         moved.append(sum(c.bytes for c in hlo.collectives(program.compile())))
     assert_served(fused, norm=2, mlp=2)
-    assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
+    if name == "features":
+        gathered = 2 * 4 * 32 * 64 * 4  # x of one device, before a norm and after its gradient
+        assert moved[1] <= moved[0] + gathered
+    else:
+        assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["within", "around"])
