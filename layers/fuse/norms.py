@@ -116,6 +116,8 @@ class Norms:
                 n = numbers[0] if first else numbers[1]
                 if n is None or None not in numbers or first and made.name in ("sub", "div"):
                     break
+                if g.avals[v].dtype.itemsize < 4:  # 1 + w is rounded to bfloat16 there
+                    break
                 source = made.ins[1] if first else made.ins[0]
                 if g.avals[source].shape != shape or made.name == "mul" and n == 0:
                     break

@@ -189,3 +189,47 @@ def test_norms_whose_squares_overflow(function, size):
     else:
         close(want, exact, 1e-3 if function is by_squares else None)
     close((got[0], got[1][1:]), (exact[0], exact[1][1:]))
+
+
+def test_one_plus_w_is_added_in_its_dtype():
+    """1 + 15.9375 is 17 in bfloat16, and 16.9375 in float32, which times rstd rounds to 16.875."""
+    x, w = jnp.ones((4, 64), jnp.bfloat16), jnp.full(64, 15.9375, jnp.bfloat16)
+
+    def normed(x, w, wide):
+        wide_x = x.astype(jnp.float32)
+        y = wide_x * lax.rsqrt(jnp.square(wide_x).mean(-1, keepdims=True) + 1e-6)
+        if wide:
+            return (y * (1 + w.astype(jnp.float32))).astype(x.dtype)
+        return (y * (1 + w).astype(jnp.float32)).astype(x.dtype)
+
+    for wide, value in ((False, 17.0), (True, 16.875)):
+        fused = Fused(lambda x, w, wide=wide: normed(x, w, wide))
+        assert (fused(x, w) == value).all() and (normed(x, w, wide) == value).all()
+        assert fused.served() == {"norm": 1}
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-12, 3e-3, 0.1, 2.0])
+def test_eps_of_any_size(eps):
+    function = lambda x, w: x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * w
+    want, got, _, fused = both(function, [draw(0, 4, 64), draw(1, 64)])
+    assert fused.served() == {"norm": 1}
+    close(got, want)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-5, 1e-30])
+def test_codes_of_rows_below_eps(size):
+    """Codes have the bound √n · max|w|, whatever the rows: what is far below it is 0.
+
+    So an element is wrong by its rounding, or by half the least number of E4M3, 2^-10 of 448.
+    """
+    x, kernel = draw(0, 64, 64) * size, draw(1, 64, 64)
+    function = lambda x, k: jnp.abs(
+        (x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)) @ k
+    )
+    fused = Fused(function, quantization="fp8")
+    got, want = fused(x, kernel), function(x, kernel)
+    assert fused.served() == {"norm": 1, "product": 1, "codes": 1}
+    y = x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+    least = 64**0.5 * 2 * 2.0**-10 / 448  # the scale is a power of two
+    each = (np.abs(y) * 2.0**-4 + least) @ np.abs(kernel) + np.abs(y) @ np.abs(kernel) * 2.0**-4
+    assert (np.abs(got - want) <= each).all()
