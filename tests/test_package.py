@@ -145,6 +145,67 @@ print(sorted(set(heavy) & set(sys.modules)))
     assert run(program) == "[]"
 
 
+# A finder of modules that finds none of the trainer's packages, as where they are not installed.
+_BLOCKED = """
+import sys
+
+class Blocked:
+    names = set({names!r}.split())
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+_TRAINER = "grain matplotlib orbax rich safetensors tensorboardX tokenizers tyro yaml"
+_FRAMEWORKS = "equinox flax optax treescope"
+
+
+def test_the_core_needs_only_jax_numpy_and_what_the_kernel_cache_needs(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
+    program = """
+import importlib, pkgutil
+import jax, jax.numpy as jnp
+import normfuse, normfuse.layers
+
+for name in normfuse.__all__:
+    getattr(normfuse, name)
+modules = [m.name for m in pkgutil.walk_packages(normfuse.layers.__path__, "normfuse.layers.")]
+frameworks = "accumulate_nnx", "eqx", "linen", "nnx"
+modules = [m for m in modules if m.rpartition(".")[2] not in frameworks]
+for module in modules:
+    importlib.import_module(module)
+x, kernel = jnp.arange(32.0).reshape(4, 8), jnp.ones((8, 16))
+loss = lambda x: normfuse.dense(normfuse.rms_norm(x, jnp.ones(8)), kernel, activation="silu").sum()
+loss = normfuse.fuse(lambda x, f=loss: f(x) + jax.nn.logsumexp(x), report=[].append)
+assert jax.grad(loss)(x).shape == x.shape
+from normfuse.layers import info
+assert "cpu" in info.info() and "kernel cache" in info.show()
+print(len(modules))
+"""
+    blocked = _BLOCKED.format(names=f"{_TRAINER} {_FRAMEWORKS}")
+    assert int(run(blocked + program)) > 40
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen", "eqx"])
+def test_the_layers_need_nothing_of_the_trainer(framework):
+    # Flax itself imports rich, and nnx orbax and PyYAML by way of Linen
+    names = _TRAINER if framework == "eqx" else "grain matplotlib safetensors tokenizers tyro"
+    run(f"{_BLOCKED.format(names=names)}\nimport normfuse.layers.{framework}")
+
+
+def test_the_command_says_what_to_install():
+    program = """
+from normfuse.train.__main__ import entry
+entry(["info"])
+"""
+    program = _BLOCKED.format(names=_TRAINER) + program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: the package tyro is missing: pip install 'normfuse[train]'")
+
+
 def test_public_names_resolve_and_carry_types():
     for name in normfuse.__all__:
         assert getattr(normfuse, name) is not None
