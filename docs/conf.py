@@ -7,12 +7,16 @@ mkdocstrings reads source files and does not find an editable install; pdoc does
 names that `normfuse` imports lazily, and has no pages beside the reference.
 """
 
-import ast
 import re
+import sys
+from pathlib import Path
 
 from sphinx.util import inspect
 
 import normfuse
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scripts  # noqa: E402
 
 project = "normfuse"
 author = "The normfuse authors"
@@ -109,29 +113,7 @@ Add a kernel <guides/add_kernel>
 def _read(app, docname, content):
     content[0] += NAVIGATION.get(docname, "")
     if str(app.env.doc2path(docname)).endswith(".py"):
-        content[0] = _page_of_guide(content[0])
-
-
-def _page_of_guide(script: str) -> str:
-    """A runnable guide as a page: docstring and numbered comments as prose, the rest as code."""
-    module = ast.parse(script)
-    title, _, text = (ast.get_docstring(module) or "").partition("\n")
-    page = [f"# {title.rstrip('.')}", text]
-    code = []
-    for line in script.splitlines()[module.body[0].end_lineno :]:
-        if re.match(r"# \d+\. ", line) or not code and line.startswith("#"):
-            page += _fenced(code)
-            code = []
-            page.append(line.removeprefix("# "))
-        else:
-            code.append(line)
-    return "\n".join([*page, *_fenced(code)])
-
-
-def _fenced(code: list[str]) -> list[str]:
-    """The lines as a block of Python; nothing for blank lines."""
-    text = "\n".join(code).strip("\n")
-    return ["", "```python", text, "```", ""] if text else []
+        content[0] = scripts.page(content[0])
 
 
 def _restructured(app, what, name, obj, options, lines):

@@ -203,7 +203,9 @@ entry(["info"])
     program = _BLOCKED.format(names=_TRAINER) + program
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: the package tyro is missing: pip install 'normfuse[train]'")
+    assert done.stderr.startswith(
+        "error: the package tyro is missing: pip install 'normfuse[train]"
+    )
 
 
 def test_public_names_resolve_and_carry_types():

@@ -103,6 +103,29 @@ def test_the_reference_has_every_public_name():
     assert not [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.M)]
 
 
+def test_the_table_from_their_layers_to_ours_names_what_is_there():
+    """Each of `nnx.X`, `nn.X`, `eqx.nn.X` exists, and so does what stands beside it."""
+    import equinox
+    import flax.linen
+    import flax.nnx
+
+    page = (ROOT / "docs" / "guides" / "recipe.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| .*? \|$", page.partition("| instead of |")[2], re.M)
+    theirs = {"nnx": flax.nnx, "nn": flax.linen, "eqx.nn": equinox.nn}
+    ours = {"nnx": "nnx", "nn": "linen", "eqx.nn": "eqx"}
+    checked = 0
+    for old, new in rows:
+        names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", new)]
+        for module, name in re.findall(r"`(nnx|nn|eqx\.nn)\.(\w+)`", old):
+            there = importlib.import_module(f"normfuse.layers.{ours[module]}")
+            if inspect.isclass(replaced := getattr(theirs[module], name)):
+                assert name in names and issubclass(getattr(there, name), replaced), old
+                checked += 1
+            else:
+                assert any(hasattr(there, each) for each in names), (old, new)
+    assert checked >= 12
+
+
 def test_messages_that_are_explained_exist():
     """Each heading quotes a message, as far as it is the same in every call."""
     page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()

@@ -1,5 +1,7 @@
 """The guides run as they stand: each is a script whose statements are assertions."""
 
+import ast
+import json
 import pathlib
 import runpy
 
@@ -7,6 +9,7 @@ import pytest
 
 GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 NEWEST = {"elementwise_op", "fp8"}  # whose parts have tests that both stacks run
+SCRIPTS = runpy.run_path(str(GUIDES.parent / "scripts.py"))
 
 
 @pytest.mark.every_case
@@ -15,6 +18,7 @@ NEWEST = {"elementwise_op", "fp8"}  # whose parts have tests that both stacks ru
     [
         pytest.param(path, id=path.stem, marks=[pytest.mark.newest] * (path.stem in NEWEST))
         for path in sorted(GUIDES.glob("*.py"))
+        if path.stem not in SCRIPTS["NOTEBOOKS"]
     ],
 )
 def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
@@ -23,6 +27,21 @@ def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
     if guide.stem == "add_kernel":
         pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
     runpy.run_path(str(guide), run_name="__main__")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", SCRIPTS["NOTEBOOKS"])
+def test_a_notebook_is_its_script_and_runs_cell_by_cell(name, eight_devices, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (GUIDES / f"{name}.ipynb").read_text()
+    script = (GUIDES / f"{name}.py").read_text()
+    assert text == SCRIPTS["notebook"](script), "python docs/scripts.py writes it"
+    cells = ["".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
+    whole = ast.parse(script)
+    assert ast.unparse(ast.parse("\n".join(cells))) == ast.unparse(whole.body[1:])
+    names = {"__name__": "__main__"}
+    for i, cell in enumerate(cells):
+        exec(compile(cell, f"{name}.ipynb, cell {i}", "exec"), names)
 
 
 def test_there_is_a_guide_for_every_reader():

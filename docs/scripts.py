@@ -1,0 +1,60 @@
+"""Runnable guides as prose and code: for the pages of the documentation, and as a notebook.
+
+python docs/scripts.py        writes docs/guides/recipe_nnx.ipynb from docs/guides/recipe_nnx.py
+"""
+
+import ast
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+
+GUIDES = pathlib.Path(__file__).parent / "guides"
+NOTEBOOKS = ("recipe_nnx",)
+
+
+def cells(script: str) -> Iterator[tuple[str, str]]:
+    """Yields ("markdown", text) of the docstring and numbered comments, ("code", text) of the rest."""
+    module = ast.parse(script)
+    title, _, text = (ast.get_docstring(module) or "").partition("\n")
+    yield "markdown", f"# {title.rstrip('.')}\n{text}".strip()
+    prose: list[str] = []
+    code: list[str] = []
+
+    def finished() -> Iterator[tuple[str, str]]:
+        for kind, lines in (("markdown", prose), ("code", code)):
+            if text := "\n".join(lines).strip("\n"):
+                yield kind, text
+            lines.clear()
+
+    for line in script.splitlines()[module.body[0].end_lineno :]:
+        if re.match(r"# \d+\. ", line) or prose and not code and line.startswith("#"):
+            if code:
+                yield from finished()
+            prose.append(line.removeprefix("# "))
+        else:
+            code.append(line)
+    yield from finished()
+
+
+def page(script: str) -> str:
+    """Returns a guide as a page of Markdown."""
+    fenced = {"markdown": "{}\n", "code": "```python\n{}\n```\n"}
+    return "\n".join(fenced[kind].format(text) for kind, text in cells(script))
+
+
+def notebook(script: str) -> str:
+    """Returns a guide as a notebook, of version 4.5 of Jupyter's format."""
+    made = []
+    for i, (kind, text) in enumerate(cells(script)):
+        own = {"execution_count": None, "outputs": []} if kind == "code" else {}
+        source = text.splitlines(keepends=True)
+        made.append({"cell_type": kind, "id": f"cell-{i}", "metadata": {}, "source": source} | own)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    book = {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    for name in NOTEBOOKS:
+        (GUIDES / f"{name}.ipynb").write_text(notebook((GUIDES / f"{name}.py").read_text()))
