@@ -43,6 +43,7 @@ html_css_files = ["style.css"]
 html_title = f"normfuse {release}"
 html_extra_path = ["index.html"]  # leads from the folder to docs/index.html
 html_copy_source = False
+html_search_scorer = "search.js"
 html_show_copyright = False
 
 autodoc_member_order = "bysource"
@@ -112,6 +113,8 @@ Add a kernel <guides/add_kernel>
 
 def _read(app, docname, content):
     content[0] += NAVIGATION.get(docname, "")
+    if docname.startswith("benchmarks/results/20"):  # a search is for functions and guides
+        content[0] = f"---\nnosearch: true\n---\n{content[0]}"
     if str(app.env.doc2path(docname)).endswith(".py"):
         content[0] = scripts.page(content[0])
 

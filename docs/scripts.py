@@ -14,7 +14,7 @@ NOTEBOOKS = ("recipe_nnx",)
 
 
 def cells(script: str) -> Iterator[tuple[str, str]]:
-    """Yields ("markdown", text) of the docstring and numbered comments, ("code", text) of the rest."""
+    """Yields ("markdown", docstring or numbered comments) and ("code", what stands between)."""
     module = ast.parse(script)
     title, _, text = (ast.get_docstring(module) or "").partition("\n")
     yield "markdown", f"# {title.rstrip('.')}\n{text}".strip()
@@ -38,9 +38,11 @@ def cells(script: str) -> Iterator[tuple[str, str]]:
 
 
 def page(script: str) -> str:
-    """Returns a guide as a page of Markdown."""
+    """Returns a guide as a page of Markdown, which shows what holds, and asserts nothing."""
     fenced = {"markdown": "{}\n", "code": "```python\n{}\n```\n"}
-    return "\n".join(fenced[kind].format(text) for kind, text in cells(script))
+    text = "\n".join(fenced[kind].format(text) for kind, text in cells(script))
+    text = re.sub(r"^( *)assert (.*\S)  # (.*)$", r"\1\2  # True: \3", text, flags=re.MULTILINE)
+    return re.sub(r"^( *)assert (.*[^(\s])$", r"\1\2  # True", text, flags=re.MULTILINE)
 
 
 def notebook(script: str) -> str:

@@ -162,6 +162,18 @@ def test_the_table_of_public_models_is_the_same_everywhere():
             assert abs(theirs / ms - ratio) < 0.008, row  # both are rounded
 
 
+def test_the_front_page_of_the_documents_says_what_readme_says():
+    """Installing, the one line, and the numbers of its first row."""
+    readme, front = ((ROOT / name).read_text() for name in ("README.md", "docs/index.md"))
+    (code,) = re.findall(r"^```python\n(.*?)^```", front, re.DOTALL | re.MULTILINE)
+    assert f"```python\n{code}```" in readme
+    (command,) = re.findall(r"^```sh\n(pip install \.)", front, re.MULTILINE)
+    assert f"\n{command} " in readme
+    row = next(line for line in readme.splitlines() if line.startswith("| Levanter Llama"))
+    numbers = re.findall(r"\d+\.\d(?= ms|,| in FP8)", front.partition("```")[0])
+    assert len(numbers) == 3 and all(f"{number} ms" in row for number in numbers)
+
+
 def test_every_report_is_listed_with_its_device():
     reports = ROOT / "benchmarks" / "results"
     listed = (reports / "README.md").read_text()
