@@ -342,7 +342,7 @@ def _partitioned(
         fn = lambda *values: tuple(local(*values))
         return mesh, fn, shardings(mesh, split, outputs), shardings(mesh, split, inputs)
 
-    def infer(_mesh, operands, _results):  # only with Shardy off; JAX 0.10 aborts without it
+    def infer(_mesh, operands, _results):  # for GSPMD alone; JAX 0.10 aborts without it
         return shardings(*split_of(operands), outputs)
 
     call.def_partition(
@@ -380,7 +380,7 @@ def _shared(
         fn = lambda *values: tuple(local(*values))
         return mesh, fn, tuple(shardings[count:]), tuple(shardings[:count])
 
-    def infer(_mesh, operands, results):  # only with Shardy off; JAX 0.10 aborts without it
+    def infer(_mesh, operands, results):  # for GSPMD alone; JAX 0.10 aborts without it
         return tuple(parts(operands, results)[1][len(operands) :])
 
     call.def_partition(
