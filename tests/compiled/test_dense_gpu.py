@@ -19,6 +19,9 @@ f32, bf16 = jnp.float32, jnp.bfloat16
 TOKENS, DIM, HIDDEN = 16384, 4096, 14336
 WIDE, LARGE = 2 * TOKENS * DIM, 2 * TOKENS * HIDDEN  # bytes of x, and of the hidden layer
 SMALL = 2**23  # of all that is a row or a column, and of cuBLAS's workspace
+# The normalised x, made again for the kernel's gradient, and x's gradient can take one place. XLA of
+# JAX 0.10 schedules x's gradient first, in whichever order they are traced, and needs two.
+BESIDE = WIDE if jax.__version_info__ < (0, 11) else 0
 
 
 def struct(sharding, *shape, dtype=bf16):
@@ -44,7 +47,7 @@ def temporaries(program):
 @pytest.mark.parametrize(
     "layer, version, floor",
     [
-        ("norm + dense", "normfuse", 0),  # what is as large as x has the place of its gradient
+        ("norm + dense", "normfuse", BESIDE),
         ("norm + dense", "normfuse, norm kept", WIDE),
         ("norm + gelu MLP", "native", 2 * LARGE),  # the product and its activation, or gradients
         ("norm + gelu MLP", "native, hidden kept", 2 * LARGE),
