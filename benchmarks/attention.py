@@ -5,9 +5,10 @@
 
 Each row has two times of a call, which returns out and the gradients of q, k and v: "device" is the
 sum of its kernels (CUPTI, the median of calls by turns), and "wall" the time of many calls back to
-back, by the clock, divided by their number; this has what the device waits for. torch runs in a
-process of its own and has "wall" alone. Errors are relative distances (of norms) from einsum in
-float32, of out, dq, dk and dv. Temporaries are what a program needs beyond inputs and results.
+back, by the clock, divided by their number, the least of turns; this has what the device waits for.
+torch runs in a process of its own and has "wall" alone. Errors are relative distances (of norms)
+from einsum in float32, of out, dq, dk and dv. Temporaries are what a program needs beyond inputs
+and results.
 """
 
 import argparse
@@ -25,12 +26,13 @@ from collections.abc import Callable
 from typing import Any
 
 NOISE = 3  # seconds of the whole that are kept for printing
+TURNS = 3  # of calls back to back
 DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal attention. `mask`: what is causal is an operand of the program."""
+    """A causal attention. `mask`: what is seen is an operand; all see the first `prefix` keys."""
 
     name: str
     batch: int
@@ -41,6 +43,7 @@ class Case:
     must: str = ""  # what "device" is to be of normfuse, at most
     dtype: str = "bfloat16"
     mask: bool = False
+    prefix: int = 0
     documents: tuple[int, ...] = ()
     window: int | None = None
     softcap: float | None = None
@@ -57,6 +60,7 @@ class Case:
             width=16,
             documents=documents,
             window=window,
+            prefix=self.prefix // 32,
         )
 
 
@@ -70,6 +74,8 @@ CASES = (
     Case("2 x 2048, 8/1 x 256, softcap 50", 2, 2048, 8, 1, 256, must="1.2 ms", softcap=50.0),
     Case("1 x 8192, 16/8 x 128, window 1024", 1, 8192, 16, 8, 128, window=1024,
          must=".6 of the full causal"),
+    Case("8 x 867, 8/1 x 256, mask with a prefix", 8, 867, 8, 1, 256, mask=True, prefix=816,
+         must="einsum"),
     Case("4 x 2048, 32/8 x 64, float32", 4, 2048, 32, 8, 64, dtype="float32"),
 )  # fmt: skip
 
@@ -88,7 +94,8 @@ def operands(case: Case) -> tuple[list[Any], list[Any]]:
     shapes = [(case.batch, case.length, n, case.width) for n in heads]
     arrays = [jax.random.normal(k, s, jnp.dtype(case.dtype)) for k, s in zip(keys, shapes)]
     if case.mask:
-        return arrays, [jnp.tril(jnp.ones((1, 1, case.length, case.length), bool))]
+        causal = jnp.tril(jnp.ones((1, 1, case.length, case.length), bool))
+        return arrays, [causal | (jnp.arange(case.length) < case.prefix)]
     if case.documents:
         ids = np.repeat(np.arange(len(case.documents)), case.documents)
         return arrays, [jnp.asarray(ids, jnp.int32)[None]]
@@ -231,73 +238,101 @@ def compiled(cases: list[Case]) -> dict[tuple[Case, str], Any]:
         return dict(zip(lowered, pool.map(compile_one, lowered.values())))
 
 
-def wall(program: Any, arguments: Any, seconds: float) -> float:
-    """Milliseconds a call, of many back to back."""
+def walls(runs: dict[str, tuple[Any, Any]], seconds: float) -> dict[str, float]:
+    """Milliseconds a call of each program, of many back to back: the least of turns."""
     import jax
 
-    def run(count: int) -> float:
+    def run(name: str, count: int) -> float:
+        program, arguments = runs[name]
         result = None
         began = time.perf_counter()
         for _ in range(count):
             result = program(*arguments)
         jax.block_until_ready(result)
-        return time.perf_counter() - began
+        return (time.perf_counter() - began) / count
 
-    once = min(run(1) for _ in range(3))
-    count = max(3, min(50, int(seconds / max(once, 1e-6) / 2)))
-    return 1e3 * min(run(count) for _ in range(2)) / count
+    once = {name: min(run(name, 1) for _ in range(3)) for name in runs}
+    each = seconds / len(runs) / TURNS
+    counts = {name: max(3, min(50, int(each / max(t, 1e-6)))) for name, t in once.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(TURNS):
+        for name in list(runs)[:: 1 if turn % 2 else -1]:
+            times[name].append(1e3 * run(name, counts[name]))
+    return {name: min(found) for name, found in times.items()}
+
+
+@dataclasses.dataclass
+class Measured:
+    """What is found of a case, by the names of its versions."""
+
+    runs: dict[str, tuple[Any, Any]]  # programs, and what they are called with
+    errors: dict[str, list[float]]
+    failed: dict[str, str]
+    wall: dict[str, float]
+
+
+def measured(case: Case, programs: dict[tuple[Case, str], Any], seconds: float) -> Measured:
+    """Runs a case's versions: their errors, and their times by the clock."""
+    import jax
+
+    measure, arguments = jax.jit(distance), programs[case, "operands"]()
+    expected = programs[case, "reference"]
+    found = Measured({}, {}, {}, {})
+    if isinstance(expected, Exception):
+        found.failed["reference"] = str(expected)[:120]
+    else:
+        expected = expected(*arguments)
+    for name in versions(case):
+        program = programs[case, name]
+        try:
+            if isinstance(program, Exception):
+                raise program
+            results = jax.block_until_ready(program(*arguments))
+            found.runs[name] = program, arguments
+            if not isinstance(expected, Exception):
+                found.errors[name] = [float(measure(*pair)) for pair in zip(results, expected)]
+        except Exception as error:
+            found.failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    found.wall = walls(found.runs, seconds)
+    return found
 
 
 def table(cases: list[Case], iterations: int, until: float) -> None:
-    """Prints each version's times, temporaries and errors."""
-    import jax
+    """Prints each version's times, temporaries and errors.
+
+    All times by the clock come first: a profiler that has been there slows down what waits for the
+    host, as a mask that is looked at when the program runs does.
+    """
     from device_time import by_turns
 
-    programs, measure = compiled(cases), jax.jit(distance)
+    programs, found = compiled(cases), {}
     print(
         f"compiled {len(programs)} programs; {until - time.perf_counter():.0f} s left", flush=True
     )
+    left = max(1.0, until - NOISE - time.perf_counter())
+    for case in cases:
+        found[case] = measured(case, programs, 0.2 * left / len(cases))
+        print(json.dumps({"case": case.name, "wall_ms": found[case].wall}), flush=True)
     for at, case in enumerate(cases):
-        each = max(0.1, (until - NOISE - time.perf_counter()) / (len(cases) - at))
-        began = time.perf_counter()
-        arguments = programs[case, "operands"]()
+        each = max(1.0, (until - NOISE - time.perf_counter()) / (len(cases) - at))
+        its = found[case]
         print(f"\n{case.name}" + (f"  (must: {case.must})" if case.must else ""), flush=True)
-        expected = programs[case, "reference"]
-        if not isinstance(expected, Exception):
-            expected = expected(*arguments)
-        runs, failed, errors = {}, {}, {}
-        for name in versions(case):
-            program = programs[case, name]
-            try:
-                if isinstance(program, Exception):
-                    raise program
-                found = jax.block_until_ready(program(*arguments))
-                runs[name] = program, arguments
-                if not isinstance(expected, Exception):
-                    errors[name] = [float(measure(*pair)) for pair in zip(found, expected)]
-            except Exception as error:
-                failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        if isinstance(expected, Exception):
-            failed["reference"] = str(expected)[:120]
-        del expected
-        walls = {name: wall(*run, seconds=0.1 * each / len(runs)) for name, run in runs.items()}
-        samples = by_turns(runs, iterations, warm=0.1, until=began + 0.8 * each)
-        base, devices = walls.get("einsum"), {}
-        for name, (program, _) in runs.items():
+        samples = by_turns(its.runs, iterations, warm=0.1, until=time.perf_counter() + 0.8 * each)
+        base, devices = its.wall.get("einsum"), {}
+        for name, (program, _) in its.runs.items():
             totals = [sum(us for _, us in sample) for sample in samples[name]]
             devices[name] = device = statistics.median(totals) / 1e3 if totals else float("nan")
             temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-            ratio = f"{base / walls[name]:6.2f} x" if base else " " * 8
-            far = " ".join(f"{e:.1e}" for e in errors.get(name, ()))
+            ratio = f"{base / its.wall[name]:6.2f} x" if base else " " * 8
+            far = " ".join(f"{e:.1e}" for e in its.errors.get(name, ()))
             print(
-                f"  {name:22} device {device:8.3f} ms  wall {walls[name]:8.3f} ms  {ratio}  "
+                f"  {name:22} device {device:8.3f} ms  wall {its.wall[name]:8.3f} ms  {ratio}  "
                 f"temporaries {temporary:7.0f} MiB  errors {far}",
                 flush=True,
             )
-        for name, why in failed.items():
+        for name, why in its.failed.items():
             print(f"  {name:22} {why}", flush=True)
-        line = {"case": case.name, "device_ms": devices, "wall_ms": walls}
-        print(json.dumps(line), flush=True)
+        print(json.dumps({"case": case.name, "device_ms": devices}), flush=True)
 
 
 # ---------------------------------------------------------------- torch
@@ -328,7 +363,7 @@ def torch_table(cases: list[Case]) -> None:
         if case.mask or case.documents or case.window is not None:
             rows = torch.arange(case.length, device="cuda")
             behind = rows[:, None] - rows
-            mask = behind >= 0
+            mask = (behind >= 0) | (rows < case.prefix)
             if case.window is not None:
                 mask &= behind < case.window
             if case.documents:

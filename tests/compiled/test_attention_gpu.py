@@ -1,0 +1,63 @@
+"""What H200s would run for attention whose mask is known at run time only."""
+
+import re
+
+import gpu_compiler
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from normfuse import attention
+from normfuse.native.jax_private import described_cudnn
+
+LENGTH = 2048
+
+
+def step(mask, dout, *qkv):
+    out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, mask=mask), *qkv)
+    return out, *pull(dout)
+
+
+@pytest.fixture(scope="module")
+def computations():
+    """The instructions of each computation of the program, the entry's under "ENTRY"."""
+    mesh = gpu_compiler.mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
+    q, k = (of(jnp.bfloat16, 4, LENGTH, heads, 64) for heads in (32, 8))
+    with described_cudnn(91_000):
+        text = gpu_compiler.compile(jax.jit(step), of(bool, LENGTH, LENGTH), q, q, k, k).as_text()
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.endswith("{") and (name := re.match(r"(ENTRY )?%?([\w.\-]+) ", line)):
+            lines = found.setdefault("ENTRY" if name[1] else name[2], [])
+        elif line.startswith(" "):
+            lines.append(line)
+    return found
+
+
+def kernels(lines):
+    return re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', "\n".join(lines))
+
+
+def test_a_mask_that_is_causal_costs_one_look_at_it(computations):
+    """Forward and backward each choose by the same flag, and the mask is read for that once."""
+    entry = computations["ENTRY"]
+    choices = [line for line in entry if " conditional(" in line]
+    flags = {re.search(r" conditional\(([^,]+),", line)[1] for line in choices}
+    assert len(choices) == 2 and len(flags) == 1
+    assert not kernels(entry) and not [
+        line for line in entry if re.search(r" copy(-start)?\(", line)
+    ]
+    squares = [line for line in entry if re.search(rf"= \(?\w+\[[\d,]*{LENGTH},{LENGTH}\]", line)]
+    made = [line for line in squares if not re.search(r" (parameter|bitcast|tuple)\(", line)]
+    assert not made, made  # nothing of its size is kept
+    for line, kernel in zip(choices, ("Softmax", "SoftmaxBackward"), strict=True):
+        yes, no = (
+            computations[re.search(rf"{side}_computation=%?([\w.\-]+)", line)[1]]
+            for side in ("true", "false")
+        )
+        assert kernels(yes) == [kernel] and kernels(no) == [f"ScaleBias{kernel}"]
+        assert not re.search(rf"{LENGTH},{LENGTH}\]", "\n".join(yes))
