@@ -3,6 +3,7 @@
 import re
 
 import gpu_compiler
+import hlo
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,3 +62,37 @@ def test_a_mask_that_is_causal_costs_one_look_at_it(computations):
         )
         assert kernels(yes) == [kernel] and kernels(no) == [f"ScaleBias{kernel}"]
         assert not re.search(rf"{LENGTH},{LENGTH}\]", "\n".join(yes))
+
+
+@pytest.mark.parametrize("name", ["causal", "mask", "segments"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_four_gpus_compute_their_shares_alone(name, kind):
+    """Batch and heads are split, and keys and the mask with them; nothing is communicated."""
+    mesh = gpu_compiler.mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+    def of(dtype, spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    split = P("x", None, "y")
+    q, k = (of(jnp.bfloat16, split, 4, LENGTH, heads, 64) for heads in (8, 4))
+    extras = {
+        "causal": [],
+        "mask": [of(bool, P("x"), 4, 1, LENGTH, LENGTH)],
+        "segments": [of(jnp.int32, P("x"), 4, LENGTH)],
+    }[name]
+
+    def step(q, k, v, dout, *extras):
+        options = {"causal": name != "mask"}
+        if extras:
+            options["mask" if name == "mask" else "segment_ids"] = extras[0]
+        out, pull = jax.vjp(lambda *qkv: attention(*qkv, **options), q, k, v)
+        return out, *pull(dout)
+
+    places = [a.sharding for a in (q, q, k, k)]
+    with jax.set_mesh(mesh), described_cudnn(91_000):
+        program = gpu_compiler.compile(
+            jax.jit(step, out_shardings=tuple(places)), q, k, k, q, *extras
+        )
+    text = program.as_text()
+    assert kernels(text.splitlines()) and f"bf16[2,{LENGTH},4,64]" in text
+    assert not hlo.communicated(program)  # each device chooses its own kernel

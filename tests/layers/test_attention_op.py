@@ -482,6 +482,25 @@ def test_export_of_any_length(rng):
     close(exported.call(q, k, v), function(q, k, v))
 
 
+def test_export_for_cuda():
+    """cuDNN's calls are named as others without guarantees are; blocks need no leave."""
+    q, k = (jax.ShapeDtypeStruct((2, 64, heads, 64), bf16) for heads in (4, 2))
+
+    def export(implementation, *targets):
+        call = functools.partial(attention, causal=True, implementation=implementation)
+        loss = lambda *qkv: jnp.sum(call(*qkv).astype(f32))
+        checks = [jax.export.DisabledSafetyCheck.custom_call(f"__cudnn$fmha{t}") for t in targets]
+        function = jax.jit(jax.grad(loss, (0, 1, 2)))
+        options = {"platforms": ("cpu", "cuda"), "disabled_checks": checks}
+        with described_cudnn(91_400):
+            return jax.export.export(function, **options)(q, k, k).mlir_module()
+
+    assert "__cudnn" not in export("xla")
+    assert "__cudnn$fmhaSoftmaxBackward" in export(None, *PLAIN)
+    with pytest.raises(ValueError, match=r"compatibility guarantees(.|\n)*__cudnn\$fmhaSoftmax"):
+        export(None)
+
+
 def test_log_sum_exps_are_not_computed_where_nobody_uses_them(rng):
     q, k, v, _ = draw(rng)
     text = jax.jit(attention).lower(q, k, v).as_text()
@@ -744,6 +763,24 @@ def test_what_serves_on_gpus(name, monkeypatch):
     options, expected = (ON_GPU | {f"{n}, Hopper": case for n, case in ON_HOPPER.items()})[name]
     found = of_gpu(**options)
     assert found == (([], True) if expected == "blocks" else (sorted(expected), False))
+
+
+def test_transformations_on_gpus():
+    """One call of cuDNN for a batch of batches; forward mode in blocks, beside cuDNN's primal."""
+    q, k = (jax.ShapeDtypeStruct((3, 2, 64, heads, 64), bf16) for heads in (4, 2))
+    mask = jax.ShapeDtypeStruct((2, 1, 1, 64), bool)
+    call = lambda q, k, v, mask: attention(q, k, v, mask=mask)
+    loss = lambda q, k, v, mask: jnp.sum(jax.vmap(call, (0, 0, 0, None))(q, k, v, mask).astype(f32))
+    gradient = jax.grad(loss, (0, 1, 2))
+    assert served(gradient, q, k, k, mask) == (sorted(MASKED + PLAIN), False)
+    layer = jax.checkpoint(lambda x, k, mask: x + jax.vmap(call, (0, 0, 0, None))(x, k, k, mask))
+    steps = lambda q, k, mask: jax.lax.scan(lambda x, _: (layer(x, k, mask), None), q, length=3)[0]
+    kernels, _ = served(jax.grad(lambda *a: jnp.sum(steps(*a).astype(f32))), q, k, mask)
+    assert kernels == sorted([*MASKED, *PLAIN, "ScaleBiasSoftmax", "Softmax"])  # recomputed once
+    moved = lambda q, k, mask: jax.jvp(lambda q: loss(q, k, k, mask), (q,), (q,))
+    assert served(moved, q, k, mask) == (["ScaleBiasSoftmax", "Softmax"], True)
+    twice = lambda q, k, mask: jax.jvp(lambda q: gradient(q, k, k, mask)[0], (q,), (q,))[1]
+    served(twice, q, k, mask)  # the formula, which nothing refuses
 
 
 ODD = {  # lengths of queries and keys, and options
