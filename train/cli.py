@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -365,6 +366,9 @@ def _fitting(text: str) -> str:
     return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
+_ADDRESS_SPACE = 2 << 30  # with less, XLA aborts the process when it starts its threads
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command, of the process's words by default.
 
@@ -379,6 +383,8 @@ def main(argv: list[str] | None = None) -> int:
             hint = f"Did you mean {close[0]!r}?" if close else "`normfuse --help` lists them."
             raise UsageError(f"unknown command {argv[0]!r}. {hint}")
         else:
+            if 0 <= resource.getrlimit(resource.RLIMIT_AS)[0] < _ADDRESS_SPACE:
+                raise MemoryError
             run(parse(argv))
     except UsageError as error:
         return _fail(error, 2)

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -193,3 +194,25 @@ def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
     path.write_text("[]")
     assert main(["generate", str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err.startswith(f"error: RUN {path} is not a valid tokenizer.json")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("size", ["1 GiB", "a cgroup"])
+def test_limited_memory_is_one_line(flags, size):
+    """An address space that JAX does not fit into; what a cgroup kills says nothing anywhere."""
+    if size == "a cgroup":
+        limit = ["systemd-run", "--user", "--scope", "-q", "-p", "MemoryMax=64M"]
+        if shutil.which("systemd-run") is None or subprocess.run([*limit, "true"]).returncode:
+            pytest.skip("needs systemd")
+    else:
+        limit = ["bash", "-c", 'ulimit -v 1048576; exec "$@"', "bash"]
+    command = [*limit, sys.executable, "-m", "normfuse.train", *flags()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    killed = size == "a cgroup" and done.returncode in (-9, 137)
+    assert (
+        killed
+        or done.returncode == 1
+        and done.stderr.splitlines()[-1].startswith(
+            "error: out of memory: this process may not have as much as it needs"
+        )
+    ), done.stderr[-500:]

@@ -166,3 +166,29 @@ def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkey
 def test_another_run_takes_the_name_after_it_was_chosen(tmp_path):
     run = RunDir(tmp_path / "runs" / "tiny-1")
     assert [run.make_new() for _ in range(3)] == [1, 2, 3]
+
+
+_LIES = """
+import fcntl, sys
+fcntl.flock = lambda *_: None  # as on Lustre with localflock, from two hosts
+from normfuse.train.cli import entry
+entry(["train", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.newest
+def test_two_runs_whose_locks_lie_leave_a_folder_that_is_resumed(spawn, train, lines, tmp_path):
+    """They write one folder's checkpoints. One may fail, in a line; nothing damaged is restored."""
+    options = {"steps": 6, "checkpoint.every": 1}
+    both = [spawn(program=("-c", _LIES), **options) for _ in range(2)]
+    for process in both:
+        _, err = process.communicate()
+        assert process.returncode in (0, 1), err
+        assert "Traceback" not in err
+        assert process.returncode == 0 or err.splitlines()[-1].startswith("error: the checkpoint")
+    code, _, err = train(steps=8, **{"checkpoint.every": 1})
+    assert code == 0, err
+    for steps in (6, 8):
+        assert train(steps=steps, out_dir=tmp_path / "alone", **{"checkpoint.every": 1})[0] == 0
+    losses = lambda folder: {x["step"]: x["loss"] for x in lines(folder) if "loss" in x}
+    assert losses(tmp_path / "run")[8] == losses(tmp_path / "alone")[8]
