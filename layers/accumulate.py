@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..native.dtypes import NARROW
-from ..native.jaxpr import inner, results_of, value_of
+from ..native.jaxpr import inner, name_of, params_of, results_of, value_of
 from .dense.matmul import kernel_p
 from .quantization.op import kernel_codes_saveable
 
@@ -373,7 +373,7 @@ def run_linked(
 
 def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], list[Link]]:
     """Returns the results of one operation, and their links."""
-    name = eqn.primitive.name
+    name = name_of(eqn)
     unlinked: list[Link] = [None] * len(eqn.outvars)
     if all(z is None for z in zeros):
         return results_of(eqn, given), unlinked
@@ -393,9 +393,15 @@ def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], l
 
 
 def _checkpoint(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
-    body = lambda given, zeros: run_linked(eqn.params["jaxpr"], given, zeros)[0]
-    options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
-    return jax.checkpoint(body, **options)(given, zeros)
+    body = lambda given, zeros: run_linked(params_of(eqn)["jaxpr"], given, zeros)[0]
+    return jax.checkpoint(body, **_options_of_remat(eqn))(given, zeros)
+
+
+def _options_of_remat(eqn: Any) -> dict[str, Any]:
+    params = params_of(eqn)
+    apart = params["prevent_cse"]  # for each operand, or all
+    apart = any(apart) if isinstance(apart, tuple) else apart
+    return {"prevent_cse": apart, "policy": params["policy"]}
 
 
 def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
@@ -466,7 +472,8 @@ def _quantizes(jaxpr: Any) -> bool:
 
 def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """Returns the program of a call, and its constants."""
-    body = eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+    params = params_of(eqn)
+    body = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
     return getattr(body, "jaxpr", body), getattr(body, "consts", ())
 
 
@@ -476,6 +483,9 @@ def _codes(jaxpr: Any, values: dict[Any, Any]) -> Codes:
     for i, eqn in enumerate(jaxpr.eqns):
         known = [hasattr(v, "val") or v in values for v in eqn.invars]
         given = [value_of(v, values) if k else None for v, k in zip(eqn.invars, known)]
+        if eqn.primitive.name == "optimization_barrier":  # around what JAX_REMAT3 computes again
+            values |= {v: g for v, g, k in zip(eqn.outvars, given, known, strict=True) if k}
+            continue
         with eqn.ctx.manager:
             within = _codes_within(eqn, given, known)
             found |= {(i, *path): codes for path, codes in within.items()}
@@ -489,7 +499,7 @@ def _codes_within(eqn: Any, given: list[Any], known: list[bool]) -> Codes:
     """Returns the codes that one operation makes, those of a scan behind 0 (of all) or 1 (each)."""
     if _makes_codes(eqn):
         return {(): results_of(eqn, given)} if all(known) else {}
-    name = eqn.primitive.name
+    name = name_of(eqn)
     if name not in (*_CALLS, *_REMAT, "scan") or not any(map(_quantizes, inner(eqn))):
         return {}
     body, consts = _body(eqn)
@@ -536,11 +546,13 @@ def _step_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
     if eqn.primitive.name == "scan":
         return _scan_with(eqn, given, codes)
     body, consts = _body(eqn)
-    if eqn.primitive.name in _CALLS:
+    if name_of(eqn) in _CALLS:
         return _run_with(body, consts, given, codes)
-    # Not `jax.checkpoint`, because this one has been differentiated.
     run = lambda *operands: _run_with(body, operands[0], *operands[1:])
     operands = consts, given, codes
+    if not params_of(eqn)["differentiated"]:
+        return jax.checkpoint(run, **_options_of_remat(eqn))(*operands)
+    # Not `jax.checkpoint`, because this one has been differentiated.
     again = jax.make_jaxpr(run)(*operands)
     params = {**eqn.params, "jaxpr": again.jaxpr if body is eqn.params["jaxpr"] else again}
     return eqn.primitive.bind(*jax.tree.leaves(operands), **params)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ...native.jaxpr import bodies, line_of, results_of, value_of
+from ...native.jaxpr import bodies, line_of, name_of, params_of, results_of, value_of
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
@@ -169,10 +169,10 @@ class _Program:
         elif self.reading:
             for key, i, body in bodies(eqn):
                 count = len(getattr(body, "jaxpr", body).invars)
-                why = level.why or ("" if eqn.primitive.name in _BODIES else _closed(eqn))
+                why = level.why or ("" if name_of(eqn) in _BODIES else _closed(eqn))
                 _, made = self._run(body, [None] * count, [None] * count, (*path, key, i), why)
                 for norm in filter(None, made):
-                    norm.others.append(f"the result of {eqn.primitive.name}")
+                    norm.others.append(f"the result of {name_of(eqn)}")
         elif path in self.within:
             run = lambda at: (
                 lambda operands: self._run(
@@ -282,9 +282,9 @@ def _product_of(eqn: Any) -> Any:
     """Returns what is known of FP8 products (`Marked`) or of codes (`Quantize`); None of others."""
     if eqn.primitive is quantization.op.primitive and eqn.params["spec"].rows:
         return eqn.params["spec"]
-    if eqn.primitive.name != "custom_jvp_call":
+    if name_of(eqn) != "custom_jvp_call":
         return None
-    body = eqn.params["call_jaxpr"].jaxpr.eqns
+    body = params_of(eqn)["call_jaxpr"].jaxpr.eqns
     return next((e.params["marked"] for e in body if e.primitive is fp8.input_p), None)
 
 
@@ -335,7 +335,7 @@ def _unserved_product(eqn: Any, product: Any) -> str:
 
 
 def _closed(eqn: Any) -> str:
-    return f"it is within {eqn.primitive.name}, which has a derivative or a kernel of its own"
+    return f"it is within {name_of(eqn)}, which has a derivative or a kernel of its own"
 
 
 class _Level:
@@ -358,5 +358,5 @@ def _listed(text: str, others: Sequence[str], link: str = "; its readers:") -> s
 
 
 def _described(eqn: Any) -> str:
-    name = eqn.params.get("name", "") if eqn.primitive.name in (*JIT, "custom_jvp_call") else ""
-    return f"{name or eqn.primitive.name} at {line_of(eqn)}"
+    called = name_of(eqn) in (*JIT, "custom_jvp_call")
+    return f"{called and params_of(eqn).get('name') or name_of(eqn)} at {line_of(eqn)}"

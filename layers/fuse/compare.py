@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...native.jaxpr import KERNELS, inner, results_of, value_of
+from ...native.jaxpr import KERNELS, inner, name_of, params_of, results_of, value_of
 from .fuse import Quantization, Skip, check, fuse
 from .program import JIT, REMAT
 from .report import Report, aligned
@@ -233,7 +233,7 @@ _OWN_DTYPE = "bitcast_convert_type", "shard_map", *KERNELS
 
 
 def _wide_results(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
-    name, params = eqn.primitive.name, dict(eqn.params)
+    name, params = name_of(eqn), dict(params_of(eqn))
     if name in (*JIT, *REMAT):
         return _widened(params["jaxpr"], dtype, operands)
     if name in ("custom_jvp_call", "custom_vjp_call"):
@@ -287,7 +287,7 @@ def _wide_custom(eqn: Any, dtype: Any, operands: list[Any]) -> list[Any]:
 
     @jax.custom_vjp
     def function(*operands: Any) -> list[Any]:
-        return _widened(eqn.params["call_jaxpr"], dtype, operands)
+        return _widened(params_of(eqn)["call_jaxpr"], dtype, operands)
 
     def backward(operands: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         backwards = jax.make_jaxpr(pulled)(avals, [eqn.outvars[i].aval for i in outs])

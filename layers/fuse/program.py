@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import bodies, line_of, results_of
+from ...native.jaxpr import bodies, line_of, name_of, params_of, results_of
 from ..dense.matmul import shared
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
@@ -83,11 +83,11 @@ class Equation:
 
     @property
     def name(self) -> str:
-        return self.eqn.primitive.name
+        return name_of(self.eqn)
 
     @property
-    def params(self) -> dict[str, Any]:
-        return self.eqn.params
+    def params(self) -> Mapping[str, Any]:
+        return params_of(self.eqn)
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,12 +234,12 @@ class Program:
         if eqn.primitive.name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
         shadow: list[int] = []
-        if eqn.primitive.name == "custom_jvp_call" and is_jaxs_own(eqn):
-            body, before = eqn.params["call_jaxpr"], len(self.equations)
+        if name_of(eqn) == "custom_jvp_call" and is_jaxs_own(eqn):
+            body, before = params_of(eqn)["call_jaxpr"], len(self.equations)
             shadow = self._add(body.jaxpr, body.consts, ins, scope)
             self.shadowing.update(self.equations[before:])
         equation = Equation(eqn, len(self.equations), ins, scope)
-        if not eqn.effects and eqn.primitive.name not in _NEVER_MERGED:
+        if not eqn.effects and equation.name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
                 params = sorted(eqn.params.items(), key=lambda item: item[0])
                 key = eqn.primitive.name, tuple(ins), tuple(params)
@@ -267,7 +267,7 @@ class Program:
             ]
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
-            within = f"{self.within} in {eqn.primitive.name}"
+            within = f"{self.within} in {equation.name}"
             body = Program(closed, known, origins, depends, within)
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
@@ -498,7 +498,7 @@ def rebuilt(
     """
     if not runs:
         return results_of(eqn, given)
-    name, params = eqn.primitive.name, dict(eqn.params)
+    name, params = name_of(eqn), dict(params_of(eqn))
     if name == "shard_map":
         options = {key: params[key] for key in ("mesh", "check_vma")}
         options |= {key: tuple(params[key]) for key in ("in_specs", "out_specs")}
@@ -585,7 +585,8 @@ def is_jaxs_own(eqn: Any) -> bool:
         return str(jax.make_jaxpr(both)(x, x, *others))
 
     candidates = [jax.nn.relu] if len(avals) == 1 else []
-    axes = [e.params["axes"] for e in eqn.params["call_jaxpr"].jaxpr.eqns if "axes" in e.params]
+    body = params_of(eqn)["call_jaxpr"].jaxpr
+    axes = [e.params["axes"] for e in body.eqns if "axes" in e.params]
     if axes:
         axis = tuple(map(int, axes[0]))
         candidates += [lambda x, *more: jax.nn.softmax(x, axis, *more)]
@@ -607,7 +608,7 @@ def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any
     Each operand is (value, whether it has that value all the time); a loop's slices have not, yet
     they are parts of that value. What a loop carries is (-1, False).
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = name_of(eqn), params_of(eqn)
     whole = [(v, True) for v in ins]
     if name == "scan":
         count, carried = jax_private.scan_counts(params, len(ins))

@@ -75,6 +75,10 @@ def test_linearize_and_linear_transpose(rng):
     np.testing.assert_allclose(f64(dx), f64(y) @ f64(kernel).T, rtol=0, atol=1e-4)
 
 
+@pytest.mark.xfail(
+    jax.config.values.get("jax_remat3", False),
+    reason="JAX_REMAT3 asks policies about no part of a custom_jvp",
+)
 def test_remat_policies_see_the_product(rng):
     args = operands(rng)
 

@@ -214,7 +214,7 @@ def test_several_platforms(case, serve):
 
 @pytest.fixture(params=["Shardy", "GSPMD"])
 def partitioner(request):
-    """JAX's present partitioner, or the one before it, which `infer` in layers/core/op.py serves."""
+    """JAX's partitioner, or the one before it, which `infer` in layers/core/op.py serves."""
     name, shardy = "jax_use_shardy_partitioner", request.param == "Shardy"
     if not shardy and name not in jax.config.values:
         pytest.skip("this JAX has Shardy alone")

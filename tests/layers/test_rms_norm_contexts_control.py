@@ -225,6 +225,8 @@ POLICIES = {  # and whether the forward kernel runs again
 def test_remat(case, serve, policy):
     """`checkpoint` with each policy"""
     chosen, again = POLICIES[policy]
+    if jax.config.values.get("jax_remat3") and policy == "save_anything_except_these_names":
+        again = True  # it is asked about the undifferentiated norm, which has no statistics to keep
 
     @functools.partial(jax.checkpoint, policy=chosen)
     def block(*args):
