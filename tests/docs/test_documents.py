@@ -174,6 +174,10 @@ def test_the_front_page_of_the_documents_says_what_readme_says():
     assert len(numbers) == 3 and all(f"{number} ms" in row for number in numbers)
 
 
+def test_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_every_report_is_listed_with_its_device():
     reports = ROOT / "benchmarks" / "results"
     listed = (reports / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""JAX's next custom_jvp, custom_vjp, remat and scan, by its flags: the same fusion, the same values.
+"""JAX's next custom_jvp, custom_vjp, remat and scan, by its flags: same fusion, same values.
 
 `.ci/run` runs the tests of contexts, of `fuse` and of accumulation with these flags too.
 """
@@ -87,7 +87,7 @@ def expected(name, make):
 
 
 def close(got, want):
-    # The same operations: XLA may fuse them in another way, and round some tens of them differently.
+    # The same operations: XLA may fuse them in another way, and round some tens differently.
     check = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
     jax.tree.map(check, got, jax.tree.map(np.asarray, want))
 
