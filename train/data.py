@@ -22,11 +22,10 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import grain
 import numpy as np
-from jax import Array
 
 from . import UsageError
 from .arguments import expanded, named, read_bytes, shown
@@ -34,7 +33,6 @@ from .config import TrainConfig
 from .run_dir import RunDir
 from .tokenizer import Bytes, Tokenizer, make_tokenizer, pieces_at_lines
 
-ArrayT = TypeVar("ArrayT", np.ndarray, Array)
 HELD_OUT = 0.05
 _PROMPT = 32  # characters of a sample's prompt
 _CHUNK = 1 << 22  # bytes whose pairs are counted at once
@@ -235,7 +233,7 @@ class Windows(grain.sources.RandomAccessDataSource):
         return self._count() // self._seq_len
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Returns `(seq_len + 1,)` int32 tokens; of documents `(3, seq_len)`, see `parts_of`."""
+        """Returns `(seq_len + 1,)` int32 tokens; `(3, seq_len)` of documents (`step.parts_of`)."""
         start = int(index) * self._seq_len
         if self._ends is None:
             return self._tokens[start : start + self._seq_len + 1].astype(np.int32)
@@ -253,16 +251,6 @@ class Windows(grain.sources.RandomAccessDataSource):
         rows = np.arange(0, count + 1, self._seq_len)
         lengths = np.diff(np.unique(np.concatenate([rows, self._ends[self._ends < count]])))
         return round(float(np.square(lengths, dtype=np.float64).sum()) / count)
-
-
-def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
-    """Returns the inputs, targets and segment ids of a batch, `(batch, seq_len)` each.
-
-    Without documents there are no ids.
-    """
-    if rows.ndim == 2:
-        return rows[:, :-1], rows[:, 1:], None
-    return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
 def batches(

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from ..models.functional import Functional, Params
 from ..models.sharding import BATCH
-from .data import Windows, parts_of
+from .data import Windows
 from .mesh import batch_sharding, on_devices
 from .metrics import NATS_PER_BIT
+from .step import parts_of
 
 
 class Validation(NamedTuple):

@@ -1,10 +1,11 @@
 """One optimizer step: loss, gradient, guard, update; compiled once, its state updated in place."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -15,13 +16,13 @@ from ..layers.accumulate import accumulate_gradients
 from ..models.functional import Functional, Params, build
 from ..models.side_by_side import side_by_side
 from .config import OptimConfig
-from .data import parts_of
 from .mesh import batch_sharding, replicated
 
 # cuBLAS takes every product, and adds to it (beta = 1) what a sum has beside it. Where XLA may use
 # Triton, versions before JAX 0.12's take products away before they look for sums: a pass over the
 # gradient that q, k and v have of one x, and over that of gate and up.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+ArrayT = TypeVar("ArrayT", np.ndarray, Array)
 _USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this many
 
 
@@ -167,6 +168,16 @@ def mean_loss(model: Functional, params: Params, tokens: Array, parts: int = 1) 
     loss = lambda rows: model.loss(params, *parts_of(rows))
     losses = side_by_side(loss, interleaved(tokens, parts))
     return sum(losses[1:], losses[0]) / parts
+
+
+def parts_of(rows: ArrayT) -> tuple[ArrayT, ArrayT, ArrayT | None]:
+    """Returns the inputs, targets and segment ids of a batch, `(batch, seq_len)` each.
+
+    Without documents there are no ids.
+    """
+    if rows.ndim == 2:
+        return rows[:, :-1], rows[:, 1:], None
+    return rows[:, 0], rows[:, 1], rows[:, 2]
 
 
 def interleaved(x: Array, parts: int) -> list[Array]:

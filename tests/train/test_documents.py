@@ -17,8 +17,9 @@ from normfuse.train import UsageError, step
 from normfuse.train.checks import check_resume, make_record
 from normfuse.train.cli import main
 from normfuse.train.config import MeshConfig, preset_config
-from normfuse.train.data import Windows, batches, load, parts_of
+from normfuse.train.data import Windows, batches, load
 from normfuse.train.mesh import batch_sharding, make_sharding, on_devices
+from normfuse.train.step import parts_of
 
 SEQ = 16
 NEWEST = pytest.mark.newest
