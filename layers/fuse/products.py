@@ -365,13 +365,14 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         with contextlib.suppress(Left):
             known[_narrowed(products.program, each)[0]] = each
     hidden = [v for v in (half.gate, half.up) if v is not None]
-    made, biases = [], []
+    made, biases, dims = [], [], half.hidden_dims
     for v in hidden:
         v, dims = _laid_out(products.program, v, half.hidden_dims, known)
         if v not in known and (split := _biased(products, v, dims, known)) is not None:
             (v, dims), bias = split
             biases.append(bias)
         made.append((v, dims))
+    dims = made[0][1]
     inner: list[Matrix] = [known[v] for v, _ in made if v in known]
     if len(inner) < len(hidden) or any(other != dims for _, other in made):
         return None

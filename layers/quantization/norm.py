@@ -185,7 +185,7 @@ def _launch(
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # of a row
     results = kernels.code_types(rows, columns, **flags)
     parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
-    types = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
+    types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
     if "RESIDUAL" in given:
         h = jnp.promote_types(x.dtype, given["RESIDUAL"].dtype)
         types["H"] = jax.ShapeDtypeStruct((rows, columns), h)
@@ -241,10 +241,12 @@ def _named(norm: Norm, operands: Sequence[Array], *more: str) -> dict[str, Array
     return dict(zip(names, operands, strict=True))
 
 
-def _apart_on_cuda(kernel: Kernel, target: Target, *args: Any) -> list[Array]:
+def _apart_on_cuda(
+    kernel: Kernel, target: Target, spec: NormCodes, *operands: Array
+) -> list[Array]:
     """The norm's kernel, and then the quantizer's."""
-    on_target = lambda body: functools.partial(body, target)
-    return _norm_and_cast(*map(on_target, (kernel.bodies["cuda"], kernels.cuda_cast)), *args)
+    normalise = functools.partial(kernel.bodies["cuda"], target)
+    return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
 
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
@@ -363,7 +365,9 @@ def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list
         call = lambda kernel, *args: _DEFINITIONS[kernel.name](cast, here, *args)
     if not split.over(norm.axes):
         return _restored(spec, x, call(codes_kernel, *large, *parameters, bound))
-    h = rms_norm.add(*large, jnp.dtype("float32")) if norm.has_residual else large[0]
+    h = large[0]
+    if norm.has_residual:
+        h = rms_norm.add(h, large[1], jnp.dtype("float32"))
     statistics = rms_norm.statistics_over_devices(norm, split, h, order)
     codes = call(apply_codes_kernel, h, *parameters, *statistics, bound)
     return _restored(spec, x, [*codes, *[h] * norm.has_residual, *statistics])
