@@ -724,10 +724,9 @@ def main():
     if given.show:
         print(*map(write, every), sep="\n")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Of each process: as many threads as it has cores slow all of them down.
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-    )
+    # One thread each: as many as there are cores, in every process, slow all of them down.
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
     os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "NPROC"), "1")
     with concurrent.futures.ProcessPoolExecutor(
         given.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=10

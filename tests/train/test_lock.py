@@ -170,7 +170,7 @@ def test_another_run_takes_the_name_after_it_was_chosen(tmp_path):
 
 _LIES = """
 import fcntl, sys
-fcntl.flock = lambda *_: None  # as on Lustre with localflock, from two hosts
+fcntl.flock = lambda *_: None  # Lustre's localflock does so between hosts
 from normfuse.train.cli import entry
 entry(["train", *sys.argv[1:]])
 """
