@@ -144,6 +144,9 @@ def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tupl
 # ---------------------------------------------------------------- what it takes
 
 
+_INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an H100, cuDNN 9
+
+
 def refusal(capability: int, spec: Spec, q: Any, k: Any, *extras: Any) -> str:
     """Returns why cuDNN does not take operands of these shapes and dtypes, or ""."""
     try:
@@ -167,6 +170,8 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
         raise Unsupported("cuDNN takes two queries and keys or more")
     if spec.causal and length != keys:
         raise Unsupported("with causal, cuDNN takes as many keys as queries")
+    if max(q.size, k.size) >= _INDEXED:
+        raise Unsupported("cuDNN takes fewer than 2**31 elements of an array")
     if not spec.extras:
         return
     if length % 2 or keys % 2:
