@@ -89,7 +89,7 @@ def test_serialized_executable_auto(case, serve, auto_mesh):
         "`AttributeError: Can't pickle local object`. Use Explicit axes or `shard_map`, or the "
         "persistent compilation cache."
     )
-    with serve.refused((AttributeError, pickle.PicklingError), "pickle", note):
+    with serve.refused((AttributeError, pickle.PicklingError), "pickle|local object", note):
         serialize_executable.serialize(compiled)
 
 
