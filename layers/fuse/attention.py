@@ -32,7 +32,7 @@ class Attention(Site):
         arranged to; v's is multiplied by `factor`.
       masks, biases: what is known at run time only; `fixed` a constant mask.
       added: the number that the mask adds to scores, where it does not replace them.
-      empty: what rows that see nothing are: "", "zero", "mean" or "nan".
+      empty: what rows that see nothing are: "", "zero", "mean", "sum" or "nan".
     """
 
     parts: "Parts"
@@ -153,7 +153,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
         factor=factor,
         softcap=softcap,
     )
-    _sort_masks(g, forms, base, parts)
+    _sort_masks(g, forms, form, parts)
     reads = [value for value, _ in parts.operands]
     reads += [m.value for m in parts.masks] + [b for b, *_ in parts.biases]
     lengths = f"{size(queries)}" + (f"/{size(keys)}" if size(keys) != size(queries) else "")
@@ -203,8 +203,9 @@ def _dtype(dtypes: Sequence[Any]) -> Any:
     return np.dtype(widest)
 
 
-def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
+def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None:
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
+    base = form.base
     batch, queries, heads, keys = parts.groups
     reach = base.scale if base.inner is not None else 0.0  # of scores with a soft cap
     for m in base.masks:
@@ -240,8 +241,11 @@ def _sort_masks(g: Program, forms: ScoreForms, base: Any, parts: Parts) -> None:
             together = together & (behind >= 0) & (behind <= high)
         parts.causal, parts.window, parts.fixed = classified(together)
         sees = bool(together.any(-1).all())
-    _sort_empty(base, parts, run_time, sees)
+    _sort_empty(form, parts, run_time, sees)
     for bias, dims, factor in base.biases:
+        changed = any(m.changed for m in base.masks)
+        if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
+            raise Left("what is added to masked scores is made of scores")
         if not set(atoms(dims)) & set(keys):
             continue  # the same along the softmax's axis: no effect
         if bias in forms.of and forms.of[bias].along and not _is_plain(forms, bias):
@@ -266,21 +270,28 @@ def _is_plain(forms: ScoreForms, v: int) -> bool:
     return not form.exp and not form.terms
 
 
-def _sort_empty(base: Any, parts: Parts, run_time: list[Mask], sees: bool) -> None:
+def _sort_empty(form: Form, parts: Parts, run_time: list[Mask], sees: bool) -> None:
     """Finds out what rows are that see nothing, where there may be such rows."""
+    base = form.base
     parts.masks = run_time
     if sees and not run_time:
         return
+    sums = False
+    if form.rounded is not None:  # a row of fills has the weights 1 where its log-sum-exp is one
+        fill = np.float64(base.masks[0].fill)
+        lse = fill + math.log(size(parts.groups[3]))
+        with np.errstate(over="ignore"):
+            sums = bool(fill.astype(form.rounded) == lse.astype(form.rounded))
     if any(m.added for m in base.masks):
         if len(base.masks) > 1 or not sees or base.masks[0].fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added = base.masks[0].fill
+        parts.added, parts.empty = base.masks[0].fill, "sum" if sums else ""
         return
     kinds = {"zero" if m.zero else "nan" if m.fill == -math.inf else m.fill for m in base.masks}
     if kinds <= {"zero", "nan"} and len(kinds) == 1:
         (parts.empty,) = kinds
     elif len(kinds) == 1 and not any(m.changed for m in base.masks):
-        parts.empty = "mean"
+        parts.empty = "sum" if sums else "mean"
     else:
         raise Left("masks of several numbers, in rows that may see nothing")
 
@@ -390,27 +401,29 @@ def attend(q, k, v, bias, mask, *, causal, window, softcap, scale, empty, added)
     if added is not None and abs(added) < ABSORBING:
         # A number that all scores of a row have added changes nothing: such a row sees all keys.
         return attention(q, k, v, bias=bias, mask=mask | ~some[..., None], **options)
+    rows = some.swapaxes(1, 2)[..., None]
     if added is not None:  # it absorbs them
 
         def general(q, k, v, bias, mask):
             number = jnp.where(mask, 0.0, jnp.float32(added))
             whole = number if bias is None else bias.astype(jnp.float32) + number
-            return attention(q, k, v, bias=whole, implementation="xla", **options)
+            y = attention(q, k, v, bias=whole, implementation="xla", **options)
+            return y * jnp.where(rows, 1, k.shape[1]).astype(y.dtype) if empty == "sum" else y
 
         specific = lambda q, k, v, bias, mask: attention(q, k, v, bias=bias, mask=mask, **options)
         return jax.lax.cond(jnp.all(some), specific, jax.checkpoint(general), q, k, v, bias, mask)
     if empty == "zero":
         return plain(q, k, v)
-    rows = some.swapaxes(1, 2)[..., None]
     if empty == "nan":
         # The softmax of such a row is NaN for all keys. The mask stops its gradient to the scores,
         # and nothing the one to the values.
         head = jnp.any(~jnp.broadcast_to(rows, (*q.shape[:-1], 1)), 1, keepdims=True)
         head = jnp.any(head.reshape(*head.shape[:2], k.shape[2], -1), -1)[..., None]
         return jnp.where(rows, plain(q, k, _spoiled(v, head)), jnp.nan)
-    mean = jnp.mean(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
+    reduce = jnp.sum if empty == "sum" else jnp.mean
+    every = reduce(v.astype(jnp.promote_types(v.dtype, jnp.float32)), 1, keepdims=True)
     y = plain(q, k, v)
-    return jnp.where(rows, y, jnp.repeat(mean.astype(y.dtype), q.shape[2] // k.shape[2], 2))
+    return jnp.where(rows, y, jnp.repeat(every.astype(y.dtype), q.shape[2] // k.shape[2], 2))
 
 
 def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:

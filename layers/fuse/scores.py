@@ -128,6 +128,7 @@ class Form:
       mixed: the product with v, of an exponential.
       safe: a maximum was subtracted before the exponential, which cannot overflow then.
       weights: what losses were multiplied by, before they were summed.
+      rounded: the dtype of scores - log-sum-exp, where no maximum was subtracted before.
     """
 
     base: Scores
@@ -140,6 +141,7 @@ class Form:
     mixed: Mixed | None = None
     safe: bool = False
     weights: tuple[Weight, ...] = ()
+    rounded: Any = None
 
     @property
     def soft(self) -> bool:
@@ -173,12 +175,13 @@ class Form:
 
 
 def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
-    """Returns a + factor · b; what cancels is gone."""
+    """Returns a + factor · b; what cancels is gone, but for a pick that may be NaN."""
     total, largest = dict(a), {t: abs(f) for t, f in a}
     for term, f in b:
         total[term] = total.get(term, 0.0) + factor * f
         largest[term] = max(largest.get(term, 0.0), abs(factor * f))
-    return frozenset((t, f) for t, f in total.items() if abs(f) > 1e-6 * largest[t])
+    stays = lambda t, f: abs(f) > 1e-6 * largest[t] or t.outside.endswith("nan")
+    return frozenset((t, f) for t, f in total.items() if stays(t, f))
 
 
 def scaled(form: Form, c: float) -> Form | None:
@@ -365,7 +368,11 @@ def _combine(g: ScoreForms, made: Equation, fa: Form | None, fb: Form | None) ->
         if dims is None or (fb.mixed or fb.along and product) and sign < 0:
             return None
         along, terms = fa.along + sign * fb.along, plus(fa.terms, fb.terms, sign)
-        return replace(main, dims=dims, along=along, terms=terms)
+        rounded, other = main.rounded, fb if main is fa else fa
+        subtracted = any(t.kind == "lse" for t, _ in other.terms) and not main.terms
+        if along and not product and subtracted:
+            rounded = g.program.avals[made.outs[0]].dtype
+        return replace(main, dims=dims, along=along, terms=terms, rounded=rounded)
     for form, other, first in ((fa, made.ins[1], True), (fb, made.ins[0], False)):
         if form is None or form.dims and g.program.avals[made.outs[0]].ndim != len(form.dims):
             continue

@@ -103,6 +103,7 @@ rows = np.arange(N)[:, None] % 3 > 0
 NOTHING = {
     "-1e4 added": lambda s, m: s + jnp.where(m, 0.0, -1e4),
     "-1e9 added": lambda s, m: s + jnp.where(m, 0.0, -1e9),
+    "-1e30 added": lambda s, m: s + jnp.where(m, 0.0, -1e30),
     "-inf added": lambda s, m: s + jnp.where(m, 0.0, -jnp.inf),
     "finfo.min added": lambda s, m: s + jnp.where(m, 0.0, jnp.finfo(f32).min),
     "-1e9 selected": lambda s, m: jnp.where(m, s, -1e9),
@@ -122,6 +123,15 @@ for name, mask in NOTHING.items():
     attention_case(
         f"rows of nothing at run time, {name}",
         lambda q, k, v, m, mask=mask: attend(lambda s: mask(s, m))(q, k, v),
+        causal() & rows,
+    )
+for name in ("finfo.min selected", "-1e9 selected", "-1e30 added", "-1e9 added"):
+    attention_case(
+        f"rows of nothing, less their log-sum-exp, {name}",
+        lambda q, k, v, m, mask=NOTHING[name]: attend(
+            lambda s: mask(s, m),
+            lambda s: jnp.exp(s - jax.nn.logsumexp(s, -1, keepdims=True)),
+        )(q, k, v),
         causal() & rows,
     )
 attention_case(
@@ -276,6 +286,12 @@ attention_case(
 attention_case("scores and their transpose", attend(lambda s: s + s.swapaxes(-1, -2)), left=True)
 attention_case("a bias made of scores", attend(lambda s: s + jnp.tanh(s)), left=True)
 attention_case("scores of the other's mean", attend(lambda s: s - s.mean(-1, keepdims=True)))
+for value in (-jnp.inf, -1e9):
+    attention_case(
+        f"scores masked by {value:g}, of the other's mean",
+        attend(masked(value), lambda s: softmax(s - s.mean(-1, keepdims=True))),
+        left=True,
+    )
 attention_case("scores less those of queries", attend(lambda s: s - s.max(-2, keepdims=True)))
 attention_case("absolute scores", attend(jnp.abs), left=True)
 attention_case(
@@ -510,6 +526,12 @@ loss_case(
     lambda z, y: integers(jnp.where(jnp.arange(V) < V - 3, z, -jnp.inf), y).sum(),
 )
 loss_case("two log-sum-exps", lambda z, y: (2 * logsumexp(z, -1) - picked(z, y)).sum())
+loss_case(
+    "the label added again",
+    lambda z, y: logsumexp(z, -1) - picked(z, y) + picked(z, y),
+    y=words((-1, V, -100, 1000)),
+    strict=False,
+)
 loss_case("half of the label", lambda z, y: (logsumexp(z, -1) - 0.5 * picked(z, y)).sum())
 loss_case("the other sign", lambda z, y: (picked(z, y) + logsumexp(z, -1)).sum())
 loss_case("the square", lambda z, y: jnp.square(integers(z, y)).sum())
