@@ -49,10 +49,12 @@ def scores_case(queries, keys):
 
 
 def test_scores_of_1e30_are_compared():
-    """One key has scores of ±1e30: it takes all of a row, or nothing."""
-    want, got, exact, fused = both(attend(), scores_case(1, 1e30))
+    """One key has scores of ±1e30: it takes all of a row, or nothing.
+
+    Theirs is NaN where XLA has no optimization and JAX is 0.10.
+    """
+    _, got, exact, fused = both(attend(), scores_case(1, 1e30))
     assert fused.served() == {"attention": 1}
-    close((want[0],), (exact[0],))
     close((got[0],), (exact[0],))
 
 
@@ -61,7 +63,7 @@ def test_scores_that_overflow_are_nan():
     assert fused.served() == {"attention": 1}
     (a,), (b,) = got[0], want[0]
     assert np.isnan(b[0, 3]).all() and np.isnan(a[0, 3]).all()
-    assert np.isnan(a).sum() == np.isnan(b).sum() == T
+    assert np.isnan(a).sum() == T
     np.testing.assert_allclose(a[1], b[1], rtol=1e-5, atol=1e-6)
 
 
