@@ -33,7 +33,7 @@ def name_of(eqn: Any) -> str:
     following = eqn.params.get("_prim")
     if following is None or not type(following).__module__.startswith("jax."):
         return eqn.primitive.name
-    return _NEXT.get(type(following).__name__, eqn.primitive.name)
+    return _NEXT.get(type(following).__name__) or eqn.primitive.name
 
 
 def params_of(eqn: Any) -> Mapping[str, Any]:

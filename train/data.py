@@ -180,6 +180,7 @@ def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
+        found: Any = None
         try:
             found = json.loads(line.decode())
             problem = "" if isinstance(found, dict) else f"it is {shown(found)}"

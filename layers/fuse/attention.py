@@ -283,13 +283,14 @@ def _sort_empty(form: Form, parts: Parts, run_time: list[Mask], sees: bool) -> N
         with np.errstate(over="ignore"):
             sums = bool(fill.astype(form.rounded) == lse.astype(form.rounded))
     if any(m.added for m in base.masks):
-        if len(base.masks) > 1 or not sees or base.masks[0].fill == -math.inf:
+        first, *others = base.masks
+        if others or not sees or first.fill == -math.inf:
             raise Left("a mask that is added, and others, in rows that may see nothing")
-        parts.added, parts.empty = base.masks[0].fill, "sum" if sums else ""
+        parts.added, parts.empty = first.fill, "sum" if sums else ""
         return
     kinds = {"zero" if m.zero else "nan" if m.fill == -math.inf else m.fill for m in base.masks}
     if kinds <= {"zero", "nan"} and len(kinds) == 1:
-        (parts.empty,) = kinds
+        parts.empty = str(*kinds)
     elif len(kinds) == 1 and not any(m.changed for m in base.masks):
         parts.empty = "sum" if sums else "mean"
     else:
