@@ -751,6 +751,8 @@ def _unary(g: ScoreForms, made: Equation, form: Form | None, *_: Any) -> Form | 
     s = form.base
     match made.name:
         case "exp" if not form.exp and form.along in (0.0, 1.0) and not form.summed:
+            if form.along and any(t.kind == "max" and f != -1 for t, f in form.terms):
+                return None  # 0.7 of a maximum: rows that see nothing are 0 / 0
             bound = {"max", "lse"} & {t.kind for t, f in form.terms if f < 0}
             return replace(form, exp=True, safe=bool(bound) or not form.along)
         case "log" if form.exp and not form.summed:

@@ -292,6 +292,18 @@ for value in (-jnp.inf, -1e9):
         attend(masked(value), lambda s: softmax(s - s.mean(-1, keepdims=True))),
         left=True,
     )
+
+
+def less_of_its_maximum(s):
+    weights = jnp.exp(s - 0.7 * jax.lax.stop_gradient(s.max(-1, keepdims=True)))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+attention_case(
+    "scores that may see nothing, less .7 of their maximum",
+    attend(masked(jnp.finfo(jnp.float32).min), less_of_its_maximum),
+    left=True,
+)
 attention_case("scores less those of queries", attend(lambda s: s - s.max(-2, keepdims=True)))
 attention_case("absolute scores", attend(jnp.abs), left=True)
 attention_case(
