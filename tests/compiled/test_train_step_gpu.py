@@ -104,7 +104,7 @@ def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     kernels, gemms = hlo.calls(program, "quantize_"), hlo.gemms(program)
     of_loss = {"softmax_statistics_and_gradient": 2}
     # The last norm, before the logits, is the one that writes an array.
-    norms = {"rms_norm": 2, "rms_norm_forward": 1, "rms_norm_backward": 3}
+    norms = {"norm": 2, "rms_norm_forward": 1, "rms_norm_backward": 3}
     # Maxima of seven kernels, of what o reads, of five gradients and of dh; no norm's.
     quantizer = {"amax": 14, "cast": 13, "gated_amax": 1, "gated": 2}
     assert kernels == quantizer | norms | of_loss
