@@ -149,18 +149,28 @@ def test_biases_follow_the_recipe(count, dtype, rng):
     assert hlo.calls(compiled, "quantize_")["amax"] == (6 if count == 2 else 9)
 
 
+def both_modes_agree(function, args, tangents, dy, moves):
+    """Compares ⟨dy, J t⟩ of both modes along some arguments; returns the forward's result.
+
+    The reverse differs by its own quantization of dy alone.
+    """
+    f = lambda *moving: function(*(dict(enumerate(args)) | dict(zip(moves, moving))).values())
+    primals, t = [args[i] for i in moves], [tangents[i] for i in moves]
+    y, dy_forward = jax.jvp(f, primals, t)
+    forward = jnp.vdot(dy_forward, dy)
+    gradients = jax.vjp(f, *primals)[1](dy)
+    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
+    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
+    assert abs(forward - reverse) < 0.02 * size
+    return y
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize("moves", [(0,), (3,), (0, 1, 2, 3)], ids=str)
 def test_biases_in_both_modes(moves, rng):
     args, dy = with_biases(rng, 2)
     tangents, _ = with_biases(np.random.default_rng(7), 2)
-    f = lambda *moving: biased(*(dict(enumerate(args)) | dict(zip(moves, moving))).values())
-    primals, t = [args[i] for i in moves], [tangents[i] for i in moves]
-    forward = jnp.vdot(jax.jvp(f, primals, t)[1], dy)
-    gradients = jax.vjp(f, *primals)[1](dy)
-    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
-    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
-    assert abs(forward - reverse) < 0.02 * size
+    both_modes_agree(biased, args, tangents, dy, moves)
 
 
 @pytest.mark.newest
@@ -286,21 +296,9 @@ def test_any_activation_is_near_its_unquantized_self(activation, rng):
 
 @pytest.mark.parametrize("moves", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)], ids=str)
 def test_forward_and_reverse_mode_agree(moves, rng):
-    """⟨dy, J t⟩ of both: the reverse differs by its own quantization of dy alone."""
     args, dy = operands(rng)
     tangents, _ = operands(np.random.default_rng(7))
-
-    def f(*moving):
-        given = dict(enumerate(args)) | dict(zip(moves, moving))
-        return mlp(*(given[i] for i in range(4)))
-
-    primals, t = [args[i] for i in moves], [tangents[i] for i in moves]
-    forward = jnp.vdot(jax.jvp(f, primals, t)[1], dy)
-    gradients = jax.vjp(f, *primals)[1](dy)
-    reverse = sum(jnp.vdot(g, one) for g, one in zip(gradients, t, strict=True))
-    size = sum(np.linalg.norm(g) * np.linalg.norm(one) for g, one in zip(gradients, t))
-    assert abs(forward - reverse) < 0.02 * size
-    y, _ = jax.jvp(f, primals, t)
+    y = both_modes_agree(mlp, args, tangents, dy, moves)
     np.testing.assert_array_equal(y, mlp(*args))
 
 
