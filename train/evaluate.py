@@ -34,8 +34,8 @@ class Evaluator:
     """Measures the mean loss over windows of `seq_len` tokens, spread evenly over a text.
 
     `widths` are the tokens' numbers of bytes, `documents` the number of tokens of each document,
-    where these are packed. `batch_size` windows are computed at once; they must
-    divide over the mesh.
+    where these are packed. `batch_size` windows are computed at once; they must divide over the
+    mesh.
     """
 
     def __init__(

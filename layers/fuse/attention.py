@@ -242,8 +242,8 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
         parts.causal, parts.window, parts.fixed = classified(together)
         sees = bool(together.any(-1).all())
     _sort_empty(form, parts, run_time, sees)
+    changed = any(m.changed for m in base.masks)
     for bias, dims, factor in base.biases:
-        changed = any(m.changed for m in base.masks)
         if changed and g.depends(bias, base.dot.outs):  # a mean, say, of what a mask writes
             raise Left("what is added to masked scores is made of scores")
         if not set(atoms(dims)) & set(keys):

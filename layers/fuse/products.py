@@ -365,7 +365,7 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         with contextlib.suppress(Left):
             known[_narrowed(products.program, each)[0]] = each
     hidden = [v for v in (half.gate, half.up) if v is not None]
-    made, biases, dims = [], [], half.hidden_dims
+    made, biases = [], []
     for v in hidden:
         v, dims = _laid_out(products.program, v, half.hidden_dims, known)
         if v not in known and (split := _biased(products, v, dims, known)) is not None:
