@@ -221,8 +221,7 @@ class Windows(grain.sources.RandomAccessDataSource):
         self, tokens: np.ndarray, seq_len: int, documents: np.ndarray | None = None
     ) -> None:
         self._tokens, self._seq_len = tokens, seq_len
-        # Each document has a pair of input and target less than tokens.
-        self._ends = None if documents is None else np.cumsum(documents[documents > 0] - 1)
+        self._ends = None if documents is None else np.cumsum(_with_target(documents))
 
     def _count(self) -> int:
         """The number of targets."""
@@ -252,6 +251,11 @@ class Windows(grain.sources.RandomAccessDataSource):
         rows = np.arange(0, count + 1, self._seq_len)
         lengths = np.diff(np.unique(np.concatenate([rows, self._ends[self._ends < count]])))
         return round(float(np.square(lengths, dtype=np.float64).sum()) / count)
+
+
+def _with_target(documents: np.ndarray) -> np.ndarray:
+    """Returns how many pairs of input and target documents of so many tokens have: one less."""
+    return documents[documents > 0] - 1
 
 
 def batches(
@@ -330,7 +334,7 @@ def _check_length(
         what, extra, sizes = "tokens", 1, (len(train), len(held_out))
     else:
         what, extra = "tokens that follow another of their document", 0
-        sizes = [int((n[n > 0] - 1).sum()) for n in documents]
+        sizes = [int(_with_target(n).sum()) for n in documents]
     if min(sizes) < seq_len + extra:
         needed, longest = math.ceil((seq_len + extra) / HELD_OUT), min(sizes) - extra
         shorter = f" or a shorter --seq-len (at most {longest})" if longest > 0 else ""
