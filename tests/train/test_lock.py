@@ -186,9 +186,12 @@ def test_two_runs_whose_locks_lie_leave_a_folder_that_is_resumed(spawn, train, l
         assert process.returncode in (0, 1), err
         assert "Traceback" not in err
         assert process.returncode == 0 or err.splitlines()[-1].startswith("error: the checkpoint")
+    raced = len(lines(tmp_path / "run"))
     code, _, err = train(steps=8, **{"checkpoint.every": 1})
     assert code == 0, err
     for steps in (6, 8):
         assert train(steps=steps, out_dir=tmp_path / "alone", **{"checkpoint.every": 1})[0] == 0
-    losses = lambda folder: {x["step"]: x["loss"] for x in lines(folder) if "loss" in x}
-    assert losses(tmp_path / "run")[8] == losses(tmp_path / "alone")[8]
+    # Both may have failed before step 6: the resumed run's later losses follow 8 steps' schedule.
+    first = next(line for line in lines(tmp_path / "run")[raced:] if "loss" in line)
+    alone = {line["step"]: line["loss"] for line in lines(tmp_path / "alone") if "loss" in line}
+    assert first["step"] > 1 and first["loss"] == alone[first["step"]]
