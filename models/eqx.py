@@ -5,7 +5,7 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,16 +15,13 @@ from jax import Array
 from ..layers.dense.dense import apply as apply_dense
 from ..layers.dense.gated import apply_product
 from ..layers.dense.gated import mlp as apply_mlp
-from ..layers.dense.gated import norm_mlp as apply_norm_mlp
-from ..layers.dense.norm_dense import apply as apply_norm_dense
 from ..layers.eqx import Linear, RMSNorm
 from ..layers.modules import layers_of
-from ..layers.norm import add_rms_norm, rms_norm
+from ..layers.norm import rms_norm
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import Activation, TransformerConfig
 from .sharding import Sharding
-from .side_by_side import pause
 
 # Equinox's layers take one example and know no compute dtype: `jax.vmap(layer)(x)` would widen
 # bfloat16 x to a float32 weight. The operations round the weight to x's dtype, not its gradient.
@@ -53,15 +50,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
         """Normalises x, one example; the rest is Equinox's, and unused."""
-        return rms_norm(x, self.weight, **_norm_options(self))
-
-
-def _norm_options(norm: RMSNorm) -> dict[str, Any]:
-    return _normalisation(norm) | {"implementation": norm.implementation}
-
-
-def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    return add_rms_norm(x, residual, norm.weight, norm.bias, **_norm_options(norm))
+        options = {"eps": self.eps, "implementation": self.implementation}
+        return rms_norm(x, self.weight, scale_offset=self.scale_offset, **options)
 
 
 def _gated_product(mlp: "MLP", gate: Array, up: Array | None, spec: jax.P | None) -> Array:
@@ -89,56 +79,11 @@ def _quantized_mlp(mlp: "MLP", x: Array, spec: jax.P | None) -> Array:
     return apply_mlp(x, kernels, {}, activation=mlp.activation, **options)
 
 
-def _norm_mlp(
-    mlp: Any, norm: Any, x: Array, residual: Array, spec: jax.P | None
-) -> tuple[Array, Array] | None:
-    named = layers_of(mlp) if type(mlp) is MLP else {}
-    parts: Any = [*named.values()]
-    if not _quantized_alike(norm, parts) or any(part.bias is not None for part in parts):
-        return None
-    kernels: dict[str, Any] = {name: part.weight for name, part in named.items()}
-    options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
-    options |= {"dtype": x.dtype.name, "contract": 1, "hidden_sharding": spec}
-    options |= _normalisation(norm) | {"activation": mlp.activation}
-    return apply_norm_mlp(x, residual, norm.weight, kernels, **options)
-
-
-def _norm_projections(
-    attention: Any, norm: Any, x: Array, residual: Array | None
-) -> list[Array] | None:
-    ours = type(attention) is Attention
-    parts: Any = (attention.q, attention.k, attention.v) if ours else ()
-    if not _quantized_alike(norm, parts) or any(part.activation is not None for part in parts):
-        return None
-    x, residual = pause((x, residual))  # in place of the codes that are gathered next
-    options = {"quantization": parts[0].quantization, "implementation": parts[0].implementation}
-    options |= _normalisation(norm) | {"dtype": x.dtype.name, "contract": 1, "residual": residual}
-    kernels, biases = [part.weight for part in parts], [part.bias for part in parts]
-    return apply_norm_dense(x, norm.weight, kernels, biases, **options)
-
-
-def _quantized_alike(norm: Any, parts: Sequence[Any]) -> bool:
-    """Whether Linears after a norm are as made, so that one function may compute them in FP8."""
-    if type(norm) not in (RMSNorm, OffsetRMSNorm) or norm.bias is not None:
-        return False
-    if any(type(part) is not Linear for part in parts):
-        return False
-    options = {(part.quantization, part.implementation) for part in parts}
-    return len(options) == 1 and parts[0].quantization is not None
-
-
-def _normalisation(norm: RMSNorm) -> dict[str, Any]:
-    return {"eps": norm.eps, "scale_offset": getattr(norm, "scale_offset", 0.0)}
-
-
 _OPS = transformer.Ops(
     linear=_apply_linear,
     norm=_apply_norm,
-    add_norm=_add_norm,
     gated_product=_gated_product,
     quantized_mlp=_quantized_mlp,
-    norm_mlp=_norm_mlp,
-    norm_projections=_norm_projections,
     table=lambda layer: layer.weight,
     map_parameters=lambda function, module: function(module),
     unquantized=_unquantized,
@@ -224,10 +169,10 @@ class Block(eqx.Module):
         self.mlp = MLP(config, sharding, key=key)
 
     def __call__(
-        self, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
-    ) -> tuple[Array, Array, KeyValue | None]:
+        self, x: Array, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, KeyValue | None]:
         """See `transformer.block`."""
-        return transformer.block(_OPS, self, x, branch, rope, cache)
+        return transformer.block(_OPS, self, x, rope, cache)
 
 
 class Transformer(eqx.Module):

@@ -9,6 +9,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ..layers.fuse import fuse
+from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
 from .config import TransformerConfig
@@ -57,7 +59,7 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        run = lambda params, *given: self.model(params)(*given)
+        run = self._fused(lambda params, *given: self.model(params)(*given))
         return with_auto_axes(run, self.sharding.logits)(params, tokens, segment_ids)
 
     def loss(
@@ -89,13 +91,21 @@ class Functional:
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
         options["reduction"] = reduction
-        run = lambda params, *given: self.model(params).loss(*given, **options)
+        run = self._fused(lambda params, *given: self.model(params).loss(*given, **options))
         spec = self.sharding.tokens if reduction == "none" else P()
         return with_auto_axes(run, spec)(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
-        return self.model(params).decode(tokens, cache)
+        return self._fused(lambda params, *given: self.model(params).decode(*given))(
+            params, tokens, cache
+        )
+
+    def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` after `fuse`, unless the configuration asks for plain JAX."""
+        if requested(self.config.implementation)[:1] == ["xla"]:
+            return function
+        return fuse(function, quantization=self.config.quantization, report=lambda _: None)
 
     def names(self, params: Params) -> Params:
         """Returns each parameter's canonical name, in the structure of `params`."""

@@ -7,18 +7,16 @@ logits = model(tokens)  # (batch, seq) int -> (batch, seq, vocab) float32
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import Array
 
 from ..layers.nnx import GatedMLP, Linear, RMSNorm
-from ..layers.norm import add_rms_norm, rms_norm
+from ..layers.norm import rms_norm
 from ..native.dtypes import rounded
 from . import parameters, transformer
 from .attention import Cache, KeyValue, Rope
 from .config import TransformerConfig
 from .sharding import Sharding
-from .side_by_side import pause
 
 _ZEROS = nnx.initializers.zeros_init()  # until `parameters.initial_parameters` replace them
 
@@ -32,52 +30,11 @@ class OffsetRMSNorm(RMSNorm):
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """Normalises the last axis of x."""
-        assert mask is None
-        scale, options = _weight(self, x.dtype)
-        return rms_norm(x, scale, **options)
-
-
-def _weight(norm: RMSNorm, dtype: Any) -> tuple[Array, dict[str, Any]]:
-    """The scale of a norm that computes in `dtype`, and the operation's options."""
-    assert norm.scale is not None
-    options = {"eps": norm.epsilon, "implementation": norm.implementation}
-    options["scale_offset"] = getattr(norm, "scale_offset", 0.0)
-    return rounded(norm.scale[...], dtype), options
-
-
-def _add_norm(norm: RMSNorm, x: Array, residual: Array) -> tuple[Array, Array]:
-    scale, options = _weight(norm, residual.dtype)
-    return add_rms_norm(x, residual, scale, **options)
-
-
-def _norm_mlp(
-    mlp: GatedMLP, norm: RMSNorm, x: Array, residual: Array, spec: jax.P | None
-) -> tuple[Array, Array] | None:
-    if type(mlp) is not MLP or not _is_plain(norm):
-        return None
-    return mlp.after_norm(x, residual, hidden_sharding=spec, **_norm_operands(norm, x.dtype))
-
-
-def _norm_projections(
-    attention: nnx.Module, norm: RMSNorm, x: Array, residual: Array | None
-) -> list[Array] | None:
-    if type(attention) is not Attention or not _is_plain(norm):
-        return None
-    q, beside = attention.q, (attention.k, attention.v)
-    if type(q) is not Linear or q.quantization is None:
-        return None
-    x, residual = pause((x, residual))  # in place of the codes that are gathered next
-    return q.after_norm(x, residual, beside=beside, **_norm_operands(norm, x.dtype))
-
-
-def _is_plain(norm: Any) -> bool:
-    """Whether the norm is as made, so that what follows may compute it."""
-    return type(norm) in (RMSNorm, OffsetRMSNorm) and norm.scale is not None
-
-
-def _norm_operands(norm: RMSNorm, dtype: Any) -> dict[str, Any]:
-    scale, options = _weight(norm, dtype)
-    return {"scale": scale, "eps": options["eps"], "scale_offset": options["scale_offset"]}
+        assert mask is None and self.scale is not None
+        options = {"eps": self.epsilon, "implementation": self.implementation}
+        return rms_norm(
+            x, rounded(self.scale[...], x.dtype), scale_offset=self.scale_offset, **options
+        )
 
 
 def _table(layer: nnx.Embed | Linear) -> Array:
@@ -100,11 +57,8 @@ def _unquantized(module: nnx.Module) -> nnx.Module:
 _OPS = transformer.Ops(
     linear=lambda layer, x: layer(x),
     norm=lambda layer, x: layer(x),
-    add_norm=_add_norm,
     gated_product=lambda mlp, gate, up, spec: mlp.combine(gate, up, spec),
     quantized_mlp=lambda mlp, x, spec: mlp.apply(x, spec),
-    norm_mlp=_norm_mlp,
-    norm_projections=_norm_projections,
     table=_table,
     map_parameters=_map_parameters,
     unquantized=_unquantized,
@@ -170,10 +124,10 @@ class Block(nnx.Module):
         self.mlp = MLP(config, sharding, rngs=rngs)
 
     def __call__(
-        self, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
-    ) -> tuple[Array, Array, KeyValue | None]:
+        self, x: Array, rope: Rope, cache: KeyValue | None
+    ) -> tuple[Array, KeyValue | None]:
         """See `transformer.block`."""
-        return transformer.block(_OPS, self, x, branch, rope, cache)
+        return transformer.block(_OPS, self, x, rope, cache)
 
 
 class Transformer(nnx.Module):

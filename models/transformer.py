@@ -6,7 +6,7 @@ the function of its own name here, so that a replaced submodule is called in its
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,20 +32,11 @@ class Ops:
     # Of (layer, x): x times the layer's kernel, plus its bias.
     linear: Callable[[Any, Array], Array]
     norm: Callable[[Any, Array], Array]  # of (layer, x): the last axis of x normalised
-    # Of (layer, x, residual): `(norm(x + residual), x + residual)`, in one pass.
-    add_norm: Callable[[Any, Array, Array], tuple[Array, Array]]
     # Of (mlp, gate, up, spec): `down(activation(gate) * up)`, where up may be None, with the spec
     # of the operand of `down` on the mesh in context.
     gated_product: Callable[[Any, Array, Array | None, P | None], Array]
     # Of (mlp, x, spec): the whole MLP, likewise, as one function in FP8.
     quantized_mlp: Callable[[Any, Array, P | None], Array]
-    # Of (mlp, norm, x, residual, spec): `(mlp(norm(x + residual)), x + residual)` as one function
-    # in FP8; None where that is not what the modules compute.
-    norm_mlp: Callable[[Any, Any, Array, Array, P | None], tuple[Array, Array] | None]
-    # Of (attention, norm, x, residual): `[q, k, v, x + residual]` for the projections of
-    # norm(x + residual) as one function in FP8; without a residual those of norm(x) alone. None
-    # where that is not what the modules compute.
-    norm_projections: Callable[[Any, Any, Array, Array | None], list[Array] | None]
     # Of (layer,): the `(vocab, dim)` array of an embedding or of the output projection.
     table: Callable[[Any], Array]
     # Of (function, module): the module with `function` applied to its parameters.
@@ -155,62 +146,29 @@ def _hidden(
         return layer(*inputs)
 
     run = _remat(run, config, ops.checkpoint)
-    branch, present = None, []
+    present = []
     for layer, layer_past, local in zip(model.layers, past, locality, strict=True):
-        x, branch, layer_present = run(layer, x, branch, ropes[local], layer_past)
+        x, layer_present = run(layer, x, ropes[local], layer_past)
         present.append(layer_present)
-        if config.remat != "none":  # so that one array is kept of a block's inputs, not two
-            x, branch = x + branch, None
-    x = constrain(_add_norm(ops, model.norm, x, branch)[0], sharding.block_input)
+    x = constrain(_norm(ops, model.norm, x), sharding.block_input)
     return x, cache and Cache(tuple(present), start + tokens.shape[1])
 
 
 def block(
-    ops: Ops, module: Any, x: Array, branch: Array | None, rope: Rope, cache: KeyValue | None
-) -> tuple[Array, Array, KeyValue | None]:
+    ops: Ops, module: Any, x: Array, rope: Rope, cache: KeyValue | None
+) -> tuple[Array, KeyValue | None]:
     """Applies attention, then the MLP: each reads the residual stream and adds to it.
 
-    What they read is normalised (`norms="pre"`), what they add ("post"), or both. The stream is
-    `x + branch`: `branch`, the output of the block before, is added in the pass of this block's
-    first norm.
+    What they read is normalised (`norms="pre"`), what they add ("post"), or both.
 
-    Returns: the new x and branch, `(batch, seq, dim)` each, and the layer's cache.
+    Returns: the new x, `(batch, seq, dim)`, and the layer's cache.
     """
     sharding = module.sharding
-    if (found := _norm_projections(ops, module, x, branch)) is not None:
-        *projections, x = found
-        h, cache = _attention(ops, module.attention, projections, rope, cache)
-    else:
-        h, x = _add_norm(ops, module.attention_norm, x, branch)
-        h, cache = module.attention(constrain(h, sharding.block_input), rope, cache)
-    branch = _post_norm(ops, module.attention_post_norm, constrain(h, sharding.residual))
-    if (done := _norm_mlp(ops, module, x, branch)) is not None:
-        h, x = done
-    else:
-        h, x = _add_norm(ops, module.mlp_norm, x, branch)
-        h = module.mlp(constrain(h, sharding.block_input))
-    return x, _post_norm(ops, module.mlp_post_norm, constrain(h, sharding.residual)), cache
-
-
-def _norm_projections(ops: Ops, block: Any, x: Array, branch: Array | None) -> list[Array] | None:
-    """`[q, k, v, x + branch]` where one pass is to add, normalise and quantize for all three.
-
-    Where rows move between devices before attention, they are gathered as codes.
-    """
-    given = (x, None) if branch is None else (branch, x)
-    found = ops.norm_projections(block.attention, block.attention_norm, *given)
-    if found is None:
-        return None
-    return [*(constrain(y, P(*block.sharding.heads[:3])) for y in found[:3]), *(found[3:] or [x])]
-
-
-def _norm_mlp(ops: Ops, block: Any, x: Array, branch: Array) -> tuple[Array, Array] | None:
-    """`(mlp(norm(x + branch)), x + branch)` where one pass is to add, normalise and quantize.
-
-    Where rows move between devices before the MLP, they are gathered as codes.
-    """
-    spec = in_context(block.sharding.hidden)
-    return ops.norm_mlp(block.mlp, block.mlp_norm, branch, x, spec)
+    h = constrain(_norm(ops, module.attention_norm, x), sharding.block_input)
+    h, cache = module.attention(h, rope, cache)
+    x = x + _post_norm(ops, module.attention_post_norm, constrain(h, sharding.residual))
+    h = module.mlp(constrain(_norm(ops, module.mlp_norm, x), sharding.block_input))
+    return x + _post_norm(ops, module.mlp_post_norm, constrain(h, sharding.residual)), cache
 
 
 def attention(
@@ -220,14 +178,9 @@ def attention(
     linears = module.q, module.k, module.v
     plain = requested(module.config.implementation)[:1] == ["xla"]
     each = [x] * 3 if plain else shared(x, 3)
-    projections = [ops.linear(linear, x) for linear, x in zip(linears, each)]
-    return _attention(ops, module, projections, rope, cache)
-
-
-def _attention(
-    ops: Ops, module: Any, projections: Sequence[Array], rope: Rope, cache: KeyValue | None
-) -> tuple[Array, KeyValue | None]:
-    """Attention after its projections q, k and v, `(batch, seq, features)` each."""
+    # Each device computes its heads: FP8 products gather the codes of x for that.
+    heads = P(*module.sharding.heads[:3])
+    projections = [constrain(ops.linear(linear, x), heads) for linear, x in zip(linears, each)]
     config, sharding = module.config, module.sharding
 
     def heads(y: Array, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
@@ -260,15 +213,8 @@ def mlp(ops: Ops, module: Any, x: Array) -> Array:
     return ops.gated_product(module, gate, up, spec)
 
 
-def _add_norm(ops: Ops, norm: Any, x: Array, branch: Array | None) -> tuple[Array, Array]:
-    """`(norm(x + branch), x + branch)`; without a norm, the second twice."""
-    if norm is None:
-        x = x if branch is None else x + branch
-        return pause(x), x
-    if branch is None:
-        return pause(ops.norm(norm, x)), x
-    h, x = ops.add_norm(norm, branch, x)
-    return pause(h), x
+def _norm(ops: Ops, norm: Any, x: Array) -> Array:
+    return pause(x if norm is None else ops.norm(norm, x))
 
 
 def _post_norm(ops: Ops, norm: Any, x: Array) -> Array:

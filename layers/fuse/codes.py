@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from ...native.jaxpr import bodies, line_of, name_of, params_of, results_of, value_of
 from ..dense import fp8, fp8_norm
@@ -67,6 +68,7 @@ _FOLLOWED = (  # by the same elements in the same order
     "pcast",
     "pvary",
     "reshape",
+    "sharding_constraint",
     "squeeze",
 )
 _BODIES = ("scan", "while", "cond", "shard_map", "closed_call", *REMAT, *JIT)
@@ -155,8 +157,15 @@ class _Program:
         none: _Origins = [None] * len(eqn.outvars)
         if eqn.primitive is norms.forward.primitive:
             return self._norm(eqn, given, of, path, level)
-        if of[:1] != [None] and of and _same_elements(eqn):
-            return self._bind(eqn, given), [of[0]] * len(eqn.outvars)
+        if of and (norm := of[0]) is not None and _same_elements(eqn):
+            if norm.made is None:
+                return self._bind(eqn, given), [norm] * len(eqn.outvars)
+            if eqn.primitive.name != "name":
+                return self._bind(eqn, given), [norm] * len(eqn.outvars)
+            # Codes take the name: y may be dead, and a name would have it computed.
+            q, qt = (checkpoint_name(each, eqn.params["name"]) for each in norm.made[:2])
+            results = self._bind(eqn, given) if norm.others else given
+            return results, [dataclasses.replace(norm, made=norm.made._replace(q=q, qt=qt))]
         if (product := _product_of(eqn)) is not None:
             if of[0] is not None or self.reading:
                 return self._product(eqn, product, given, of, path, level), none
@@ -291,10 +300,7 @@ def _product_of(eqn: Any) -> Any:
 def _placed_as(made: Any, x: jax.Array) -> Quantized:
     """Returns codes with the dimensions of x, whose elements they are of."""
     *rows, n = x.shape
-    q, qt = made.q, made.qt
-    if q.shape != x.shape:
-        q, qt = q.reshape(x.shape), qt.reshape(n, *rows)
-    return Quantized(q, qt, made.scale)
+    return Quantized(made.q.reshape(x.shape), made.qt.reshape(n, *rows), made.scale)
 
 
 # ---------------------------------------------------------------- why not

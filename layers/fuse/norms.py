@@ -21,6 +21,7 @@ from ..norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
+    op,
     rms_norm,
 )
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
@@ -496,6 +497,36 @@ class Normed(Site):
         )
 
 
+@dataclasses.dataclass(eq=False)
+class Joined(Site):
+    """A norm of ours with the addition before it, which the same pass computes."""
+
+    made: Equation
+
+    def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
+        p = self.made.params
+        spec = replace(p["spec"], has_residual=True)
+        y, h, *statistics = op.forward(spec, *map(read, self.reads), order=p["order"])
+        return [y, *statistics, h]
+
+
+def joined(g: Program, made: Equation) -> Joined | None:
+    """Returns what computes a norm of ours and the addition before it; None without one."""
+    spec, (x, *parameters) = made.params["spec"], made.ins
+    if spec.has_residual or spec.heads or len(added := _added(g, x)) == 1:
+        return None
+    aval = g.avals[x]
+    n = math.prod(aval.shape[a] for a in spec.axes)
+    return Joined(
+        outs=(*made.outs, x),
+        reads=(*added, *parameters),
+        dead=(),
+        what=f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}",
+        served=f"add_{spec.op}",
+        made=made,
+    )
+
+
 def site_of(norms: Norms, value: int, part: Part) -> Normed:
     """Returns what computes a norm's result.
 
@@ -609,3 +640,8 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
 
     norm = lambda v: norms.of[v].x if v in norms.of and norms.of[v].is_norm else None
     yield from at_ends(norms.program, norms.of, norm, site)
+    for made in norms.program.equations:
+        if made.eqn.primitive is op.forward.primitive and made.ins[0] not in taken:
+            if (one := joined(norms.program, made)) is not None:
+                taken.update(one.outs)
+                yield one

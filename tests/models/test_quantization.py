@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from normfuse import fuse
 from normfuse.models.attention import Cache
 from normfuse.models.config import PRESETS, TransformerConfig
 from normfuse.models.functional import build
@@ -74,16 +75,19 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
     activation = "silu" if gated else "gelu_tanh"
     model = build(framework, dataclasses.replace(FP8, gated=gated, activation=activation))
     given = model.from_dict({k: v for k, v in params.items() if gated or ".gate." not in k})
-    found = primitives(jax.make_jaxpr(model.apply)(given, TOKENS).jaxpr)
-    assert found["normfuse_fp8_product"] == (6 + gated) * FP8.num_layers
-    assert found["normfuse_quantize_array of a kernel"] == (6 + gated) * FP8.num_layers
-    assert found["normfuse_quantize_hidden"] == FP8.num_layers
-    assert found["normfuse_attention"] == FP8.num_layers
-    assert found["dot_general"] == 1  # the logits
-    # A block's norms write codes, which all products after them read; the last one does not.
-    assert found["normfuse_quantize_norm_array"] == 2 * FP8.num_layers
-    assert found["normfuse_norm"] == 1
-    assert found["normfuse_quantize_array"] == FP8.num_layers  # what attention's output reads
+    found = primitives(jax.make_jaxpr(jax.grad(loss(model)))(given, TOKENS).jaxpr)
+    layers = FP8.num_layers
+    assert found["normfuse_fp8_product"] == 3 * (6 + gated) * layers  # each with both gradients
+    assert found["normfuse_quantize_array of a kernel"] == (6 + gated) * layers
+    assert found["normfuse_quantize_hidden"] == layers
+    assert found["normfuse_quantize_hidden_gradients"] == layers
+    assert found["normfuse_attention"] == layers
+    assert found["dot_general"] == 3  # the logits
+    # A block's norms write codes, which all products after them read.
+    assert found["normfuse_quantize_norm_array"] == 2 * layers
+    assert found["normfuse_norm_gradient"] == 2 * layers + 1
+    # What attention's output reads, and the gradients of q, k, v, the output and the MLP.
+    assert found["normfuse_quantize_array"] == 6 * layers
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
         ("eqx", {"norm_offset": 1.0, "norms": "both"}, 2),
         ("eqx", {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}, 0),  # OLMo 2
         ("nnx", {"gated": False, "activation": "relu"}, 2),
-        ("nnx", {"num_kv_heads": 1, "head_dim": 8}, 1),  # 8 features of k and v: no FP8 product
+        ("nnx", {"num_kv_heads": 1, "head_dim": 8}, 2),  # 8 features of k and v: no FP8 product
     ],
     ids=str,
 )
@@ -122,9 +126,11 @@ def test_an_attention_of_your_own_is_called_with_what_its_norm_writes(params):
             return 0 * out, cache
 
     attention.__class__ = Silent
-    found = primitives(jax.make_jaxpr(model)(TOKENS).jaxpr)
-    assert found["normfuse_quantize_norm_array"] == 2 * FP8.num_layers - 1
-    assert distance(model(TOKENS), plain) > 0.01
+    fused = fuse(lambda tokens: model(tokens), quantization="fp8", report=lambda _: None)
+    found = primitives(jax.make_jaxpr(fused)(TOKENS).jaxpr)
+    assert found["normfuse_quantize_norm_array"] == 2 * FP8.num_layers
+    assert distance(fused(TOKENS), plain) > 0.01
+    assert distance(fused(TOKENS), model(TOKENS)) < 0.05
 
 
 @pytest.mark.newest
