@@ -13,7 +13,7 @@ What no rule knows has no Form, and stays as it is.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -660,6 +660,31 @@ def _reduce(g: ScoreForms, made: Equation, form: Form | None) -> Form | None:
     return None
 
 
+def _drop_counted(
+    program: Any,
+    form: Form,
+    columns: dict[int, int],
+    rows: list[Any],
+    shape: Sequence[int],
+    lengths: Sequence[int],
+) -> None:
+    """Drops the columns of `x[rows, labels]` that count along a dimension, and labels `rows`."""
+    for i, column in [*columns.items()]:
+        if len(columns) == 1:
+            return
+        counted = affine(program, column)
+        if counted is None or counted.constant:
+            continue
+        steps = [j for j, c in enumerate(counted.coefficients) if c]
+        if len(steps) == 1 and counted.coefficients[steps[0]] == 1 and steps[0] < len(rows):
+            (j,) = steps
+            if rows[j] is None and lengths[j] == shape[i]:
+                rows[j] = form.dims[i]
+                del columns[i]
+        elif not steps and shape[i] == 1:
+            del columns[i]
+
+
 def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | None:
     """`take_along_axis(x, labels)` and `x[rows, labels]`; or what takes a dimension of 1 away."""
     if form is None or form.mixed or form.hot or form.weights:
@@ -681,20 +706,8 @@ def _gather(g: ScoreForms, made: Equation, form: Form | None, _: Any) -> Form | 
     columns = dict(zip(d.start_index_map, maker.ins if stacked else [index], strict=True))
     if any(program.avals[c].shape[-1] != 1 for c in columns.values()):
         return None
-    for i, column in [*columns.items()]:  # of x[rows, labels]: one that counts along a dimension
-        if len(columns) == 1:
-            break
-        counted = affine(program, column)
-        if counted is None or counted.constant:
-            continue
-        steps = [j for j, c in enumerate(counted.coefficients) if c]
-        if len(steps) == 1 and counted.coefficients[steps[0]] == 1 and steps[0] < len(rows):
-            (j,) = steps
-            if rows[j] is None and program.avals[index].shape[j] == shape[i]:
-                rows[j] = form.dims[i]
-                del columns[i]
-        elif not steps and shape[i] == 1:
-            del columns[i]
+    if len(columns) > 1:
+        _drop_counted(program, form, columns, rows, shape, program.avals[index].shape)
     if len(columns) != 1:
         return None
     ((i, column),) = columns.items()
