@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
-    from .layers.norm import adaptive_layer_norm as adaptive_layer_norm
-    from .layers.norm import adaptive_rms_norm as adaptive_rms_norm
-    from .layers.norm import add_layer_norm as add_layer_norm
-    from .layers.norm import add_rms_norm as add_rms_norm
     from .layers.norm import gated_rms_norm as gated_rms_norm
     from .layers.norm import layer_norm as layer_norm
     from .layers.norm import rms_norm as rms_norm
@@ -48,10 +44,6 @@ _register_with_jax()
 _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
-    "adaptive_layer_norm": ".layers.norm",
-    "adaptive_rms_norm": ".layers.norm",
-    "add_layer_norm": ".layers.norm",
-    "add_rms_norm": ".layers.norm",
     "attention": ".layers.attention",
     "clamped_swiglu": ".layers.dense",
     "compare": ".layers.fuse.compare",
@@ -72,6 +64,10 @@ _HOME = {  # public name -> the module that defines it
 
 _GONE = {  # since version 0.1: public name -> what to use in its place
     "FusionReport": "normfuse.layers.fuse.Report",
+    "adaptive_layer_norm": "normfuse.layer_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
+    "adaptive_rms_norm": "normfuse.rms_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
+    "add_layer_norm": "normfuse.layer_norm(x, scale, bias, residual=residual)",
+    "add_rms_norm": "normfuse.rms_norm(x, scale, bias, residual=residual)",
     "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
 }
 

@@ -11,7 +11,7 @@ from ...native.implementation import BEST, Implementation, Order, choose, native
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
-from ..norm import add_rms_norm, rms_norm
+from ..norm import rms_norm
 from ..quantization import norm as quantized_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
@@ -308,7 +308,7 @@ def norm_mlp(
         if residual is None:
             n, h = rms_norm(x, scale, **shared), x
         else:
-            n, h = add_rms_norm(x, residual, scale, **shared)
+            n, h = rms_norm(x, scale, residual=residual, **shared)
         shared = {"activation": activation, "dtype": dtype, "implementation": implementation}
         return mlp(n, kernels, {}, **shared, **options), h
 

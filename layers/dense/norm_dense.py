@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from ...native.implementation import Implementation, choose, native_or_best
 from ..core.arguments import Quantization, check_quantization, finite, floating, floating_dtype
 from ..core.op import match, vary, varying_axes
-from ..norm import add_rms_norm, rms_norm
+from ..norm import rms_norm
 from . import fp8_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
@@ -236,7 +236,7 @@ def _project(
         if residual is None:
             n, *h = (rms_norm(x, scale, **options),)
         else:
-            n, *h = add_rms_norm(x, residual, scale, **options)
+            n, *h = rms_norm(x, scale, residual=residual, **options)
         common |= {"quantization": quantization, "order": native_or_best(strict)}
         pairs = zip([n] * len(kernels) if norm else shared(n, len(kernels)), kernels)
         return *(multiply(op, n, kernel, dtype=dtype, **common) for n, kernel in pairs), *h

@@ -15,15 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..norm import (
-    adaptive_layer_norm,
-    adaptive_rms_norm,
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    op,
-    rms_norm,
-)
+from ..norm import layer_norm, op, rms_norm
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
 from .program import Equation, Left, Program, Site, at_ends, called
 
@@ -434,6 +426,8 @@ RULES |= dict.fromkeys(LAYOUT, _layout)
 
 # ---------------------------------------------------------------- sites
 
+RESIDUAL = ", with a residual"  # in what the report says of a norm
+
 
 @dataclasses.dataclass(eq=False)
 class Normed(Site):
@@ -457,31 +451,16 @@ class Normed(Site):
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
         p, to = self.part, [*self.rows, self.features]
-        xs = [arrange(read(v), self.x_dims, to) for v in self.added]
+        x, *residual = [arrange(read(v), self.x_dims, to) for v in self.added]
         dims = tuple(tuple(l) for l in to)
         options: dict[str, Any] = {"eps": p.stat.b, "dtype": self.aval.dtype} if p.stat else {}
-        scale = self._vector(read, p.scale)
-        bias = self._vector(read, p.bias)
-        offset = p.scale.b if p.scale is not None else 0.0
-        if self.examples:
-            if scale is None:
-                scale, offset = jnp.zeros_like(bias), 1.0
-            function = adaptive_layer_norm if p.centred else adaptive_rms_norm
-            x = xs[0] if len(xs) == 1 else jnp.add(*xs)
-            y = called(function, x, scale, bias, scale_offset=offset, **options)
-            results = [y, x]
-        else:
-            options["scale_offset"] = offset
-            if p.rounded is not None and scale is not None and not p.centred:
-                options["cast"] = "before"
-            if len(xs) == 1:
-                function = layer_norm if p.centred else rms_norm
-                results = [called(function, *xs, scale, bias, **options)]
-            else:
-                function = add_layer_norm if p.centred else add_rms_norm
-                results = list(called(function, *xs, scale, bias, **options))
-        y = arrange(results[0], dims, p.dims)
-        h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in results[1:]]
+        options["scale_offset"] = p.scale.b if p.scale is not None else 0.0
+        if p.rounded is not None and p.scale is not None and not p.centred:
+            options["cast"] = "before"
+        vectors = self._vector(read, p.scale), self._vector(read, p.bias)
+        y, *h = called(_norm, x, residual, *vectors, centred=p.centred, **options)
+        y = arrange(y, dims, p.dims)
+        h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in h]
         return [y.astype(self.aval.dtype), *h][: len(self.outs)]
 
     def _vector(self, read: Callable[[int], Any], vector: Vector | None) -> Any:
@@ -490,11 +469,22 @@ class Normed(Site):
         n = len(self.rows)
         rows = [*self.rows[: self.examples]] if self.examples else [*self.rows[n - self.heads :]]
         w = arrange(read(vector.value), vector.dims, [*rows, self.features])
+        w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
         if vector.a != 1:
             w = w * jnp.asarray(vector.a, w.dtype)
         return (
             w if vector is self.part.scale or not vector.b else w + jnp.asarray(vector.b, w.dtype)
         )
+
+
+def _norm(
+    x: Any, residual: list[Any], scale: Any, bias: Any, centred: bool, **options: Any
+) -> list[Any]:
+    """y, and the sum where there is a residual, as the first of a list."""
+    function = layer_norm if centred else rms_norm
+    if residual:
+        return list(function(x, scale, bias, residual=residual[0], **options))
+    return [function(x, scale, bias, **options)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -522,7 +512,7 @@ def joined(g: Program, made: Equation) -> Joined | None:
         reads=(*added, *parameters),
         dead=(),
         what=f"norm {aval.size // max(n, 1)} x {n}, {aval.dtype.name}",
-        served=f"add_{spec.op}",
+        served=f"{spec.op}{RESIDUAL}",
         made=made,
     )
 
@@ -585,7 +575,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
     added = _added(g, part.x)
     outs = (value,) if len(added) == 1 else (value, part.x)
     name = "layer_norm" if part.centred else "rms_norm"
-    prefix = "adaptive_" if examples else "add_" if len(added) > 1 else ""
+    owner = ", with heads" if heads else ", with examples" if examples else ""
     reads = [*added, *[v.value for v in vectors]]
     count = math.prod(x_aval.shape) // n
     return Normed(
@@ -593,7 +583,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
         reads=tuple(dict.fromkeys(reads)),
         dead=(stat.value,),
         what=f"norm {count} x {n}, {x_aval.dtype.name}",
-        served=prefix + name + (", with heads" if heads else ""),
+        served=f"{name}{RESIDUAL if added[1:] else ''}{owner}",
         part=part,
         added=added,
         x_dims=x_dims,
@@ -634,7 +624,7 @@ def found(norms: Norms) -> Iterator[Site | tuple[int, str]]:
             site = replace(site, outs=site.outs[:1], added=(site.part.x,))
             vectors = [v.value for v in (site.part.scale, site.part.bias) if v is not None]
             site.reads = tuple(dict.fromkeys([site.part.x, *vectors]))
-            site.served = site.served.removeprefix("add_")
+            site.served = site.served.replace(RESIDUAL, "")
         taken.update(site.outs)
         return site
 

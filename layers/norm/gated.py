@@ -60,7 +60,7 @@ def gated_rms_norm(
     Args:
       x: any shape; float64, float32, bfloat16 or float16.
       z: the gate's argument, of x's shape; any of those dtypes.
-      scale: the shape of x's last axis, or of several last axes of x: a weight for each head.
+      scale: as for `rms_norm`.
       gate: "after" for Qwen3-Next's and FLA's `FusedRMSNormGated`, and Mamba 2's with
         `norm_before_gate=True`; "before" for Mamba 2's default.
       activation: "silu" or "sigmoid".
@@ -98,11 +98,9 @@ def gated_rms_norm(
     shape = x.shape
     if group_size is not None:
         x, z, scale = _grouped(name, x, z, scale, group_size)
-    norm, x, scale, _ = functions.check(
-        name, x, scale, None, eps, -1, scale_offset, dtype, per_head=True
-    )
+    norm, (x, *own) = functions.check(name, x, scale, None, eps, -1, scale_offset, dtype)
     norm = replace(norm, gate=gate, activation=activation, with_rstd=False)
-    return functions.call(forward, norm, x, [z], [scale], implementation)[0].reshape(shape)
+    return functions.call(forward, norm, [x, z, *own], implementation)[0].reshape(shape)
 
 
 def _grouped(
