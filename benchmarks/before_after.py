@@ -7,7 +7,8 @@
 Each copy is measured in processes of its own, with DIR first on PYTHONPATH: before, after, before,
 after. Only public names are used, so the copies may differ inside. The parts:
 
-  norms   rms_norm, add_rms_norm and layer_norm on bfloat16 rows, forward and backward, four shapes
+  norms   rms_norm, alone and with a residual, and layer_norm on bfloat16 rows, forward and
+          backward, four shapes
   dense   a norm and a dense layer, a gelu MLP and SwiGLU MLPs, forward and backward
   1b      a step of `normfuse train --preset 1b`, bfloat16, nothing recomputed
 
@@ -96,8 +97,11 @@ def norms(size: Size) -> Cases:
 
     import normfuse
 
-    for op, (rows, n) in itertools.product(("rms_norm", "add_rms_norm", "layer_norm"), size.rows):
-        norm, added = getattr(normfuse, op), op == "add_rms_norm"
+    added_norm = lambda x, residual, scale: normfuse.rms_norm(x, scale, residual=residual)
+    ops = {"rms_norm": normfuse.rms_norm, "residual_rms_norm": added_norm}
+    ops |= {"layer_norm": normfuse.layer_norm}
+    for op, (rows, n) in itertools.product(ops, size.rows):
+        norm, added = ops[op], op.startswith("residual_")
 
         def operands(seed, added=added, rows=rows, n=n):
             *keys, last = jax.random.split(jax.random.key(seed), 5)

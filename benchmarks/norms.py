@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse import add_rms_norm, rms_norm
+from normfuse import rms_norm
 from normfuse.layers.norm.op import backward_kernel
 from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
@@ -45,9 +45,8 @@ def _normfuse(residual: bool, implementation: str = "native") -> Contestant:
     order = Order((implementation,), strict=True)
 
     def forward(x, r, w, *_):
-        if residual:
-            return add_rms_norm(x, r, w, eps=EPS, implementation=implementation)
-        return rms_norm(x, w, eps=EPS, implementation=implementation)
+        r = r if residual else None
+        return rms_norm(x, w, residual=r, eps=EPS, implementation=implementation)
 
     def backward(x, r, w, dy, dh, rstd, with_dscale=True):
         operands = [dy[..., None], x[..., None], w, rstd, *[dh[..., None]] * residual]

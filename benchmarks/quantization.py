@@ -399,7 +399,7 @@ def beside_xla(seconds: float) -> None:
     from device_time import Copies, kernels, sets_for
     from fp8_layers import activation_maxima, quantized_activation, quantized_gradients
 
-    from normfuse import add_rms_norm, rms_norm
+    from normfuse import rms_norm
     from normfuse.layers.dense.epilogue import SCALARS
     from normfuse.layers.norm.spec import Norm
     from normfuse.layers.quantization import norm as norms
@@ -459,10 +459,8 @@ def beside_xla(seconds: float) -> None:
         return plain(wide * rstd * weight(x), multiplier, True), h, rstd
 
     def apart(x, *residual):  # our norm, then our quantizer with the norm's bound
-        if residual:
-            y, h = add_rms_norm(x, *residual, weight(x), implementation="native")
-        else:
-            y, h = rms_norm(x, weight(x), implementation="native"), x
+        run = functools.partial(rms_norm, implementation="native")
+        y, h = run(x, weight(x), residual=residual[0]) if residual else (run(x, weight(x)), x)
         return quantize(y, bound=jnp.float32(x.shape[1] ** 0.5), order=NATIVE), h
 
     def quantized_norm(x, *residual):

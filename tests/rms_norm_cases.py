@@ -16,28 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import Expected, assert_close
 
-from normfuse import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    rms_norm,
-    rms_norm_with_rstd,
-)
-
-_OPS = {
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "rms_norm_with_rstd": rms_norm_with_rstd,
-    "layer_norm": layer_norm,
-    "add_layer_norm": add_layer_norm,
-}
+import normfuse
 
 
 class Case:
     """An op, its operands (numpy arrays), and expectations in float64.
 
     Args:
-      op: the name of a public function.
+      op: the name of a public function, after "residual_" where it is called with a residual.
       shape: of x.
       x, residual, scale, bias: dtypes; scale or bias None for none.
       fill: turns standard normal values into an operand's.
@@ -60,7 +46,7 @@ class Case:
     ):
         rng = np.random.default_rng(seed)
         draw = lambda shape, dtype: fill(rng.standard_normal(shape)).astype(jnp.dtype(dtype))
-        self.op, self.options, self.has_residual = op, options, op.startswith("add_")
+        self.op, self.options, self.has_residual = op, options, op.startswith("residual_")
         self.has_scale, self.has_bias = scale is not None, bias is not None
         self.axes, _ = reference.dims(np.empty(shape), options.get("axis", -1))
         operands = [(shape, x)]
@@ -81,10 +67,12 @@ class Case:
 
     def __call__(self, *args, **options):
         """The op's results, always a tuple; `options` on top of the case's own."""
-        given = {**self.options, **options}
+        given, (x, *args) = {**self.options, **options}, args
+        if self.has_residual:
+            given["residual"] = args.pop(0)
         if self.has_bias:
-            *args, given["bias"] = args
-        out = _OPS[self.op](*args, **given)
+            given["bias"] = args.pop()
+        out = getattr(normfuse, self.op.removeprefix("residual_"))(x, *args, **given)
         return out if isinstance(out, tuple) else (out,)
 
     @property

@@ -256,7 +256,7 @@ def before_after(*arguments) -> subprocess.CompletedProcess:
     return on_one_device(REPOSITORY / "benchmarks" / "before_after.py", *arguments)
 
 
-NORMS = itertools.product(["rms_norm", "add_rms_norm", "layer_norm"], ["forward", "backward"])
+NORMS = itertools.product(["rms_norm", "residual_rms_norm", "layer_norm"], ["forward", "backward"])
 CASES = [
     *(f"{op} 8 x 128 {way}" for op, way in NORMS),
     "norm + dense, 8 tokens",

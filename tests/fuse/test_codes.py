@@ -18,9 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import (
     accumulate_gradients,
-    adaptive_layer_norm,
-    adaptive_rms_norm,
-    add_rms_norm,
     dense,
     fuse,
     layer_norm,
@@ -122,12 +119,12 @@ NORMS = {  # (of x and its parameters, whether it is centred, and parameters are
     "layer_norm": (lambda x, s, b: layer_norm(x, s, b), True, False),
     "layer_norm without a bias": (lambda x, s: layer_norm(x, s), True, False),
     "rms_norm with a bias": (lambda x, s, b: rms_norm(x, s, b), False, False),
-    "adaptive_layer_norm": (
-        lambda x, s, b: adaptive_layer_norm(x, s, b, scale_offset=0.0),
+    "layer_norm of examples": (
+        lambda x, s, b: layer_norm(x, s[:, None], b[:, None]),
         True,
         True,
     ),
-    "adaptive_rms_norm": (lambda x, s: adaptive_rms_norm(x, s, scale_offset=0.0), False, True),
+    "rms_norm of examples": (lambda x, s: rms_norm(x, s[:, None]), False, True),
 }
 
 
@@ -171,7 +168,8 @@ def test_codes_are_those_of_the_norm_in_float32(name, rng):
     *args, _ = operands_of(name, rng)
 
     y = jax.jit(lambda x, *p: function(x.astype(f32), *p))(*args)
-    spec = jax.make_jaxpr(lambda *a: function(*a))(*args).eqns[0].params["spec"]
+    equations = jax.make_jaxpr(lambda *a: function(*a))(*args).eqns
+    (spec,) = [e.params["spec"] for e in equations if e.primitive.name == "normfuse_norm"]
     _, made = jax.jit(lambda *a: fp8_norm.encode(spec, a, BEST))(*args)
     scale, *bias = args[1:]
     bound = jnp.sqrt(jnp.float32(DIM)) * jnp.abs(scale) + (jnp.abs(bias[0]) if bias else 0)
@@ -183,7 +181,7 @@ def test_codes_are_those_of_the_norm_in_float32(name, rng):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["layer_norm", "adaptive_layer_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm of examples"])
 def test_other_norms_after_a_sum_and_under_vmap(name, rng):
     """x + residual, the same of a batch, and every operand vmapped."""
     function, _, examples = NORMS[name]
@@ -261,7 +259,7 @@ def test_a_sum_and_its_norm(rng):
     residual = draw(rng, *x.shape)
 
     def apart(x, residual, scale, kernel):
-        y, h = add_rms_norm(x, residual, scale, dtype=bf16)
+        y, h = rms_norm(x, scale, residual=residual, dtype=bf16)
         return multiply(y, kernel), h
 
     def together(x, residual, scale, kernel):
@@ -400,7 +398,7 @@ def test_a_mesh_gives_the_result_of_one_device(spec, kind, rng, eight_devices):
 @pytest.mark.newest
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(None, None, "d")], ids=str)
-@pytest.mark.parametrize("name", ["layer_norm", "adaptive_layer_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm of examples"])
 def test_other_norms_on_a_mesh(name, spec, kind, rng, eight_devices):
     """Examples, their rows, of which 16 are on each device, or features are split."""
     function, _, examples = NORMS[name]
@@ -680,7 +678,7 @@ def statistics(x, scale, kernel):
 
 REASONS = {  # (function, part of the reason)
     "few rows of an example": (
-        lambda x, s, w: multiply(adaptive_layer_norm(x, x[:, 0]), w),
+        lambda x, s, w: multiply(layer_norm(x, x[:, :1], scale_offset=1.0), w),
         "its examples have a number of rows that is no multiple of 16",
     ),
     "axes": (

@@ -52,8 +52,8 @@ def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
 FAMILY = {  # whether a norm is centred, has a bias, parameters of each example
     "rms_norm": (False, False, False),
     "layer_norm": (True, True, False),
-    "adaptive_layer_norm": (True, True, True),
-    "adaptive_rms_norm": (False, True, True),
+    "layer_norm of examples": (True, True, True),
+    "rms_norm of examples": (False, True, True),
 }
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 PALLAS = Order(("pallas",), strict=True)
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "residual_rms_norm"])
 @pytest.mark.parametrize("n", [1, 7, 100, 1024, 5120, 16384, 40000])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_norms_match_reference(op, n, dtype):

@@ -58,7 +58,7 @@ def serve(request) -> Serve:
     return Serve(request)
 
 
-@pytest.fixture(params=["rms_norm", "add_rms_norm"])
+@pytest.fixture(params=["rms_norm", "residual_rms_norm"])
 def case(request) -> Case:
     """x of (8, 2, 16), and what else the op takes."""
     return _case(request.param)

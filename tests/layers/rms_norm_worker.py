@@ -44,7 +44,7 @@ def distributed(address, process):
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=int(process))
     assert len(jax.devices()) == 8 and len(jax.local_devices()) == 4
-    found, case = {}, Case("add_rms_norm")
+    found, case = {}, Case("residual_rms_norm")
     for kind in ("auto", "explicit"):
         mesh = mesh_of(kind)
         for layout in ("rows", "features"):

@@ -21,7 +21,7 @@ from fp8_recipe import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import add_rms_norm, elementwise
+from normfuse import elementwise, rms_norm
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization.gated import SLOPES
 
@@ -272,7 +272,7 @@ def test_a_norm_before_it_is_apart_where_codes_cannot_be(reason, rng):
     options["quantization"] = None if reason == "unquantized" else "fp8"
     scale = jnp.asarray(1 + rng.standard_normal(DIM) / 8)
     y, h = norm_mlp(x, x, scale, *kernels, **options)
-    n, wanted = add_rms_norm(x, x, scale, implementation=options["implementation"])
+    n, wanted = rms_norm(x, scale, residual=x, implementation=options["implementation"])
     kernels = dict(zip(("gate", "up", "down"), kernels))
     np.testing.assert_array_equal(h, wanted)
     np.testing.assert_array_equal(y, gated.mlp(n, kernels, {}, dtype=f32, **options))

@@ -20,7 +20,7 @@ from fp8_recipe import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import add_rms_norm, dense, rms_norm
+from normfuse import dense, rms_norm
 from normfuse.layers.dense.norm_dense import apply
 
 pytestmark = pytest.mark.optimized
@@ -177,7 +177,7 @@ def test_a_kernel_that_does_not_fit_leaves_the_others_quantized(residual, rng):
     (x, other, scale, *kernels), _ = operands(rng, residual=residual)
     kernels[1] = kernels[1][:, :10]
     got = projections(x, other, scale, *kernels)
-    n, *h = add_rms_norm(x, other, scale) if residual else (rms_norm(x, scale),)
+    n, *h = rms_norm(x, scale, residual=other) if residual else (rms_norm(x, scale),)
     want = [*(dense(n, kernel, quantization="fp8") for kernel in kernels), *h]
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)

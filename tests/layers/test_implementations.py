@@ -20,7 +20,7 @@ from normfuse import dense
 _INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms_norm|dense)')
 SERVED = [
     (op, implementation)
-    for op in ("rms_norm", "add_rms_norm", "dense")
+    for op in ("rms_norm", "residual_rms_norm", "dense")
     for implementation in ("native", "pallas", "xla")
     if (op, implementation) != ("dense", "native")
 ]

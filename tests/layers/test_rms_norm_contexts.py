@@ -126,7 +126,7 @@ def test_linear_transpose_of_a_pullback(case, serve):
 # ---------------------------------------------------------------- Jacobians and higher orders
 
 
-@pytest.fixture(params=["rms_norm", "add_rms_norm"])
+@pytest.fixture(params=["rms_norm", "residual_rms_norm"])
 def small(request) -> Case:
     """An x of two rows of five, so that a whole Jacobian is a small matrix."""
     return Case(request.param, (2, 5), eps=0.1)
@@ -215,7 +215,7 @@ def test_third_derivative(small, serve):
 
 
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "rms_norm_with_rstd"])
+@pytest.mark.parametrize("op", ["rms_norm", "residual_rms_norm", "rms_norm_with_rstd"])
 def test_check_grads(op, mode, serve):
     """`check_grads` to second order, in float64"""
     with jax.enable_x64(True):
@@ -274,7 +274,9 @@ def test_evaluated_jaxpr(case, serve):
 
 def test_strict_promotion(serve):
     """`numpy_dtype_promotion("strict")`, scale and result of other dtypes than x"""
-    case = Case("add_rms_norm", x="bfloat16", residual="bfloat16", scale="float16", dtype="float16")
+    case = Case(
+        "residual_rms_norm", x="bfloat16", residual="bfloat16", scale="float16", dtype="float16"
+    )
     with jax.numpy_dtype_promotion("strict"):
         out, pullback = jax.vjp(case, *case.args)
         case.check(out, case.values())

@@ -21,8 +21,8 @@ EVERY_LAYOUT = pytest.mark.parametrize(
     "op, layout",
     [
         *(("rms_norm", name) for name in SPECS),
-        ("add_rms_norm", "rows"),
-        ("add_rms_norm", "features"),
+        ("residual_rms_norm", "rows"),
+        ("residual_rms_norm", "features"),
     ],
 )
 
@@ -105,7 +105,7 @@ def test_dimensions_that_the_mesh_does_not_divide(case, serve, auto_mesh, shape)
 @pytest.mark.parametrize("axis", [0, 1, (0, 2), (1, 2)], ids=str)
 def test_normalised_axes_of_a_split_array(serve, auto_mesh, axis):
     """Auto axes and `axis` other than the last"""
-    case = Case("add_rms_norm", (8, 4, 16), axis=axis)
+    case = Case("residual_rms_norm", (8, 4, 16), axis=axis)
     for spec in (P("data", "model", None), P(None, "model", "data")):
         *big, scale = case.args
         args = [jax.device_put(a, NamedSharding(auto_mesh, spec)) for a in big] + [scale]
@@ -166,7 +166,7 @@ def test_float64_on_a_mesh(serve, auto_mesh, layout, dtypes):
     """float64 on a mesh"""
     x, scale, dtype = dtypes
     with jax.enable_x64(True):
-        case = Case("add_rms_norm", x=x, scale=scale, dtype=dtype)
+        case = Case("residual_rms_norm", x=x, scale=scale, dtype=dtype)
         args, cts = put(auto_mesh, case, SPECS[layout])
         check_forward_and_grad(case, serve, args, cts, SPECS[layout])
 
@@ -207,7 +207,7 @@ def test_explicit_with_operands_of_no_mesh(case, serve, explicit_mesh):
 
 def test_explicit_residual_alone_is_split(serve, explicit_mesh):
     """Explicit axes, x on no mesh and a residual that is split"""
-    case = Case("add_rms_norm")
+    case = Case("residual_rms_norm")
     residual = jax.device_put(case.args[1], NamedSharding(explicit_mesh, P("data")))
     with jax.set_mesh(explicit_mesh):
         fn = lambda residual: case(jnp.asarray(case.args[0]), residual, case.args[2])

@@ -66,7 +66,7 @@ def test_grad_in_full_unchecked(case, serve, auto_mesh):
 @CHECKS
 def test_scale_of_each_device(serve, auto_mesh, check_vma):
     """`shard_map`, a scale of each device's own and x in common"""
-    case = Batch("add_rms_norm", (None, None, 0), size=8)
+    case = Batch("residual_rms_norm", (None, None, 0), size=8)
     x, residual, scales = case.args
     local = lambda x, r, s: case.case(x, r, s[0])[0][None]
     specs = {"in_specs": (P(), P(), ROWS), "out_specs": ROWS, "check_vma": check_vma}
@@ -76,7 +76,7 @@ def test_scale_of_each_device(serve, auto_mesh, check_vma):
 
 def test_gradients_with_a_scale_of_each_device(serve, auto_mesh):
     """`grad` inside `shard_map`, operands that vary over different axes"""
-    batch = Batch("add_rms_norm", (None, 0, 0), size=8)
+    batch = Batch("residual_rms_norm", (None, 0, 0), size=8)
     x, residual, scales = batch.args
 
     def local(x, residual, scale, *cts):

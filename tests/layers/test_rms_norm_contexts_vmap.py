@@ -12,7 +12,13 @@ BOTH = {"backward": 1, "forward": 1}
 OVER = {
     "rms_norm": [(0, None), (1, None), (2, None), (3, None), (-2, None), (None, 0), (None, 1)]
     + [(0, 0), (1, 1), (3, 0)],
-    "add_rms_norm": [(0, 0, None), (2, 1, None), (0, None, None), (None, 3, None), (None, None, 0)]
+    "residual_rms_norm": [
+        (0, 0, None),
+        (2, 1, None),
+        (0, None, None),
+        (None, 3, None),
+        (None, None, 0),
+    ]
     + [(0, 1, 1), (None, 2, 0)],
 }
 EVERY = [(op, in_axes) for op, all_axes in OVER.items() for in_axes in all_axes]
@@ -73,7 +79,7 @@ def test_unused_gradient_of_each_examples_scale_is_not_computed(serve):
 
 def test_cotangents_alone(serve):
     """`vmap` of a pullback over cotangents"""
-    batch = Batch("add_rms_norm", (None, None, None))
+    batch = Batch("residual_rms_norm", (None, None, None))
     _, pullback = jax.vjp(batch.case, *batch.case.args)
     fn = jax.vmap(pullback)
     expected = batch.each("gradients")

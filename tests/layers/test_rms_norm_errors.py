@@ -1,4 +1,4 @@
-"""What the RMSNorm ops refuse, and how they say so; what `implementation` means."""
+"""What the norms refuse, and how they say so; what `implementation` means."""
 
 import functools
 import logging
@@ -10,19 +10,84 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bad_norm_arguments import BAD
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import normfuse
-from normfuse import add_rms_norm, dense, gated_dense, rms_norm, rms_norm_with_rstd
+from normfuse import dense, gated_dense, layer_norm, rms_norm, rms_norm_with_rstd
 from normfuse.native import implementation
 
 X, SCALE = jnp.ones((4, 6, 8)), jnp.ones(8)
-OPS = {
-    "rms_norm": rms_norm,
-    "rms_norm_with_rstd": rms_norm_with_rstd,
-    "add_rms_norm": lambda x, *args, **options: add_rms_norm(x, x, *args, **options),
+OPS = {f.__name__: f for f in (rms_norm, rms_norm_with_rstd, layer_norm)}
+
+
+# what is given, x being (4, 6, 8) if it is not; the exception; what its message must contain:
+# argument, value, rule or remedy
+BAD = {
+    "scale of another length": ({"scale": jnp.ones(7)}, ValueError, ["scale", "(8,)", "(7,)"]),
+    "scale broadcastable": ({"scale": jnp.ones(1)}, ValueError, ["scale", "(8,)", "(1,)"]),
+    "scale scalar": ({"scale": 2.0}, ValueError, ["scale", "(8,)", "()"]),
+    "scale of other axes": (
+        {"scale": jnp.ones(8), "axis": (1, 2)},
+        ValueError,
+        ["scale", "(6, 8)", "axis=(1, 2)", "(8,)"],
+    ),
+    "scale in the order axis was given": (
+        {"scale": jnp.ones((8, 6)), "axis": (2, 1)},
+        ValueError,
+        ["scale", "(6, 8)", "(8, 6)"],
+    ),
+    "bias of another length": ({"bias": jnp.ones(7)}, ValueError, ["bias", "(8,)", "(7,)"]),
+    "bias integer": ({"bias": jnp.ones(8, int)}, TypeError, ["bias", "int32", "bias.astype"]),
+    "scale integer": ({"scale": jnp.ones(8, int)}, TypeError, ["scale", "int32", "scale.astype"]),
+    "scale complex": ({"scale": jnp.ones(8, complex)}, TypeError, ["scale", "complex64"]),
+    "scale string": ({"scale": "ones"}, TypeError, ["scale", "'ones'", "array"]),
+    "x integer": ({"x": jnp.ones((4, 8), int)}, TypeError, ["x", "int32", "x.astype"]),
+    "x boolean": ({"x": jnp.ones((4, 8), bool)}, TypeError, ["x", "bool", "x.astype"]),
+    "x complex": ({"x": jnp.ones((4, 8), complex)}, TypeError, ["x", "complex64", "float32"]),
+    "x float8": ({"x": jnp.ones((4, 8), jnp.float8_e4m3fn)}, TypeError, ["x", "float8_e4m3fn"]),
+    "x list of integers": ({"x": [[1, 2]]}, TypeError, ["x", "int32"]),
+    "x None": ({"x": None}, TypeError, ["x", "None", "array"]),
+    "x scalar": ({"x": 3.0}, ValueError, ["x", "axis", "scalar"]),
+    "eps nan": ({"eps": float("nan")}, ValueError, ["eps", "finite", "nan"]),
+    "eps infinite": ({"eps": np.inf}, ValueError, ["eps", "finite", "inf"]),
+    "eps negative": ({"eps": -1e-6}, ValueError, ["eps", "at least 0", "-1e-06"]),
+    "eps string": ({"eps": "1e-6"}, TypeError, ["eps", "number", "'1e-6'"]),
+    "eps None": ({"eps": None}, TypeError, ["eps", "number", "None"]),
+    "eps larger than float32's": ({"eps": 1e39}, ValueError, ["eps", "3.40282e+38", "1e+39"]),
+    "eps of hundreds of digits": ({"eps": 10**400}, ValueError, ["eps", "finite"]),
+    "eps boolean": ({"eps": True}, TypeError, ["eps", "number", "True"]),
+    "eps of one element": ({"eps": np.ones(1)}, TypeError, ["eps", "number", "array([1.])"]),
+    "eps complex": ({"eps": 1j}, TypeError, ["eps", "number", "1j"]),
+    "scale_offset nan": ({"scale_offset": float("nan")}, ValueError, ["scale_offset", "finite"]),
+    "scale_offset array": (
+        {"scale_offset": np.ones(2)},
+        TypeError,
+        ["scale_offset", "number", "array([1., 1.])"],
+    ),
+    "axis too large": ({"axis": 3}, ValueError, ["axis", "-3", "2", "(4, 6, 8)", "got 3"]),
+    "axis too small": ({"axis": -4}, ValueError, ["axis", "-3", "got -4"]),
+    "axis one of several": ({"axis": (0, 5)}, ValueError, ["axis", "(0, 5)", "(4, 6, 8)"]),
+    "axis twice": ({"axis": (2, -1)}, ValueError, ["axis", "twice", "(2, -1)"]),
+    "axis empty": ({"axis": ()}, ValueError, ["axis", "got ()"]),
+    "axis float": ({"axis": 1.0}, TypeError, ["axis", "int", "1.0"]),
+    "axis None": ({"axis": None}, TypeError, ["axis", "int", "None"]),
+    "dtype integer": ({"dtype": jnp.int32}, TypeError, ["dtype", "float32", "int32"]),
+    "dtype unknown": ({"dtype": "float31"}, TypeError, ["dtype", "bfloat16", "'float31'"]),
+    "dtype no text": ({"dtype": "\ud800"}, TypeError, ["dtype", "'\\ud800'"]),
+    "implementation unknown": (
+        {"implementation": "cuda"},
+        ValueError,
+        ["implementation", "'native', 'pallas', 'xla'", "'cuda'"],
+    ),
+    "implementation one of several unknown": (
+        {"implementation": ("native", "fast")},
+        ValueError,
+        ["implementation", "'native'", "('native', 'fast')"],
+    ),
+    "implementation empty": ({"implementation": ()}, ValueError, ["implementation", "()", "None"]),
+    "implementation number": ({"implementation": 3}, TypeError, ["implementation", "None", "3"]),
+    "implementation of numbers": ({"implementation": [1]}, TypeError, ["implementation", "[1]"]),
 }
 
 
@@ -38,20 +103,7 @@ def test_bad_input_is_named(op, bad):
         assert message.startswith(f"{op}: "), message
 
 
-def test_wrong_residual_dtype_is_named():
-    with pytest.raises(TypeError, match="add_rms_norm: residual_dtype must be one of .*, got int8"):
-        add_rms_norm(X, X, SCALE, residual_dtype=jnp.int8)
-
-
-@pytest.mark.parametrize("shape, axis", [((5, 8), -1), ((4, 6, 8, 1), -1), ((4, 6), 1)], ids=str)
-def test_scale_of_other_heads_is_named(shape, axis):
-    with pytest.raises(ValueError, match="rms_norm: scale must have the shape of") as caught:
-        rms_norm(X, jnp.ones(shape), axis=axis)
-    assert f"got {shape}" in str(caught.value)
-    assert ("or heads before it, (6, 8)" in str(caught.value)) == (shape == (5, 8))
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["rms_norm", "rms_norm_with_rstd"])
 @pytest.mark.parametrize("cast", ["late", None, jnp.bfloat16], ids=str)
 def test_unknown_cast_is_named(op, cast):
     with pytest.raises(ValueError, match=f"{op}: cast must be 'after' or 'before', got "):
@@ -71,18 +123,25 @@ def test_concrete_numbers_of_any_kind_are_numbers():
         np.testing.assert_array_equal(rms_norm(X, SCALE, eps=eps), want)
 
 
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
 @pytest.mark.parametrize("shape", [(4, 6, 7), (6, 8), (1, 6, 8), (8,)], ids=str)
-def test_residual_of_another_shape_is_named(shape):
+def test_residual_of_another_shape_is_named(norm, shape):
     with pytest.raises(ValueError) as caught:
-        add_rms_norm(X, jnp.ones(shape), SCALE)
+        norm(X, SCALE, residual=jnp.ones(shape))
     message = str(caught.value)
-    for word in ("add_rms_norm", "residual", "(4, 6, 8)", str(shape), "jnp.broadcast_to"):
+    for word in (f"{norm.__name__}: residual", "(4, 6, 8)", str(shape), "jnp.broadcast_to"):
         assert word in message
 
 
-def test_integer_residual_is_named():
-    with pytest.raises(TypeError, match=r"add_rms_norm: residual must be .*int32.*residual.astype"):
-        add_rms_norm(X, jnp.ones(X.shape, int))
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_wrong_dtypes_of_a_residual_are_named(norm):
+    name = norm.__name__
+    with pytest.raises(TypeError, match=rf"^{name}: residual must be .*int32.*residual\.astype"):
+        norm(X, residual=jnp.ones(X.shape, int))
+    with pytest.raises(TypeError, match=f"^{name}: residual_dtype must be one of .*, got int8"):
+        norm(X, residual=X, residual_dtype=jnp.int8)
+    with pytest.raises(ValueError, match=f"^{name}: .* got bfloat16 without a residual; give res"):
+        norm(X, residual_dtype=jnp.bfloat16)
 
 
 # ---------------------------------------------------------------- implementation

@@ -173,7 +173,7 @@ def run(case, transform, layout, kind, spec, eager):
 
 @st.composite
 def examples(draw):
-    op = draw(st.sampled_from(["rms_norm", "add_rms_norm", "rms_norm_with_rstd"]))
+    op = draw(st.sampled_from(["rms_norm", "residual_rms_norm", "rms_norm_with_rstd"]))
     shape, axis = draw(st.sampled_from(SHAPES))
     x, residual, scale, dtype = draw(st.sampled_from(DTYPES))
     options = draw(st.sampled_from(OPTIONS))

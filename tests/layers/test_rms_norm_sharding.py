@@ -150,7 +150,7 @@ def test_split_features_with_a_replicated_scale_gather_only_its_gradient(case, m
 @pytest.mark.parametrize("stored", [P("data"), P("model"), P(("data", "model"))], ids=str)
 def test_sharded_scale_is_gathered_and_nothing_else(mesh, stored):
     """FSDP: activations are not dragged onto the axes that scale is stored over."""
-    case = Case("add_rms_norm")
+    case = Case("residual_rms_norm")
     args, _ = put(mesh, case, SPECS["rows"], stored)
     assert communicates(case, *args) == [Collective("all-gather", N)]
 
@@ -258,7 +258,7 @@ def test_reshape_that_splits_a_mesh_axis_does_not_communicate(eight_devices):
 @pytest.mark.parametrize("layout", SPECS)
 def test_constraint_inside_is_enough(auto_mesh, layout):
     """Where nothing but a constraint in the program says how x is split."""
-    case = Case("add_rms_norm")
+    case = Case("residual_rms_norm")
     with jax.set_mesh(auto_mesh):
         split = lambda a: jax.lax.with_sharding_constraint(a, SPECS[layout])
         fn = lambda x, *rest: [split(y) for y in case(split(x), *map(split, rest[:-1]), rest[-1])]
@@ -281,7 +281,7 @@ def test_gradient_split_otherwise_moves_alone(auto_mesh):
 @pytest.mark.parametrize("shape", [(7, 2, 16), (8, 2, 15), (9, 3, 5)], ids=str)
 def test_dimension_that_the_mesh_does_not_divide_is_counted_once(auto_mesh, shape):
     """XLA pads it, and padding must not reach a sum."""
-    case = Case("add_rms_norm", shape)
+    case = Case("residual_rms_norm", shape)
     with jax.set_mesh(auto_mesh):
         split = lambda a: jax.lax.with_sharding_constraint(a, P("data", None, "model"))
         fn = lambda x, r, scale, *cts: case.grad(split(x), split(r), scale, *map(split, cts))

@@ -11,11 +11,11 @@ import reference
 from reference import assert_close
 from rms_norm_cases import AXES, MIXES, WIDE, Case, both, check_both
 
-from normfuse import add_rms_norm, rms_norm, rms_norm_with_rstd
+from normfuse import rms_norm, rms_norm_with_rstd
 
 pytestmark = pytest.mark.optimized
 
-OPS = ("rms_norm", "add_rms_norm", "rms_norm_with_rstd")
+OPS = ("rms_norm", "residual_rms_norm", "rms_norm_with_rstd")
 SMALL = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)
 LARGE = (760, 1000, 1128, 4095, 4096, 4097, 8191, 8192, 8193)
 HUGE = (65536, 131072, 262144, 1048576)
@@ -28,7 +28,7 @@ def test_small_odd_and_even_lengths(n):
 
 @pytest.mark.parametrize("n", LARGE)
 def test_lengths_around_powers_of_two(n):
-    check_both(Case("add_rms_norm", (3, n), x="bfloat16", residual="float32", seed=n))
+    check_both(Case("residual_rms_norm", (3, n), x="bfloat16", residual="float32", seed=n))
 
 
 @pytest.mark.parametrize("n", HUGE)
@@ -101,10 +101,10 @@ def test_dtype_float64_without_64_bit_types_is_float32_with_jax_warning():
 
 def test_default_result_dtypes():
     """y has x's; the residual sum is promoted; rstd is what was computed in."""
-    case = Case("add_rms_norm", (4, 8), x="bfloat16", residual="float32")
+    case = Case("residual_rms_norm", (4, 8), x="bfloat16", residual="float32")
     x, residual, scale = case.args
     assert rms_norm(x, scale).dtype == jnp.bfloat16
-    assert [a.dtype for a in add_rms_norm(x, residual, scale)] == [jnp.bfloat16, jnp.float32]
+    assert [a.dtype for a in rms_norm(x, scale, residual=residual)] == [jnp.bfloat16, jnp.float32]
     assert [a.dtype for a in rms_norm_with_rstd(x, scale)] == [jnp.bfloat16, jnp.float32]
 
 
@@ -177,7 +177,7 @@ def test_cast_before_has_the_bits_of_llama(x, scale, axis, implementation):
     assert np.mean(np.asarray(norm(h, scale) != want)) > 0.1  # "after" is another number
     # also of each example's own scale, and of the sum that is stored
     same_bits(jax.vmap(before)(h[None], scale[None])[0], want, known)
-    y, _ = add_rms_norm(h, jnp.zeros_like(h), scale, axis=axis, cast="before", **options)
+    y, _ = rms_norm(h, scale, residual=jnp.zeros_like(h), axis=axis, cast="before", **options)
     same_bits(y, want, known)
     # The rounding has no derivative: each term of dscale is off by half an epsilon of x at most.
     loss = lambda cast: lambda h, scale: jnp.sum(jnp.sin(h) * norm(h, scale, cast=cast))
@@ -188,18 +188,24 @@ def test_cast_before_has_the_bits_of_llama(x, scale, axis, implementation):
 
 @pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
 @pytest.mark.parametrize("x, out", [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_residual_dtype_is_that_of_the_sum(x, out, implementation):
-    case = Case("add_rms_norm", (9, 40), x=x, residual=x, residual_dtype=out)
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+def test_residual_dtype_is_that_of_the_sum(op, x, out, implementation):
+    case = Case(f"residual_{op}", (9, 40), x=x, residual=x, residual_dtype=out)
     args, dy, dh = case.args, case.cts[0], case.cts[1].astype(jnp.dtype(out))
-    norm = functools.partial(add_rms_norm, residual_dtype=out, implementation=implementation)
+    norm = functools.partial(case, implementation=implementation)
     (y, h), pullback = jax.vjp(jax.jit(norm), *args)
     exact = reference.wide(args[0]) + reference.wide(args[1])
     # x and residual add exactly in float32, or in bfloat16 round once
     assert y.dtype == x and h.dtype == out
     np.testing.assert_array_equal(h, exact.astype(np.float32).astype(jnp.dtype(out)))
     h = np.asarray(h)
-    assert_close(y, reference.forward(h, args[2])[0])
-    of_dx, of_dscale = reference.backward(dy, h, args[2], dh)
+    found = dy, h, args[2], dh
+    if op == "layer_norm":
+        assert_close(y, reference.layer_forward(h, args[2]))
+        of_dx, of_dscale, _ = reference.layer_backward(*found)
+    else:
+        assert_close(y, reference.forward(h, args[2])[0])
+        of_dx, of_dscale = reference.backward(*found)
     dx, dresidual, dscale = pullback((jnp.asarray(dy), jnp.asarray(dh)))
     assert dx.dtype == dresidual.dtype == x
     # rounded to the dtype of the sum, in plain JAX with its two addends, and then to that of x
@@ -230,7 +236,8 @@ def test_a_scale_of_each_head(rng, shape, x, scale, implementation):
     x, residual, dy, dh = (rng.standard_normal(shape).astype(jnp.dtype(x)) for _ in range(4))
     scale = rng.standard_normal(shape[1:]).astype(jnp.dtype(scale))
     options = {"eps": 1e-3, "scale_offset": 0.5}
-    norm = functools.partial(add_rms_norm, implementation=implementation, **options)
+    norm = functools.partial(rms_norm, implementation=implementation, **options)
+    norm = lambda x, r, scale, norm=norm: norm(x, scale, residual=r)
     (y, h), pullback = jax.vjp(jax.jit(norm), x, residual, scale)
     dx, _, dscale = pullback((jnp.asarray(dy), jnp.asarray(dh)))
     assert dx.dtype == x.dtype and dscale.dtype == scale.dtype
@@ -331,7 +338,7 @@ def test_poison_stays_in_its_row(op, dtype, poison):
 
 
 def test_results_are_the_same_every_time():
-    case = Case("add_rms_norm", (1999, 130), x="bfloat16")
+    case = Case("residual_rms_norm", (1999, 130), x="bfloat16")
     run = both(case)
     first = jax.tree.leaves(run(case.args, case.cts))
     for _ in range(5):
@@ -373,7 +380,7 @@ def test_frozen_scale_has_no_dscale():
 
 def test_frozen_scale_of_a_larger_gradient_has_no_dscale():
     """Also where dscale is computed by the transformation and thrown away by the caller."""
-    case = Case("add_rms_norm", (5, 24))
+    case = Case("residual_rms_norm", (5, 24))
     dx = jax.jit(lambda *args: case.grad(*args)[0]).lower(*case.args).compile()
     assert hlo.results(dx) == [1, 3]
 
@@ -387,8 +394,8 @@ def test_rstd_is_float32_and_right_for_any_x():
 
 def test_sum_is_rounded_before_it_is_normalised():
     """y belongs to the new residual that is returned, not to a wider sum nobody sees."""
-    case = Case("add_rms_norm", (64, 256), x="bfloat16", residual="bfloat16", scale=None)
-    y, h = add_rms_norm(*case.args, dtype="float32")
+    case = Case("residual_rms_norm", (64, 256), x="bfloat16", residual="bfloat16", scale=None)
+    y, h = case(*case.args, dtype="float32")
     np.testing.assert_array_equal(np.asarray(h), case.h)
     wider = case.args[0].astype(np.float64) + case.args[1].astype(np.float64)
     assert_close(y, case.values()[0])

@@ -10,7 +10,7 @@ import pytest
 from norm_kernels import KERNELS, norm_of
 from reference import Expected, assert_close, wide
 
-from normfuse import add_rms_norm, dense, rms_norm
+from normfuse import dense, rms_norm
 from normfuse.layers.dense import pallas as dense_pallas
 from normfuse.layers.dense.epilogue import ACTIVATIONS
 from normfuse.layers.norm import pallas as norm_pallas
@@ -140,7 +140,7 @@ def test_norms_lower_to_kernels(arch, platform, name, x64):
     norm, _ = TARGETS[platform, name]
 
     def loss(x, r, scale):
-        y, h = add_rms_norm(x, r, scale, **PALLAS)
+        y, h = rms_norm(x, scale, residual=r, **PALLAS)
         return jnp.sum(jnp.sin(y.astype("float32"))) + jnp.sum(h.astype("float32"))
 
     with jax.enable_x64(x64):

@@ -136,16 +136,17 @@ def test_cuda_bias_of_unaligned_and_of_long_rows(emulated):
 # ---------------------------------------------------------------- gates
 
 
-def check_gate(run, case: Case, gate: str, activation: str = "silu", heads: int = 1) -> None:
-    """Both kernels, of each head alone against the reference; `other` is the dtype of z."""
+def check_gate(run, case: Case, gate, activation="silu", heads=1, examples=False) -> None:
+    """Both kernels, of each head or example alone against the reference; `other` is z's dtype."""
     outer, n, _ = case.shape
     x, dy, z, _ = dataclasses.replace(case, shape=(outer, heads * n, case.shape[2])).draw(8)
     scale = np.random.default_rng(n).standard_normal((heads, n))
     scale = scale.astype(jnp.dtype(case.scale or "float32"))
     flags = {**case.flags, "eps": EPS, "gate": gate, "activation": activation}
     if heads > 1:
-        x, dy, z = (a.reshape(outer, heads, n) for a in (x, dy, z))
-        flags |= {"axes": (2,), "heads": (1,)}
+        shape = (heads, outer, n) if examples else (outer, heads, n)
+        x, dy, z = (a.reshape(shape) for a in (x, dy, z))
+        flags |= {"axes": (2,), "heads": (1 - examples,), "per_example": examples}
     else:
         scale = scale[0]
     scales = [scale] * (case.scale is not None)
@@ -157,8 +158,9 @@ def check_gate(run, case: Case, gate: str, activation: str = "silu", heads: int 
     options = {"gate": gate, "activation": activation, "eps": EPS, "scale_offset": case.offset}
     used = (case.x, case.scale, case.out, case.other)
     for i in range(heads):
-        pick = (lambda a, i=i: a[:, i]) if heads > 1 else last
         mine = (lambda a, i=i: a[i]) if heads > 1 else lambda a: a
+        pick = (lambda a, i=i: a[:, i]) if heads > 1 else last
+        pick = mine if examples else pick
         given = [pick(a) for a in (dy, x, z)]
         want = reference.gated(*given, mine(scale) if scales else None, **options)
         got = [*map(pick, (y, dx, dz)), *map(mine, dscale)]
@@ -167,28 +169,29 @@ def check_gate(run, case: Case, gate: str, activation: str = "silu", heads: int 
 
 
 GATED = [
-    (Case((37, 24, 1)), "after", "silu", 1),  # several rows to a warp, the last block not full
-    (Case((20, 1000, 1), offset=0.5), "before", "silu", 1),  # several rows to a block
-    (Case((9, 257, 1), "float32", "float64", "float16"), "before", "sigmoid", 1),
-    (Case((9, 20, 40)), "after", "sigmoid", 1),  # strided: by RMSNorm's own kernels
-    (Case((5, 128, 1), scale=None), "after", "silu", 1),
-    (Case((7, 64, 1), other="float32"), "before", "silu", 6),
+    (Case((37, 24, 1)), "after", "silu", (1,)),  # several rows to a warp, the last block not full
+    (Case((20, 1000, 1), offset=0.5), "before", "silu", (1,)),  # several rows to a block
+    (Case((9, 257, 1), "float32", "float64", "float16"), "before", "sigmoid", (1,)),
+    (Case((9, 20, 40)), "after", "sigmoid", (1,)),  # strided: by RMSNorm's own kernels
+    (Case((5, 128, 1), scale=None), "after", "silu", (1,)),
+    (Case((7, 64, 1), other="float32"), "before", "silu", (6,)),
+    (Case((7, 64, 1)), "after", "silu", (3, True)),  # of examples
 ]
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("case, gate, activation, heads", GATED, ids=str)
-def test_cuda_gates_match_reference(emulated, case, gate, activation, heads):
+@pytest.mark.parametrize("case, gate, activation, owners", GATED, ids=str)
+def test_cuda_gates_match_reference(emulated, case, gate, activation, owners):
     run, launches = emulated(SM90)
-    check_gate(run, case, gate, activation, heads)
+    check_gate(run, case, gate, activation, *owners)
     names = {launch["kernel"] for launch in launches} - {"column_sum"}
     prefix = "gated_" if case.shape[2] == 1 else ""
     assert names == {f"{prefix}rms_norm_forward", f"{prefix}rms_norm_backward"}
 
 
-@pytest.mark.parametrize("case, gate, activation, heads", GATED[1:], ids=str)
-def test_host_gates_match_reference(host, case, gate, activation, heads):
-    check_gate(host, case, gate, activation, heads)
+@pytest.mark.parametrize("case, gate, activation, owners", GATED[1:], ids=str)
+def test_host_gates_match_reference(host, case, gate, activation, owners):
+    check_gate(host, case, gate, activation, *owners)
 
 
 @pytest.mark.newest
