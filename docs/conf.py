@@ -17,6 +17,7 @@ import normfuse
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scripts  # noqa: E402
+import signatures  # noqa: E402
 
 project = "normfuse"
 author = "The normfuse authors"
@@ -113,6 +114,8 @@ Add a kernel <guides/add_kernel>
 
 def _read(app, docname, content):
     content[0] += NAVIGATION.get(docname, "")
+    if docname == "docs/reference/index":
+        content[0] += signatures.tables()
     if docname.startswith("benchmarks/results/20"):  # a search is for functions and guides
         content[0] = f"---\nnosearch: true\n---\n{content[0]}"
     if str(app.env.doc2path(docname)).endswith(".py"):
@@ -131,15 +134,12 @@ def _restructured(app, what, name, obj, options, lines):
 def _signature(app, what, name, obj, options, signature, returns):
     """Shows a class as its constructor, defaults as Python, and `jax.typing.DTypeLike` by name."""
     if what == "class" and "__init__" in vars(obj):
-        found = inspect.signature(obj.__init__, bound_method=True)
-        kept = [p for p in found.parameters.values() if p.name not in ("parent", "name")]  # Linen's
-        found = found.replace(parameters=kept, return_annotation=found.empty)
+        found = signatures.signature_of(obj)
         signature = inspect.stringify_signature(found, unqualified_typehints=True)
     if signature:
         dtype = r"str \| type\[[\w.~]*Any\] \| [\w.~]*dtype \| [\w.~]*SupportsDType"
         signature = re.sub(dtype, "DTypeLike", signature)
-        signature = re.sub(r"<(?:class|function) '?(\w[\w.]*)'?>", r"\1", signature)
-        signature = re.sub(r"<[\w. ]+(<locals>[\w. ]+)?>", "...", signature)
+        signature = signatures.readable(signature)
     return signature, returns
 
 

@@ -19,7 +19,7 @@ Quantization = Literal["fp8"]
 class RopeScaling:
     """Scaling of the rotary wavelengths for sequences beyond the length trained on.
 
-    Of kind "linear", all wavelengths grow by `factor`. Of kind "llama3" (Llama 3.1), those above
+    With `kind="linear"` all wavelengths grow by `factor`. With "llama3" (Llama 3.1) those above
     `original_max_seq_len / low_freq_factor` do, those below `original_max_seq_len /
     high_freq_factor` stay, and those between are interpolated.
 

@@ -178,6 +178,8 @@ class Block(eqx.Module):
 class Transformer(eqx.Module):
     """Decoder-only transformer: `model(tokens)` scores every next token.
 
+    Its leaves are in `embed`, `layers`, `norm` and, unless embeddings are tied, `head`.
+
     Args:
       config: shape and precision.
       sharding: where activations lie when called under `jax.set_mesh`; unused without a mesh.

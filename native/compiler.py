@@ -40,12 +40,18 @@ class CompileError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A CUDA C++ file."""
+    """A CUDA C++ file.
+
+    Attributes:
+      name, text: of the file.
+      headers: (name, text) of all that it includes of ours.
+      options: for NVRTC.
+    """
 
     name: str
     text: str
-    headers: tuple[tuple[str, str], ...] = ()  # (name, text) of all that it includes of ours
-    options: tuple[str, ...] = ()  # for NVRTC
+    headers: tuple[tuple[str, str], ...] = ()
+    options: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,41 +77,49 @@ class Op:
 
     That is a frozen dataclass of all that is known when the operation is traced; its `op` is the
     function the user called, for errors.
+
+    Attributes:
+      name: the primitive is `normfuse_<name>`.
+      definition: the operation in plain JAX, `(spec, *operands) -> list of arrays`.
+      dims: `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
+        `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
+        operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
+        body serves on one device alone; elsewhere its definition is split, part by part.
+      body: `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
+        operation that is plain HLO everywhere (a tangent, say).
+      leads: the leading operands, one or two; their shardings decide. The first has all rows.
+      undivided: `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is
+        gathered.
+      unfused: `(spec, *operands, order) -> list`, the values of `definition` by operations that
+        batch well, for vmap where a parameter or its gradient has a batch dimension.
+      batched: `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
+      batch: a batching rule in place of the general one, `(op, operands, batched, spec, order)`.
+      share: how devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
+        partitioning: `(spec, sizes of mesh axes, operands' shapes, PartitionSpecs of operands and
+        results) -> (these specs as they must be, one device's function)`.
+      before: `(ctx, spec, order) -> order`, when it is lowered.
+      jvp: `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
+      transpose: `(cotangents, *operands, spec, order)`, if it is linear.
+      backward: the first-order gradient, for readers and for listings.
+      without_last: `spec -> spec` of the same operation without its last result, for a program that
+        does not use it; None where that result is not computed anyway.
     """
 
-    name: str  # the primitive is `normfuse_<name>`
-    definition: Body  # the operation in plain JAX, `(spec, *operands) -> list of arrays`
+    name: str
+    definition: Body
     _: dataclasses.KW_ONLY
-    # `(spec, *ndims) -> (operands' dimensions, results' dimensions)`, for leading operands of
-    # `ndims` dimensions. An operation's dimensions are numbered: first those of its first leading
-    # operand, then what a second one adds. Parameters' are `Loose`. None for an operation whose
-    # body serves on one device alone; elsewhere its definition is split, part by part.
     dims: Callable[..., Dims] | None = None
-    # `(spec, split, *operands, order) -> list`: one device's share, on kernels; None for an
-    # operation that is plain HLO everywhere (a tangent, say).
     body: Body | None = None
-    # The leading operands, one or two; their shardings decide. The first has all rows.
     leads: Leads | Callable[[Any], Leads] = (0,)
-    # `(spec, *ndims) -> dimensions` that no device has a part of: what is stored so is gathered.
     undivided: Callable[..., Dimensions] | None = None
-    # `(spec, *operands, order) -> list`, the values of `definition` by operations that batch well,
-    # for vmap where a parameter or its gradient has a batch dimension.
     unfused: Body | None = None
-    # `(spec, at) -> spec` for a first operand with one more dimension of rows, at `at`.
     batched: Callable[[Any, int], Any] = lambda spec, at: spec
-    # A batching rule in place of the general one, `(op, operands, batched, spec, order)`.
     batch: Callable[..., Any] | None = None
-    # How devices share an operation that is plain HLO, on Auto axes, instead of XLA's own
-    # partitioning: `(spec, sizes of mesh axes, operands' shapes, PartitionSpecs of operands and
-    # results) -> (these specs as they must be, one device's function)`.
     share: Callable[..., tuple[list[P], Callable[..., Results]]] | None = None
-    before: Callable[[Any, Any, Order], Order] | None = None  # `(ctx, spec, order)`, when lowered
-    # `(primals, tangents, spec, order) -> (results, tangents)`; None for the definition's own.
+    before: Callable[[Any, Any, Order], Order] | None = None
     jvp: Callable[..., Any] | None = None
-    transpose: Callable[..., Any] | None = None  # `(cotangents, *operands, spec, order)`, if linear
-    backward: "Op | None" = None  # the first-order gradient, for readers and for listings
-    # `spec -> spec` of the same operation without its last result, for a program that does not use
-    # it; None where that result is not computed anyway.
+    transpose: Callable[..., Any] | None = None
+    backward: "Op | None" = None
     without_last: Callable[[Any], Any] | None = None
 
     def __post_init__(self):

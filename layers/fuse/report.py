@@ -25,6 +25,7 @@ class Row:
 
     @property
     def domain(self) -> str:
+        """The kind of site: attention, norm, mlp and so on."""
         return self.what.split()[0].rstrip(",")
 
 

@@ -1,6 +1,9 @@
 """Commands, files, public names and recorded numbers in the documents are the repository's."""
 
+import ast
+import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pathlib
 import re
@@ -101,6 +104,78 @@ def test_the_reference_has_every_public_name():
         names += [f"{module.__name__}.{name}" for name in {*own, *fused}]
     assert {"normfuse.rms_norm", "normfuse.layers.nnx.swap"} <= set(names)
     assert not [name for name in names if not re.search(rf":: {re.escape(name)}$", reference, re.M)]
+
+
+@pytest.fixture(scope="module")
+def signatures():
+    """docs/signatures.py, which reads the reference's pages and the package."""
+    spec = importlib.util.spec_from_file_location("signatures", ROOT / "docs" / "signatures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_signatures_has_every_documented_function(signatures):
+    rows = dict(re.findall(r"<([\w.]+)>` \| `\((.*)\)` \| \S.* \|$", signatures.tables(), re.M))
+    names = [name for page in signatures.documented().values() for name in page]
+    exceptions = {"normfuse.CompileError", "normfuse.native.implementation.Unsupported"}
+    assert len(names) > 50 and rows.keys() == set(names) - exceptions
+    for name, row in rows.items():
+        (made,) = ast.parse(f"def f({row}): pass").body  # defaults are Python, too
+        given = {node.arg for node in ast.walk(made) if isinstance(node, ast.arg)}
+        value = signatures.named(name)
+        known = inspect.signature(value.__init__ if inspect.isclass(value) else value).parameters
+        linen = {"parent", "name"} if "parent" in known else set()
+        assert given == known.keys() - {"self"} - linen, name
+
+
+def _undocumented(name: str, value) -> list[str]:
+    """The public parts of a function or a class that no docstring tells of."""
+    missing = [] if inspect.getdoc(value) else [name]
+    if not inspect.isclass(value):
+        return missing
+    own = [c for c in value.__mro__ if c.__module__.startswith("normfuse.")]
+    text = "\n".join(inspect.getdoc(c) or "" for c in own)
+    told = {*re.findall(r"\w+", " ".join(re.findall(r"`[^`]*`", text)))}
+    told |= {
+        n for line in re.findall(r"^ +(\w+(?:, \w+)*): ", text, re.M) for n in line.split(", ")
+    }
+    for owner in own:
+        fields = {n for n in vars(owner).get("__annotations__", ()) if not n.startswith("_")}
+        linen = {"parent", "name"} if "parent" in fields else set()
+        missing += [f"{name}.{field}" for field in fields - linen - told]
+        for attribute in vars(owner).keys() - fields:
+            of_ours = inspect.isfunction(inspect.unwrap(getattr(owner, attribute)))
+            of_ours |= isinstance(vars(owner)[attribute], property)
+            if (
+                not attribute.startswith("_")
+                and of_ours
+                and not inspect.getdoc(getattr(owner, attribute))
+            ):
+                missing.append(f"{name}.{attribute}")
+    return missing
+
+
+def test_every_public_attribute_has_a_docstring(signatures):
+    """Functions, classes, their methods, properties and fields, of all that the reference names."""
+    names = [name for page in signatures.documented().values() for name in page]
+    assert [m for name in names for m in _undocumented(name, signatures.named(name))] == []
+
+    class Sloppy:
+        """A class of `told`."""
+
+        told: int
+        untold: int
+
+        def method(self): ...
+
+        @property
+        def size(self): ...
+
+    Sloppy.__module__ = "normfuse.sloppy"
+    found = _undocumented("Sloppy", dataclasses.dataclass(Sloppy))
+    assert sorted(found) == ["Sloppy.method", "Sloppy.size", "Sloppy.untold"]
 
 
 def test_the_table_from_their_layers_to_ours_names_what_is_there():

@@ -349,6 +349,7 @@ def test_removed_names_say_what_replaces_them():
     for module, name in (
         (normfuse, "fuse_norms"),
         (normfuse, "FusionReport"),
+        (normfuse, "add_rms_norm"),
         (ours_nnx, "fuse_norms"),
         (ours_nnx, "unswap"),
         (ours_eqx, "unswap"),
