@@ -15,7 +15,7 @@ class Norm:
       axes: the normalised dimensions of x; kernels see arrays as (outer, n, inner).
       heads: the dimensions of x that scale and bias have before `axes`. Heads are just before them,
         and kernels see arrays as (outer, heads, n); or they are x's first, examples, and kernels
-        see (examples, tokens, n).
+        see (examples, tokens, n). x is transposed to one of these where they are elsewhere.
       per_example: whether it is the latter, for kernels.
       eps, scale_offset: as in the formula.
       out_dtype: of y.

@@ -736,6 +736,15 @@ norm_case(
     BTE,
     (B, 2 * E),
 )
+norm_case(
+    "adaptive layer norm of a sum",
+    lambda x, y, s, b: (x + y, jax.nn.standardize(x + y) * (1 + s[:, None]) + b[:, None]),
+    BTE,
+    BTE,
+    (B, E),
+    (B, E),
+)
+norm_case("adaptive, a shift alone", lambda x, b: low_rms(x) + b[:, None], BTE, (B, E))
 norm_case("adaptive RMS", lambda x, s: low_rms(x) * (1 + s[:, None]), BTE, (B, E))
 norm_case(
     "in a scan",
