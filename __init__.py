@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .layers.dense import dense as dense
     from .layers.dense import gated_dense as gated_dense
     from .layers.dense import gated_product as gated_product
-    from .layers.dense import norm_dense as norm_dense
-    from .layers.dense import norm_gated_dense as norm_gated_dense
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
@@ -56,8 +54,6 @@ _HOME = {  # public name -> the module that defines it
     "gated_rms_norm": ".layers.norm",
     "layer_norm": ".layers.norm",
     "linear_cross_entropy": ".layers.cross_entropy",
-    "norm_dense": ".layers.dense",
-    "norm_gated_dense": ".layers.dense",
     "rms_norm": ".layers.norm",
     "rms_norm_with_rstd": ".layers.norm",
 }
@@ -69,6 +65,8 @@ _GONE = {  # since version 0.1: public name -> what to use in its place
     "add_layer_norm": "normfuse.layer_norm(x, scale, bias, residual=residual)",
     "add_rms_norm": "normfuse.rms_norm(x, scale, bias, residual=residual)",
     "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
+    "norm_dense": "normfuse.dense of normfuse.rms_norm, in a function that normfuse.fuse fuses",
+    "norm_gated_dense": "normfuse.gated_dense of normfuse.rms_norm, as for norm_dense",
 }
 
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]

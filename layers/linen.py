@@ -16,7 +16,7 @@ from jax import Array
 
 from ..native.implementation import Implementation
 from . import modules
-from .core.arguments import Quantization, dimensions_of, floating, options_of, unserved
+from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import mlp as gated_mlp
@@ -345,61 +345,6 @@ def _rows(layer: str, inputs: Any) -> Array:
     if x.ndim == 0:
         raise ValueError(f"{layer}: inputs must be (*rows, features), got a scalar")
     return x
-
-
-class NormDense(_Linear, nn.Module):
-    """RMSNorm into a dense layer, the normalised input computed again in the backward.
-
-    Its parameters are its own, `scale`, `kernel` and `bias`: made by the initialisers of
-    `nn.RMSNorm` and `nn.Dense`, not with their keys, and not named as in the two in a row.
-
-    Attributes:
-      features: the length of the output's last axis.
-      use_bias, dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
-      epsilon: the norm's.
-      activation, recompute, implementation, quantization: as for `normfuse.norm_dense`; keyword
-        only.
-
-    Raises:
-      ValueError: for an unknown activation or quantization, a bad epsilon, or an input without
-        features.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse.layers.linen import NormDense
-    >>> layer = NormDense(4, activation="gelu")
-    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((2, 3))), jnp.ones((2, 3))).shape
-    (2, 4)
-    """
-
-    features: int
-    use_bias: bool = True
-    dtype: Any = None
-    param_dtype: Any = jnp.float32
-    kernel_init: Any = _KERNEL
-    bias_init: Any = nn.initializers.zeros_init()
-    epsilon: float = 1e-6
-    recompute: bool = _option(default=True)
-
-    def __post_init__(self):
-        modules.check_eps("NormDense", "epsilon", self.epsilon)
-        super().__post_init__()
-
-    @nn.compact
-    def __call__(self, inputs: Array) -> Array:
-        """Normalises the last axis of `inputs` and multiplies it by the kernel."""
-        x = _rows("NormDense", inputs)
-        width, dtype = x.shape[-1], self.param_dtype
-        scale = self.param("scale", nn.initializers.ones_init(), (width,), dtype)
-        kernel = self.param("kernel", self.kernel_init, (width, self.features), dtype)
-        bias = None
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, (self.features,), dtype)
-        compute = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
-        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:  # as Flax's layers take them
-            x = x.astype(compute)
-        floating("NormDense", "kernel", kernel)
-        x = floating("NormDense", "inputs", x)
-        return modules.norm_dense(self, x, scale, kernel, bias, compute, eps=self.epsilon)
 
 
 class GatedMLP(_Linear, nn.Module):

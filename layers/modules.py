@@ -10,10 +10,9 @@ from typing import Any
 import jax
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import Quantization, check_quantization, finite, options_of
+from .core.arguments import Quantization, check_quantization
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish, resolve
-from .dense.norm_dense import apply as apply_norm_dense
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
@@ -161,36 +160,6 @@ def replaced(layer: Any, expected: type) -> str:
     if getattr(layer, "activation", None) is not None:
         return f"an activation of its {expected.__name__}'s own"
     return ""
-
-
-def norm_dense(
-    layer: Any,
-    x: jax.Array,
-    scale: jax.Array | None,
-    kernel: jax.Array,
-    bias: jax.Array | None,
-    dtype: jax.typing.DTypeLike,
-    *,
-    eps: Any,
-    **options: Any,
-) -> jax.Array:
-    """Returns `normfuse.norm_dense` with the activation and options of a NormDense."""
-    options |= options_of("NormDense", layer, dtype) | {"recompute": layer.recompute}
-    options["eps"] = finite("NormDense", "eps", eps, least=0)
-    return apply_norm_dense(x, scale, [kernel], [bias], **options)[0]
-
-
-def unfused_norm_dense(layer: Any, x: jax.Array, reason: str) -> jax.Array:
-    """Applies a NormDense as its norm, its linear layer and its activation, one after the other.
-
-    Raises: what `by_framework` does.
-    """
-
-    def call():
-        y = layer.linear(layer.norm(x))
-        return finish(y, None, layer.activation, y.dtype)
-
-    return by_framework("NormDense", reason, layer, call, layer.linear)
 
 
 def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:

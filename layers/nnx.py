@@ -22,8 +22,6 @@ from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish
 from .dense.gated import apply_product as apply_gated_product
 from .dense.gated import mlp as gated_mlp
-from .dense.gated import norm_mlp
-from .dense.norm_dense import apply as norm_linears
 from .fuse import fuse as fuse_arrays
 from .fuse.fuse import check as check_fuse
 from .fuse.model import call_of, missing, swapped
@@ -236,31 +234,6 @@ class Linear(nnx.Linear, _Options):
         options = options_of("nnx.Linear", self, dtype)
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
-    def after_norm(
-        self,
-        x: Array,
-        residual: Array | None,
-        scale: Array,
-        *,
-        beside: Sequence["Linear"] = (),
-        **norm: float,
-    ) -> list[Array] | None:
-        """`[self(n), *(other(n) for those beside), x + residual]`, n the RMSNorm of the sum.
-
-        In FP8: n is quantized once for all, in the norm's pass. Without a residual it is the norm
-        of x, and there is no sum. The norm has eps and scale_offset. None for layers that are not
-        quantized alike.
-        """
-        linears = self, *beside
-        if not _quantized_alike(linears, self.quantization, x):
-            return None
-        if any(linear.implementation != self.implementation for linear in beside):
-            return None
-        kernels, biases = zip(*map(_parameters, linears))
-        dtype = dtypes.canonicalize_dtype(x, *kernels, *biases, dtype=self.dtype)
-        options = options_of("nnx.Linear", self, dtype)
-        return norm_linears(x, scale, kernels, biases, residual=residual, **norm, **options)
-
 
 class LinearGeneral(nnx.LinearGeneral, _Options):
     """`flax.nnx.LinearGeneral` computed by `normfuse.dense`, with an optional activation.
@@ -403,77 +376,6 @@ def _unserved(layer: Any, inputs: Array) -> str:
 # ---------------------------------------------------------------- layers of several operations
 
 
-class NormDense(nnx.Module, _Options):
-    """`RMSNorm` into `Linear`, the normalised input computed again in the backward.
-
-    `norm` and `linear` are modules of their own, so parameters, initial values and checkpoints are
-    those of the two in a row. The two in a row serve where either is of another type, as after
-    model surgery, or has an option that only Flax serves (`precision`, a `dot_general`, ...).
-
-    Args:
-      in_features, out_features: the lengths of the input's last axis and of the output's.
-      epsilon: the norm's.
-      activation, recompute, implementation, quantization: as for `normfuse.norm_dense`.
-      dtype: of the computation and the result; None for what input and parameters promote to.
-      rngs: for the initial values.
-      **kwargs: `nnx.Linear`'s, `param_dtype` for both.
-
-    Raises:
-      ValueError: for an unknown activation or quantization, or a bad epsilon; when called, for an
-        input without `in_features` features, or a quantization beside an option that only Flax
-        serves.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import NormDense
-    >>> NormDense(3, 4, activation="silu", rngs=nnx.Rngs(0))(jnp.ones((2, 3))).shape
-    (2, 4)
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        epsilon: float = 1e-6,
-        activation: Activation = None,
-        recompute: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation = None,
-        quantization: Quantization = None,
-        rngs: nnx.Rngs,
-        **kwargs: Any,
-    ):
-        modules.check_eps("NormDense", "epsilon", epsilon)
-        modules.set_options(self, "NormDense", activation, implementation, quantization)
-        shared = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        self.norm = RMSNorm(in_features, epsilon=epsilon, **shared)
-        self.linear = Linear(
-            in_features, out_features, quantization=quantization, **shared, **kwargs
-        )
-        self.recompute, self.dtype = recompute, dtype
-
-    def __call__(self, x: Array) -> Array:
-        """Normalises the last axis of x and multiplies it by the kernel."""
-        x = jnp.asarray(x)
-        if reason := modules.replaced(self.norm, RMSNorm) or modules.replaced(self.linear, Linear):
-            return modules.unfused_norm_dense(self, x, reason)
-        scale = None if self.norm.scale is None else self.norm.scale[...]
-        kernel, bias = _parameters(self.linear)
-        _check_features("NormDense: x", x, kernel)
-        last = (x.ndim - 1,)
-        if dimensions_of("NormDense", x, self.norm.reduction_axes) != last:
-            return modules.unfused_norm_dense(self, x, "other axes that are normalised")
-        given = [] if scale is None else [scale]
-        norm_unserved = _norm_unserved("nnx.RMSNorm", self.norm, x, given, last, None)
-        if reason := norm_unserved or _unserved(self.linear, x):
-            return modules.unfused_norm_dense(self, x, reason)
-        dtype = dtypes.canonicalize_dtype(x, scale, kernel, bias, dtype=self.dtype)
-        x, scale = narrowed(x, dtype), None if scale is None else rounded(scale, dtype)
-        return modules.norm_dense(self, x, scale, kernel, bias, dtype, eps=self.norm.epsilon)
-
-
 class GatedMLP(nnx.Module, _Options):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
@@ -528,29 +430,6 @@ class GatedMLP(nnx.Module, _Options):
     def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
         return _apply_gated(self, x, hidden_sharding)
-
-    def after_norm(
-        self,
-        x: Array,
-        residual: Array,
-        scale: Array,
-        hidden_sharding: jax.P | None = None,
-        **norm: float,
-    ) -> tuple[Array, Array] | None:
-        """`(mlp(n), x + residual)`, n the RMSNorm of the sum, as one function in FP8.
-
-        The norm has eps and scale_offset. None for an MLP that is not quantized as one function, or
-        that has biases.
-        """
-        linears = modules.layers_of(self)
-        biased = any(getattr(linear, "bias", None) is not None for linear in linears.values())
-        if biased or not _is_quantized(self, x):
-            return None
-        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
-        dtype = dtypes.canonicalize_dtype(x, *kernels.values(), dtype=self.up.dtype)
-        options = options_of("GatedMLP", self, dtype)
-        options["hidden_sharding"] = hidden_sharding
-        return norm_mlp(x, residual, scale, kernels, **norm, **options)
 
     def combine(self, gate: Array, up: Array | None, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""

@@ -220,7 +220,7 @@ def clamped_swiglu(*, alpha: float = 1.702, limit: float = 7.0) -> GatedScalar:
       limit: a positive number.
 
     Returns:
-      What `gated_dense`, `norm_gated_dense`, `gated_product` (with an `up`) and `GatedMLP` take as
+      What `gated_dense`, `gated_product` (with an `up`) and `GatedMLP` take as
       `activation`.
 
     Raises:
@@ -288,7 +288,7 @@ def resolve(
     if not gated and isinstance(scalar := scalar_of(activation), GatedScalar):
         raise ValueError(
             f"{prefix}activation {scalar.name!r} is a function of gate and up, and here is no up; "
-            "use gated_dense, norm_gated_dense, gated_product with up=, or GatedMLP"
+            "use gated_dense, gated_product with up=, or GatedMLP"
         )
     return known[activation] if isinstance(activation, str) else activation
 

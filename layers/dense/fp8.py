@@ -27,21 +27,16 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import BEST, Order, report
 from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
-from ..core.op import Loose, Op, batch_at, match
+from ..core.op import Loose, Op, batch_at
 from ..core.sharding import axes_of, whole
-from ..norm import op as rms_norm
-from ..norm.spec import Norm
 from ..quantization import fits as dimensions_fit
 from ..quantization import kernels
-from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
-from ..quantization.norm import NormCodes
 from ..quantization.op import Quantized, decoded, quantize
 from .matmul import (
     Product,
     batched,
     batched_sharding,
-    chained,
     equally_varying,
     gathered,
     matmul,
@@ -296,7 +291,7 @@ def multiply(
         return matmul(x, kernel, **options)
     product = Product.of(x.ndim, kernel.ndim, contract, None, out_sharding)
     spec = Fp8(op, product, jnp.dtype(dtype).name, order)
-    (y,) = products(Input(spec), *operands_of(x.astype(dtype), None, None, [kernel]))
+    (y,) = _product(Input(spec), *operands_of(x.astype(dtype), [kernel]))
     return y
 
 
@@ -307,11 +302,9 @@ def moves(tangent: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What FP8 products read: x, the norm of its operands, or given codes."""
+    """What FP8 products read: x, or codes of it that are there."""
 
     fp8: Fp8  # of the products
-    norm: Norm | None = None  # None for x itself
-    plain: bool = False  # whether the norm is plain HLO
     # Whether the arguments are (x, q, qt or None, scale). The products read codes of x, not its
     # values; its tangent is theirs.
     encoded: bool = False
@@ -334,33 +327,16 @@ class Input:
         """Returns the same products of an x whose codes are there."""
         return replace(self, encoded=True)
 
-    def has_tangent(self, dargs: Sequence[Any]) -> bool:
-        """Returns whether what is read moves."""
-        return any(map(moves, dargs[:1] if self.encoded else dargs))
-
-    def codes(self, args: Sequence[Array], *, transposed: bool) -> Any:
-        """Returns the codes: `q`, `scale`, with a gradient of a kernel `qt`; and the norm's own."""
-        if self.encoded:
-            x, q, qt, scale = args
-            of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
-            if transposed and qt is None:  # a program was cut to its results, then differentiated
-                qt = jnp.moveaxis(q, -1, 0)
-            return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
-        if self.norm is None:
-            return x_codes(self.fp8, args[0], transposed=transposed)
-        codes = Codes(FORMAT, True, transposed, self.fp8.op)
-        spec = NormCodes(self.norm, codes, self.plain)
-        return quantized_norm.quantize(spec, *args, order=self.fp8.order)
-
-    def results(self, made: Any) -> list[Array]:
-        """Returns the results besides those of the products: x + residual, where that is made."""
-        return [made.h] if self.norm is not None and self.norm.has_residual else []
-
-    def tangents(self, made: Any, args: Sequence[Array], dargs: Sequence[Any]) -> list[Any]:
-        """Returns the tangents of what is read and of `results`."""
-        if self.norm is None:
-            return [dargs[0] if moves(dargs[0]) else None]
-        return norm_tangents(self.norm, made.h, made.statistics, args, dargs, self.fp8.order)
+    def codes(self, args: Sequence[Array], *, transposed: bool) -> Quantized:
+        """Returns the codes of x as it lies and, for the gradient of a kernel, transposed."""
+        if not self.encoded:
+            (x,), codes = args, Codes(FORMAT, True, transposed, self.fp8.op)
+            return quantize(x, codes, split=x.ndim - 1, order=self.fp8.order)
+        x, q, qt, scale = args
+        of_x = lambda codes: derived(Derived(self.fp8.op), codes, x)[0]
+        if transposed and qt is None:  # a program was cut to its results, then differentiated
+            qt = jnp.moveaxis(q, -1, 0)
+        return Quantized(of_x(q), of_x(qt) if transposed else None, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,39 +360,11 @@ derived = Op(
 """`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
 
 
-def norm_tangents(
-    norm: Norm,
-    h: Array,
-    statistics: Sequence[Array],
-    args: Sequence[Array],
-    dargs: Sequence[Any],
-    order: Order,
-) -> list[Any]:
-    """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
-    large = 1 + norm.has_residual
-    parts = [dx.astype(h.dtype) for dx in dargs[:large] if moves(dx)]
-    moving = [functools.reduce(jnp.add, parts)] if parts else []
-    moving += [d for d in dargs[large:] if moves(d)]
-    dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
-    if not moving:
-        return [None, *dh]
-    given = [h, *args[large : large + norm.has_scale], *statistics, *moving]
-    of = [norm.has_scale and moves(dargs[large]), norm.has_bias and moves(dargs[-1])]
-    spec = replace(norm, with_mean=False, with_rstd=False, moves=(bool(parts), *of))
-    return [*rms_norm.tangent(spec, *given, order=order), *dh]
-
-
-def operands_of(
-    x: Array, residual: Array | None, scale: Array | None, kernels: Sequence[Array]
-) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
-    """Returns the norm's operands, and each kernel and its main gradient, placed alike."""
+def operands_of(x: Array, kernels: Sequence[Array]) -> tuple[tuple[Array], tuple[Any, ...]]:
+    """Returns (x,), and each kernel and its main gradient, placed alike."""
     given = [with_main_gradient(kernel) for kernel in kernels]
-    flat = [part for pair in given for part in pair]
-    x, residual, scale, *flat = equally_varying(x, residual, scale, *flat)
-    args = [x]
-    args += [] if residual is None else [match(residual, x, range(x.ndim))]
-    args += [] if scale is None else [match(scale, x, [x.ndim - 1])]
-    return tuple(args), tuple(flat)
+    x, *flat = equally_varying(x, *[part for pair in given for part in pair])
+    return (x,), tuple(flat)
 
 
 input_p = Primitive("normfuse_fp8_input")
@@ -441,7 +389,7 @@ def mark_input(
     call: Callable[..., Any], spec: Any, args: tuple[Array, ...], operands: Any
 ) -> tuple[Array, ...]:
     """Returns the arguments of `call(spec, args, operands)`, within it, marked if they are (x,)."""
-    if len(args) != 1 or getattr(spec, "input", spec).norm is not None:
+    if len(args) != 1:
         return args
     leaves, tree = jax.tree.flatten((args, operands))
     marked = Marked(call, spec, tree, tuple(a.ndim for a in leaves))
@@ -463,45 +411,27 @@ batching.primitive_batchers[input_p] = _batch_input
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def products(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]:
-    """Returns the product with each kernel, and `spec.results`.
-
-    `args` and `operands` are those of `operands_of`. All products read the same codes.
-    """
-    args = mark_input(products, spec, args, operands)
+def _product(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array]:
+    """Operands: the kernel and its main gradient."""
+    args = mark_input(_product, spec, args, operands)
     made = spec.codes(args, transposed=False)
-    kernels = [kernel_codes(spec.fp8, w, forward=True, backward=False) for w in operands[::2]]
-    return *(forward(spec.fp8, args[0], made, w) for w in kernels), *spec.results(made)
+    w = kernel_codes(spec.fp8, operands[0], forward=True, backward=False)
+    return (forward(spec.fp8, args[0], made, w),)
 
 
-@functools.partial(products.defjvp, symbolic_zeros=True)
+@functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
-    (args, operands), (dargs, doperands) = primals, tangents
-    of_kernels = [list(map(moves, doperands[i : i + 2])) for i in range(0, len(operands), 2)]
-    x_moves, w_moves = spec.has_tangent(dargs), any(map(any, of_kernels))
-    made = spec.codes(args, transposed=w_moves)
-    dn, *dh = spec.tangents(made, args, dargs)
-    results, kept = [], []
-    for kernel in operands[::2]:
-        w = kernel_codes(spec.fp8, kernel, forward=True, backward=x_moves)
-        results.append(forward(spec.fp8, args[0], made, w))
-        kept += [backward_codes(spec.fp8, w, args[0]), w.scale] if x_moves else []
-    kept += [made.qt, made.scale] if w_moves else []
-    moving = [dn] * x_moves + [d for d in doperands if moves(d)]
-    live = [moved for moved in of_kernels if x_moves or any(moved)]
-    linear = Tangent(spec.fp8, (x_moves, *[one for moved in live for one in moved]))
-    found = iter(tangent(linear, *kept, *moving) if moving else ())
-    dresults = [
-        next(found) if x_moves or any(moved) else jnp.zeros_like(y)
-        for y, moved in zip(results, of_kernels)
-    ]
-    return (*results, *spec.results(made)), (*dresults, *dh)
-
-
-def x_codes(spec: Fp8, x: Array, *, transposed: bool) -> Quantized:
-    """Returns the codes of x as it lies and, where the kernel has a gradient, transposed."""
-    codes = Codes(FORMAT, True, transposed, spec.op)
-    return quantize(x, codes, split=x.ndim - 1, order=spec.order)
+    (args, operands), ((dx, *_), doperands) = primals, tangents
+    moved = moves(dx), *map(moves, doperands)
+    made = spec.codes(args, transposed=any(moved[1:]))
+    w = kernel_codes(spec.fp8, operands[0], forward=True, backward=moved[0])
+    y = forward(spec.fp8, args[0], made, w)
+    if not any(moved):
+        return (y,), (jnp.zeros_like(y),)
+    kept = [backward_codes(spec.fp8, w, args[0]), w.scale] if moved[0] else []
+    kept += [made.qt, made.scale] if any(moved[1:]) else []
+    moving = [t for t in (dx, *doperands) if moves(t)]
+    return (y,), (tangent(Tangent(spec.fp8, moved), *kept, *moving)[0],)
 
 
 def kernel_codes(spec: Fp8, kernel: Array, *, forward: bool, backward: bool) -> Quantized:
@@ -553,15 +483,15 @@ def multiply_codes(
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """The tangents of products with one x, in the directions of x, kernels and main gradients.
+    """The tangent of a product, in the directions of x, the kernel and its main gradient.
 
-    Its operands are each kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows)
-    and scale where a kernel does; then the tangents. In `vmaps` over kernels, the outermost first,
-    those that are marked have one more dimension, the first.
+    Its operands are the kernel's codes (in, out) and scale where x moves; xᵀ's codes (in, rows)
+    and scale where the kernel does; then the tangents. In `vmaps` over kernels, the outermost
+    first, those that are marked have one more dimension, the first.
     """
 
-    fp8: Fp8  # of each product
-    moves: tuple[bool, ...]  # of x, and of each kernel and its main gradient
+    fp8: Fp8  # of the product
+    moves: tuple[bool, ...]  # of x, the kernel and its main gradient
     vmaps: tuple[tuple[bool, ...], ...] = ()
 
     @property
@@ -574,32 +504,28 @@ class Tangent:
         given = list(operands)
         take = lambda there: given.pop(0) if there else None
         pair = lambda there: (take(there), take(there))
-        dx, *of_kernels = self.moves
-        kernels = [pair(dx) for _ in of_kernels[::2]]
-        x = pair(any(of_kernels))
-        dx, *linear = [take(moved) for moved in self.moves]
-        return Residuals(kernels, x, dx, list(zip(linear[::2], linear[1::2])))
+        kernel, x = pair(self.moves[0]), pair(any(self.moves[1:]))
+        return Residuals(kernel, x, *[take(moved) for moved in self.moves])
 
 
 class Residuals(NamedTuple):
     """What the forward kept, and the tangents; codes come with their scale."""
 
-    kernels: list[tuple[Any, Any]]  # codes (in, out)
+    kernel: tuple[Any, Any]  # codes (in, out)
     x: tuple[Any, Any]  # codes of xᵀ
     dx: Any
-    dkernels: list[tuple[Any, Any]]  # of each kernel and of its main gradient
+    dkernel: Any
+    dmain: Any
 
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
-    """`(..., tangents) -> (dy of each product)`, of the dequantized operands."""
+    """`(..., tangents) -> (dy,)`, of the dequantized operands."""
     if spec.vmaps:
         return vmapped(define_tangent, spec)(*operands)
-    fp8, r, results = spec.fp8, spec.read(operands), []
-    for kernel, dkernels in zip(r.kernels, r.dkernels):
-        terms = [] if r.dx is None else [product_with_kernel(fp8, r.dx, *kernel)]
-        terms += [product_with_x(fp8, *r.x, d) for d in dkernels if d is not None]
-        results.append(functools.reduce(jnp.add, terms))
-    return results
+    fp8, r = spec.fp8, spec.read(operands)
+    terms = [] if r.dx is None else [product_with_kernel(fp8, r.dx, *r.kernel)]
+    terms += [product_with_x(fp8, *r.x, d) for d in (r.dkernel, r.dmain) if d is not None]
+    return [functools.reduce(jnp.add, terms)]
 
 
 def widened(fp8: Fp8, codes: Array, scale: Array) -> Array:
@@ -628,15 +554,11 @@ def product_with_x(fp8: Fp8, x: Array, x_scale: Array, dkernel: Array) -> Array:
 
 def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
     """The gradient for each tangent, given by its type; None for one without a type."""
-    r, fp8, parts, found = spec.read([*residuals, *likes]), spec.fp8, [], []
-    for dy, kernel, dkernels in zip(dys, r.kernels, r.dkernels):
-        if dy is None:
-            found += [None, None]
-            continue
-        g = gradient_codes(fp8, dy, q=r.dx is not None, qt=any(d is not None for d in dkernels))
-        parts += [] if r.dx is None else [input_gradient(fp8, g, *kernel, r.dx)]
-        found += [d if d is None else kernel_gradient(fp8, *r.x, g, d) for d in dkernels]
-    found = [chained(parts) if parts else None, *found]
+    r, fp8, (dy,) = spec.read([*residuals, *likes]), spec.fp8, dys
+    of_kernel = r.dkernel, r.dmain
+    g = gradient_codes(fp8, dy, q=r.dx is not None, qt=any(d is not None for d in of_kernel))
+    found = [None if r.dx is None else input_gradient(fp8, g, *r.kernel, r.dx)]
+    found += [d if d is None else kernel_gradient(fp8, *r.x, g, d) for d in of_kernel]
     return [f for f, moved in zip(found, spec.moves) if moved]
 
 
@@ -673,18 +595,16 @@ def _explicit(aval: Any) -> NamedSharding | None:
 def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> Any:
     """A batch dimension of the rows is one more dimension of them, the first."""
     r, at = spec.read(operands), spec.read(dims)
-    of_kernels = [d for pair in (*at.kernels, *at.dkernels) for d in pair]
     in_parts = spec.vmaps or spec.fp8.product.out_sharding is not None
-    if in_parts or any(d is not None for d in [at.x[1], *of_kernels]):
+    of_kernel = at.x[1], *at.kernel, at.dkernel, at.dmain
+    if in_parts or any(d is not None for d in of_kernel):
         return vmap_tangent(op, operands, dims, spec, order)
     size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
-    moved = [part for pair in r.kernels for part in pair] if spec.moves[0] else []
-    if any(spec.moves[1:]):
-        moved += [batch_at(r.x[0], at.x[0], 1, size), r.x[1]]
+    moved = [*r.kernel] if spec.moves[0] else []
+    moved += [batch_at(r.x[0], at.x[0], 1, size), r.x[1]] if any(spec.moves[1:]) else []
     moved += [batch_at(r.dx, at.dx, 0, size)] if spec.moves[0] else []
-    moved += [d for pair in r.dkernels for d in pair if d is not None]
-    results = op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order)
-    return results, [0] * len(results)
+    moved += [d for d in (r.dkernel, r.dmain) if d is not None]
+    return op(replace(spec, fp8=spec.fp8.with_batch()), *moved, order=order), [0]
 
 
 # ---------------------------------------------------------------- tangents and their transposes

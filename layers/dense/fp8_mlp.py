@@ -6,7 +6,7 @@ Each product is as in `fp8`. The hidden array h is never written: one pass over 
 maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
 pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
 (docs/quantization.md); the gradients of biases are sums of what these codes say. Without W_up b is
-1. x may be the norm of something, whose pass then writes codes (`fp8_norm`).
+1.
 """
 
 import dataclasses
@@ -21,7 +21,6 @@ from jax import Array
 
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, match, placed
-from ..norm.spec import Norm
 from ..quantization import gated
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized, decoded
@@ -122,23 +121,18 @@ def multiply_mlp(
     contract: int = 0,
     hidden_sharding: jax.P | None = None,
     order: Order = BEST,
-    norm: Norm | None = None,
-    scale: Array | None = None,
-    residual: Array | None = None,
-) -> list[Array]:
-    """Returns `[f(n · kernels[0]) · (n · kernels[1]) · down]` for operands that `serves` allows.
+) -> Array:
+    """Returns `f(x · kernels[0]) · (x · kernels[1]) · down` for operands that `serves` allows.
 
-    Biases, one for each of the kernels or none, are added before f and the product. n is x or, with
-    a `norm`, that of x and its scale; or of x + residual, which is returned too.
+    Biases, one for each of the kernels or none, are added before f and the product.
     """
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
     hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
-    spec = Mlp(Input(fp8, norm), hidden, bool(biases), hidden_sharding)
-    x = x.astype(dtype) if norm is None else x
-    x, *biases = equally_varying(x, *biases)
-    args, operands = operands_of(x, residual, scale, [*kernels, down])
-    return list(_mlp(spec, args, (*operands, *biases)))
+    spec = Mlp(Input(fp8), hidden, bool(biases), hidden_sharding)
+    x, *biases = equally_varying(x.astype(dtype), *biases)
+    args, operands = operands_of(x, [*kernels, down])
+    return _mlp(spec, args, (*operands, *biases))[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -147,20 +141,19 @@ def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]
     args = mark_input(_mlp, spec, args, operands)
     made = spec.input.codes(args, transposed=False)
     y, _ = _products(spec, args[0], made, operands, (False,) * (1 + len(operands)))
-    return y, *spec.input.results(made)
+    return (y,)
 
 
 @functools.partial(_mlp.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
-    (args, operands), (dargs, doperands) = primals, tangents
-    of_x, moved = spec.input.has_tangent(dargs), tuple(map(moves, doperands))
+    (args, operands), ((dx, *_), doperands) = primals, tangents
+    of_x, moved = moves(dx), tuple(map(moves, doperands))
     made = spec.input.codes(args, transposed=any(spec.split(moved)[0]))
-    dn, *dh = spec.input.tangents(made, args, dargs)
     y, kept = _products(spec, args[0], made, operands, (of_x, *moved))
-    moving = [dn] * of_x + [t for t in doperands if moves(t)]
+    moving = [dx] * of_x + [t for t in doperands if moves(t)]
     linear = Tangent(spec, (of_x, *moved))
     dy = tangent(linear, *kept, *moving)[0] if moving else jnp.zeros_like(y)
-    return (y, *spec.input.results(made)), (dy, *dh)
+    return (y,), (dy,)
 
 
 def _products(

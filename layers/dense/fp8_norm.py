@@ -1,12 +1,11 @@
-"""A norm into FP8 products: the norm writes codes, and the backward keeps codes.
+"""A norm that writes codes, and FP8 products elsewhere in the program that read them.
 
     n = norm(x [+ residual]) · (scale + offset) [+ bias]        y_i = n · W_i
 
-n is never in memory: one pass writes its codes in both layouts, with the scale that follows from
-the norm's bound (`quantization.norm`), and all products read them. Each is as in `fp8`; so the
-query, key and value projections of attention are one call. The gradient of n goes through
-the norm's own backward, which reads x (or x + residual) and one or two
-float32 a row.
+`fuse` writes these in place of a norm, and of the products. n is never in memory: one pass writes
+its codes in both layouts, with the scale that follows from the norm's bound (`quantization.norm`),
+and all products read them. The gradient of n goes through the norm's own backward, which reads x
+(or x + residual) and one or two float32 a row.
 """
 
 import dataclasses
@@ -31,57 +30,33 @@ from ..quantization.norm import Normalised, NormCodes
 from .fp8 import (
     FORMAT,
     Derived,
-    Fp8,
-    Input,
     Marked,
     derived,
     equally_varying,
-    fits,
-    norm_tangents,
-    operands_of,
-    products,
+    moves,
 )
-from .matmul import Product
 
 
-def serves(kernels: Sequence[Array], contract: int, *arrays: Array | None) -> bool:
-    """Returns whether the norm of `arrays` can write the codes that products with kernels read."""
-    return quantized_norm.serves(*arrays) and all(fits(kernel, contract) for kernel in kernels)
-
-
-def norm_of(
-    op: str, x: Array, scale: Array | None, dtype: str, *, residual: bool = False, **options: Any
-) -> Norm:
-    """Returns the norm over the last axis, whose gradient has `dtype`; options: eps and offset."""
-    options |= {"has_scale": scale is not None, "has_residual": residual, "with_rstd": True}
-    return Norm(op=op, axes=(x.ndim - 1,), out_dtype=dtype, **options)
-
-
-def multiply_normalised(
+def norm_tangents(
     norm: Norm,
-    x: Array,
-    scale: Array | None,
-    kernels: Sequence[Array],
-    *,
-    residual: Array | None = None,
-    contract: int = 0,
-    out_sharding: Any = None,
-    order: Any,
-    plain: bool = False,
-) -> tuple[Array, ...]:
-    """Returns the products of the normalised x with kernels that `serves` allows.
-
-    Kernels may have several widths, but one number of dimensions. With a residual x + residual is
-    normalised, and is the last result.
-    """
-    ndim = kernels[0].ndim
-    product = Product.of(x.ndim, ndim, contract, None, out_sharding)
-    spec = Input(Fp8(norm.op, product, norm.out_dtype, order), norm, plain)
-    return products(spec, *operands_of(x, residual, scale, kernels))
-
-
-# ---------------------------------------------------------------- norm and products apart
-# `fuse` writes these in place of a norm, and of products elsewhere in the program.
+    h: Array,
+    statistics: Sequence[Array],
+    args: Sequence[Array],
+    dargs: Sequence[Any],
+    order: Order,
+) -> list[Any]:
+    """Returns the tangents of a norm of `args`, None where nothing moves, and of x + residual."""
+    large = 1 + norm.has_residual
+    parts = [dx.astype(h.dtype) for dx in dargs[:large] if moves(dx)]
+    moving = [functools.reduce(jnp.add, parts)] if parts else []
+    moving += [d for d in dargs[large:] if moves(d)]
+    dh = [jnp.zeros_like(h)] * (norm.has_residual and not parts)
+    if not moving:
+        return [None, *dh]
+    given = [h, *args[large : large + norm.has_scale], *statistics, *moving]
+    of = [norm.has_scale and moves(dargs[large]), norm.has_bias and moves(dargs[-1])]
+    spec = replace(norm, with_mean=False, with_rstd=False, moves=(bool(parts), *of))
+    return [*rms_norm.tangent(spec, *given, order=order), *dh]
 
 
 def encode(norm: Norm, args: Sequence[Array], order: Order) -> tuple[list[Array], Normalised]:

@@ -11,14 +11,11 @@ from ...native.implementation import BEST, Implementation, Order, choose, native
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
-from ..norm import rms_norm
-from ..quantization import norm as quantized_norm
 from .dense import check_shapes
 from .epilogue import Activation, finish, finish_natively, resolve, scalar_of
 from .fp8 import multiply
 from .fp8_mlp import multiply_mlp, serves
-from .fp8_norm import norm_of
-from .remat import Activated, products
+from .remat import Activated, product
 
 
 def gated_dense(
@@ -191,7 +188,7 @@ def apply_product(
         producer = Activated(op, function, up is not None, dtype, order, hidden_sharding, stacked)
         args = (gate,) if up is None else (gate, up)
         how = {"gradient": gradient, "keep": not recompute}
-        (y,) = products(producer, args, (kernel,), **how, **shared)
+        y = product(producer, args, kernel, **how, **shared)
         return finish(y, bias, None, dtype)
 
     def quantized(order: Order) -> Array:
@@ -264,7 +261,7 @@ def mlp(
         assert function is not None
         shared = {"dtype": dtype, "contract": contract, "hidden_sharding": hidden_sharding}
         shared["biases"] = [biases[name] for name in given]
-        (y,) = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
+        y = multiply_mlp(op, x, first, down, function, order=native_or_best(strict), **shared)
         return finish(y, biases.get("down"), None, dtype)
 
     given = [name for name in _names(kernels)[:-1] if name in biases]  # all of them or none
@@ -278,53 +275,6 @@ def mlp(
 def _names(kernels: dict[str, Array]) -> list[str]:
     """Of an MLP's kernels, "down" last."""
     return [name for name in ("gate", "up", "down") if name in kernels]
-
-
-def norm_mlp(
-    x: Array,
-    residual: Array | None,
-    scale: Array | None,
-    kernels: dict[str, Array],
-    *,
-    eps: float,
-    scale_offset: float = 0.0,
-    dtype: jax.typing.DTypeLike,
-    implementation: Implementation,
-    activation: Activation,
-    **options: Any,
-) -> tuple[Array, Array]:
-    """`mlp` without biases of `rms_norm(x + residual)`, and the sum; or of x without a residual.
-
-    In FP8 one pass adds, normalises and writes codes.
-    """
-    op = "GatedMLP"
-    *first, down = (kernels[name] for name in _names(kernels))
-    contract, function = options.get("contract", 0), scalar_of(activation)
-    dtype = jnp.dtype(dtype).name
-    of_norm: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset}
-
-    def apart(implementation: Implementation) -> tuple[Array, Array]:
-        shared = of_norm | {"dtype": dtype, "implementation": implementation}
-        if residual is None:
-            n, h = rms_norm(x, scale, **shared), x
-        else:
-            n, h = rms_norm(x, scale, residual=residual, **shared)
-        shared = {"activation": activation, "dtype": dtype, "implementation": implementation}
-        return mlp(n, kernels, {}, **shared, **options), h
-
-    def in_fp8(strict: bool) -> tuple[Array, Array]:
-        assert function is not None
-        shared = {name: options[name] for name in options.keys() - {"quantization"}}
-        shared |= {"dtype": dtype, "order": native_or_best(strict)}
-        norm = norm_of(op, x, scale, dtype, residual=residual is not None, **of_norm)
-        shared |= {"norm": norm, "scale": scale, "residual": residual}
-        y, *h = multiply_mlp(op, x, first, down, function, **shared)
-        return y, h[0] if h else x
-
-    fits = serves([*first, down], contract, function) and quantized_norm.serves(x, residual, scale)
-    if options.get("quantization") is None or not fits:
-        return apart(implementation)
-    return choose(op, implementation, {"native": in_fp8, "xla": lambda strict: apart("xla")})
 
 
 def gate_and_up(

@@ -431,15 +431,6 @@ _BACKWARD_RESIDUAL = (
     Step(8192, chunks=2, slices=8, blocks=2),
 )
 
-# With x normalised again there are four arrays too, two of them written. At 4096 features 48
-# layouts were timed (benchmarks/dense.py --norm-sweep): those that read a row twice from shared
-# memory reach .94 to .97 of the copy rate, what is best for three arrays .79. No others were.
-_BACKWARD_VALUE = (
-    Step(192, chunks=1, fill=128, blocks=6, hold=True),
-    Step(512, chunks=1, fill=512, blocks=2),
-    *(step for step in _BACKWARD_RESIDUAL if step.vectors > 512),
-)
-
 # With a mean and both gradients: as _FORWARD_CENTRED, at 2048 and 16384 features too.
 _BACKWARD_CENTRED = (
     Step(32, chunks=2, fill=128, blocks=3, hold=True),
@@ -469,22 +460,20 @@ def backward_layout(
     compute: np.dtype,
     residual: bool,
     whole_rows: bool,
-    value: bool = False,
     sums: int = 1,
 ) -> RowLayout | None:
     """A layout of a few blocks to a multiprocessor, for a persistent grid.
 
     A thread has the scale and dscale of its columns in registers, and shared memory has two rows or
     more of every block, `read_bytes` for one element. With `residual` a residual's gradient is
-    added, with `value` x normalised again is written, and `sums` are taken over each row. The
-    others are `forward_layout`'s.
+    added; `sums` are taken over each row. The others are `forward_layout`'s.
     """
     vector = vector_size(features, itemsize)
     vectors = features // vector
     options = {"read_bytes": read_bytes, "compute": compute, "cluster": whole_rows}
     if vector * itemsize == 16 and whole_rows:
         plain = _BACKWARD_H100 if target.name == _H100 and itemsize == 2 else _BACKWARD
-        steps = _BACKWARD_RESIDUAL if residual else _BACKWARD_VALUE if value else plain
+        steps = _BACKWARD_RESIDUAL if residual else plain
         few = rows <= target.multiprocessors and vectors <= _BACKWARD_FEW_ROWS[-1].vectors
         if few and vectors > 2 * WARP and target.clusters:
             steps = _BACKWARD_FEW_ROWS
@@ -599,10 +588,7 @@ def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int
             shared: dict[str, Any] = {"rows": rows, "compute": compute, "residual": residual}
             layouts.append(forward_layout(n, widest, target, whole_rows=True, **shared))
             shared["read_bytes"] = read + sizes[0] * residual
-            for value in {False, not residual}:
-                layouts.append(
-                    backward_layout(n, widest, target, whole_rows=True, value=value, **shared)
-                )
+            layouts.append(backward_layout(n, widest, target, whole_rows=True, **shared))
             layouts.append(
                 one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
             )
@@ -736,24 +722,6 @@ def backward(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[ja
     return backward_apply(target, count, dy, x, *rest, *sums)
 
 
-def pullback(target: Target, norm: Norm, dy: Any, x: Any, *rest: Any) -> list[jax.Array]:
-    """`(dy, x[, scale][, mean], rstd) -> (dx[, dscale][, value])`; one takes dy's place."""
-    operands = _gradient_operands(norm, dy, x, rest)
-    in_place = {"DY": "VALUE" if norm.with_value else "DX"}
-    call = Call(target, norm, "backward", operands, in_place=in_place)
-    call.result("DX", x.shape, x.dtype)
-    done = _backward(call, norm)
-    if done is not None:
-        return done
-
-    known = rest[: norm.has_scale + norm.centred]
-    sums = row_dots(target, norm, dy, x, *known, compute=call.compute)
-    operands |= zip(("SUMS", "DOTS")[-len(sums) :], sums)
-    call = Call(target, norm, "backward_apply", operands, call.compute, in_place=in_place)
-    call.result("DX", x.shape, x.dtype)
-    return found(_backward(call, norm))
-
-
 @by_rows
 def row_dots(
     target: Target, norm: Norm, dy: Any, x: Any, *rest: Any, compute: Any = None
@@ -800,7 +768,6 @@ class Call:
         kernel: str,
         operands: dict[str, Any],
         *dtypes: Any,  # that are computed with besides the operands', or None
-        in_place: dict[str, str] | None = None,  # operand -> result that takes its place
     ):
         compute = cuda_compute_dtype(
             [*(a.dtype for a in operands.values()), *map(jnp.dtype, filter(None, dtypes))]
@@ -814,7 +781,6 @@ class Call:
             for name, array in operands.items()
         }
         self.results: dict[str, jax.ShapeDtypeStruct] = {}
-        self.in_place = in_place or {}
         self.layout: RowLayout | None = None  # of a kernel for contiguous rows
         scale = operands.get("SCALE")
         owners = 1 if scale is None or scale.ndim == 1 else scale.shape[0]
@@ -827,13 +793,11 @@ class Call:
     def result(self, name: str, shape: tuple[int, ...], dtype) -> None:
         self.results[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
-    def more_gradients(self, blocks: int, columns: int, with_value: bool) -> None:
-        """The backward kernel's results after dx: sums over each block's rows for `columns` vectors
-        of parameters, and x normalised again."""
+    def partial_sums(self, blocks: int, columns: int) -> None:
+        """The backward kernel's result after dx: sums over each block's rows for `columns` vectors
+        of parameters."""
         if columns:
             self.result("PARTIAL", (blocks, columns * self.features), self.compute)
-        if with_value:
-            self.result("VALUE", self.operands["X"].shape, self.operands["DY"].dtype)
 
     def columns(self, norm: Norm) -> int:
         """How many vectors of parameters have gradients among the results."""
@@ -913,11 +877,6 @@ class Call:
             list(results.values()),
             target=self.target,
             macros=types | {name: int(value) for name, value in macros.items()},
-            aliases={  # `in_place` by position, where the two are as large
-                list(self.operands).index(operand): list(results).index(result)
-                for operand, result in self.in_place.items()
-                if self.operands[operand].dtype == results[result].dtype
-            },
             **sizes,
         )
 
@@ -980,25 +939,23 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
     these."""
     n, owners = call.features, max(call.heads, call.examples)
     columns, gradient = call.columns(norm), "DX" in call.results
-    with_value = gradient and norm.with_value
     macros: dict[str, Any] = {
         "CENTRED": norm.centred,
         "DOTS": "DOTS" not in call.operands,
         "GRADIENT": gradient,
         "WITH_DSCALE": gradient and norm.with_dscale,
         "WITH_DBIAS": gradient and norm.with_dbias,
-        "WITH_VALUE": with_value,
         **call.flags(norm.scale_offset),
     }
     scalars = scalars_of(call.compute, norm.scale_offset, n if count is None else count)
     if 0 in call.row_shape:
         sums = [jnp.zeros(owners * n, call.compute)] * columns
-        return call.empty() + sums + ([call.operands["DY"]] if with_value else [])
+        return call.empty() + sums
     row_bytes = columns * n * call.compute.itemsize
     most = max(1, _MAX_PARTIAL_BYTES // row_bytes) if columns else _MAX_GRID
     if call.inner != 1:
         grid = min(most, strided_blocks(call.outer, n, call.inner, call.target))
-        call.more_gradients(grid, columns, with_value)
+        call.partial_sums(grid, columns)
         done = call.strided("norm_backward_strided.cu", macros, scalars, grid)
     else:
         read = [
@@ -1016,7 +973,6 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
                 compute=call.compute,
                 residual="DH" in call.operands or "Z" in call.operands,
                 whole_rows=call.whole_rows,
-                value=with_value,
                 sums=1 + norm.centred,
             )
             if layout is None:
@@ -1038,7 +994,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
         macros |= {"STAGES": depth, "SHARED_BYTES": shared}
         macros |= {"HOLD": layout.hold, "SHARE_WEIGHT": layout.share}
         sums = grid if call.heads == 1 else grid * layout.block_rows
-        call.more_gradients(sums, columns, with_value)
+        call.partial_sums(sums, columns)
         done = call.rows("norm_backward.cu", macros, scalars, layout, grid, shared)
     if columns:
         at = list(call.results).index("PARTIAL")

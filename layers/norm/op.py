@@ -19,7 +19,6 @@ References: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:19
 and Hinton, "Layer Normalization", arXiv:1607.06450.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -188,16 +187,11 @@ def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`.
-
-    dh is the residual's own gradient; the value is y again, in dy's dtype.
-    """
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`, dh the residual's own
+    gradient."""
     sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
     known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
-    results = define_backward_apply(known, dy, x, *rest, *sums)
-    if norm.with_value:
-        results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
-    return results
+    return define_backward_apply(known, dy, x, *rest, *sums)
 
 
 def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
@@ -243,7 +237,7 @@ def _plain_forward_on_cuda(norm: Norm, x: Any, *_: Any) -> bool:
 def _cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Callable[..., Any]:
     """Returns the body that calls a C++ handler with these attributes of the norm."""
 
-    def call(norm: Norm, *operands: Array, aliases: Any = None) -> list[Array]:
+    def call(norm: Norm, *operands: Array) -> list[Array]:
         if norm.per_example and norm.has_scale and name != "row_statistics":
             return _per_example_on_cpu(name, call, norm, *operands)
         types = result_types(definition, norm, tuple((a.shape, a.dtype) for a in operands))
@@ -254,7 +248,7 @@ def _cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Ca
             flat = [cuda.flat_struct(t, i in sums) for i, t in enumerate(types)]
         values = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
-        results = call_host(f"normfuse_norm_{name}", operands, flat, aliases=aliases, **values)
+        results = call_host(f"normfuse_norm_{name}", operands, flat, **values)
         return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
 
     return call
@@ -286,34 +280,21 @@ def _per_example_on_cpu(
     return [*results, *dscale, *[jnp.sum(wide, rows) for _ in range(norm.with_dbias)]]
 
 
-def _pullback_on_cpu(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """x is normalised again by a call of its own, and dx takes dy's place."""
-    again, alone = replace(norm, out_dtype=dy.dtype.name), replace(norm, with_value=False)
-    value = apply_kernel.bodies["cpu"](again, x, *rest) if norm.with_value else []
-    aliases = {0: 0} if dy.dtype == x.dtype else None
-    return [*backward_kernel.bodies["cpu"](alone, dy, x, *rest, aliases=aliases), *value]
-
-
 def _kernel(
     name: str,
     definition: Callable[..., Any],
     on_cuda: Callable[..., Any],
     *attributes: str,
-    on_cpu: Callable[..., Any] | None = None,
-    on_pallas: str = "",
     **options: Any,
 ) -> Kernel:
-    """Returns a kernel whose C++ handler has the norm's `attributes`, unless `on_cpu` is given.
-
-    The Pallas kernel is that of the same name, or `on_pallas`.
-    """
+    """Returns a kernel whose C++ handler has the norm's `attributes`; Pallas's has its name."""
 
     def pallas(target: Any, norm: Norm, *operands: Array) -> list[Array]:
         from . import pallas  # imported when it is first used
 
-        return pallas.KERNELS[on_pallas or name](target, norm, *operands)
+        return pallas.KERNELS[name](target, norm, *operands)
 
-    cpu = on_cpu or _cpu_body(name, definition, *attributes)
+    cpu = _cpu_body(name, definition, *attributes)
     return Kernel(
         f"norm_{name}", definition, {"cpu": cpu, "cuda": on_cuda, "pallas": pallas}, **options
     )
@@ -338,9 +319,6 @@ row_dots_kernel = _kernel("row_dots", define_row_dots, cuda.row_dots, *_WEIGHT)
 backward_apply_kernel = _kernel(
     "backward_apply", define_backward_apply, cuda.backward_apply, "count", *_GRADIENT
 )
-pullback_kernel = _kernel(
-    "pullback", define_backward, cuda.pullback, on_cpu=_pullback_on_cpu, on_pallas="backward"
-)
 KERNELS = (
     forward_kernel,
     row_statistics_kernel,
@@ -348,7 +326,6 @@ KERNELS = (
     backward_kernel,
     row_dots_kernel,
     backward_apply_kernel,
-    pullback_kernel,
 )
 
 
@@ -397,10 +374,6 @@ def examples(
             yield backward_kernel, gradient, operands
             apart = replace(gradient, count=float(n))
             yield backward_apply_kernel, apart, [*operands, *sums]
-        for value, dscale in itertools.product((False, True), {False, bool(weight)}):
-            if not centred:
-                spec = replace(norm, with_dscale=dscale, with_value=value)
-                yield pullback_kernel, spec, [dy, large, *weight, row]
     yield row_statistics_kernel, base, [large]
 
 
@@ -530,19 +503,6 @@ def statistics_over_devices(norm: Norm, split: Split, h: Array, order: Order) ->
     return [*mean, rstd_of(norm, squares, split.count(norm.axes))]
 
 
-def _apply_body(norm: Norm, split: Split, x: Array, *rest: Array, order: Order) -> list[Array]:
-    """Needs nothing of other devices: statistics are of the whole row."""
-    del split
-    if x.size == 0:
-        return define_apply(norm, x, *rest)
-    count = norm.has_scale + norm.has_bias
-    parameters = [parameter_values(norm, a) for a in rest[:count]]
-    statistics = [row_values(norm, a) for a in rest[count:]]
-    operands = [canonical(norm, x), *parameters, *statistics]
-    (y,) = apply_kernel(local(norm), *operands, order=order)
-    return [restore(norm, y, x.shape)]
-
-
 def backward_body(
     norm: Norm,
     split: Split,
@@ -550,12 +510,11 @@ def backward_body(
     x: Array,
     *rest: Array,
     order: Order,
-    kernel: Kernel = backward_kernel,
 ) -> list[Array]:
-    """dx, then what was asked for of dscale, dbias and the value."""
+    """dx, then what was asked for of dscale and dbias."""
     rows = rows_of(norm, x)
     if x.size == 0:
-        dx, *more = kernel.definition(norm, dy, x, *rest)
+        dx, *more = define_backward(norm, dy, x, *rest)
         return [dx, *[split.psum(d, rows) for d in more]]
     scale, statistics = rest[: norm.has_scale], rest[norm.has_scale :]
     statistics, dh = statistics[: 1 + norm.centred], statistics[1 + norm.centred :]
@@ -566,12 +525,11 @@ def backward_body(
     if split.over(norm.axes):
         dx, *more = _backward_over_devices(norm, split, operands, order)
     else:
-        dx, *more = kernel(local(norm), *operands, order=order)
-    value = [restore(norm, more.pop(), x.shape)] if norm.with_value else []
+        dx, *more = backward_kernel(local(norm), *operands, order=order)
     shape = tuple(x.shape[a] for a in (*norm.heads, *norm.axes))
     # dscale and dbias are summed over exactly the mesh axes that the rows use
     sums = [split.psum(d, rows).reshape(shape) for d in more]
-    return [restore(norm, dx, x.shape), *sums, *value]
+    return [restore(norm, dx, x.shape), *sums]
 
 
 def _backward_over_devices(
@@ -582,19 +540,6 @@ def _backward_over_devices(
     own = row_dots_kernel(here, *operands[: 2 + norm.has_scale + norm.centred], order=order)
     sums = split.psum(jnp.stack(own), norm.axes)
     return backward_apply_kernel(here, *operands, *sums, order=order)
-
-
-def _pullback_body(
-    norm: Norm, split: Split, dy: Array, x: Array, *rest: Array, order: Order
-) -> list[Array]:
-    if x.size and not split.over(norm.axes):
-        return backward_body(norm, split, dy, x, *rest, order=order, kernel=pullback_kernel)
-    alone = replace(norm, with_value=False)
-    results = backward_body(alone, split, dy, x, *rest, order=order)
-    if norm.with_value:
-        again = replace(norm, out_dtype=dy.dtype.name)
-        results += _apply_body(again, split, x, *rest, order=order)
-    return results
 
 
 # ---------------------------------------------------------------- sharding
@@ -616,17 +561,11 @@ def forward_dims(norm: Norm, ndim: int) -> Dims:
 
 
 def backward_dims(norm: Norm, ndim: int) -> Dims:
-    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias][, value])`"""
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`"""
     x, rows, scale = dims_of(norm, ndim)
     known = [*[scale] * norm.has_scale, *[rows] * (1 + norm.centred)]
     sums = [scale] * (norm.with_dscale + norm.with_dbias)
-    return (x, x, *known, *[x] * norm.has_residual), (x, *sums, *[x] * norm.with_value)
-
-
-def _apply_dims(norm: Norm, ndim: int) -> Dims:
-    x, rows, scale = dims_of(norm, ndim)
-    parameters = [scale] * (norm.has_scale + norm.has_bias)
-    return (x, *parameters, *[rows] * (1 + norm.centred)), (x,)
+    return (x, x, *known, *[x] * norm.has_residual), (x, *sums)
 
 
 def tangent_dims(norm: Norm, ndim: int) -> Dims:
@@ -663,13 +602,11 @@ def _backward_unfused(norm: Norm, dy: Array, x: Array, *rest: Array, order: Orde
     wide, others = dy.astype(dtype), list(rest)
     g = wide * weight_of(norm, others, x, dtype)
     alone = replace(norm, has_scale=False, heads=(), scale_offset=0.0)
-    alone = replace(alone, with_dscale=False, with_dbias=False, with_value=False)
+    alone = replace(alone, with_dscale=False, with_dbias=False)
     results = backward(alone, g, x, *others, order=order)
     if norm.with_dscale:
         results.append(jnp.sum(wide * normal_of(norm, x, others, dtype)[0], rows))
     results += [jnp.sum(wide, rows)] * norm.with_dbias
-    if norm.with_value:
-        results += define_apply(replace(norm, out_dtype=dy.dtype.name), x, *rest)
     return results
 
 
@@ -807,21 +744,3 @@ forward = Op(
     backward=backward,
     without_last=lambda norm: without(norm, "with_rstd", "with_mean"),
 )
-apply = Op("norm_apply", define_apply, dims=_apply_dims, body=_apply_body, batched=batched)
-"""`(x[, scale][, bias][, mean], rstd) -> (y,)`: the forward once more, for known statistics."""
-
-pullback = Op(
-    "norm_pullback",
-    define_backward,
-    dims=backward_dims,
-    body=_pullback_body,
-    leads=(1,),
-    unfused=_backward_unfused,
-    batched=batched,
-)
-"""`(dy, x[, scale], rstd) -> (dx[, dscale][, value])`: `backward` for a layer that takes y.
-
-Where with_value the pass also writes y, x normalised again, in dy's dtype. One of the results takes
-dy's place in memory, which costs a copy if dy is needed afterwards: it is made for a dy that the
-layer itself has made.
-"""

@@ -204,8 +204,6 @@ def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[
 
         outs = gradient_outs(rows, norm, x)
         results = rows(body, [dy, x, *dh], scale, statistics, outs, whole=True)
-    if norm.with_value:
-        results += _apply(rows, replace(norm, out_dtype=dy.dtype.name), x, *scale, *statistics)
     return results
 
 

@@ -26,7 +26,6 @@ class Norm:
       has_scale, has_bias: whether there is a scale, a bias.
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
-      with_value: whether a backward also returns y, normalised again.
       moves: of x, scale and bias (gated: x, scale and z), which have a tangent.
       gate: whether a gate multiplies what is normalised ("before") or the result ("after").
       activation: of the gate.
@@ -50,7 +49,6 @@ class Norm:
     with_rstd: bool = False
     with_dscale: bool = False
     with_dbias: bool = False
-    with_value: bool = False
     moves: tuple[bool, bool, bool] = (False, False, False)
     gate: Gate = ""
     activation: str = ""

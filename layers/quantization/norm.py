@@ -45,7 +45,6 @@ class NormCodes:
     # The norm, which has its statistics as results; y has no dtype, as it is encoded from float32.
     norm: Norm
     codes: Codes = Codes()  # what is made of y
-    plain: bool = False  # whether the norm is plain HLO, and the quantizer's kernel encodes it
 
     @property
     def op(self) -> str:
@@ -360,9 +359,6 @@ def _body(spec: NormCodes, split: Split, *operands: Array, order: Order) -> list
     bound = _bound(norm, parameters, split.count(norm.axes))
     bound = split.pmax(bound, (*norm.heads, *norm.axes))
     call = lambda kernel, *args: kernel(here, *args, order=order)
-    if spec.plain:
-        cast = lambda y, bound, **_: kernels.cast(spec.codes, y, bound, order=order)
-        call = lambda kernel, *args: _DEFINITIONS[kernel.name](cast, here, *args)
     if not split.over(norm.axes):
         return _restored(spec, x, call(codes_kernel, *large, *parameters, bound))
     h = large[0]

@@ -5,13 +5,12 @@
 //   a = Σ g / count    b = Σ g · (x - mean) / count
 //   dx = rstd · (g - a - normal · rstd · b) (+ dh)
 //   dscale = Σ_rows dy · normal   dbias = Σ_rows dy
-//   value = normal · (scale + offset), what dy is of
 //
 // (mean and a are 0 unless CENTRED; with a = activation(z) of a gate: if GATE_AFTER dy above stands
-// for dy · a, and dz = dy · a' · value; if GATE_BEFORE x stands for x · a, and dx for dh, of which
-// dx = dh · a, dz = dh · a' · x),
-// and its two halves, for rows that lie on several devices or in no single block: the sums over
-// rows alone (GRADIENT 0), and dx, dscale and dbias for given sums (DOTS 0).
+// for dy · a, and dz = dy · a' · normal · (scale + offset); if GATE_BEFORE x stands for x · a, and
+// dx for dh, of which dx = dh · a, dz = dh · a' · x), and its two halves, for rows that lie on
+// several devices or in no single block: the sums over rows alone (GRADIENT 0), and dx, dscale and
+// dbias for given sums (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
 //   z, dz          (rows, FEATURES)      Z_TYPE, if gated
@@ -21,7 +20,6 @@
 //                                        count; as operands (rows,)
 //   partial        (gridDim.x, of each: FEATURES) COMPUTE_TYPE   over each block's rows: dscale if
 //                                        WITH_DSCALE, then dbias if WITH_DBIAS
-//   value          (rows, FEATURES)      DY_TYPE        if WITH_VALUE
 //
 // With more than one head, row i has the scale of head i % HEADS. HEADS divides gridDim.x *
 // BLOCK_ROWS: all rows of a group of threads are of one head, and partial has
@@ -30,9 +28,6 @@
 // If PER_EXAMPLE, `tokens` rows after one another have the scale of an example, (rows / tokens,
 // FEATURES), and block i has rows of example i % (rows / tokens) alone: examples divide gridDim.x,
 // and the sums over one example's blocks are its own dscale and dbias.
-//
-// dx, or value, may be the memory of dy: every element is read once, by the thread that then writes
-// its place.
 //
 // A persistent grid: a block goes through the rows with a stride, keeps its columns' scale and sums
 // for dscale in registers, and has STAGES rows in shared memory or on their way there. Each thread
@@ -138,16 +133,16 @@ constexpr int kSumBytes = lines(RowTotals::kBytes);
 static_assert(kSumBytes + kWeightBytes + STAGES * kStageBytes <= SHARED_BYTES, "rows fit");
 static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_BYTES, "sums fit");
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
-    const DY_TYPE* dy, const X_TYPE* x,
-    // clang-format off
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    KERNEL(const DY_TYPE* dy, const X_TYPE* x,
+           // clang-format off
            IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(CENTRED, const Compute* mean,)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, IF(CENTRED, const Compute* sums,) const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx, IF(HAS_GATE, Z_TYPE* dz,))
-           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,))
            IF_NOT(GRADIENT, IF(CENTRED, Compute* sums,) Compute* dots,)
            long long rows, IF(PER_EXAMPLE, long long tokens,) Compute scale_offset, Compute count) {
   // clang-format on
@@ -157,7 +152,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
 #if GRADIENT
   aligned = aligned && aligned_16(dx);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(dh));
-  IF(WITH_VALUE, aligned = aligned && aligned_16(value));
   IF(HAS_PARTIAL, const bool partial_aligned = aligned_16(partial));
 #endif
 
@@ -281,7 +275,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
       IF(HAS_SCALE, const auto of_columns = weight[i]);
       Wide<Compute, VECTOR> out;
       IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[i]); Wide<Compute, VECTOR> of_z);
-      IF(WITH_VALUE, Wide<Compute, VECTOR> again);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
         IF(HAS_GATE, const Compute gate = gate_of(wide_z.at[k]));
@@ -291,7 +284,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
         IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] IF(GATE_AFTER, *gate) * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
         const Compute g = wide_dy.at[k] IF(GATE_AFTER, *gate) IF(HAS_SCALE, *of_columns.at[k]);
-        IF(WITH_VALUE, again.at[k] = normal IF(HAS_SCALE, *of_columns.at[k]));
         out.at[k] =
             rstd_row * g - IF_NOT(CENTRED, normal * pull) IF(CENTRED, (normal * pull + rest));
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
@@ -304,9 +296,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) KERNEL(
       IF(
           HAS_GATE,
           if (active) { store_chunk(dz + row * FEATURES, i, aligned, narrow_all<Z_TYPE>(of_z)); })
-#if WITH_VALUE
-      if (active) store_chunk(value + row * FEATURES, i, aligned, narrow_all<DY_TYPE>(again));
-#endif
     }
 #endif
     // All that was read has been used, so the slots are free again.

@@ -1,6 +1,6 @@
 // The derivative of RMSNorm and, if CENTRED, LayerNorm along the middle of (outer, FEATURES,
 // inner); the formulas, macros and operands are those of norm_backward.cu, with statistics (outer,
-// inner). Here an element is read twice, and then its place written, by one thread.
+// inner).
 //
 // A block adds up dscale and dbias over its rows in its own row of `partial`, each element always
 // by the same thread, and column_sum.cu adds the blocks: the result does not depend on timing.
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, IF(CENTRED, const Compute* sums,) const Compute* dots,)
            IF(GRADIENT, X_TYPE* dx,)
-           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,) IF(WITH_VALUE, DY_TYPE* value,))
+           IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,))
            IF_NOT(GRADIENT, IF(CENTRED, Compute* sums,) Compute* dots,)
            long long outer, long long inner, Compute scale_offset, Compute count) {
   // clang-format on
@@ -82,7 +82,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             rstd_row * g - IF_NOT(CENTRED, normal * pull) IF(CENTRED, (normal * pull + rest));
         IF(HAS_RESIDUAL, out += widen<Compute>(dh[tile.at(k)]));
         dx[tile.at(k)] = X_TYPE(out);
-        IF(WITH_VALUE, value[tile.at(k)] = DY_TYPE(normal * weight));
       }
 #if WITH_DSCALE
       share = line_sum(share);
