@@ -124,7 +124,10 @@ def dense(size: Size) -> Cases:
     import jax
     import jax.numpy as jnp
 
-    from normfuse import dense, gated_product, norm_dense, norm_gated_dense, rms_norm
+    from normfuse import dense, gated_dense, gated_product, rms_norm
+
+    def norm_dense(x, scale, up):
+        return dense(rms_norm(x, scale), up)
 
     def gelu_mlp(x, scale, up, down):
         return gated_product(norm_dense(x, scale, up), None, down, activation="gelu_tanh")
@@ -134,7 +137,7 @@ def dense(size: Size) -> Cases:
         return gated_product(dense(n, gate), dense(n, up), down)
 
     def swiglu_mlp_kept(x, scale, gate, up, down):
-        return dense(norm_gated_dense(x, scale, gate, up), down)
+        return dense(gated_dense(rms_norm(x, scale), gate, up), down)
 
     def both_ways(layer):
         def run(arrays, dy):

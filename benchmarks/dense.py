@@ -4,7 +4,6 @@
     python benchmarks/dense.py --accumulation    # gradients of eight microbatches
     python benchmarks/dense.py --cublas          # either of them without XLA's Triton GEMMs
     python benchmarks/dense.py --sweep           # layouts of the kernels after a product
-    python benchmarks/dense.py --norm-sweep      # layouts of the norm's backward behind one
 
 Times are of the device (CUPTI), the median of the calls; both versions are timed by turns in one
 process. bfloat16, the norm's scale float32. The floor is the time in which a copy would move what
@@ -218,66 +217,11 @@ def sweep(iterations: int) -> None:
     epilogue.flat_layout, epilogue.column_layout = originals
 
 
-def norm_sweep(rows: int, iterations: int) -> None:
-    """Times layouts of the norm's backward behind the product that makes its dy, the best first."""
-    from normfuse.layers.norm import cuda
-    from normfuse.layers.norm.cuda import RowLayout
-    from normfuse.layers.norm.op import pullback_kernel
-    from normfuse.layers.norm.spec import Norm
-    from normfuse.native.implementation import NATIVE
-
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, w, ct = (
-        jax.random.normal(key, shape, bf16)
-        for key, shape in zip(keys, ((rows, DIM, 1), (DIM, HIDDEN), (rows, HIDDEN)))
-    )
-    scale, rstd = jnp.ones((DIM,), f32), jnp.ones((rows, 1), f32)
-    original, vectors = cuda.backward_layout, DIM // 8
-    norm = Norm(has_scale=True, with_dscale=True, with_value=True)
-
-    def layouts():
-        yield None
-        for chunks, fill, blocks, hold, stages in itertools.product(
-            (1, 2, 4), (0, 512, 1024), (1, 2, 4), (True, False), (2, 3)
-        ):
-            threads = vectors // chunks
-            rows_each = max(1, fill // threads)
-            total = threads * rows_each * blocks
-            if not 256 <= total <= (1024 if chunks < 4 else 512) or rows_each * threads > 1024:
-                continue
-            if fill and rows_each == 1:
-                continue  # the same as without
-            sizes = {"min_blocks": blocks, "hold": hold, "max_stages": stages}
-            yield RowLayout(DIM, 8, chunks, threads, rows_each, **sizes)
-
-    found = []
-    for layout in layouts():
-
-        def chosen(*args, layout=layout, **options):
-            return layout or original(*args, **options)
-
-        def run(ct, w, x, scale, rstd):
-            dy = (ct @ w.T)[..., None]
-            return pullback_kernel(norm, dy, x, scale, rstd, order=NATIVE)
-
-        cuda.backward_layout = chosen
-        jax.clear_caches()
-        timed = profiler.measure(jax.jit(run), aggregate=False, iterations=iterations)
-        _, runs = timed(ct, w, x, scale, rstd)
-        ours = lambda run: sum(ms for kernel, ms in run if kernel == "rms_norm_backward")
-        us = 1e3 * statistics.median(map(ours, runs))
-        found.append((us, f"{us:.1f} us, {4 * x.nbytes / COPY_RATE / us:.3f}: {layout}"))
-    cuda.backward_layout = original
-    print(f"the package's: {found[0][0]:.1f} us", flush=True)
-    print("\n".join(text for _, text in sorted(found)[:10]), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--accumulation", action="store_true")
     parser.add_argument("--cublas", action="store_true", help="let XLA choose no Triton GEMMs")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--norm-sweep", action="store_true")
     parser.add_argument("--layers", nargs="+", choices=LAYERS)
     parser.add_argument("--gemms", action="store_true", help="name each GEMM's kernel")
     parser.add_argument("--tokens", type=int, nargs="+", help="tokens, or tokens of a microbatch")
@@ -287,8 +231,6 @@ def main() -> None:
     options = {"xla_gpu_enable_triton_gemm": False} if arguments.cublas else {}
     if arguments.sweep:
         sweep(arguments.iterations)
-    elif arguments.norm_sweep:
-        norm_sweep((arguments.tokens or [16384])[0], arguments.iterations)
     elif arguments.accumulation:
         accumulation(arguments.tokens or [256, 1024, 2048, 4096], arguments.iterations, options)
     else:

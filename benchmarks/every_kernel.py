@@ -62,7 +62,6 @@ def rms_norms(lengths) -> Iterator[Example]:
         flag = {"scale_offset": 0.5, "has_scale": scaled}
         out = {"out_dtype": dtype if extra else other}
         grads = {"has_residual": added, "with_dscale": extra and scaled, **flag}
-        value = {"with_dscale": extra and scaled, "with_value": extra, **flag}
         forward = {"eps": 1e-5, "has_residual": added, "with_rstd": extra, **out, **flag}
         apart = {"count": float(n), **grads}
         yield norms.forward_kernel, Norm(**forward), [x, *residual, *scale]
@@ -72,7 +71,6 @@ def rms_norms(lengths) -> Iterator[Example]:
             yield norms.apply_kernel, Norm(**out, **flag), [x, *scale, rstd]
             yield norms.row_dots_kernel, Norm(**flag), [x, x, *scale]
             yield norms.row_statistics_kernel, Norm(), [x]
-            yield norms.pullback_kernel, Norm(**value), [x, x, *scale, rstd]
 
 
 def layer_norms(lengths) -> Iterator[Example]:

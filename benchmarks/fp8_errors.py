@@ -16,14 +16,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse import dense, gated_dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import dense, fuse, gated_dense, gated_product, rms_norm
+
+
+def of_norm(layer: Any) -> Any:
+    """A layer of a norm, which in FP8 writes the codes that the layer reads."""
+
+    def run(x, scale, *kernels, **options):
+        return layer(rms_norm(x, scale), *kernels, **options)
+
+    def fused(*args, quantization=None, **options):
+        options["quantization"] = quantization
+        return (fuse(run, quantization="fp8") if quantization else run)(*args, **options)
+
+    return fused
+
 
 # By layer: its function, and what its operands are beside x.
 LAYERS: dict[str, tuple[Any, list[str]]] = {
     "dense": (dense, ["kernel"]),
-    "norm_dense": (norm_dense, ["scale", "kernel"]),
+    "a norm, dense": (of_norm(dense), ["scale", "kernel"]),
     "gated_dense": (gated_dense, ["gate", "up"]),
-    "norm_gated_dense": (norm_gated_dense, ["scale", "gate", "up"]),
+    "a norm, gated_dense": (of_norm(gated_dense), ["scale", "gate", "up"]),
     "gated_product": (gated_product, ["up", "down"]),
 }
 

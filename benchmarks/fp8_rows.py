@@ -36,7 +36,6 @@ from programs import fp8_products, other_products, our_kernels
 from step import blocks_loss
 
 import normfuse
-from normfuse import norm_dense
 from normfuse.layers.dense import gated as gated_layers
 from normfuse.layers.quantization import Quantized
 from normfuse.models import nnx as nnx_models
@@ -201,28 +200,22 @@ def plain_layer(multiply: Multiply) -> Callable:
     return run
 
 
-def our_layer(quantization: str | None) -> Callable:
-    """The same of ours: an MLP as in the transformer, one function with its norm in FP8."""
+def our_layer(quantization: str | None, fused: bool = True) -> Callable:
+    """The same of ours, as in the transformer: in FP8, if `fused`, the norm writes codes."""
 
     def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+        y = normfuse.rms_norm(x, scale)
         if len(kernels) == 1:
-            return norm_dense(x, scale, *kernels, quantization=quantization)
+            return normfuse.dense(y, *kernels, quantization=quantization)
         names = ("gate", "up", "down")[-len(kernels) :]
         named: dict[str, jax.Array] = dict(zip(names, kernels))
         options: dict[str, Any] = {"dtype": x.dtype, "implementation": None}
         options |= {"activation": "silu" if "gate" in named else "gelu_tanh"}
-        options |= {"eps": 1e-6, "quantization": quantization}
-        return gated_layers.norm_mlp(x, None, scale, named, **options)[0]
+        return gated_layers.mlp(y, named, {}, quantization=quantization, **options)
 
-    return run
-
-
-def norm_apart(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
-    """A norm and then a GatedMLP in FP8, which quantizes what it is given."""
-    named: dict[str, jax.Array] = dict(zip(("gate", "up", "down"), kernels))
-    options: dict[str, Any] = {"activation": "silu", "dtype": x.dtype, "implementation": None}
-    y = normfuse.rms_norm(x, scale)
-    return gated_layers.mlp(y, named, {}, quantization="fp8", **options)
+    if not fused or quantization is None:
+        return run
+    return normfuse.fuse(run, quantization=quantization, report=lambda _: None)
 
 
 def on_operands(layer: Callable) -> Callable:
@@ -281,7 +274,8 @@ def layer_row(
         Version(FP8, on_operands(our_layer("fp8")), **of_fp8),
     ]
     if "SwiGLU" in layer:
-        versions.append(Version(f"{FP8}, norm apart", on_operands(norm_apart), **of_fp8))
+        apart = on_operands(our_layer("fp8", fused=False))
+        versions.append(Version(f"{FP8}, norm apart", apart, **of_fp8))
     versions += rivals(layer, operands)
     title = f"{layer} {dim} -> {hidden}, {tokens} tokens"
     title += "" if kernels == f32 else f", {jnp.dtype(kernels)} kernels"
@@ -381,8 +375,6 @@ def other_products_in_blocks(multiply: Multiply) -> Any:
         nnx_models._OPS,
         linear=linear,
         gated_product=lambda mlp, gate, up, _: linear(mlp.down, gated(gate, up)),
-        norm_mlp=lambda *_: None,
-        norm_projections=lambda *_: None,
     )
     return unittest.mock.patch.object(nnx_models, "_OPS", operations)
 
