@@ -23,7 +23,7 @@ from . import compiler
 from .compiler import Image, Source
 from .implementation import warn
 
-FORMAT = 1  # of the entries; a change makes old ones unreachable
+FORMAT = 1  # each entry's version; a change makes old ones unreachable
 MAX_BYTES = 256 << 20
 _STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that died
 _SUFFIX = ".image"
@@ -245,7 +245,7 @@ def _read(path: pathlib.Path, head: dict) -> Image | None:
     if line != _line(head, image):
         return None
     with contextlib.suppress(OSError):
-        os.utime(path)  # what is evicted first is what was used longest ago
+        os.utime(path)  # eviction takes the least recently used entries first
     return image
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from .implementation import Unsupported
 
 _KERNELS = pathlib.Path(__file__).parent / "kernels"
-_TOOLKIT = "/usr/local/cuda"  # where CUDA's installers put it
+_TOOLKIT = "/usr/local/cuda"  # CUDA's installers use this folder
 _OPTIONS = ("--std=c++17",)
 _INSTALL = "`pip install 'normfuse[cuda13]'` (or `'normfuse[cuda12]'`, to match your jax)"
 
@@ -85,7 +85,7 @@ def kernel_text(name: str) -> str:
     return (_KERNELS / name).read_text()
 
 
-# What may hold a quote or the beginning of a comment that is none, in the order to try them.
+# Tokens, in the order to try them, that may contain a quote or "//" that starts no comment.
 _TOKENS = (
     r'(?P<raw>(?<!\w)(?:u8|[uUL])?R"(?P<delimiter>[^()\\\s]{0,16})\(.*?\)(?P=delimiter)")',
     r"(?<![\w.])\.?\d[\w.]*(?:'\w[\w.]*)+",  # a number, such as 1'000
@@ -234,7 +234,7 @@ def _nvrtc() -> Any:
             f"installed ({error}): {_INSTALL}"
         ) from error
     try:
-        nvrtc.nvrtcVersion()  # what opens the library
+        nvrtc.nvrtcVersion()  # opens the library
     except Exception as error:  # cuda-pathfinder's own exceptions share no public base
         raise CompilerMissing(
             f"NVRTC, CUDA's run-time compiler, cannot be opened: {_INSTALL}. {error}"

@@ -25,7 +25,7 @@ _STOPPED = (
     r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"
     r"|Read-only file system|Cannot create temporary file|Cannot allocate memory|Killed"
 )
-_LEVELS = {  # what /proc/cpuinfo says where a level may be used, the highest first
+_LEVELS = {  # the flags of /proc/cpuinfo that each level needs, highest first
     "x86-64-v4": "avx512f avx512bw avx512cd avx512dq avx512vl",
     "x86-64-v3": "avx2 bmi1 bmi2 f16c fma abm movbe",
     "x86-64-v2": "sse4_2 popcnt ssse3 cx16",

@@ -46,7 +46,7 @@ class Order:
     """Which kernels are to serve, decided where a program is lowered."""
 
     names: tuple[str, ...]  # the first is tried first; empty for the best there is on the platform
-    strict: bool  # whether plain HLO may not stand in where none of them can serve
+    strict: bool  # raise an error where none of them can serve, rather than use plain HLO
 
 
 BEST = Order((), strict=False)
@@ -109,7 +109,7 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
     """
     every = [name for name in ("native", "xla") if name in serve]
     names = requested(implementation) or every
-    if implementation is None:  # what NORMFUSE_IMPLEMENTATION prefers, of what there is
+    if implementation is None:  # NORMFUSE_IMPLEMENTATION is a preference only
         names = [name for name in names if name in serve] or every
     errors, there = [], ", ".join(map(repr, serve))
     for i, name in enumerate(names):

@@ -87,7 +87,7 @@ class Kernel:
             except Unsupported as error:
                 reasons[name] = f"on {where}, {error}"
                 continue
-            except Exception as error:  # of Pallas, whose interfaces change from version to version
+            except Exception as error:  # Pallas changes from version to version
                 if order.names or (platform, name) != ("cuda", "pallas"):
                     raise
                 reasons[name] = f"on {where}, Pallas failed with {error!r}"

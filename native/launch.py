@@ -178,9 +178,9 @@ class Target:
     runs on it and on every later one.
     """
 
-    arch: str  # as NVRTC is asked for it
+    arch: str  # NVRTC's name for the architecture
     multiprocessors: int  # how many there are, or are assumed
-    name: str = ""  # what its driver calls it; empty if no device is attached
+    name: str = ""  # the driver's name for it; empty if no device is attached
 
     @property
     def capability(self) -> int:
@@ -295,4 +295,4 @@ def _devices(module: Any) -> Iterable[Any]:
         yield from mesh.devices.flat
     if module.backend is not None:
         yield from module.backend.local_devices()
-        yield from module.backend.devices()  # of a topology that is only described, none is local
+        yield from module.backend.devices()  # a described topology has no local devices

@@ -1,5 +1,5 @@
-// What a handler's operands and results must be, declared by the call's attributes. Handlers that
-// run an image check their buffers against it, because the image has no way to.
+// The dtypes and sizes that a call's attributes declare for its operands and results. Handlers that
+// run an image check their buffers against them, because the image cannot.
 #pragma once
 
 #include <cstdint>

@@ -21,7 +21,7 @@ struct Backward {
   Array dx, sums, dots;          // results, each where wanted
   Array dscale, dbias;
   const C* weight = nullptr;  // (heads, n)
-  double count = 0;           // of the features normalised together, on all devices
+  double count = 0;           // number of features normalised together, over all devices
 
   bool reduces() const { return !given_dots; }
   bool applies() const { return static_cast<bool>(dx); }

@@ -38,7 +38,7 @@ const C* Read(const Array& array, int64_t offset, int64_t count, C* buffer) {
   return buffer;
 }
 
-// Where to write elements that Commit then puts into the array.
+// Returns the address for elements that Commit then stores in the array.
 template <typename C>
 C* Target(const Array& array, int64_t offset, C* buffer) {
   return array.dtype == kComputeDtype<C> ? static_cast<C*>(array.data) + offset : buffer;

@@ -51,11 +51,11 @@ bool WriteAll(int file, const char* data, size_t size) {
   return true;
 }
 
-// What arrays a function is for, read from the text of an attribute (handlers.h).
+// A function's arrays, read from the text of an attribute (handlers.h).
 struct Layout {
   std::string text;
   Signature signature;
-  std::vector<int64_t> masks;  // of the operands, then of the results, which have every dimension
+  std::vector<int64_t> masks;  // operands', then results' (with every dimension)
   size_t dimensions = 0;
 };
 
@@ -124,7 +124,7 @@ Library Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failu
     return {};
   }
   void* handle = dlopen(PathOf(file, serial).c_str(), RTLD_NOW | RTLD_LOCAL);
-  close(file);  // what is mapped stays
+  close(file);  // the mapping stays
   void* function = handle != nullptr ? dlsym(handle, "normfuse_elementwise") : nullptr;
   void* layout = function != nullptr ? dlsym(handle, "normfuse_layout") : nullptr;
   if (layout == nullptr) {

@@ -17,8 +17,8 @@ namespace ffi = ::xla::ffi;
 using normfuse_loop::bit_cast;
 
 constexpr int64_t kElementsPerTask = 1 << 16;
-constexpr int64_t kSide = 64;    // of a tile, whose codes stay in the cache
-constexpr int64_t kBlock = 512;  // of a task's tiles: its pages stay in the TLB
+constexpr int64_t kSide = 64;    // rows and columns of a tile, whose codes fit in the cache
+constexpr int64_t kBlock = 512;  // a task's rows and columns, whose pages fit in the TLB
 constexpr int kLargestShift = 100;
 
 ffi::Error Invalid(const char* target, const std::string& what) {
@@ -164,7 +164,7 @@ void CastTile(const Array& x, int64_t rows, int64_t columns, int64_t row, int64_
     if (q != nullptr) std::memcpy(q + offset, to, width);
   }
   if (qt == nullptr) return;
-  for (int64_t i = 0; i < height; i += 8) {  // what lies beyond the edges is not written
+  for (int64_t i = 0; i < height; i += 8) {  // never writes beyond the edges
     for (int64_t j = 0; j < width; j += 8) {
       Transpose8(codes + i * kSide + j, turned + j * kSide + i);
     }

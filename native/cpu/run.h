@@ -99,7 +99,7 @@ class Runner {
     for (int64_t i = 0; i < count; ++i) body(i);
   }
 
-  // Where a block sums its share over lines, zeroed between the features given.
+  // Returns a block's sums over its lines, with the given features set to zero.
   C* Partial(int64_t block, const Range& features) const {
     C* row = partials_ ? partials_.get() + block * rows_ * shape_.n : kernel_.column_sums(0);
     if (row == nullptr) return nullptr;
@@ -173,7 +173,7 @@ class Runner {
 
   const Kernel& kernel_;
   const Shape shape_ = kernel_.shape;
-  const int64_t rows_ = kColumns * shape_.heads;  // of n sums that a block has
+  const int64_t rows_ = kColumns * shape_.heads;  // a block has so many rows of n sums
   const Plan plan_;
   xla::ffi::ThreadPool& pool_;
   std::unique_ptr<C[]> partials_;

@@ -13,17 +13,17 @@ namespace normfuse {
 template <typename C>
 struct Tile {
   int64_t rows, cols;
-  bool down;  // whether lines run down the columns
+  bool down;  // lines run down the columns
   const C* x = nullptr;
   const C* dy = nullptr;
-  // Where lines are along rows, the parameters of the tile's row r are `n` * Head(r) after the
+  // If lines run along rows, the parameters of the tile's row r start `n` * Head(r) after the
   // first.
   int64_t n = 0, heads = 1, line = 0;
   const C* weight = nullptr;      // scale + scale_offset
   const C* rstd = nullptr;        // a statistic each
   const C* correction = nullptr;  // rstd^3 * sum(dy * weight * x) / count, a statistic each
-  // Of a LayerNorm, where x stands for x - mean above; null for an RMSNorm, but zeros for one with
-  // a bias or its gradient.
+  // LayerNorm only (x above means x - mean). Null for an RMSNorm, or zeros if it has a bias or its
+  // gradient.
   const C* mean = nullptr;
   const C* bias = nullptr;
   // A statistic each: rstd * sum(dy * weight) / count, or rstd * what the mean has lost in

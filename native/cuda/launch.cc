@@ -22,7 +22,7 @@ namespace normfuse::cuda {
 namespace {
 
 constexpr size_t kMaxParameters = 64;
-constexpr int kDefaultSharedBytes = 48 << 10;  // what a block may use without asking for more
+constexpr int kDefaultSharedBytes = 48 << 10;  // a block may use them without asking
 constexpr uint32_t kPortableClusterSize = 8;
 constexpr int64_t kMostSize = std::numeric_limits<uint32_t>::max();
 constexpr int64_t kMostCluster = 1024;  // more than any GPU has; the product of three fits
@@ -93,7 +93,7 @@ struct Launch {
   std::string digest;
   Library* library = nullptr;
   Signature signature;
-  std::vector<int64_t> elements;  // of each operand and result
+  std::vector<int64_t> elements;  // count in each operand and result
   Dims grid, block, cluster;
   uint32_t shared_bytes = 0;
   std::vector<int64_t> ints;

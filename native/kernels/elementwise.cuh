@@ -1,6 +1,6 @@
-// What the kernels of normfuse.elementwise share: loads, stores and conversions of every dtype, and
-// the place of a broadcast operand's element. The kernels themselves are written by
-// layers/elementwise/code.py around the user's function.
+// Shared by the kernels of normfuse.elementwise: loads, stores and conversions of every dtype, and
+// the place of a broadcast operand's element. layers/elementwise/code.py writes the kernels
+// themselves around the user's function.
 #pragma once
 
 #include "machine.cuh"
@@ -161,7 +161,7 @@ struct Sizes {
   Index n[kDimensions];
 };
 
-// Where an operand with the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
+// The index in an operand with the dimensions in kMask (bit 0: the last) for the result's `at`.
 template <unsigned kMask, typename Index, int kDimensions>
 __device__ inline Index place(Index at, const Sizes<Index, kDimensions>& sizes) {
   Index offset = 0, stride = 1;

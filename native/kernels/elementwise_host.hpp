@@ -1,6 +1,6 @@
-// What the functions of normfuse.elementwise are compiled with for the CPU: CUDA's names for
-// mathematics, and conversions of every dtype, which cpu/convert.cc has too. The loops are written
-// by layers/elementwise/code.py around the user's function.
+// The functions of normfuse.elementwise are compiled with this for the CPU: CUDA's names for
+// mathematics, and conversions of every dtype, which cpu/convert.cc has too.
+// layers/elementwise/code.py writes the loops around the user's function.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -143,7 +143,7 @@ struct Narrow<BFloat16> : NarrowFloat<BFloat16> {};
 template <>
 struct Narrow<Half> : NarrowFloat<Half> {};
 
-// Where an operand with the dimensions in kMask (bit 0: the last) keeps the result's element `at`.
+// The index in an operand with the dimensions in kMask (bit 0: the last) for the result's `at`.
 template <unsigned kMask, int kDimensions>
 inline int64_t place(int64_t at, const int64_t* sizes) {
   int64_t offset = 0, stride = 1;

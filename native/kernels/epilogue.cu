@@ -1,4 +1,4 @@
-// What follows a product in a dense layer, and its derivative, in one pass over memory:
+// The epilogue of a dense layer's product, and its derivative, in one pass over memory:
 //
 //   y = activation(z + bias) · up
 //

@@ -21,7 +21,7 @@ static_assert(BLOCK_X % 8 == 0 && (BLOCK_Y & (BLOCK_Y - 1)) == 0, "turned within
 static_assert(kRows % BATCH == 0 && BATCH % 2 == 0, "rows are loaded in whole batches of pairs");
 
 struct Tile {
-  long long row, column;  // of the first element
+  long long row, column;  // the first element's
 };
 
 __device__ inline Tile tile_of(long long rows, long long columns, int group, bool backwards) {
@@ -138,7 +138,7 @@ __device__ inline void store_pair(const Codes& codes, int at, int i, Fp8* q, con
                           stride);
 }
 
-constexpr int kCodeSlots = 2;  // of a group of four rows, where nothing but codes has slots
+constexpr int kCodeSlots = 2;  // a group of four rows has so many if only codes have slots
 
 // Places codes of rows 4 group to 4 group + 3, transposed, in two slots of the thread: the first of
 // the kGroupSlots that the group has.

@@ -1,4 +1,4 @@
-// What is the machine's own: shared memory, asynchronous copies, tensor cores, clusters of blocks,
+// Machine-specific code: shared memory, asynchronous copies, tensor cores, clusters of blocks,
 // cache hints.
 #pragma once
 
@@ -118,7 +118,7 @@ class SquaredRows {
     add(words.x, words.y);
     add(words.z, words.w);
   }
-  // Whether this lane has its row's sum: of four lanes the one where the diagonal lies.
+  // True if this lane has its row's sum: the diagonal crosses one of a row's four lanes.
   __device__ static bool has_sum() { return threadIdx.x % 4 == threadIdx.x % 32 / 8; }
   __device__ float sum() const {
     const bool odd = threadIdx.x / 4 % 2;

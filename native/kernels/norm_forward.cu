@@ -35,7 +35,7 @@
 using Compute = COMPUTE_TYPE;
 using Normalised = IF(HAS_RESIDUAL, H_TYPE) IF_NOT(HAS_RESIDUAL, X_TYPE);
 
-constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // of a block
+constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // a block's rows
 static_assert(!AHEAD || !(HAS_RESIDUAL || HAS_GATE || PER_EXAMPLE || HEADS > 1), "x in order");
 
 #if CENTRED
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   for (long long first = 1LL * blockIdx.x * kRows; first < rows; first += stride) {
     const long long mine = first + row_group() * THREAD_ROWS;  // the first of this thread's rows
     const auto row = [&](int r) { return mine + r; };
-    [[maybe_unused]] constexpr long long owner = 0;  // of scale and bias
+    [[maybe_unused]] constexpr long long owner = 0;  // the head of scale and bias
 #endif
 
     Chunks<X_TYPE> xs[THREAD_ROWS];

@@ -15,7 +15,7 @@ using Element = X_TYPE;
 
 constexpr int kVector = 16 / sizeof(Element);
 
-// What is added to the bits of a magnitude: one in the exponent.
+// One in the exponent, to add to the bits of a magnitude.
 template <typename T>
 struct ExponentOf;
 template <>

@@ -34,8 +34,8 @@ using H = X_TYPE;
 #endif
 
 constexpr int kTileRows = kRows * BLOCK_Y;
-constexpr int kLanes = BLOCK_X < 32 ? BLOCK_X : 32;  // of a warp, on one row
-constexpr int kWarps = BLOCK_X / kLanes;             // of a block, on one row
+constexpr int kLanes = BLOCK_X < 32 ? BLOCK_X : 32;  // a warp's lanes on one row
+constexpr int kWarps = BLOCK_X / kLanes;             // a block's warps on one row
 static_assert(BLOCK_X % 32 == 0 || 32 % BLOCK_X == 0, "rows end where warps do");
 
 // 2^50. Below it the bound holds; above it squares may have underflowed, and y may be infinite.
@@ -56,8 +56,7 @@ struct Operands {
   long long rows, columns;
 };
 
-// What a row is normalised with: (h - mean) · inverse + rest, where rest is what rounding has added
-// to the mean.
+// A row's normalisation is (h - mean) · inverse + rest, where rest undoes the rounding of the mean.
 struct Moments {
   float inverse, mean, rest;
 };
@@ -80,9 +79,9 @@ static_assert(kThreads % 32 == 0, "whole warps add up");
 class RowStatistics {
  public:
   static constexpr int kOwned = kTileRows / CLUSTER;   // rows that a block adds up
-  static constexpr int kSums = 1 + CENTRED;            // of a row: squares, elements
+  static constexpr int kSums = 1 + CENTRED;            // a row's: of squares, of elements
   static constexpr int kValues = CENTRED ? 3 : 1;      // and the shift; in the end the moments
-  static constexpr int kFound = kShifted ? 3 : kSums;  // of the moments
+  static constexpr int kFound = kShifted ? 3 : kSums;  // values of the moments
   static constexpr int kArrived = kSums * kOwned * (CLUSTER - 1);
   static constexpr int kInboxes = CLUSTER > 1 ? 16 : 0;
   static constexpr int kStride = kTileRows * kWarps;  // between values
@@ -298,7 +297,7 @@ class HeldRows {
     const long long stride = given.columns, jump = BATCH * stride;
     const RESIDUAL_TYPE* residual = given.residual + part.first;
     H* h = given.h + part.first;
-    Part rest = {0, part.rows, part.columns};  // of which nothing is loaded
+    Part rest = {0, part.rows, part.columns};  // not loaded
     const auto load = [&] {
       Loaded loaded;
 #pragma unroll

@@ -10,7 +10,7 @@
 
 using Compute = COMPUTE_TYPE;
 
-constexpr int kColumns = LANES * VECTOR;  // of a block that makes dscale
+constexpr int kColumns = LANES * VECTOR;  // columns of a block that computes dscale
 constexpr int kGroups = kThreads / LANES;
 constexpr int kWarps = kThreads / 32;
 

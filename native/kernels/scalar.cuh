@@ -1,4 +1,4 @@
-// What the text of a scalar function (native/scalar.py) may call besides CUDA's own functions.
+// Functions that the text of a scalar function may call, in addition to CUDA's own.
 #pragma once
 
 #include "machine.cuh"

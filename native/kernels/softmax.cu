@@ -48,7 +48,7 @@ __device__ inline float exponential(float x, float y) { return expf(x - y); }
 __device__ inline double exponential(double x, double y) { return exp(x - y); }
 #endif
 
-// Of numbers alone: with a NaN the other one.
+// The larger number; with a NaN, the other operand.
 __device__ inline float larger(float x, float y) { return fmaxf(x, y); }
 __device__ inline double larger(double x, double y) { return fmax(x, y); }
 

@@ -46,7 +46,7 @@ struct Slots {
     }
   }
 
-  // What has arrived; zeros beyond the row's end, or if not `active`.
+  // Returns the values that arrived; zeros beyond the row's end, or if not `active`.
   __device__ Packed<T, VECTOR> read(int chunk, bool active) const {
     Packed<T, VECTOR> values{};
     if (active && inside(chunk)) values = slot(chunk);

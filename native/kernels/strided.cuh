@@ -16,10 +16,10 @@ __device__ inline int thread_y() { return threadIdx.x / BLOCK_X; }
 
 // The rows a block has at a time.
 struct Tile {
-  long long start;  // of this thread's row: its first element
-  long long row;    // its number
+  long long start;  // the first element of this thread's row
+  long long row;    // that row's number
   long long inner;  // elements between neighbours
-  bool active;      // whether there is such a row
+  bool active;      // true if there is such a row
 
   __device__ Tile(long long number, long long inner) : inner(inner) {
     const long long per_outer = (inner + BLOCK_X - 1) / BLOCK_X;

@@ -1,5 +1,5 @@
-// What a norm's backward kernel adds up over rows, each (FEATURES,): dscale if WITH_DSCALE, then
-// dbias if WITH_DBIAS.
+// A norm's backward kernel sums over rows, each (FEATURES,): dscale if WITH_DSCALE, then dbias if
+// WITH_DBIAS.
 #pragma once
 
 #define SUMS (WITH_DSCALE + WITH_DBIAS)
