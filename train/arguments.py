@@ -80,7 +80,7 @@ def expanded(path: Path | str, argument: str) -> Path:
     Raises:
       UsageError: there is no such user, or the path cannot be one.
     """
-    if path == "":  # as "$UNSET" is; as a path it would be the current folder
+    if path == "":  # "$UNSET"; as a path it would be the current folder
         raise UsageError(f"{argument} is empty: give a path, or leave it out.")
     if not is_text(str(path)):
         raise UsageError(f"{argument} {shown(str(path))} must be UTF-8 text without zero bytes.")

@@ -32,7 +32,7 @@ _FREE = (
 _FROM_ONE = "steps batch_size seq_len microbatches mesh.parts checkpoint.keep".split()
 _FROM_ONE += "eval.tokens eval.final_tokens".split()
 _FROM_ZERO = "seed eval.every checkpoint.every sample.tokens watchdog lock_timeout".split()
-_FORMAT = 2  # of the record and of the state in a checkpoint
+_FORMAT = 2  # version of a checkpoint's record and state
 LAYERS = 10_000  # each is traced on its own, for some milliseconds
 _LEAST, _LARGEST = 1.1754944e-38, 3.4028234e38  # normal numbers of float32
 

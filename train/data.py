@@ -45,8 +45,8 @@ class Text:
     """A text as tokens."""
 
     name: str  # its source, for messages
-    files: int  # how many it was read from
-    sha256: str  # of all its bytes
+    files: int  # number of files read
+    sha256: str  # hash of all its bytes
     tokenizer: Tokenizer
     train: np.ndarray  # tokens to train on, unsigned integers
     held_out: np.ndarray  # tokens of the last 5 % of the bytes

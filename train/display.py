@@ -66,7 +66,7 @@ class Display:
     def _print(self, drawing: RenderableType, soft_wrap: bool = True) -> None:
         if not self._quiet:
             # A reader that has left, or a log on a full disk, must not end the run.
-            with contextlib.suppress(OSError, SystemExit):  # which rich makes of a broken pipe
+            with contextlib.suppress(OSError, SystemExit):  # rich exits on a broken pipe
                 self.console.print(drawing, soft_wrap=soft_wrap)
 
     def start(self) -> None:

@@ -33,7 +33,7 @@ _ENVIRONMENT = {
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
 # Keys of JAX's coordination service.
-_ENDED = "normfuse/ended"  # which process has ended, its exit code, and why
+_ENDED = "normfuse/ended"  # the process that ended, its exit code, and why
 _HEARD = "normfuse/heard/"  # the processes that know
 _GONE = "normfuse/gone/"  # the processes that have ended since
 _MET = "normfuse/met/"  # the processes that have come to a point where all meet

@@ -60,7 +60,7 @@ def sample(
     encoded = [np.array([*opening, *encode(prompt)], np.int32) for prompt in prompts]
     _check_memory(model.config, samples, encoded, tokens)
     rows = [row for row in encoded for _ in range(samples)]
-    if fit:  # of a prompt that leaves no room, `generate` raises the error
+    if fit:  # `generate` raises the error if a prompt leaves no room
         room = model.config.max_seq_len - max(map(len, rows))
         tokens = max(min(tokens, room), 1)
     texts = []

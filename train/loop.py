@@ -37,7 +37,7 @@ class StepLogger:
     display: Display
     peak: float | None  # FLOP/s of all devices together
     skip_limit: int  # how many updates may be skipped
-    tokens_per_byte: float = 1.0  # of the text
+    tokens_per_byte: float = 1.0  # average over the text
     skipped: int = 0  # updates so far
     attended: int | None = None  # tokens of a token's row and document; None for the whole row
     _finished: float = field(default_factory=time.perf_counter)
@@ -102,10 +102,10 @@ class Loop:
     config: TrainConfig
     step: Callable[[State, Array], tuple[State, Metrics]]  # compiled
     batches: Iterator[Array]  # on the devices, from the first step to take
-    evaluate: Callable[[Params, int], Validation | None]  # of so many tokens; None: interrupted
+    evaluate: Callable[[Params, int], Validation | None]  # takes a token count; None: stopped
     save: Callable[[State, int], None]
     logger: StepLogger
-    stopping: Callable[[], bool]  # whether to stop, the same on all processes
+    stopping: Callable[[], bool]  # returns True on all processes or on none
     # Called before each step, with its number and a function that waits for those before.
     on_step: Callable[[int, Callable[[], None]], None] = lambda step, settle: None
 

@@ -25,7 +25,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """
     try:
         devices = jax.device_count()
-    except (RuntimeError, AssertionError) as error:  # what JAX raises depends on the platform asked
+    except (RuntimeError, AssertionError) as error:  # the type depends on the platform
         cause = "".join(f": {line}" for line in str(error).splitlines()[:1])  # may be empty
         raise UsageError(
             f"JAX finds no device with JAX_PLATFORMS={jax.config.jax_platforms}{cause}. Unset it "

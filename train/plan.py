@@ -47,13 +47,13 @@ if TYPE_CHECKING:
 HOST = 8  # GPUs of one host
 _SHOWN = 6  # meshes of each precision
 _STEP_TOKENS = 16_384  # tokens a GPU computes in a step by default, as in the reports
-_USABLE = 0.75  # of a GPU's memory, that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
-# Products in a training step, of their rate when measured alone: GPUs that run for seconds are at
+_USABLE = 0.75  # part of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
+# Rate of products in a training step, relative to their rate alone: GPUs that run for seconds reach
 # their power limit, and wait between kernels. Fitted on steps of one GPU (2026-11-21_h200_scaling).
 _SUSTAINED = 0.857
-# Of the time that the links need alone, how much a step grows: fitted on steps of two GPUs.
-# Collectives over "fsdp" run behind products, but slow these down; those over "tensor" are waited
-# for, at a lower rate than the links have alone.
+# A step's extra time, per second that its collectives would take alone: fitted on steps of two
+# GPUs. Collectives over "fsdp" overlap with products, but slow these down; a step waits for those
+# over "tensor", which run slower than alone.
 _EXPOSED = {"fsdp": 0.75, "tensor": 1.26}
 # Reads and writes of the logits beyond the products: 40.5 ms and 35.7 (2026-11-22_h200_loss).
 _LOSS_PASSES = 4.8
@@ -200,7 +200,7 @@ def step_work(c: TransformerConfig, rows: float, seq_len: int, keep: bool = Fals
     table, parameters = c.vocab_size * c.dim, num_parameters(c)
     blocks = parameters - table * (1 if c.tie_embeddings else 2)
     products = 6 * (c.num_layers * _kernels(c) + table)
-    # Of attention's seven products forward and backward, a recomputed block repeats two.
+    # A recomputed block repeats two of attention's seven products (forward and backward).
     scores = (_flops_per_token(c, seq_len) - products) * rows * (1 if c.remat == "none" else 9 / 7)
     gathers = 1 if c.remat == "none" or keep else 2
     # Codes are gathered in one layout, one byte an element, else bfloat16. Gradients are float32.

@@ -20,8 +20,8 @@ from .metrics import NATS_PER_BIT  # noqa: E402
 from .run_dir import RunResults  # noqa: E402
 
 _COLOURS = ("#0b6e99", "#c2571a", "#3c7d3c", "#7b4fa3", "#a3344f", "#6b6b6b")
-_LABEL = 60  # characters of a run's name
-_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1)}  # of the curves
+_LABEL = 60  # characters shown of a run's name
+_ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1)}  # places a legend above the curves
 _SIZE = {"dpi": 160, "layout": "constrained"}
 File = Path | BinaryIO
 
@@ -79,7 +79,7 @@ def plot_steps(file: File, runs: Sequence[RunResults], name: str, title: str) ->
     for colour, run in _coloured(runs):
         steps = run.steps("step", name)
         x, y = [line["step"] for line in steps], np.array([line[name] for line in steps])
-        if name != "lr":  # which is a schedule, without noise
+        if name != "lr":  # the schedule has no noise
             axes.plot(x, y, color=colour, linewidth=0.5, alpha=0.3)
             y = _smooth(y, np.nanmean, end)
         axes.plot(x, y, color=colour, label=run.label)

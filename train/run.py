@@ -44,8 +44,8 @@ from .step import Program, State, make_optimizer, schedule
 from .tokenizer import Bpe
 
 _FRAMEWORKS = {"nnx": "Flax nnx", "eqx": "Equinox"}
-_SAMPLE_ROWS = 12  # of a sample that are shown; sample.txt has all
-_LAST_STEPS = 20  # whose mean loss is shown at the end
+_SAMPLE_ROWS = 12  # lines of a sample on the terminal; sample.txt has all
+_LAST_STEPS = 20  # the run prints their mean loss at the end
 
 
 def train(config: TrainConfig, console: Console | None = None) -> None:

@@ -23,8 +23,8 @@ class StopRequest:
     and runs no Python. `end` ends it then, with an exit code.
     """
 
-    # What signals do once it is left: None for what they did before. A command whose process exits
-    # sets it to ignore them, since its exit code is decided.
+    # Handlers to install on exit from the context; None restores the previous ones. A command about
+    # to exit ignores signals, since its exit code is decided.
     afterwards: signal.Handlers | None = None
 
     def __init__(self, end: Callable[[int], None] = os._exit) -> None:

@@ -41,7 +41,7 @@ class Metrics(NamedTuple):
 
     loss: Array  # mean cross-entropy in nats per token, float32
     grad_norm: Array  # global norm of the gradient before clipping, float32
-    learning_rate: Array  # of the update, float32
+    learning_rate: Array  # this update's learning rate, float32
     skipped: Array  # `State.skipped` after the step
     usual_loss: Array  # `State.usual_loss` before the step
 

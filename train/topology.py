@@ -37,7 +37,7 @@ _MEMORY = {
     "H200": (150_000_000_000, 4_814_400_000_000),
     "H100": (85_000_000_000, 3_352_320_000_000),
 }
-_CUDNN = 91_000  # of the described devices, as their description says
+_CUDNN = 91_000  # cuDNN's version in the description of the devices
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "f32": 4}
 _BYTES |= {"f8e4m3fn": 1, "f8e5m2": 1}
 
