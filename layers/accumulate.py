@@ -104,10 +104,10 @@ def accumulate_gradients(
     is_floating = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
     chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
     of_all = count * parts
-    # Halving is exact, so the loss may be divided instead of what is as large as the parameters;
-    # but not in float16, where gradients are small enough to lose bits.
+    # Halving is exact, so the loss is divided rather than gradients as large as the parameters; but
+    # not in float16, where gradients are small enough to lose bits.
     halves = of_all & (of_all - 1) == 0
-    divided: set[int] = set()  # what the loss was divided by, once it has been traced
+    divided: set[int] = set()  # the loss's divisors, filled in by its trace
 
     def share(program: Any) -> int:
         divisor = of_all if halves and not uses(program, jnp.float16) else 1
@@ -326,7 +326,7 @@ def _replicas(axis: str, batches: Any) -> int:
 # carry it, conditionals, functions with derivatives of their own) the product runs as it is, and
 # the gradient is the kernel's own, rounded.
 
-_FOLLOWED = (  # of the first operand's elements, whatever their dtype
+_FOLLOWED = (  # these only move elements of the first operand, whatever their dtype
     "copy",
     "dynamic_slice",
     "reshape",
@@ -381,7 +381,7 @@ def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], l
         return [lax.stop_gradient(given[0]), zeros[0]], unlinked
     if name in _FOLLOWED and zeros[0] is not None:
         return results_of(eqn, given), results_of(eqn, [zeros[0], *given[1:]])
-    if name == "name":  # of what remat keeps: not the zeros
+    if name == "name":  # remat keeps named values, and need not keep the zeros
         return results_of(eqn, given), zeros
     if name in ("jit", "pjit"):
         return run_linked(eqn.params["jaxpr"], given, zeros)

@@ -139,7 +139,7 @@ def warm(
     for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
         target = named_target(arch, "archs")
         for out in outs or (x,):
-            examples: list[Example] = []  # of every kernel, in each of the layouts it has
+            examples: list[Example] = []  # every kernel in each of its layouts
             with jax.enable_x64("float64" in (x, scale, out)):
                 counts = cuda.row_counts(n, target, x, scale, out)
                 for rows, centred in itertools.product(counts, (False, True)):
@@ -168,7 +168,7 @@ def _quantized(
     for rows in kernels.row_counts(n):
         if norm.serves(*(jax.ShapeDtypeStruct((), of) for of in (dtype, scale))):
             yield from norm.examples(n, dtype, scale, rows=rows, scale_offset=scale_offset)
-        for of in dict.fromkeys((dtype, "float32")):  # of activations, and of stored kernels
+        for of in dict.fromkeys((dtype, "float32")):  # activations, and stored kernels
             yield from kernels.examples(n, of, rows=rows)
         for function in set(map(scalar_of, activations or SCALARS)):
             if function and has_slope(function):

@@ -252,7 +252,7 @@ class _Tiles:
 
     spec: Spec
     d: Numbers
-    sizes: dict[int, int]  # of each dimension
+    sizes: dict[int, int]  # each dimension's size
     rows_: int
     keys_: int
     extras: Extras  # padded to whole blocks, with all dimensions of scores

@@ -188,7 +188,7 @@ def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[A
         raise Unsupported("cuDNN would need a mask or a bias of all scores in memory")
 
 
-_Run = Callable[..., list[Array]]  # of a call, and the operands of `forward` or `gradients`
+_Run = Callable[..., list[Array]]  # takes a call and the operands of `forward` or `gradients`
 
 
 def _simplest(
@@ -258,7 +258,7 @@ def _packed(
     # float32 sums of dq, and dk and dv of each head
     segment = 8 * length * sizes[d.heads] * sizes[d.group] * sizes[d.width]
     first = math.prod(sizes[n] for n in d.batch[1:])
-    least = segment * first // sizes[d.heads]  # of one segment of each sequence in a part
+    least = segment * first // sizes[d.heads]  # if each sequence had one segment
     limit = min(max(length // 512, 2), _PACKED // max(least, 1))
     if limit < 2:
         return whole(*operands)
@@ -458,7 +458,7 @@ class _PackedCall(_Call):
         super().__init__(replace(spec, segments=None), q, q, ())
         self.limit, self._segments = limit, segments
         (batch, length), first = segments.ids.shape, segments.first
-        place = jnp.cumsum(first, axis=1) - 1  # of a token's segment in its sequence
+        place = jnp.cumsum(first, axis=1) - 1  # number of a token's segment in its sequence
         count, token = place[:, -1:] + 1, jnp.arange(length)
         starts = jnp.full((batch, limit + 1), -1, jnp.int32)
         at = jnp.arange(batch)[:, None], jnp.where(first, place, limit + 1)

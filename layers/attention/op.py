@@ -43,7 +43,7 @@ class _Share(Kernel):
     """Attention, or its gradients, on one device: by cuDNN, or in blocks of plain JAX."""
 
     def __init__(self, name: str, definition: Body, function: str | None):
-        self._function = function  # of the module of cuDNN; None if it has none
+        self._function = function  # a function of `cudnn`; None if that has none
         super().__init__(name, definition, {})
 
     def _lower(self, platform: str | None, ctx: Any, *values: Any, spec: Spec, order: Order) -> Any:

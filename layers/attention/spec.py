@@ -20,12 +20,12 @@ Dims = tuple[Sequence[Dimensions], Sequence[Dimensions]]
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """The numbers of the dimensions, for so many of batch."""
+    """The numbers of the dimensions, for a number of batch dimensions."""
 
     batch: Dimensions
     length: int
-    heads: int  # of keys and values
-    group: int  # query heads that share one of those
+    heads: int  # heads of keys and values
+    group: int  # query heads that share one of them
     width: int
     keys: int  # key length
 
@@ -60,15 +60,15 @@ class Spec:
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
-    precision: str | None = None  # of the products
+    precision: str | None = None  # the products' precision
     # The dimensions of each operand that there is, in the order of `scores`.
     bias: Dimensions | None = None
     mask: Dimensions | None = None
-    segments: tuple[Dimensions, Dimensions] | None = None  # of queries, of keys
+    segments: tuple[Dimensions, Dimensions] | None = None  # dimensions for queries, for keys
     # The dimensions of the bias's gradient or tangent; None where there is none.
     dbias: Dimensions | None = None
-    moving: tuple[bool, bool, bool] = (True, True, True)  # which of q, k and v have a tangent
-    # How many of each row's statistics are results: its largest score and the log of its sum.
+    moving: tuple[bool, bool, bool] = (True, True, True)  # have q, k, v a tangent?
+    # Number of results a row has besides the output: its largest score, the log of its sum.
     statistics: int = 2
     op: str = "attention"  # the function the user called
 

@@ -314,9 +314,9 @@ def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, b
 class Loss(NamedTuple):
     """What is known of the loss when it is traced."""
 
-    spec: Spec  # of its operations
-    order: Order  # which kernels are to serve
-    with_lse: bool = False  # whether a reduction also returns the log-sum-exps
+    spec: Spec
+    order: Order  # kernels to try
+    with_lse: bool = False  # return the log-sum-exps with a reduction
 
     @property
     def op(self) -> str:
@@ -432,7 +432,7 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     x, labels, factors, scale, kernel, *_ = primals
     wanted, moving = _moving(spec.spec, x, tangents[0], tangents[4:])
     w = _gathered(spec.spec, x, kernel.astype(x.dtype))
-    parts = []  # of the tangent
+    parts = []  # addends of the tangent
     if moving:
         # The mean's divisor is part of the gradients, but for float16: they would be too small.
         folded = x.dtype != jnp.float16

@@ -38,15 +38,15 @@ _MULTIPLE = 128  # rows of a GEMM's tile
 class Spec:
     """All that is known of the loss when it is traced."""
 
-    softmax: Softmax = Softmax()  # of the logits
+    softmax: Softmax = Softmax()
     contract: int = 0  # the kernel's summed axis: 0 for `(n, vocab)`, 1 for `(vocab, n)`
     logits: str = "bfloat16"  # the dtype of the logits
-    precision: str | None = None  # of the products
+    precision: str | None = None  # the products' precision
     chunk: int | None = None  # rows of a chunk; None for the best
-    plain: bool = False  # whether the kernels of the softmax are not to serve
-    wanted: tuple[bool, bool] = (True, True)  # of the gradients of x and the kernel, which are
-    unused: bool = False  # whether rows may have weight 0, whose x may be NaN
-    groups: int = 0  # leading dimensions of x that have a kernel's gradient each
+    plain: bool = False  # plain HLO rather than the softmax's kernels
+    wanted: tuple[bool, bool] = (True, True)  # gradients to compute: of x, of the kernel
+    unused: bool = False  # rows may have weight 0, and then x may be NaN
+    groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
 
     @property
@@ -182,7 +182,7 @@ def _in_chunks(
     dimension of each of the arrays.
     """
     rows = arrays[0].shape[0]
-    # What is left over is first: the sums begin with it, not with zeros that are written and read.
+    # The remainder comes first: sums begin with it, rather than with zeros to be written and read.
     first = rows % size or size
     take = lambda start, count: [lax.dynamic_slice_in_dim(a, start, count) for a in arrays]
     results, sums = chunk(None, *take(0, first))

@@ -29,9 +29,9 @@ from ...native.launch import Target, cuda_compute_dtype, launch
 class Softmax:
     """All that is known of the softmax when it is traced."""
 
-    softcap: float | None = None  # what bounds |c|; None without a bound
-    z_loss: float = 0.0  # what lse² is multiplied by in the loss
-    dtype: str = "bfloat16"  # of the gradient
+    softcap: float | None = None  # bound on |c|, if any
+    z_loss: float = 0.0  # coefficient of lse² in the loss
+    dtype: str = "bfloat16"  # the gradient's dtype
     op: str = "linear_cross_entropy"  # the function the user called
 
 
@@ -103,11 +103,11 @@ def divided(slope: Array, total: Array) -> Array:
 
 # ---------------------------------------------------------------- CUDA
 
-_MOST_SLICES = 8  # of a cluster, on every device that has clusters
+_MOST_SLICES = 8  # every device with clusters allows so many in one
 _MOST_THREADS = 1024
-_SLICE_THREADS = 256  # beyond which a row is divided over blocks
+_SLICE_THREADS = 256  # more are divided over blocks
 _STREAMING_THREADS = 128
-_RESIDENT_THREADS = 1024  # of a multiprocessor
+_RESIDENT_THREADS = 1024  # threads of a multiprocessor
 _RESIDENT_THREADS_ON_HOPPER = 1280  # a few bytes spill, and cost less than idle threads
 
 

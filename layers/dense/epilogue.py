@@ -45,12 +45,12 @@ class Scalar:
     # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
     # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
     source: str
-    derivative: str  # the same of `name_derivative`; "" for none, and then no backward kernel
-    # What it means, and what is differentiated in forward mode and to higher orders.
+    derivative: str  # likewise `name_derivative`; "" for none, and so no backward kernel
+    # The definition in JAX, which forward mode and higher orders differentiate.
     function: Callable[..., Array] = dataclasses.field(repr=False)
-    parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of what follows x; constants
+    parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x
 
-    operands = ("x",)  # what the texts take before the parameters
+    operands = ("x",)  # arguments of the texts before the parameters
 
     def __post_init__(self):
         if not _NAME.fullmatch(self.name):
@@ -137,7 +137,7 @@ def gelu_tanh(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-_SWISH = "sigmoid_of(k * x) + k * x * sigmoid_slope(k * x)"  # of x · sigmoid(k x)
+_SWISH = "sigmoid_of(k * x) + k * x * sigmoid_slope(k * x)"  # derivative of x · sigmoid(k x)
 # gelu_tanh(x) = x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³): fewer operations than tanh takes.
 _TWO_U = "const T u = T(1.5957691216057308) * (x + T(0.044715) * x * x * x);"
 
@@ -314,12 +314,12 @@ class Epilogue:
     function: Scalar  # the activation
     axes: tuple[int, ...] = (1,)  # the bias's dimensions of z; kernels see (rows, columns)
     has_up: bool = False
-    stack: int | None = None  # z's dimension of gate and up, if one has both; then no bias
+    stack: int | None = None  # z's dimension for gate and up, if z has both; then no bias
     has_bias: bool = False
-    out_dtype: str = ""  # of y
-    with_dbias: bool = False  # whether a backward returns the bias's gradient,
+    out_dtype: str = ""  # y's dtype
+    with_dbias: bool = False  # a backward also returns the bias's gradient,
     with_value: bool = False  # and y once more
-    moves: tuple[bool, bool, bool] = (False, False, False)  # which of z, up, bias have a tangent
+    moves: tuple[bool, bool, bool] = (False, False, False)  # have z, up, bias a tangent?
 
 
 # ---------------------------------------------------------------- definitions, in plain JAX

@@ -40,8 +40,8 @@ class Dense:
     activation: Activation = None  # one that a kernel can compute, as the user gave it
     contract: int = 0  # the kernel's summed axis
     has_bias: bool = False
-    keep: bool = False  # whether z is a result
-    precision: str | None = None  # of the product
+    keep: bool = False  # return z too
+    precision: str | None = None  # the product's precision
 
     @property
     def function(self) -> Callable[[Array], Array] | None:

@@ -28,8 +28,8 @@ class Product:
 
     epilogue: Callable[..., Sequence[Array]]  # (sums, *bias) -> results, in the compute type
     results: int  # how many
-    precision: str | None  # as of jax.lax.dot
-    compute: jnp.dtype  # of the sums
+    precision: str | None  # as in jax.lax.dot
+    compute: jnp.dtype  # the sums' dtype
 
     def __call__(self, x: Array, w: Array) -> Array:
         """Returns a piece of the sums."""
@@ -92,7 +92,7 @@ def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: P
         step = pl.program_id(2)
         pl.when(step == 0)(lambda: clear(sums))
         x, w = x_ref[...], w_ref[...]
-        if k % tk:  # what is beyond the end is anything, infinities too: zero on both sides
+        if k % tk:  # beyond the end lies anything, even infinities: set both sides to zero
             x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)
         sums[...] += product(x, w)
 

@@ -30,16 +30,16 @@ from ...native.pallas.tiles import Ref, cdiv
 from .epilogue import GatedScalar
 from .pallas_hopper import EVERY
 
-TILE = 128, 256  # of the result, one a block at a time
-PIECE = 64  # of what a tile sums over, and the side of what its epilogue takes
+TILE = 128, 256  # of the result: a block computes one at a time
+PIECE = 64  # depth of a step of a tile's sums, and side of an epilogue's piece
 _ROWS, _COLUMNS = TILE
 _DEPTH = _SIDE = PIECE
-_HALF = _COLUMNS // 2  # of a warpgroup
+_HALF = _COLUMNS // 2  # columns of a warpgroup
 
 
 def fits(m: int, n: int, k: int) -> bool:
-    """Returns whether the kernel takes a result of (m, n) that is a sum over k: a tile or more, in
-    pieces that bulk copies move."""
+    """Returns whether the kernel takes an (m, n) result summed over k: at least a tile, in pieces
+    that bulk copies can move."""
     return m >= TILE[0] and n >= TILE[1] and not (m % 8 or n % PIECE or k % PIECE)
 
 
@@ -285,7 +285,7 @@ class _Block:
                 plgpu.barrier_wait(self.filled.at[slot])
             halves = (0, 1) if self.inputs == 2 else (mine,)
             for other in range(2):
-                # As in `_pairs`: two operands have a slot for each warpgroup, one has one for both.
+                # Slots as in `_pairs`: two operands have one a warpgroup, one operand has a shared one.
                 own = self._at(first + at * self.inputs + (mine if self.inputs == 2 else 0))
                 r, c = (_SIDE * i for i in ((other, at) if self.contract else (at, other)))
                 operands = [self._load(own, half, other) for half in halves]

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Ref, cdiv, result_type
 
-_SIDE = 64  # of the pieces in which a tile is stored; the shared memory of two is in flight
+_SIDE = 64  # a tile is stored in pieces of this side; shared memory holds two in flight
 _WARPGROUPS = 2
 # JAX 0.10 asks for an index, which later versions deprecate
 _PARAMETERS = inspect.signature(plgpu.load).parameters
@@ -34,14 +34,14 @@ EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.P
 class Shape:
     """How the product is cut."""
 
-    rows: int = 128  # of the tile of one warpgroup
+    rows: int = 128  # of one warpgroup's tile
     columns: int = 128
-    split: str = "columns"  # or "rows": which of them the two warpgroups of a block share out
-    depth: int = 64  # of the pieces of x and w that are fetched at once
-    stages: int = 4  # how many of those are in flight or in use
-    width: int = 16  # tiles one beside the other before the next step across
-    minor: str = "rows"  # where those are neighbours: they share w in the cache; or "columns": x
-    cluster: str = ""  # or where two neighbouring blocks fetch once what they share
+    split: str = "columns"  # or "rows": a block's two warpgroups divide these
+    depth: int = 64  # columns of x and rows of w that one fetch takes
+    stages: int = 4  # fetches in flight or in use
+    width: int = 16  # neighbouring tiles before the next step across
+    minor: str = "rows"  # neighbours in rows share w in the cache; in "columns", x
+    cluster: str = ""  # or "rows", "columns": two such neighbours fetch once for both
 
     @property
     def block(self) -> tuple[int, int]:

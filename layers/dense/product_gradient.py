@@ -31,9 +31,9 @@ from .matmul import Product, input_gradient
 class Gradient:
     """All that is known of the gradient when it is traced."""
 
-    epilogue: Epilogue  # of the activation; it has no bias
-    product: Product  # whose left operand the activation is
-    sharding: jax.P | None = None  # of the activation and its gradient, on a mesh of Auto axes
+    epilogue: Epilogue  # the activation's, without a bias
+    product: Product  # its left operand is the activation
+    sharding: jax.P | None = None  # the activation's and its gradient's, on a mesh of Auto axes
 
     @property
     def op(self) -> str:

@@ -38,11 +38,11 @@ class Layout:
 
     bound: Pairs  # the dtype of each template parameter
     stored: tuple[str, ...]  # dtypes in memory of the operands, then of the results
-    masks: tuple[int, ...]  # for each operand the collapsed dimensions it has, bit 0 for the last
-    dimensions: int  # how many collapsed dimensions there are
-    vector: int = 1  # how many neighbouring elements a thread moves at once
-    packs: int = 1  # how many times a thread does that
-    wide: bool = True  # whether indices need 64 bits
+    masks: tuple[int, ...]  # each operand's collapsed dimensions, bit 0 for the last
+    dimensions: int  # number of collapsed dimensions
+    vector: int = 1  # neighbouring elements that a thread moves at once
+    packs: int = 1  # vectors a thread
+    wide: bool = True  # indices need 64 bits
 
     @property
     def every(self) -> int:

@@ -29,7 +29,7 @@ Numbers = tuple[int, ...]
 class Primal(Function):
     """The function itself."""
 
-    names: tuple[str, ...] = ()  # of the operands, as the user called them
+    names: tuple[str, ...] = ()  # the user's names for the operands
     # (operand, its derivative) where there is one: a Primal of one result for each result, or a
     # function in plain JAX that returns one array for each.
     partials: tuple[tuple[int, Any], ...] = ()

@@ -294,7 +294,7 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
     Where a mesh has Auto axes, XLA asks for a device's share later, and would wrap the error.
     """
     for platform in ctx.module_context.platforms:
-        # what is not supported the lowering reports, with what serves instead
+        # the lowering reports Unsupported, with what serves instead
         with contextlib.suppress(Unsupported), _explained(loop.function):
             layout, _ = layout_of(loop, ctx.avals_in)
             if platform == "cpu":
@@ -402,7 +402,7 @@ def _transpose(cts: Any, *operands: Any, spec: Loop, order: Order) -> list[Any]:
         return gradients
     whole = tuple(range(jax.typeof(cts[present[0]]).ndim))
     computed = [compute_dtype(type_, spec.bound).name for type_, _ in function.operands]
-    types = [  # of what is summed below: what it was computed in
+    types = [  # of the arrays summed below: their compute dtypes
         operands[k].aval.dtype.name if placed[k] == whole else computed[k] for k in linear
     ]
     transpose = function.transpose([k - base for k in linear], present)

@@ -31,7 +31,7 @@ __all__ = [
     "scale_of",
 ]
 
-MULTIPLE = 16  # of every dimension of an FP8 product in cuBLASLt
+MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
 
 
 class Quantized(NamedTuple):

@@ -62,7 +62,7 @@ def define_quantize(x: jax.Array, *, dtype: str, has_q: bool, has_qt: bool) -> l
 def exponent_of(bound: jax.Array, format: Format) -> jax.Array:
     """The largest k ≤ 100 with bound · 2^k ≤ format.largest, for a finite bound."""
     bits = _magnitude_bits(bound)
-    largest = format.exponent_bias + (format.dtype == "float8_e4m3fn")  # of the largest number
+    largest = format.exponent_bias + (format.dtype == "float8_e4m3fn")  # the largest number's
     shift = largest + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
     return jnp.minimum(shift, _LARGEST_SHIFT)
 

@@ -37,9 +37,9 @@ class Gated:
     """All that is known of a quantized activation, or of its gradients, when it is traced."""
 
     function: "Scalar"  # the activation
-    codes: Codes = Codes()  # what is made of h and of the gradients
+    codes: Codes = Codes()  # results for h and for each gradient
     op: str = "gated_product"  # the function the user called
-    # Whether the activation is multiplied by a second array; kernels see it themselves.
+    # The activation is multiplied by a second array; kernels see that from their operands.
     has_up: bool = True
 
     @property
@@ -56,12 +56,12 @@ def gradient_bounds(
     Args:
       dh: max|dh|, dh's scale included.
       activation, up: the other two, found in the forward pass.
-      slope: what no |activation'| exceeds (`SLOPES`).
+      slope: a bound on |activation'| (`SLOPES`).
     """
     return dh * up * jnp.float32(slope), dh * activation
 
 
-# What no |activation'| exceeds, rounded up; squared_relu's has no bound.
+# Bounds on |activation'|, rounded up; squared_relu has none.
 SLOPES = {
     "elu": 1.0,
     "gelu": 1.13,

@@ -13,7 +13,7 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, call_host, launch
 from .definition import define_amax, define_cast, define_quantize
 
-_ROWS, COLUMNS = 16, 8  # of a thread's part of a tile
+_ROWS, COLUMNS = 16, 8  # a thread's part of a tile
 AMAX_THREADS = 512
 _LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rounds
 
@@ -42,9 +42,9 @@ class CastLayout:
     width: int = 16
     height: int = 8
     batch: int = 8  # rows of a thread that are loaded together
-    min_blocks: int = 6  # blocks that a multiprocessor's registers must be enough for
+    min_blocks: int = 6  # registers must suffice for so many blocks of a multiprocessor
     group: int = 8  # rows of tiles that are taken together
-    backwards: bool = False  # whether the last tile is first
+    backwards: bool = False  # start with the last tile
 
     def blocks(self, rows: int, columns: int) -> int:
         """How many tiles a matrix has."""

@@ -34,8 +34,8 @@ from .definition import define_cast
 from .kernels import COLUMNS, INPUTS, CastLayout, Codes
 from .op import as_bytes
 
-_LEAST_THREADS, _MOST_THREADS = 128, 512  # of a block
-_ROWS = 16  # of a thread
+_LEAST_THREADS, _MOST_THREADS = 128, 512  # a block's
+_ROWS = 16  # a thread's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +106,12 @@ _NARROW = 32  # threads along a row's part: with more than one each, more blocks
 class _Blocks(NamedTuple):
     """What a block of 16 rows or more should have."""
 
-    threads: int  # enough of them, where four rows of threads are as many
-    registers: int  # of a thread
+    threads: int  # enough, if four rows of threads are as many
+    registers: int  # a thread's
 
 
-_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # beside a residual
-_LEAST_REGISTERS = 72  # of a thread, with which neither spills
+_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # with a residual
+_LEAST_REGISTERS = 72  # a thread's; neither spills with these
 
 
 def layout(
@@ -133,7 +133,8 @@ def layout(
     width = {b: _width(-(-vectors // b)) for b in (8, 4, 2, 1) if b <= most}
     fits = [b for b in width if -(-vectors // width[b]) == b and 2 * vectors > b * _NARROW]
     blocks = (fits or [1])[0]
-    # Of 16 rows each: two where they fit, so that runs of qt have 32 bytes, or more of few threads.
+    # Blocks of 16 rows a thread: two threads high if they fit, so that runs of qt have 32 bytes,
+    # and higher if rows have few threads.
     for height in (8, 4, 2, 1):
         chosen = CastLayout(width[blocks], height, 4, group=1)
         threads = chosen.width * height
@@ -142,7 +143,7 @@ def layout(
         if threads <= min(enough, _MOST_THREADS) and shared <= target.shared_memory:
             room = target.blocks_with(shared)
             fit = min(REGISTERS // wanted.registers // threads, room)
-            # Two, if with fewer registers: of one all threads wait for its memory together.
+            # Two blocks, even with fewer registers: a block's threads wait for memory together.
             two = min(2, REGISTERS // _LEAST_REGISTERS // threads, room)
             return replace(chosen, min_blocks=max(1, two, fit))
     return None
@@ -181,7 +182,7 @@ def _launch(
     given = {k: a.reshape(rows, -1) if a.size == x.size else a for k, a in operands.items()}
     given |= {k: operands[k].reshape(rows) for k in ("MEAN", "RSTD") if k in operands}
     statistics = "RSTD" not in operands
-    blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # of a row
+    blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
     results = kernels.code_types(rows, columns, **flags)
     parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
     types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
@@ -197,7 +198,7 @@ def _launch(
         itemsize = types.get("H", x).dtype.itemsize
         held = functools.partial(shared_bytes, chosen, blocks, itemsize, centred=norm.centred)
         width = sum(a.dtype.itemsize for a in parameters.values())
-        # Where that leaves no place for a block, threads ask the cache for them.
+        # Shared memory holds scale and bias if enough blocks still fit; else the cache does.
         shares = width > 0 and target.blocks_with(held(width)) >= chosen.min_blocks
         shares &= not norm.per_example
         shared = held(width * shares)
@@ -418,7 +419,7 @@ class Normalised(NamedTuple):
     q: Any
     qt: Any
     scale: Array
-    h: Array  # what was normalised: x, or x + residual
+    h: Array  # the norm's input: x, or x + residual
     statistics: list[Array]  # [mean,] rstd: one float32 a row each
 
 

@@ -27,10 +27,10 @@ from .kernels import Codes
 class Quantize:
     """All that is known of a quantized array when it is traced."""
 
-    codes: Codes  # what is made of the matrix
-    split: int  # how many dimensions are its rows
-    # Whether a dimension that vmap adds is one more of rows, with the same scale; otherwise the
-    # arrays that it stacks have a scale each.
+    codes: Codes  # the results for the matrix
+    split: int  # number of leading dimensions that are its rows
+    # vmap's dimension joins the rows, under one scale; otherwise each of the stacked arrays has a
+    # scale of its own.
     rows: bool
 
     @property
