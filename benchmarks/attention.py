@@ -25,14 +25,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-NOISE = 3  # seconds of the whole that are kept for printing
-TURNS = 3  # of calls back to back
+NOISE = 3  # seconds kept for printing
+TURNS = 3  # rounds of consecutive calls
 DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal attention. `mask`: what is seen is an operand; all see the first `prefix` keys."""
+    """A causal attention. `mask`: its mask is an operand. All queries see the first `prefix` keys."""
 
     name: str
     batch: int
@@ -40,7 +40,7 @@ class Case:
     heads: int
     kv_heads: int
     width: int
-    must: str = ""  # what "device" is to be of normfuse, at most
+    must: str = ""  # the longest time that "device" may show
     dtype: str = "bfloat16"
     mask: bool = False
     prefix: int = 0

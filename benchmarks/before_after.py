@@ -142,7 +142,7 @@ def dense(size: Size) -> Cases:
     def both_ways(layer):
         def run(arrays, dy):
             y, pull = jax.vjp(layer, *arrays)
-            y, dy = jax.lax.optimization_barrier((y, dy))  # as in training: y is there before dy
+            y, dy = jax.lax.optimization_barrier((y, dy))  # y exists before dy, as in training
             return y, pull(dy)
 
         return run

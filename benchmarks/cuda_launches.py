@@ -14,7 +14,7 @@ from normfuse.native.launch import Target
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 from cuda_driver import launch_config  # noqa: E402
 
-COPIES = 2  # of every array: no launch finds in the cache what the one before has read
+COPIES = 2  # copies of every array, so that no launch finds its operands in the cache
 
 
 class Gpu:

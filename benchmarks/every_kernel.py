@@ -128,7 +128,7 @@ def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
     """What an operand of this type may be: a label, a bound, a statistic or numbers."""
     if jnp.issubdtype(of.dtype, jnp.integer):
         return jnp.asarray(rng.integers(-1, features + 1, of.shape), of.dtype)
-    if of.shape in ((1,), (1, 1), (2, 1)):  # of codes
+    if of.shape in ((1,), (1, 1), (2, 1)):  # the scales of codes
         return jnp.full(of.shape, 1000, of.dtype)
     if of.dtype == F32 and features not in of.shape:
         return jnp.asarray(rng.uniform(0.5, 2, of.shape), of.dtype)

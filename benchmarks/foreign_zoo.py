@@ -381,7 +381,7 @@ def computed(loss: jax.Array, _: Any) -> jax.Array:
 def dit(**sizes: Any) -> Model:
     """DiT-XL/2 on latents of 4 channels."""
     module = imported("model")
-    module.core = types.SimpleNamespace(as_named_shape=lambda shape: shape)  # which JAX had
+    module.core = types.SimpleNamespace(as_named_shape=lambda shape: shape)  # older JAX had it
     return Model(module.DiT(**DIT | sizes), lambda m, inputs: m(*inputs, train=True))
 
 

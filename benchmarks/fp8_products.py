@@ -46,7 +46,7 @@ def products(seconds: float, full: bool) -> None:
 
     began = time.perf_counter()
     e4m3, e5m2, bf16, f32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
-    size = 2.0**-4  # of both scales, which are operands: constants would be folded into the call
+    size = 2.0**-4  # both scales; as operands, since constants would be folded into the call
 
     def raw(a, b, dtype, precision=None):
         dims = (((1,), (1,)), ((), ()))

@@ -36,7 +36,7 @@ from normfuse.native import compiler  # noqa: E402
 from normfuse.native.launch import Target  # noqa: E402
 
 SHAPES = [(65536, 1024), (32768, 4096), (16384, 8192), (4096, 32768)]
-ELEMENTS = 2**27  # of other shapes
+ELEMENTS = 2**27  # elements of other shapes
 FEW_ROWS = 1024  # with fewer, a block may have a multiprocessor for itself
 
 
@@ -112,7 +112,7 @@ class Work:
         with contextlib.ExitStack() as stack:
             replace = lambda *what: stack.enter_context(unittest.mock.patch.object(cuda, *what))
             replace("launch", launch)
-            if layout is not None:  # as it is
+            if layout is not None:  # run the given layout unchanged
                 for ease in EASES:
                     replace(ease, lambda *arguments: arguments[-1])
                 for name in TIMED:

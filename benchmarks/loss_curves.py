@@ -265,7 +265,7 @@ def follow(
     """Trains a run, or the rest of it; returns False if the deadline ended it, its state saved."""
     start = unfinished.restore(trainer.abstract, run)
     if start and not any((p.run, p.step) == (run, start[1]) for p in curves.points):
-        start = None  # of another file
+        start = None  # the saved state belongs to another file
     done = start[1] if start else 0
     curves.drop(lambda point: point.run == run and point.step > done)
     before = time.monotonic()
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.report:
         from normfuse.train import RunError, UsageError, distributed
 
-        distributed.order_kernels()  # as the trainer does, before JAX looks for devices
+        distributed.order_kernels()  # before JAX looks for devices, as the trainer does
         try:
             left = train(configured(arguments, flags), arguments, began + arguments.seconds)
         except UsageError as error:

@@ -27,11 +27,11 @@ class Point:
     seed: int
     quantization: str
     step: int
-    steps: int  # of the whole run
+    steps: int  # steps of the whole run
     tokens: int
-    loss: float  # in training, nats per token: the mean of the steps since the row before
+    loss: float  # in training, nats per token: mean of the steps since the row before
     val_loss: float  # on the held-out text
-    ms: float  # a step, of the steps since the row before
+    ms: float  # mean time of the steps since the row before
 
     @property
     def run(self) -> Run:

@@ -16,7 +16,7 @@ from normfuse.layers.norm.spec import Norm
 from normfuse.native.implementation import Order
 
 HEADS = [(64, 32), (128, 32), (256, 32), (128, 8), (128, 40)]
-ELEMENTS = 1 << 27  # of x, as in the shapes of benchmarks/rms_norm.py
+ELEMENTS = 1 << 27  # elements of x, as in benchmarks/rms_norm.py
 NATIVE = Order(("native",), strict=True)
 
 

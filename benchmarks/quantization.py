@@ -42,7 +42,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
 KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
 MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # registers of a multiprocessor
 
 
 def layouts() -> list:
@@ -289,11 +289,11 @@ def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = Fal
     for work, (call, options) in itertools.product((works[0], works[-1]), searched.items()):
         if work.itemsize == 4 and call.startswith("gated") or not wanted(call):
             continue
-        for name, candidates in options.items():  # what is compiled does not depend on the shape
+        for name, candidates in options.items():  # these programs do not depend on the shape
             for layout in candidates:
                 jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
     for work, call in itertools.product(works, filter(wanted, ("norm", "add norm"))):
-        for layout in of_norm(work) if work.itemsize == 2 else ():  # here it does
+        for layout in of_norm(work) if work.itemsize == 2 else ():  # these do
             jobs |= {job_of(n, target) for n in work.launches(target, call, layout=layout)}
     with concurrent.futures.ProcessPoolExecutor(
         os.cpu_count(), multiprocessing.get_context("spawn")

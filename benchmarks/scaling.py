@@ -166,7 +166,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    distributed.order_kernels()  # as the trainer does, before JAX looks for devices
+    distributed.order_kernels()  # before JAX looks for devices, as the trainer does
     arguments = parse()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.plot:

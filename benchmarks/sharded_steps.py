@@ -34,10 +34,10 @@ class Workload:
     seq: int = 2048
     rows: int = 4  # sequences of a GPU, weakly scaled
     total: int = 16  # sequences of all GPUs, strongly scaled
-    dtype: str = "bfloat16"  # of the stack's parameters
+    dtype: str = "bfloat16"  # the stack's parameters
     preset: Preset = "1b"
-    remat: Remat | None = None  # of the preset, if not its own
-    link_bytes: int = 1 << 30  # that a plain collective moves
+    remat: Remat | None = None  # replaces the preset's own
+    link_bytes: int = 1 << 30  # bytes that a plain collective moves
 
 
 WORKLOADS = {

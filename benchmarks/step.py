@@ -69,7 +69,7 @@ def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[
         used = step.memory_analysis()
         peak = used.argument_size_in_bytes + used.temp_size_in_bytes
         memory[name] = peak + used.output_size_in_bytes - used.alias_size_in_bytes
-        state = draw() if state is None else state  # of one structure for all: parameters are
+        state = draw() if state is None else state  # shared: one structure
         takes[name] = taker(jax, step, state)
     return takes, memory
 
