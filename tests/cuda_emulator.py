@@ -45,7 +45,7 @@ class Emulator:
             for path in kernels.iterdir():
                 shutil.copy(path, folder)
             shutil.copy(pathlib.Path(__file__).parent / "emulator" / "machine.cuh", folder)
-            self._compile("-x", "c++-header", folder / "machine.cuh")  # what takes longest, once
+            self._compile("-x", "c++-header", folder / "machine.cuh")  # slow, so only once
 
     def launch(
         self,

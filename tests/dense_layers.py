@@ -48,8 +48,8 @@ LAYERS: dict[str, dict[str, Callable]] = {
     },
 }
 
-# Where on Hopper GPUs what follows a product may be in its epilogue: the activation, or (as
-# nothing asked for gives it where it is faster) its gradient.
+# On Hopper GPUs a product's epilogue may compute the activation, or its gradient (by default, where
+# that is faster).
 FUSED: dict[str, dict[str, Callable]] = {
     "norm + gelu MLP": {
         "fused forward": lambda x, s, w, d: dense(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from normfuse.train.topology import OPTIONS, devices
 
-# Where `.ci/test` puts the plugin: not into the environment, where JAX would try to start it.
+# `.ci/test` puts the plugin here, outside the environment, where JAX would try to start it.
 _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
 
@@ -40,7 +40,7 @@ def _register():
     jax.devices()
     if _FOLDER and _FOLDER not in sys.path:
         sys.path.append(_FOLDER)
-    # Where Pallas's compiler looks for its runtime, if it was imported before this.
+    # Pallas's compiler looks here for its runtime if it was imported before.
     runtime = Path(_FOLDER, "jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
     os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))
     try:
@@ -51,6 +51,6 @@ def _register():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
             plugin.initialize()
-        # What JAX does with the plugins it finds itself, so that custom_partitioning reaches it.
+        # JAX calls these for plugins that it finds itself; custom_partitioning needs them.
         for callback in xla_bridge._plugin_callbacks:
             callback(c_api=xla_bridge._backend_factories["cuda"].c_api)

@@ -143,7 +143,7 @@ def count(compiled, operation: str) -> int:
 class Gemm:
     """A call of cuBLAS: its result, and what beta adds to it."""
 
-    result: str  # as "bf16[16,8]"
+    result: str  # such as "bf16[16,8]"
     beta: int
     in_place: bool  # the result takes the place of what is added
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from normfuse import gated_product, norm_gated_dense
 
 DIM, HIDDEN = 16, 32
-# Of x, the scale, the kernels in, the kernel out: rows alone, and columns then rows of kernels too.
+# x, the scale, the kernels in, the kernel out: rows alone; then kernels by columns and rows too.
 SPECS = {
     "rows": (P(("data", "model")), P(), P(), P()),
     "tensor": (P("data"), P(), P(None, "model"), P("model")),

@@ -246,7 +246,7 @@ def total(stacked: Expected) -> Expected:
 
 
 REPLICATED = P()
-SPECS = {  # of a case's x (8, 2, 16) on a mesh of data=4, model=2
+SPECS = {  # placements of a case's x (8, 2, 16) on a mesh of data=4, model=2
     "rows": P("data", None, None),
     "rows over both axes": P(("data", "model"), None, None),
     "rows in two dimensions": P("data", "model", None),

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 PARTS = ["stack-tensor", "1b-fsdp"]
 VERSIONS = ["jnp", "normfuse", "normfuse, gathered once"]
-TOKENS = {"stack": 4 * 32, "1b": 8 * 128}  # of one device at the tiny size: sequences, lengths
+TOKENS = {"stack": 4 * 32, "1b": 8 * 128}  # a device's at the tiny size: sequences × length
 
 
 ENVIRONMENT = {
@@ -59,7 +59,7 @@ def scaling(*arguments) -> None:
         text=True,
         timeout=300,
     )
-    print(done.stdout)  # what could not be measured is said there
+    print(done.stdout)  # says what could not be measured
     assert done.returncode == 0, done.stderr[-4000:]
 
 

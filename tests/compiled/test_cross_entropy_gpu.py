@@ -145,7 +145,7 @@ def test_collectives_on_eight_gpus(kind):
     local = tokens // 4
     dw = seen.pop(("reduce-scatter", "f32"), 0) + seen.get(("all-reduce", "f32"), 0)
     assert n * words // 4 <= dw <= n * words // 2 + 3 * local + 1
-    assert seen["all-reduce", "bf16"] == local * n  # of x's gradient over the vocabulary's parts
+    assert seen["all-reduce", "bf16"] == local * n  # sums x's gradient over the vocabulary's parts
     assert set(seen) <= {("all-gather", "bf16")} | {
         ("all-reduce", d) for d in ("f32", "s32", "bf16")
     }

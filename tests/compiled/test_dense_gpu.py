@@ -18,7 +18,7 @@ from normfuse import accumulate_gradients, gated_product, norm_dense, norm_gated
 f32, bf16 = jnp.float32, jnp.bfloat16
 TOKENS, DIM, HIDDEN = 16384, 4096, 14336
 WIDE, LARGE = 2 * TOKENS * DIM, 2 * TOKENS * HIDDEN  # bytes of x, and of the hidden layer
-SMALL = 2**23  # of all that is a row or a column, and of cuBLAS's workspace
+SMALL = 2**23  # bytes of rows, columns and cuBLAS's workspace together
 # The normalised x, made again for the kernel's gradient, and x's gradient can take one place. XLA
 # of JAX 0.10 schedules x's gradient first, in whichever order they are traced, and needs two.
 BESIDE = WIDE if jax.__version_info__ < (0, 11) else 0

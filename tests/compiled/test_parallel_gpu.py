@@ -171,7 +171,7 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
         ("all-gather", "bf16"): 2 * activation,  # outside the layer
         ("reduce-scatter", "bf16"): 6 * activation // 8,
     }
-    # What is gathered is transposed on arrival, once for all products that read it so: inputs and
+    # Gathered arrays are transposed on arrival, once for all products that read them so: inputs and
     # output gradients for products with kernels, inputs for gradients of kernels.
     arrived = re.findall(r"= f8e4m3fn\[([\d,]+)\]\S* fusion\(", program)
     assert arrived.count(f"{ROWS},{SEQ},{DIM}") == 4

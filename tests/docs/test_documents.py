@@ -17,7 +17,7 @@ import normfuse
 from normfuse.train.cli import main, parse
 
 ROOT = pathlib.Path(__file__).parents[2]
-GUIDE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]  # what users and developers follow
+GUIDE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]  # users and developers follow these
 DOCUMENTS = [*GUIDE, *(ROOT / "benchmarks" / "results").glob("*.md")]
 FOLDERS = ("native", "layers", "models", "train", "tests", "docs", "benchmarks")
 CODE = [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]

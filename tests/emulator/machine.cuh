@@ -85,7 +85,7 @@ struct Thread {
   Block* block;
   Dim3 index;
   bool done = false;
-  int parity = 0;  // of the next exchange within the warp
+  int parity = 0;  // the next exchange within the warp has this parity
   long cluster_ticket = 0;
   std::deque<std::vector<Copy>> groups;  // committed copies, oldest first
   std::vector<Copy> open;

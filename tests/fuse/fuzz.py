@@ -49,7 +49,7 @@ EXACT = 5e-4
 Gradients of attention are differences that cancel, and its probabilities, computed again from a
 log-sum-exp, have the rounding of large scores.
 """
-ROUNDED = 2.0**-5  # what a cast to bfloat16 on the way may change, twice
+ROUNDED = 2.0**-5  # twice the change by a cast to bfloat16 on the way
 
 
 @dataclasses.dataclass
@@ -444,7 +444,7 @@ def change(w, program):
     if which <= 2:
         one = w.some(*INSERTED).format(name, w.some(*before))
         lines.insert(i + 1, f"{name} = {one}")
-    elif which == 3 and reads:  # of one operand
+    elif which == 3 and reads:  # replace one operand by a function of it
         m = w.some(*reads)
         one = w.some(*INSERTED).format(m[0], w.some(*before))
         lines[i] = f"{name} = {expression[: m.start()]}({one}){expression[m.end() :]}"

@@ -115,7 +115,7 @@ def test_values_and_gradients_are_those_of_the_recipe(dtype, rng):
     check_all(jax.jit(run)(*args), recipe("norm_dense", args, dy, activation=None))
 
 
-NORMS = {  # (of x and its parameters, whether it is centred, and parameters are each example's)
+NORMS = {  # (norm of x and its parameters, centred, parameters of each example)
     "layer_norm": (lambda x, s, b: layer_norm(x, s, b), True, False),
     "layer_norm without a bias": (lambda x, s: layer_norm(x, s), True, False),
     "rms_norm with a bias": (lambda x, s, b: rms_norm(x, s, b), False, False),
@@ -362,7 +362,7 @@ def test_a_forward_alone_writes_one_layout(rng):
         for run in (in_fp8(function), jax.vmap(in_fp8(one), (0, None, None))):
             assert "has_q = true, has_qt = true" not in jax.jit(run).lower(*args).as_text()
     text = jax.jit(both_ways(in_fp8(one))).lower(*args).as_text()
-    assert text.count("has_q = true, has_qt = true") == 3  # of x, the kernel and dy
+    assert text.count("has_q = true, has_qt = true") == 3  # x, the kernel and dy
 
 
 def test_the_backward_keeps_codes(rng):
@@ -425,7 +425,7 @@ def test_other_norms_on_a_mesh(name, spec, kind, rng, eight_devices):
 # ---------------------------------------------------------------- MLPs with biases
 
 gelu = functools.partial(jax.nn.gelu, approximate=True)
-WHOLE = {  # (of x, up, its bias, down, its bias), whether kernels are stored (out, in)
+WHOLE = {  # (MLP of x, up, its bias, down, its bias; kernels stored (out, in))
     "bias": (lambda y, w, a, d, b: gelu(y @ w + a) @ d + b, False),
     "reshaped": (
         lambda y, w, a, d, b: (
@@ -433,7 +433,7 @@ WHOLE = {  # (of x, up, its bias, down, its bias), whether kernels are stored (o
         ),
         False,
     ),
-    "Conv1D": (  # as GPT-2's
+    "Conv1D": (  # GPT-2's
         lambda y, w, a, d, b: (
             gelu(jax.lax.dot_general(y, w.T, (((2,), (0,)), ((), ()))) + a) @ d.T + b
         ),

@@ -402,7 +402,7 @@ def test_meshes(mesh, args, split):
         assert moved["fused"] <= moved["plain"], count
 
 
-TWO_WAYS = {  # of the kernels of gate and up, of down, and of x
+TWO_WAYS = {  # placements of the kernels gate and up, of down, and of x
     "both axes": (P("d", "t"), P("t", "d"), P("d")),
     "rows": (P(("d", "t")), P(("d", "t")), P(("d", "t"))),
     "columns": (P(None, ("d", "t")), P(None, ("d", "t")), P(("d", "t"))),

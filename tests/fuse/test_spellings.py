@@ -622,7 +622,7 @@ def low_rms(x, eps=1e-6):
     return (wide * rms(wide, eps)).astype(x.dtype)
 
 
-NORMS = {  # of x and w
+NORMS = {  # functions of x and w
     "rsqrt": lambda x, w: x * rms(x) * w,
     "square root": lambda x, w: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * w,
     "weight first": lambda x, w: w * (x * rms(x)),
@@ -972,7 +972,7 @@ def halves(x):
     return x[..., ::2], x[..., 1::2]
 
 
-INDEXING = {  # of x (B, T, E) and a (B, T, E / 2): the function, and how many sites, or any
+INDEXING = {  # functions of x (B, T, E) and a (B, T, E / 2); number of sites, or any
     "set even": (lambda x, a: x.at[..., ::2].set(a), 1),
     "set odd": (lambda x, a: x.at[..., 1::2].set(a), 1),
     "interleave": (

@@ -56,7 +56,7 @@ ODD = {  # 867 queries and keys, as π0 has
 def test_values_and_gradients(name, monkeypatch):
     options = (CASES | ODD)[name.removesuffix(", in parts")]
     length = 867 if name in ODD else LENGTH
-    if name.endswith("parts"):  # of both sequences and both heads of keys
+    if name.endswith("parts"):  # parts hold both sequences and both heads of keys
         monkeypatch.setattr(cudnn, "_PACKED", 2**26)
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(2, length, heads, 64) for heads in (8, 2, 2, 8)]

@@ -95,7 +95,7 @@ def test_sums_of_gradients_are_part_of_their_gemms(dtype):
     betas = re.findall(r'"beta":([0-9.]+)', compiled.as_text())
     assert betas.count("1") >= 3, betas
     got, each = compiled((gate, up, down), xs), []
-    for i in range(4):  # what is zero adds nothing: one program, so that activations are the same
+    for i in range(4):  # zeros add nothing, and one program computes the same activations
         each.append(
             compiled((gate, up, down), xs * (jnp.arange(4) == i).astype(bf16)[:, None, None])
         )

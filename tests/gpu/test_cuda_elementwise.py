@@ -35,7 +35,7 @@ def test_cuda_integers(dtype, rng):
     np.testing.assert_array_equal(gcd(a, b), np.gcd(a, b))
 
 
-DERIVATIVES = {  # of z, given f(z)
+DERIVATIVES = {  # derivatives at z, given f(z)
     "exp": lambda z, f: f,
     "sin": lambda z, f: np.cos(z),
     "cos": lambda z, f: -np.sin(z),

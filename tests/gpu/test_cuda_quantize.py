@@ -49,7 +49,7 @@ def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
     check((tops[:, None] | ends).view(np.float32), dtype, bound)
 
 
-FAMILY = {  # whether a norm is centred, has a bias, parameters of each example
+FAMILY = {  # centred, with a bias, with parameters of each example
     "rms_norm": (False, False, False),
     "layer_norm": (True, True, False),
     "layer_norm of examples": (True, True, True),

@@ -108,7 +108,7 @@ def check_gradient(size, dtype, gated, name, contract=1, slack=1.0):
         y, slope = map(np.asarray, jax.jvp(SCALARS[name], (jnp.asarray(z),), (one,)))
     up = up[0] if up else np.ones_like(z)
     dh, size = dy @ w.T, np.abs(dy) @ np.abs(w).T
-    terms = np.abs(z)  # of y: a gelu's are z / 2 and z erf(z) / 2, which cancel
+    terms = np.abs(z)  # y's terms: a gelu's are z / 2 and z erf(z) / 2, which cancel
     want = [
         (dh * up * slope, size * np.abs(up)),
         (dh * y, size * np.abs(y) + np.abs(dh) * terms),

@@ -73,7 +73,7 @@ def test_sums_are_those_of_float32_gradients(rng):
     assert aux.shape == (COUNT, 8)
     rounded = [jax.jit(jax.grad(lambda p, t: loss(p, t)[0]))(params, t) for t in tokens]
     plain = jax.tree.map(lambda *g: sum(np.float64(a) for a in g) / COUNT, *rounded)
-    assert relative(plain, want) > 1e-4  # what the ordinary gradient loses
+    assert relative(plain, want) > 1e-4  # the ordinary gradient loses so much
 
 
 def test_products_write_float32_for_bfloat16_kernels(rng):

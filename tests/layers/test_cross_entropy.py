@@ -516,7 +516,7 @@ def test_microbatches_with_other_numbers_of_ignored_labels(rng, dtype):
     """Their sums over the whole batch's count are its mean, and the kernel's gradient float32."""
     x, kernel, labels = draw(rng, dtype, shape=(4, 10), ignored=0)
     labels = labels.at[0, :7].set(IGNORE).at[2, :2].set(IGNORE).at[3].set(IGNORE)
-    count = jnp.sum(labels != IGNORE) / len(labels)  # of a microbatch, on average
+    count = jnp.sum(labels != IGNORE) / len(labels)  # average over microbatches
 
     def loss(kernel, batch):
         x, labels = batch

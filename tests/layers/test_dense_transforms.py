@@ -179,7 +179,7 @@ def test_export(rng):
 
 # ---------------------------------------------------------------- meshes
 
-SPLITS = [  # of x and the kernel
+SPLITS = [  # x, kernel
     (P("data"), P()),
     (P("data"), P("data")),
     (P("data"), P(None, "data")),
@@ -231,7 +231,7 @@ def test_explicit_mesh(rng, eight_devices, x_spec, kernel_spec):
         specs = (x_spec, kernel_spec, P("data"))
         args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs)]
         if (x_spec, kernel_spec) == (P("data", None, "tensor"), P("tensor")):
-            with pytest.raises(Exception, match="out_sharding"):  # as plain JAX asks
+            with pytest.raises(Exception, match="out_sharding"):  # plain JAX asks for it too
                 gradients(*args)
             return
         got = gradients(*args)

@@ -72,12 +72,12 @@ def test_a_row_is_split_as_its_columns_and_its_gradient_is_one_sum(mesh, arrays)
     assert not hlo.collectives(compiled)
     gradients, compiled = run(jax.grad(loss(gated), (0, 1)), x, row)
     agree(gradients, jax.grad(loss(twin), (0, 1))(arrays[0], arrays[1][0]))
-    assert hlo.collectives(compiled) == [hlo.Collective("all-reduce", 4 * 4)]  # as jnp's
+    assert hlo.collectives(compiled) == [hlo.Collective("all-reduce", 4 * 4)]  # jnp's too
 
 
 def test_a_row_stored_split_does_not_move_what_it_meets(mesh, arrays):
     x = jax.device_put(arrays[0], NamedSharding(mesh, jax.P("data", None)))
-    row = jax.device_put(arrays[1][0], NamedSharding(mesh, jax.P("data")))  # as FSDP stores it
+    row = jax.device_put(arrays[1][0], NamedSharding(mesh, jax.P("data")))  # FSDP stores it so
     y, compiled = run(gated, x, row)
     agree(y, twin(arrays[0], arrays[1][0]))
     assert y.sharding.is_equivalent_to(x.sharding, 2)

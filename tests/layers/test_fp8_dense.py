@@ -499,12 +499,12 @@ def test_a_norm_on_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight
         compiled = jax.jit(run).lower(given, place(dy, out)).compile()
         check_all(compiled(given, place(dy, out)), expected)
     assert ("all-gather", "f8e4m3fn") not in hlo.communicated(compiled)
-    assert hlo.calls(compiled, "quantize_")["amax"] == 2  # of the kernel and of dy
+    assert hlo.calls(compiled, "quantize_")["amax"] == 2  # the kernel's and dy's
 
 
 # ---------------------------------------------------------------- meshes
 
-SPLITS = [  # of x, of the kernel, and of the result
+SPLITS = [  # x, kernel, result
     (P("data"), P(), P("data")),
     (P("data"), P("data"), P("data")),
     (P("data"), P(None, "data"), P("data")),
@@ -557,7 +557,7 @@ def test_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight_devices):
 @pytest.mark.parametrize(
     "specs, maxima, sums",
     [
-        (SPLITS[0], 2, IN * OUT + OUT),  # of x and dy; of the kernel's and the bias's gradients
+        (SPLITS[0], 2, IN * OUT + OUT),  # x's and dy's; the kernel's and the bias's gradients
         (SPLITS[3], 3, (IN * OUT + OUT) // 2 + 48 * IN // 4),  # and dx's
     ],
     ids=["data", "data and tensor"],

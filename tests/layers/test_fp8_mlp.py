@@ -116,7 +116,7 @@ def test_an_mlp_without_a_gate_follows_the_recipe(contract, rng):
     y, (dx, *found) = compiled(given, dy)
     found = [dx, *(k.T if contract else k for k in found)]
     check_all([y, found], recipe([x, *kernels], dy))
-    # Of x, two kernels, the hidden array, dy and its gradient; none reads what another wrote.
+    # For x, two kernels, the hidden array, dy and its gradient; none reads what another wrote.
     assert hlo.calls(compiled, "quantize_")["amax"] == 6
     assert not any("epilogue" in name for name in hlo.calls(compiled, ""))
 

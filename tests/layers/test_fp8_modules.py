@@ -39,7 +39,7 @@ KINDS = list(NNX)
 
 def operation(kind, x, kernels, biases, scale=None, eps=None):
     """What the module must compute, from the operations; kernels are stored (in, out)."""
-    fp8 = {"quantization": "fp8", "dtype": jnp.float32}  # what x and parameters promote to
+    fp8 = {"quantization": "fp8", "dtype": jnp.float32}  # x and parameters promote to it
     if kind == "Linear":
         return normfuse.dense(x, kernels[0], biases[0], activation="silu", **fp8)
     if kind == "NormDense":

@@ -183,7 +183,7 @@ def test_a_kernel_that_does_not_fit_leaves_the_others_quantized(residual, rng):
         np.testing.assert_array_equal(a, b)
 
 
-SPLITS = {  # of rows, of kernels, of the products' rows and columns
+SPLITS = {  # rows, kernels, the products' rows and columns
     "data": (P("data"), P(), P("data")),
     "fsdp": (P("data"), P("data"), P("data")),
     "tensor": (P("data"), P(None, "tensor"), P("data", None, "tensor")),

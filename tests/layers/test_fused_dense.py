@@ -291,7 +291,7 @@ def plain_mlp(x, scale, gate, up):
     return jax.nn.silu(n @ gate) * (n @ up)
 
 
-SPLITS = {  # of x, the scale, and both kernels
+SPLITS = {  # x, the scale, both kernels
     "rows": (P("data"), P(), P()),
     "columns": (P("data"), P(), P(None, "tensor")),
     "fsdp": (P(("data", "tensor")), P("data"), P("data")),

@@ -109,7 +109,7 @@ def test_second_derivative(served):
         case.grad(x, *case.args[1:], implementation="xla")[0], case.tangents[0]
     )
     want = np.asarray(jax.grad(plain)(case.args[0]), np.float64)
-    scale = np.full(want.shape, np.abs(want).max())  # of the terms that cancel, and 400 of them
+    scale = np.full(want.shape, np.abs(want).max())  # 400 terms of this size cancel
     expected = [Expected(want, 8 * scale, 400)]
     served.run(jax.grad(slope), case.args[0], expected=expected)
 

@@ -200,7 +200,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     jax.clear_caches()
     before = compiler.compilations()
     scale, kernel = S((n,), f32), S((n, n), f32)
-    many = 7 * 2**24 // n  # where large arrays' layouts begin
+    many = 7 * 2**24 // n  # large arrays' layouts begin here
     for rows in (1, 5, 8, 132, 133, 4000, 100_000, many, many + 1):
         x = S((rows, n), bf16)
         calls = [(quantized, (x, scale, kernel))] if rows in (5, 8, many, many + 1) else []

@@ -375,7 +375,7 @@ def test_rejects_shapes_and_names():
 
 def test_linear_without_features():
     zeros = Linear(0, 4, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
-    assert zeros(jnp.ones((2, 0))).shape == (2, 4)  # as in Flax
+    assert zeros(jnp.ones((2, 0))).shape == (2, 4)  # Flax's shape too
     try:
         nnx.Linear(0, 4, rngs=nnx.Rngs(0))
     except ZeroDivisionError:  # JAX before 0.11: its initialisers divide by the number of features

@@ -133,7 +133,7 @@ def test_a_scan_with_fsdp_communicates_kernels_alone(eight_devices, quantization
         given = jax.tree.map(lambda a: put(a, spec(a)), state), put(head, P())
         x = put(jnp.ones((8, 6, dim)), P("fsdp"))
         found = hlo.communicated(jax.jit(step).lower(given, x).compile())
-    kernels, maxima = 2 * dim * hidden, 6 if quantization else 0  # of x, kernel and dy, twice
+    kernels, maxima = 2 * dim * hidden, 6 if quantization else 0  # x, the kernel and dy, twice
     codes = "u8" if quantization else "f32"
     summed = (
         kernels + dim + head.size + 1 + maxima

@@ -143,7 +143,7 @@ def test_several_output_axes_and_a_kernel_stored_the_other_way(rng):
 
 # ---------------------------------------------------------------- meshes
 
-SPLITS = {  # of gate and up, and of the kernel
+SPLITS = {  # gate and up, the kernel
     "rows": (P("data"), P()),
     "tensor": (P("data", None, "tensor"), P("tensor")),
     "fsdp": (P(("data", "tensor")), P(None, "data")),

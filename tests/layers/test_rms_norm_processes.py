@@ -45,7 +45,7 @@ def test_persistent_compilation_cache(serve, cache, tmp_path):
         assert warm[name] == {"hits": cold[name]["misses"], "misses": 0}, (name, warm)
     assert entries() == stored
 
-    # what a partitioned program does is decided by our sources: another version must not reuse it
+    # Our sources decide what a partitioned program does: another version must not reuse it.
     (other,) = answers(start(8, "cached", "other", **cache))
     assert other["auto"]["misses"] == cold["auto"]["misses"]
     assert other["one device"]["misses"] == other["explicit"]["misses"] == 0

@@ -229,7 +229,7 @@ def test_example_of_jax_own_tutorial(kind, eight_devices, shape):
     ones = np.ones_like(x)
     expected = reference.backward(ones[row], x[row], scale, axes=(1, 2))[0]
     reference.assert_close(dx[row], expected)
-    part = np.s_[..., :64]  # of dscale, whose every element needs every row
+    part = np.s_[..., :64]  # a part of dscale, whose every element needs every row
     rstd = reference.forward(x, None, axes=(1, 2))[1].value[:, None, None]
     terms = (reference.wide(x) * rstd)[part]
     sums = reference.Expected(terms.sum(0), np.abs(terms).sum(0), x[0].size)

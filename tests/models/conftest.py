@@ -29,7 +29,7 @@ def small():
 
 @pytest.fixture(scope="session")
 def scaling():
-    # Of the four wavelengths of an 8-wide head, one is kept, one stretched and two interpolated.
+    # An 8-wide head has four wavelengths: one is kept, one stretched and two interpolated.
     return RopeScaling(
         factor=4.0, low_freq_factor=0.03, high_freq_factor=2.0, original_max_seq_len=16
     )

@@ -39,7 +39,7 @@ def computed(small, noisy, jit, request):
 
 
 def _assert_close(found, expected, roundings=100):
-    # As in test_transformer.py: so many roundings of the largest number.
+    # So many roundings of the largest number, as in test_transformer.py.
     assert np.abs(found - expected).max() < roundings * 2**-24 * np.abs(expected).max()
 
 
@@ -127,7 +127,7 @@ def test_attention_over_a_window_matches_reference(rng, softcap, jit):
         expected[b, t, h] = np.exp(scores) / np.exp(scores).sum() @ v[b, seen, h // 2]
     options = {"scale": 0.7, "softcap": softcap, "window": 4}
     out, _ = jit(lambda *x: attend(*x, None, 0, "auto", **options))(q, k, v)
-    limit = 16 * 2**-24 * np.abs(v).max()  # as in test_attention.py, with tanh's own
+    limit = 16 * 2**-24 * np.abs(v).max()  # test_attention.py's limit, with tanh's rounding
     assert np.abs(out - expected).max() < limit
     past = KeyValue(*(jnp.zeros((2, 12, 2, 8)).at[:, :7].set(x[:, :7]) for x in (k, v)))
     new = (x[:, 7:] for x in (q, k, v))

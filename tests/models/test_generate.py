@@ -51,7 +51,7 @@ def test_decoding_piece_by_piece_gives_the_logits_of_the_whole(model, params, ap
 def test_greedy_text_is_that_of_the_whole_model_again_and_again(model, params, apply, prompts):
     """Each row's is that of its prompt alone, whatever the lengths of the others."""
     got = generate(model, params, prompts, 8, temperature=0)
-    padded = np.zeros((4, 16), np.int32)  # what comes after a position does not change its logits
+    padded = np.zeros((4, 16), np.int32)  # later tokens do not change a position's logits
     for row, prompt in zip(padded, prompts):
         row[: len(prompt)] = prompt
     rows, lengths = np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts])

@@ -121,7 +121,7 @@ def test_what_was_loaded_is_saved_with_the_same_names_and_settings(recorded, nam
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
 
 
-@pytest.mark.filterwarnings("ignore")  # of two large packages, about themselves
+@pytest.mark.filterwarnings("ignore")  # two large packages warn about themselves
 @pytest.mark.parametrize("name", MODELS)
 def test_both_ways_with_the_package_itself(name, tmp_path, jit):
     pytest.importorskip("torch")
@@ -338,7 +338,7 @@ def killed(replaced, monkeypatch):
 
         with monkeypatch.context() as patch, contextlib.suppress(_Killed):
             patch.setattr(huggingface, "save_file", last)
-            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as nobody does who is killed
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # if killed, it removes nothing
             replaced[-1](replaced[0], max_file_bytes=4000)
         return sorted(replaced[0].glob(".saving-*"))
 
@@ -352,7 +352,7 @@ def test_saving_removes_what_killed_saves_have_left(replaced, killed):
     _assert_holds(folder, older)
     (folder / ".saving-link").symlink_to(folder.parent)  # nobody's business
     held = os.open(killed(1)[0], os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)  # as a process that still saves
+    fcntl.flock(held, fcntl.LOCK_EX)  # like a process that still saves
     try:
         again(folder)
     finally:

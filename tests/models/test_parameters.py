@@ -28,7 +28,7 @@ def test_initial_matrices_are_centred_and_as_wide_as_said(initial):
         if value.ndim == 2:
             into_residual = name.split(".")[-2] in ("o", "down")
             std = 0.02 / np.sqrt(2 * 2) if into_residual else 0.02  # two layers
-            # Of a uniform draw's mean and variance: four standard errors.
+            # Four standard errors of a uniform draw's mean and variance.
             assert abs(value.mean()) < 4 * std / np.sqrt(value.size), name
             assert abs(value.var() / std**2 - 1) < 4 * np.sqrt(0.8 / value.size), name
             assert np.abs(value).max() <= np.float32(np.sqrt(3) * std), name

@@ -126,7 +126,7 @@ def _check_gradient(got_loss, got, loss, gradient):
 def _check_communication(config, hlo, sizes, sharding):
     gathered = _collectives(hlo, "all-gather")
     shapes = parameters.shapes(config)
-    # What a device multiplies with: FSDP's pieces joined, tensor parallelism's part kept.
+    # Elements a device multiplies with: FSDP's pieces joined, tensor parallelism's part kept.
     parts = {math.prod(shape) // sizes[2] for shape in shapes.values() if len(shape) == 2}
     activations = [shape for shape in gathered if math.prod(shape) not in parts]
     for kind in "all-to-all", "collective-permute":
@@ -184,7 +184,7 @@ def test_explicit_mesh_gives_the_same_gradient(deep, jit, eight_devices, unshard
 
 
 @pytest.mark.newest
-@pytest.mark.optimized  # what LLVM vectorises depends on the shape of a shard
+@pytest.mark.optimized  # LLVM's vectorising depends on the shape of a shard
 def test_initial_parameters_are_the_same_bits_on_every_mesh(small, eight_devices):
     config = dataclasses.replace(small, num_layers=1, tie_embeddings=True)
     model = build("nnx", config)

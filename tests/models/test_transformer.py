@@ -162,7 +162,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_parameters(
     logits = np.asarray(jit(model.apply)(params, tokens))
     assert logits.dtype == np.float32
     expected = np.stack([reference(config, values, row) for row in tokens])
-    # As in float32, with a rounding of 2^-9 and errors that add up at random: the root of 100.
+    # Float32's limit with a rounding of 2^-9, and the root of 100, as errors add up at random.
     assert np.sqrt(np.mean((logits - expected) ** 2)) < 10 * 2**-9 * np.abs(expected).max()
 
 

@@ -243,7 +243,7 @@ def test_cache_refuses_a_file_in_its_place(folder):
 def test_cache_missing_home_works_from_memory(monkeypatch):
     monkeypatch.delenv("NORMFUSE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/proc/nobody")  # where not even root can make a folder
+    monkeypatch.setenv("HOME", "/proc/nobody")  # not even root can make a folder there
     assert str(cache.directory()) == "/proc/nobody/.cache/normfuse"
     refused("No such file or directory")
 

@@ -116,7 +116,7 @@ def test_epilogue_matches_float64(emulated, rng, name, shape, dtype, has_up, bia
         assert results["dbias"].dtype == compute
         assert_close(results["dbias"], Expected(dz.sum(0), each.sum(0), shape[0]), compute)
     if name == "gelu_tanh" and bias:
-        assert emulator.launches[1]["grid"] == (3, 6, 1)  # of the backward kernel: six are added
+        assert emulator.launches[1]["grid"] == (3, 6, 1)  # column_sum adds six rows
 
 
 ALL = """

@@ -119,7 +119,7 @@ def test_the_cache_holds_kernels_by_name(monkeypatch, tmp_path):
     lower(lowering_platforms=("cuda",))
     (entry,) = cache.entries()
     assert (entry.source, entry.arch) == ("elementwise_gated", "compute_80")
-    monkeypatch.setattr(cache, "_memory", {})  # as another process would find it
+    monkeypatch.setattr(cache, "_memory", {})  # another process would find it empty
     before = compiler.compilations()
     jax.clear_caches()
     lower(lowering_platforms=("cuda",))

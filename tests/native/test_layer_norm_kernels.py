@@ -77,7 +77,7 @@ def check_forward(run, case: Case, mean: float = 0.0) -> None:
     _, exact_rstd, exact = reference.layer_normal(x, 1, EPS)
     size, n = np.abs(wide(x)).mean(1), case.shape[1]
     assert_close(mean, Expected(exact[:, 0], size, n), case.compute)
-    # of the squares of differences, each of which has the mean's error: its relative part is small
+    # Squares of differences, each with the mean's error, whose relative part is small.
     assert_close(rstd, Expected(exact_rstd[:, 0], exact_rstd[:, 0], n), case.compute, slack=2)
 
 
@@ -100,7 +100,7 @@ def check_backward(run, case: Case, dscale: bool = True, dbias: bool = True) -> 
 def check_halves(run, case: Case) -> None:
     """`row_statistics` and `apply`, `row_dots` and `backward_apply` do together what one does."""
     x, dy, dh, own = drawn(case, 3, mean=100.0)
-    wider = x.astype(case.compute) if case.compute == "float64" else x  # as the op does
+    wider = x.astype(case.compute) if case.compute == "float64" else x  # like the op
     mean, squares = run("row_statistics", [wider])
     exact = wide(x).mean(1)
     assert_close(mean, Expected(exact, np.abs(wide(x)).mean(1), case.shape[1]), mean.dtype.name)

@@ -63,7 +63,7 @@ def interpreted(monkeypatch):
         pytest.skip("this JAX cannot interpret Mosaic GPU kernels")
     from normfuse.layers.dense import pallas_gradient
 
-    params = plgpu.InterpretGPUParams(detect_races=True)  # which are then raised
+    params = plgpu.InterpretGPUParams(detect_races=True)  # raises an error for a race
     run = functools.partial(pallas_gradient.multiply, interpret=params)
     monkeypatch.setattr(pallas_gradient, "multiply", run)
     return pallas_gradient

@@ -112,7 +112,7 @@ def test_cuda_bounds_are_taken(emulated, rng, bound):
     """Also ones that do not hold: NaN, never the largest number."""
     target, _ = emulated()
     x = unusual(rng, (32, 32), np.dtype("float32"))
-    maxima = np.array([0.0, -bound], np.float32)  # of which the magnitude counts
+    maxima = np.array([0.0, -bound], np.float32)  # only magnitudes count
     check(
         x,
         fp8_reference.E4M3,
@@ -240,7 +240,7 @@ def normalised(emulated, monkeypatch):
             flags = {"has_residual": residual is not None, "has_scale": scale is not None}
             flags |= {"has_bias": bias is not None, "centred": centred, "with_mean": centred}
             spec = Norm(axes=(1,), eps=1e-6, scale_offset=offset, with_rstd=True, **flags)
-            if np.ndim(scale) == 2:  # of examples
+            if np.ndim(scale) == 2:  # each example has its own
                 spec = dataclasses.replace(spec, axes=(2,), heads=(0,), per_example=True)
             shape = (len(scale), -1, x.shape[1]) if spec.heads else (*x.shape, 1)
             given = [a.reshape(shape) if a.size == x.size else a for a in given]
@@ -272,7 +272,7 @@ def exact_norm(h, scale, offset, bias=None, centred=False):
         y = apart * rstd[:, None]
     w = 1 if scale is None else against(scale, len(wide)) + offset
     shift = 0 if bias is None else against(bias, len(wide))
-    rounded = unit(mean * rstd)[:, None]  # of the mean
+    rounded = unit(mean * rstd)[:, None]  # the mean's rounding, in units of y
     terms = np.abs(y * w) + np.abs(shift) + rounded * np.abs(w) / 1e-5
     return y * w + shift, terms, *[mean] * centred, rstd
 
@@ -283,7 +283,7 @@ def unit(values):
 
 
 CLUSTER = CastLayout(32, 2, 2, group=1)  # blocks of 32 rows and 256 columns
-WARPS = CastLayout(64, 1, 4, group=1)  # of 16 rows and 512 columns, by two warps
+WARPS = CastLayout(64, 1, 4, group=1)  # blocks of 16 rows and 512 columns, by two warps
 NARROW = CastLayout(16, 8, 2, group=1)
 
 

@@ -232,7 +232,7 @@ def check_examples(run, case: Case, examples: int, op: str) -> None:
     sums = run("row_dots", operands[: 3 + centred], **flags, **asked)
     halves = run("backward_apply", [*operands, *sums], **flags, **asked, count=float(n))
     if centred:
-        wider = h.astype(case.compute) if case.compute == "float64" else h  # as the op does
+        wider = h.astype(case.compute) if case.compute == "float64" else h  # like the op
         mean, squares = run("row_statistics", [wider], **flags)
         rstd = (1 / np.sqrt(squares / n + EPS)).astype(case.compute)
         ys += run("apply", [h, scale, bias, mean, rstd], **known)

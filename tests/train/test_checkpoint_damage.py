@@ -141,5 +141,5 @@ def test_failed_read_leaves_no_other_read_behind(copy, monkeypatch):
     monkeypatch.setattr("orbax.checkpoint.StandardCheckpointHandler.restore", restore_all)
     with pytest.raises(RunError, match="no undamaged checkpoint"):
         restore(copy)
-    assert ended == ["slow", "slow"]  # of both steps
+    assert ended == ["slow", "slow"]  # for both steps
     assert asyncio.new_event_loop is asyncio.events.new_event_loop

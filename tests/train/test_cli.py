@@ -76,11 +76,11 @@ sys.exit(f"imported: {{heavy}}" if heavy else 0)
     assert done.returncode == 0, done.stderr
 
 
-# What the extras install, but for what JAX itself needs.
+# Packages that the extras install and JAX does not need.
 _EXTRAS = "equinox flax grain matplotlib optax orbax rich safetensors tensorboardX tokenizers yaml"
 
 
-# Arguments, exit code, and a part of what is said.
+# Arguments, exit code, and a part of the output.
 _COMMANDS = [
     (["info"], 0, "normfuse "),
     (["cache"], 0, "kernel cache: "),

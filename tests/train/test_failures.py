@@ -120,7 +120,7 @@ def test_full_disk_after_the_last_step_leaves_the_checkpoint(options, train, tmp
     draw = Run._plot
 
     def limited(run):
-        run.checkpoints.close()  # what is written in the background has its room
+        run.checkpoints.close()  # writes in the background end before the limit is set
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
             return draw(run)
@@ -188,7 +188,7 @@ def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
         code, _, err = train(**bpe | {"steps": 3})
         assert code == 2 and err.count("\n") == 1
         assert f"{path} is not a valid tokenizer.json" in err and "Delete it" in err
-    path.unlink()  # as the message says
+    path.unlink()  # the remedy in the message
     code, _, err = train(**bpe | {"steps": 3})
     assert (code, err) == (0, "") and path.read_text() == content
     path.write_text("[]")

@@ -94,7 +94,7 @@ def test_hugging_face_folder_speaks(tmp_path, capsys, monkeypatch):
     assert main(arguments) == 0
     assert capsys.readouterr().out.startswith("the row")
 
-    # What its template puts before a text is read by the model, and not printed.
+    # The model reads the tokens that the template puts before a text; they are not printed.
     prompts, run = [], generation.generate
 
     def recorded(model, params, rows, *arguments, **options):

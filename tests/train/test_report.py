@@ -104,7 +104,7 @@ def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_pat
     speeds = [x["tokens_per_s"] for x in run.steps()]
     (curve,) = drawn().get_lines()
     np.testing.assert_allclose(curve.get_ydata(), speeds)
-    assert drawn().get_xlim() == (1, 6)  # where the data are
+    assert drawn().get_xlim() == (1, 6)  # the range of the data
     assert f"median {np.median(speeds):,.0f}" in drawn().get_legend().get_texts()[0].get_text()
     plot.plot_breakdown(tmp_path / "kinds.png", [run])
     assert [t.get_text() for t in drawn().get_yticklabels()] == ["matrix products", "idle"]

@@ -127,7 +127,7 @@ def test_the_vocabulary_follows_the_tokenizer_unless_given(train, tmp_path):
     assert of("--data.tokenizer", "bpe:300") == of("--data.tokenizer=bpe:257") == 384
     assert of("--preset", "small", "--data.tokenizer", "bpe:16384") == 16_384
     assert of("--data.tokenizer", str(file)) == 384
-    assert of("--data.tokenizer", "bpe:300", "--model.vocab_size=512") == 256  # what it overrides
+    assert of("--data.tokenizer", "bpe:300", "--model.vocab_size=512") == 256  # overridden
     yaml = tmp_path / "run.yaml"
     yaml.write_text("data.tokenizer: bpe:300\n")
     assert of("--config", str(yaml)) == 384

@@ -92,7 +92,7 @@ struct Stage {
   XLA_FFI_ExecutionStage stage;
 };
 
-// What XLA is to a handler. One call at a time; its tasks may outlive it.
+// Plays XLA to a handler. One call at a time; its tasks may outlive it.
 class Runtime {
  public:
   Runtime() {
@@ -140,7 +140,7 @@ class Runtime {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void* state = nullptr;  // of the call site, made by its first stage
+  void* state = nullptr;  // the call site's, made by its first stage
 
   // Runs one stage of a call; returns the error's message, or "".
   std::string Run(const Stage& stage, const Call& call, Random& random) {
@@ -191,7 +191,7 @@ class Runtime {
   }
 
   static Memory Allocate(int64_t bytes, Random& random) {
-    void* data = nullptr;  // where there is nothing, as XLA has it
+    void* data = nullptr;  // null for no bytes, as in XLA
     if (bytes > 0 && posix_memalign(&data, 64, bytes) != 0) std::abort();
     char* to = static_cast<char*>(data);
     for (int64_t i = 0; i < bytes; i += 8) {

@@ -52,7 +52,7 @@ struct NormArrays {
     for (int i = 0; i < 8; ++i) {
       dtypes.push_back(random.Of(std::vector<ffi::DataType>{ffi::F32, ffi::BF16, ffi::F16}));
     }
-    if (random.Once(4)) dtypes[0] = compute = ffi::F64;  // of x or dy, which is always there
+    if (random.Once(4)) dtypes[0] = compute = ffi::F64;  // x or dy, which is always there
     if (random.Once(4) && inner == 1) {
       heads = std::max<int64_t>(outer, 1), outer *= random.Below(3);
     }
@@ -318,7 +318,7 @@ int CountDamagedImagesTaken(Runtime& runtime, const Target& target, Random& rand
 
 int Main(const std::string& folder, int calls) {
   const std::vector<Library> libraries = Libraries(folder);
-  normfuse::cuda::LaunchTypeId()->type_id = 1;  // as XLA would register it
+  normfuse::cuda::LaunchTypeId()->type_id = 1;  // XLA would register it
   Runtime runtime;
   Random random;
   int wrong = 0;

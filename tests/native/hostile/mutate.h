@@ -7,7 +7,7 @@
 
 namespace hostile {
 
-constexpr int64_t kMostBytes = 1 << 20;  // of an array
+constexpr int64_t kMostBytes = 1 << 20;  // most bytes of an array
 
 inline std::vector<ffi::DataType> EveryType() {
   return {ffi::PRED, ffi::S4,  ffi::S8,   ffi::S16,   ffi::S32,      ffi::S64,    ffi::U4,
@@ -111,7 +111,7 @@ inline void MutateAttribute(Call* call, Random& random) {
   }
 }
 
-// As `call`, damaged, or with some of the attributes of `other`, a call of the same handler.
+// Returns `call` damaged, or with some attributes of `other`, a call of the same handler.
 inline Call Mutated(Call call, const Call& other, Random& random) {
   if (random.Once(4) && call.attributes.size() == other.attributes.size()) {
     for (size_t i = 0; i < call.attributes.size(); ++i) {
