@@ -285,7 +285,7 @@ class _Block:
                 plgpu.barrier_wait(self.filled.at[slot])
             halves = (0, 1) if self.inputs == 2 else (mine,)
             for other in range(2):
-                # Slots as in `_pairs`: two operands have one a warpgroup, one operand has a shared one.
+                # Slots as in `_pairs`: two operands have one a warpgroup; one operand's is shared.
                 own = self._at(first + at * self.inputs + (mine if self.inputs == 2 else 0))
                 r, c = (_SIDE * i for i in ((other, at) if self.contract else (at, other)))
                 operands = [self._load(own, half, other) for half in halves]
