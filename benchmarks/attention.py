@@ -32,7 +32,7 @@ DOCUMENTS = 512, 640, 768, 896, 1152, 1280, 1408, 1536
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A causal attention. `mask`: its mask is an operand. All queries see the first `prefix` keys."""
+    """A causal attention. `mask`: the mask is an operand. Queries see the first `prefix` keys."""
 
     name: str
     batch: int

@@ -52,7 +52,7 @@ EMPTY += [f"maxtext.kernels.attention.{name}_attention" for name in ("jax_flash"
 EMPTY += [f"maxtext.kernels.attention.{name}_attention" for name in ("tokamax_ring", "ulysses")]
 
 
-# ---------------------------------------------------------------- where they are
+# ---------------------------------------------------------------- folders
 
 
 class Anything(type):

@@ -88,7 +88,7 @@ class Curves:
             writer.writerows(rows)
 
 
-# ---------------------------------------------------------------- what the curves say
+# ---------------------------------------------------------------- statistics of the curves
 
 
 @dataclasses.dataclass(frozen=True)

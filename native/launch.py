@@ -159,7 +159,7 @@ def column_sum(launch: Callable[..., Any], target: "Target", partial: jax.Array)
     return sums
 
 
-# ---------------------------------------------------------------- what to compile for
+# ---------------------------------------------------------------- targets
 
 OLDEST = 80  # compute capability 8.0: bfloat16 arithmetic and asynchronous copies
 PORTABLE = f"compute_{OLDEST}"

@@ -5,15 +5,21 @@ python tests/structure.py        prints them, for the installed package
 
 import ast
 import functools
+import io
 import os
 import pathlib
+import re
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 
 import normfuse
 
 ROOT = pathlib.Path(normfuse.__file__).parent
 FOLDERS = ("native", "layers", "models", "train")
+CHECKOUT = pathlib.Path(__file__).parents[1]
+PYTHON, NATIVE = (".py",), (".cc", ".h", ".cu", ".cuh", ".hpp")
+_ASIDE = re.compile(r"(#|//)\s*(-{3}|%%|noqa|pyright:|type:|fmt:|clang-format|NOLINT)")
 MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -145,6 +151,32 @@ def annotated() -> tuple[int, int]:
                     count += 1
                     have += parameter.annotation is not None
     return have, count
+
+
+def _comments(path: pathlib.Path) -> list[tuple[int, int, str, str]]:
+    """Comments, or their lines: row, column, text, and the whole line."""
+    text = path.read_text()
+    if path.suffix in PYTHON:
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        return [(*t.start, t.string, t.line) for t in tokens if t.type == tokenize.COMMENT]
+    found = (re.search(r"(?<!:)//.*", line) for line in text.splitlines())
+    return [(i, m.start(), m[0], m.string) for i, m in enumerate(found) if m]
+
+
+def openings(suffixes: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yields (first word in lower case, place) of each comment; a block of lines is one comment.
+
+    Separators and pragmas are no comments.
+    """
+    for folder in (*FOLDERS, "tests", "docs", "benchmarks"):
+        for path in sorted(p for p in (CHECKOUT / folder).rglob("*") if p.suffix in suffixes):
+            above = None
+            for row, column, comment, line in _comments(path):
+                alone = not line[:column].strip()
+                word = re.search(r"\w+", comment)
+                if word and not (_ASIDE.match(comment) or alone and above == (row - 1, column)):
+                    yield word[0].lower(), f"{path.relative_to(CHECKOUT)}: {comment}"
+                above = (row, column) if alone else None
 
 
 def main() -> None:

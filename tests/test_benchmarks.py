@@ -120,7 +120,7 @@ def check_picture(path):
         assert same.sum() > 500, colour
 
 
-# ---------------------------------------------------------------- what a trace says
+# ---------------------------------------------------------------- traces
 
 
 def loaded(name):

@@ -134,7 +134,7 @@ class Mesh:
     tensor: int = 1  # with sequence parallelism
 
 
-# ---------------------------------------------------------------- what a step does
+# ---------------------------------------------------------------- the work of a step
 #
 # All rows of one replica, over its "tensor" devices. Activations have 2 bytes an element.
 

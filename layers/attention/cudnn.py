@@ -141,7 +141,7 @@ def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tupl
     return bias, replace(spec, bias=spec.dbias)
 
 
-# ---------------------------------------------------------------- what it takes
+# ---------------------------------------------------------------- supported arguments
 
 
 _INDEXED = 2**31  # elements of an array; the gradients of more were wrong on an H100, cuDNN 9

@@ -452,7 +452,7 @@ def placed(array: Array, sharding: P | None) -> Array:
     return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
 
 
-# ---------------------------------------------------------------- where a program is lowered
+# ---------------------------------------------------------------- lowering
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,7 +143,7 @@ class Writer:
         return "".join(self.rng.permutation([*letters])) if self.chance(p) else letters
 
 
-# ---------------------------------------------------------------- what programs are made of
+# ---------------------------------------------------------------- parts of programs
 
 
 def softmax(w, s, axis):

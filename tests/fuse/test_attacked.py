@@ -46,7 +46,7 @@ def same(got, want, rtol=2e-5):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * size)
 
 
-# ---------------------------------------------------------------- what functions are
+# ---------------------------------------------------------------- kinds of functions
 
 FUNCTIONS = {}
 Pair = collections.namedtuple("Pair", "a b")
@@ -264,7 +264,7 @@ def test_callables(kind):
     assert before == model.calls == (kind in ("object", "method"))  # its state changes once a call
 
 
-# ---------------------------------------------------------------- what they do
+# ---------------------------------------------------------------- effects
 
 
 def test_errors_are_the_functions():
@@ -402,7 +402,7 @@ def test_threads_call_one_fused_function():
         same(found[i], rms(attend(x)))
 
 
-# ---------------------------------------------------------------- what is done with them
+# ---------------------------------------------------------------- uses
 
 f = lambda x: rms(attend(x))
 AROUND = {

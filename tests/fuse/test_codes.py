@@ -655,7 +655,7 @@ def test_main_gradients_are_those_of_norm_dense(rng):
     assert_equal(got, want)
 
 
-# ---------------------------------------------------------------- what does not fuse
+# ---------------------------------------------------------------- look-alikes
 
 
 @jax.custom_vjp

@@ -1048,7 +1048,7 @@ def test_haliax(args):
     assert_served(fused, attention=1, loss=1)
 
 
-# ---------------------------------------------------------------- what users do wrong
+# ---------------------------------------------------------------- users' mistakes
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "loss", jnp.ones(3)], ids=["None", "3", "str", "array"])

@@ -85,7 +85,7 @@ def compared(home, function, *args, rtol=2e-5, quantization=None, shapes):
     return reports[-1]
 
 
-# ---------------------------------------------------------------- what a call returns, and does
+# ---------------------------------------------------------------- results and effects of a call
 
 RETURNED = {
     "a tuple with None": lambda y: (y, None),
@@ -172,7 +172,7 @@ def test_fp8_leaves_layers_of_a_few_rows(home):
     assert sum("few rows" in row.reason for row in report.left) == 2, str(report)
 
 
-# ---------------------------------------------------------------- what the report says
+# ---------------------------------------------------------------- the report
 
 
 @everywhere

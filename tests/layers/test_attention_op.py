@@ -685,7 +685,7 @@ def test_blocks_that_are_hidden_are_skipped(rng):
         assert jnp.isnan(found[:, 48:72]).all()
 
 
-# ---------------------------------------------------------------- what serves on GPUs
+# ---------------------------------------------------------------- on GPUs
 
 
 def served(function, *operands):

@@ -453,7 +453,7 @@ def test_forward_mode_and_second_derivatives_in_the_weights(rng, reduction):
         )
 
 
-# ---------------------------------------------------------------- what is computed, and kept
+# ---------------------------------------------------------------- operations and residuals
 
 
 def products(fn, *args):

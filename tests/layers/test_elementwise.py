@@ -209,7 +209,7 @@ def test_as_a_function_of_gate_and_up(rng):
     )
 
 
-# ---------------------------------------------------------------- what cannot be served
+# ---------------------------------------------------------------- unserved contexts
 
 
 def no_compiler(monkeypatch):

@@ -196,7 +196,7 @@ def test_several_output_axes_and_no_scale(rng):
     assert gated.shape == (4, 2, 3)
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- residuals
 
 
 def kept(op, args):

@@ -66,7 +66,7 @@ def _settings(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-# ---------------------------------------------------------------- what transformers computes
+# ---------------------------------------------------------------- with transformers itself
 
 
 def _assert_equal(ours, theirs):
@@ -140,7 +140,7 @@ def test_both_ways_with_the_package_itself(name, tmp_path, jit):
     )
 
 
-# ---------------------------------------------------------------- what we save
+# ---------------------------------------------------------------- saving
 
 
 def _llama(path, tokens):

@@ -131,7 +131,7 @@ def test_cuda_export_honours_a_named_architecture(monkeypatch):
     assert 'image = dense<"0x7F454C46' in exported.mlir_module()  # an ELF file: a cubin
 
 
-# ---------------------------------------------------------------- which architecture
+# ---------------------------------------------------------------- architecture
 
 
 def gpu(capability="9.0", cores=132, platform="gpu"):
@@ -210,7 +210,7 @@ def test_blocks_share_a_multiprocessors_memory(arch, multiprocessor, blocks):
     assert target.blocks_with(each) == blocks > target.blocks_with(each + 1)
 
 
-# ---------------------------------------------------------------- what cannot be served
+# ---------------------------------------------------------------- unserved contexts
 
 
 def test_cuda_missing_compiler_is_one_clear_error_or_plain_hlo(monkeypatch, caplog):

@@ -126,7 +126,7 @@ def test_the_cache_holds_kernels_by_name(monkeypatch, tmp_path):
     assert compiler.compilations() == before
 
 
-# ---------------------------------------------------------------- what they compute
+# ---------------------------------------------------------------- values
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_cuda_without_the_compiler_is_pallas_and_logged(caplog, monkeypatch):
     assert "is served by Pallas: on cuda, CUDA kernels are compiled" in caplog.text
 
 
-# ---------------------------------------------------------------- what cannot serve
+# ---------------------------------------------------------------- unserved contexts
 
 
 def sums(x, order, dtype="float32"):

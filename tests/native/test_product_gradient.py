@@ -181,7 +181,7 @@ def test_what_it_does_not_take(arch, name, size, dtype, reason):
     assert text.count("stablehlo.dot_general") == 1 and "normfuse_launch" in text
 
 
-# ---------------------------------------------------------------- what nothing asked for gives
+# ---------------------------------------------------------------- defaults
 
 H200 = launch.Target("sm_90", 132)
 

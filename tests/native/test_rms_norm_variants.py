@@ -297,7 +297,7 @@ def test_cuda_examples_of_unaligned_and_of_long_rows(emulated, op):
     assert backward["macros"]["CLUSTER"] > 1
 
 
-# ---------------------------------------------------------------- what the compiler makes of them
+# ---------------------------------------------------------------- compiled code
 
 
 @pytest.fixture

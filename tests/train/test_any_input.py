@@ -202,7 +202,7 @@ def test_any_folder_serves_or_is_explained(
     assert "\x1b" not in out
 
 
-# ---------------------------------------------------------------- what is named
+# ---------------------------------------------------------------- paths
 
 
 @pytest.mark.parametrize("command", ["report", "generate", "train", "text", "config", "tokenizer"])
