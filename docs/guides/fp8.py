@@ -1,4 +1,4 @@
-"""FP8 in your nnx model, in your Equinox model, and in the trainer.
+"""FP8 in an nnx model, in an Equinox model, and in the trainer.
 
 Run it: `python docs/guides/fp8.py`. CI checks every statement below, on a CPU: it quantizes to the
 same FP8 numbers as a GPU does, and multiplies them in the compute dtype. FP8 products need compute
@@ -26,7 +26,7 @@ distance = lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
 # 1. A model of yours: `fuse` the function that you differentiate. Every product with a parameter
-#    multiplies in FP8, forward and backward, but for those that should not: logits, routers,
+#    multiplies in FP8, forward and backward, except those that should not: logits, routers,
 #    products of few rows. Parameters, optimizer and checkpoints are the model's own: scales follow
 #    from the arrays of each step, so there is no state to carry.
 class Block(nnx.Module):
@@ -64,9 +64,8 @@ assert losses[-1] < 0.7 * losses[0]
 print(reports[0])
 assert {"norm", "mlp", "codes"} <= {row.domain for row in reports[0].fused}
 
-# 2. A layer whose kernel has a dimension that is no multiple of 16 multiplies in the compute dtype,
-#    and so does one that you leave alone: convert it back, or build it without. Logits are best
-#    left so.
+# 2. A layer whose kernel has a dimension that is not a multiple of 16 multiplies in the compute
+#    dtype, and so does a layer without `quantization`. Logits are best left so.
 odd = ours_nnx.Linear(64, 20, quantization="fp8", rngs=nnx.Rngs(1))
 plain = ours_nnx.Linear(64, 20, rngs=nnx.Rngs(1))
 np.testing.assert_array_equal(odd(x), plain(x))
@@ -80,7 +79,7 @@ run = lambda loss: eqx.filter_jit(eqx.filter_value_and_grad(loss))(mlp, x, y)
 )
 assert value != exact and abs(value - exact) < 0.05 * exact
 errors = map(distance, jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient))
-assert max(errors) < 0.15  # an e4m3 number is within 1/16 of what it is of
+assert max(errors) < 0.15  # an e4m3 number is within 1/16 of its original
 
 # 4. The functions take it too. Under `accumulate_gradients` kernels are quantized once a step,
 #    whatever the number of microbatches; under `jax.checkpoint` this policy keeps their codes.

@@ -23,7 +23,7 @@ from normfuse import accumulate_gradients, fuse
 LAYERS, DIM, HEADS, HIDDEN, VOCAB, PADDING = 2, 64, 4, 128, 2048, -1
 
 
-# 1. The model, as anybody writes it, of one sequence: nothing of normfuse is in it.
+# 1. The model, for one sequence, as anybody would write it: without normfuse.
 class Block(eqx.Module):
     norm1: eqx.nn.RMSNorm
     norm2: eqx.nn.RMSNorm
@@ -77,7 +77,7 @@ class Model(eqx.Module):
         self.head = eqx.nn.Linear(DIM, VOCAB, use_bias=False, key=keys[2])
 
     def __call__(self, tokens, key=None):
-        """Of a batch of sequences; without dropout where there is no key."""
+        """Logits of a batch of sequences; without a key there is no dropout."""
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(x, given):
@@ -117,7 +117,7 @@ def step(model, moments, key, batches):
     return value, eqx.apply_updates(model, updates), moments, key
 
 
-# 4. FSDP: parameters and the optimizer's state in four pieces.
+# 4. FSDP: each device holds a quarter of the parameters and of the optimizer's state.
 def placed(array):
     if not eqx.is_array(array):
         return array
@@ -178,7 +178,7 @@ with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
     assert float(value) == float(after)  # the same masks of dropout, to the bit
 
 
-# 6. Generation, without dropout: the likeliest token, one after the other.
+# 6. Generation, without dropout: append the likeliest token, one at a time.
 @eqx.filter_jit
 def next_tokens(model, tokens, last):
     return jnp.argmax(model(tokens)[:, last], -1)

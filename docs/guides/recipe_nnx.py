@@ -23,7 +23,7 @@ from normfuse.layers.nnx import accumulate_gradients, fuse
 LAYERS, DIM, HEADS, HIDDEN, VOCAB, PADDING = 2, 64, 4, 128, 2048, -1
 
 
-# 1. The model, as anybody writes it: nothing of normfuse is in it.
+# 1. The model, as anybody would write it: without normfuse.
 class Block(nnx.Module):
     def __init__(self, rngs):
         linear = lambda n, m: nnx.Linear(n, m, use_bias=False, rngs=rngs)
@@ -92,7 +92,7 @@ def step(model, optimizer, batches):
     return value
 
 
-# 4. FSDP: parameters and the optimizer's state in four pieces.
+# 4. FSDP: each device holds a quarter of the parameters and of the optimizer's state.
 def spec(array):
     is_kernel = array.ndim >= 2 and array.shape[-2] >= DIM
     return P(*[None] * (array.ndim - 2), "fsdp", None) if is_kernel else P()
@@ -152,7 +152,7 @@ with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
     assert float(step(model, optimizer, batches)) == after  # the same masks of dropout, to the bit
 
 
-# 6. Generation, without dropout: the likeliest token, one after the other.
+# 6. Generation, without dropout: append the likeliest token, one at a time.
 @nnx.jit
 def next_tokens(model, tokens, last):
     return jnp.argmax(model(tokens)[:, last], -1)
