@@ -71,7 +71,7 @@ def get(source: Source, macros: Mapping[str, str | int], arch: str) -> Image:
 
 
 def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
-    """The image that `described`, which JSON can write, determines: as `get`, made by `make`.
+    """Like `get`, for an image that `described` (JSON) determines and `make` makes.
 
     `head` is what `entries` shows: "source", "arch", "macros" and "compiler".
     """
@@ -98,7 +98,7 @@ def fetch(described: object, head: dict, make: Callable[[], Image]) -> Image:
 
 
 def directory() -> pathlib.Path:
-    """Returns where images are kept, which need not exist; Refused for an unknown home folder."""
+    """Returns the folder of the images, which may not exist; Refused without a home folder."""
     named = os.environ.get("NORMFUSE_CACHE_DIR")
     if not named:
         import platformdirs
@@ -127,9 +127,9 @@ def usable(part: str = "") -> pathlib.Path | None:
 def check(folder: pathlib.Path) -> pathlib.Path:
     """Makes `folder`, mode 0700, if it is missing; returns it without symbolic links.
 
-    Nobody but the user and root may own it or write to it, or be able to put another one in its
-    place: else Refused, as where it cannot be made or is no folder. Groups are trusted with the
-    folders above it: on many systems each user has a group.
+    Raises Refused if it cannot be made or is not a folder, and if anybody but the user and root
+    owns it, can write to it or can replace it. Groups are trusted with the folders above it: on
+    many systems each user has a group.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _read(path: pathlib.Path, head: dict) -> Image | None:
-    """The image in `path`; None if there is none, or one that is not what `head` says."""
+    """The image in `path`; None if there is none, or if it is not the one of `head`."""
     try:
         line, data = _contents(path)
     except (OSError, ValueError):
@@ -252,7 +252,7 @@ def _read(path: pathlib.Path, head: dict) -> Image | None:
 def _contents(path: pathlib.Path) -> tuple[bytes, bytes]:
     """Reads the head and the image of an entry that nobody else could have written.
 
-    Raises OSError or ValueError if it is no such file; a pipe or a device is not waited for.
+    Raises OSError or ValueError for any other file, without waiting for a pipe or a device.
     """
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
@@ -268,7 +268,7 @@ def _contents(path: pathlib.Path) -> tuple[bytes, bytes]:
 
 
 def _line(head: dict, image: Image) -> bytes:
-    """The first line of an entry: all that is known of the image, so that it is compared whole."""
+    """The first line of an entry: all that is known of the image, to be compared as a whole."""
     return json.dumps(head | {"sha256": image.digest}).encode()
 
 
@@ -289,7 +289,7 @@ def _write(path: pathlib.Path, head: dict, image: Image) -> None:
 
 
 def _evict(folder: pathlib.Path) -> None:
-    """Removes what was used longest ago until the folder is within bounds."""
+    """Removes the least recently used entries until the folder is within bounds."""
     for path, status in _files(folder, ".tmp"):
         if time.time() - status.st_mtime > _STALE_SECONDS:
             path.unlink(missing_ok=True)
@@ -303,7 +303,7 @@ def _evict(folder: pathlib.Path) -> None:
 
 
 def _files(folder: pathlib.Path, *suffixes: str) -> list[tuple[pathlib.Path, os.stat_result]]:
-    """The files of a folder whose names end so, without those that are gone by now."""
+    """The files of a folder with these suffixes, without those that have vanished meanwhile."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):

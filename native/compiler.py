@@ -103,13 +103,13 @@ _DIRECTIVE = re.compile(
 
 @functools.lru_cache(maxsize=256)
 def files_read(text: str) -> tuple[str, ...]:
-    """Returns what a C++ text has the compiler read or look for, as its directives write it.
+    """Returns the files that a C++ text reads or looks for, as its directives write them.
 
-    That is `"row.cuh"`, `<math.h>`, the name of a macro, `__has_include` or `.incbin`. Whether a
-    condition leaves the directive out is not considered.
+    That is `"row.cuh"`, `<math.h>`, the name of a macro, `__has_include` or `.incbin`, whether or
+    not a condition leaves the directive out.
     """
     lines = re.sub(r"\r\n?", "\n", text)
-    lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # a line that goes on in the next
+    lines = re.sub(r"(?:\\|\?\?/)[ \t\f\v]*\n", "", lines)  # joins continued lines
     bare = _TOKEN.sub(lambda m: '""' if m["raw"] else " " if m["comment"] else m[0], lines)
     found = [(m["file"] or m[0]).strip() for m in _DIRECTIVE.finditer(bare)]
     if re.search(r'\.inc(?:bin|lude)\s*\\?"', lines):  # the assembler's
@@ -168,7 +168,7 @@ def count_compilation() -> None:
 
 
 def options(macros: Mapping[str, str | int], arch: str) -> list[str]:
-    """Returns what the compiler is told, apart from where CUDA's headers are."""
+    """Returns the compiler's options, without the folders of CUDA's headers."""
     for name in macros:
         if not re.fullmatch(r"[A-Z][A-Z0-9_]+", name):
             raise ValueError(

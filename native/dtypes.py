@@ -1,4 +1,4 @@
-"""The dtypes that operations take: one table, which dtype holds which, and rounding by it."""
+"""The dtypes that operations take, which of them holds which, and rounding."""
 
 import functools
 from typing import Any, Literal, get_args
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 Floating = Literal["float64", "float32", "bfloat16", "float16"]
 FLOATING: tuple[str, ...] = get_args(Floating)
-"""What norms and dense layers compute with, the widest first."""
+"""The dtypes of norms and dense layers, widest first."""
 NARROW = ("bfloat16", "float16")
-"""What is computed in float32 and rounded."""
+"""Dtypes of values that are computed in float32 and rounded."""
 
 # C++ types of values, by dtype. Half precision is stored in types of its own, which differ between
 # CUDA and the host, and computed in float.

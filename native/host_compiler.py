@@ -51,7 +51,7 @@ def library(name: str, text: str, arch: str) -> Image:
 
 
 def find() -> tuple[str, str]:
-    """Returns (path, version) of what `CXX` names, c++, g++ or clang++: the first that is there.
+    """Returns (path, version) of the first compiler found: `CXX`, c++, g++ or clang++.
 
     Raises CompilerMissing if none is.
     """

@@ -1,4 +1,4 @@
-"""Which implementation serves an operation: what `implementation=` means, and what serves instead.
+"""The choice of an operation's implementation: `implementation=`, and substitutes.
 
 The names are "native" (compiled kernels), "pallas" and "xla" (plain JAX). Which of them can serve
 is known where a program is lowered; a substitution is logged once there, and kept for
@@ -26,7 +26,7 @@ _TITLES = {"native": "native", "pallas": "Pallas"}
 
 
 def warn(message: str, *, stacklevel: int = 2) -> None:
-    """Gives a RuntimeWarning about what the program can do without.
+    """Gives a RuntimeWarning about something that the program can do without.
 
     Where warnings are errors (`python -W error`) it is logged instead: it must not end an operation
     that would go on.
@@ -43,9 +43,9 @@ class Unsupported(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Which kernels are to serve, decided where a program is lowered."""
+    """The kernels to try, when a program is lowered."""
 
-    names: tuple[str, ...]  # the first is tried first; empty for the best there is on the platform
+    names: tuple[str, ...]  # in the order to try them; empty for the platform's best
     strict: bool  # raise an error where none of them can serve, rather than use plain HLO
 
 
@@ -86,9 +86,9 @@ def requested(implementation: Implementation, *, argument: str = "implementation
 
 
 def order_of(implementation: Implementation) -> Order | None:
-    """Returns which kernels `implementation` asks for, where every name is a kernel's or "xla".
+    """Returns the kernels that `implementation` asks for, whose names are kernels' or "xla".
 
-    None where it asks for plain HLO before any of them.
+    None if it asks for plain HLO before any of them.
     """
     names = requested(implementation)
     if not names:
@@ -100,8 +100,8 @@ def order_of(implementation: Implementation) -> Order | None:
 def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable[[bool], T]]) -> T:
     """Calls the implementation asked for.
 
-    `serve` has for each implementation that exists a function of `strict`: whether plain HLO may
-    not stand in for it (it may where "xla" follows, or where nothing was asked for).
+    `serve` has for each implementation that exists a function of `strict`, which is True if plain
+    HLO must not replace it (it may if "xla" follows, or if nothing was asked for).
 
     Raises:
       NotImplementedError: if the only implementation asked for cannot serve.

@@ -44,7 +44,7 @@ except ImportError:  # equations evaluated again then have our lines, and no nam
 
 @contextlib.contextmanager
 def source(traceback: Any, scope: Any) -> Iterator[None]:
-    """Within it, what is traced has these lines, and these named scopes within the present ones."""
+    """In this context traced equations have these lines, and these scopes within the present."""
     if _source_info is None:
         yield
         return
@@ -109,7 +109,7 @@ def packed_attention(
 
 @contextlib.contextmanager
 def described_cudnn(version: int) -> Iterator[None]:
-    """Within it, attention is traced for this cuDNN and a Hopper GPU, not for the installed."""
+    """In this context attention is traced for this cuDNN and a Hopper GPU, whatever is here."""
     names = "check_cudnn_version", "check_compute_capability"
     if _cudnn is None or not all(hasattr(_cudnn, name) for name in names):
         yield

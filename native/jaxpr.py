@@ -14,7 +14,7 @@ def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
 
 
 def results_of(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation on these operands, as a list also where it has one."""
+    """Returns the results of an equation on these operands, as a list even of one."""
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
@@ -47,7 +47,7 @@ def params_of(eqn: Any) -> Mapping[str, Any]:
 
 
 KERNELS = "ffi_call", "pallas_call", "custom_partitioning"
-"""Equations that call what was compiled for their operands' dtypes."""
+"""Equations that call code compiled for their operands' dtypes."""
 
 
 def bodies(eqn: Any) -> Iterator[tuple[str, int, Any]]:
@@ -78,7 +78,7 @@ def line_of(eqn: Any) -> str:
 
 
 def _hidden_folders() -> tuple[str, ...]:
-    """Returns where lines are that are nobody's model: JAX, the frameworks, and this package."""
+    """Returns the folders whose lines are no user's: JAX, the frameworks, and this package."""
     names = "jax", "flax", "equinox", "haliax", "haiku", "jaxtyping", "optax"
     return _folders(*[getattr(sys.modules.get(name), "__file__", None) for name in names])
 

@@ -31,13 +31,13 @@ class Kernel:
       bodies: the kernels that exist: "cpu", `(spec, *operands)`, by C++ handlers; "cuda" and
         "pallas", `(target, spec, *operands)`, where `target` describes the GPU or the platform. A
         kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on a CPU.
-      plain_on_cuda: `(spec, *operand types) -> bool`: whether the definition was measured to be the
-        fastest on a GPU, and serves where nothing was asked for; None for never.
+      plain_on_cuda: `(spec, *operand types) -> bool`: True if the definition was measured to be the
+        fastest on a GPU, and serves by default; None for never.
       pallas_on_cuda: `(target, spec, *operand types) -> bool`: the same of the Pallas kernel.
 
-    A body raises `Unsupported` when it cannot serve. The `Order` of a call says which are tried;
-    when none serves the definition does and the reason is logged once, or, if the order is strict,
-    that is a NotImplementedError.
+    A body raises `Unsupported` when it cannot serve. The `Order` of a call says which bodies to
+    try. If none serves, the definition does and the reason is logged once; a strict order raises
+    NotImplementedError instead.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Kernel:
         return self._plain_on_cuda(spec, *ctx.avals_in)
 
     def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
-        """Returns what is tried where nothing was asked for."""
+        """Returns the kernels to try by default."""
         # JAX gives no guarantee for a Triton kernel in an export.
         export = ctx.module_context.lowering_parameters.for_export and platform != "tpu"
         if "pallas" not in self.bodies or export:
@@ -125,7 +125,7 @@ class Kernel:
             return False
         from .launch import target_for  # only a CUDA lowering needs the CUDA engine
 
-        with contextlib.suppress(Unsupported):  # a GPU that is too old for CUDA kernels of ours
+        with contextlib.suppress(Unsupported):  # the GPU is too old for our CUDA kernels
             return self._pallas_on_cuda(target_for(ctx), spec, *ctx.avals_in)
         return False
 
@@ -184,7 +184,7 @@ def without_mesh(fn: Body, x64: bool) -> Callable[..., list]:
 
     The arrays of a shard live on one device. From JAX 0.11 on an ambient Explicit mesh would
     annotate them, and XLA finds no implementation for a `Sharding` call in a per-device module.
-    JAX 0.10 partitions in a thread of XLA's, which does not see `jax.enable_x64` of the caller's.
+    JAX 0.10 partitions in a thread of XLA's, which does not see the caller's `jax.enable_x64`.
     """
 
     def shielded(*operands: Any) -> list[Any]:

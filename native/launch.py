@@ -179,7 +179,7 @@ class Target:
     """
 
     arch: str  # NVRTC's name for the architecture
-    multiprocessors: int  # how many there are, or are assumed
+    multiprocessors: int  # their number, known or assumed
     name: str = ""  # the driver's name for it; empty if no device is attached
 
     @property

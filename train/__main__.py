@@ -5,7 +5,7 @@ from typing import NoReturn
 
 
 def entry(argv: list[str] | None = None) -> NoReturn:
-    """Runs the command line, or says what it needs that is not installed."""
+    """Runs the command line, or names the package that is missing."""
     try:
         from . import cli
     except ModuleNotFoundError as error:

@@ -20,7 +20,7 @@ _OPEN = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Escapes the characters of a text that a terminal would obey, but for those `kept`.
+    """Escapes the characters of a text that a terminal would obey, except those in `kept`.
 
     It may hold anything, bytes that were not UTF-8 as surrogates.
     """
@@ -65,7 +65,7 @@ def named(argument: str, path: Any, what: str = "be read") -> Iterator[None]:
 
 
 def reason(error: BaseException, known: Any = None) -> str:
-    """Returns what the operating system says, and of which file unless that is `known`."""
+    """Returns the operating system's message, with the file unless that is `known`."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     about = error.filename
@@ -92,7 +92,7 @@ def expanded(path: Path | str, argument: str) -> Path:
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """Reads a file that may be anything: a pipe without a writer would be waited for for ever.
+    """Reads a file that may be anything; does not wait for a pipe without a writer.
 
     Raises:
       OSError: it cannot be read, or is neither a regular file nor one that is open already.

@@ -1,7 +1,7 @@
 """Checkpoints: saved in the background, verified by checksums when they are read.
 
 Each holds the parameters, the rest of the state, and a JSON record with the run's configuration,
-the text's identity and a checksum of every array. Storage that returns other bits than were
+the text's identity and a checksum of every array. Storage that returns bits other than those
 written costs only the steps since the checkpoint before.
 
 TensorStore's own crc32c, as Orbax uses it, misses two thirds of single flipped bits: 483 of 700 in
@@ -34,8 +34,8 @@ from .arguments import reason
 from .run_dir import is_step
 from .step import State
 
-# Exceptions of saves in the background, in this process. Orbax logs them at once; with several
-# processes it raises them only when the others have given up waiting, minutes later.
+# Exceptions of this process's background saves. Orbax logs them at once; with several processes it
+# raises them only minutes later, when the others have given up waiting.
 _failed_saves: list[BaseException] = []
 
 
@@ -131,7 +131,7 @@ class Checkpoints:
         Returns: the state and its record.
         Raises:
           RunError: there is none.
-          UsageError: it holds other arrays than `abstract`.
+          UsageError: its arrays are not those of `abstract`.
         """
         return self._newest_whole(lambda step: self._restore(step, abstract))
 
@@ -319,7 +319,7 @@ def _crc32(record: dict[str, Any]) -> int:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    # TensorStore appends what it knows: [os_error_code='27'], or a whole [tensorstore_spec='…'].
+    # TensorStore appends details: [os_error_code='27'], or a whole [tensorstore_spec='…'].
     line = re.split(r"\. See full TensorStore| \[\w+='", lines[0])[0]
     line = line if len(line) <= 200 else f"{line[:80]} … {line[-120:]}"  # the cause stands last
     return f"{type(error).__name__}: {line}"

@@ -1,7 +1,7 @@
 """The command `normfuse`: `train`, `generate`, `report`, `plan`, `info` and `cache`.
 
-Nothing here imports JAX before the flags are read, nor what the extra `train` installs before a
-command needs it.
+Nothing here imports JAX before the flags are read, nor packages of the extra `train` before a
+command needs them.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .arguments import one_line, printable, reason
 from .config import ModelConfig, Preset, TrainConfig, defaults, located
 from .shutdown import StopRequest
 
-_TOKENS = 240  # that `generate` adds unless told otherwise
+_TOKENS = 240  # tokens that `generate` adds by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Plan:
     gpu: Annotated[str, arg(metavar="H200|H100")] = "H200"
     """Kind of GPU."""
     gpus: int = 8
-    """Their number, from 1 to 1024; more than 8 are whole hosts of 8."""
+    """Number of GPUs, from 1 to 1024; more than 8 must be whole hosts of 8."""
     huggingface: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """Folder with the config.json of a Hugging Face model, instead of a preset."""
     preset: Preset = "1b"
     """Model, and the defaults shown here."""
     config: Annotated[Path | None, arg(metavar="FILE.yaml", help_behavior_hint="")] = None
-    """YAML file of `normfuse train`, of which the model and the sequences are taken."""
+    """YAML file of `normfuse train`, for the model and the sequences."""
     batch_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: 16384 tokens a GPU)")
     ] = None
@@ -105,7 +105,7 @@ class Plan:
     seq_len: int
     """Tokens per sequence."""
     documents: bool = False
-    """Sequences are packed documents, as of --data.documents."""
+    """Sequences are packed documents, as with --data.documents."""
     between_hosts: float = 50.0
     """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
     compile: int = 0
@@ -219,7 +219,7 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
 
 
 class _Help(io.StringIO):
-    """A help text for a stream. tyro wraps what it frames, and not what a command is for."""
+    """A help text for a stream. tyro wraps framed text, but not a command's description."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class _Help(io.StringIO):
 
 
 def _refuse_empty(argv: list[str]) -> None:
-    """Raises a UsageError for an empty word that is no text of a prompt: "$UNSET" in a shell.
+    """Raises a UsageError for an empty word outside a prompt: "$UNSET" in a shell.
 
     As a path it would be the current folder.
     """
@@ -357,7 +357,7 @@ def _inspect(command: Info | Cache) -> None:
 
 
 def _fitting(text: str) -> str:
-    """Returns a text whose lines a terminal need not break; of a file or pipe, as it is."""
+    """Returns the text in lines that fit the terminal; unchanged for a file or a pipe."""
     if not sys.stdout.isatty():
         return text
     options: Any = {"break_long_words": False, "break_on_hyphens": False}

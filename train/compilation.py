@@ -1,4 +1,4 @@
-"""Compiling a run's step: the programs' cache, errors explained, and what the program calls."""
+"""Compiling a run's step: the programs' cache, explained errors, and the kernels called."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from ..native import cache
 from . import RunError, UsageError
 from .step import Program
 
-# Families of ops, each with what the names of its kernels hold, native or Pallas.
+# Families of ops, each with a pattern for the names of its kernels, native or Pallas.
 _FAMILIES = {"norms": "rms_norm|^norm_", "activations": "epilogue|dense"}
 # Custom calls of Pallas kernels: on GPUs by Triton and by Mosaic, and on TPUs.
 _PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
@@ -21,8 +21,8 @@ _PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
 def keep_compiled_programs() -> None:
     """Turns JAX's persistent compilation cache on, unless the user has configured it.
 
-    Its folder is `xla` in the kernel cache's, and has to meet the same conditions. Where it does
-    not, every process compiles again.
+    Its folder is `xla` in the kernel cache's, under the same conditions. If it does not meet them,
+    every process compiles again.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return

@@ -24,7 +24,7 @@ Preset = Literal["tiny", "small", "medium", "1b", "8b"]
 
 
 def _arg(metavar: str) -> Any:
-    """Shows an optional flag with this placeholder; its help says what leaving it out means."""
+    """Shows an optional flag with this placeholder; its help explains the default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -144,8 +144,8 @@ class DistributedConfig:
     """Seconds to wait for the others at the start."""
 
 
-# The transformer's configuration without what a run sets by itself and no flag sets. Its flags, and
-# their help, are that class's own.
+# Fields of the transformer's configuration that a run sets itself, and no flag. The other fields
+# are flags, with that class's help.
 _NO_FLAGS = {"dtype", "implementation", "param_dtype", "rope_scaling", "attention_bias"}
 if TYPE_CHECKING:
     ModelConfig = TransformerConfig
@@ -271,7 +271,7 @@ def preset_config(preset: Preset) -> TrainConfig:
 
 
 def defaults(argv: list[str]) -> TrainConfig:
-    """Returns what the flags in `argv` override: the preset, as changed by the file of `--config`.
+    """Returns the settings that flags override: the preset, changed by the file of `--config`.
 
     The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`). The
     file that a run keeps in its folder means the run in that folder, wherever it has been moved to.
@@ -299,7 +299,7 @@ def defaults(argv: list[str]) -> TrainConfig:
 def located(message: str, config: TrainConfig) -> str:
     """Returns a message that begins with a flag, after `FILE:LINE: ` if `--config` has its value.
 
-    Who wrote `lr: nan` to a file finds no --optim.lr in the command.
+    A user who wrote `lr: nan` to a file finds no --optim.lr in the command.
     """
     found = re.match(r"--([a-z0-9_.-]+)", message)
     name = found[1].replace("-", "_") if found else ""

@@ -1,8 +1,9 @@
 """The text: reading, splitting and tokenizing it, its batches, and simple models of it.
 
-Documents are packed: each but its last token is an input, each but its first a target, and a row
-holds as many such pairs as another. So no token is predicted from another document, no place of a
-row is without a target, and what does not fit goes on in the next row, without what came before.
+Documents are packed: every token but a document's last is an input, every one but its first a
+target, and all rows hold equally many such pairs. So no token is predicted from another document,
+every place of a row has a target, and a document that does not fit continues in the next row,
+without the tokens before.
 
 Which windows of the text are in a step's batch depends on the seed and the step only. So a loader
 has no state to save: a run resumed at step k asks for batch k, whatever the number of processes
@@ -64,7 +65,7 @@ class Text:
         return len(self.train) / len(self.raw_train)
 
     def identity(self) -> dict[str, Any]:
-        """Returns what identifies the text: a resumed run must have the same."""
+        """Returns the identity of the text, which a resumed run must share."""
         identity: dict[str, Any] = {
             "name": self.name,
             "bytes": len(self),
@@ -100,7 +101,7 @@ def read(config: TrainConfig) -> Text:
 
 
 def prompt_of(config: TrainConfig, text: Text) -> str:
-    """Returns what a run's sample continues: by default words that the model was not trained on."""
+    """Returns the prompt of a run's sample: by default words that the model was not trained on."""
     if config.sample.prompt is not None:
         return config.sample.prompt
     lines = text.raw_held_out[:4096].tobytes().decode(errors="replace").splitlines()
@@ -114,7 +115,7 @@ def prompt_of(config: TrainConfig, text: Text) -> str:
 
 
 def _room(config: TrainConfig) -> int:
-    """Returns how many tokens of a prompt leave as many for its continuation."""
+    """Returns the longest prompt, in tokens, that leaves as many for its continuation."""
     return config.model.max_seq_len // 2
 
 
@@ -173,7 +174,7 @@ def load(
 
 
 def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:
-    """Yields the documents of a file: the texts of JSON lines, or all that it holds."""
+    """Yields the documents of a file: the texts of JSON lines, or its whole content."""
     if file.suffix != ".jsonl":
         yield content
         return
@@ -202,7 +203,7 @@ def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:
 
 
 def _cut(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
-    """Returns what of the texts stands before and after their byte `at`, without empty ones."""
+    """Returns the texts before and after their byte `at`, without empty ones."""
     ends = np.cumsum([*map(len, texts)])
     i = int(np.searchsorted(ends, at))  # the text that holds the last byte before `at`
     inside = at - (int(ends[i]) - len(texts[i]))
@@ -214,7 +215,7 @@ class Windows(grain.sources.RandomAccessDataSource):
     """Consecutive windows of `seq_len` tokens, each with the token that follows it.
 
     `documents`, the number of tokens of each, packs them: then a window is `seq_len` inputs, the
-    targets that follow them in their documents, and which document of the window each is of.
+    targets that follow them in their documents, and the number of each one's document.
     """
 
     def __init__(
@@ -244,7 +245,7 @@ class Windows(grain.sources.RandomAccessDataSource):
         return np.stack([row.astype(np.int32) for row in rows])
 
     def attended(self) -> int:
-        """Returns the mean, over tokens, of how many of the row are of the token's document."""
+        """Returns the number of tokens in a row that share a token's document, on average."""
         if self._ends is None:
             return self._seq_len
         count = len(self) * self._seq_len
@@ -254,7 +255,7 @@ class Windows(grain.sources.RandomAccessDataSource):
 
 
 def _with_target(documents: np.ndarray) -> np.ndarray:
-    """Returns how many pairs of input and target documents of so many tokens have: one less."""
+    """Returns the number of (input, target) pairs of each document: its tokens less one."""
     return documents[documents > 0] - 1
 
 

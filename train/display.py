@@ -1,4 +1,4 @@
-"""What a run shows to people: a live bar on a terminal, plain lines in a file or a pipe."""
+"""Output of a run for people: a live bar on a terminal, plain lines in a file or a pipe."""
 
 import contextlib
 import math
@@ -92,7 +92,7 @@ class Display:
             self.note(f"step {shown.step:>{width}}/{self._steps}  " + "  ".join(shown.texts()))
 
     def phase(self, name: str) -> None:
-        """Shows on the bar what the run does instead of steps."""
+        """Names on the bar the work that the run does between steps."""
         if self._bar is not None:
             self._bar.update(self._task, figures=name)
 

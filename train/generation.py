@@ -85,7 +85,7 @@ def continue_prompts(
     with named("RUN", folder):
         out = RunDir(folder)
         is_run = out.has_checkpoints()
-        # Or of a save that was cut off, which `load` finishes or explains.
+        # Or an interrupted save, which `load` finishes or explains.
         is_model = (folder / "config.json").is_file() or any(folder.glob(".saving-*"))
     if not is_run and not is_model:
         raise UsageError(
@@ -105,7 +105,7 @@ def continue_prompts(
 
 
 def _check(prompts: Sequence[str], tokens: int, samples: int, options: Mapping[str, Any]) -> None:
-    """Checks the flags of `normfuse generate`, all that is known without the model."""
+    """Checks the flags of `normfuse generate` as far as possible without the model."""
     for text in prompts:
         require(text != "", "prompt", "''", "must hold at least one character.")
     for flag, texts in ("prompt", prompts), ("stop", [options["stop"] or ""]):

@@ -36,7 +36,7 @@ class StepLogger:
     write: Callable[[dict], None]  # takes a line of metrics.jsonl
     display: Display
     peak: float | None  # FLOP/s of all devices together
-    skip_limit: int  # how many updates may be skipped
+    skip_limit: int  # the most updates that may be skipped
     tokens_per_byte: float = 1.0  # average over the text
     skipped: int = 0  # updates so far
     attended: int | None = None  # tokens of a token's row and document; None for the whole row

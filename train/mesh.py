@@ -73,8 +73,8 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
 def _check_memory(config: TrainConfig, mesh: Mesh) -> None:
     """Checks that the memory can hold the least that a run needs.
 
-    That is each parameter with its two moments in float32, and the input of every block: of what
-    else the step keeps, the compiler decides.
+    That is each parameter with its two moments in float32, and the input of every block; the
+    compiler decides what else to keep.
     """
     model = config.transformer()
     state = 12 * num_parameters(model) // (mesh.shape["fsdp"] * mesh.shape["tensor"])

@@ -64,8 +64,8 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 class Throughput:
     """The speed at which steps run now: by the median of the last ten.
 
-    A mean would hold, for ten steps, whatever one of them waited for: at the start of the run for
-    the devices and the text, later for a checkpoint that is written at the same time.
+    A mean would show every wait for ten steps: at the start of the run for the devices and the
+    text, later for a checkpoint that is written at the same time.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -117,7 +117,7 @@ class MetricsLog:
         if tensorboard is not None:
             from tensorboardX import SummaryWriter
 
-            purge = None if from_step is None else from_step + 1  # hides what was written of later
+            purge = None if from_step is None else from_step + 1  # hides later steps' events
             self._events = SummaryWriter(str(tensorboard), purge_step=purge)
         if from_step is not None:
             self.write({"event": "resume", "from_step": from_step, "time": time.time()})
@@ -156,7 +156,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads a metrics.jsonl without damaged lines, as one that a crash cut off. None is empty."""
+    """Reads a metrics.jsonl, without lines that a crash has damaged; empty if there is none."""
     try:
         content = read_bytes(path)
     except (FileNotFoundError, NotADirectoryError):

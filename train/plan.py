@@ -70,7 +70,7 @@ class Gpu:
       attention: FLOP of cuDNN's attention, causal, counted as by `flops_per_token`.
       copy: bytes read and written.
       links: of so many GPUs of one host, bytes that each sends in a collective over all of them.
-      assumed: which rates were not measured on it.
+      assumed: the rates that were not measured on it.
     """
 
     memory: float
@@ -100,7 +100,7 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one step computes, moves and communicates; sums and multiples are field by field.
+    """The work of one step; sums and multiples are field by field.
 
     Attributes:
       flops: of products in bfloat16.
@@ -317,7 +317,7 @@ def memory(c: TransformerConfig, rows: float, mesh: Mesh, keep: bool = False) ->
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be trained, and on what: `batch` sequences a step over all GPUs."""
+    """The model to train, and the GPUs: `batch` sequences a step over all of them."""
 
     model: TransformerConfig
     kind: str
@@ -384,7 +384,7 @@ def _divides(r: Request, mesh: Mesh, batch: int | None) -> bool:
 
 
 def best(r: Request) -> list[Candidate]:
-    """Returns of each mesh and precision the fastest that fits, in order of time."""
+    """Returns the fastest candidate that fits of each mesh and precision, in order of time."""
     fitting = [x for x in candidates(r) if x.bytes <= r.usable]
     first: dict[tuple, Candidate] = {}
     for x in sorted(fitting, key=lambda x: (x.seconds, x.bytes)):
@@ -478,7 +478,7 @@ def _huggingface(folder: Path) -> TransformerConfig:
 
 
 def _refusal(r: Request, scaled: int | None) -> str:
-    """Says why there is no plan: what batch divides, or what number of GPUs is enough.
+    """Says why there is no plan: a batch that divides, or a number of GPUs that is enough.
 
     `scaled` is the number of sequences a GPU, where the batch grows with the number of GPUs.
     """
@@ -502,10 +502,10 @@ def _refusal(r: Request, scaled: int | None) -> str:
 
 
 def _compiled(r: Request, found: list[Candidate], preset: Preset) -> "dict[Candidate, Needs]":
-    """Returns what XLA says of each, compiled for devices that are only described."""
+    """Returns each one's needs by XLA, compiled for devices that are only described."""
     from . import topology
 
-    jax.config.update("jax_platforms", "cpu")  # whatever GPU is here is not needed, nor its memory
+    jax.config.update("jax_platforms", "cpu")  # a GPU here is not needed, nor is its memory
     needs = {}
     for i, x in enumerate(found):
         print(f"compiling {i + 1} of {len(found)}: {_named(x)}", file=sys.stderr, flush=True)
@@ -547,7 +547,7 @@ def _print(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
             *([] if xla is None else [f"{xla.bytes / 2**30:.1f}"]),
         )
     console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width to keep to
+    if not console.is_terminal:  # files and pipes have no width
         console.width = max(console.width, console.measure(table).maximum)
     parameters = short(num_parameters(r.model))
     print(f"{parameters} parameters, {r.count} {r.kind}, {r.batch} sequences of {r.seq_len} a step")
@@ -563,7 +563,7 @@ def _print(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
 
 
 def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]") -> Iterator[str]:
-    """What was not measured."""
+    """Notes about numbers that were not measured."""
     steps = "of 1b, on 1, 2 and 4 H200s, 1 and 2 H100s"
     yield f"Times are a model's, within 10 % of the steps measured: {steps}."
     gpu, dim, measured = GPUS[r.kind], r.model.dim, PRESETS["1b"].dim
@@ -600,7 +600,7 @@ def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
 
 
 def _no_cudnn(c: TransformerConfig) -> str:
-    """Why cuDNN does not compute the model's attention on Hopper GPUs, or ""."""
+    """The reason why cuDNN does not compute the model's attention on Hopper GPUs, or ""."""
     if c.attention == "xla":
         return "--model.attention xla"
     q, k = (jax.ShapeDtypeStruct((1, 2, *n, c.head_dim), "bfloat16") for n in ((1, 1), (1,)))

@@ -26,7 +26,7 @@ _TITLES = {
     "throughput": "Throughput",
     "breakdown": "Where a step's time goes",
 }
-_NO_SETTINGS = ("out_dir", "resume", "distributed")  # that say where a run was, not what
+_NO_SETTINGS = ("out_dir", "resume", "distributed")  # these do not change a run
 Rows = Sequence[Sequence[str]]
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 860px; margin: 2.5em auto;
@@ -61,7 +61,7 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
     tables = [[_COLUMNS, *map(_row, runs)], *_differences(runs)]
     for rows in tables:
         console, table = Console(), _table(rows)
-        if not console.is_terminal:  # a file or a pipe has no width to keep to
+        if not console.is_terminal:  # files and pipes have no width
             console.width = 10_000
             console.width = console.measure(table).maximum
         console.print(table)
@@ -77,7 +77,7 @@ def report(folders: Sequence[Path], page: Path, pictures: Path | None) -> None:
 
 
 def _differences(runs: Sequence[RunResults]) -> list[Rows]:
-    """Returns the settings that are not the same in all runs, as a table, where there are some."""
+    """Returns a table of the settings that differ between runs, if any do."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings.get(name, "-") for run in runs] for name in names}
     differ = {
@@ -124,7 +124,7 @@ def _table(rows: Rows) -> Table:
 
 
 def _plots(runs: Sequence[RunResults]) -> dict[str, bytes]:
-    """Draws what `_TITLES` names, of the runs that have it, as PNGs."""
+    """Draws the plots of `_TITLES`, for the runs that have their data, as PNGs."""
     profiled = [run for run in runs if run.breakdown]
     having = lambda name: [run for run in runs if run.steps("step", name)]
     of = lambda name: functools.partial(plot.plot_steps, name=name, title=_TITLES[name].lower())

@@ -86,7 +86,7 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
 class Run:
     """The parts of one run, and its course."""
 
-    config: TrainConfig  # with `out_dir` None for a new folder until that is made
+    config: TrainConfig  # `out_dir` is None until a new folder is made
     text: Text
     out: RunDir
     display: Display
@@ -169,7 +169,7 @@ class Run:
             self._print_how_to_resume(done)
 
     def introduce(self) -> None:
-        """Prints what the run trains, on which text, and on which devices."""
+        """Prints the run's model, text and devices."""
         config, text, mesh, fact = self.config, self.text, self.mesh, self.display.fact
         parameters = num_parameters(config.transformer())
         fact(
@@ -230,7 +230,7 @@ class Run:
                 self.out.tokenizer.write_text(self.text.tokenizer.content, encoding="utf-8")
 
     def _write_text_info(self, more: dict) -> None:
-        """Writes text.json: the text's identity, and what converts and judges losses on it."""
+        """Writes text.json: the text's identity, and numbers that convert and judge its losses."""
         info = self.text.identity() | {"tokens_per_byte": self.text.tokens_per_byte} | more
         self.out.text.write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
 
@@ -241,7 +241,7 @@ class Run:
     def _check_resume(self) -> None:
         found = self.checkpoints.newest_record()
         if found is None:
-            return  # restoring will report what is wrong with each
+            return  # restoring will report each one's damage
         step, record = found
         if step > self.config.steps:
             raise UsageError(
