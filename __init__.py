@@ -1,8 +1,8 @@
 """Native RMSNorm and fused Dense layers for JAX, in Flax and Equinox.
 
 The names below are imported when they are first used: importing normfuse loads no framework,
-touches no GPU and starts no JAX backend. It is all that a program needs to run exported functions
-that use normfuse's kernels.
+touches no GPU and starts no JAX backend. A program that runs exported functions with normfuse's
+kernels needs only this import.
 """
 
 import importlib
@@ -58,7 +58,7 @@ _HOME = {  # public name -> the module that defines it
     "rms_norm_with_rstd": ".layers.norm",
 }
 
-_GONE = {  # since version 0.1: public name -> what to use in its place
+_GONE = {  # since version 0.1: public name -> its replacement
     "FusionReport": "normfuse.layers.fuse.Report",
     "adaptive_layer_norm": "normfuse.layer_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
     "adaptive_rms_norm": "normfuse.rms_norm(x, scale[:, None], shift[:, None], scale_offset=1)",

@@ -34,29 +34,29 @@ def accumulate_gradients(
 ) -> tuple[Any, Any]:
     """The mean of a loss and of its gradient over microbatches, one after the other.
 
-    What `jax.lax.scan` over `jax.value_and_grad` computes, but that the kernels of normfuse's dense
-    layers keep float32 main gradients whatever their own dtype: a bfloat16 kernel's gradient is the
-    float32 output of its GEMM, and is never rounded on its way to the sum. On GPUs XLA makes the
-    sum part of that GEMM (beta = 1), which then updates the main gradient in place; so nothing of a
-    parameter's size is written and read between. Megatron's gradient accumulation fusion, by
-    differentiation alone: tied weights, remat, scans over layers and any framework's modules work
-    as they do under `jax.grad`, and where a kernel cannot be followed to its layer (through a
-    `cond`, say) its gradient is the ordinary one.
+    The result is that of `jax.lax.scan` over `jax.value_and_grad`, except that the kernels of
+    normfuse's dense layers have float32 main gradients whatever their own dtype: a bfloat16
+    kernel's gradient is the float32 output of its GEMM, never rounded on its way to the sum. On
+    GPUs XLA makes the sum part of that GEMM (beta = 1), which updates the main gradient in place,
+    without another array of a parameter's size. This is Megatron's gradient accumulation fusion,
+    by differentiation alone: tied weights, remat, scans over layers and any framework's modules
+    work as under `jax.grad`. A kernel that cannot be followed to its layer (through a `cond`, say)
+    gets its ordinary gradient.
 
-    With `quantization="fp8"` kernels are quantized once, before the first microbatch; those that a
-    `cond`, a `while_loop` or a `shard_map` within `loss_fn` quantizes, in each microbatch.
+    With `quantization="fp8"` kernels are quantized once, before the first microbatch, except those
+    within a `cond`, a `while_loop` or a `shard_map` of `loss_fn`: these in each microbatch.
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
         its batch, if the result is to be the mean of all. With `state`, `(params, batch, state) ->
         (loss, state)` or `-> (loss, aux, state)`.
-      params: a pytree whose floating arrays are differentiated: of plain arrays, Linen's "params",
-        or an Equinox module. nnx models have `normfuse.layers.nnx.accumulate_gradients`.
+      params: a pytree whose floating arrays are differentiated: plain arrays, Linen's "params", or
+        an Equinox module. nnx models have `normfuse.layers.nnx.accumulate_gradients`.
       batches: a pytree of arrays with a leading axis of microbatches.
       state: a pytree of arrays that each microbatch takes and returns, of the same shapes and
         dtypes: Linen's other collections ("batch_stats"), Equinox's `State`, a key for dropout.
-      main_grad_dtype: of the gradients: float32, bfloat16 or float16; a wider parameter's stay in
-        its own dtype. The sums run in it.
+      main_grad_dtype: the dtype of gradients and their sums: float32, bfloat16 or float16; a wider
+        parameter's gradient keeps that parameter's dtype.
       has_aux: whether `loss_fn` returns auxiliary outputs too.
       replicas: a mesh axis (Auto) that splits the second axis of `batches`, the rows, and no
         parameter: data parallelism. Each replica sums its own gradients, and they are added up once
@@ -78,7 +78,7 @@ def accumulate_gradients(
         without the structure of `params`, a state that `loss_fn` returns with another structure,
         shape or dtype, a state with `replicas`, or params that hold nnx Variables other than
         Params, such as running statistics: their updates would be lost.
-      TypeError: for another main_grad_dtype, or specs that are no PartitionSpecs.
+      TypeError: for another main_grad_dtype, or specs that are not PartitionSpecs.
 
     References:
       Shoeybi et al., Megatron-LM, arXiv:1909.08053 (`gradient_accumulation_fusion`).
@@ -172,7 +172,7 @@ def _gradient(
 ) -> Callable[[Any], tuple[Array, Any, list[Array]]]:
     """Returns `batch -> (loss, aux, main gradients)` of one microbatch.
 
-    `share` says of the traced loss what the gradients are divided by.
+    `share` returns the divisor of the gradients for a traced loss.
     """
     is_narrow = [jnp.result_type(a).name in NARROW for a in floating]
     zeros = [jnp.zeros(a.shape, jnp.float32) if n else None for a, n in zip(floating, is_narrow)]
@@ -219,7 +219,7 @@ def specs_of(specs: Any, structure: Any) -> list[P | None]:
 
 
 def loss_aux_state(result: Any, has_aux: bool, held: Sequence[Any] = ()) -> tuple[Array, Any]:
-    """Returns the loss, and (auxiliary outputs, state), of what a loss function returned.
+    """Returns the loss, and (auxiliary outputs, state), from the result of a loss function.
 
     Args:
       held: nothing, or the state that the function was given.
@@ -262,7 +262,7 @@ def _kinds(held: Sequence[Any]) -> dict[str, str]:
 
 
 def _check_variables(params: Any) -> None:
-    """Raises a ValueError for nnx Variables that are no parameters.
+    """Raises a ValueError for nnx Variables that are not parameters.
 
     As parameters they would start every microbatch as they are, and get a gradient.
     """
@@ -339,7 +339,7 @@ _FOLLOWED = (  # these only move elements of the first operand, whatever their d
 
 
 def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether anything that a program takes or computes, or a part of it does, has this dtype."""
+    """Whether a program, or a part of it, takes or computes an array of this dtype."""
     has = lambda var: getattr(var.aval, "dtype", None) == dtype
     return any(map(has, jaxpr.invars)) or any(
         any(map(has, eqn.outvars)) or any(uses(program, dtype) for program in inner(eqn))
@@ -354,8 +354,8 @@ def run_linked(
 
     Args:
       operands: for its arguments.
-      links: for each, zeros of its shape that are to have its main gradient, or None.
-    Returns: its results, and the zeros that belong to them where they are parameters still.
+      links: for each, zeros of its shape that get its main gradient, or None.
+    Returns: its results, and the zeros of those that are still parameters.
     """
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -405,7 +405,7 @@ def _options_of_remat(eqn: Any) -> dict[str, Any]:
 
 
 def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
-    """Constants and slices stay linked; what is carried is not."""
+    """Constants and slices stay linked; the carry does not."""
     body = eqn.params["jaxpr"]
     first, sliced = _operands_of_scan(eqn)
     carries = sliced - first
@@ -422,7 +422,7 @@ def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
 
 
 def _operands_of_scan(eqn: Any) -> tuple[int, int]:
-    """Returns where a scan's operands that are carried begin, and those that are sliced."""
+    """Returns the places where a scan's carried operands begin, and its sliced ones."""
     within = eqn.params["jaxpr"].jaxpr
     ndim = lambda atom: len(atom.aval.shape)
     is_sliced = [ndim(v) > ndim(w) for v, w in zip(eqn.invars, within.invars, strict=True)]
@@ -436,10 +436,10 @@ def _options_of_scan(eqn: Any) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- codes of kernels, once a step
-# What quantizes a kernel in the program of one microbatch is evaluated before the loop, with what
-# it needs, if that is parameters alone; the program then takes these codes. So it is within
-# functions that are jitted, rematerialised (which would quantize once more) or scanned (whose codes
-# are made by a scan of their own, and stacked as the kernels are).
+# The equations that quantize kernels in the program of one microbatch are evaluated before the loop
+# if they depend on parameters alone; the program then takes these codes. The same holds within
+# functions that are jitted, rematerialised (which would quantize once more) or scanned (a scan of
+# their own makes their codes, stacked as the kernels are).
 
 _CALLS = ("jit", "pjit", "custom_jvp_call")  # evaluated as if they were part of the program
 _REMAT = ("remat2", "checkpoint")
@@ -478,7 +478,7 @@ def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def _codes(jaxpr: Any, values: dict[Any, Any]) -> Codes:
-    """Evaluates what depends on `values` alone, of variables; returns the codes of kernels."""
+    """Evaluates the equations that depend on `values` alone; returns the codes of kernels."""
     found: Codes = {}
     for i, eqn in enumerate(jaxpr.eqns):
         known = [hasattr(v, "val") or v in values for v in eqn.invars]
@@ -524,7 +524,7 @@ def _codes_within(eqn: Any, given: list[Any], known: list[bool]) -> Codes:
 def _run_with(
     jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], codes: Codes
 ) -> list[Any]:
-    """Evaluates a jaxpr, but for what made these codes."""
+    """Evaluates a jaxpr without the equations that made these codes."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= zip(jaxpr.invars, operands, strict=True)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -559,7 +559,7 @@ def _step_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
 
 
 def _scan_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
-    """Stacked codes are one more thing to slice, and not stacked again where they are results."""
+    """Stacked codes are sliced like kernels, and not stacked again where they are results."""
     body, consts = _body(eqn)
     first, sliced = _operands_of_scan(eqn)
     carries = sliced - first

@@ -30,10 +30,10 @@ def accumulate_gradients(
 ) -> tuple[Any, Any]:
     """`normfuse.accumulate_gradients` of an nnx model: `nnx.value_and_grad` over microbatches.
 
-    What a Python loop over microbatches with `nnx.value_and_grad` computes, as one scan with
-    float32 sums: each microbatch starts from the state that the one before left, so dropout draws
-    another mask for each, BatchNorm's statistics move with each, and what `sow` appends is there
-    from all. The model has the last state afterwards.
+    It computes the same as a Python loop over microbatches with `nnx.value_and_grad`, as one scan
+    with float32 sums. Each microbatch starts from the state that the one before left: dropout draws
+    another mask for each, BatchNorm's statistics move with each, and `sow` keeps the values of all.
+    The model has the last state afterwards.
 
     Args:
       loss_fn: `(model, batch) -> loss`, or `-> (loss, aux)` with `has_aux`; it may change the model
@@ -121,13 +121,13 @@ def _state(variables: Mapping[Path, nnx.Variable], values: Mapping[Path, Any]) -
 
 
 def _kind(value: Any) -> Any:
-    """Returns what does not change in a value that a loop carries."""
+    """Returns the part of a carried value's description that must not change."""
     leaves, structure = jax.tree.flatten(value)
     return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]
 
 
 def _check_unchanged(before: nnx.State, after: nnx.State, why: str) -> None:
-    """Raises a ValueError where a Variable is another or has another value, as traced."""
+    """Raises a ValueError if a trace replaces a Variable or its value."""
     old, new = (_values(dict(nnx.to_flat_state(state))) for state in (before, after))
     for path in old | new:
         pairs = [jax.tree.leaves(values.get(path)) for values in (old, new)]

@@ -1,4 +1,4 @@
-"""What `normfuse info` prints and what `normfuse cache` does; nothing here needs a GPU."""
+"""The commands `normfuse info` and `normfuse cache`; nothing here needs a GPU."""
 
 import collections
 import functools
@@ -51,7 +51,7 @@ def kernels() -> dict[str, dict[str, Example]]:
 
     def by_name(examples: Iterable[Example]) -> dict[str, Example]:
         found: dict[str, Example] = {}
-        for example in examples:  # the first of each
+        for example in examples:  # keeps the first of each
             found.setdefault(example[0].name, example)
         return found
 
@@ -106,15 +106,15 @@ def warm(
 ) -> int:
     """Compiles every kernel for these widths and types into the cache; returns how many.
 
-    Afterwards no op of the library compiles one for such arrays, whatever the number of rows, but
-    for norms with a gate or with parameters of each example, and RMSNorms with a bias or several
-    heads: the kernels and their operands are those that the ops' own files list.
+    Afterwards no op of the library compiles one for such arrays, whatever the number of rows,
+    except norms with a gate or with parameters of each example, and RMSNorms with a bias or several
+    heads. The ops' own files list the kernels and their operands.
 
     Args:
       features: lengths of the rows: of norms and hidden layers, and of logits.
       archs: as `NORMFUSE_CUDA_ARCH` names them.
-      dtypes, scales, outs: of x, scale and y; `outs` None for that of x.
-      scale_offset: whether it is zero matters, its value does not.
+      dtypes, scales, outs: dtypes of x, scale and y; with None for `outs`, x's.
+      scale_offset: only zero or not zero matters.
       activations: of dense layers, by name; None for all.
       quantization: "fp8" for the kernels of quantized layers too.
 
@@ -205,7 +205,7 @@ def _support_table(platforms: Sequence[str]) -> list[str]:
 
 
 def _fp8_products() -> list[str]:
-    """Which products are of FP8 codes, by what, and why others are not."""
+    """The products of FP8 codes, their implementations, and why other products are not."""
     import jax
 
     from .dense.fp8 import CAPABILITY
@@ -217,13 +217,13 @@ def _fp8_products() -> list[str]:
     return [
         f"  cuda  cuBLASLt's FP8 products, from compute capability {CAPABILITY / 10} on{those}",
         "  else  XLA's, of codes that it widens: the same values at the speed of those",
-        f"  in the compute dtype: kernels with a dimension that is no multiple of {MULTIPLE}",
+        f"  in the compute dtype: kernels with a dimension that is not a multiple of {MULTIPLE}",
         "  (those of a program are logged when it is lowered, and in normfuse.fallbacks())",
     ]
 
 
 def _attention() -> list[str]:
-    """What serves attention here, for each option that may change it."""
+    """The implementation of attention here, for each option that may change it."""
     import jax
 
     from .attention import cudnn
@@ -238,7 +238,7 @@ def _attention() -> list[str]:
     pairs, ids = of("bool", length, length), of("int32", length)
     notes = {"mask": ", by its causal kernel if the mask turns out causal when the program runs"}
     if capability >= 90:
-        notes["segments"] = ", packed if equal ids turn out to stand in rows"
+        notes["segments"] = ", packed if equal ids turn out to be contiguous"
     cases: dict[str, tuple[str, int, dict[str, Any], list[Any]]] = {
         "causal": ("bfloat16", 128, {"causal": True}, []),
         "mask": ("bfloat16", 128, {"mask": (d.length, d.keys)}, [pairs]),
@@ -256,7 +256,7 @@ def _attention() -> list[str]:
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:
-    """First what serves unasked: a product is XLA's, and Pallas is not interpreted unasked."""
+    """The default first: XLA for a product, and never interpreted Pallas."""
     if where == "cpu":
         asked = ["pallas (interpreted)"] * ("pallas" in serves)
         return [*[name for name in serves if name == "native"], "xla", *asked]
@@ -272,7 +272,7 @@ def show() -> str:
         features = entry.macros.get("FEATURES", "-")
         types = [entry.macros[k] for k in ("X_TYPE", "SCALE_TYPE", "Y_TYPE") if k in entry.macros]
         kernel = entry.macros.get("KERNEL", entry.source.removesuffix(".cu"))
-        # NVRTC's version is a number alone; the system's compiler says its name.
+        # NVRTC's version is only a number; the system's compiler gives its name.
         by = f"NVRTC {entry.compiler}" if entry.compiler[0].isdigit() else entry.compiler
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         size = f"{entry.bytes / 1024:6.1f} KiB"
@@ -337,7 +337,7 @@ def _cache() -> list[str]:
 
 
 def _reason(error: NotImplementedError) -> str:
-    """What a strict refusal says of its cause."""
+    """The cause within a strict refusal's message."""
     text = str(error).split("cannot serve here: ", 1)[-1].split(". Use implementation", 1)[0]
     return text.split(", ", 1)[-1] if text.startswith("on ") else text
 

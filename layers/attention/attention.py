@@ -1,4 +1,4 @@
-"""The public function: its arguments, and where its operands lie."""
+"""The public function: its arguments, and the placement of its operands."""
 
 import functools
 import math
@@ -50,29 +50,29 @@ def attention(
     `out` for the backward, and compute the scores again there. Blocks that `causal`, `window`,
     `mask` or `segment_ids` hide as a whole are skipped. A mask that is causal when the program runs
     takes cuDNN's causal kernel. Segments of 512 tokens on average take its packed kernel on Hopper
-    GPUs if equal ids stand in rows, as ids that grow do, with smaller ones for padding at the end.
-    That needs up to 4 GiB of temporaries.
+    GPUs if equal ids are contiguous, as ids that grow are, with smaller ones for padding at the
+    end. That needs up to 4 GiB of temporaries.
 
     Scores, softmax and sums are float32, float64 for float64. A query that sees no key gives 0, and
     has gradients of 0. Keys and values must be finite where no query sees them too: 0 · NaN is NaN.
 
-    Batch and heads may be split over any axes of a mesh, with no communication but where several
-    devices share a head of keys, whose gradients they add up. Lengths are gathered.
+    Batch and heads may be split over any axes of a mesh, without communication unless several
+    devices share a head of keys: they add up its gradients. Lengths are gathered.
 
     Args:
       q: `(batch, length, heads, width)`; float64, float32, bfloat16 or float16, as k and v.
       k: `(batch, key length, kv heads, width)`; heads must be a multiple of kv heads, and the query
         heads `i · heads / kv heads` and on see head i of the keys.
-      v: as k.
+      v: the shape of k.
       bias: added to the scores, broadcast to `(batch, heads, length, key length)`; a float dtype.
-      mask: which keys a query sees, bool, broadcast to the same shape.
+      mask: bool, True for keys that a query sees; broadcast to the same shape.
       causal: query i sees keys j ≤ i.
       window: with causal, query i sees keys i - window < j ≤ i.
-      segment_ids: `(batch, length)` integers; a query sees keys of its own segment. A pair of those
-        of queries and of keys, `(batch, key length)`, where the lengths differ.
+      segment_ids: `(batch, length)` integers; a query sees keys of its own segment. If the
+        lengths differ, a pair: the queries' and the keys', `(batch, key length)`.
       softcap: bounds the scores; None for no bound.
-      scale: of the scores; 1 / √width where None.
-      dtype: of the products' operands and the result; q's where None.
+      scale: the factor of the scores; None: 1 / √width.
+      dtype: the dtype of the products' operands and of the result; None: q's.
       implementation: None, "cudnn", "xla" (blocks), or both in order.
 
     Returns:
@@ -194,8 +194,8 @@ def _bool(mask: Any) -> Array:
     mask = array_of(_OP, "mask", mask)
     if mask.dtype != bool:
         raise TypeError(
-            f"{_OP}: mask must be bool, True where a key is seen; got {mask.dtype.name}. Pass what "
-            "is added to the scores as bias, and 0 and 1 as mask.astype(bool)"
+            f"{_OP}: mask must be bool, True where a key is seen; got {mask.dtype.name}. Pass "
+            "numbers to add to the scores as bias, and 0 and 1 as mask.astype(bool)"
         )
     return mask
 
@@ -223,12 +223,12 @@ def _segments(
 
 
 def _order(implementation: Implementation) -> Order:
-    """Returns what is to serve.
+    """Returns the order of implementations.
 
-    Raises as `native.implementation.requested` does, whose names differ.
+    Raises the errors of `native.implementation.requested`, which has other names.
     """
     if implementation is None:
-        first = (requested(None) or [""])[0]  # NORMFUSE_IMPLEMENTATION, of which "xla" is ours too
+        first = (requested(None) or [""])[0]  # NORMFUSE_IMPLEMENTATION: only "xla" is ours too
         return BLOCKS if first == "xla" else BEST
     names = [implementation] if isinstance(implementation, str) else list(implementation)
     unknown = [name for name in names if name not in ("cudnn", "xla")]
@@ -250,7 +250,7 @@ def _order(implementation: Implementation) -> Order:
 
 
 def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
-    """Returns q, k, v as the operation takes them, and `(array, its dimensions)` of each extra.
+    """Returns q, k, v in the operation's layout, and `(array, its dimensions)` of each extra.
 
     Where shardings are part of the types, q's batch and heads decide for all.
     """
@@ -287,7 +287,7 @@ def _operands(q: Array, k: Array, v: Array, *extras: Array) -> list[Any]:
 
 
 def _joined(out: Array) -> Array:
-    """Returns `(batch, length, heads, width)` of what the operation returns."""
+    """Returns the operation's result as `(batch, length, heads, width)`."""
     batch, length, heads, group, width = out.shape
     spec = P(*[None] * 5)
     if _is_explicit(out):
@@ -310,8 +310,8 @@ def _split(q: Array, heads: int, group: int) -> tuple[Any, tuple[str, ...], tupl
     sizes, entries = dict(sharding.mesh.shape), whole(sharding.spec, 4)
     of_heads, of_group, parts, members = [], [], 1, 1
     for axis in axes_of(entries[2]):
-        # The first axes split the heads of keys; others the heads that share one, if it is alone
-        # on its device. What neither can is gathered.
+        # The first axes split the heads of keys, others the heads that share one if it is alone
+        # on its device. Neither can use the remaining axes, which are gathered.
         if not of_group and heads % (parts * sizes[axis]) == 0:
             of_heads.append(axis)
             parts *= sizes[axis]

@@ -116,7 +116,7 @@ def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = 
         ds = cap' · scale · (dq · k + q · dk) + dbias
         dout = Σ_j p_j · (ds_j · v_j + dv_j) - out · Σ_j p_j · ds_j
 
-    `moving` are the tangents that there are of q, k, v and the bias.
+    `moving` are the tangents of q, k, v and the bias, as far as they exist.
     """
     count = len(spec.extras)
     extras, (out, most, log_sum, *moving) = rest[:count], rest[count:]
@@ -155,7 +155,7 @@ def tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array, gpu: bool = 
 
 
 def _in_blocks(q: Array, k: Array) -> bool:
-    """Whether there is something to compute, of lengths that are known."""
+    """Whether there is something to compute, and the lengths are known."""
     return all(isinstance(n, int) for n in (*q.shape, *k.shape)) and 0 not in (*q.shape, *k.shape)
 
 
@@ -223,7 +223,7 @@ def square_tangent(spec: Spec, q: Array, k: Array, v: Array, *rest: Array) -> li
 
 
 def _seen(spec: Spec, given: Extras, rows: Array, keys: Array) -> Array | None:
-    """Returns which of `keys` are seen by which of `rows`, positions; None if all are.
+    """Returns whether each of `rows` sees each of `keys` (positions); None if all do.
 
     `given` has all dimensions of scores.
     """
@@ -322,7 +322,7 @@ class _Tiles:
         for axis, number in (-2, self.d.length), (-1, self.d.keys):
             if number in dims:
                 more[axis] = full[axis] - array.shape[axis]
-        # Padding repeats its neighbours, so that the segments of a block stay as near.
+        # Padding repeats its neighbours, so that a block gets no further segments.
         return jnp.pad(array, [(0, n) for n in more], mode="edge") if any(more) else array
 
     def block(self, array: Array, i: Array, j: Array) -> Array:
@@ -352,7 +352,7 @@ class _Tiles:
         return [jnp.zeros([sizes[n] if n in dims else 1 for n in self.d.scores], self.wide)]
 
     def add_to_bias(self, dbias: Array, ds: Array, i: Array, j: Array) -> Array:
-        """Returns the bias's gradient with that of a block's scores."""
+        """Returns the bias's gradient with a block's added."""
         ds = ds.reshape(*ds.shape[:-2], self.sizes[self.d.group], self.rows_, self.keys_)
         dims = self.spec.dbias or ()
         absent = tuple(axis for axis, n in enumerate(self.d.scores) if n not in dims)
@@ -448,7 +448,7 @@ class _Tiles:
         return jnp.asarray(np.stack([i, j], axis=-1), jnp.int32)
 
     def _some_seen(self) -> Array | None:
-        """Returns in which blocks a mask and the segments leave something to see; None for all."""
+        """Returns the blocks in which mask and segments leave something to see; None for all."""
         found = []
         if (mask := self.extras.mask) is not None:
             found.append(self._by_block(mask, jnp.any, -2, -1))

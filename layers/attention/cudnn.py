@@ -1,9 +1,9 @@
 """Attention by cuDNN, through `jax.nn.dot_product_attention`, for one device.
 
-JAX differentiates its call by a forward and a backward kernel, and the log-sum-exps go from one to
-the other. Here each runs in an operation of its own, so the program of JAX's derivative is cut
-between them: nothing is computed twice, and the log-sum-exps stay float32. They stand for the rows'
-largest scores, with 0 for the logs of their sums.
+JAX differentiates its call with a forward and a backward kernel, and passes the log-sum-exps from
+one to the other. Here each runs in an operation of its own, so the program of JAX's derivative is
+cut between them: nothing is computed twice, and the log-sum-exps stay float32. They stand for the
+rows' largest scores, with 0 for the logs of their sums.
 """
 
 import functools
@@ -27,18 +27,18 @@ from .spec import Dimensions, Dims, Extras, Numbers, Spec, numbers, spread
 _MOST_MADE = 2**28
 
 
-# JAX writes this in place of a score that is not seen: cuDNN subtracts larger numbers wrongly.
+# JAX replaces hidden scores by this number: cuDNN subtracts larger ones wrongly.
 _HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 
 
 def forward(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    """Returns what `blocks.forward` does; raises Unsupported where cuDNN cannot serve."""
+    """Returns the results of `blocks.forward`; raises Unsupported if cuDNN cannot serve."""
     dims = spec.forward_dims(operands[0].ndim)
     return _of_even_length(functools.partial(_forward, capability), spec, dims, operands)
 
 
 def gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
-    """Returns what `blocks.gradients` does; raises Unsupported where cuDNN cannot serve."""
+    """Returns the results of `blocks.gradients`; raises Unsupported if cuDNN cannot serve."""
     dims = spec.gradients_dims(operands[0].ndim)
     return _of_even_length(functools.partial(_gradients, capability), spec, dims, operands)
 
@@ -48,8 +48,8 @@ def _of_even_length(
 ) -> list[Array]:
     """Returns `function(spec, *operands)`, with another row or key where their number is odd.
 
-    JAX refuses odd lengths in training. `causal`, or else the mask, hides the key from all other
-    rows, and the row's gradient is 0. Tokens less the last, which have no label, are such a length.
+    JAX refuses odd lengths in training, such as that of tokens without the last one. `causal`, or
+    else the mask, hides the new key from all other rows, and the new row's gradient is 0.
     """
     q, k = operands[:2]
     d = numbers(q.ndim)
@@ -77,8 +77,8 @@ def _with_another(
 ) -> Array:
     """Returns operand i with another row or key.
 
-    What is causal, hides nothing or stands in rows of segments does so with them too, since the
-    simplest kernel is chosen by that.
+    An operand that is causal, hides nothing or has contiguous segments keeps that property, which
+    decides about the simplest kernel.
     """
     pad = functools.partial(jnp.pad, array)
     widths = lambda *of: [(0, more[n] if n in of else 0) for n in dims]
@@ -132,7 +132,7 @@ def _gradients(capability: int, spec: Spec, *operands: Array) -> list[Array]:
 
 
 def _wider_bias(spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> tuple[Array, Spec]:
-    """Returns a bias that has all dimensions of its gradient, and the spec that says so."""
+    """Returns a bias with all dimensions of its gradient, and its spec."""
     d = numbers(q.ndim)
     assert spec.bias is not None and spec.dbias is not None
     sizes = dict(zip(d.q, q.shape)) | {d.keys: k.shape[-3]}
@@ -157,7 +157,7 @@ def refusal(capability: int, spec: Spec, q: Any, k: Any, *extras: Any) -> str:
 
 
 def _require(capability: int, spec: Spec, q: Array, k: Array, extras: Sequence[Array]) -> None:
-    """Raises Unsupported, with the reason, for what cuDNN does not take."""
+    """Raises Unsupported, with the reason, for operands that cuDNN does not take."""
     length, keys, width = q.shape[-4], k.shape[-3], q.shape[-1]
     if spec.softcap is not None:
         raise Unsupported("cuDNN has no softcap")
@@ -196,9 +196,9 @@ def _simplest(
 ) -> list[Array]:
     """Returns `run(call, *operands)` for the simplest call that computes the same.
 
-    A mask is an array of scores to read, and cuDNN skips nothing for it. If the mask is that of
-    `causal`, if it hides nothing, or if equal segment ids stand in rows, which is known when the
-    program runs, a kernel without a mask takes its place.
+    A mask is an array of scores to read, and cuDNN skips nothing for it. When
+    the program runs, a kernel without a mask serves if the mask is that of `causal`, if it hides
+    nothing, or if equal segment ids are contiguous.
     """
     q, k, _, *others = operands
     extras = others[: len(spec.extras)]
@@ -226,7 +226,7 @@ def _simplest(
 # ---------------------------------------------------------------- segments
 
 
-_PACKED = 2**32  # bytes that cuDNN's backward may take besides its operands
+_PACKED = 2**32  # bytes that cuDNN's backward may take in addition to its operands
 
 
 def _packed(
@@ -237,11 +237,11 @@ def _packed(
     operands: Sequence[Array],
     dims: Dims,
 ) -> list[Array]:
-    """Returns what `run` does with packed segments, unless there are too many; else `whole()`.
+    """Returns `run` with packed segments, or `whole()` if there are too many.
 
-    How many there are is known when the program runs. cuDNN's kernels start blocks, and keep sums,
-    for as many as there may be, each as long as the sequence. So there is one for each 512 tokens
-    at most, and sequences and heads are computed in parts whose sums fit.
+    Their number is known when the program runs. cuDNN's kernels start blocks, and keep sums, for
+    the largest number allowed, each as long as the sequence. So at most one per 512 tokens is
+    allowed, and sequences and heads are computed in parts whose sums fit.
     """
     q, k, *others = operands
     d, sizes = numbers(q.ndim), dict(zip(numbers(q.ndim).q, q.shape))
@@ -313,7 +313,7 @@ class _Segments:
 
     Attributes:
       ids: `(batch, length)`.
-      in_rows: whether queries and keys have the same ids, and equal ones are not apart.
+      in_rows: whether queries and keys have the same ids, and equal ones are contiguous.
       first: whether a token is the first of its segment.
       most: the largest number of segments in a sequence.
     """
@@ -333,7 +333,7 @@ class _Segments:
         new = jnp.ones((len(self.ids), 1), bool)
         self.first = jnp.concatenate([new, before != after], axis=1)
         self.most = jnp.max(jnp.sum(self.first, axis=1))
-        # Ids that grow, but for padding at the end with a smaller one.
+        # Ids that grow, except for padding at the end with a smaller one.
         falls = jnp.sum(after < before, axis=1)
         ends = self.ids[:, 0] > self.ids[:, -1]
         in_rows = (falls == 0) | (falls == 1) & ends
@@ -375,7 +375,7 @@ class _Call:
         return lse
 
     def of_kernel(self, lse: Array) -> Array:
-        """Returns what the kernel of the backward takes for the log-sum-exps of all rows."""
+        """Returns the backward kernel's operand for the log-sum-exps of all rows."""
         return lse
 
     @property
@@ -406,7 +406,7 @@ class _Call:
         return pull(jnp.sum(dbias, more, keepdims=True))[0]
 
     def flat(self, *arrays: Array) -> list[Array]:
-        """Returns q and what is like it `(batch, length, heads, width)`, and k and v likewise."""
+        """Returns arrays like q as `(batch, length, heads, width)`, and k and v likewise."""
         n = len(self._d.batch)
         each = lambda a: a.reshape(math.prod(a.shape[:n]), a.shape[n], -1, a.shape[-1])
         return [each(a) for a in arrays]
@@ -492,7 +492,7 @@ class _PackedCall(_Call):
 
 
 def reached(spec: Spec, length: int, keys: int) -> Array:
-    """Returns which keys `causal` and `window` leave to each query."""
+    """Returns the keys that `causal` and `window` leave to each query."""
     behind = jnp.arange(length)[:, None] - jnp.arange(keys)
     return behind >= 0 if spec.window is None else (behind >= 0) & (behind < spec.window)
 
@@ -536,7 +536,7 @@ def _program(call: _Call, qkv: Sequence[Array], dout: Array) -> tuple[Any, dict[
 
 
 def _parts(eqns: Sequence[Any]) -> tuple[Sequence[Any], Any, Sequence[Any]]:
-    """Returns what is before the forward kernel, this, and what is after it."""
+    """Returns the equations before the forward kernel, that kernel, and those after it."""
     for at, eqn in enumerate(eqns):
         if eqn.primitive.name.startswith("dot_product_attention_fwd") and len(eqn.outvars) == 2:
             return eqns[:at], eqn, eqns[at + 1 :]

@@ -1,4 +1,4 @@
-"""Attention and its derivatives as operations, wherever their arrays lie.
+"""Attention and its derivatives as operations on arrays of any placement.
 
 Batch and heads may be split over any axes of a mesh, and so may the query heads that share a head
 of keys: their devices then add up the gradients of keys and values. Lengths and widths are whole.
@@ -33,7 +33,7 @@ CUDNN_OR_BLOCKS = Order(("cudnn",), strict=False)
 BLOCKS = Order(("xla",), strict=False)
 
 NAMES = "attention", "attention_lse", "attention_lse"
-"""What the backward keeps of the forward, for policies of `jax.checkpoint`."""
+"""Names of the forward's results that the backward keeps, for `jax.checkpoint`'s policies."""
 
 
 # ---------------------------------------------------------------- one device's share
@@ -171,8 +171,8 @@ def _batch(
 
 
 # ---------------------------------------------------------------- derivatives
-# Both modes of first order are in blocks. A derivative of these is that of the formula, with all
-# scores in memory. out and the statistics are functions of the other operands there.
+# Both modes of first order run in blocks. Their derivatives are the formula's, with all scores in
+# memory, where out and the statistics are functions of the other operands.
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, spec: Spec, order: Order) -> Any:

@@ -1,11 +1,11 @@
-"""What is known of an attention when it is traced, and how its dimensions are numbered.
+"""The static description of an attention, and the numbers of its dimensions.
 
 The operations take heads in two dimensions, so that each may be split over a mesh:
 
     q (*batch, length, kv heads, group, width)    k, v (*batch, key length, kv heads, width)
 
-q's dimensions are numbered first, then comes the key length. What is broadcast along a dimension
-(a bias, a mask, segment ids) does not have it.
+q's dimensions are numbered first, then comes the key length. Operands that are broadcast along a
+dimension (a bias, a mask, segment ids) do not have it.
 """
 
 import dataclasses
@@ -54,14 +54,14 @@ def numbers(q_ndim: int) -> Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """An attention but for its arrays."""
+    """An attention without its arrays."""
 
     scale: float
     causal: bool = False
     window: int | None = None
     softcap: float | None = None
     precision: str | None = None  # the products' precision
-    # The dimensions of each operand that there is, in the order of `scores`.
+    # The dimensions of each operand that exists, in the order of `scores`.
     bias: Dimensions | None = None
     mask: Dimensions | None = None
     segments: tuple[Dimensions, Dimensions] | None = None  # dimensions for queries, for keys
@@ -74,7 +74,7 @@ class Spec:
 
     @property
     def extras(self) -> tuple[Dimensions, ...]:
-        """The dimensions of all operands after q, k and v that say what is seen, and how much."""
+        """The dimensions of all operands after q, k and v: bias, mask and segments."""
         given = self.bias, self.mask, *(self.segments or ())
         return tuple(dims for dims in given if dims is not None)
 

@@ -77,7 +77,7 @@ def finite(
 ) -> float:
     """Returns `value` as a number from `least` to `most`; TypeError or ValueError otherwise.
 
-    Ops compute with it in float32, where what is larger than `LARGEST` would be infinite.
+    Ops compute with it in float32, where a number larger than `LARGEST` would be infinite.
     """
     try:
         boolean = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool"

@@ -220,7 +220,7 @@ class Op:
         return results
 
     def _name(self, ctx: Any, results: Any, devices: Sequence[jax.Device], *about: Any) -> None:
-        """Names a callback by all that it depends on: calls of one name share it."""
+        """Names a callback by everything that it depends on: calls of one name share it."""
         context = [d.id for d in devices], ctx.module_context.platforms, jax.config.jax_enable_x64
         shapes = [a.str_short() for a in ctx.avals_in]
         _name_callback(results, f"{self.name}{about}{shapes}{context}")
@@ -228,7 +228,7 @@ class Op:
     def _batch(
         self, args: Sequence[Array], batched: Sequence[int | None], *, spec: Any, order: Order
     ) -> tuple[Results, list[int]]:
-        """A batch dimension is one more dimension of rows, kept where it stands in the lead."""
+        """A batch dimension becomes a dimension of rows, at its place in the lead."""
         size = next(a.shape[b] for a, b in zip(args, batched) if b is not None)
         if self.dims is not None:
             leads = self._leads(spec)
@@ -301,7 +301,7 @@ def _split(
     sizes: Mapping[str, int] | None = None,
     undivided: Dimensions = (),
 ) -> Split:
-    """Returns how leading operands that lie as `specs` say, or whole, split an operation.
+    """Returns the split of an operation whose leading operands have these `specs`, or are whole.
 
     A dimension that its axes do not divide is kept whole: XLA would pad it, and the padding would
     be summed into the parameters' gradients. So is one of the second operand's own whose axes the
@@ -448,7 +448,7 @@ def reshard_like(operand: Array, lead: Array, spec: P) -> Array:
 
 
 def placed(array: Array, sharding: P | None) -> Array:
-    """Returns the array where `sharding` says on the mesh in context; anywhere if None."""
+    """Returns the array with `sharding` on the mesh in context; as it is if None."""
     return array if sharding is None else jax.lax.with_sharding_constraint(array, sharding)
 
 
@@ -490,7 +490,7 @@ def where_lowered(ctx: Any, lead: Any) -> _Where:
 
 
 def devices_of(ctx: Any) -> Sequence[jax.Device]:
-    """Returns what the program is compiled for, in order."""
+    """Returns the devices that the program is compiled for, in order."""
     context = ctx.module_context.axis_context
     return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
 
@@ -504,7 +504,7 @@ def is_for_one_device(ctx: Any) -> bool:
 def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
     """Returns the propagation rule of an operation, in custom_partitioning's notation.
 
-    A dimension has one factor wherever it occurs, but for parameters (`Loose`), which have their
+    A dimension has one factor wherever it occurs, except in parameters (`Loose`), which have their
     own: an FSDP-sharded scale must not drag the activations onto its axes.
     """
 

@@ -32,7 +32,7 @@ def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: Axi
     """Checks that `sharding`, an argument or None, can place an array of `shape` on axes of `kind`.
 
     Raises:
-      TypeError: if it is no sharding.
+      TypeError: if it is not a sharding.
       ValueError: for a spec without a mesh, with more entries than the array has dimensions, with
         axes that the mesh does not have or has as another kind, or that do not divide a dimension.
     """

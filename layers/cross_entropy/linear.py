@@ -52,10 +52,10 @@ def linear_cross_entropy(
         loss = weight · (lse - c_label + z_loss · lse²)
 
     Rows are computed in chunks. With `reduction="mean"` or `"sum"` a chunk's gradients are computed
-    right after its loss, where the loss is differentiated: the logits are computed once, and the
-    softmax's gradient takes their place. What the loss is multiplied by afterwards (its cotangent)
-    costs one pass over each gradient, unless it is 1. With `"none"` any cotangent is known only in
-    the backward, which computes each chunk's logits again.
+    right after its loss, if the loss is differentiated: the logits are computed once, and the
+    softmax's gradient replaces them. A later factor of the loss (its cotangent) other than 1 costs
+    one pass over each gradient. With `"none"` the cotangents are known only in the backward, which
+    computes each chunk's logits again.
 
     Gradients come in the operands' dtypes; the kernel's is summed over the chunks in float32, by
     the products that compute it. Rows may be split over any axes of a mesh, and the vocabulary over
@@ -64,7 +64,7 @@ def linear_cross_entropy(
 
     Args:
       x: `(*rows, n)`; float64, float32, bfloat16 or float16, as the kernel.
-      kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as an embedding that is tied.
+      kernel: `(n, vocab)`, or with `contract=1` `(vocab, n)`, as a tied embedding.
       labels: `(*rows)` integers. One outside the vocabulary gives NaN, never another word's loss.
       weights: `(*rows)` numbers or booleans that multiply each row's loss; None for 1 everywhere.
         The loss is differentiable in them. A row of weight 0 adds 0 to the loss and its gradients,
@@ -76,9 +76,9 @@ def linear_cross_entropy(
       reduction: "mean", the sum of the losses divided by the sum of the weights of labels that are
         not ignored (0 if no row has a weight), "sum", or "none" for a loss a row.
       with_lse: also return `lse`, of every row; it is differentiable.
-      dtype: of the products' operands; x's where None.
-      logits_dtype: of the logits as the product rounds them; `dtype` or a wider one. Where None
-        `dtype`, but float32 for float16: logits beyond 65504 are infinite in float16.
+      dtype: the dtype of the products' operands; None: x's.
+      logits_dtype: the dtype that the product rounds logits to, `dtype` or a wider one. None:
+        `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
 
@@ -94,8 +94,8 @@ def linear_cross_entropy(
         unknown reduction or implementation, a softcap that is not positive, a negative z_loss, one
         of them that float32 cannot compute with, a logits_dtype that is narrower than dtype, or a
         chunk_rows that is not positive.
-      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
-        them where it names several.
+      NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
+        them if it names several.
 
     References:
       Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009; Hsu et
@@ -262,8 +262,8 @@ def _chunk_rows(chunk_rows: Any) -> int | None:
 def _operands(
     x: Array, kernel: Array, labels: Array, mask: Array, weights: Array | None
 ) -> list[Any]:
-    """Returns x, labels, mask, weights, and the operands that have the kernel's gradient, with
-    matching shardings and varying axes.
+    """Returns x, labels, mask, weights, and the operands with the kernel's gradient, in matching
+    shardings and varying axes.
 
     The last are the kernel and, if it is of 16 bits, the zeros whose gradient is its main gradient
     (`dense.matmul`).
@@ -297,7 +297,7 @@ def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
 
 
 def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
-    """Returns which of x and the kernel have a tangent, and these, the kernel's in float32."""
+    """Returns whether x and the kernel have tangents, and these; the kernel's in float32."""
     found = [] if type(dx) is ad.Zero else [dx]
     parts = [d.astype(compute_dtype(x.dtype)) for d in dkernels if type(d) is not ad.Zero]
     wanted = bool(found), bool(parts)
@@ -307,12 +307,12 @@ def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, b
 
 
 # ---------------------------------------------------------------- the loss, and its derivative
-# These operations are made of those of `op`, as functions are: what they add is that the derivative
-# is taken of a whole reduction, and that vmap changes how.
+# These operations are composed of those of `op`. They differentiate a reduction as a whole, and
+# vmap changes how.
 
 
 class Loss(NamedTuple):
-    """What is known of the loss when it is traced."""
+    """The static description of the loss."""
 
     spec: Spec
     order: Order  # kernels to try
@@ -434,11 +434,11 @@ def _reduced_jvp(primals: Any, tangents: Any, *, spec: Loss, order: Order) -> An
     w = _gathered(spec.spec, x, kernel.astype(x.dtype))
     parts = []  # addends of the tangent
     if moving:
-        # The mean's divisor is part of the gradients, but for float16: they would be too small.
+        # The mean's divisor is part of the gradients, except in float16: they would be too small.
         folded = x.dtype != jnp.float16
         weights = factors * scale if folded else factors
-        # Rounded by its product where that product's own operands have the kernel's dtype, and no
-        # main gradient is asked for.
+        # The product rounds the gradient if its operands have the kernel's dtype and no main
+        # gradient is asked for.
         moved = [type(d) is not ad.Zero for d in tangents[4:]]
         dtype = kernel.dtype.name
         rounds = moved[0] and not any(moved[1:]) and kernel.dtype == x.dtype and dtype in NARROW

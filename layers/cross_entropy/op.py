@@ -1,4 +1,4 @@
-"""The product of a linear layer and its softmax in chunks of rows, wherever the arrays lie.
+"""The product of a linear layer and its softmax in chunks of rows, for any placement.
 
 One chunk's logits at a time are in memory, and with its gradient the kernel's gradient is added to
 the sum in float32, by the product that computes it:
@@ -6,8 +6,8 @@ the sum in float32, by the product that computes it:
     z = x · kernel      g = dloss/dz      dx = g · kernelᵀ      dkernel += xᵀ · g
 
 Rows may be split over any axes of a mesh: the kernel's gradients are then added once, at the end.
-So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and three
-numbers a row are all that they exchange before the gradient of x.
+So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and
+devices exchange three numbers a row before the gradient of x.
 """
 
 import dataclasses
@@ -30,13 +30,13 @@ from . import softmax
 from .softmax import Softmax
 
 CHUNK_BYTES = 2**29
-"""Of a chunk's logits. Larger chunks read and write the sum of the kernel's gradient less often."""
+"""Bytes of a chunk's logits. Larger chunks add to the sum of the kernel's gradient less often."""
 _MULTIPLE = 128  # rows of a GEMM's tile
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """All that is known of the loss when it is traced."""
+    """The static description of the loss."""
 
     softmax: Softmax = Softmax()
     contract: int = 0  # the kernel's summed axis: 0 for `(n, vocab)`, 1 for `(vocab, n)`
@@ -56,7 +56,7 @@ class Spec:
 
 
 def chunk_rows(rows: int, vocabulary: int, itemsize: int, bytes: int = CHUNK_BYTES) -> int:
-    """Returns how many rows make a chunk of so many bytes: as equal as multiples of 128 allow."""
+    """Returns the rows of a chunk of so many bytes: as equal as multiples of 128 allow."""
     most = max(bytes // max(vocabulary * itemsize, 1), 1)
     if rows <= most:
         return rows
@@ -79,7 +79,7 @@ def logits(spec: Spec, x: Array, w: Array) -> Array:
 def _gradients(
     spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
 ) -> list[Array]:
-    """Returns those wanted of dx, in x's dtype, and dkernel, in float32 or wider.
+    """Returns dx, in x's dtype, and dkernel, in float32 or wider, if wanted.
 
     `a` and `b` are the rows' factors in g, which is zero where they are.
     """
@@ -210,8 +210,8 @@ def _size(spec: Spec, x: Array, w: Array, bytes: int = CHUNK_BYTES) -> int:
 def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spec, int]:
     """Returns the spec of a chunk of x, which had `lead` dimensions, and its rows.
 
-    One chunk has the kernel's gradient from one product, which rounds it for the caller; several
-    chunks', and devices', are added up in float32. One may therefore take that sum's memory too.
+    One chunk gets the kernel's gradient from one product, which rounds it for the caller; those of
+    several chunks or devices are added up in float32. One chunk may therefore use that memory.
     """
     several = replace(spec, dkernel=None)
     if spec.dkernel is None or split.over(range(spec.groups, lead - 1)):
@@ -324,8 +324,8 @@ def _gradients_body(
 def _dims(operands: str, results: str) -> Callable[[Spec, int, int], Dims]:
     """Returns `Op.dims` of an operation, a letter for each of its arrays.
 
-    These are x, w (the kernel), r (a number for each row), t (the tangents that there are, of x and
-    the kernel) and g (their gradients).
+    These are x, w (the kernel), r (a number for each row), t (the tangents of x and the kernel, as
+    far as they exist) and g (their gradients).
     """
 
     def dims(spec: Spec, x_ndim: int, w_ndim: int) -> Dims:
@@ -350,7 +350,7 @@ def _undivided(spec: Spec, x_ndim: int, w_ndim: int) -> tuple[int, ...]:
 def batch_rows(
     op: Op, args: Any, dims: Any, *, spec: Any, order: Order, rows: Sequence[int] = (0, 2)
 ) -> Any:
-    """A batch dimension is one more of rows, which the operands numbered `rows` have."""
+    """A batch dimension becomes a dimension of rows, which the operands numbered `rows` have."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if any(d is not None for i, d in enumerate(dims) if i not in rows):
         return one_by_one(op, args, dims, spec, order)
@@ -376,7 +376,7 @@ def one_by_one(op: Op, args: Any, dims: Any, spec: Any, order: Order) -> Any:
 
 
 def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> Any:
-    """A batch dimension is one more of groups, which have a kernel's gradient each."""
+    """A batch dimension becomes one of groups, with a kernel's gradient each."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if dims[1] is not None:
         return one_by_one(op, args, dims, spec, order)

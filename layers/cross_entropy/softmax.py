@@ -27,7 +27,7 @@ from ...native.launch import Target, cuda_compute_dtype, launch
 
 @dataclasses.dataclass(frozen=True)
 class Softmax:
-    """All that is known of the softmax when it is traced."""
+    """The static description of the softmax."""
 
     softcap: float | None = None  # bound on |c|, if any
     z_loss: float = 0.0  # coefficient of lse² in the loss
@@ -44,7 +44,7 @@ def _capped(spec: Softmax, z: Array) -> Array:
 
 
 def _is_label(z: Array, labels: Array) -> Array:
-    """By comparing, not by gathering: where the vocabulary is split no logits move."""
+    """Compares rather than gathers: with a split vocabulary no logits move."""
     return jax.lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1) == labels[..., None]
 
 
@@ -113,7 +113,7 @@ _RESIDENT_THREADS_ON_HOPPER = 1280  # a few bytes spill, and cost less than idle
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How threads share a row; `kernels/softmax.cu` and `row.cuh` say what each number is."""
+    """How threads share a row; `kernels/softmax.cu` and `row.cuh` explain each number."""
 
     vector: int
     threads: int
@@ -130,12 +130,12 @@ class Layout:
 def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True) -> Layout:
     """Returns threads that hold a row in their registers, in one cluster if need be.
 
-    Where that cannot be they read it twice: a row is used `twice`, for its statistics and its
+    If that is impossible they read it twice: a row is used `twice`, for its statistics and its
     gradient. Sizes are from measurements on an H200 (benchmarks/results).
     """
     vector = math.gcd(vocabulary, 16 // itemsize)
     batch = 8  # 32 registers, or fewer
-    threads = -(-vocabulary // (vector * batch))  # that hold a row
+    threads = -(-vocabulary // (vector * batch))  # they hold a row
     if not twice:
         each = min(_STREAMING_THREADS, -(-threads // 32) * 32)
         return Layout(vector, each, batch, 1, _RESIDENT_THREADS // _STREAMING_THREADS)
@@ -152,7 +152,7 @@ def layout(vocabulary: int, itemsize: int, target: Target, *, twice: bool = True
 
 
 def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[Array]]:
-    """Returns a kernel's launch; the gradient takes the place of logits that have its dtype."""
+    """Returns a kernel's launch; the gradient overwrites logits of its dtype."""
 
     def run(target: Target, spec: Softmax, z: Array, *of_rows: Array) -> list[Array]:
         rows, vocabulary = z.shape

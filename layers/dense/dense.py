@@ -45,13 +45,13 @@ def dense(
       activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
         "relu", "silu", "squared_relu", "tanh" and the rest of
         `normfuse.layers.dense.epilogue.ACTIVATIONS`; or a pure function, which is given float32.
-        For "pallas" one that is element-wise.
-      dtype: of the product and the result; x's where None.
+        For "pallas" it must be element-wise.
+      dtype: the dtype of the product and the result; None: x's.
       quantization: "fp8" for products of FP8 operands, forward and backward
         (docs/quantization.md); parameters, results and gradients keep their dtypes.
-      implementation: None, "native" (what follows the product on kernels of ours, never plain HLO),
+      implementation: None, "native" (bias and activation by our kernels, never by plain HLO),
         "xla", "pallas", or several to try in order.
-      out_sharding: of the product, as for `jax.lax.dot_general`; needed only where x and kernel are
+      out_sharding: the product's, as for `jax.lax.dot_general`; needed only if x and kernel are
         both split over `in` on an Explicit mesh.
 
     Returns:
@@ -61,15 +61,15 @@ def dense(
       TypeError: for integer or complex operands, and for float64 in FP8.
       ValueError: for shapes that do not fit, an unknown activation, quantization or implementation,
         or an `out_sharding` that cannot place the result.
-      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
-        them where it names several.
+      NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
+        them if it names several.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse import dense
     >>> x, kernel = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4), jnp.float32)
     >>> dense(x, kernel, activation="silu").dtype
     dtype(bfloat16)
-    >>> jax.grad(lambda kernel: dense(x, kernel).sum())(kernel).dtype  # of one GEMM
+    >>> jax.grad(lambda kernel: dense(x, kernel).sum())(kernel).dtype  # one GEMM's output
     dtype('float32')
     """
     x, kernel = floating("dense", "x", x), floating("dense", "kernel", kernel)

@@ -1,4 +1,4 @@
-"""What follows a dense layer's product: bias, activation and gate, forward to backward.
+"""The epilogue of a dense layer's product: bias, activation and gate, with derivatives.
 
     y = activation(z + bias) · up
 
@@ -39,8 +39,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 class Scalar:
     """A function of one number, and its derivative, in plain JAX and as source text for kernels."""
 
-    # The C++ function's. Not that of a function of CUDA's own (`tanh`), which `source` could then
-    # not call.
+    # The C++ function's name, other than those of CUDA's functions (`tanh`), which `source` could
+    # not call then.
     name: str
     # The definition, `template <typename T> __device__ T name(T x, T parameter, ...)`, for T float
     # and double. It may call CUDA's math functions and those of `kernels/scalar.cuh`.
@@ -61,7 +61,7 @@ class Scalar:
         return self.function(x)
 
     def gated(self, x: Array, up: Array) -> Array:
-        """What a gated layer makes of both its products, in plain JAX."""
+        """A gated layer's function of both its products, in plain JAX."""
         return self(x) * up
 
     def _texts(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class GatedScalar(Scalar):
-    """A function of two numbers, x and up: what gated layers take in place of `activation(x) · up`.
+    """A function of two numbers, x and up, which gated layers take instead of `activation(x) · up`.
 
     Its texts take `(T x, T up, T parameter, ...)`, and `function` the parameters by name.
     `derivative` is that with respect to x.
@@ -104,14 +104,14 @@ class GatedScalar(Scalar):
 
 
 def _text(name: str, body: str, takes: Iterable[str]) -> str:
-    """Returns C++ of a function, given its body or what it returns."""
+    """Returns C++ of a function, given its body or the expression that it returns."""
     body = body if "return" in body else f"return {body};"
     given = ", ".join(f"T {parameter}" for parameter in takes)
     return f"template <typename T>\n__device__ inline T {name}({given}) {{\n  {body}\n}}"
 
 
 def _scalar(name: str, function, value: str, derivative: str, **parameters: float) -> Scalar:
-    """Returns a Scalar of two function bodies, or of what they return."""
+    """Returns a Scalar from two function bodies, or the expressions that they return."""
     takes = ["x", *parameters]
     sources = _text(name, value, takes), _text(f"{name}_derivative", derivative, takes)
     return Scalar(name, *sources, function, tuple(parameters.items()))
@@ -294,9 +294,9 @@ def resolve(
 
 
 def scalar_of(activation: Activation) -> Scalar | None:
-    """Returns what kernels know of `activation`; None for a function that is plain JAX alone.
+    """Returns the `Scalar` of `activation`; None for a function that is plain JAX alone.
 
-    A function that has its C++ with it says so by an attribute `scalar`.
+    A function that comes with its C++ has it as an attribute `scalar`.
     """
     if isinstance(activation, str):
         return GATED.get(activation) or SCALARS[activation]
@@ -308,7 +308,7 @@ def scalar_of(activation: Activation) -> Scalar | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Epilogue:
-    """All that is known of an epilogue, or of a derivative of it, when it is traced."""
+    """The static description of an epilogue, or of a derivative of it."""
 
     op: str = "dense"  # the function the user called
     function: Scalar  # the activation
@@ -406,7 +406,7 @@ class Layout:
     width: int  # threads of a block along columns, each with a vector,
     height: int  # and along rows
     grid_y: int  # blocks along the rows, which they go through with a stride
-    unroll: int  # rows of a thread that are on their way together
+    unroll: int  # rows of a thread whose loads overlap
     min_blocks: int  # blocks that a multiprocessor's registers must be enough for
 
     @property
@@ -418,8 +418,8 @@ class Layout:
 def flat_layout(size: int, itemsize: int, kernel: str, arrays: int) -> Layout:
     """Without a bias an array has no columns: it is a row, or several that a thread takes together.
 
-    How many, and how many threads to a multiprocessor, is from measurements on an H200. `itemsize`
-    is of the widest element, `arrays` how many the "forward" or "backward" reads and writes.
+    Their number, and that of threads to a multiprocessor, are from measurements on an H200.
+    `itemsize` is the widest element's; the "forward" or "backward" reads and writes `arrays`.
     """
     vector = math.gcd(size, 16 // itemsize)
     chosen = {("forward", 2): (2, 8), ("forward", 3): (1, 8)}
@@ -500,7 +500,7 @@ def _launch(
         "MIN_BLOCKS": layout.min_blocks,
     }
     places = {"DZ": "Z", "DUP": "UP", "VALUE": "DY"}
-    # In which the rows of a block add their bias gradients.
+    # The rows of a block add their bias gradients in shared memory.
     shared = layout.width * layout.height * layout.vector * compute.itemsize
     done = launch(
         _source(spec.function),
@@ -513,7 +513,7 @@ def _launch(
         macros=macros,
         shared=shared if "PARTIAL" in results else 0,
         ints=(layout.rows, layout.columns),
-        aliases={  # gradients take the place of what they are the gradients of, read no more
+        aliases={  # each gradient overwrites its array, which is no longer read
             list(operands).index(places[name]): i
             for i, (name, result) in enumerate(results.items())
             if name in places and result.dtype == operands[places[name]].dtype
@@ -534,7 +534,7 @@ def _source(function: Scalar) -> Source:
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
 KERNELS = (forward_kernel, backward_kernel)
-# One for each layout that arrays without a bias have: by how often 2 divides their size.
+# One for each layout of arrays without a bias, which depends on how often 2 divides their size.
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -785,7 +785,7 @@ def finish_natively(
 
 
 def _alike(z: Array, up: Array) -> list[Array]:
-    """Returns both with one type: they may vary, or be split, over other axes of a mesh."""
+    """Returns both with one type: they may vary, or be split, over different axes of a mesh."""
     z, up = equally_varying(z, up)
     is_split = lambda a: any(jax.typeof(a).sharding.spec)
     dims = range(z.ndim)
@@ -797,8 +797,8 @@ def finish_tangent(
 ) -> Array:
     """Returns the tangent of `function(z + bias)` where z has the bias already.
 
-    Its transpose is one pass for both gradients, on kernels where they serve. Where the bias moves
-    `dbias` is its tangent, of z's last dimensions.
+    Its transpose is one pass for both gradients, on kernels where they serve. `dbias` is the bias's
+    tangent, of z's last dimensions, if it has one.
     """
     spec = Epilogue(
         function=function,

@@ -9,11 +9,11 @@ The forward product and both backward ones are ordinary `dot_general`s; the only
 the tangent in the direction of the kernel, so that its transpose can choose the GEMM's output.
 
 A bfloat16 kernel has a bfloat16 gradient in JAX: the output of its GEMM rounded, then widened again
-by whoever sums gradients in float32. So the product takes, with such a kernel, a float32 array of
-zeros of its shape. The product does not depend on it, but has a derivative in its direction: the
-one that it has in the kernel's. The gradient of these zeros is therefore the kernel's *main
-gradient*, as the GEMM writes it. `normfuse.accumulate_gradients` asks for that one; for everyone
-else they are zeros that nothing uses.
+by whoever sums gradients in float32. So with such a kernel the product takes a float32 array of
+zeros of the kernel's shape. The product does not depend on it, but has the same derivative in its
+direction as in the kernel's. The gradient of these zeros is therefore the kernel's *main gradient*,
+as the GEMM writes it. `normfuse.accumulate_gradients` asks for it; otherwise nothing uses the
+zeros.
 """
 
 import dataclasses
@@ -82,10 +82,11 @@ def matmul(
 ) -> Array:
     """Returns the product of x's last axis with the kernel's axis `contract`, computed in `dtype`.
 
-    That is 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`; the kernel's other axes follow
-    x's rows in the result. Its gradient has its dtype, and for float32 (float64) is the GEMM's own
-    output. Sums run in float32 or wider. `out_sharding` is as for `jax.lax.dot_general`: needed
-    where both operands are split over the summed axis on an Explicit mesh.
+    `contract` is 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`; the kernel's other axes
+    follow x's rows in the result. The kernel's gradient has its dtype, and for float32 (float64) is
+    the GEMM's own output. Sums run in float32 or wider. `out_sharding` is as for
+    `jax.lax.dot_general`: needed if both operands are split over the summed axis on an Explicit
+    mesh.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
     product = Product.of(x.ndim, kernel.ndim, contract, precision, out_sharding)
@@ -113,7 +114,7 @@ def _(product, primals, tangents):
 
 
 def dot(product: Product, x: Array, operand: Array) -> Array:
-    """Returns the product with a kernel as `operand_of` makes it."""
+    """Returns the product with a kernel from `operand_of`."""
     summed = ((len(product.x) - 1,), (product.kernel.index(product.x[-1]),))
     return lax.dot_general(
         x,
@@ -211,7 +212,7 @@ def _transpose(cts: Any, x: Any, kernel: Any, *, spec: Product, order: Order) ->
 
 
 def _batch(op: Op, args: Any, dims: Any, *, spec: Product, order: Order) -> Any:
-    """A batch dimension is one more letter, first in the result: the GEMM stays one."""
+    """A batch dimension is one more letter, first in the result: it stays one GEMM."""
     letters = batched((spec.x, spec.kernel, spec.out), dims)
     sharding = batched_sharding(spec.out_sharding, args, dims)
     fields = dict(zip(("x", "kernel", "out"), letters), out_sharding=sharding)
@@ -289,11 +290,11 @@ def _explicit(aval: Any) -> NamedSharding | None:
 
 
 # ---------------------------------------------------------------- one x of several products
-# cuBLAS adds an array to a product as it writes it (beta = 1). XLA asks it to where a sum has a
-# product on its left, and that call adds nothing more: of `(v + k) + q`, as JAX sums what a program
-# reads three times, the second addition stays a pass over all of x's size; `v + (k + q)` has none.
-# Where XLA may use Triton (`xla_gpu_enable_triton_gemm`), versions before JAX 0.12's take products
-# away before they look for such sums, and no order of them helps.
+# cuBLAS can add an array to a product as it writes it (beta = 1). XLA uses that for a sum with a
+# product on its left, once a call: in `(v + k) + q`, as JAX sums the gradients of an array that is
+# read three times, the second addition stays a pass over all of x's size; `v + (k + q)` has none.
+# Before JAX 0.12, with Triton (`xla_gpu_enable_triton_gemm`), XLA takes products away before it
+# looks for such sums, and no order of them helps.
 
 
 def chained(parts: Sequence[Array]) -> Array:
@@ -303,7 +304,7 @@ def chained(parts: Sequence[Array]) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """How many products read x."""
+    """The number of products that read x."""
 
     count: int
     op: str = "dense"  # the function the user called

@@ -5,8 +5,8 @@
 The kernel's operation is partitioned as `jnp.matmul` is. Its derivative is made of ordinary
 operations: the product's, whose kernel gradient is the output of one GEMM of XLA's, and the
 activation's, recomputed from z = x · kernel + bias, which the kernel also writes when there is
-something to differentiate. For an activation that kernels know that is the epilogue's: one pass in
-z's place, which makes the bias's gradient too.
+something to differentiate. For an activation that kernels know, the epilogue computes it: one
+pass in z's place, with the bias's gradient.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from .matmul import matmul
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense:
-    """All that is known of the layer when it is traced."""
+    """The static description of the layer."""
 
     op: str = "dense"  # the function the user called
     activation: Activation = None  # one that a kernel can compute, as the user gave it
@@ -93,7 +93,7 @@ def define_on_arrays(spec: Dense, x: Array, w: Array, *bias: Array) -> list[Arra
 
 
 def _body(spec: Dense, split: Split, x: Array, w: Array, *bias: Array, order: Order) -> list[Array]:
-    """One device's share; where the summed axis is split it has a part of every sum."""
+    """One device's share; if the summed axis is split, it has a part of every sum."""
     summed = [x.ndim - 1]
     empty = 0 in x.shape or 0 in w.shape
     if not split.over(summed) and not empty:
@@ -172,11 +172,11 @@ def dense_in_one_kernel(
 
     The kernel has any rank; its axis `contract` has n elements, and the others, which are the
     bias's, follow x's rows in the result. The activation is element-wise, given float32 (float64
-    for float64). `order` says which kernels are to serve.
+    for float64). `order` says which kernels to try.
 
     Raises:
-      NotImplementedError: for what no kernel of `order` can serve, if it is strict; and for an
-        activation that is no function of numbers alone.
+      NotImplementedError: if no kernel of a strict `order` can serve, or if the activation is not a
+        function of numbers alone.
     """
     from ...native.pallas import portable
 
@@ -230,7 +230,7 @@ def _rest(
     *,
     dtype: jax.typing.DTypeLike,
 ) -> Array:
-    """The tangent of what follows the product: bias and activation in one pass each way."""
+    """The tangent of bias and activation, in one pass each way."""
     moving = [d for d in dbias if not isinstance(d, SymbolicZero)]
     if (function := scalar_of(activation)) is not None:
         return finish_tangent(function, z, dproduct, *moving, dtype=dtype)

@@ -29,7 +29,7 @@ from .matmul import Product, input_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """All that is known of the gradient when it is traced."""
+    """The static description of the gradient."""
 
     epilogue: Epilogue  # the activation's, without a bias
     product: Product  # its left operand is the activation
@@ -59,7 +59,7 @@ def unfit(spec: Gradient, dy: Any, kernel: Any) -> str:
 
 
 def report_unfused(spec: Gradient, reason: str, order: Order) -> None:
-    """Says that a product and a pass serve, where the fused kernel was asked for by name."""
+    """Reports that a product and a pass serve instead of the fused kernel that was asked for."""
     if order.names == ("pallas",):
         report(spec.op, reason, strict=order.strict, names=order.names)
 
@@ -112,10 +112,10 @@ _FLOPS, _SLOWER, _SAVED = 820e6, 0.035, 1.4e-6  # in a microsecond; of the produ
 def fused_is_faster(target: Target, spec: Gradient, dy: Any, w: Any, z: Any, *up: Any) -> bool:
     """Returns whether one kernel takes less time than cuBLAS and a pass.
 
-    It does on Hopper, for bfloat16 and activations of one number, which was measured: for kernels
-    stored (in, out) as in Flax and (out, in) as in Equinox. Others it serves where it is asked for.
-    Its tiles are of one size: where multiprocessors have nothing to do in the last round, that is
-    lost time, in which cuBLAS would have smaller ones.
+    Measurements say so on Hopper, for bfloat16 and activations of one number, with kernels stored
+    (in, out) as in Flax and (out, in) as in Equinox. It serves others on request. Its tiles have
+    one size: multiprocessors that are idle in the last round lose time, where cuBLAS would use
+    smaller tiles.
     """
     del w, up
     (m, k), n = dy.shape, z.shape[1]
@@ -160,7 +160,7 @@ def _body(
 
 
 def _native_beside_collectives(ctx: Any, spec: Gradient, order: Order) -> Order:
-    """The fused kernel is taken unasked in programs for one device alone: elsewhere collectives run
+    """By default the fused kernel serves only programs for one device: elsewhere collectives run
     with products, and would wait for the kernel, which has a block on every multiprocessor."""
     del spec
     return order if order.names or is_for_one_device(ctx) else Order(("native",), strict=False)

@@ -34,7 +34,7 @@ class Function:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a loop is compiled for; from `vector` on for CUDA alone."""
+    """The constants that a loop is compiled for; from `vector` on for CUDA alone."""
 
     bound: Pairs  # the dtype of each template parameter
     stored: tuple[str, ...]  # dtypes in memory of the operands, then of the results
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def tile(self) -> int:
-        """How many elements a block does (CUDA)."""
+        """Elements of a block (CUDA)."""
         return THREADS * self.vector * self.packs
 
     @property
@@ -60,7 +60,7 @@ class Layout:
         return any("complex" in dtype for dtype in (*self.stored, *dict(self.bound).values()))
 
     def __str__(self) -> str:
-        """As the handler on the CPU takes it: "float32 bfloat16 -> float32; 3 1; 2"."""
+        """The CPU handler's attribute: "float32 bfloat16 -> float32; 3 1; 2"."""
         operands = len(self.masks)
         dtypes = signature(self.stored[:operands], self.stored[operands:])
         return f"{dtypes}; {' '.join(map(str, self.masks))}; {self.dimensions}"
@@ -73,7 +73,7 @@ class Layout:
 def collapse(
     shape: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (sizes, masks) of fewer dimensions: neighbours that the same operands have are one.
+    """Returns (sizes, masks) of fewer dimensions: joins neighbours that the same operands have.
 
     `dims` has for each operand the dimensions of `shape` that it has; it is constant along others.
     """
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__({THREADS})
 def host_source(function: Function, layout: Layout) -> str:
     """`normfuse_elementwise(arrays, sizes, begin, end)`, for the system's compiler.
 
-    `normfuse_layout` is what the handler compares with the arrays of a call.
+    The handler compares `normfuse_layout` with the arrays of a call.
     """
     stored, values, masks = _arrays(function, layout, HOST_TYPES)
     inputs = range(len(layout.masks))

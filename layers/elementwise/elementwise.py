@@ -40,21 +40,21 @@ def elementwise(
     bfloat16 are computed in float32 and rounded once.
 
     Args:
-      source: C++ that defines the function, and before it whatever it calls; only the compiler's
-        own headers may be included. Parameters named in `scalars` are run-time scalars, `T&` is
-        written to, and the others are inputs, 1 to 8. One result is returned; several, up to 8, are
-        what a void function writes to its references. Types are template parameters (inputs of type
-        T are promoted together), bool, integers, float, double, complex<float>, complex<double>;
-        for results also real_t<T> and complex<T>.
-      name: which function; the last where None.
-      derivative: what makes the op differentiable. A mapping from parameters (inputs or scalars) to
-        the derivative with respect to each: C++ text of an expression in the function's parameters
+      source: C++ that defines the function, after everything that it calls; only the compiler's
+        own headers may be included. Parameters named in `scalars` are run-time scalars, those of
+        type `T&` are results, and the others are inputs, 1 to 8. A function returns one result, or
+        is void and writes up to 8 results to its references. Types are template parameters (inputs
+        of type T are promoted together), bool, integers, float, double, complex<float>,
+        complex<double>; for results also real_t<T> and complex<T>.
+      name: the function's name; the last function if None.
+      derivative: makes the op differentiable. A mapping from parameters (inputs or scalars) to the
+        derivative with respect to each: C++ text of an expression in the function's parameters
         (or of statements that return it), an elementwise op of the same parameters, or a function
         in plain JAX; a tuple of them where there are several results. Or the whole function in
-        plain JAX, which JAX then differentiates. Where None, `definition` is.
+        plain JAX, which JAX then differentiates. None: JAX differentiates `definition`.
       definition: the function in plain JAX, `definition(*inputs, **scalars)`, which serves where
         C++ cannot (TPUs, AMD GPUs, CPUs without a compiler); half precision comes as float32.
-      dtype: of the result, or a tuple for several; what the C++ says where None.
+      dtype: the result's, or a tuple for several; None: as in the C++.
       implementation: None, "native" or "xla" (the definition), or several to try in order.
       **scalars: the run-time scalars and their defaults. A call may change them, also to traced
         values, without compiling anything.
@@ -66,7 +66,7 @@ def elementwise(
       TypeError, ValueError: for a source, derivative or scalar that does not fit.
 
     Calls raise TypeError for the wrong number of inputs, unknown scalars and unsupported dtypes,
-    and `normfuse.CompileError` with the compiler's log where the source does not compile.
+    and `normfuse.CompileError` with the compiler's log if the source does not compile.
     Differentiating raises TypeError where no derivative was given.
 
     >>> import jax, jax.numpy as jnp, normfuse
@@ -91,7 +91,7 @@ class Elementwise:
       source: the C++ text.
       inputs: the names of the inputs.
       scalars: the run-time scalars and their defaults.
-      outputs: how many results there are.
+      outputs: the number of results.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Elementwise:
 
     @functools.cached_property
     def scalar(self) -> Scalar | None:
-        """The function as kernels of other ops take it, with its scalars' defaults; None unless it
+        """The function for kernels of other ops, with its scalars' defaults; None unless it
         is `template <class T> T name(T x, scalars)`, or `(T x, T up, scalars)`."""
         signature, own, count = self._signature, self._signature.parameters, len(self.inputs)
         types = {p.type for p in own if not p.output and p.name not in self.scalars}

@@ -30,7 +30,7 @@ class Primal(Function):
     """The function itself."""
 
     names: tuple[str, ...] = ()  # the user's names for the operands
-    # (operand, its derivative) where there is one: a Primal of one result for each result, or a
+    # (operand, its derivative) if it has one: a Primal of one result for each result, or a
     # function in plain JAX that returns one array for each.
     partials: tuple[tuple[int, Any], ...] = ()
     differentiable: Plain | None = None  # the function, where JAX is to differentiate it
@@ -88,7 +88,7 @@ class Primal(Function):
 class Linear(Function):
     """A tangent (or, `transposed`, a gradient) of `base`, linear in the operands after base's.
 
-    `moving` and `outputs` are base's operands and results that it is about. `body` is "" where a
+    `moving` and `outputs` are the operands and results of base that it relates. `body` is "" if a
     derivative is in plain JAX.
     """
 
@@ -113,7 +113,7 @@ class Linear(Function):
 def of_some(
     plain: Plain, operands: Sequence[Any], moving: Sequence[int]
 ) -> tuple[Plain, tuple[Any, ...]]:
-    """Returns `plain` as a function of the operands `moving` alone, and what these are."""
+    """Returns `plain` as a function of the operands `moving` alone, and these operands."""
 
     def of(*moved: Any) -> Any:
         changed = dict(zip(moving, moved, strict=True))

@@ -4,9 +4,9 @@ Operands that lack dimensions of the result are not expanded in memory: `placed`
 have, and a dimension that vmap adds is one more that an operand may lack.
 
 Where a derivative is C++ text, the tangent is the kernel of a function linear in the tangents, and
-its transpose that of one linear in the cotangents: nothing between is written to memory. What these
-kernels cannot do (a derivative in plain JAX, or a second derivative) is put together from the
-derivatives as operations of their own, and JAX differentiates that.
+its transpose that of one linear in the cotangents: nothing between is written to memory. Other
+derivatives (in plain JAX, or second ones) are composed of operations for each derivative, and JAX
+differentiates these.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _WORD = 16  # bytes that a thread loads at once
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """All that is known of a call when it is traced."""
+    """The static description of a call."""
 
     function: Function  # applied to every element
     placed: tuple[tuple[int, ...], ...]  # for each operand, the dimensions of the result it has
@@ -72,7 +72,7 @@ class Loop:
 
 
 def compute_dtype(type_: str, bound: Pairs) -> jnp.dtype:
-    """Returns what a value of a C++ type is computed in: float32 for half precision."""
+    """Returns the dtype that computes a value of a C++ type: float32 for half precision."""
     name = resolve(type_, dict(bound))
     return jnp.dtype("float32" if name in NARROW else name)
 
@@ -83,7 +83,7 @@ def spread(operand: Array, have: Sequence[int], ndim: int) -> Array:
 
 
 def by_jax(plain: Plain, loop: Loop, *operands: Array) -> Results:
-    """Returns what a function in plain JAX makes of operands in the dtypes the C++ computes in."""
+    """Returns the results of a function in plain JAX, in the dtypes that the C++ computes in."""
     shape = loop.shape(operands)
     wide = [
         spread(a, have, len(shape)).astype(compute_dtype(type_, loop.bound))
@@ -94,7 +94,7 @@ def by_jax(plain: Plain, loop: Loop, *operands: Array) -> Results:
 
 
 def define(loop: Loop, *operands: Array) -> Results:
-    """Returns what the user's definition does."""
+    """Returns the results of the user's definition."""
     if loop.function.definition is None:
         return _undefined.bind(*operands, name=loop.op, shape=loop.shape(operands), out=loop.out)
     return by_jax(loop.function.definition, loop, *operands)
@@ -104,7 +104,7 @@ def define(loop: Loop, *operands: Array) -> Results:
 
 
 def layout_of(loop: Loop, operands: Sequence[Any]) -> tuple[Layout, tuple[int, ...]]:
-    """Returns what a loop over these operands is compiled for, and the sizes it is given."""
+    """Returns the layout of a loop over these operands, and its run-time sizes."""
     shape = loop.shape(operands)
     if not all(isinstance(n, int) for n in shape):
         raise Unsupported("a loop is compiled for shapes that are known, and this one is symbolic")
@@ -141,7 +141,7 @@ def _explained(function: Function) -> Iterator[None]:
 
 
 def _explaining(body: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns `body`; where it cannot serve and no definition can, one error that says so."""
+    """Returns `body` with one clear error if neither it nor a definition can serve."""
 
     @functools.wraps(body)
     def checked(target: Any, loop: Loop, *operands: Array) -> Results:
@@ -270,7 +270,7 @@ def _dims(loop: Loop, ndim: int) -> Dims:
 
 
 def _batch(op: Op, args: Any, batched: Any, *, spec: Loop, order: Order) -> Any:
-    """The batch dimension is one more of the result's; operands without it lack it."""
+    """The batch dimension becomes one of the result's, which some operands lack."""
     del op
     ndim = max(map(len, spec.placed))
     whole = [b for b, have in zip(batched, spec.placed) if b is not None and len(have) == ndim]
@@ -289,7 +289,7 @@ def _batch(op: Op, args: Any, batched: Any, *, spec: Loop, order: Order) -> Any:
 
 
 def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
-    """Compiles what a lowering for one device would, so that a mistake in the text is raised here.
+    """Compiles the kernels of one device now, so that a mistake in the text is raised here.
 
     Where a mesh has Auto axes, XLA asks for a device's share later, and would wrap the error.
     """
@@ -359,7 +359,7 @@ def _by_parts(loop: Loop, order: Order, *operands: Array) -> Results:
 
     @functools.cache
     def slopes(k: int) -> Results:
-        """The derivative of each result with respect to operand k, in what it is computed in."""
+        """The derivative of each result with respect to operand k, in its compute dtype."""
         partial = base.partial(k)
         if isinstance(partial, tuple):
             each = zip(partial, types, strict=True)

@@ -79,8 +79,8 @@ class Signature:
 def find(source: str, name: str | None = None) -> Signature:
     """Returns the signature of the function called `name`, or of the last in `source`.
 
-    Raises TypeError if source is no text; ValueError if it reads other files, or there is no such
-    function, or one whose signature does not say what is needed.
+    Raises TypeError if source is not text; ValueError if it reads other files, has no such
+    function, or one with an incomplete signature.
     """
     if not isinstance(source, str):
         raise TypeError(f"elementwise: source must be C++ text, got {type(source).__name__}")
@@ -104,8 +104,8 @@ def find(source: str, name: str | None = None) -> Signature:
 def check_self_contained(where: str, text: str) -> None:
     """Raises ValueError if a C++ text reads files: a change in them would not be noticed.
 
-    The compiled function is kept by its text. Nor may that have half of a surrogate pair, which no
-    file can hold.
+    The text is the key of the compiled function. It must not have half of a surrogate pair, which
+    no file can hold.
     """
     try:
         text.encode()
@@ -161,7 +161,7 @@ def _check(function: Signature) -> None:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """For each {…} at the top level: where the declaration before it begins and ends."""
+    """Yields begin and end of the declaration before each {…} at the top level."""
     depth = head = opened = 0
     for i, character in enumerate(text):
         if character == "{":
@@ -176,7 +176,7 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _template(text: str, at: int) -> tuple[tuple[str, ...], int]:
-    """The names of a template's parameters, and where what follows them begins."""
+    """The names of a template's parameters, and the place after them."""
     match = re.compile(r"\s*template\s*<").match(text, at)
     if match is None:
         return (), at
@@ -211,7 +211,7 @@ def _parameters(function: str, text: str) -> Iterator[Parameter]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between commas that are in no brackets."""
+    """The parts between commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += {"<": 1, "(": 1, ">": -1, ")": -1}.get(character, 0)

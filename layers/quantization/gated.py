@@ -34,7 +34,7 @@ _AMAX_LAYOUT = AmaxLayout(unroll=2)
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """All that is known of a quantized activation, or of its gradients, when it is traced."""
+    """The static description of a quantized activation, or of its gradients."""
 
     function: "Scalar"  # the activation
     codes: Codes = Codes()  # results for h and for each gradient

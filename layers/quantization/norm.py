@@ -40,7 +40,7 @@ _ROWS = 16  # a thread's
 
 @dataclasses.dataclass(frozen=True)
 class NormCodes:
-    """All that is known of a quantized norm over the last axis when it is traced."""
+    """The static description of a quantized norm over the last axis."""
 
     # The norm, which has its statistics as results; y has no dtype, as it is encoded from float32.
     norm: Norm

@@ -25,7 +25,7 @@ from .kernels import Codes
 
 @dataclasses.dataclass(frozen=True)
 class Quantize:
-    """All that is known of a quantized array when it is traced."""
+    """The static description of a quantized array."""
 
     codes: Codes  # the results for the matrix
     split: int  # number of leading dimensions that are its rows

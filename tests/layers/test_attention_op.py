@@ -870,7 +870,7 @@ def test_packed_segments_stay_within_their_memory(length, monkeypatch):
         )
 
 
-PACKED = {  # ids, and whether they stand in rows
+PACKED = {  # ids, and whether equal ones are contiguous
     "documents": ([[3, 3, 3, 5, 5, 9, 9, 9], [0, 0, 1, 1, 1, 1, 1, 1]], True),
     "padding": ([[1, 1, 2, 2, 2, 0, 0, 0], [7, 7, 7, 7, 7, 7, 7, 7]], True),
     "apart": ([[1, 1, 2, 2, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0, 0]], False),

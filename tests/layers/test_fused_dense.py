@@ -453,7 +453,7 @@ X, S, K = jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 4))
         (
             lambda: gated_product(X, None, K, activation="clamped_swiglu"),
             ValueError,
-            "'clamped_swiglu' is a function of gate and up, and here is no up; use gated_dense",
+            "'clamped_swiglu' is a function of gate and up, and there is no up; use gated_dense",
         ),
         (lambda: gated_product(X, X, K, stacked=True), ValueError, r"\(2, 3\) and an up"),
         (lambda: gated_product(K, None, K, stacked=True), ValueError, r"shape \(3, 4\) and no up"),

@@ -101,7 +101,7 @@ def test_info_says_what_serves_where_and_why(monkeypatch, folder):
         "  not native: rocm rms_norm; rocm layer_norm; rocm activation; rocm loss; rocm quantize; ",
         "  not native: cpu dense; cuda dense; rocm dense; tpu dense (no platform has a kernel)",
         "  cuda  cuBLASLt's FP8 products, from compute capability 8.9 on\n",
-        "in the compute dtype: kernels with a dimension that is no multiple of 16\n",
+        "in the compute dtype: kernels with a dimension that is not a multiple of 16\n",
     ):
         assert line in text, text
     monkeypatch.setattr(implementation, "_plain", {})  # other tests of this process fell back too
