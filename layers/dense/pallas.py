@@ -24,10 +24,10 @@ from ...native.pallas.tiles import Ref, before, cdiv, clear, power_of_two, resul
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What a kernel makes of x · w."""
+    """A kernel's function of x · w."""
 
     epilogue: Callable[..., Sequence[Array]]  # (sums, *bias) -> results, in the compute type
-    results: int  # how many
+    results: int  # their number
     precision: str | None  # as in jax.lax.dot
     compute: jnp.dtype  # the sums' dtype
 
@@ -47,7 +47,7 @@ def serve(
     precision: str | None,
     keep: bool,
 ) -> list[Array]:
-    """`(x (m, k), w (k, n)[, bias (n,)]) -> y`, and z = x · w + bias too where `keep`.
+    """`(x (m, k), w (k, n)[, bias (n,)]) -> y`; with `keep` also z = x · w + bias.
 
     Sums, bias and activation are in float32 (float64 for float64); y and z are rounded to x's
     dtype.

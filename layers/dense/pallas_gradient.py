@@ -50,7 +50,7 @@ def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> lis
     `product_gradient.Gradient`. Sums and all that is made of them are in float32, rounded once.
 
     Raises:
-      Unsupported: but on Hopper, for 16-bit operands of one dtype and sizes that the kernel takes.
+      Unsupported: unless on Hopper, with 16-bit operands of one dtype and sizes that fit.
     """
     if target.capability != 90:
         raise Unsupported("the fused kernel is for GPUs of compute capability 9.0")
@@ -77,7 +77,7 @@ class Shape:
 
     stages: int = 4  # slots of the ring, 48 KiB each; with 3 the products wait for operands
     staging: int = 2  # results of a warpgroup on their way to memory, 8 KiB each
-    width: int = 8  # tiles one below the other before the next across: they share w in the cache
+    width: int = 8  # tiles down before the next across: they share w in the cache
 
 
 def multiply(
@@ -186,7 +186,7 @@ class _Block:
     dy: Ref
     w: Ref
     refs: Sequence[Ref]  # operands of the epilogue, and the value
-    inputs: int  # how many operands
+    inputs: int  # number of operands
     epilogue: Callable[..., Sequence[Array]]
     xs: Ref
     ws: Ref
@@ -224,7 +224,7 @@ class _Block:
         return plgpu.load(ref, *EVERY, layout=plgpu.Layout.WGMMA)
 
     def fetch(self, row: Any, column: Any, first: Any) -> None:
-        """Copies what a tile needs into the ring."""
+        """Copies a tile's operands into the ring."""
         whole = pl.ds(row, _ROWS), pl.ds(column, _COLUMNS)
 
         def summed(step, _):
@@ -312,10 +312,10 @@ class _Block:
 
 
 def _pairs(inputs: int) -> list[tuple[Any, Any]]:
-    """Returns what the slots after the products hold: two (operand, warpgroup, half) in each.
+    """Returns the contents of the slots after the products: two (operand, warpgroup, half) in each.
 
-    In the order in which they are needed. A warpgroup's half of a tile is taken in two: its columns
-    are, or where w is (k, n) its rows.
+    They come in the order of use. A warpgroup's half of a tile is taken in two parts, of columns,
+    or of rows if w is (k, n).
     """
     every = [(k, group, at) for at in range(2) for group in range(2) for k in range(inputs)]
     return list(zip(every[::2], every[1::2], strict=True))

@@ -6,7 +6,7 @@ the next pieces of x and w while two multiply, each its half of the tile; when a
 complete those two apply bias and activation to them, piece by piece, and store through shared
 memory, while the third fetches for the next tile. Pallas's Mosaic GPU backend schedules the copies.
 Copies from beyond an operand's end read zeros, those to beyond it write nothing: tiles need not
-fit. But operands must be whole pieces as shared memory has them, of 8 x 64: others are padded.
+fit. But operands must be whole pieces of shared memory, 8 x 64: others are padded.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def shape_for(m: int, n: int, cores: int) -> Shape:
     """Returns the shape that should take least time: see benchmarks/results for the measurements.
 
     The multiprocessors that take most tiles decide. A tile's time is that of its products and of
-    fetching what it multiplies.
+    fetching their operands.
     """
     if n <= _SIDE:
         return _NARROW

@@ -37,19 +37,19 @@ MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
 class Quantized(NamedTuple):
     """`x ≈ scale · q`, elementwise."""
 
-    # (rows, columns), float8_e4m3fn or float8_e5m2; None where it was not asked for.
+    # (rows, columns), float8_e4m3fn or float8_e5m2; None unless asked for.
     q: jax.Array | None
-    # (columns, rows), its transpose, contiguous; None where it was not asked for.
+    # (columns, rows), its transpose, contiguous; None unless asked for.
     qt: jax.Array | None
-    scale: jax.Array  # (), float32, a power of two; NaN where the bound was not finite
+    scale: jax.Array  # (), float32, a power of two; NaN if the bound was not finite
 
 
 def amax(x: jax.Array, *, order: Order = BEST) -> jax.Array:
     """The largest magnitude among the finite elements of `x`, as a () float32; 0 without any.
 
     Args:
-      x: of any shape; float32, bfloat16 or float16.
-      order: which kernels are to serve.
+      x: any shape; float32, bfloat16 or float16.
+      order: kernels to try.
 
     Raises:
       TypeError: for another dtype.
@@ -73,19 +73,19 @@ def quantize(
         q[i, j] = qt[j, i] = round(x[i, j] / scale)
 
     `scale` is the smallest power of two, at least 2^-100, with bound / scale ≤ 448 (e4m3) or
-    57344 (e5m2). An element that is not finite, or that a bound too small leaves beyond the format,
-    has the code NaN: nothing saturates.
+    57344 (e5m2). An element that is not finite, or that is beyond the format because the bound is
+    too small, has the code NaN: nothing saturates.
 
     Args:
       x: (rows, columns); float32, bfloat16 or float16.
       dtype: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
-      bound: float32 numbers of any shape, the largest of which no finite |x| exceeds; `amax(x)`
-        where None, which reads x once more.
-      plain, transpose: which of q and qt are wanted.
-      order: which kernels are to serve.
+      bound: float32 numbers of any shape; their maximum must be at least every finite |x|. None:
+        `amax(x)`, which reads x once more.
+      plain, transpose: compute q, compute qt.
+      order: kernels to try.
 
     Raises:
-      TypeError: for a dtype that cannot be quantized, or that is no FP8 format.
+      TypeError: for a dtype that cannot be quantized, or that is not an FP8 format.
       ValueError: if x is not a matrix, or if neither q nor qt is wanted.
     """
     kernels.check_matrix(x)
@@ -118,12 +118,12 @@ def product(
 
     Args:
       a: (m, k), FP8; at least one of a and b is e4m3.
-      b: (n, k), FP8: both contract over their last axis, as the hardware wants.
-      a_scale, b_scale: () float32, powers of two; both None for the raw product, whose scale
-        whatever reads it applies (`gated`): a number of bfloat16 has float32's range.
-      dtype: of the result: the compute dtype, or float32 for a kernel's gradient.
-      add_to: (m, n), of that dtype: the sum is made in the product (beta = 1), in place where
-        `add_to` is not needed any more.
+      b: (n, k), FP8: both contract over their last axis, as the hardware requires.
+      a_scale, b_scale: () float32, powers of two; both None for the raw product, whose reader
+        applies the scale (`gated`): a number of bfloat16 has float32's range.
+      dtype: the result's: the compute dtype, or float32 for a kernel's gradient.
+      add_to: (m, n), of that dtype: the sum is made in the product (beta = 1), in place if
+        `add_to` is no longer needed.
     """
     dims = (((1,), (1,)), ((), ()))
     raw = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(dtype))
@@ -140,11 +140,11 @@ def fits(*dimensions: int) -> bool:
 
 
 def rms_norm_bound(features: int, weight: jax.Array | None = None) -> jax.Array:
-    """What no |y| of `y = x / sqrt(mean(x²) + eps) · weight` exceeds: sqrt(features) · max|weight|.
+    """Bounds |y| of `y = x / sqrt(mean(x²) + eps) · weight` by sqrt(features) · max|weight|.
 
     Args:
-      features: the length of the axis that is normalised.
-      weight: (features,): scale + scale_offset; 1 where None.
+      features: the length of the normalised axis.
+      weight: (features,): scale + scale_offset; None: 1.
     """
     root = jnp.sqrt(jnp.float32(features))
     if weight is None:

@@ -1,7 +1,7 @@
-"""The quantizer in plain JAX, bit for bit what the kernels compute, on any platform.
+"""The quantizer in plain JAX, bit for bit the same as the kernels, on any platform.
 
-It is made of integer operations: a platform's own conversions to FP8 differ in what they do with
-what does not fit, and in whether subnormal numbers are zero.
+It consists of integer operations: the platforms' own conversions to FP8 differ for numbers beyond
+the format, and in whether subnormal numbers are zero.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def scale_of(bound: jax.Array, format: Format) -> jax.Array:
 
 
 def encode(values: jax.Array, format: Format) -> jax.Array:
-    """The codes of float32 numbers: nearest, ties to even; NaN for what does not fit."""
+    """The codes of float32 numbers: nearest, ties to even; NaN beyond the format."""
     shift = 23 - format.mantissa_bits
     magic = (127 + 24 - format.exponent_bias - format.mantissa_bits) << 23
     smallest_normal = (128 - format.exponent_bias) << 23

@@ -4,7 +4,7 @@
     da = dh · up · activation'(a)   dup = dh · activation(a)
 
 Products leave their scales to these kernels, which multiply as they read. Without `up` it is 1, and
-there is no dup. What is computed is float32 until it is encoded.
+there is no dup. Values are float32 until they are encoded.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class Gated:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What the definitions and bodies are told."""
+        """Keywords of definitions and bodies."""
         return {"function": self.function, **self.codes.flags}
 
 
@@ -130,7 +130,7 @@ def _gradient_by(cast):
 
 
 def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
-    """How many rows are loaded together: measured on an H200 (benchmarks/results)."""
+    """The layout with the best number of rows loaded together, measured on an H200."""
     if gradient and has_up:
         if target.capability == 90:
             return CastLayout(batch=4, min_blocks=3, group=2)
@@ -246,7 +246,7 @@ def _matrices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _codes_of(codes: Sequence[jax.Array], like: jax.Array) -> list[jax.Array]:
-    """`(q, qt, scale)` of a matrix as those of an array of like's shape."""
+    """`(q, qt, scale)` of a matrix, reshaped for an array of like's shape."""
     q, qt, scale = codes
     *rows, columns = like.shape
     codes = [as_bytes(q.reshape(like.shape)), as_bytes(qt.reshape(columns, *rows))]
@@ -316,7 +316,7 @@ def _gradient_dims(spec: Gated, ndim: int) -> Dims:
 
 
 def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> Any:
-    """A batch dimension is one more of rows: all its examples share a scale."""
+    """A batch dimension becomes one of rows: all its examples share a scale."""
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     if any(d is not None and a.ndim == 1 for a, d in zip(args, dims)):  # each has its maxima
         results = jax.vmap(functools.partial(op.plain, spec), tuple(dims))(*args)

@@ -20,7 +20,7 @@ _LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rou
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """All that is known of a quantized matrix when it is traced."""
+    """The static description of a quantized matrix."""
 
     dtype: str = "float8_e4m3fn"  # the format's name
     # has_q, has_qt: whether the codes as they lie and their transpose are results.
@@ -30,7 +30,7 @@ class Codes:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What casts are told."""
+        """Keywords of casts."""
         return {"dtype": self.dtype, "has_q": self.has_q, "has_qt": self.has_qt}
 
 
@@ -47,7 +47,7 @@ class CastLayout:
     backwards: bool = False  # start with the last tile
 
     def blocks(self, rows: int, columns: int) -> int:
-        """How many tiles a matrix has."""
+        """The number of tiles of a matrix."""
         return -(-rows // (_ROWS * self.height)) * -(-columns // (COLUMNS * self.width))
 
     @property
@@ -65,17 +65,17 @@ class AmaxLayout:
     """How the threads of quantize_amax.cu share an array."""
 
     blocks_each: int = 4  # blocks for each multiprocessor
-    unroll: int = 4  # vectors of 16 bytes of a thread that are on their way together
+    unroll: int = 4  # vectors of 16 bytes that a thread loads together
 
     def blocks(self, size: int, itemsize: int, target: Target) -> int:
-        """How many blocks there are: at least one, which writes 0 for an empty array."""
+        """The number of blocks: at least one, which writes 0 for an empty array."""
         vectors = -(-size * itemsize // 16)
         wanted = -(-vectors // (AMAX_THREADS * self.unroll))
         return max(1, min(wanted, self.blocks_each * target.multiprocessors))
 
 
 def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
-    """What was measured to be best; so far one for all."""
+    """The layout that was measured to be best; so far the same for all."""
     del size, itemsize, target
     return AmaxLayout()
 
@@ -83,7 +83,7 @@ def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
 def cast_layout(
     rows: int, columns: int, itemsize: int, target: Target, *, after_amax: bool
 ) -> CastLayout:
-    """What was measured to be best on an H200 (benchmarks/results).
+    """The layout that was measured to be best on an H200 (benchmarks/results).
 
     After a pass for the maximum the last elements are in the cache: they are taken first.
     """
@@ -98,7 +98,7 @@ def cast_layout(
 def tile_macros(
     layout: CastLayout, rows: int, columns: int, *, dtype: str, has_q: bool, has_qt: bool
 ) -> dict[str, int]:
-    """What fp8_tile.cuh is compiled for."""
+    """The macros of fp8_tile.cuh."""
     return {
         "E5M2": int(dtype == "float8_e5m2"),
         "HAS_Q": int(has_q),
@@ -209,7 +209,7 @@ def check_input(x: jax.Array) -> None:
 
 
 def check_matrix(x: jax.Array) -> None:
-    """Raises TypeError or ValueError for what is no matrix of such a dtype."""
+    """Raises TypeError or ValueError unless x is a matrix of such a dtype."""
     check_input(x)
     if x.ndim != 2:
         raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")

@@ -53,7 +53,7 @@ class NormCodes:
 
 
 def serves(*arrays: Array | jax.ShapeDtypeStruct | None) -> bool:
-    """Returns whether the norm of these operands is computed in float32, from which codes are."""
+    """Returns whether the norm of these operands is computed in float32, as codes need."""
     return all(a is None or jnp.dtype(a.dtype).name in INPUTS for a in arrays)
 
 
@@ -63,11 +63,11 @@ def shares_rows(norm: Norm, shape: Any) -> bool:
 
 
 # ---------------------------------------------------------------- definitions
-# Arrays are as the norm's own kernels see them, but for codes, which are those of (rows, n).
+# Arrays have the layout of the norm's own kernels, except codes, which are (rows, n).
 
 
 def _bound(norm: Norm, parameters: list[Array], features: int) -> Array:
-    """What no |y| exceeds, (1,) float32: the same bits on every platform."""
+    """A bound on |y|, (1,) float32: the same bits on every platform."""
     bound, given = jnp.sqrt(jnp.float32(features)), list(parameters)
     if norm.has_scale:
         weight = given.pop(0).astype(jnp.float32) + jnp.float32(norm.scale_offset)
@@ -78,7 +78,7 @@ def _bound(norm: Norm, parameters: list[Array], features: int) -> Array:
 
 
 def _norm_and_cast(normalise: Any, cast: Any, spec: NormCodes, *operands: Array) -> list[Array]:
-    """Normalises into float32 (y, then what else there is), and encodes y."""
+    """Normalises into float32 (y, then the other results), and encodes y."""
     *given, bound = operands
     y, *others = normalise(replace(spec.norm, out_dtype="float32"), *given)
     return [*cast(_matrix(spec.norm, y), bound, **spec.codes.flags), *others]
@@ -104,13 +104,13 @@ _NARROW = 32  # threads along a row's part: with more than one each, more blocks
 
 
 class _Blocks(NamedTuple):
-    """What a block of 16 rows or more should have."""
+    """The best threads and registers of a block of 16 rows or more."""
 
     threads: int  # enough, if four rows of threads are as many
     registers: int  # a thread's
 
 
-_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # with a residual
+_ALONE, _ADDED = _Blocks(256, 96), _Blocks(128, 128)  # without, with a residual
 _LEAST_REGISTERS = 72  # a thread's; neither spills with these
 
 
@@ -169,7 +169,7 @@ def shared_bytes(
 
 
 def apply_layout() -> CastLayout:
-    """Of the pass that is given the rows' statistics."""
+    """The layout of the pass that is given the rows' statistics."""
     return CastLayout(batch=4, min_blocks=4)
 
 
@@ -378,9 +378,9 @@ def _dims(spec: NormCodes, ndim: int) -> Dims:
 
 
 def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> Any:
-    """A batch dimension is one more of rows, behind those of examples where these have scales.
+    """A batch dimension becomes one of rows, behind those of examples if these have scales.
 
-    What is vmapped over scales is quantized with one code scale for each.
+    Arrays vmapped over scales have one code scale each.
     """
     size = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     large, at = 1 + spec.norm.has_residual, len(spec.norm.heads)
@@ -396,7 +396,7 @@ def _batch(op: Op, args: Any, dims: Any, *, spec: NormCodes, order: Order) -> An
 
 
 def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
-    """Dead code: qt is not written when nobody reads it, as in a forward alone."""
+    """Dead code: qt is not written if nobody reads it, as in a forward alone."""
     eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
@@ -413,7 +413,7 @@ jax_private.on_unused_results(op.primitive, _drop_qt)
 
 
 class Normalised(NamedTuple):
-    """`y ≈ scale · decoded(q)`, and what the norm's gradient needs."""
+    """`y ≈ scale · decoded(q)`, and the arrays that the norm's gradient needs."""
 
     # q, qt, scale: as in `op.Quantized`.
     q: Any

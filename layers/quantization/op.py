@@ -1,4 +1,4 @@
-"""Quantizing an array wherever it lies: the codes of a sharded array have one scale.
+"""Quantizing an array on any mesh: the codes of a sharded array have one scale.
 
 An array is a matrix whose rows are its dimensions before `split`, and its columns the others. Its
 maximum is that of all devices, so that a mesh gives the result of one device.
