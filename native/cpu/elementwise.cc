@@ -33,8 +33,8 @@ ffi::Error Failure(std::string_view digest, const std::string& what) {
                               "): " + what);
 }
 
-// The dynamic linker takes two files of one path for one library, and the numbers of closed files
-// come back: each path is spelt differently, with the bits of `serial` as "/." or "/".
+// The dynamic linker takes two files with one path for one library, and numbers of closed files are
+// reused: so each path is spelt differently, with the bits of `serial` as "/." or "/".
 std::string PathOf(int file, uint32_t serial) {
   std::string path = "/proc/self/fd";
   for (; serial != 0; serial >>= 1) path += serial & 1 ? "/." : "/";
@@ -115,7 +115,7 @@ struct Library {
   Layout layout;
 };
 
-// Loads the image, which need not be a file anywhere; says why where it cannot.
+// Loads the image, which need not be a file; if that fails, says why.
 Library Load(ffi::Span<const uint8_t> image, uint32_t serial, std::string* failure) {
   int file = memfd_create("normfuse_elementwise", MFD_CLOEXEC);
   if (file < 0 || !WriteAll(file, reinterpret_cast<const char*>(image.begin()), image.size())) {

@@ -18,8 +18,8 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-// A parameter plus `offset` in the compute type, or where there is none numbers that are `missing`;
-// it is the parameter's own memory where nothing is to be done.
+// A parameter plus `offset` in the compute type, or `missing` everywhere without one; if nothing
+// changes, the parameter's own memory.
 template <typename C>
 class Parameter {
  public:

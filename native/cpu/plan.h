@@ -1,4 +1,4 @@
-// How RMSNorm's work is cut up. It depends on the shape alone, never on the number of threads, so
+// The division of a norm's work. It depends on the shape alone, never on the number of threads, so
 // that sums are taken in the same order every time.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Runs one norm's kernel over a shape: which thread does what, and the sums that cross threads.
+// Runs one norm's kernel over a shape: the work of each thread, and the sums that cross threads.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +55,7 @@ struct Unzipped {
 // lines), and the const methods
 //   bool reduces()                                          whether it sums along lines
 //   void Reduce(lines, features, double* sums)              adds to the sums of each line
-//   void Finish(lines, const double* sums, C* values)       what Apply needs of each line
+//   void Finish(lines, const double* sums, C* values)       the values of each line for Apply
 //   bool applies()                                          whether there is an Apply
 //   void Apply(lines, features, const C* values, C* columns)
 //   C* column_sums(int which)                               (heads, n), or null

@@ -1,7 +1,7 @@
 // FP8 codes of float32 numbers, and the power-of-two scale of an array (docs/quantization.md).
 //
 // E5M2 chooses the format: 0 is e4m3 (its largest number is 448), 1 is e5m2 (57344). No infinity is
-// ever written, also where the format has one: what does not fit is NaN.
+// ever written, even if the format has one: numbers beyond it become NaN.
 #pragma once
 
 #include "vector.cuh"

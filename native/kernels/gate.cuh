@@ -1,5 +1,5 @@
-// The gate of a gated norm: activation(z), which multiplies what is normalised (GATE_BEFORE) or the
-// norm's result (GATE_AFTER). It is silu(z) = z · sigmoid(z), or sigmoid(z) if GATE_SIGMOID.
+// The gate of a gated norm: activation(z), which multiplies the norm's input (GATE_BEFORE) or its
+// result (GATE_AFTER). It is silu(z) = z · sigmoid(z), or sigmoid(z) if GATE_SIGMOID.
 // Kernels whose macros do not name a gate have none.
 #pragma once
 

@@ -163,14 +163,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #endif
 #if HEADS > 1
-  // Groups of threads have one head after another; what they have past the last row is nothing.
+  // Groups of threads take one head after another, and skip rows past the last.
   const long long last = (rows / HEADS + THREAD_ROWS - 1) / THREAD_ROWS * THREAD_ROWS * HEADS;
   for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {
     const long long group = first / THREAD_ROWS + row_group(), owner = group % HEADS;
     const long long mine = group / HEADS * THREAD_ROWS * HEADS + owner;
     const auto row = [&](int r) { return mine + r * HEADS; };
 #elif PER_EXAMPLE
-  // Groups of THREAD_ROWS rows; what the last one of an example has past its rows is nothing.
+  // Groups of THREAD_ROWS rows; the last group of an example skips those past its rows.
   const long long all = rows, groups = (tokens + THREAD_ROWS - 1) / THREAD_ROWS;
   const long long last = all / tokens * groups * THREAD_ROWS;
   for (long long first = 1LL * blockIdx.x * kRows; first < last; first += stride) {

@@ -29,7 +29,7 @@ struct Outputs {
   float* scale;
 };
 
-// From a row of the inputs what is to be encoded.
+// Computes the values to encode from a row of the inputs.
 __device__ inline void compute(const Wide<float, kColumns> (&in)[kInputs],
                                Wide<float, kColumns> (&out)[kOutputs]) {
 #pragma unroll

@@ -110,7 +110,7 @@ class RowStatistics {
     partial_[which * kStride + threadIdx.x % BLOCK_X / kLanes * kTileRows + row] = sum;
   }
 
-  // Once all are added.
+  // To be called once all sums are added.
   __device__ void find(const Operands& given, const Tile& first) {
     __syncthreads();
 #if CLUSTER > 1
@@ -126,7 +126,7 @@ class RowStatistics {
     __syncthreads();
   }
 
-  // Those of row i of the thread's part.
+  // Returns the moments of row i of the thread's part.
   __device__ Moments moments(int i) const {
     const float* row = partial_ + threadIdx.x / BLOCK_X * kRows + i;
     return {row[0], CENTRED ? row[CENTRED * kStride] : 0,

@@ -156,8 +156,8 @@ class RowSums {
     send(values);
   }
 
-  // The sums posted last, in every thread of the rows: their latency is hidden by what is done in
-  // between. One post at a time is on its way.
+  // Returns the sums posted last, in every thread of the rows; work in between hides their latency.
+  // One post at a time is on its way.
   __device__ Values total() {
     if constexpr (!kShared) return alone_;
     receive();
@@ -189,7 +189,7 @@ class RowSums {
   }
 
  protected:
-  // Puts what a warp's lanes have alike into its slots.
+  // Puts the values that a warp's lanes share into its slots.
   __device__ void send(const Values& values) {
     if constexpr (!kShared) {
       alone_ = values;

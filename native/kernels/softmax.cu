@@ -81,7 +81,7 @@ class RowSum2 : public RowSums<Compute, 2> {
  public:
   using RowSums<Compute, 2>::RowSums;
 
-  // That of all threads of the row, in every one of them.
+  // Returns the sum of all threads of the row, in every one of them.
   __device__ Sum operator()(Sum mine) {
     mine.merge_lanes();
     if constexpr (!kShared) return mine;
