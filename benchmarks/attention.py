@@ -1,4 +1,4 @@
-"""Attention forward and backward on one GPU, beside einsum, jax.nn and torch.
+"""Attention forward and backward on one GPU, compared with einsum, jax.nn and torch.
 
     python benchmarks/attention.py           # the table, two minutes at most
     python benchmarks/attention.py --tiny    # small shapes, to see on a CPU that it runs

@@ -90,7 +90,7 @@ Cases = Iterator[tuple[str, Callable, list[tuple]]]  # name, function, operands 
 
 
 def norms(size: Size) -> Cases:
-    """The norms, forward, and backward from what the forward has saved."""
+    """The norms, forward, and backward from the forward's residuals."""
     import jax
     import jax.numpy as jnp
     from device_time import sets_for
@@ -214,7 +214,7 @@ def environment(copy: pathlib.Path, work: pathlib.Path) -> dict[str, str]:
 
 
 def python(copy: pathlib.Path, work: pathlib.Path, *arguments: str) -> str:
-    """Returns what a process prints that imports the package from the folder `copy`."""
+    """Returns the output of a process that imports the package from the folder `copy`."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=work,

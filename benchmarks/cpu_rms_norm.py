@@ -1,4 +1,4 @@
-"""The CPU kernels beside XLA's own fusion of the same formulas.
+"""The CPU kernels compared with XLA's own fusion of the same formulas.
 
     python benchmarks/cpu_rms_norm.py
 

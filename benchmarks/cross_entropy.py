@@ -1,4 +1,4 @@
-"""The loss of a linear layer and both gradients on one GPU, beside plain jnp and other libraries.
+"""The loss of a linear layer and both gradients on one GPU, with plain jnp and other libraries.
 
     python benchmarks/cross_entropy.py               # the tables, about two minutes
     python benchmarks/cross_entropy.py --sweep       # rows of a chunk, layouts of the kernels

@@ -66,7 +66,7 @@ class Gpu:
         return time / count
 
     def elapsed(self, run) -> float:
-        """Median microseconds of what run() puts on the stream."""
+        """Median microseconds of the work that run() puts on the stream."""
         times = []
         for _ in range(6):
             self("cuEventRecord", self.begin, self.stream)

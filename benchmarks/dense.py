@@ -1,4 +1,4 @@
-"""Dense layers on one GPU beside the same in plain jnp: time that is not GEMM, time, temporaries.
+"""Dense layers on one GPU and the same in plain jnp: time that is not GEMM, time, temporaries.
 
     python benchmarks/dense.py                   # layers, forward and backward
     python benchmarks/dense.py --accumulation    # gradients of eight microbatches

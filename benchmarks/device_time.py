@@ -75,7 +75,7 @@ def _measured(fn: Callable) -> Callable[..., list[tuple[str, float]]]:
 
 
 class Copies:
-    """The driver's own copy within the device: what a kernel that only moves memory can reach."""
+    """The driver's own copy within the device: the limit of a kernel that only moves memory."""
 
     def __init__(self):
         from cuda.bindings import driver

@@ -1,4 +1,4 @@
-"""Device times of element-wise ops beside a copy's, XLA's fusion's and torch.cuda.jiterator's.
+"""Device times of element-wise ops, a copy, XLA's fusion and torch.cuda.jiterator.
 
     python benchmarks/elementwise.py               # the table, compile times, a second process
     python benchmarks/elementwise.py --sweep       # other layouts of the loop

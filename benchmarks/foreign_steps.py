@@ -81,7 +81,7 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def is_matrix(x: Any) -> bool:
-    """Whether a parameter is drawn: it is no vector, and no vector of each layer."""
+    """Whether a parameter is drawn: not if it is a vector, or a vector of each layer."""
     return x.ndim > 2 or (x.ndim == 2 and x.shape[0] >= STACKED)
 
 
@@ -114,7 +114,7 @@ class Built:
 
 
 def build(make: Callable[[], Model], inputs: Any) -> Built:
-    """Makes a model within a program that computes what is kept of it alone."""
+    """Makes a model within a program that computes only the parts to keep."""
     found: dict[str, Any] = {}
 
     def init(inputs: Any) -> tuple[Leaves, Any]:
@@ -145,7 +145,7 @@ def build(make: Callable[[], Model], inputs: Any) -> Built:
 
 @dataclasses.dataclass
 class Version:
-    """A version's step, and what became of it.
+    """A version's step, and its outcome.
 
     Attributes:
       rest: what of the model is no parameter.
@@ -171,12 +171,12 @@ class Version:
         return self.step(state, batch, self.rest)
 
     def replaced(self) -> dict[str, int]:
-        """How many sites are served, by what serves them."""
+        """The number of sites by the operation that serves them."""
         rows = self.report.rows if self.report is not None else ()
         return dict(collections.Counter(row.served for row in rows if row.served))
 
     def compiled(self, step: Any) -> str:
-        """Takes the compiled step; returns what it lacks of what the version is named for."""
+        """Takes the compiled step; returns the parts that it lacks of the version's promise."""
         self.step, text, used = step, step.as_text(), step.memory_analysis()
         size = used.argument_size_in_bytes + used.temp_size_in_bytes
         size += used.output_size_in_bytes - used.alias_size_in_bytes
@@ -249,7 +249,7 @@ def say(began: float, what: str) -> None:
 
 
 def trace(built: Built, case: Case, batch: Batch, versions: list[str]) -> None:
-    """Prints what `fuse` does, and how long the gradient of each version takes to trace."""
+    """Prints the report of `fuse`, and the time to trace each version's gradient."""
     theirs = 0.0
     for name in (
         "theirs",
@@ -270,7 +270,7 @@ def trace(built: Built, case: Case, batch: Batch, versions: list[str]) -> None:
 
 
 def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
-    """Prints the table and the lines of a model; returns what failed."""
+    """Prints the table and the lines of a model; returns the failures."""
     began = time.perf_counter()
     sizes = {case.layers: options.layers, case.vocabulary: options.vocabulary}
     sizes = {key: size for key, size in sizes.items() if size}

@@ -96,7 +96,7 @@ class Empty(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves empty modules for what is not installed and needed by nothing that runs."""
+    """Serves empty modules for packages that are not installed and that nothing here runs."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name.split(".")[0] in NEEDLESS or name in NEEDLESS:
@@ -330,7 +330,7 @@ def levanter_case(backend: str) -> Case:
 
 
 class MaxText(nnx.Module):
-    """A decoder of MaxText's layers: what surrounds them in its trainer is made of settings."""
+    """A decoder of MaxText's layers; its trainer makes the rest from settings."""
 
     def __init__(self, **sizes: Any):
         parts = "embeddings", "linears", "normalizations"

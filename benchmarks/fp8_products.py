@@ -1,4 +1,4 @@
-"""FP8 products and layers made of them, beside bfloat16: device times, kernels' names, errors.
+"""FP8 products and layers made of them, and bfloat16: device times, kernels' names, errors.
 
     python benchmarks/fp8_products.py                      # about a minute
     python benchmarks/fp8_products.py --part mlp --kernels # every kernel of each layer

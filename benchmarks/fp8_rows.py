@@ -1,4 +1,4 @@
-"""Layers in FP8 beside bfloat16 and other FP8: `quantization.py --part layers`.
+"""Layers in FP8, in bfloat16 and in other FP8: `quantization.py --part layers`.
 
 A row is a layer at a size, forward and backward, with the time that we want for it. Its versions
 are of the same bfloat16 x and parameters (float32, but for the row of few tokens), whose casts and
@@ -80,7 +80,7 @@ class Version:
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def read(self, text: str, exact: bool) -> None:
-        """Takes what its program's text says; notes what it lacks of what it is named for.
+        """Reads the program's text; notes the parts that it lacks of its name's promise.
 
         Products are counted where `exact`: programs for CPUs only have codes.
         """
@@ -416,7 +416,7 @@ def rows(chosen: Sequence[str] = NAMES, *, tiny: bool = False, **config: Any) ->
 
 
 def compile_all(found: Sequence[Row], threads: int, until: float) -> list[str]:
-    """Compiles every version, beside one another; returns those not compiled at `until`.
+    """Compiles all versions in parallel; returns those not compiled at `until`.
 
     Flax's come last: XLA has been seen to take minutes for products that accumulate in full.
     """
@@ -532,7 +532,7 @@ def measure_row(row: Row, turns: int, until: float, wants: bool) -> None:
 
 
 def arrays(results: Any) -> list[jax.Array]:
-    """A layer's result and the gradients of x and of kernels; none of what only one version has."""
+    """A layer's result and the gradients of x and of kernels, as far as all versions have them."""
     return [leaf for leaf in jax.tree.leaves(results) if leaf.ndim >= 2]
 
 
@@ -545,7 +545,7 @@ def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
 
 
 def rest(call: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:
-    """How often each kernel that is no product was called, and its microseconds: the largest."""
+    """The calls and microseconds of each kernel that is not a product: the largest."""
     found: dict[str, tuple[int, float]] = {}
     for kernel, us in call:
         if not GEMM.search(kernel):

@@ -1,4 +1,4 @@
-"""MLPs with fused kernels on one GPU beside the others: time, and time beyond the bare GEMMs.
+"""MLPs with and without fused kernels on one GPU: time, and time beyond the bare GEMMs.
 
     python benchmarks/fused.py                   # layers, forward and backward
     python benchmarks/fused.py --sweep           # the gradient's fused kernel: both parts
@@ -33,7 +33,7 @@ def total(sample) -> float:
 
 
 def beyond(run, products: dict[str, float]) -> float:
-    """Microseconds of what is no GEMM, and of fused kernels what their bare product would not."""
+    """Microseconds of kernels other than GEMMs; of fused kernels those beyond a bare product."""
     others = [(name, us) for name, us in run if not GEMM.search(name)]
     fused = [name for name, _ in others if "mosaic" in name]
     bare = [products["backward" if "gradient" in name else "forward"] for name in fused]
@@ -126,7 +126,7 @@ def sweep_stored(cases, iterations: int) -> None:
 
 
 def sweep_schedules(tokens: int, iterations: int) -> None:
-    """Times schedules of the fused gradient beside the product and the pass, and its error."""
+    """Times schedules of the fused gradient, and the product and the pass; and its error."""
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = (tokens, DIM), (HIDDEN, DIM), (tokens, HIDDEN), (tokens, HIDDEN)
     dy, w, z, up = (jax.random.normal(k, s, bf16) for k, s in zip(keys, shapes))

@@ -1,4 +1,4 @@
-"""LayerNorm's device time beside a copy's and that of every library at hand, in one run.
+"""Device times of LayerNorm, a copy and every library at hand, in one run.
 
 python -m benchmarks.layer_norm                  # with the flags of benchmarks.rms_norm
 """
@@ -17,7 +17,7 @@ from normfuse.native.implementation import Order
 
 
 def contestants(residual: bool) -> dict[str, Contestant]:
-    """Ours first; then XLA, then what is installed."""
+    """Ours first; then XLA, then the installed libraries."""
     found = {"normfuse": _ours(residual, "native"), "XLA": _xla(residual)}
     found["Pallas"] = _ours(residual, "pallas")
     if importlib.util.find_spec("tokamax") is not None:

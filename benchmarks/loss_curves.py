@@ -198,7 +198,7 @@ class Unfinished:
 
 
 def settings_of(config: Any, points: int, sha256: str) -> str:
-    """Returns what decides the curves, in words and, of all flags, as a digest."""
+    """Returns the settings that decide the curves, in words and, for all flags, as a digest."""
     from normfuse.train.config import as_dict
 
     flags = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True).encode()).hexdigest()

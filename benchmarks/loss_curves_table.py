@@ -1,4 +1,4 @@
-"""The CSV file of loss curves in bfloat16 and FP8, what it says, and its picture."""
+"""The CSV file of loss curves in bfloat16 and FP8, its statistics, and its picture."""
 
 import csv
 import dataclasses
@@ -49,7 +49,7 @@ class Curves:
     _COMMON = ("date", "device", "jax", "normfuse", "settings")
 
     def __init__(self, path: pathlib.Path, common: dict[str, str] | None = None) -> None:
-        """Reads the file, if there is one; `common` is what new rows were measured with."""
+        """Reads the file, if there is one; `common` are the settings of new rows."""
         self._path, self.common = path, common or {}
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # without a cut line
         self._rows = list(csv.DictReader(io.StringIO(whole)))
@@ -157,7 +157,7 @@ def report(points: Sequence[Point]) -> str:
 
 
 def plot(path: pathlib.Path, points: Sequence[Point], title: str) -> None:
-    """Draws the losses of all runs, and beside them FP8's gap within the range of bf16's seeds."""
+    """Draws the losses of all runs, and FP8's gap within the range of bf16's seeds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""rms_norm with a weight of each head (QK-norm) beside a copy, one weight for all, and XLA.
+"""rms_norm with a weight of each head (QK-norm), with one for all, a copy, and XLA.
 
     python -m benchmarks.norm_heads
 

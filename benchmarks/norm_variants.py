@@ -1,4 +1,4 @@
-"""Norms with a bias, a gate, or scale and shift of each example, beside a copy and XLA.
+"""Norms with a bias, a gate, or scale and shift of each example; a copy, and XLA.
 
     python -m benchmarks.norm_variants
     python -m benchmarks.norm_variants --variants examples AdaLN

@@ -26,7 +26,7 @@ Contestant = dict[str, Callable]
 
 
 def contestants(residual: bool) -> dict[str, Contestant]:
-    """Ours first; then XLA, then what is installed."""
+    """Ours first; then XLA, then the installed libraries."""
     found = {"normfuse": _normfuse(residual), "XLA": _xla(residual)}
     found["Pallas"] = _normfuse(residual, "pallas")
     found["nnx"] = _differentiated(_nnx, residual)

@@ -18,7 +18,7 @@ BEHIND = ("behind_gemms", "behind_any")
 
 
 def traced(take: Callable[[int], object], steps: int = 2) -> dict[str, float]:
-    """Milliseconds of a step by what a device does, the mean over devices.
+    """Milliseconds of a step by a device's activity, the mean over devices.
 
     With the shares of the communication behind products and behind any kernels; nothing where the
     profiler sees no device, as on CPUs.

@@ -1,4 +1,4 @@
-"""Device times of dense as one Pallas kernel beside XLA's product and pass, from CUPTI.
+"""Device times of dense as one Pallas kernel, and as XLA's product and pass, from CUPTI.
 
     python -m benchmarks.pallas                  # TFLOP/s of a forward, and a step both ways
     python -m benchmarks.pallas --sweep          # other shapes of the Hopper kernel

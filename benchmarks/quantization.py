@@ -168,7 +168,7 @@ class Work:
 
 
 def compile_one(job: tuple) -> tuple[tuple, bytes | str]:
-    """(job, image), or what the compiler says."""
+    """(job, image), or (job, the compiler's message)."""
     from normfuse.native import compiler
 
     source, macros, arch = job
@@ -393,7 +393,7 @@ def check() -> dict[str, int]:
 
 
 def beside_xla(seconds: float) -> None:
-    """Ours and what XLA makes of the same, as jitted programs."""
+    """Our programs and XLA's, jitted."""
     import jax
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
@@ -539,7 +539,7 @@ def table(lines: list[dict]) -> None:
 
 
 def layer_line(line: dict) -> str:
-    """A version of a row of layers, beside our bfloat16 and what we want of ours in FP8."""
+    """A version of a row of layers, with our bfloat16 and our goal in FP8."""
     begin = f"{line['row']:16}{line.get('version', ''):28}"
     if "not_measured" in line:
         return f"{begin}not measured: {line['not_measured']}"
@@ -574,7 +574,7 @@ def main() -> None:
 
 
 def layers(given: argparse.Namespace) -> None:
-    """Whole layers, forward and backward, beside other FP8."""
+    """Whole layers, forward and backward, ours and other FP8."""
     import fp8_rows
 
     fp8_rows.measure(

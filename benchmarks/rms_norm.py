@@ -1,4 +1,4 @@
-"""RMSNorm's device time beside a copy's and that of every library at hand, in one run.
+"""Device times of RMSNorm, a copy and every library at hand, in one run.
 
     python -m benchmarks.rms_norm                    # the headline: four shapes, bfloat16
     python -m benchmarks.rms_norm --part shapes      # or widths, dtypes, modes, small
@@ -96,7 +96,7 @@ def show(common: dict, times: dict[str, float], floor: float) -> None:
 
 
 def torch_times(shapes, dtypes, modes, residual, norm: str) -> dict[tuple, dict[str, float]]:
-    """torch's and Liger's, measured in another process; nothing where there is no torch."""
+    """torch's and Liger's, measured in another process; nothing without torch."""
     work = [
         (rows, n, dtype, mode)
         for rows, n in shapes

@@ -1,4 +1,4 @@
-"""The table of what was measured of scaling, and the picture of it."""
+"""The table and the picture of the measurements of scaling."""
 
 import csv
 import datetime

@@ -48,7 +48,7 @@ WORKLOADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """What is compared: whose layers, in how many parts, and what the backward gathers again.
+    """A contestant: whose layers, in how many parts, and whether the backward gathers again.
 
     jnp's sharding is as one would write it, ours as it lies best.
 
@@ -92,7 +92,7 @@ VERSIONS = {
 
 @dataclasses.dataclass
 class Case:
-    """A compiled step, what it runs on, and the seconds of a step in each group of them."""
+    """A compiled step, its arguments, and the seconds of a step in each group of steps."""
 
     step: Any
     state: Any
@@ -167,7 +167,7 @@ def stack_step(version: Version, sharding: Sharding):
 
 
 def stack(work: Workload, version: Version, mesh: Mesh, rows: int):
-    """The lowered step of the stack for so many sequences, and what draws its arguments."""
+    """The lowered step of the stack for so many sequences, and a function that draws arguments."""
     sharding = version.sharding
     column = (work.dim, work.hidden), work.dtype
     kinds = {"scale": ((work.dim,), f32), "gate": column, "up": column}

@@ -47,7 +47,7 @@ Take = Callable[[int], float]  # runs so many steps and returns the seconds
 
 
 def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[str, Take], dict]:
-    """Returns what takes steps of each version, and the bytes that its program needs."""
+    """Returns a function that takes steps of each version, and the bytes that its program needs."""
     import jax
 
     from normfuse.train.config import preset_config
@@ -75,7 +75,7 @@ def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[
 
 
 def taker(jax: Any, step: Any, state: list) -> Take:
-    """Returns what takes steps on `state`, a list of the state and the batch that all share."""
+    """Returns a function that takes steps on `state`, a list of the shared state and batch."""
 
     def take(steps: int) -> float:
         began = time.perf_counter()
@@ -181,7 +181,7 @@ def breakdown(name: str, take: Take) -> str:
 
 
 def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Callable[[], int]]:
-    """Returns what takes steps of the same transformer in PyTorch, and its peak of bytes."""
+    """A function that takes steps of the same transformer in PyTorch, and its peak of bytes."""
     import torch
     from torch import nn
     from torch.nn import functional as F

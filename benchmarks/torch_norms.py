@@ -1,4 +1,4 @@
-"""Device times of torch's norms and Liger's, as JSON: a process beside benchmarks.rms_norm.
+"""Device times of torch's norms and Liger's, as JSON, for benchmarks.rms_norm.
 
     python -m benchmarks.torch_norms NORM       # rms_norm or layer_norm
 

@@ -123,7 +123,7 @@ def eight_devices():
 
 @pytest.fixture
 def arch(monkeypatch):
-    """Sets the architecture that CUDA programs are for, which is no part of JAX's keys."""
+    """Sets the architecture of CUDA programs, which JAX's keys do not contain."""
 
     def set_arch(name):
         monkeypatch.setenv("NORMFUSE_CUDA_ARCH", name)
@@ -135,7 +135,7 @@ def arch(monkeypatch):
 
 @pytest.fixture
 def compilations():
-    """Counts what XLA compiles, or finds in its cache, by the function's name."""
+    """Counts programs that XLA compiles, or finds in its cache, by the function's name."""
     counts = collections.Counter()
 
     def listen(event, duration, **details):

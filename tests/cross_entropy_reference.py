@@ -63,7 +63,7 @@ def _spread(softmax: Softmax, binary: bool) -> np.ndarray:
 
 
 def statistics(softmax: Softmax, binary: bool = False) -> tuple[Expected, Expected, Expected]:
-    """The maximum, the sum of exponentials of what is below it, and the picked logit."""
+    """The maximum, the sum of exponentials of differences to it, and the picked logit."""
     n, capped = softmax.z.shape[-1], softmax.softcap is not None
     size = lambda value: np.abs(value) * 2 * capped
     powers = np.exp(softmax.c - softmax.most[:, None]) * _spread(softmax, binary)

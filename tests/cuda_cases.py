@@ -1,4 +1,4 @@
-"""Operands for RMSNorm's CUDA kernels and what they must give, however they are run.
+"""Operands for RMSNorm's CUDA kernels, and the expected results of any way to run them.
 
 A runner is `run(kernel, operands, params) -> list of NumPy arrays`: on an emulator, through the
 CUDA driver, or through XLA.
@@ -83,7 +83,7 @@ def check_forward(run: Run, case: Case) -> None:
 
 
 def check_cast_before(run: Run, case: Case) -> None:
-    """`forward` and `apply` round to the dtype of what is normalised before they multiply."""
+    """`forward` and `apply` round to the input's dtype before they multiply."""
     x, _, other, scale = case.draw(5)
     flags = case.flags | {"eps": EPS, "out_dtype": jnp.dtype(case.out), "cast_before": True}
     more = {"has_residual": case.residual, "with_rstd": True}
@@ -97,7 +97,7 @@ def check_cast_before(run: Run, case: Case) -> None:
 
 
 def check_heads(run: Run, case: Case, heads: int) -> None:
-    """All kernels on (outer, heads, n) give what they give of each head alone, within rounding."""
+    """All kernels on (outer, heads, n) give each head's own results, within rounding."""
     outer, n, _ = case.shape
     shape = (outer, heads, n)
     x, dy, dh = (

@@ -45,7 +45,7 @@ class Driver:
         doubles=(),
         aliases=None,
     ) -> list[np.ndarray]:
-        """As `normfuse.native.launch.launch`, at once; what is aliased there has two places."""
+        """As `normfuse.native.launch.launch`, at once; arrays aliased there have two places."""
         source = kernel_source(source) if isinstance(source, str) else source
         function = self._function(cache.get(source, macros or {}, target.arch).data, kernel, shared)
         arrays = [np.asarray(a) for a in operands]

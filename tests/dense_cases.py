@@ -1,4 +1,4 @@
-"""A dense layer on one set of random operands, and what it and its derivatives must give.
+"""A dense layer on one set of random operands, and its expected results and derivatives.
 
 It has the interface of `rms_norm_cases.Case`: y = silu(x · kernel + bias).
 """
@@ -53,12 +53,12 @@ class DenseCase:
         return x @ kernel + bias, np.abs(x) @ np.abs(kernel) + np.abs(bias)
 
     def values(self) -> list[Expected]:
-        """What the op returns; silu changes by at most 1.1 times what its argument does."""
+        """The op's results; silu changes by at most 1.1 times its argument's change."""
         z, size = self._sums()
         return [Expected(silu(z), 1.1 * size, self.args[0].shape[-1])]
 
     def gradients(self) -> list[Expected]:
-        """What `grad` returns; silu's slope changes by at most half of what its argument does."""
+        """The results of `grad`; silu's slope changes by at most half of its argument's change."""
         (z, size), (x, kernel, _), ct = self._sums(), map(wide, self.args), wide(self.cts[0])
         dz, loose = ct * silu_slope(z), np.abs(ct) * (1.1 + 0.5 * size)
         flat = lambda a: a.reshape(-1, a.shape[-1])

@@ -1,4 +1,4 @@
-"""Layers that are measured beside the same in plain jnp, on a GPU and in programs compiled for one.
+"""Layers to compare with the same in plain jnp, on a GPU and in programs compiled for one.
 
 x is `(tokens, dim)`, the norm's scale float32, kernels `(dim, hidden)` and, for an MLP, back.
 """

@@ -13,7 +13,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
 def toy(steps, served=True):
-    """A case of the benchmark `steps`: an embedding, logits, and between them what is served."""
+    """A case of the benchmark `steps`: an embedding, logits, and served sites between them."""
 
     def make(layers, vocabulary):
         rngs = nnx.Rngs(0)

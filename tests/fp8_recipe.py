@@ -1,4 +1,4 @@
-"""Layers by the recipe of docs/quantization.md in NumPy, with what a computation may be off by.
+"""Layers by the recipe of docs/quantization.md in NumPy, with the errors that are allowed.
 
 An operand that is computed on the way is known to within its rounding, which may give it the next
 code: the reference carries for every number how far from it a computation may be.
@@ -55,7 +55,7 @@ class Near:
         return Near(self.value.T, self.slack.T)
 
     def apply(self, function, steepest):
-        """`function` of each, which changes by at most `steepest` times what its argument does."""
+        """`function` of each, which changes by at most `steepest` times its argument's change."""
         value = function(self.value)
         return Near(value, steepest * self.slack + arithmetic(np.abs(self.value) + np.abs(value)))
 

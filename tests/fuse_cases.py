@@ -1,4 +1,4 @@
-"""What the tests of `fuse` share: tables of cases, both functions' results, and what is close."""
+"""Shared by the tests of `fuse`: tables of cases, both functions' results, and tolerances."""
 
 import contextlib
 import dataclasses
@@ -266,7 +266,7 @@ def check_low(got, want, exact):
 def compare(
     function, args, *, length=64, low=False, jit=True, rounding=None, strict=True, **options
 ):
-    """Compares `fuse(function)` with the function; returns what was served in float32."""
+    """Compares `fuse(function)` with the function; returns the sites served in float32."""
     fused = Fused(function, **options)
     found = run(function if jit else traced(function), fused, args=args, low=low, jit=jit)
     served = [*map(_served, fused.reports)]

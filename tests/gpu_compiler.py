@@ -23,7 +23,7 @@ _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:
-    """A mesh of H200s on one host; skips the test where there is no compiler for them."""
+    """A mesh of H200s on one host; skips the test without a compiler for them."""
     _register()
     found = devices("H200", 1, math.prod(shape))
     return jax.make_mesh(shape, names, devices=found, **keywords)

@@ -141,7 +141,7 @@ def count(compiled, operation: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """A call of cuBLAS: its result, and what beta adds to it."""
+    """A call of cuBLAS: its result, and the beta of its addition."""
 
     result: str  # such as "bf16[16,8]"
     beta: int

@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights, and what it computes with them.
+"""Small models of `transformers` with random weights, and its results with them.
 
 python tests/huggingface_models.py NAME ...      records them again, in tests/models/huggingface
 

@@ -1,4 +1,4 @@
-"""A layer of several dense ones on one set of random operands, and what its gradients must be."""
+"""A layer of several dense ones on one set of random operands, and its expected gradients."""
 
 import functools
 

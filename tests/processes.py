@@ -31,7 +31,7 @@ def start(worker: pathlib.Path, devices: int, *arguments, **environment) -> subp
 
 
 def answers(*processes: subprocess.Popen) -> list:
-    """What the processes print last; all are ended, whatever happens to one."""
+    """The last output of the processes; all are ended, whatever happens to one."""
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
     finally:

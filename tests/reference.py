@@ -15,7 +15,7 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """A value, and what its error is proportional to.
+    """A value, and the size that its error is proportional to.
 
     `size` is the sum of the magnitudes of the terms that make up each element, which cancellation
     leaves behind; `length` is how many terms the longest sum on the way has; `rounded` is the sum

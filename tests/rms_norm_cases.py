@@ -1,4 +1,4 @@
-"""One of the norms on one set of random operands, and what it and its derivatives must give.
+"""One of the norms on one set of random operands, and its expected results and derivatives.
 
 Every op is called as a function of `(x[, residual][, scale][, bias])` that returns a tuple, and is
 differentiated through `loss`: the sum of its results times given cotangents.

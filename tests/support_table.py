@@ -1,4 +1,4 @@
-"""Writes docs/support.md from what the context tests found: `pytest --support-table PATH`.
+"""Writes docs/support.md from the context tests' findings: `pytest --support-table PATH`.
 
 A test records an outcome with `record`; its row is the first line of its docstring and its section
 the first line of its module's. A run fills the column of its JAX version and keeps the others, so
@@ -34,7 +34,7 @@ kernels in the compiled program; the first section has the other operations too.
 
 
 def record(request: pytest.FixtureRequest, outcome: str, note: str = "") -> None:
-    """Says what served the context that this test is about."""
+    """Records the implementation that served this test's context."""
     request.node.user_properties.append(("support", (outcome, note)))
 
 

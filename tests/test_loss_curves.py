@@ -69,7 +69,7 @@ def train(loss_curves, tmp_path):
 
 
 def rows_of(folder):
-    """Rows of the file without what each measurement has anew."""
+    """Rows of the file without the columns that each measurement renews."""
     with open(folder / "loss_curves.csv", newline="") as file:
         return [
             {name: value for name, value in row.items() if name not in ("ms", "date")}

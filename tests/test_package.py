@@ -1,4 +1,4 @@
-"""The package as installed: what it contains, what importing it costs, and who imports whom."""
+"""The installed package: its contents, the cost of an import, and who imports whom."""
 
 import ast
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""A small state, its checkpoints, and what restores them."""
+"""A small state, its checkpoints, and a function that restores them."""
 
 from pathlib import Path
 

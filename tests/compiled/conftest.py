@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="package")
 def no_cache():
-    """XLA cannot load what it compiled for a GPU that is only described.
+    """XLA cannot load programs that it compiled for a GPU that is only described.
 
     Tests of the trainer turn JAX's persistent cache on in the process that runs them.
     """

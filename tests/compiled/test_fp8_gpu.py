@@ -566,7 +566,7 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
 
 @pytest.mark.newest
 def test_a_foreign_norm_and_mlp_are_one_function():
-    """Casts of the kernels and of dy alone: what is between is written in codes."""
+    """Casts of the kernels and of dy alone: arrays between the products are codes."""
     forward, program = foreign(foreign_blocks.Mlp, DIM, HIDDEN)
     counts = lambda found: [found[name] for name in ("amax", "cast", "norm")]
     assert counts(hlo.calls(forward, "quantize_")) == [3, 3, 1]

@@ -73,7 +73,7 @@ def losses(rows):
 
 
 def transposed(program):
-    """Shapes of what kernels only transpose, attention's `(batch, seq, heads, width)` left out."""
+    """Shapes that kernels only transpose, without attention's `(batch, seq, heads, width)`."""
     found = re.findall(r"transpose(?:_fusion)?[.\d]* = \w+\[([\d,]+)\]\S* fusion\(", program)
     return [shape for shape in found if shape.count(",") < 3]
 

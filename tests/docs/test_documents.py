@@ -78,7 +78,7 @@ def test_every_extra_that_is_named_exists():
 
 
 def test_every_document_that_is_named_exists():
-    """Sphinx checks the links between documents; this, what comments and commands mention."""
+    """Sphinx checks the links between documents; this checks names in comments and commands."""
     named = r"(?<![\w/.])((?:docs|benchmarks/results)/[\w./-]*\w\.(?:md|py|png|csv|css))\b"
     missing = {
         (str(path.relative_to(ROOT)), name)
@@ -179,7 +179,7 @@ def test_every_public_attribute_has_a_docstring(signatures):
 
 
 def test_the_table_from_their_layers_to_ours_names_what_is_there():
-    """Each of `nnx.X`, `nn.X`, `eqx.nn.X` exists, and so does what stands beside it."""
+    """Each of `nnx.X`, `nn.X`, `eqx.nn.X` exists, and so does its replacement."""
     import equinox
     import flax.linen
     import flax.nnx

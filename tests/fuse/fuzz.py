@@ -54,7 +54,7 @@ ROUNDED = 2.0**-5  # twice the change by a cast to bfloat16 on the way
 
 @dataclasses.dataclass
 class Program:
-    """Lines of a function, its arguments (name: kind and rank) and results, and what wraps it."""
+    """Lines of a function, its arguments (name: kind and rank) and results, and its wrapper."""
 
     seed: int
     lines: list
@@ -511,7 +511,7 @@ def write(seed) -> Program:
 
 
 class Invalid(Exception):
-    """A program that JAX refuses, or whose results are no numbers at all."""
+    """A program that JAX refuses, or without a finite result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -651,7 +651,7 @@ class Judge:
 
 
 def run(program, strict=False, mode="float32", counts=None):
-    """Compares a program with `fuse` of it; returns what was served.
+    """Compares a program with `fuse` of it; returns the served sites.
 
     Unless it is `strict`, gradients of results with NaN or Inf are not compared.
 
@@ -724,7 +724,7 @@ def small_vocabularies():
 
 
 def in_process(seeds, options):
-    """`run_many` in a process of its own: what failed as numbers, what it prints as a list."""
+    """`run_many` in a process of its own: failures as numbers, its output as a list."""
     global N
     N = MODES[options["mode"]].size
     jax.config.update("jax_disable_most_optimizations", True)

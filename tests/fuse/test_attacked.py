@@ -1,4 +1,4 @@
-"""`fuse` of functions that nobody should write: they do with it what they do without."""
+"""`fuse` of functions that nobody should write: they do the same with it as without."""
 
 import collections
 import copy

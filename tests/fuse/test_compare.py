@@ -1,4 +1,4 @@
-"""`compare`: errors of a function and of `fuse` of it, beside the same program in a wider dtype."""
+"""`compare`: errors of a function and of `fuse` of it, against the program in a wider dtype."""
 
 import equinox as eqx
 import jax
@@ -136,7 +136,7 @@ def test_modules_and_further_results():
 
 
 def test_it_sees_what_is_wrong(monkeypatch):
-    """`ours` comes from `fuse`, with the options given, and is compared with what is right."""
+    """`ours` comes from `fuse`, with the options given, and is compared with the right values."""
     asked = {}
 
     def wrong(function, *, report, **options):

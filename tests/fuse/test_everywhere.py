@@ -1,4 +1,4 @@
-"""`fuse` wherever JAX is: transformations, meshes, effects, frameworks, and what users do wrong."""
+"""`fuse` wherever JAX is: transformations, meshes, effects, frameworks, and users' mistakes."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ def args():
 
 
 def assert_same(got, want, rounding=None):
-    """Trees of arrays that differ by float32's rounding; what is no number is equal."""
+    """Trees of arrays that differ by float32's rounding; other leaves are equal."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     rounding = rounding or fuse_cases.tolerance(64)
     pairs = [*zip(jax.tree.leaves(got), jax.tree.leaves(want))]
@@ -717,7 +717,7 @@ def test_traced_once(args):
 
 
 def test_names_of_scopes_stay(args):
-    """Profiles name what is left after the user's scopes."""
+    """Profiles name the remaining equations by the user's scopes."""
 
     def scoped(params, x, y):
         with jax.named_scope("mine"):
@@ -898,7 +898,7 @@ class NnxBlock(nnx.Module):
 
 
 def test_nnx():
-    """Values, gradients, and what the call changes: batch statistics and random counts."""
+    """Values, gradients, and changes by the call: batch statistics and random counts."""
     from normfuse.layers import nnx as ours
 
     def model_loss(model, x, y):

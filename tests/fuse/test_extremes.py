@@ -1,4 +1,4 @@
-"""Numbers at the ends of their range, and labels outside theirs: what theirs gives, and ours.
+"""Numbers at the ends of their range, and labels outside theirs: their results, and ours.
 
 Where the function itself computes what float64 does, so does `fuse` of it. Where it overflows on
 the way, `fuse` may still give the float64 result: it scales, sums and squares in another order.

@@ -257,7 +257,7 @@ def test_given_indices_are_not_told():
 
 
 def test_nothing_of_what_is_covered_is_read():
-    """The operand's gradient is zero, and what computes the operand is not needed."""
+    """The operand's gradient is zero, and its own equations are not needed."""
     function = lambda x, a: jnp.log(x).at[..., ::2].set(a).at[..., 1::2].set(a)
     text = str(jax.make_jaxpr(normfuse.fuse(function))(jnp.ones(SHAPE), jnp.ones(HALF)))
     assert "log" not in text and "reshape" in text

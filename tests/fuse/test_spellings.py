@@ -1,4 +1,4 @@
-"""Every spelling that `fuse` must find: what it serves, its values and its gradients."""
+"""Every spelling that `fuse` must find: its sites, values and gradients."""
 
 import functools
 import math

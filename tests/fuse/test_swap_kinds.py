@@ -110,7 +110,7 @@ def test_returned_containers(home, name, kind):
 
 @everywhere
 def test_side_effects(home, capsys):
-    """A call happens once, with its prints and what it keeps."""
+    """A call happens once, with its prints and its state."""
     seen = []
 
     def function(x, scale):

@@ -1,4 +1,4 @@
-"""Attention by cuDNN on an NVIDIA GPU, beside the blocks that other devices run, in float32."""
+"""Attention by cuDNN on an NVIDIA GPU, against the blocks of other devices in float32."""
 
 import functools
 

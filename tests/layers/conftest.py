@@ -14,7 +14,7 @@ FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 
 
 class Serve:
-    """Runs a function in a context, and checks its values and what served it."""
+    """Runs a function in a context, and checks its values and the kernels that served it."""
 
     def __init__(self, request):
         self._request = request
@@ -47,7 +47,7 @@ class Serve:
 
     @contextlib.contextmanager
     def refused(self, exception, match, note):
-        """The context raises a clear error; `note` says what and the way out."""
+        """The context raises a clear error; `note` names it and the way out."""
         with pytest.raises(exception, match=match):
             yield
         self.record("refused", note)
@@ -60,7 +60,7 @@ def serve(request) -> Serve:
 
 @pytest.fixture(params=["rms_norm", "residual_rms_norm"])
 def case(request) -> Case:
-    """x of (8, 2, 16), and what else the op takes."""
+    """x of (8, 2, 16), and the op's other operands."""
     return _case(request.param)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow.*:DeprecationW
 
 
 class Model(nnx.Module):
-    """Random numbers, running statistics, intermediates: what appends, and what is summed."""
+    """Random numbers, running statistics, intermediates: appended, and summed."""
 
     def __init__(self, rngs, dtype=jnp.float32):
         self.up = Linear(DIM, 16, rngs=rngs, param_dtype=dtype)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy: values, gradients, transformations, and how often it computes what."""
+"""linear_cross_entropy: values, gradients, transformations, and the number of products."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""linear_cross_entropy on meshes: values, and nothing communicated but what must be."""
+"""linear_cross_entropy on meshes: values, and only the necessary communication."""
 
 import functools
 

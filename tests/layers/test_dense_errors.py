@@ -1,4 +1,4 @@
-"""Dense layers told to place what a mesh cannot, and operands that do not fit: one clear error."""
+"""Dense layers with placements that a mesh lacks, or operands that do not fit: clear errors."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`Einsum`, `LinearGeneral` and `DenseGeneral` against Flax's own: results, and what stays."""
+"""`Einsum`, `LinearGeneral` and `DenseGeneral` against Flax's own: results, and calls left alone."""
 
 import flax.linen as nn
 import jax

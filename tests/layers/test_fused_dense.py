@@ -1,4 +1,4 @@
-"""norm_dense, gated_dense and their kin: values, what they keep, and every context of JAX's."""
+"""norm_dense, gated_dense and their kin: values, residuals, and every context of JAX."""
 
 import dataclasses
 import functools

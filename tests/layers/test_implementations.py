@@ -32,7 +32,7 @@ def case_of(op, seed=0):
 
 
 class Served:
-    """A case by one implementation: values and gradients, and a check of what computed them."""
+    """A case by one implementation: values and gradients, and a check of the kernels used."""
 
     def __init__(self, request, op, implementation):
         self._request, self.implementation = request, implementation

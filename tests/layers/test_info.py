@@ -48,7 +48,7 @@ WARM = ("cache", "warm", "96", "--activation", "silu", "--arch")
 
 
 def compile_each_kernel_once(patch):
-    """Takes one image for all macros of a kernel: what these tests look at is which are made."""
+    """Takes one image for all macros of a kernel: these tests look at which images are made."""
     run, made = compiler._run, {}
 
     def once(nvrtc, source, arguments, arch):

@@ -1,4 +1,4 @@
-"""The backward of gated_product as one operation: every context, and what it falls back to.
+"""The backward of gated_product as one operation: every context, and its fallbacks.
 
 It is one operation for operands of 16 bits, here on plain HLO: `product_gradient.kernel` has the
 kernel's values. The same in float32 are `test_fused_dense.py`'s.

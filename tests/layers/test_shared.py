@@ -35,7 +35,7 @@ def test_what_is_not_used_has_no_part_in_the_sum():
 
 
 def test_a_scan_keeps_one_x_for_all():
-    """Not one for each product, which is what a result of a primitive would be to it."""
+    """Not one for each product, as for a result of a primitive."""
 
     def stacked(of):
         def layer(x, w):

@@ -50,7 +50,7 @@ def _equations(jaxpr):
 
 @pytest.fixture(scope="session")
 def jit():
-    """`jax.jit` for what runs once: compiled in half the time without LLVM's optimisations."""
+    """`jax.jit` for single runs: compiled in half the time, without LLVM's optimisations."""
     return functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 

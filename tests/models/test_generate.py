@@ -75,7 +75,7 @@ def test_sequence_parallelism_decodes_single_tokens(model, params, eight_devices
 
 
 def test_decoding_rows_of_several_lengths_gives_the_logits_of_each(model, params, apply, rng, jit):
-    """Logits, not only what is likeliest: positions and masks of every row are its own."""
+    """Logits, not only the likeliest tokens: positions and masks of every row are its own."""
     tokens = rng.integers(0, model.config.vocab_size, (4, 16), np.int32)
     whole, decode = apply(params, tokens), jit(model.decode)
     _, cache = decode(params, tokens[:, :6], Cache.empty(model.config, 4, 12))

@@ -77,7 +77,7 @@ def _assert_equal(ours, theirs):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The folder of a recorded model by its name, and what `transformers` computed with it."""
+    """The folder of a recorded model by its name, and the results of `transformers` with it."""
 
     @functools.cache
     def find(name):
@@ -429,7 +429,7 @@ def test_llama_31_config_is_read(small):
 
 
 def test_settings_that_are_missing_are_those_of_the_family(small):
-    """Its own files leave out what equals its defaults, and older ones what came later."""
+    """Its own files leave out values equal to its defaults, and older ones later settings."""
     fields = GEMMA | GEMMA3 | {"layer_pattern": "LLLLLG", "num_layers": 12, "rope_scaling": None}
     config = dataclasses.replace(small, **fields)
     settings = to_huggingface(config)

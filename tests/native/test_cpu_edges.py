@@ -285,7 +285,7 @@ def test_layer_norm_takes_parameters_of_heads(call, rng):
 
 
 def test_calls_of_the_quantizer_with_wrong_counts_name_it():
-    """Not only XLA's decoder, which names neither the handler nor what it takes."""
+    """Not only XLA's decoder, which names neither the handler nor its arguments."""
     registry.register()
     x, maxima, one = X[0].astype(np.float32), np.ones(1, np.float32), ((1,), "float32")
     codes = x.shape, "float8_e4m3fn"

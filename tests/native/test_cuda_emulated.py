@@ -224,7 +224,7 @@ def test_cuda_pullback_of_long_rows_writes_at_the_second_launch(emulated):
 
 
 def test_cuda_pullback_of_other_dtypes(emulated):
-    """Only what is as large has the place of dy."""
+    """Only an array as large as dy overwrites it."""
     run, launches = emulated(SM90, shift=1)
     check_pullback(run, Case((9, 136, 1), "bfloat16", "float32", "float32"), with_value=False)
     check_pullback(run, Case((9, 136, 1), "bfloat16", "float32", "float32"))

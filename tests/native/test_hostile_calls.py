@@ -59,7 +59,7 @@ def build(folder: pathlib.Path) -> pathlib.Path:
 
 
 def libraries(folder: pathlib.Path, monkeypatch) -> None:
-    """Libraries of several dtypes and ways to broadcast, each with what its calls look like."""
+    """Libraries of several dtypes and ways to broadcast, each with a description of its calls."""
     of = functools.partial(jax.ShapeDtypeStruct, (5, 7))
     row = functools.partial(jax.ShapeDtypeStruct, (7,))
     column = functools.partial(jax.ShapeDtypeStruct, (5, 1))

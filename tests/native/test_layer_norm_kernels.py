@@ -98,7 +98,7 @@ def check_backward(run, case: Case, dscale: bool = True, dbias: bool = True) -> 
 
 
 def check_halves(run, case: Case) -> None:
-    """`row_statistics` and `apply`, `row_dots` and `backward_apply` do together what one does."""
+    """`row_statistics` and `apply`, `row_dots` and `backward_apply` together equal one kernel."""
     x, dy, dh, own = drawn(case, 3, mean=100.0)
     wider = x.astype(case.compute) if case.compute == "float64" else x  # like the op
     mean, squares = run("row_statistics", [wider])

@@ -1,4 +1,4 @@
-"""The Pallas kernels: values of every backend, interpreted, and what they are lowered to."""
+"""The Pallas kernels: values of every backend, interpreted, and lowered programs."""
 
 import functools
 import logging

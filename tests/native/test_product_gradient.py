@@ -1,4 +1,4 @@
-"""A product with an activation's gradient in its epilogue: values, and what it is lowered to."""
+"""A product with an activation's gradient in its epilogue: values, and lowered programs."""
 
 import functools
 

@@ -263,7 +263,7 @@ def against(parameter, rows):
 
 
 def exact_norm(h, scale, offset, bias=None, centred=False):
-    """(y, what y is a sum of, [mean,] rstd) in float64 of rows as they are stored."""
+    """(y, the size of y's terms, [mean,] rstd) in float64, of rows as they are stored."""
     wide = np.asarray(h, np.float64)
     mean = np.mean(wide, 1) if centred else np.zeros(len(wide))
     apart = wide - mean[:, None]

@@ -1,4 +1,4 @@
-"""A compiled function is kept by its text: what else the text reads is found, and refused."""
+"""A function's text is the key of its code: other files that the text reads are refused."""
 
 import shutil
 import subprocess

@@ -151,7 +151,7 @@ def options() -> dict:
 
 @pytest.fixture(scope="package")
 def finished(_cache, tmp_path_factory, text_file, small_run, options):
-    """The folder of a run that nothing interrupted, and what it printed. Not to be changed."""
+    """The folder of a run that nothing interrupted, and its output. Not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
@@ -162,7 +162,7 @@ def finished(_cache, tmp_path_factory, text_file, small_run, options):
 
 @pytest.fixture
 def interrupted(train, monkeypatch, options):
-    """Starts a run to which SIGTERM is sent during step 3; gives what it printed."""
+    """Starts a run to which SIGTERM is sent during step 3; gives its output."""
 
     def run(**changes) -> str:
         take = Loop.run

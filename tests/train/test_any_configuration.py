@@ -86,7 +86,7 @@ def _dumped(chosen) -> str:
 
 
 def _start(argv: list[str], go) -> tuple[int, str]:
-    """Runs the command with `go` in place of all that comes after the run was made."""
+    """Runs the command with `go` instead of everything after the run was made."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(Run, "go", go)

@@ -1,4 +1,4 @@
-"""The command itself: what it says of itself, and that saying it is quick."""
+"""The command itself: its help, and how quickly it comes."""
 
 import json
 import subprocess

@@ -156,7 +156,7 @@ def test_what_ends_one_process_ends_the_others(two, event, at, code, message):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Gives what JAX is asked to join, in an environment of no cluster."""
+    """Gives the arguments with which JAX joins, in an environment without a cluster."""
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     asked = []

@@ -1,4 +1,4 @@
-"""The cost model of `normfuse plan` beside every step that was recorded, and the command."""
+"""The cost model of `normfuse plan` against every recorded step, and the command."""
 
 import collections
 import csv

@@ -73,7 +73,7 @@ def test_runs_that_cannot_be_reported_are_explained(finished, tmp_path, capsys):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Gives the axes of what is drawn, still to be looked at."""
+    """Gives the axes of a drawing, still open."""
     kept, close = [], plot.plt.close
     monkeypatch.setattr(plot.plt, "close", kept.append)
     yield lambda: kept[-1].axes[0]

@@ -59,7 +59,7 @@ def test_how_a_model_is_computed_may_change(interrupted, train, options, changes
 
 
 def test_settings_that_say_how_are_told_by_their_names():
-    """A setting that the checkpoint is older than is compared with what it was: its default."""
+    """A setting newer than the checkpoint counts as its default there."""
     config = preset_config("tiny")
     text = {"tokenizer": "byte", "sha256": "f00d"}
     record = make_record(config, text)

@@ -1,4 +1,4 @@
-"""Whole runs: what they print and leave."""
+"""Whole runs: their output and files."""
 
 import re
 

@@ -105,7 +105,7 @@ def test_first_signal_only_asks():
 
 
 def test_ctrl_c_during_imports_ends_the_command():
-    """While a garbage collection runs a callback, as JAX's own: Python drops what that raises."""
+    """While a garbage collection runs a callback, as JAX's own: Python drops its exceptions."""
     program = """
 import gc, signal, sys
 def interrupt(*_):

@@ -1,4 +1,4 @@
-"""The step: its loss and gradient, what it refuses to apply, and that nothing is copied."""
+"""The step: its loss and gradient, updates that it refuses, and that nothing is copied."""
 
 import dataclasses
 
