@@ -21,7 +21,7 @@ Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand ty
 
 
 def info(every_platform: bool = False) -> str:
-    """Returns versions, devices, the CUDA compiler, the kernel cache, and what serves each op.
+    """Returns versions, devices, the CUDA compiler, the kernel cache and the implementations.
 
     It lists this machine's platforms, and all of them with `every_platform`.
     """

@@ -247,8 +247,8 @@ def _nvrtc() -> Any:
 def _open_builtins() -> None:
     """Opens the library that NVRTC opens by its bare name when it first compiles.
 
-    NVRTC 13.0 does not look beside itself for it, and cuda-pathfinder opens it only where it opens
-    NVRTC too: not where JAX's plugin has done that before.
+    NVRTC 13.0 does not look in its own folder, and cuda-pathfinder opens the library only where it
+    opens NVRTC too: not where JAX's plugin has done that before.
     """
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib

@@ -1,4 +1,4 @@
-"""The few private names of JAX that normfuse uses, each with what happens without it."""
+"""The few private names of JAX that normfuse uses, each with the consequence of its absence."""
 
 import contextlib
 from collections.abc import Callable, Iterator

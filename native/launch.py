@@ -172,7 +172,7 @@ _RESERVED_BYTES = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A GPU architecture, and what launches are shaped by.
+    """A GPU architecture, and the numbers that shape launches.
 
     `sm_90` and the like give machine code for that architecture alone, `compute_80` gives PTX that
     runs on it and on every later one.

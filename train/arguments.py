@@ -88,7 +88,7 @@ def expanded(path: Path | str, argument: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         user = Path(path).parts[0]
-        raise UsageError(f"{argument} {path}: {user} is no home folder here.") from None
+        raise UsageError(f"{argument} {path}: {user} is not a home folder here.") from None
 
 
 def read_bytes(path: Path | str) -> bytes:

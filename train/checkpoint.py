@@ -40,7 +40,7 @@ _failed_saves: list[BaseException] = []
 
 
 class Damaged(Exception):
-    """A checkpoint that does not hold what was written."""
+    """A checkpoint that does not hold the data written to it."""
 
 
 class Checkpoints:
@@ -77,7 +77,7 @@ class Checkpoints:
         """Reads a checkpoint's record: configuration, text, checksums.
 
         Raises:
-          Damaged: it cannot be read or does not hold what was written.
+          Damaged: it cannot be read or does not hold the data written to it.
         """
         restored = self._read(step, record=ocp.args.JsonRestore())["record"]
         if not isinstance(restored, dict) or restored.pop("crc32", None) != _crc32(restored):

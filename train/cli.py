@@ -51,7 +51,7 @@ class Generate:
     ] = ()
     """Text to continue; may be repeated, and all are continued at once."""
     tokens: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or what fits)")
+        int | None, arg(metavar="INT", help_behavior_hint=f"(default: {_TOKENS}, or as fit)")
     ] = None
     """Largest number of tokens to add."""
     samples: int = 1

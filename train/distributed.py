@@ -29,7 +29,7 @@ _ENVIRONMENT = {
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# Tasks as launchers count them: a single one is no cluster.
+# Launchers' counts of tasks: a single task is not a cluster.
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
 # Keys of JAX's coordination service.

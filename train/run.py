@@ -340,7 +340,7 @@ class Run:
             self.checkpoints.close()
             raise RunError(
                 f"all {self.config.steps} steps are done and saved in "
-                f"{self.out.checkpoints / str(self.config.steps)}, but what follows could not be "
+                f"{self.out.checkpoints / str(self.config.steps)}, but the rest could not be "
                 f"written: {reason(error)}. Once there is room, this does the rest: "
                 f"{self._command_to_continue()}"
             ) from error

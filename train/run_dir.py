@@ -1,4 +1,4 @@
-"""The folder of a run: its files, whether a run may use it, and what reports read back from it."""
+"""The folder of a run: its files, whether a run may use it, and reading results back from it."""
 
 import contextlib
 import itertools
@@ -63,7 +63,7 @@ class RunDir:
         raise AssertionError("unreachable")
 
     def results(self, label: str) -> "RunResults":
-        """Reads what a plot or report shows of the run; leaves out what is missing or damaged.
+        """Reads the results of the run for plots and reports, without missing or damaged parts.
 
         Raises:
           OSError: a file is there and cannot be read.

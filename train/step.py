@@ -18,12 +18,12 @@ from ..models.side_by_side import side_by_side
 from .config import OptimConfig
 from .mesh import batch_sharding, replicated
 
-# cuBLAS takes every product, and adds to it (beta = 1) what a sum has beside it. Where XLA may use
-# Triton, versions before JAX 0.12's take products away before they look for sums: a pass over the
-# gradient that q, k and v have of one x, and over that of gate and up.
+# With this cuBLAS takes every product, with the addition after it (beta = 1). If Triton is on,
+# versions before JAX 0.12's take products away before they look for sums, which costs a pass over
+# the gradient of q, k and v with respect to x, and over that of gate and up.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 ArrayT = TypeVar("ArrayT", np.ndarray, Array)
-_USUAL_STEPS = 20  # the mean loss that spikes are judged by is over about this many
+_USUAL_STEPS = 20  # the mean loss that spikes are compared with covers about so many
 
 
 class State(NamedTuple):
@@ -239,14 +239,14 @@ def laid_out_as(shardings: Params, gradient: Params, mesh: Mesh) -> Params:
         spec = sharding.spec
         if "fsdp" not in spec[1:]:
             return x
-        # In a shard_map: JAX 0.10's XLA would gather what has a layout constraint.
+        # In a shard_map: JAX 0.10's XLA would gather an array with a layout constraint.
         return jax.shard_map(_row_major, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
     return jax.tree.map(lay_out, gradient, shardings)
 
 
 def _after(params: Params, accept: Array, mesh: Mesh) -> tuple[Array, Params]:
-    """On CPU, orders everything that depends on the returned `accept` after the parameter update.
+    """On CPUs, orders computations from the returned `accept` after the parameter update.
 
     There XLA computes an optimizer's moments twice, for themselves and for the parameters. Without
     an order, the first would overwrite the old moments while the second may still read them, so XLA
@@ -257,7 +257,7 @@ def _after(params: Params, accept: Array, mesh: Mesh) -> tuple[Array, Params]:
         return accept, params
     accept, params = jax.lax.optimization_barrier((accept, params))
     if mesh.size == 1 and jax.__version_info__ < (0, 11):
-        # That XLA drops barriers before it places copies, but keeps data dependences.
+        # That version drops barriers before it places copies, but keeps data dependences.
         some = sum(x.ravel()[0] for x in jax.tree.leaves(params))
         accept &= some == some
     return accept, params

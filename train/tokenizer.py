@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
         ...
 
     def identity(self) -> str:
-        """Returns what identifies the tokenizer: a resumed run must have the same."""
+        """Returns the identity of the tokenizer, which a resumed run must share."""
         ...
 
 

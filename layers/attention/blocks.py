@@ -312,7 +312,7 @@ class _Tiles:
         """The inverse of `keys`."""
         return jnp.moveaxis(_joined(x, self.sizes[self.d.keys]), -2, -3)
 
-    # -------------------------------- what says how much is seen
+    # -------------------------------- masks and segments
 
     def padded(self, array: Array, dims: Dimensions) -> Array:
         """Returns the array, of `dims`, with all dimensions of scores, in whole blocks."""
@@ -420,7 +420,7 @@ class _Tiles:
             seen = real if seen is None else seen & real
         return seen
 
-    # -------------------------------- which blocks
+    # -------------------------------- choosing blocks
 
     def run(self, step: Callable[..., Any], carry: Any) -> Any:
         """Returns `carry` after `step(carry, i, j)` for every block that has a seen score."""

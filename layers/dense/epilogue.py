@@ -65,7 +65,7 @@ class Scalar:
         return self(x) * up
 
     def _texts(self) -> dict[str, str]:
-        """The texts by what follows the name."""
+        """The texts by the suffix of the name."""
         return {"": self.source, "_derivative": self.derivative}
 
     def code(self, alias: str = "activation") -> str:

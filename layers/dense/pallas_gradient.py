@@ -204,7 +204,7 @@ class _Block:
         return lax.rem(step, self.shape.stages)
 
     def _claimed(self, step: Any) -> tuple[Any, Callable[..., None]]:
-        """Returns the slot of a step, once what was in it has been read, and how to fill it."""
+        """Returns the slot of a step, once its content has been read, and a function to fill it."""
         slot = self._at(step)
         pl.when(step >= self.shape.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         return slot, functools.partial(plgpu.copy_gmem_to_smem, barrier=self.filled.at[slot])

@@ -294,7 +294,7 @@ def _compile_early(ctx: Any, loop: Loop, order: Order) -> Order:
     Where a mesh has Auto axes, XLA asks for a device's share later, and would wrap the error.
     """
     for platform in ctx.module_context.platforms:
-        # the lowering reports Unsupported, with what serves instead
+        # the lowering reports Unsupported, and its substitute
         with contextlib.suppress(Unsupported), _explained(loop.function):
             layout, _ = layout_of(loop, ctx.avals_in)
             if platform == "cpu":

@@ -1,4 +1,4 @@
-"""`Einsum`, `LinearGeneral` and `DenseGeneral` against Flax's own: results, and calls left alone."""
+"""`Einsum`, `LinearGeneral` and `DenseGeneral` against Flax's own: results, and the calls left."""
 
 import flax.linen as nn
 import jax

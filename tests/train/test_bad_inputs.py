@@ -50,7 +50,7 @@ _USAGE = [
     ({"batch_size": 2**31 - 8}, ["does not fit", "inputs of the blocks", "--batch-size"]),
     ({"data.tokenizer": f"bpe:{10**30}"}, ["--data.tokenizer 'bpe:1000", "fewer than 10**9"]),
     ({"lock_timeout": -1}, ["--lock-timeout -1", "at least 0"]),
-    ({"out_dir": "~no-such-user/x"}, ["--out-dir ~no-such-user/x", "no home folder"]),
+    ({"out_dir": "~no-such-user/x"}, ["--out-dir ~no-such-user/x", "not a home folder"]),
     ({"sample.temperature": -1}, ["--sample.temperature -1.0"]),
     ({"sample.prompt": ""}, ["--sample.prompt ''", "at least one"]),
     ({"sample.prompt": "\udcff"}, ["--sample.prompt '\\udcff'", "UTF-8"]),

@@ -146,7 +146,7 @@ def test_sample_that_cannot_be_written_leaves_the_checkpoint(options, train, tmp
 def _assert_saved(code: int, error: str, run: Path, why: str):
     assert code == 1 and error.count("\n") == 1
     saved = run / "checkpoints" / "6"
-    assert error.startswith(f"error: all 6 steps are done and saved in {saved}, but what follows")
+    assert error.startswith(f"error: all 6 steps are done and saved in {saved}, but the rest")
     assert why in error and saved.is_dir()
 
 
