@@ -256,7 +256,7 @@ def _attention() -> list[str]:
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:
-    """The default first: XLA for a product, and never interpreted Pallas."""
+    """First what serves unasked: a product is XLA's, and Pallas is not interpreted unasked."""
     if where == "cpu":
         asked = ["pallas (interpreted)"] * ("pallas" in serves)
         return [*[name for name in serves if name == "native"], "xla", *asked]

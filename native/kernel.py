@@ -109,7 +109,7 @@ class Kernel:
         return self._plain_on_cuda(spec, *ctx.avals_in)
 
     def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
-        """Returns the kernels to try by default."""
+        """Returns what is tried where nothing was asked for."""
         # JAX gives no guarantee for a Triton kernel in an export.
         export = ctx.module_context.lowering_parameters.for_export and platform != "tpu"
         if "pallas" not in self.bodies or export:

@@ -241,7 +241,7 @@ def test_other_errors_are_not_taken_for_a_refusal():
         implementation.choose("rms_norm", None, {"native": broken, "xla": lambda strict: 1})
 
 
-# ---------------------------------------------------------------- contexts without native
+# ---------------------------------------------------------------- where native cannot serve
 
 
 @pytest.fixture
