@@ -28,7 +28,7 @@ class Product:
 
     epilogue: Callable[..., Sequence[Array]]  # (sums, *bias) -> results, in the compute type
     results: int  # their number
-    precision: str | None  # as in jax.lax.dot
+    precision: str | None  # jax.lax.dot's
     compute: jnp.dtype  # the sums' dtype
 
     def __call__(self, x: Array, w: Array) -> Array:

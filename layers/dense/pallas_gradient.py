@@ -30,7 +30,7 @@ from ...native.pallas.tiles import Ref, cdiv
 from .epilogue import GatedScalar
 from .pallas_hopper import EVERY
 
-TILE = 128, 256  # of the result: a block computes one at a time
+TILE = 128, 256  # a block computes one at a time
 PIECE = 64  # depth of a step of a tile's sums, and side of an epilogue's piece
 _ROWS, _COLUMNS = TILE
 _DEPTH = _SIDE = PIECE

@@ -34,7 +34,7 @@ EVERY = [()] * ("idx" in _PARAMETERS and _PARAMETERS["idx"].default is inspect.P
 class Shape:
     """How the product is cut."""
 
-    rows: int = 128  # of one warpgroup's tile
+    rows: int = 128  # rows and columns of a warpgroup's tile
     columns: int = 128
     split: str = "columns"  # or "rows": a block's two warpgroups divide these
     depth: int = 64  # columns of x and rows of w that one fetch takes

@@ -402,7 +402,7 @@ def _transpose(cts: Any, *operands: Any, spec: Loop, order: Order) -> list[Any]:
         return gradients
     whole = tuple(range(jax.typeof(cts[present[0]]).ndim))
     computed = [compute_dtype(type_, spec.bound).name for type_, _ in function.operands]
-    types = [  # of the arrays summed below: their compute dtypes
+    types = [  # compute dtypes of the arrays summed below
         operands[k].aval.dtype.name if placed[k] == whole else computed[k] for k in linear
     ]
     transpose = function.transpose([k - base for k in linear], present)
