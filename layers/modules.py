@@ -79,9 +79,9 @@ def set_options(
 class MatrixProduct:
     """A product of x and a kernel that is one matrix product after reshapes that cost nothing."""
 
-    count: int  # of axes of x that are summed over: its last ones
-    contract: int = 0  # 0 where they are the kernel's first axes, 1 where they are its last
-    ndims: tuple[int | None, int | None] = (None, None)  # of x and of the kernel; None for any
+    count: int  # x's last axes, which are summed over
+    contract: int = 0  # 0: they are the kernel's first axes, 1: its last
+    ndims: tuple[int | None, int | None] = (None, None)  # x's and the kernel's; None for any
 
     def misfit(self, x: jax.Array, kernel: jax.Array) -> str:
         """Returns why x and the kernel are for the framework, or ""."""
@@ -101,7 +101,7 @@ class MatrixProduct:
         outer = kernel.shape[count:] if self.contract == 0 else kernel.shape[: ndim - count]
         if count > 1:
             x = x.reshape(*x.shape[: x.ndim - count], -1)
-        # As a matrix, unless the result's axes are placed on a mesh one by one.
+        # The kernel is a matrix, unless the result's axes are placed on a mesh one by one.
         placed = options.get("out_sharding") is not None or bool(merged(2, kernel))
         shape = outer if placed and self.contract == 0 else (math.prod(outer),)
         kernel = kernel.reshape(-1, *shape) if self.contract == 0 else kernel.reshape(*shape, -1)

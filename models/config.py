@@ -183,7 +183,7 @@ class TransformerConfig:
 
 _SIZES = "vocab_size dim num_layers num_heads num_kv_heads head_dim mlp_dim max_seq_len".split()
 _POSITIVE = "local_rope_theta query_scale_dim attention_softcap logits_softcap".split()
-_LARGEST = 3.4028234663852886e38  # of float32
+_LARGEST = 3.4028234663852886e38  # float32's
 
 
 def _check(valid: bool, name: str, value: object, rule: str) -> None:

@@ -126,7 +126,7 @@ def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: in
         logits = jnp.where(logits < kept[..., -1:], -jnp.inf, logits)
     descending = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum over all likelier tokens
     lowest = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
     drawn = jax.random.categorical(key, jnp.where(logits < lowest, -jnp.inf, logits), axis=-1)
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)

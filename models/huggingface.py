@@ -36,8 +36,8 @@ _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SAVING = ".saving-*"  # a checkpoint on its way into the folder; complete if it has a config.json
-_STALE_SECONDS = 86400.0  # where locks do not say whether somebody still writes
-_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+_STALE_SECONDS = 86400.0  # for file systems whose locks do not show a writer
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 # Canonical module to theirs; the last part is always `weight` or `bias` there.
 _MODULES = {
@@ -564,7 +564,7 @@ def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
     return settings
 
 
-# What is about computing, and no family's.
+# Fields about computing, which no family has.
 _RUN = set("dtype param_dtype remat attention implementation quantization".split())
 _RUN |= {"rope_scaling", "activation", "layer_pattern"}  # any family has any of them
 

@@ -66,8 +66,8 @@ class Contraction:
     a: str
     b: str
     out: str
-    dtype: str  # of the result
-    wide: str  # what codes are widened to where FP8 products cannot serve
+    dtype: str  # the result's
+    wide: str  # codes are widened to it if FP8 products cannot serve
     out_sharding: NamedSharding | jax.P | None = None
     # (0 or 1, letters) of an operand whose codes are also there in this order, as one more operand:
     # devices that gather codes gather these.
@@ -206,7 +206,7 @@ def _share_product(
                 over.remove(name)
                 axes[letter] = out[letter]
     found[-1] = jax.P(*[axes[letter] or None for letter in spec.out])
-    # What is gathered takes its layout from the product, through a barrier for each product anew.
+    # The product decides the layout of gathered arrays, through a barrier for each product anew.
     apart = not (gathers(0) or gathers(1))
     options = {"over": tuple(over), "scatter": tuple(scatter), "arriving": arriving, "apart": apart}
     return found, functools.partial(define_product, spec, **options)
@@ -243,7 +243,7 @@ class Fp8:
     op: str  # the function the user called
     product: Product  # the operands' dimensions, as letters
     dtype: str  # the compute dtype
-    order: Order = BEST  # which kernels are to serve
+    order: Order = BEST  # kernels to try
 
     @property
     def labels(self) -> tuple[str, str, str]:
@@ -381,8 +381,8 @@ class Marked:
     call: Callable[..., Any]  # `(spec, args, operands) -> results`, a `custom_jvp`
     spec: Any  # with `of_codes`; its arguments are (x,)
     tree: Any  # the structure of (args, operands)
-    ndims: tuple[int, ...]  # of their arrays
-    batched: bool = False  # whether the function was vmapped in a way that spec does not say
+    ndims: tuple[int, ...]  # ndim of each of their arrays
+    batched: bool = False  # the function was vmapped in a way that spec lacks
 
 
 def mark_input(
@@ -464,7 +464,7 @@ def forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
     dot = spec.contraction(
         rows + summed, outs + summed, rows + outs, spec.dtype, spec.product.out_sharding
     )
-    # What the backward reads, so that nothing more is kept, and one gather serves both.
+    # The backward reads these too, so that nothing more is kept and one gather serves both.
     others = {} if xq.qt is None else {(0, summed + rows): xq.qt}
     others |= {} if other is None else {(1, summed + outs): other}
     return multiply_codes(dot, xq.q, codes, xq.scale * w.scale, others, spec.order)

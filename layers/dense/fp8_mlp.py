@@ -52,10 +52,10 @@ from .matmul import Product, chained, equally_varying
 class Mlp:
     """All that is known of the MLP when it is traced."""
 
-    input: Input  # what gate and up read, and each of the products; all have the same letters
+    input: Input  # the input of gate and up; all products have the same letters
     gated: gated.Gated  # the activation between them
-    has_biases: bool = False  # of the first products
-    hidden_sharding: jax.P | None = None  # where the hidden arrays lie on a mesh of Auto axes
+    has_biases: bool = False  # the first products have biases
+    hidden_sharding: jax.P | None = None  # the hidden arrays', on a mesh of Auto axes
 
     @property
     def fp8(self) -> Fp8:
@@ -233,13 +233,13 @@ class Residuals:
     kernels: list[tuple[Any, Any]]  # codes (in, out) of gate and up
     down: tuple[Any, Any]  # codes (in, out) of down
     arrays: list[Any]  # a and b, before the activation
-    maxima: tuple[Any, Any]  # of |f(a)| and |b|
+    maxima: tuple[Any, Any]  # the largest |f(a)| and |b|
     hidden: tuple[Any, Any]  # codes of hᵀ
     linear: list[Any]  # all tangents, None where there is none: first that of x, then these
     dx: Any
-    of_firsts: list[list[Any]]  # of the kernels of gate and up, and of their main gradients
+    of_firsts: list[list[Any]]  # those of gate's and up's kernels and main gradients
     of_down: list[Any]
-    biases: list[Any]  # of gate and up
+    biases: list[Any]  # gate's and up's
 
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:

@@ -207,7 +207,7 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
     """Sorts masks and biases into what is proved of them and what is known at run time only."""
     base = form.base
     batch, queries, heads, keys = parts.groups
-    reach = base.scale if base.inner is not None else 0.0  # of scores with a soft cap
+    reach = base.scale if base.inner is not None else 0.0  # bound on scores with a soft cap
     for m in base.masks:
         if m.fill + reach > MASKED:
             raise Left(f"a mask writes {m.fill:g} into the scores, which is not out of their reach")
@@ -254,7 +254,7 @@ def _sort_masks(g: Program, forms: ScoreForms, form: Form, parts: Parts) -> None
             raise Left("what is added to the scores are integers")
         two, known = two_valued(g, bias), g.const(bias)
         sizes = [n * factor for n in two[1:]] if two else []
-        if known is not None and known.size:  # what each query sees: a mask in it may be large
+        if known is not None and known.size:  # only where queries see: a mask in it may be large
             along = tuple(i for i, d in enumerate(dims) if set(expand(d)) & set(keys))
             sizes += [*np.max(np.asarray(known, np.float64) * factor, axis=along).reshape(-1)]
         if any(abs(n) > LARGEST_BIAS for n in sizes):
@@ -366,7 +366,7 @@ def _summary(p: Parts) -> str:
     return ", ".join(name for name, is_so in said.items() if is_so) or "no mask"
 
 
-# ---------------------------------------------------------------- what computes it
+# ---------------------------------------------------------------- serving
 
 
 def _times(bias: Any, factor: float) -> Any:

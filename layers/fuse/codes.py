@@ -39,7 +39,7 @@ class _Norm:
     where: str
     op: str
     reason: str  # why it cannot write codes; ""
-    with_rstd: bool  # whether its statistics are read
+    with_rstd: bool  # its statistics are read
     products: list["_Product"] = dataclasses.field(default_factory=list)
     others: list[str] = dataclasses.field(default_factory=list)
     made: Any = None  # its codes, once they are evaluated
@@ -52,7 +52,7 @@ class _Product:
     In the program of a gradient only the latter is there.
     """
 
-    name: str  # of the function that the user called
+    name: str  # the function that the user called
     reason: str  # why it quantizes its input itself; ""
     differentiated: bool
 
@@ -73,7 +73,7 @@ _FOLLOWED = (  # by the same elements in the same order
 )
 _BODIES = ("scan", "while", "cond", "shard_map", "closed_call", *REMAT, *JIT)
 _DTYPES = ("float32", "bfloat16", "float16")
-_Path = tuple[Any, ...]  # of an equation: its place, behind that of the equation it is within
+_Path = tuple[Any, ...]  # an equation's place, behind that of the equation around it
 _Origins = list[_Norm | None]
 
 
@@ -84,7 +84,7 @@ class _Program:
         self.norms: dict[_Path, _Norm] = {}
         self.products: dict[_Path, _Product] = {}
         self.fused: set[_Path] = set()  # the norms and products
-        self.within: set[_Path] = set()  # what they are within
+        self.within: set[_Path] = set()  # the equations around them
         self.reading = False
         self.scopes: list[str] = []  # the named scopes of the jitted functions it is within
 

@@ -160,7 +160,7 @@ def _array(y: Any, aval: Any) -> Any:
     return jnp.asarray(np.asarray(y).item()) if aval.weak_type else jnp.asarray(y, aval.dtype)
 
 
-# ---------------------------------------------------------------- what is replaced
+# ---------------------------------------------------------------- replacing
 
 
 GRADIENT = "the function takes its gradient itself: fuse the loss that you differentiate"
@@ -209,7 +209,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         for domain in (scores, parts, activations):
             try:
                 domain.read(equation)
-            except Exception as error:  # what is not understood stays
+            except Exception as error:  # equations that nobody understands stay
                 why = f"it could not be read: {type(error).__name__}: {error}"
                 left.append((equation.outs[0], "program", why, ()))
 

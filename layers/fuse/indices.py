@@ -83,7 +83,7 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             given = program.avals[made.ins[0]].shape
             return _moved(made, a, given, aval) if (a := back(0)) else None
-        case "select_n" if len(made.ins) == 3:  # of an index that JAX wraps if it is negative
+        case "select_n" if len(made.ins) == 3:  # JAX wraps negative indices by a select
             which = decided(program, made.ins[0], depth)
             return None if which is None else _widened(back(1 + which), aval.ndim)
     return None

@@ -55,7 +55,7 @@ class Part:
     scale: Vector | None = None
     bias: Vector | None = None
     rounded: Any = None
-    value: int = -1  # of a stat: the sum it is made of
+    value: int = -1  # the sum behind a stat
 
     @property
     def is_norm(self) -> bool:
@@ -371,7 +371,7 @@ def _sum(g: Norms, made: Equation, a: Part | None) -> Part | None:
         return None if a.centred else replace(a, kind="sum", axis=axis, dims=dims)
     if a.centred and a.axis != axis:
         return None
-    b = a.b * math.prod(l.size for l in axis)  # of eps within the sum
+    b = a.b * math.prod(l.size for l in axis)  # eps within the sum
     return replace(a, kind="stat", axis=axis, dims=dims, b=b, value=made.outs[0])
 
 

@@ -72,7 +72,7 @@ class Products:
         self, program: Program, scores: ScoreForms, activations: Activations, made: set[int]
     ):
         self.program, self.activations = program, activations
-        self.made = made  # what sites of other domains compute
+        self.made = made  # computed by sites of other domains
         softmaxed = [t.base.dot for f in scores.of.values() for t, _ in f.terms]
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
@@ -144,7 +144,7 @@ class Products:
         if None not in origins:
             if origins[0] == origins[1] and max(ndims) < 3:
                 raise Left("a product of two parameters")
-            return int(ndims[1] <= ndims[0])  # of two arguments a parameter has fewer dimensions
+            return int(ndims[1] <= ndims[0])  # parameters have fewer dimensions
         which = 1 - origins.index(None)
         others = g.made_of.get(made.ins[1 - which], frozenset())
         if others == {origins[which]}:

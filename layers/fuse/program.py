@@ -132,7 +132,7 @@ def called(function: Callable[..., Any], *arrays: Any, **static: Any) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _jitted(function: Callable[..., Any], static: Any, implementation: str | None) -> Any:
-    del implementation  # what is traced depends on it
+    del implementation  # tracing depends on it
     return jax.jit(functools.partial(function, **dict(static)))
 
 
@@ -224,7 +224,7 @@ class Program:
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
-        if eqn.primitive.name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
+        if eqn.primitive.name == "select_n" and len(ins) == 3:  # a constant decides, as in jnp.var
             which = self.number(ins[0])
             if (
                 which is not None

@@ -102,7 +102,7 @@ class Mixed:
     """exp(scores + terms) · v."""
 
     product: Equation
-    side: int  # of the product, on which v stands
+    side: int  # v's side of the product
     dims: Dims  # v's
     axis: Labels
 
@@ -555,7 +555,7 @@ def _masked(
     mask, masks = Mask(v, dims, keep, fill, added, zero), form.base.masks
     if mask in masks:
         return form
-    if zero:  # what is 0 afterwards need not have been set before
+    if zero:  # scores that are 0 afterwards need no mask before
         masks = tuple(
             m
             for m in masks

@@ -26,10 +26,10 @@ from .spec import Norm
 # ---------------------------------------------------------------- layouts: threads on rows
 
 WARP = 32
-MAX_THREADS = 1024  # of a block
-MOST_THREADS = 1536  # of a multiprocessor: more were no faster, and GeForce has no more
+MAX_THREADS = 1024  # a block's
+MOST_THREADS = 1536  # a multiprocessor's: more were no faster, and GeForce has no more
 MAX_CLUSTER = 8
-REGISTERS = 65536  # of a multiprocessor, given to whole fours of warps
+REGISTERS = 65536  # a multiprocessor's, given to whole fours of warps
 _WORD = 4  # bytes of a register
 _LINE = 128  # bytes of shared memory: rows that are copied there begin with one
 
@@ -151,13 +151,13 @@ class Step(NamedTuple):
     vectors: int
     chunks: int
     slices: int = 1
-    fill: int = 0  # as many rows to a block as make so many threads
+    fill: int = 0  # target threads per block
     blocks: int = 1  # to a multiprocessor
     threads: int = 0  # to a multiprocessor, in place of `blocks`
     hold: bool = False
     rows: int = 1  # to a thread at once: the forward kernel's alone
     stages: int = 2  # the backward kernel's alone
-    persistent: bool = False  # as `RowLayout` has it, and so are the others
+    persistent: bool = False  # this and the rest as in `RowLayout`
     share: bool = False
     ahead: bool = False
 
@@ -228,7 +228,7 @@ def round_up(value: int, multiple: int) -> int:
 class _Held:
     """What threads of the forward kernel have in registers."""
 
-    registers: tuple[int, ...]  # what a thread needs for 1, 2, ... vectors of a row, unspilled
+    registers: tuple[int, ...]  # a thread's for 1, 2, ... vectors of a row, unspilled
     steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
     scale: int = 0  # the longest row whose scale is held too, so that it is there when the sum is
 
@@ -238,7 +238,7 @@ _RESIDUAL = _Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
 _LONG_RESIDUAL = _Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 
-# Where there are rows for every block that fits. Found with benchmarks/layouts.py on an H200
+# For rows enough for every block that fits. Found with benchmarks/layouts.py on an H200
 # (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
 # 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor
 # have many registers each, so that the scale is there when a sum is, and two rows share it.
@@ -275,8 +275,8 @@ _FORWARD_CENTRED = (
     Step(1024, chunks=6, rows=2, blocks=3),
     Step(4096, chunks=4, slices=2, hold=True, persistent=True, ahead=True),
 )
-# Where all rows are on their way at once only the way through one counts: three vectors a thread,
-# and the scale is read with them.
+# With all rows on their way at once, only the way through one counts: three vectors a thread, and
+# the scale is read with them.
 _FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
 
 
@@ -441,8 +441,8 @@ _BACKWARD_CENTRED = (
     Step(2048, chunks=2, slices=2, hold=True, stages=3),
     Step(4096, chunks=4, slices=2, hold=True, share=True),
 )
-# Where there are no more rows than multiprocessors all are read at once, the longer ones by
-# clusters of blocks of 128 threads: only the way through one row counts.
+# With no more rows than multiprocessors, all are read at once, the longer ones by clusters of
+# blocks of 128 threads: only the way through one row counts.
 _BACKWARD_FEW_ROWS = (
     Step(256, chunks=1, hold=True, stages=1),
     Step(512, chunks=1, slices=4, blocks=2),
@@ -543,7 +543,7 @@ class OneLaunch:
         return self.rows.macros(cluster=False) | sizes
 
 
-_CACHED_BYTES = 16 << 20  # of dy and x: beyond, one reading and a second launch are faster
+_CACHED_BYTES = 16 << 20  # dy's and x's: beyond, one reading and a second launch are faster
 
 
 def one_launch_layout(
@@ -923,7 +923,7 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         layout = dataclasses.replace(layout, thread_rows=thread_rows, ahead=False)
     macros |= call.owners() | _gate_macros(call, norm)
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "AHEAD": layout.ahead}
-    rows = owners * round_up(call.outer // owners, layout.thread_rows)  # as blocks see them
+    rows = owners * round_up(call.outer // owners, layout.thread_rows)  # blocks see so many
     grid = min(layout.blocks_for(rows), _MAX_GRID)
     if layout.persistent:
         grid = min(grid, layout.persistent_blocks(call.target, cluster=call.whole_rows))

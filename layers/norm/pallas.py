@@ -47,7 +47,7 @@ def kernel_of(
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
         family = "layer_norm" if norm.centred else op
-        name = f"pallas_{family}_{run.__name__.lstrip('_')}"  # of "forward" and the like
+        name = f"pallas_{family}_{run.__name__.lstrip('_')}"  # ends in "forward" and the like
         rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
         return [restored(r, *operands[lead].shape) for r in results]
@@ -67,7 +67,7 @@ class Rows:
     """The kernels of a platform for rows of n elements."""
 
     target: Target
-    name: str  # of the kernel
+    name: str  # the kernel's
     n: int
     compute: jnp.dtype
 
@@ -133,7 +133,7 @@ def forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
 
     def body(tiles, columns, _):
         h, mean = tiles[0], []
-        if residual:  # what is normalised is the sum after rounding
+        if residual:  # the norm is of the rounded sum
             h = (h + tiles[1]).astype(h_dtype).astype(rows.compute)
         centred = h
         for _ in range(2 * norm.centred):  # the second is what rounding has left

@@ -14,8 +14,8 @@ from ..dtypes import FLOATING
 from ..implementation import Unsupported
 from ..jax_private import AbstractDevice
 
-# What JAX calls a GPU of a compute capability: it is asked which when a kernel is lowered, and
-# may be lowered where there is none.
+# JAX's names for a GPU of each compute capability: it asks for one when a kernel is lowered, also
+# without a GPU.
 _NAMES = {80: "NVIDIA A100", 86: "NVIDIA A10", 89: "NVIDIA L4", 90: "NVIDIA H100"}
 _NEWEST = "NVIDIA B200"
 _ROCM = "gfx942"

@@ -60,7 +60,7 @@ def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
         raise ValueError(f"activation must keep the shape of its input; {changes}")
     for eqn in _every(closed.jaxpr):
         scalars = eqn.invars and all(getattr(v.aval, "shape", ()) == () for v in eqn.invars)
-        if eqn.primitive.name not in _ELEMENTWISE and not scalars:  # which have nothing to mix
+        if eqn.primitive.name not in _ELEMENTWISE and not scalars:  # scalars have nothing to mix
             mixes = f"it has the operation {eqn.primitive.name!r}"
             raise Unsupported(f"the activation is not element-wise, {once}: {mixes}")
 
@@ -174,7 +174,7 @@ def _integer_pow(x: jax.Array, *, y: int, **_: Any) -> jax.Array:
 
 
 _REPLACED = {
-    primitives.add_jaxvals_p: lambda x, y, **_: x + y,  # of derivatives
+    primitives.add_jaxvals_p: lambda x, y, **_: x + y,  # in derivatives
     primitives.copy_p: lambda x, **_: x,
     primitives.expm1_p: _expm1,
     primitives.integer_pow_p: _integer_pow,

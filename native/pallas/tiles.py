@@ -43,8 +43,8 @@ class Call:
     columns: Arrays  # (n,) each
     rows: Arrays  # (m,) each
     outs: Sequence[Out]
-    compute: jnp.dtype  # of values in the body
-    whole: bool = False  # whether the body needs whole rows
+    compute: jnp.dtype  # dtype of values in the body
+    whole: bool = False  # the body needs whole rows
 
     @property
     def shape(self) -> tuple[int, int]:
