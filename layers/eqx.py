@@ -34,16 +34,16 @@ class RMSNorm(eqx.nn.RMSNorm):
     which Equinox turns into zeros, is refused.
 
     Args:
-      shape: of the input.
+      shape: the input's.
       eps: added to the mean square.
       use_weight, use_bias: whether to multiply by a weight, and to add a bias.
-      dtype: of the weight and the bias.
+      dtype: the weight's and the bias's.
       implementation: as for `normfuse.rms_norm`.
 
     Raises:
       ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
       TypeError: for an eps that is not a number; when called, for integer x.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import RMSNorm
@@ -82,17 +82,17 @@ class LayerNorm(eqx.nn.LayerNorm):
     Equinox's own code serves what `RMSNorm` leaves to it; integer x is refused.
 
     Args:
-      shape: of the input.
+      shape: the input's.
       eps: added to the variance.
       use_weight, use_bias: whether to multiply by a weight, and to add a bias.
-      dtype: of the weight and the bias.
+      dtype: the weight's and the bias's.
       elementwise_affine: Equinox's deprecated way to set both of `use_weight` and `use_bias`.
       implementation: as for `normfuse.layer_norm`.
 
     Raises:
       ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
       TypeError: for an eps that is not a number; when called, for integer x.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import LayerNorm
@@ -132,7 +132,7 @@ def _normalised(
     state: Any,
     call: Callable[[Array], Array],
 ) -> Any:
-    """Computes a norm by `norm`, or by Equinox where an option asks for what it does not do."""
+    """Computes a norm by `norm`, or by Equinox for options that it lacks."""
     x = _floating(name, x, layer.shape)
     if reason := _norm_unserved(layer, x):
         y = modules.by_framework(name, reason, layer, lambda: call(x))
@@ -143,7 +143,7 @@ def _normalised(
 
 
 def _norm_unserved(layer: Any, x: Array) -> str:
-    """Returns what of a norm only Equinox serves, or ""."""
+    """Returns the part of a norm that only Equinox serves, or ""."""
     reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(layer.eps, Array)}
     return unserved(reasons, x.dtype, *[a.dtype for a in _norm_parameters(layer) if a is not None])
 
@@ -172,13 +172,13 @@ class Linear(eqx.nn.Linear, _Options):
     Args:
       in_features, out_features: the lengths of the input and of the output, or "scalar".
       use_bias: whether to add a bias.
-      dtype: of the weight and the bias.
+      dtype: the weight's and the bias's.
       key: for the initial values.
       activation, implementation, quantization: as for `normfuse.dense`.
 
     Raises:
       ValueError: for an unknown activation or quantization; when called, for an x not of shape
-        `(in_features,)`, or a quantization beside what only Equinox serves.
+        `(in_features,)`, or a quantization where only Equinox serves.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import Linear
@@ -214,7 +214,7 @@ class Linear(eqx.nn.Linear, _Options):
         return apply_dense(x, self.weight, self.bias, contract=1, **options)
 
     def _unserved(self, x: Array) -> str:
-        """Returns what only Equinox serves, or ""."""
+        """Returns the part that only Equinox serves, or ""."""
         if option := _own_option(self):
             return option
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
@@ -262,17 +262,17 @@ class GatedMLP(_Options):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    What has taken the place of one of its three layers is called as it is. For one example, of
+    A module in the place of one of its three layers is called as it is. For one example, of
     shape `(in_features,)`; batch it with `jax.vmap`.
 
     Args:
       in_features: the input's length, and the output's.
-      hidden_features: the length of what is between.
+      hidden_features: the length of the hidden axis.
       use_bias: whether the three layers have biases.
-      dtype: of the parameters.
+      dtype: the parameters'.
       key: for the initial values.
       activation, implementation: as for `normfuse.gated_product`.
-      quantization: of all three products, as for `normfuse.dense`.
+      quantization: for all three products, as for `normfuse.dense`.
 
     Raises:
       ValueError: for an unknown activation or quantization; when called, for an x not of shape
@@ -314,7 +314,7 @@ class GatedMLP(_Options):
 
 
 def _apply_gated(mlp: Any, x: Array) -> Array:
-    """Applies a GatedMLP, or what has its layers and options."""
+    """Applies a GatedMLP, or a module with its layers and options."""
     linears = modules.layers_of(mlp)
 
     def as_made(linear: Any) -> bool:
@@ -350,7 +350,7 @@ def swap(
 ) -> M:
     """Returns `model` as a module whose own call `normfuse.fuse` serves.
 
-    It is of a subclass of the model's class, and holds the same leaves and static fields: paths and
+    Its class is a subclass of the model's, with the same leaves and static fields: paths and
     checkpoints are the model's, and `model` itself stays as it was. `swapped(x)` is
     `fuse(lambda model, x: model(x))(model, x)`; other methods are its own. Optax compares the
     structures of models: swap before `optim.init`, or, in training, rather fuse the loss, whose

@@ -36,7 +36,7 @@ class RMSNorm(nn.RMSNorm):
     As there, x and scale are used as they are and only the result is rounded to `dtype` (None: what
     they promote to); nothing is widened in memory.
 
-    Flax's own code serves where an option asks for what the operation does not do: `mask`,
+    Flax's own code serves options that the operation lacks: `mask`,
     `axis_name`, `feature_axes` that differ from `reduction_axes`, `force_float32_reductions=False`,
     an `epsilon` that is an array, and inputs that are integer or complex. (`use_fast_variance` has
     no effect on an RMSNorm.)
@@ -47,8 +47,8 @@ class RMSNorm(nn.RMSNorm):
     Raises:
       ValueError: for an epsilon that is negative or not finite.
       TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
-        "native" beside a mask.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
+        "native" with a mask.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import RMSNorm
@@ -78,7 +78,7 @@ class LayerNorm(nn.LayerNorm):
 
     Takes everything `nn.LayerNorm` does and has the same parameters, initial values and result
     dtype. As there, x, scale and bias are used as they are and only the result is rounded to
-    `dtype` (None: what they promote to); nothing is widened in memory. The variance is always that
+    `dtype` (None: their promoted dtype); nothing is widened in memory. The variance is always that
     of `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
@@ -90,8 +90,8 @@ class LayerNorm(nn.LayerNorm):
     Raises:
       ValueError: for an epsilon that is negative or not finite.
       TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
-        "native" beside a mask.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
+        "native" with a mask.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import LayerNorm
@@ -127,7 +127,7 @@ def _normalised(
     implementation: Implementation,
     make: Callable[..., Array],
 ) -> Array:
-    """Computes a norm by `norm`, or by Flax where an option asks for what it does not do.
+    """Computes a norm by `norm`, or by Flax for options that it lacks.
 
     `make` makes a parameter, or finds it, as `Module.param` does.
     """
@@ -177,7 +177,7 @@ class Dense(_Linear, nn.Dense):
     without an activation the outputs are the same, bit for bit. Gradients of float32 parameters are
     not rounded to `dtype` on their way.
 
-    Flax's own product serves where an option asks for what the operation does not do: `precision`,
+    Flax's own product serves options that the operation lacks: `precision`,
     a `dot_general`, `dot_general_cls` or `promote_dtype` of your own, and inputs that are integer
     or complex.
 
@@ -233,7 +233,7 @@ class DenseGeneral(_Linear, nn.DenseGeneral):
         `nn.DenseGeneral`'s.
 
     Raises:
-      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+      ValueError: for an unknown activation or quantization, or a quantization where only Flax
         serves.
 
     >>> import jax, jax.numpy as jnp
@@ -267,7 +267,7 @@ class Einsum(_Linear, nn.Einsum):
         `nn.Einsum`'s.
 
     Raises:
-      ValueError: for an unknown activation or quantization, or a quantization beside what only Flax
+      ValueError: for an unknown activation or quantization, or a quantization where only Flax
         serves.
 
     >>> import jax, jax.numpy as jnp
@@ -335,7 +335,7 @@ def _own_option(module: Any) -> str:
 
 
 def _unserved(module: Any, inputs: Array) -> str:
-    """Returns what of a linear layer and its inputs only Flax serves, or ""."""
+    """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
     return _own_option(module) or unserved({}, inputs.dtype, module.param_dtype, module.dtype)
 
 
@@ -355,11 +355,11 @@ class GatedMLP(_Linear, nn.Module):
     `nn.Dense`, and with `use_bias` `gate_bias`, `up_bias` and `down_bias`.
 
     Attributes:
-      hidden_features: the length of what is between; the output is as long as the input.
+      hidden_features: the length of the hidden axis; the output is as long as the input.
       use_bias: whether the three products have biases.
       dtype, param_dtype, kernel_init, bias_init: `nn.Dense`'s.
       activation, implementation: as for `normfuse.gated_product`; keyword only.
-      quantization: of all three products, as for `normfuse.dense`; keyword only.
+      quantization: for all three products, as for `normfuse.dense`; keyword only.
 
     Raises:
       ValueError: for an unknown activation or quantization, or an input without features.
@@ -410,7 +410,7 @@ def swap(
 ) -> M:
     """Returns `model` as a module whose `apply` is fused by `normfuse.fuse`.
 
-    It is of a subclass of the model's class, and has the same fields, so it declares the same
+    Its class is a subclass of the model's, and it has the same fields, so it declares the same
     variables; `model` itself stays as it was. Initialisation and calls by `bind` or by another
     module are its own: swap the outermost module. In training rather fuse the loss, whose softmax
     `fuse` finds too.

@@ -16,7 +16,7 @@ from .dense.epilogue import Activation, finish, resolve
 
 
 def check_eps(layer: str, argument: str, eps: Any) -> None:
-    """Refuses what is no number, and what makes every output NaN; arrays are checked when used.
+    """Refuses all but numbers, and numbers that make every output NaN; checks arrays when used.
 
     Raises:
       TypeError: if `eps` is neither a number nor an array.
@@ -68,7 +68,7 @@ def set_options(
     *,
     gated: bool = False,
 ) -> None:
-    """Sets the options that our layers have and their framework's have not; checks them first."""
+    """Checks and sets the options that our layers have in addition to their framework's."""
     layer.implementation = check_options(
         implementation, activation, quantization, name, gated=gated
     )
@@ -163,7 +163,7 @@ def replaced(layer: Any, expected: type) -> str:
 
 
 def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -> None:
-    """Raises ValueError where a layer asks for FP8 and what serves does not multiply in it.
+    """Raises ValueError if a layer asks for FP8 and its substitute does not multiply in it.
 
     `part` is the part of the layer that is called instead.
     """
@@ -177,13 +177,13 @@ def _refuse_quantization(name: str, reason: str, layer: Any, part: Any = None) -
 def by_framework(
     name: str, reason: str, layer: Any, call: Callable[[], Any], part: Any = None
 ) -> Any:
-    """Calls the framework's own layer, where an option asks for what our ops do not do.
+    """Calls the framework's own layer, for options that our ops lack.
 
     `part` is the linear layer in `layer` that is called, if there is one.
 
     Raises:
       NotImplementedError: if `layer.implementation` allows native kernels only.
-      ValueError: if `layer.quantization` asks for what the framework does not do.
+      ValueError: if `layer.quantization` is set, which the framework lacks.
     """
     _refuse_quantization(name, reason, layer, part)
 
@@ -202,7 +202,7 @@ def dense_by_framework(
 
     Raises:
       NotImplementedError: unless `layer.implementation` allows plain HLO.
-      ValueError: if `layer.quantization` asks for what the framework does not do.
+      ValueError: if `layer.quantization` is set, which the framework lacks.
     """
     _refuse_quantization(name, reason, layer)
     serve = {"xla": lambda strict: call()}

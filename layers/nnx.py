@@ -35,11 +35,11 @@ class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` computed by `normfuse.rms_norm`.
 
     Takes everything `nnx.RMSNorm` does and has the same parameters, initial values, state and
-    result dtype. As there, x and scale are rounded to `dtype` (None: what they promote to) before
+    result dtype. As there, x and scale are rounded to `dtype` (None: their promoted dtype) before
     the statistics, which are in float32; unlike there, nothing is widened in memory and the
     gradient of a float32 scale is not rounded.
 
-    Flax's own code serves where an option asks for what the operation does not do: `mask`,
+    Flax's own code serves options that the operation lacks: `mask`,
     `axis_name`, a `promote_dtype` of your own, `feature_axes` that differ from `reduction_axes`,
     an `epsilon` that is an array, and inputs that are integer or complex. (`use_fast_variance` has
     no effect on an RMSNorm.)
@@ -53,8 +53,8 @@ class RMSNorm(nnx.RMSNorm):
       ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
         have `num_features` features.
       TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
-        "native" beside a mask.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
+        "native" with a mask.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -82,7 +82,7 @@ class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` computed by `normfuse.layer_norm`.
 
     Takes everything `nnx.LayerNorm` does and has the same parameters, initial values, state and
-    result dtype. As there, x, scale and bias are rounded to `dtype` (None: what they promote to)
+    result dtype. As there, x, scale and bias are rounded to `dtype` (None: their promoted dtype)
     before the statistics, which are in float32; unlike there, nothing is widened in memory and the
     gradients of float32 parameters are not rounded. The variance is always that of
     `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
@@ -99,8 +99,8 @@ class LayerNorm(nnx.LayerNorm):
       ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
         have `num_features` features.
       TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if `implementation` asks for what cannot serve, such as
-        "native" beside a mask.
+      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
+        "native" with a mask.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -134,7 +134,7 @@ def _normalised(
     mask: Array | None,
     call: Callable[[], Array],
 ) -> Array:
-    """Computes a norm by `norm`, or by Flax where an option asks for what it does not do."""
+    """Computes a norm by `norm`, or by Flax for options that it lacks."""
     axes = dimensions_of(name, x, layer.reduction_axes)
     arrays = [None if p is None else p[...] for p in parameters]
     given = [p for p in arrays if p is not None]
@@ -182,7 +182,7 @@ class Linear(nnx.Linear, _Options):
     dtype; without an activation the outputs are the same, bit for bit. Gradients of float32
     parameters are not rounded to `dtype` on their way.
 
-    Flax's own product serves where an option asks for what the operation does not do: `precision`,
+    Flax's own product serves options that the operation lacks: `precision`,
     `preferred_element_type`, a `dot_general` or `promote_dtype` of your own, and inputs that are
     integer or complex.
 
@@ -194,7 +194,7 @@ class Linear(nnx.Linear, _Options):
     Raises:
       ValueError: for a size that the initialiser cannot serve, or an unknown activation or
         quantization; when called, for an input without `in_features` features, or a quantization
-        beside an option that only Flax serves.
+        with an option that only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -250,8 +250,8 @@ class LinearGeneral(nnx.LinearGeneral, _Options):
       **kwargs: `nnx.LinearGeneral`'s.
 
     Raises:
-      ValueError: for an unknown activation or quantization; when called, for a quantization beside
-        what only Flax serves.
+      ValueError: for an unknown activation or quantization; when called, for a quantization where
+        only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -297,8 +297,8 @@ class Einsum(nnx.Einsum, _Options):
       **kwargs: `nnx.Einsum`'s.
 
     Raises:
-      ValueError: for an unknown activation or quantization; when called, for a quantization beside
-        what only Flax serves.
+      ValueError: for an unknown activation or quantization; when called, for a quantization where
+        only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -367,7 +367,7 @@ def _own_option(layer: Any) -> str:
 
 
 def _unserved(layer: Any, inputs: Array) -> str:
-    """Returns what of a linear layer and its inputs only Flax serves, or ""."""
+    """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
     kernel, bias = _parameters(layer)
     own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
     return _own_option(layer) or unserved({}, inputs.dtype, *own)
@@ -380,21 +380,21 @@ class GatedMLP(nnx.Module, _Options):
     """A gated MLP, SwiGLU by default: `down(activation(gate(x)) · up(x))`.
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
-    `gate`, `up` and `down` are `Linear`s with parameters, initial values and checkpoints as ever;
-    what has taken the place of one, or has an option that only Flax serves, is called as it is.
+    `gate`, `up` and `down` are `Linear`s with their parameters, initial values and checkpoints;
+    a module in its place, or one with an option that only Flax serves, is called as it is.
 
     Args:
       in_features: the length of the input's last axis, and of the output's.
-      hidden_features: the length of what is between.
+      hidden_features: the length of the hidden axis.
       activation, implementation: as for `normfuse.gated_product`.
-      quantization: of all three products, as for `normfuse.dense`.
+      quantization: for all three products, as for `normfuse.dense`.
       use_bias: whether the three have biases.
       rngs: for the initial values.
       **kwargs: `nnx.Linear`'s, for all three.
 
     Raises:
       ValueError: for an unknown activation or quantization; when called, for an input without
-        `in_features` features, or a quantization beside an option that only Flax serves.
+        `in_features` features, or a quantization with an option that only Flax serves.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -437,7 +437,7 @@ class GatedMLP(nnx.Module, _Options):
 
 
 def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
-    """Applies a GatedMLP, or what has its layers and options."""
+    """Applies a GatedMLP, or a module with its layers and options."""
     linears = modules.layers_of(mlp)
     if not modules.replaced(mlp.up, Linear):
         x = jnp.asarray(x)
@@ -513,7 +513,7 @@ def fuse(
     over must not change.
 
     Args:
-      function: of modules, and of pytrees of arrays and modules.
+      function: a function of modules, and of pytrees of arrays and modules.
       quantization, skip, report: as for `normfuse.fuse`.
 
     Returns:
@@ -603,10 +603,10 @@ def swap(
 ) -> M:
     """Returns `model` as a module whose own call `fuse` serves.
 
-    It is of a subclass of the model's class, and holds the same Variables and parts: parameters,
+    Its class is a subclass of the model's, and it holds the same Variables and parts: parameters,
     paths, tied layers, optimizer state and checkpoints are the model's, and `model` itself stays as
     it was. `swapped(x)` is `fuse(lambda model, x: model(x))(model, x)`; other methods are its own.
-    In training rather fuse the loss, whose softmax `fuse` finds too.
+    In training fuse the loss instead: `fuse` then finds its softmax too.
 
     Args:
       model: an `nnx.Module` with a `__call__`.

@@ -41,11 +41,11 @@ def gated_dense(
       kernel_gate, kernel_up: `(in, *out)`, of one shape. Or `kernel_gate` alone has both,
         the gate's first: `(in, 2, *out)`, as MaxText stores them; Gemma 3's `(2, out, in)` is
         `jnp.moveaxis(kernel, -1, 0)`. That is one product with one gradient, and no copy.
-      activation: a name or a function, as for `dense`; or a function of both products, which y then
-        is: "clamped_swiglu" (`normfuse.clamped_swiglu`), or an op of `normfuse.elementwise` with
-        two inputs of one type.
+      activation: a name or a function, as for `dense`; or a function of both products, whose
+        value is y: "clamped_swiglu" (`normfuse.clamped_swiglu`), or an op of
+        `normfuse.elementwise` with two inputs of one type.
       dtype, quantization, out_sharding: as for `dense`.
-      implementation: None, "native" or "xla": of what follows the products, which are XLA's.
+      implementation: None, "native" or "xla", for the operations after XLA's products.
 
     Returns:
       `(*rows, *out)` in `dtype`.
@@ -53,9 +53,9 @@ def gated_dense(
     Raises:
       TypeError: for integer or complex operands, and for float64 in FP8.
       ValueError: for shapes that do not fit, an activation that is unknown or None, an unknown
-        quantization or implementation, or a sharding that cannot place what it is of.
-      NotImplementedError: if `implementation` asks for what cannot serve; an ExceptionGroup of
-        them where it names several.
+        quantization or implementation, or a sharding that cannot place its array.
+      NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
+        them if it names several.
 
     References:
       Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -112,9 +112,9 @@ def gated_product(
         `(in, 2, *out)`; `up` is None then.
       kernel: `(in, *out)`.
       bias: `(*out,)`.
-      hidden_sharding: on a mesh of Auto axes, where `gate` and `up` (unless `stacked`), what is
-        made of them and their gradients lie, as for `jax.lax.with_sharding_constraint`; XLA's
-        choice where None.
+      hidden_sharding: on a mesh of Auto axes, the sharding of `gate` and `up` (unless `stacked`),
+        of their gated activation and of their gradients, as for
+        `jax.lax.with_sharding_constraint`; None: XLA's choice.
       recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
       implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: the public functions, and what they check."""
+"""RMSNorm and LayerNorm: the public functions, and their checks."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
