@@ -381,7 +381,7 @@ class GatedMLP(nnx.Module, _Options):
 
     The gated activation is computed again in the backward by the pass that computes its gradients.
     `gate`, `up` and `down` are `Linear`s with their parameters, initial values and checkpoints;
-    a module in its place, or one with an option that only Flax serves, is called as it is.
+    a module in the place of one, or with an option that only Flax serves, is called as it is.
 
     Args:
       in_features: the length of the input's last axis, and of the output's.
