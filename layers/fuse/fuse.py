@@ -209,7 +209,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         for domain in (scores, parts, activations):
             try:
                 domain.read(equation)
-            except Exception as error:  # equations that nobody understands stay
+            except Exception as error:  # equations that cannot be read stay
                 why = f"it could not be read: {type(error).__name__}: {error}"
                 left.append((equation.outs[0], "program", why, ()))
 
