@@ -152,27 +152,6 @@ def check_backward(run: Run, case: Case) -> None:
     assert_close(dscale, expected[1], case.compute)
 
 
-def check_pullback(run: Run, case: Case, with_value: bool = True) -> None:
-    """`pullback` gives dx and dscale within rounding, and the value that `apply` gives."""
-    x, dy, _, scale = case.draw(4)
-    scales = [scale] * (case.scale is not None)
-    rstd = reference.normalise(x, None, eps=EPS, axes=1)[1].astype(case.compute)
-    flags = case.flags | {"with_dscale": True, "with_value": with_value}
-    dx, dscale, *value = run("pullback", [dy, x, *scales, rstd], flags)
-    expected = reference.backward(
-        dy, x, scale if case.scale else None, None, eps=EPS, axes=1, scale_offset=case.offset
-    )
-    assert (dx.dtype, dscale.dtype) == (case.x, case.compute)
-    assert_close(dx, expected[0], case.compute)
-    assert_close(dscale, expected[1], case.compute)
-    if with_value:
-        flags = case.flags | {"out_dtype": jnp.dtype(case.out)}
-        (same,) = run("apply", [x, *scales, rstd], flags)
-        assert [v.tobytes() for v in value] == [same.tobytes()]
-    else:
-        assert not value
-
-
 def check_halves(run: Run, case: Case) -> None:
     """`row_statistics`, `apply`, `row_dots` and `backward_apply`, within rounding."""
     x, dy, dh, scale = case.draw(3)

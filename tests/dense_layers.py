@@ -8,9 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from normfuse import dense, gated_product, norm_dense, norm_gated_dense, rms_norm
-from normfuse.layers.dense.remat import Normalised, products
-from normfuse.native.implementation import NATIVE
+from normfuse import dense, gated_dense, gated_product, rms_norm
 
 
 def rms(x, scale):
@@ -20,23 +18,23 @@ def rms(x, scale):
 
 
 def project(x, scale, *kernels):
-    """The products of the normalised x, which is not kept."""
-    return products(Normalised("norm_dense", 1e-6, 0.0, "bfloat16", NATIVE), (x, scale), kernels)
+    """The products of the normalised x."""
+    n = rms_norm(x, scale)
+    return [dense(n, kernel) for kernel in kernels]
 
 
 LAYERS: dict[str, dict[str, Callable]] = {
     "norm + dense": {
         "jnp": lambda x, s, w: rms(x, s) @ w,
-        "normfuse": norm_dense,
-        "normfuse, norm kept": lambda x, s, w: norm_dense(x, s, w, recompute=False),
+        "normfuse": lambda x, s, w: dense(rms_norm(x, s), w),
     },
     "norm + gelu MLP": {
         "jnp": lambda x, s, w, d: jax.nn.gelu(rms(x, s) @ w) @ d,
         "native": lambda x, s, w, d: gated_product(
-            norm_dense(x, s, w), None, d, activation="gelu_tanh", implementation="native"
+            *project(x, s, w), None, d, activation="gelu_tanh", implementation="native"
         ),
         "native, hidden kept": lambda x, s, w, d: dense(
-            norm_dense(x, s, w, activation="gelu_tanh"), d
+            dense(rms_norm(x, s), w, activation="gelu_tanh"), d
         ),
     },
     "norm + SwiGLU MLP": {
@@ -44,7 +42,7 @@ LAYERS: dict[str, dict[str, Callable]] = {
         "native": lambda x, s, w, u, d: gated_product(
             *project(x, s, w, u), d, implementation="native"
         ),
-        "native, hidden kept": lambda x, s, w, u, d: dense(norm_gated_dense(x, s, w, u), d),
+        "native, hidden kept": lambda x, s, w, u, d: dense(gated_dense(rms_norm(x, s), w, u), d),
     },
 }
 
@@ -71,16 +69,14 @@ FUSED: dict[str, dict[str, Callable]] = {
 }
 
 # Arrays of x's size, and of the hidden layer's, that kernels other than GEMMs move. The norm reads
-# x and writes it normalised; its backward reads x and dy and writes dx, and x normalised again,
-# which where it is a pass of its own reads x once more. After the product each array is read and
-# written once each way.
+# x and writes it normalised; its backward reads x and dy and writes dx. After the product each
+# array is read and written once each way.
 MOVED = {
-    ("norm + dense", "normfuse"): (7, 0),
-    ("norm + dense", "normfuse, norm kept"): (5, 0),
-    ("norm + gelu MLP", "native"): (7, 6),
-    ("norm + gelu MLP", "native, hidden kept"): (6, 5),
-    ("norm + SwiGLU MLP", "native"): (6, 9),
-    ("norm + SwiGLU MLP", "native, hidden kept"): (6, 8),
+    ("norm + dense", "normfuse"): (5, 0),
+    ("norm + gelu MLP", "native"): (5, 6),
+    ("norm + gelu MLP", "native, hidden kept"): (5, 5),
+    ("norm + SwiGLU MLP", "native"): (5, 9),
+    ("norm + SwiGLU MLP", "native, hidden kept"): (5, 8),
 }
 
 

@@ -200,13 +200,16 @@ def product_recipe(gate, up, kernel, dy: Near, dtype):
 
 
 def recipe(layer, args, dy, activation="silu"):
-    """(y, the gradients of all operands) of the layer, for the gradient dy of its result."""
+    """(y, the gradients of all operands) of the layer, for the gradient dy of its result.
+
+    "norm" is a dense layer of a norm that writes its codes.
+    """
     dtype, wide = args[0].dtype, rows(dy)
     if layer == "gated_product":
         return product_recipe(*args, wide, dtype)
     of = functools.partial(dense_recipe, dy=wide, dtype=dtype, activation=activation)
     x, *rest = args
-    scale = rest.pop(0) if "norm" in layer else None
+    scale = rest.pop(0) if layer == "norm" else None
     kernels, bias = (rest, None) if "gated" in layer else (rest[:1], (*rest[1:], None)[0])
     if scale is not None:
         return with_norm(lambda n: of(n, kernels, bias), x, scale)

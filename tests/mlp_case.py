@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from normfuse import gated_product, norm_gated_dense
+from normfuse import gated_dense, gated_product, rms_norm
 
 DIM, HIDDEN = 16, 32
 # x, the scale, the kernels in, the kernel out: rows alone; then kernels by columns and rows too.
@@ -30,7 +30,7 @@ def draw():
 
 
 def layer(x, scale, gate, up, down, out_sharding=None):
-    hidden = norm_gated_dense(x, scale, gate, up)
+    hidden = gated_dense(rms_norm(x, scale), gate, up)
     options = {"activation": "gelu_tanh", "out_sharding": out_sharding}
     return x + gated_product(hidden, None, down, **options)
 

@@ -27,14 +27,7 @@ from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
 from ..quantization.kernels import Codes
 from ..quantization.norm import Normalised, NormCodes
-from .fp8 import (
-    FORMAT,
-    Derived,
-    Marked,
-    derived,
-    equally_varying,
-    moves,
-)
+from .fp8 import FORMAT, Derived, Marked, derived, equally_varying, moves
 
 
 def norm_tangents(

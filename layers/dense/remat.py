@@ -217,7 +217,7 @@ def define_tangent(linear: Linear, *operands: Any) -> list[Array]:
     if any(d is not None for d in o.dkernels):
         value = spec.value.forward(o.args) if o.value is None else o.value
         one = spec.of(value, o.kernel)
-        terms += [product_tangent(one, value, d) for d in o.dkernels if d is not None]
+        terms += [t for d in o.dkernels if d is not None for t in product_tangent(one, value, d)]
     return [functools.reduce(jnp.add, terms)]
 
 

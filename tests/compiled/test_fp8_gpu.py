@@ -20,20 +20,21 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import (
     accumulate_gradients,
+    add_rms_norm,
     dense,
     fuse,
+    gated_dense,
     gated_product,
-    norm_dense,
-    norm_gated_dense,
+    rms_norm,
 )
 from normfuse.layers.dense import gated
-from normfuse.layers.dense.norm_dense import apply as norm_linears
 from normfuse.layers.quantization import kernel_codes_saveable, product
 from normfuse.native.jax_private import described_cudnn
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 f32, bf16 = jnp.float32, jnp.bfloat16
 M, N, K = 2048, 1024, 512
+in_fp8 = functools.partial(fuse, quantization="fp8")
 
 
 def struct(*shape, dtype=e4m3):
@@ -189,10 +190,14 @@ def apart(layer, **options):
 @functools.cache
 def quantized(name, dtype=f32, **options):
     """The program of a layer of bfloat16 arrays, forward and backward."""
+    of_norm = lambda layer: in_fp8(lambda x, s, *kernels, **o: layer(rms_norm(x, s), *kernels, **o))
     layers = {
         "dense": (dense, [(TOKENS, DIM), (DIM, HIDDEN)]),
-        "norm_dense": (norm_dense, [(TOKENS, DIM), (DIM,), (DIM, HIDDEN)]),
-        "norm_gated_dense": (norm_gated_dense, [(TOKENS, DIM), (DIM,), *[(DIM, HIDDEN)] * 2]),
+        "norm, dense": (of_norm(dense), [(TOKENS, DIM), (DIM,), (DIM, HIDDEN)]),
+        "norm, gated_dense": (
+            of_norm(gated_dense),
+            [(TOKENS, DIM), (DIM,), *[(DIM, HIDDEN)] * 2],
+        ),
         "gated_product": (gated_product, [*[(TOKENS, HIDDEN)] * 2, (HIDDEN, DIM)]),
     }
     layer, shapes = layers[name]
@@ -249,14 +254,14 @@ def test_what_follows_an_fp8_product_is_one_pass_each_way():
 
 @pytest.mark.newest
 def test_a_norm_into_a_dense_layer_is_three_fp8_products():
-    program = quantized("norm_dense")
+    program = quantized("norm, dense")
     assert len(calls(program)) == 3
     check_quantized(program, NORMS, (KERNEL, 4), (H, 2), normalised=4 * X)
 
 
 def test_a_norm_into_a_gated_layer_is_six_fp8_products():
     """The normalised x is quantized once; its second gradient is added in the product."""
-    program = quantized("norm_gated_dense")
+    program = quantized("norm, gated_dense")
     ups, gradients = [f"bf16[{TOKENS},{HIDDEN}]"] * 2, [f"f32[{DIM},{HIDDEN}]"] * 2
     found = calls(program)
     assert sorted(r for r, _, _ in found) == sorted(ups + gradients + [f"bf16[{TOKENS},{DIM}]"] * 2)
@@ -315,15 +320,14 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
         x, *branch, scale, gate, up, down = args
         kernels = {"gate": gate, "up": up, "down": down}
         options |= {"dtype": "bfloat16", "implementation": None, "activation": "silu"}
-        y, h = gated.norm_mlp(
-            x, branch[0] if residual else None, scale, kernels, eps=1e-6, **options
-        )
-        return (y, h) if residual else y
+        n, *h = add_rms_norm(x, *branch, scale) if residual else (rms_norm(x, scale),)
+        y = gated.mlp(n, kernels, {}, **options)
+        return (y, *h) if residual else y
 
     x, scale = struct(TOKENS, DIM, dtype=bf16), struct(DIM, dtype=f32)
     kernels = [struct(*s, dtype=f32) for s in [(DIM, HIDDEN), (DIM, HIDDEN), (HIDDEN, DIM)]]
     args = *[x] * (1 + residual), scale, *kernels
-    program = compiled(apart(layer), args, (x, x) if residual else x)
+    program = compiled(apart(in_fp8(layer)), args, (x, x) if residual else x)
     assert len(calls(program)) == 9
     passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
     moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
@@ -348,11 +352,11 @@ def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
     def layer(x, scale, *kernels, **options):
         named = dict(zip(("up", "down"), kernels))
         options |= {"dtype": "bfloat16", "implementation": None, "activation": "gelu_tanh"}
-        return gated.norm_mlp(x, None, scale, named, eps=1e-6, **options)[0]
+        return gated.mlp(rms_norm(x, scale), named, {}, **options)
 
     x, scale = struct(TOKENS, DIM, dtype=bf16), struct(DIM, dtype=f32)
     kernels = [struct(*s, dtype=f32) for s in [(DIM, HIDDEN), (HIDDEN, DIM)]]
-    program = compiled(apart(layer), (x, scale, *kernels), x)
+    program = compiled(apart(in_fp8(layer)), (x, scale, *kernels), x)
     assert len(calls(program)) == 6
     passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
     moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
@@ -371,9 +375,8 @@ def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
 PROJECTIONS = [(2048, 2048), (2048, 1024), (2048, 1024)]  # q, k and v
 
 
-def projections(x, residual, scale, *kernels, **options):
-    options |= {"eps": 1e-6, "dtype": "bfloat16", "implementation": None, "residual": residual}
-    return norm_linears(x, scale, kernels, [None] * len(kernels), **options)
+def projections(n, kernels):
+    return [dense(n, kernel, quantization="fp8") for kernel in kernels]
 
 
 def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
@@ -383,9 +386,15 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
     """
     rows = lambda width: struct(TOKENS, width, dtype=bf16)
     kernels = [struct(*shape, dtype=f32) for shape in PROJECTIONS]
+
+    @in_fp8
+    def layer(x, residual, scale, *kernels, quantization):
+        n, h = add_rms_norm(x, residual, scale)
+        return [*projections(n, kernels), h]
+
     args = rows(2048), rows(2048), struct(2048, dtype=f32), *kernels
     cotangents = [rows(width) for _, width in PROJECTIONS] + [rows(2048)]
-    program = compiled(apart(projections), args, cotangents)
+    program = compiled(apart(layer), args, cotangents)
     found, dn = calls(program), f"bf16[{TOKENS},2048]"
     forward = [f"bf16[{TOKENS},{width}]" for _, width in PROJECTIONS]
     gradients = [f"f32[{n},{m}]" for n, m in PROJECTIONS]
@@ -412,10 +421,12 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
 @pytest.mark.newest
 def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_products():
     def loss(params, x):
-        return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, None, *params))
+        return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, *params))
 
-    def run(x, *args):
-        return jax.checkpoint(functools.partial(projections, quantization="fp8"))(x, *args)
+    @jax.checkpoint
+    @in_fp8
+    def run(x, scale, *kernels):
+        return projections(rms_norm(x, scale), kernels)
 
     params = [struct(2048, dtype=f32), *(struct(*shape, dtype=bf16) for shape in PROJECTIONS)]
     xs = struct(4, TOKENS, 2048, dtype=bf16)

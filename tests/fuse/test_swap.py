@@ -350,10 +350,11 @@ def test_removed_names_say_what_replaces_them():
         (normfuse, "fuse_norms"),
         (normfuse, "FusionReport"),
         (normfuse, "add_rms_norm"),
+        (normfuse, "norm_dense"),
+        (normfuse, "norm_gated_dense"),
         (ours_nnx, "fuse_norms"),
-        (ours_nnx, "unswap"),
-        (ours_eqx, "unswap"),
-        (ours_linen, "unswap"),
+        *((module, "unswap") for module in (ours_nnx, ours_eqx, ours_linen)),
+        *((module, "NormDense") for module in (ours_nnx, ours_eqx, ours_linen)),
     ):
         with pytest.raises(AttributeError, match=rf"{name} is gone: .*"):
             getattr(module, name)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import accumulate_gradients, dense, gated_dense, gated_product, rms_norm
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
@@ -39,7 +39,7 @@ def loss(params, tokens):
 
     @jax.checkpoint
     def layer(x, kernels):
-        h = norm_gated_dense(x, params["scale"], kernels[0], kernels[1])
+        h = gated_dense(rms_norm(x, params["scale"]), kernels[0], kernels[1])
         return x + dense(h, kernels[2]), None
 
     x, _ = jax.lax.scan(layer, x, (params["gate"], params["up"], params["down"]))
@@ -82,7 +82,7 @@ def test_products_write_float32_for_bfloat16_kernels(rng):
     x = jnp.ones((COUNT, 8, DIM), bf16)
 
     def mlp(params, x):
-        gate = norm_dense(x, params["scale"], params["gate"][0])
+        gate = dense(rms_norm(x, params["scale"]), params["gate"][0])
         return jnp.sum(gated_product(gate, None, params["down"][0]).astype(f32) ** 2)
 
     count = lambda jaxpr: str(jaxpr).count("preferred_element_type=float32")
@@ -141,7 +141,7 @@ def blocks(name, key):
         rngs = nnx.Rngs(key)
         options = {"param_dtype": bf16, "dtype": bf16, "rngs": rngs}
         model = nnx.Sequential(
-            ours_nnx.NormDense(DIM, DIM, **options),
+            ours_nnx.RMSNorm(DIM, **options),
             ours_nnx.GatedMLP(DIM, HIDDEN, **options),
             ours_nnx.Linear(DIM, DIM, activation="gelu", **options),
         )
@@ -151,19 +151,19 @@ def blocks(name, key):
         options = {"param_dtype": bf16, "dtype": bf16}
         model = nn.Sequential(
             [
-                ours_linen.NormDense(DIM, **options),
+                ours_linen.RMSNorm(**options),
                 ours_linen.GatedMLP(HIDDEN, **options),
                 ours_linen.Dense(DIM, activation="gelu", **options),
             ]
         )
         params = model.init(key, jnp.ones((2, DIM), bf16))
         return params, lambda p, x: jnp.mean(model.apply(p, x).astype(f32) ** 2)
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key)
     model = eqx.nn.Sequential(
         [
-            ours_eqx.NormDense(DIM, DIM, dtype=bf16, key=keys[0]),
-            ours_eqx.GatedMLP(DIM, HIDDEN, dtype=bf16, key=keys[1]),
-            ours_eqx.Linear(DIM, DIM, dtype=bf16, activation="gelu", key=keys[2]),
+            ours_eqx.RMSNorm(DIM, use_bias=False, dtype=bf16),
+            ours_eqx.GatedMLP(DIM, HIDDEN, dtype=bf16, key=keys[0]),
+            ours_eqx.Linear(DIM, DIM, dtype=bf16, activation="gelu", key=keys[1]),
         ]
     )
     return model, lambda model, x: jnp.mean(jax.vmap(model)(x).astype(f32) ** 2)

@@ -6,16 +6,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import dense, gated_dense, gated_product, norm_dense, norm_gated_dense
+from normfuse import dense, gated_dense, gated_product
 
 X, S, K, BACK = jnp.ones((8, 3)), jnp.ones(3), jnp.ones((3, 10)), jnp.ones((10, 3))
 HIDDEN = jnp.ones((8, 10))
 
 OPS = {  # with a result of (8, 10)
     "dense": lambda **o: dense(X, K, **o),
-    "norm_dense": lambda **o: norm_dense(X, S, K, **o),
     "gated_dense": lambda **o: gated_dense(X, K, K, **o),
-    "norm_gated_dense": lambda **o: norm_gated_dense(X, S, K, K, **o),
     "gated_product": lambda **o: gated_product(X, X, K, **o),
 }
 SPECS = {
@@ -82,7 +80,6 @@ B = jnp.ones(4)
         (lambda: dense(X, S), r"dense: kernel must be \(in, \*out\), got shape \(3,\)"),
         (lambda: dense(X, K, B), r"bias must have .*output axes, \(10,\); got \(4,\)"),
         (lambda: dense(X, K.reshape(3, 2, 5), B), r"output axes, \(2, 5\); got \(4,\)"),
-        (lambda: norm_dense(X, S, K, B), r"norm_dense: bias must have .* \(10,\); got \(4,\)"),
         (lambda: gated_product(X, X, K, B), r"gated_product: bias must have .* \(10,\); got \(4"),
         (lambda: gated_product(X, HIDDEN, K), r"up must have gate's shape \(8, 3\), got \(8, 10\)"),
         (lambda: gated_product(X, X, K, activation=None), "for a bilinear layer pass lambda z: z"),

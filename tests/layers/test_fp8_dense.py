@@ -26,14 +26,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import (
-    accumulate_gradients,
-    dense,
-    gated_dense,
-    gated_product,
-    norm_dense,
-    norm_gated_dense,
-)
+from normfuse import accumulate_gradients, dense, fuse, gated_dense, gated_product, rms_norm
 from normfuse.layers import accumulate
 from normfuse.layers.dense.fp8 import products_saveable
 from normfuse.layers.quantization import kernel_codes_saveable
@@ -51,9 +44,15 @@ LAYERS = {
     "dense": dense,
     "gated_dense": gated_dense,
     "gated_product": gated_product,
-    "norm_dense": norm_dense,
-    "norm_gated_dense": norm_gated_dense,
 }
+
+
+@functools.partial(fuse, quantization="fp8")
+def of_norm(x, scale, *kernels, implementation=None):
+    """A layer of one or two kernels and of a norm, which writes the codes that it reads."""
+    layer = dense if len(kernels) == 1 else gated_dense
+    n = rms_norm(x, scale, implementation=implementation)
+    return layer(n, *kernels, quantization="fp8", implementation=implementation)
 
 
 def draw(rng, *shape, dtype=f32, over=1.0):
@@ -65,9 +64,9 @@ def operands(rng, layer="dense", dtype=f32, kernel_dtype=None, bias=True):
     kernel = lambda: draw(rng, IN, OUT, dtype=kernel_dtype or dtype, over=np.sqrt(IN))
     args = [draw(rng, *ROWS, IN, dtype=dtype)]
     args += [draw(rng, *ROWS, IN, dtype=dtype)] * (layer == "gated_product")
-    args += [1 + draw(rng, IN, over=8)] * ("norm" in layer)
+    args += [1 + draw(rng, IN, over=8)] * (layer == "norm")
     args += [kernel() for _ in range(1 + layer.endswith("gated_dense"))]
-    if bias and layer in ("dense", "norm_dense"):
+    if bias and layer == "dense":
         args.append(draw(rng, OUT, dtype=kernel_dtype or dtype))
     return args, draw(rng, *ROWS, OUT, dtype=dtype)
 
@@ -317,11 +316,8 @@ def test_each_operand_is_quantized_once(rng):
     assert text.count("dot_general") == 1  # the result is not used
     forward = jax.jit(fp8).lower(x, kernel).compile()
     assert hlo.calls(forward, "quantize_") == {"amax": 2, "cast": 2}
-    gradients = lambda args, dy: both_ways(functools.partial(norm_gated_dense, quantization="fp8"))(
-        args, dy
-    )
-    args, dy = operands(rng, "norm_gated_dense")
-    compiled = jax.jit(gradients).lower(args, dy).compile()
+    args, dy = operands(rng, "norm")
+    compiled = jax.jit(both_ways(of_norm)).lower([*args, args[-1] + 1], dy).compile()
     calls = hlo.calls(compiled, "quantize_")
     assert (calls["amax"], calls["cast"]) == (4, 5)  # the norm has a bound
 
@@ -401,10 +397,10 @@ def test_microbatches_share_codes_bit_for_bit(rng, monkeypatch):
 @pytest.mark.parametrize("implementation", [None, "xla"])
 def test_a_norm_is_quantized_from_float32_by_its_bound(implementation, rng):
     """A row's codes depend on no other row, and bfloat16 rounding does not come first."""
-    (x, scale, kernel), _ = operands(rng, "norm_dense", bf16, f32, bias=False)
+    (x, scale, kernel), _ = operands(rng, "norm", bf16, f32)
     x = x * jnp.asarray(np.exp(3 * rng.standard_normal(x.shape)), bf16)  # subnormal codes too
-    layer = functools.partial(norm_dense, quantization="fp8", implementation=implementation)
-    y = jax.jit(layer)(x, scale, kernel)
+    layer = jax.jit(functools.partial(of_norm, implementation=implementation))
+    y = layer(x, scale, kernel)
     near = normalised(x, scale)[2]
     check(y, product(near, kernel, bf16))
     of_rounded = dataclasses.replace(near.rounded(bf16), slack=0 * near.slack)
@@ -413,12 +409,12 @@ def test_a_norm_is_quantized_from_float32_by_its_bound(implementation, rng):
         with pytest.raises(AssertionError):
             check(y, product(other, kernel, bf16))
     spike = x.at[1].set(0).at[1, :, 3].set(1)  # all of the bound in one element
-    np.testing.assert_array_equal(jax.jit(layer)(spike, scale, kernel)[0], y[0])
+    np.testing.assert_array_equal(layer(spike, scale, kernel)[0], y[0])
 
 
 def test_a_norm_of_zero_and_of_what_is_not_finite(rng):
-    (x, scale, kernel), _ = operands(rng, "norm_dense", bias=False)
-    layer = jax.jit(functools.partial(norm_dense, quantization="fp8"))
+    (x, scale, kernel), _ = operands(rng, "norm")
+    layer = jax.jit(of_norm)
     y = layer(x, scale, kernel)
     x = x.at[0, 0].set(0).at[1, 2, 3].set(jnp.inf).at[2, 1, 7].set(jnp.nan)
     got = np.array(layer(x, scale, kernel))
@@ -433,26 +429,25 @@ def test_a_norm_of_zero_and_of_what_is_not_finite(rng):
 
 def test_a_norm_in_the_forward_mode(rng):
     """The tangents of the norm and of the dequantized operands."""
-    (x, scale, kernel), dy = operands(rng, "norm_dense", bias=False)
-    layer = functools.partial(norm_dense, quantization="fp8")
+    (x, scale, kernel), dy = operands(rng, "norm")
     args = [x, scale, kernel]
     for moves in ((0,), (1,), (2,), (0, 1, 2)):
         given = lambda moving, moves=moves: dict(enumerate(args)) | dict(zip(moves, moving))
-        f = lambda *moving, given=given: layer(*given(moving).values())
+        f = lambda *moving, given=given: of_norm(*given(moving).values())
         primals = [args[i] for i in moves]
         tangents = [draw(rng, *a.shape) for a in primals]
         y, moved = jax.jit(lambda p, t, f=f: jax.jvp(f, p, t))(primals, tangents)
         gradients = jax.vjp(f, *primals)[1](dy)
         reverse = sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
         size = sum(jnp.linalg.norm(g) * jnp.linalg.norm(t) for g, t in zip(gradients, tangents))
-        np.testing.assert_array_equal(y, jax.jit(layer)(*args))
+        np.testing.assert_array_equal(y, jax.jit(of_norm)(*args))
         assert abs(jnp.vdot(moved, dy) - reverse) < 0.02 * size  # dy is quantized in reverse
 
 
 def test_the_backward_of_a_norm_keeps_codes(rng):
     """Codes of the normalised x and of the kernel, x itself, and a float32 a row."""
-    args, _ = operands(rng, "norm_dense", bf16, bf16, bias=False)
-    layer = jax.jit(functools.partial(norm_dense, quantization="fp8"))
+    args, _ = operands(rng, "norm", bf16, bf16)
+    layer = jax.jit(of_norm)
     kept = lambda f, *args: sorted(
         (a.size, a.dtype.name) for a in jax.tree.leaves(jax.vjp(f, *args)[1])
     )
@@ -465,11 +460,10 @@ def test_the_backward_of_a_norm_keeps_codes(rng):
 
 @pytest.mark.parametrize("axes", [(0, None, None), (1, None, None), (0, 0, None)], ids=str)
 def test_vmap_of_a_norm_is_a_loop(axes, rng):
-    (x, scale, kernel), dy = operands(rng, "norm_dense", bias=False)
+    (x, scale, kernel), dy = operands(rng, "norm")
     many = lambda a, axis: a if axis is None else jnp.stack([a, 2 * a + 1, -a], axis)
     batched = [many(a, axis) for a, axis in zip((x, scale, kernel), axes)]
-    layer = functools.partial(norm_dense, quantization="fp8")
-    got = jax.jit(jax.vmap(layer, axes))(*batched)
+    got = jax.jit(jax.vmap(of_norm, axes))(*batched)
     for i in range(3):
         one = [a if axis is None else jnp.take(a, i, axis) for a, axis in zip(batched, axes)]
         near = product(normalised(one[0], one[1])[2], kernel, f32)
@@ -488,15 +482,14 @@ def test_vmap_of_a_norm_is_a_loop(axes, rng):
 )
 def test_a_norm_on_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight_devices):
     del eight_devices
-    args, dy = operands(rng, "norm_dense", bias=False)
-    expected = recipe("norm_dense", args, dy, activation=None)
+    args, dy = operands(rng, "norm")
+    expected = recipe("norm", args, dy, activation=None)
     mesh = on_mesh(kind)
     with jax.set_mesh(mesh):
         place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
         given = [place(a, spec) for a, spec in zip(args, specs, strict=True)]
         out = P("data", None, *specs[2][1:])
-        run = both_ways(functools.partial(norm_dense, quantization="fp8"))
-        compiled = jax.jit(run).lower(given, place(dy, out)).compile()
+        compiled = jax.jit(both_ways(of_norm)).lower(given, place(dy, out)).compile()
         check_all(compiled(given, place(dy, out)), expected)
     assert ("all-gather", "f8e4m3fn") not in hlo.communicated(compiled)
     assert hlo.calls(compiled, "quantize_")["amax"] == 2  # the kernel's and dy's
@@ -573,16 +566,13 @@ def test_a_maximum_is_one_number_to_reduce(specs, maxima, sums, kind, rng, eight
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_norm_under_shard_map_has_the_scale_of_its_parameters(check_vma, rng, eight_devices):
     del eight_devices
-    args, dy = operands(rng, "norm_dense", bias=False)
+    args, dy = operands(rng, "norm")
     spec = P(("data", "tensor"))
     options = {"in_specs": (spec, P(), P()), "out_specs": spec, "check_vma": check_vma}
-    layer = functools.partial(norm_dense, quantization="fp8")
-    wrapped = jax.shard_map(layer, mesh=on_mesh(AxisType.Auto), **options)
-    np.testing.assert_array_equal(jax.jit(wrapped)(*args), jax.jit(layer)(*args))
+    wrapped = jax.shard_map(of_norm, mesh=on_mesh(AxisType.Auto), **options)
+    np.testing.assert_array_equal(jax.jit(wrapped)(*args), jax.jit(of_norm)(*args))
     dx, dscale, dkernel = jax.jit(both_ways(wrapped))(args, dy)[1]
-    parts = [
-        recipe("norm_dense", (args[0][i : i + 1], *args[1:]), dy[i : i + 1], None) for i in range(8)
-    ]
+    parts = [recipe("norm", (args[0][i : i + 1], *args[1:]), dy[i : i + 1], None) for i in range(8)]
     for i, (_, found) in enumerate(parts):
         check(dx[i : i + 1], found[0])
     for got, k in ((dscale, 1), (dkernel, 2)):
@@ -631,8 +621,6 @@ CALLS = {
     "dense": lambda x=X, k=K, **o: dense(x, k, **o),
     "gated_dense": lambda x=X, k=K, **o: gated_dense(x, k, k, **o),
     "gated_product": lambda x=X, k=K, **o: gated_product(x, x, k, **o),
-    "norm_dense": lambda x=X, k=K, **o: norm_dense(x, None, k, **o),
-    "norm_gated_dense": lambda x=X, k=K, **o: norm_gated_dense(x, None, k, k, **o),
 }
 
 
@@ -687,12 +675,12 @@ def test_export_gives_the_same_bits(layer, rng):
 def test_a_gpu_without_fp8_is_said(rng, monkeypatch, caplog):
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
     monkeypatch.setattr(implementation, "_plain", {})
-    args, dy = operands(rng, "norm_dense", dtype=bf16)
+    args, dy = operands(rng, dtype=bf16)
 
     def lower(arch, order):
         monkeypatch.setenv("NORMFUSE_CUDA_ARCH", arch)
         jax.clear_caches()
-        layer = functools.partial(norm_dense, quantization="fp8", implementation=order)
+        layer = functools.partial(fp8, implementation=order)
         jax.jit(both_ways(layer)).trace(args, dy).lower(lowering_platforms=("cuda",))
 
     reason = "compute capability 8.0 has no FP8 product"

@@ -21,7 +21,7 @@ from fp8_recipe import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import elementwise, rms_norm
+from normfuse import add_rms_norm, elementwise, fuse, rms_norm
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization.gated import SLOPES
 
@@ -204,10 +204,13 @@ def test_biases_on_a_mesh(kind, rng, eight_devices):
     check_all(found, recipe(args[:3], dy, biases=args[3:]))
 
 
-def norm_mlp(x, residual, scale, *kernels, **options):
-    options = {"implementation": None, "activation": "silu", "quantization": "fp8"} | options
-    options |= {"eps": 1e-6, "dtype": x.dtype.name}
-    return gated.norm_mlp(x, residual, scale, named(kernels), **options)
+@functools.partial(fuse, quantization="fp8")
+def norm_mlp(x, residual, scale, *kernels):
+    """The MLP of a norm, and what is normalised."""
+    if residual is None:
+        return mlp(rms_norm(x, scale), *kernels), x
+    n, h = add_rms_norm(x, residual, scale)
+    return mlp(n, *kernels), h
 
 
 def norm_recipe(args, dy, dh):
@@ -260,22 +263,6 @@ def test_a_norm_before_it_in_both_modes(moves, rng):
     of_h = sum(one for i, one in zip(moves, t) if i < 2)
     np.testing.assert_array_equal(dh, of_h + jnp.zeros_like(h))
     np.testing.assert_array_equal(h, args[0] + args[1])
-
-
-@pytest.mark.parametrize("reason", ["activation", "shape", "xla", "unquantized"])
-def test_a_norm_before_it_is_apart_where_codes_cannot_be(reason, rng):
-    (x, *kernels), _ = operands(rng)
-    if reason == "shape":
-        kernels = [kernels[0][:, :40], kernels[1][:, :40], kernels[2][:40]]
-    options = {"activation": "squared_relu" if reason == "activation" else "silu"}
-    options["implementation"] = "xla" if reason == "xla" else None
-    options["quantization"] = None if reason == "unquantized" else "fp8"
-    scale = jnp.asarray(1 + rng.standard_normal(DIM) / 8)
-    y, h = norm_mlp(x, x, scale, *kernels, **options)
-    n, wanted = rms_norm(x, scale, residual=x, implementation=options["implementation"])
-    kernels = dict(zip(("gate", "up", "down"), kernels))
-    np.testing.assert_array_equal(h, wanted)
-    np.testing.assert_array_equal(y, gated.mlp(n, kernels, {}, dtype=f32, **options))
 
 
 @pytest.mark.newest

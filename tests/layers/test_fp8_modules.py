@@ -21,29 +21,24 @@ X = jax.random.normal(jax.random.key(1), (32, DIM), jnp.bfloat16)
 # Makes a module of ours, given its options.
 NNX = {
     "Linear": lambda **k: ours_nnx.Linear(DIM, HIDDEN, activation="silu", rngs=nnx.Rngs(0), **k),
-    "NormDense": lambda **k: ours_nnx.NormDense(DIM, HIDDEN, rngs=nnx.Rngs(0), **k),
     "GatedMLP": lambda **k: ours_nnx.GatedMLP(DIM, HIDDEN, rngs=nnx.Rngs(0), **k),
 }
 EQX = {
     "Linear": lambda **k: ours_eqx.Linear(DIM, HIDDEN, activation="silu", key=KEY, **k),
-    "NormDense": lambda **k: ours_eqx.NormDense(DIM, HIDDEN, key=KEY, **k),
     "GatedMLP": lambda **k: ours_eqx.GatedMLP(DIM, HIDDEN, key=KEY, **k),
 }
 LINEN = {
     "Linear": lambda **k: ours_linen.Dense(HIDDEN, activation="silu", **k),
-    "NormDense": lambda **k: ours_linen.NormDense(HIDDEN, **k),
     "GatedMLP": lambda **k: ours_linen.GatedMLP(HIDDEN, **k),
 }
 KINDS = list(NNX)
 
 
-def operation(kind, x, kernels, biases, scale=None, eps=None):
+def operation(kind, x, kernels, biases):
     """What the module must compute, from the operations; kernels are stored (in, out)."""
     fp8 = {"quantization": "fp8", "dtype": jnp.float32}  # x and parameters promote to it
     if kind == "Linear":
         return normfuse.dense(x, kernels[0], biases[0], activation="silu", **fp8)
-    if kind == "NormDense":
-        return normfuse.norm_dense(x, scale, kernels[0], biases[0], eps=eps, **fp8)
     given = dict(zip(("gate", "up", "down"), kernels))
     return gated.mlp(x, given, {}, activation="silu", implementation=None, **fp8)
 
@@ -72,11 +67,10 @@ def test_an_nnx_module_is_its_operation(kind):
     def wanted(state, x):
         layer = nnx.merge(graph, state)
         of = [layer.gate, layer.up, layer.down] if kind == "GatedMLP" else None
-        linears = of or [getattr(layer, "linear", layer)]
+        linears = of or [layer]
         kernels = [linear.kernel[...] for linear in linears]
         biases = [None if linear.bias is None else linear.bias[...] for linear in linears]
-        norm = {"scale": layer.norm.scale[...], "eps": 1e-6} if kind == "NormDense" else {}
-        return total(operation(kind, x, kernels, biases, **norm))
+        return total(operation(kind, x, kernels, biases))
 
     module = lambda state, x: total(nnx.merge(graph, state)(x))
     got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(state, X) for f in (module, wanted))
@@ -93,10 +87,9 @@ def test_an_equinox_module_is_its_operation(kind):
 
     def wanted(layer, x):
         of = [layer.gate, layer.up, layer.down] if kind == "GatedMLP" else None
-        linears = of or [getattr(layer, "linear", layer)]
+        linears = of or [layer]
         kernels = [linear.weight.T for linear in linears]
-        norm = {"scale": layer.norm.weight, "eps": 1e-5} if kind == "NormDense" else {}
-        return total(operation(kind, x, kernels, [linear.bias for linear in linears], **norm))
+        return total(operation(kind, x, kernels, [linear.bias for linear in linears]))
 
     module = lambda layer, x: total(jax.vmap(layer)(x))
     got, want = (eqx.filter_jit(eqx.filter_value_and_grad(f))(layer, X) for f in (module, wanted))
@@ -114,8 +107,7 @@ def test_a_linen_module_is_its_operation(kind):
     def wanted(variables, x):
         p = variables["params"]
         kernels = [p[n] for n in ("gate", "up", "down")] if kind == "GatedMLP" else [p["kernel"]]
-        norm = {"scale": p["scale"], "eps": 1e-6} if kind == "NormDense" else {}
-        return total(operation(kind, x, kernels, [p.get("bias")], **norm))
+        return total(operation(kind, x, kernels, [p.get("bias")]))
 
     module = lambda variables, x: total(layer.apply(variables, x))
     got, want = (jax.jit(jax.value_and_grad(f))(variables, X) for f in (module, wanted))

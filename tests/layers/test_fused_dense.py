@@ -1,6 +1,5 @@
-"""norm_dense, gated_dense and their kin: values, residuals, and every context of JAX."""
+"""Gated dense layers, and a norm before them: values, what they keep, every context of JAX's."""
 
-import dataclasses
 import functools
 
 import hlo
@@ -12,18 +11,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import clamped_swiglu as clamped
 
-from normfuse import (
-    clamped_swiglu,
-    dense,
-    gated_dense,
-    gated_product,
-    norm_dense,
-    norm_gated_dense,
-    rms_norm,
-)
+from normfuse import clamped_swiglu, dense, gated_dense, gated_product, rms_norm
 from normfuse.layers.dense.epilogue import SCALARS
-from normfuse.layers.norm import op as rms_norm_op
-from normfuse.layers.norm.spec import Norm
 
 pytestmark = pytest.mark.optimized
 
@@ -44,15 +33,16 @@ def normalised(x, scale):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS) * scale
 
 
+def gated_norm(x, scale, *kernels, implementation=None):
+    """A gated layer of the norm."""
+    n = rms_norm(x, scale, implementation=implementation)
+    return gated_dense(n, *kernels, implementation=implementation)
+
+
 # name -> (op, shapes of what follows x, the same in NumPy)
 OPS = {
-    "norm_dense": (
-        functools.partial(norm_dense, activation="silu"),
-        [(IN,), (IN, OUT), (OUT,)],
-        lambda x, s, k, b: silu(normalised(x, s) @ k + b),
-    ),
-    "norm_gated_dense": (
-        norm_gated_dense,
+    "a norm, gated_dense": (
+        gated_norm,
         [(IN,), (IN, OUT), (IN, OUT)],
         lambda x, s, g, u: silu(normalised(x, s) @ g) * (normalised(x, s) @ u),
     ),
@@ -153,31 +143,7 @@ def test_parameters_in_float32_get_unrounded_gradients(rng, name):
     got, want = (jax.jit(jax.grad(loss(f), every(args)))(*args) for f in (op, plain))
     assert [g.dtype for g in got] == [a.dtype for a in args]
     assert_close(got, want, COARSE)
-    kernel = got[-2] if name == "norm_dense" else got[-1]
-    assert np.any(f64(kernel) != f64(kernel.astype(bf16)))
-
-
-@pytest.mark.parametrize("with_value", [False, True])
-def test_the_place_of_what_is_needed_afterwards_is_not_taken(rng, with_value):
-    """A result has the place of dy, for which XLA makes a copy."""
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), f32)
-    dy, x, scale, rstd = draw(9, IN), draw(9, IN), draw(IN), jnp.abs(draw(9)) + 0.5
-    norm = Norm(has_scale=True, with_dscale=True, out_dtype="float32")
-
-    def run(dy):
-        dy = 2 * dy
-        both = dataclasses.replace(norm, with_value=with_value)
-        return [*rms_norm_op.pullback(both, dy, x, scale, rstd), dy - 1, dy]
-
-    def apart(dy):
-        value = rms_norm_op.apply(norm, x, scale, rstd) * with_value
-        return [*rms_norm_op.backward(norm, 2 * dy, x, scale, rstd), *value]
-
-    *got, less, kept = jax.jit(run)(dy)
-    for a, b in zip(got, jax.jit(apart)(dy), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(kept, 2 * dy)
-    np.testing.assert_array_equal(less, 2 * dy - 1)
+    assert np.any(f64(got[-1]) != f64(got[-1].astype(bf16)))
 
 
 def test_a_clamped_number_has_no_gradient_and_one_at_the_limit_has():
@@ -186,17 +152,7 @@ def test_a_clamped_number_has_no_gradient_and_one_at_the_limit_has():
     assert_close((y, *pull(jnp.ones_like(z))), clamped(f64(z), f64(up)), TIGHT)
 
 
-def test_several_output_axes_and_no_scale(rng):
-    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
-    kernel = jnp.asarray(rng.standard_normal((IN, 2, 3)), f32)
-    y = norm_dense(x, None, kernel, jnp.ones((2, 3)), activation="tanh", eps=1e-3)
-    n = f64(x) / np.sqrt((f64(x) ** 2).mean(-1, keepdims=True) + 1e-3)
-    assert_close(y, np.tanh(np.einsum("ri,iab->rab", n, f64(kernel)) + 1), TIGHT)
-    gated = gated_dense(x, kernel, kernel, activation="relu")
-    assert gated.shape == (4, 2, 3)
-
-
-# ---------------------------------------------------------------- residuals
+# ---------------------------------------------------------------- what is kept
 
 
 def kept(op, args):
@@ -205,12 +161,8 @@ def kept(op, args):
     return sorted(once.values())
 
 
-def test_what_can_be_made_again_is_not_kept(rng):
-    args = operands(rng, "norm_gated_dense", x=bf16)
-    x, hidden = (*ROWS, IN), (*ROWS, OUT)
-    assert kept(norm_gated_dense, args) == sorted([x, ROWS, hidden, hidden])  # with rstd
-    keeping = functools.partial(norm_gated_dense, recompute=False)
-    assert kept(keeping, args).count(x) > 1
+def test_what_can_be_made_again_is_not_kept():
+    hidden = (*ROWS, OUT)
     gate = jnp.ones(hidden, bf16)
     assert kept(gated_product, (gate, gate, jnp.ones((OUT, IN), bf16))) == [hidden, hidden]
     assert kept(gated_product, (gate, None, jnp.ones((OUT, IN), bf16))) == [hidden]
@@ -218,10 +170,13 @@ def test_what_can_be_made_again_is_not_kept(rng):
     assert kept(keeping, (gate, gate, jnp.ones((OUT, IN), bf16))) == [hidden] * 3
 
 
-def test_a_frozen_kernel_costs_no_product_and_no_recomputation(rng):
-    x, scale, kernel, bias = operands(rng, "norm_dense")
-    text = str(jax.make_jaxpr(jax.grad(loss(norm_dense)))(x, scale, kernel, bias))
-    assert text.count("dot_general[") == 2 and "norm_apply" not in text  # y and dx
+def test_a_frozen_kernel_costs_no_product_and_no_recomputation():
+    gate, kernel = jnp.ones((*ROWS, OUT)), jnp.ones((OUT, IN))
+    program = lambda argument: str(jax.make_jaxpr(jax.grad(loss(of), argument))(gate, kernel))
+    of = lambda gate, kernel: gated_product(gate, None, kernel)
+    assert program(0).count("dot_general[") == program(1).count("dot_general[") == 2
+    # The activation, of which the gradient is one pass; and once more, for the kernel's gradient.
+    assert [program(i).count("normfuse_epilogue[") for i in (0, 1)] == [1, 2]
 
 
 # ---------------------------------------------------------------- differentiation, vmap, scan
@@ -266,7 +221,8 @@ def test_scan_and_remat_over_layers(rng):
 
     def model(params, **options):
         def layer(x, p):
-            gate, up = (norm_dense(x, p[0], k, **options) for k in p[1:3])
+            n = rms_norm(x, p[0], **options)
+            gate, up = (dense(n, k, **options) for k in p[1:3])
             return x + gated_product(gate, up, p[3], **options), None
 
         return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
@@ -303,12 +259,12 @@ SPLITS = {  # x, the scale, both kernels
 def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, split):
     del eight_devices
     mesh, specs = on_mesh(AxisType.Auto), SPLITS[split]
-    args = operands(rng, "norm_gated_dense", rows=(8, 4))
+    args = operands(rng, "a norm, gated_dense", rows=(8, 4))
     places = tuple(NamedSharding(mesh, s) for s in (*specs, specs[2]))
     sharded = jax.device_put(tuple(args), places)
     compiled, plain = (
         jax.jit(jax.grad(loss(f), every(args)), out_shardings=places).lower(*sharded).compile()
-        for f in (norm_gated_dense, plain_mlp)
+        for f in (gated_norm, plain_mlp)
     )
     assert_close(compiled(*sharded), jax.grad(loss(plain_mlp), every(args))(*args), TIGHT)
     bytes_of = lambda c, kind: sum(o.bytes for o in hlo.collectives(c) if o.kind == kind)
@@ -323,12 +279,12 @@ def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, split):
 def test_explicit_mesh(rng, eight_devices, split):
     del eight_devices
     mesh, specs = on_mesh(AxisType.Explicit), SPLITS[split]
-    args = operands(rng, "norm_gated_dense", rows=(8, 4))
+    args = operands(rng, "a norm, gated_dense", rows=(8, 4))
     want = jax.grad(loss(plain_mlp), every(args))(*args)
     with jax.set_mesh(mesh):
         places = [NamedSharding(mesh, s) for s in (*specs, specs[2])]
         sharded = [jax.device_put(a, s) for a, s in zip(args, places)]
-        got = jax.jit(jax.grad(loss(norm_gated_dense), every(args)))(*sharded)
+        got = jax.jit(jax.grad(loss(gated_norm), every(args)))(*sharded)
     assert_close(got, want, TIGHT)
     for a, b in zip(got, sharded, strict=True):
         assert jax.typeof(a).sharding.spec == jax.typeof(b).sharding.spec
@@ -338,17 +294,17 @@ def test_explicit_mesh(rng, eight_devices, split):
 def test_gate_and_up_in_one_kernel_on_a_mesh(rng, eight_devices, kind):
     """As two kernels; only what sums over split dimensions communicates."""
     del eight_devices
-    x, scale = operands(rng, "norm_gated_dense", rows=(8,))[:2]
+    x, scale = operands(rng, "a norm, gated_dense", rows=(8,))[:2]
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, f32)
     kernels = draw(IN, 2, 3, 4), draw(IN, 2, OUT), draw(OUT, IN)  # the first with two output axes
 
     def apart(x, s, k, up, down):
         hidden = gated_product(dense(x, up[:, 0]), dense(x, up[:, 1]), down)
-        return norm_gated_dense(hidden, s, k[:, 0], k[:, 1])
+        return gated_norm(hidden, s, k[:, 0], k[:, 1])
 
     def together(x, s, k, up, down):
         hidden = gated_product(dense(x, up), None, down, stacked=True, out_sharding=rows)
-        return norm_gated_dense(hidden, s, k)
+        return gated_norm(hidden, s, k)
 
     rows = None
     want = jax.grad(loss(apart), every(range(5)))(x, scale, *kernels)
@@ -367,8 +323,8 @@ def test_gate_and_up_in_one_kernel_on_a_mesh(rng, eight_devices, kind):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(rng, eight_devices, check_vma):
     del eight_devices
-    args = operands(rng, "norm_dense", rows=(8, 4))
-    op = OPS["norm_dense"][0]
+    args = operands(rng, "gated_product", rows=(8, 4))
+    op = OPS["gated_product"][0]
     specs = {"in_specs": (P("data"), P(), P(), P()), "out_specs": P("data")}
     wrapped = jax.shard_map(op, mesh=on_mesh(AxisType.Auto), check_vma=check_vma, **specs)
     got = jax.jit(jax.grad(loss(wrapped), every(args)))(*args)
@@ -410,12 +366,11 @@ def test_gate_and_up_may_lie_differently(rng, eight_devices, kind, split):
 
 
 def test_native_never_falls_back_silently(rng):
-    args = operands(rng, "norm_dense")
-    assert_close(norm_dense(*args, implementation="native"), norm_dense(*args), TIGHT)
-    with pytest.raises(NotImplementedError, match="norm_dense: .*'native' cannot serve.*one loop"):
-        norm_dense(*args, activation="silu", implementation="native")
-    with pytest.raises(NotImplementedError, match="plain JAX"):
-        norm_dense(*args, activation=jnp.square, implementation="native")
+    args = operands(rng, "gated_dense")
+    with pytest.raises(NotImplementedError, match="gated_dense: .*'native' cannot serve.*one loop"):
+        gated_dense(*args, implementation="native")
+    with pytest.raises(NotImplementedError, match="gated_dense has no 'native' implementation"):
+        gated_dense(*args, activation=jnp.square, implementation="native")
 
 
 def test_activations_that_kernels_do_not_know(rng):
@@ -428,19 +383,12 @@ def test_activations_that_kernels_do_not_know(rng):
     assert_close(product(jnp.square), f64(square) @ f64(gate).T, TIGHT)
 
 
-X, S, K = jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 4))
+X, K = jnp.ones((2, 3)), jnp.ones((3, 4))
 
 
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: norm_dense(X, jnp.ones(4), K), ValueError, r"scale must have .* \(3,\); got \(4,"),
-        (lambda: norm_dense(X, S, K.T), ValueError, r"norm_dense: kernel's first axis .*kernel.T"),
-        (lambda: norm_dense(X, S, K, S), ValueError, r"bias must have .* \(4,\); got \(3,\)"),
-        (lambda: norm_dense(X, S, K, eps=-1), ValueError, "eps must be at least 0, got -1"),
-        (lambda: norm_dense(X, S, K, activation="gleu"), ValueError, "one of .* got 'gleu'"),
-        (lambda: norm_dense(jnp.ones(()), None, K), ValueError, "got a scalar; reshape it"),
-        (lambda: norm_dense(X.astype(int), S, K), TypeError, "x must be one of .* got int32"),
         (lambda: gated_dense(X, K, K[:, :2]), ValueError, r"kernel_up must .* \(3, 4\), got"),
         (
             lambda: gated_dense(X, K),
@@ -449,7 +397,6 @@ X, S, K = jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 4))
         ),
         (lambda: gated_dense(X, K, K, activation=None), ValueError, "activation must .* got None"),
         (lambda: gated_dense(X, K.T, K.T), ValueError, r"kernel_gate's first axis .*kernel_gate.T"),
-        (lambda: norm_gated_dense(X, S, K, S), ValueError, "kernel_up must have kernel_gate's"),
         (
             lambda: gated_product(X, None, K, activation="clamped_swiglu"),
             ValueError,
@@ -466,10 +413,3 @@ X, S, K = jnp.ones((2, 3)), jnp.ones(3), jnp.ones((3, 4))
 def test_bad_input_is_one_clear_error(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_norms_agree_where_the_layer_is_the_identity(rng):
-    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
-    scale = jnp.asarray(rng.standard_normal(IN), f32)
-    y = norm_dense(x, scale, jnp.eye(IN), scale_offset=1.0)
-    assert_close(y, rms_norm(x, scale, scale_offset=1.0), TIGHT)

@@ -14,12 +14,11 @@ import pytest
 
 from normfuse import (
     dense,
+    fuse,
     gated_dense,
     gated_product,
     layer_norm,
     linear_cross_entropy,
-    norm_dense,
-    norm_gated_dense,
     rms_norm,
     rms_norm_with_rstd,
 )
@@ -170,6 +169,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     compile_each_kernel_once(monkeypatch)
     report.warm([n], ["sm_90"], activations=("silu", "gelu"), quantization="fp8")
     total = lambda *results: sum(jnp.sum(r.astype(f32)) for r in results)
+    reports = []
 
     def norms(x, scale):
         y, h = rms_norm(x, scale, residual=x)
@@ -178,8 +178,8 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
         return total(rms_norm(y, scale), rms_norm(h), *rms_norm_with_rstd(x, scale), *more)
 
     def layers(x, scale, kernel, bias, activation):
-        h = norm_dense(x, scale, kernel, bias, activation=activation)
-        h = gated_product(h, norm_gated_dense(h, None, kernel, kernel), kernel, bias)
+        h = dense(x, kernel, bias, activation=activation)
+        h = gated_product(h, gated_dense(rms_norm(h), kernel, kernel), kernel, bias)
         h = gated_dense(h, both := jnp.stack([kernel, kernel], 1))
         h = gated_product(dense(h, both), None, kernel, stacked=True)
         return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
@@ -189,8 +189,11 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
         options = {"quantization": "fp8", "activation": "silu"}
         shared = options | {"dtype": x.dtype.name, "implementation": None}
         y = gated.mlp(dense(x, kernel, **options), kernels, {}, **shared)
-        y, _ = gated.norm_mlp(y, x, scale, kernels, eps=1e-6, **shared)
-        return total(norm_dense(norm_dense(y, scale, kernel, **options), None, kernel, **options))
+        y = gated.mlp(add_rms_norm(y, x, scale)[0], kernels, {}, **shared)
+        y = dense(rms_norm(y, scale), kernel, **options)
+        return total(dense(rms_norm(y), kernel, **options))
+
+    coded = fuse(quantized, quantization="fp8", report=reports.append)
 
     def losses(x, kernel):
         labels = jnp.zeros(x.shape[:1], jnp.int32)
@@ -203,7 +206,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     many = 7 * 2**24 // n  # large arrays' layouts begin here
     for rows in (1, 5, 8, 132, 133, 4000, 100_000, many, many + 1):
         x = S((rows, n), bf16)
-        calls = [(quantized, (x, scale, kernel))] if rows in (5, 8, many, many + 1) else []
+        calls = [(coded, (x, scale, kernel))] if rows in (5, 8, many, many + 1) else []
         calls += [(norms, (x, scale)), (losses, (x, kernel))] if rows < many else []
         for name in () if rows >= many else ("silu", "gelu") if rows == 8 else ("silu",):
             calls.append((functools.partial(layers, activation=name), (x, scale, kernel, scale)))
@@ -213,6 +216,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
                 assert "normfuse_launch" in text
     jax.clear_caches()
     assert compiler.compilations() == before
+    assert all(sum(row.domain == "codes" for row in r.fused) == 3 for r in reports)
 
 
 @pytest.mark.parametrize("n", [96, 1024, 4096, 32768])

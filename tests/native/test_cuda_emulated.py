@@ -12,7 +12,6 @@ from cuda_cases import (
     check_forward,
     check_halves,
     check_heads,
-    check_pullback,
     many_rows,
 )
 from cuda_emulator import Emulator
@@ -197,41 +196,6 @@ def test_cuda_strided_rows_match_reference(emulated):
     check_backward(run, case)
 
 
-@pytest.mark.parametrize("with_value", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "options", "multiprocessors"),
-    [
-        ((37, 24, 1), {}, 1),  # several rows to a warp
-        ((9, 257, 1), {"scale": "float64"}, 1),  # one element at a time, not by asynchronous copies
-        ((3, 520, 1), {"offset": 1.0}, 3),  # few rows, read at once
-        ((5, 12296, 1), {}, 1),  # a cluster that is a row ahead with its sums
-        ((9, 20, 40), {"scale": None}, 1),  # strided: each element is read twice
-    ],
-    ids=str,
-)
-def test_cuda_pullback_writes_where_it_has_read(
-    emulated, shape, options, multiprocessors, with_value
-):
-    """dx, or the value, over dy: the emulator copies as late as a kernel allows."""
-    run, _ = emulated(dataclasses.replace(SM90, multiprocessors=multiprocessors))
-    check_pullback(run, Case(shape, **options), with_value)
-
-
-def test_cuda_pullback_of_long_rows_writes_at_the_second_launch(emulated):
-    run, launches = emulated(SM80)
-    check_pullback(run, Case((2, 16392, 1), "float32", "float32", "float32"))
-    assert [launch["aliases"] for launch in launches[:2]] == [{}, {0: 2}]
-
-
-def test_cuda_pullback_of_other_dtypes(emulated):
-    """Only an array as large as dy overwrites it."""
-    run, launches = emulated(SM90, shift=1)
-    check_pullback(run, Case((9, 136, 1), "bfloat16", "float32", "float32"), with_value=False)
-    check_pullback(run, Case((9, 136, 1), "bfloat16", "float32", "float32"))
-    aliases = [one["aliases"] for one in launches if one["kernel"] == "rms_norm_backward"]
-    assert aliases == [{}, {0: 2}]
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("n", [1408, 1536, 2048, 2240, 2880, 3200, 4096, 5120])
@@ -268,5 +232,4 @@ def test_cuda_no_rows_launch_nothing(emulated):
         check_forward(run, case)
         check_backward(run, case)
         check_halves(run, case)
-        check_pullback(run, case)
     assert not launches

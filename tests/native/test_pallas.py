@@ -38,7 +38,6 @@ def calls(shape, x="bfloat16", residual=True):
         "row_statistics": ([big[0]], {}),
         "apply": ([big[0], scale, rows], FLAGS | to),
         "backward": ([*big[:2], scale, rows, *more], both | last),
-        "pullback": ([*big[:2], scale, rows], FLAGS | last | {"with_value": True}),
         "row_dots": ([*big[:2], scale], FLAGS),
         "backward_apply": ([*big[:2], scale, rows, *more, dots], both | last | {"count": 7.0}),
     }
