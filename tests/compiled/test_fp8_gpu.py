@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import (
     accumulate_gradients,
-    add_rms_norm,
     dense,
     fuse,
     gated_dense,
@@ -320,7 +319,7 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
         x, *branch, scale, gate, up, down = args
         kernels = {"gate": gate, "up": up, "down": down}
         options |= {"dtype": "bfloat16", "implementation": None, "activation": "silu"}
-        n, *h = add_rms_norm(x, *branch, scale) if residual else (rms_norm(x, scale),)
+        n, *h = rms_norm(x, scale, residual=branch[0]) if residual else (rms_norm(x, scale),)
         y = gated.mlp(n, kernels, {}, **options)
         return (y, *h) if residual else y
 
@@ -390,7 +389,7 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
 
     @in_fp8
     def layer(x, residual, scale, *kernels, quantization):
-        n, h = add_rms_norm(x, residual, scale)
+        n, h = rms_norm(x, scale, residual=residual)
         return [*projections(n, kernels), h]
 
     args = rows(2048), rows(2048), struct(2048, dtype=f32), *kernels

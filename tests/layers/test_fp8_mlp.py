@@ -21,7 +21,7 @@ from fp8_recipe import (
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import add_rms_norm, elementwise, fuse, rms_norm
+from normfuse import elementwise, fuse, rms_norm
 from normfuse.layers.dense import gated
 from normfuse.layers.quantization.gated import SLOPES
 
@@ -209,7 +209,7 @@ def norm_mlp(x, residual, scale, *kernels):
     """The MLP of a norm, and what is normalised."""
     if residual is None:
         return mlp(rms_norm(x, scale), *kernels), x
-    n, h = add_rms_norm(x, residual, scale)
+    n, h = rms_norm(x, scale, residual=residual)
     return mlp(n, *kernels), h
 
 

@@ -189,7 +189,7 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
         options = {"quantization": "fp8", "activation": "silu"}
         shared = options | {"dtype": x.dtype.name, "implementation": None}
         y = gated.mlp(dense(x, kernel, **options), kernels, {}, **shared)
-        y = gated.mlp(add_rms_norm(y, x, scale)[0], kernels, {}, **shared)
+        y = gated.mlp(rms_norm(y, scale, residual=x)[0], kernels, {}, **shared)
         y = dense(rms_norm(y, scale), kernel, **options)
         return total(dense(rms_norm(y), kernel, **options))
 
