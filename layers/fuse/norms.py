@@ -71,26 +71,64 @@ class Norms:
 
     def part(self, v: int) -> Part | None:
         """Returns a value's Part; of one that no rule knows, that it is an array of its own."""
-        aval = self.program.avals[v]
-        if v not in self.of:
-            if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape or not aval.size:
-                return None
-            self.of[v] = Part(v, fresh(aval.shape))
-        return self.of[v]
+        same = []  # the equations between an array and v, which is made of the same elements
+        while v not in self.of and (source := self._same_as(v)) is not None:
+            same.append(self.program.maker[v])
+            v = source
+        if v not in self.of and (own := self._array(v)) is not None:
+            self.of[v] = own
+        for made in reversed(same):
+            v = made.outs[0]
+            self._apply(made)
+            if v not in self.of and (own := self._array(v)) is not None:
+                self.of[v] = own
+        return self.of.get(v)
 
     def read(self, made: Equation) -> None:
-        rule = RULES.get(made.name)
-        if rule is None or len(made.outs) != 1:
+        """Finds the Part of an equation's result, unless `part` will by looking back."""
+        if made.name not in RULES or len(made.outs) != 1:
             return
+        known = [self.of.get(v) for v in made.ins]
+        starts = made.name in STARTS
+        if made.name in PAIRED:
+            starts = self._array_of(made.ins[0]) == self._array_of(made.ins[1])
+        if starts or any(p is not None and p.kind != "x" for p in known):
+            self._apply(made)
+
+    def _apply(self, made: Equation) -> None:
         out = self.program.avals[made.outs[0]]
         if not jnp.issubdtype(out.dtype, jnp.floating):
             return
         parts = [self.part(v) for v in made.ins]
         if out.ndim:  # the statistics of a vector have no dimensions
-            parts = [p and replace(p, dims=p.dims or ((),) * out.ndim) for p in parts]
-        found = rule(self, made, *parts)
+            parts = [p if p is None or p.dims else replace(p, dims=((),) * out.ndim) for p in parts]
+        found = RULES[made.name](self, made, *parts)
         if found is not None and tuple(map(size, found.dims)) == out.shape:
             self.of[made.outs[0]] = found
+
+    def _array(self, v: int) -> Part | None:
+        aval = self.program.avals[v]
+        floating = jnp.issubdtype(aval.dtype, jnp.floating) and aval.shape and aval.size
+        return Part(v, fresh(aval.shape)) if floating else None
+
+    def _same_as(self, v: int) -> int | None:
+        """Returns the operand whose elements a value has, laid out anew, cast, or plus 0."""
+        made = self.program.maker.get(v)
+        if made is None or len(made.outs) != 1:
+            return None
+        if made.name in LAYOUT or made.name == "convert_element_type":
+            return made.ins[0]
+        if made.name in ("add", "add_any", "sub"):
+            numbers = [self.program.number(u) for u in made.ins]
+            if numbers[1] == 0 or numbers[0] == 0 and made.name != "sub":
+                return made.ins[int(numbers[1] != 0)]
+        return None
+
+    def _array_of(self, v: int) -> int:
+        """Returns the array that a value has the elements of."""
+        while v not in self.of and (source := self._same_as(v)) is not None:
+            v = source
+        return self.of[v].x if v in self.of else v
 
     def made_of(self, v: int) -> tuple[int, ...]:
         """Returns the sum of squares that a norm is made of."""
@@ -186,7 +224,7 @@ def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
     if made is None or made.name != "mul" or one.centred:
         return None
     for v, other in (made.ins, made.ins[::-1]):
-        x, n = g.of.get(v), g.program.number(other)
+        x, n = g.part(v), g.program.number(other)
         if x is not None and x.kind == "x" and x.x == stat.x and len(x.dims) == len(one.dims):
             to = dict(zip(atoms(one.dims), atoms(x.dims)))
             if len(to) != len(atoms(x.dims)) or len(atoms(one.dims)) != len(to):
@@ -422,6 +460,10 @@ LAYOUT = (
     *("pcast", "pvary"),
 )
 RULES |= dict.fromkeys(LAYOUT, _layout)
+STARTS = "reduce_sum", "integer_pow", "pow", "square"
+"""What makes something of an array that nothing is known of."""
+PAIRED = "dot_general", "mul"
+"""What makes something of two that have the elements of one array, or of what is known."""
 
 
 # ---------------------------------------------------------------- sites

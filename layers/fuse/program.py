@@ -72,20 +72,18 @@ class Equation:
     """An equation whose operands and results are numbers of values.
 
     Attributes:
+      name: that of its primitive; it is asked for far more often than equations are read.
       scope: the named scopes around it, those of the jitted functions that it was taken out of too.
     """
 
     eqn: Any
+    name: str
     index: int
     ins: list[int]
     scope: Any
     outs: list[int] = dataclasses.field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        return name_of(self.eqn)
-
-    @property
+    @functools.cached_property
     def params(self) -> Mapping[str, Any]:
         return params_of(self.eqn)
 
@@ -214,7 +212,8 @@ class Program:
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
             within = eqn.source_info.name_stack
-            within = within if scope is None else scope + within
+            if scope is not None:
+                within = scope + within if within.stack else scope
             if is_inlined(eqn):
                 inner = eqn.params["jaxpr"]
                 outs = self._add(inner.jaxpr, inner.consts, operands, within)
@@ -224,42 +223,44 @@ class Program:
         return [read(v) for v in jaxpr.outvars]
 
     def _equation(self, eqn: Any, ins: list[int], scope: Any) -> list[int]:
-        if eqn.primitive.name == "select_n" and len(ins) == 3:  # a constant decides, as in jnp.var
+        name = name_of(eqn)
+        if name == "select_n" and len(ins) == 3:  # of a constant, as in jnp.var
             which = self.number(ins[0])
             if (
                 which is not None
                 and self.avals[ins[1 + int(which)]].shape == eqn.outvars[0].aval.shape
             ):
                 return [ins[1 + int(which)]]
-        if eqn.primitive.name == "mul" and (same := self._times_one(eqn, ins)) is not None:
+        if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
         shadow: list[int] = []
-        if name_of(eqn) == "custom_jvp_call" and is_jaxs_own(eqn):
+        if name == "custom_jvp_call" and is_jaxs_own(eqn):
             body, before = params_of(eqn)["call_jaxpr"], len(self.equations)
             shadow = self._add(body.jaxpr, body.consts, ins, scope)
             self.shadowing.update(self.equations[before:])
-        equation = Equation(eqn, len(self.equations), ins, scope)
-        if not eqn.effects and equation.name not in _NEVER_MERGED:
+        equation = Equation(eqn, name, len(self.equations), ins, scope)
+        if not eqn.effects and name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
-                params = sorted(eqn.params.items(), key=lambda item: item[0])
-                key = eqn.primitive.name, tuple(ins), tuple(params)
+                key = eqn.primitive.name, *ins, frozenset(eqn.params.items())
                 if (outs := self._same.get(key)) is not None:
                     return outs
                 self._same[key] = equation.outs
         equation.outs += [self._new(v.aval) for v in eqn.outvars]
         self.equations.append(equation)
         self.shadows |= zip(equation.outs, shadow)
-        arguments = frozenset().union(*[self.made_of.get(v, frozenset()) for v in ins])
+        arguments = _united([self.made_of[v] for v in ins if v in self.made_of])
         self.made_of |= dict.fromkeys(equation.outs, arguments)
         self.maker |= dict.fromkeys(equation.outs, equation)
         if len(equation.outs) == 1 and ins:
             if all(self.number(v) is not None for v in ins):
                 if (x := self._uniform_of(equation)) is not None:
                     self._uniform[equation.outs[0]] = x
-            if equation.name in _COMPUTED and all(v in self._consts for v in ins):
+            if name in _COMPUTED and all(v in self._consts for v in ins):
                 self._consts[equation.outs[0]] = lambda: self._compute(equation)
-        elif equation.name in _COMPUTED:
+        elif name in _COMPUTED:
             self._consts[equation.outs[0]] = lambda: self._compute(equation)
+        if name not in _WITH_BODIES:
+            return equation.outs
         for key, place, closed, kept in inner_programs(eqn, ins):
             constant = [k and v in self._consts for v, k in kept]
             known = [
@@ -267,7 +268,7 @@ class Program:
             ]
             origins = [self.origin(v) for v, _ in kept]
             depends = [self.made_of.get(v, frozenset()) if v >= 0 else arguments for v, _ in kept]
-            within = f"{self.within} in {equation.name}"
+            within = f"{self.within} in {name}"
             body = Program(closed, known, origins, depends, within)
             self.bodies.setdefault(equation, []).append(Body(key, place, body))
         return equation.outs
@@ -556,7 +557,8 @@ _PEELED = (
     "sharding_constraint",
     "reduce_precision",
 )
-_NEVER_MERGED = ("optimization_barrier", "while", "scan", "cond", "shard_map", *JIT, *REMAT)
+_WITH_BODIES = ("while", "scan", "cond", "shard_map", *JIT, *REMAT)
+_NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
 
 def is_inlined(eqn: Any) -> bool:
@@ -633,6 +635,15 @@ def inner_programs(eqn: Any, ins: Sequence[int]) -> Iterator[tuple[str, int, Any
         )
     elif name in JIT:
         yield "jaxpr", 0, params["jaxpr"], whole
+
+
+def _united(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
+    """Returns the union of sets; the first that has all, where there is one."""
+    largest = max(sets, key=len, default=frozenset())
+    for one in sets:
+        if one is not largest and not one <= largest:
+            largest = largest | one
+    return largest
 
 
 def _is_real(dtype: Any) -> bool:
