@@ -19,6 +19,7 @@ from .program import Equation, Program
 Atom = tuple[str, Any]  # a function's name and the polynomial that it is of; ("g", None)
 Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
 _DEGREE = 8
+_DEEPEST = 24  # equations of numbers and powers before a function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,17 +89,31 @@ class Activations:
     def __init__(self, program: Program):
         self.program = program
         self.of: dict[int, Polynomial] = {}
+        self.named: set[int] = set()  # values with a function in their polynomials
+        self.depth = 0  # equations that are looked back through now
 
     def polynomial(self, v: int) -> Polynomial | None:
         """Returns a value's polynomial; of one that no rule knows, that it is a variable."""
         if v not in self.of:
-            aval = self.program.avals[v]
+            aval, made = self.program.avals[v], self.program.maker.get(v)
             if not jnp.issubdtype(aval.dtype, jnp.floating) or not aval.shape:
                 return None
-            self.of[v] = variable(v)
+            if made is not None and self.depth < _DEEPEST:
+                self.depth += 1
+                self._apply(made)
+                self.depth -= 1
+            if v not in self.of:
+                self.of[v] = variable(v)
         return self.of[v]
 
     def read(self, made: Equation) -> None:
+        """Finds the polynomial of what has a function in it; `polynomial` looks back for others."""
+        if made.name in _FUNCTIONS or any(v in self.named for v in made.ins):
+            self._apply(made)
+            if made.outs[0] in self.of:
+                self.named.add(made.outs[0])
+
+    def _apply(self, made: Equation) -> None:
         if len(made.outs) != 1 or made.name not in _READ:
             return
         out = self.program.avals[made.outs[0]]
@@ -206,6 +221,7 @@ def known() -> dict[str, Any]:
 
 
 _KNOWN: dict[str, Any] = {}
+_FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max tanh".split())
 _READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "
     "pcast pow pvary square sub tanh".split()

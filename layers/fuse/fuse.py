@@ -174,21 +174,24 @@ def plan(
     for each in program.all_programs():
         sites, left = _found(each, quantization)
         kept = []
-        inside = any("transpose(" in str(e.scope) for e in each.equations)
+        scopes = {id(e.scope): e.scope for e in each.equations}  # few, and each takes long to write
+        inside = any("transpose(" in str(scope) for scope in scopes.values())
+        row_of = functools.cache(
+            lambda site, each=each: Row(
+                each.line(site.outs[0]), site.what + each.within, site.served
+            )
+        )
         for site in sites:
-            row = Row(each.line(site.outs[0]), site.what + each.within, site.served)
             if inside and "jvp(" in str(each.maker[site.outs[0]].scope):
                 left.append((site.outs[0], site.what, GRADIENT, site.dead))
-            elif _skipped(skip, row):
+            elif skip and _skipped(skip, row_of(site)):
                 left.append((site.outs[0], site.what, "skip names it", site.dead))
             else:
                 kept.append(site)
         _choose(each, kept, left)
         live = each.needed(each.results, {}, each.sites)
         for site in dict.fromkeys(each.sites.values()):
-            rows.append(
-                (each, site, Row(each.line(site.outs[0]), site.what + each.within, site.served))
-            )
+            rows.append((each, site, row_of(site)))
         told = set()
         for value, what, why, dead in left:
             if value in each.sites:

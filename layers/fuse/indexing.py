@@ -8,7 +8,6 @@ writes them, and several writes that cover an array are a stack of the updates.
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -273,12 +272,15 @@ def written(
     return [base, update], "pad and select", select
 
 
+_COMBINING = "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"
+
+
 def found(program: Program) -> Iterator[Site | tuple[int, str]]:
     """Yields the reads and writes at constant indices; a value and the reason where one is left."""
     grids: dict[Equation, Grid] = {}
     for equation in program.equations:
         sets = equation.name == "scatter" and equation.params["update_jaxpr"] is None
-        combines = re.fullmatch("scatter[-_](add|mul)", equation.name)
+        combines = equation.name in _COMBINING
         if not sets and not combines and equation.name != "gather":
             continue
         (out,) = equation.outs

@@ -39,6 +39,9 @@ Dims = tuple[Labels, ...]
 
 def expand(labels: Iterable[Label]) -> Labels:
     """Returns labels, with their parts in place of those that were split."""
+    labels = tuple(labels)
+    if not any(l.parts for l in labels):  # nearly always
+        return labels
     return tuple(a for l in labels for a in (expand(l.parts) if l.parts else (l,)))
 
 

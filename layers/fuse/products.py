@@ -84,6 +84,11 @@ class Products:
                 except Left as reason:
                     if str(reason):
                         self.left.append((equation.outs[0], str(reason)))
+        # By the value that a site of it replaces.
+        self.narrowed: dict[int, Matrix] = {}
+        for m in self.matrices:
+            with contextlib.suppress(Left):
+                self.narrowed[_narrowed(program, m)[0]] = m
         counted = [m for m in self.matrices if not self._is_one_hot(m.x[0])]
         self.most = max((m.sizes[0] for m in counted), default=0)
 
@@ -360,10 +365,7 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
 
 def _whole(products: Products, half: Mlp) -> Mlp | None:
     """Returns the MLP with the products of its gate and up, where these have one input."""
-    m, known = half.matrix, {}
-    for each in products.matrices:
-        with contextlib.suppress(Left):
-            known[_narrowed(products.program, each)[0]] = each
+    m, known = half.matrix, products.narrowed
     hidden = [v for v in (half.gate, half.up) if v is not None]
     made, biases = [], []
     for v in hidden:

@@ -364,6 +364,8 @@ class Program:
         live = set(wanted)
         for equation in reversed(self.equations):
             taken = [v for v in equation.outs if v in live and v not in given]
+            if not taken and not equation.eqn.effects:
+                continue
             for v in taken:
                 if v in sites:
                     live.update(sites[v].reads)
