@@ -2,7 +2,6 @@
 
     python benchmarks/tracing.py
     python benchmarks/tracing.py --folder build/foreign    # and of two public models
-    python benchmarks/tracing.py --only GPT-2 --profile    # where it goes
 
 Seconds are the process's own, the best of several turns, each of which begins without what JAX
 keeps from others. "matching" is reading the traced program and proving what is replaced; the ratio
@@ -11,11 +10,9 @@ nothing, but products of few rows, or of a size that is no multiple of 16, are l
 """
 
 import argparse
-import cProfile
 import gc
 import importlib
 import pathlib
-import pstats
 import time
 from collections.abc import Callable
 from typing import Any
@@ -305,8 +302,6 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--only", default="", help="programs that have this in their names")
     parser.add_argument("--warm", action="store_true", help="with what JAX keeps from other turns")
-    parser.add_argument("--report", action="store_true", help="print what is fused")
-    parser.add_argument("--profile", action="store_true", help="print the functions that take most")
     options = parser.parse_args()
     inside = importlib.import_module("normfuse.layers.fuse.fuse")
     for name in ("Program", "plan"):
@@ -316,17 +311,15 @@ def main() -> None:
         if options.only not in name:
             continue
         parameters, loss, batch = make()
-        show = print if options.report else lambda report: None
         versions = {"theirs": loss}
         for each in (None, "fp8"):
-            versions[str(each)] = normfuse.fuse(loss, quantization=each, report=show)
+            versions[str(each)] = normfuse.fuse(loss, quantization=each, report=lambda _: None)
         times: dict[str, list[float]] = {each: [] for each in versions}
         matched: dict[str, list[float]] = {each: [] for each in versions}
         for turn in range(options.turns + 1):
             for each, function in versions.items():
                 _matching.clear()
                 took = traced(function, parameters, batch, options.warm)
-                show = lambda report: None
                 if turn:  # imports and the like are behind
                     times[each].append(took)
                     matched[each].append(sum(_matching))
@@ -337,13 +330,6 @@ def main() -> None:
             f"{plain:.3f}, {bf16:.3f}, {fp8:.3f}; {bf16 / plain:.2f}, {fp8 / plain:.2f}",
             flush=True,
         )
-        if options.profile:
-            for each, function in versions.items():
-                with cProfile.Profile() as profile:
-                    traced(function, parameters, batch, options.warm)
-                print(each)
-                pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-                pstats.Stats(profile).sort_stats("cumtime").print_stats(60)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from .program import Equation, Program
 Atom = tuple[str, Any]  # a function's name and the polynomial that it is of; ("g", None)
 Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
 _DEGREE = 8
-_DEEPEST = 24  # equations of numbers and powers before a function
+_DEEPEST = 24  # equations without a function, one before the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,10 @@ class Activations:
                 return None
             if made is not None and self.depth < _DEEPEST:
                 self.depth += 1
-                self._apply(made)
-                self.depth -= 1
+                try:
+                    self._apply(made)
+                finally:
+                    self.depth -= 1
             if v not in self.of:
                 self.of[v] = variable(v)
         return self.of[v]
@@ -110,8 +112,7 @@ class Activations:
         """Finds the polynomial of what has a function in it; `polynomial` looks back for others."""
         if made.name in _FUNCTIONS or any(v in self.named for v in made.ins):
             self._apply(made)
-            if made.outs[0] in self.of:
-                self.named.add(made.outs[0])
+            self.named.update(v for v in made.outs if v in self.of)
 
     def _apply(self, made: Equation) -> None:
         if len(made.outs) != 1 or made.name not in _READ:

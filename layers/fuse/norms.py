@@ -461,9 +461,9 @@ LAYOUT = (
 )
 RULES |= dict.fromkeys(LAYOUT, _layout)
 STARTS = "reduce_sum", "integer_pow", "pow", "square"
-"""What makes something of an array that nothing is known of."""
+"""Equations that make something of an array without a Part."""
 PAIRED = "dot_general", "mul"
-"""What makes something of two that have the elements of one array, or of what is known."""
+"""Equations that make something of two operands with the elements of one array."""
 
 
 # ---------------------------------------------------------------- sites

@@ -84,8 +84,7 @@ class Products:
                 except Left as reason:
                     if str(reason):
                         self.left.append((equation.outs[0], str(reason)))
-        # By the value that a site of it replaces.
-        self.narrowed: dict[int, Matrix] = {}
+        self.narrowed: dict[int, Matrix] = {}  # by the value that a site replaces
         for m in self.matrices:
             with contextlib.suppress(Left):
                 self.narrowed[_narrowed(program, m)[0]] = m
