@@ -256,11 +256,10 @@ def _attention() -> list[str]:
 
 
 def _in_order(serves: list[str], where: str, op: str) -> list[str]:
-    """First what serves unasked: a product is XLA's, and Pallas is not interpreted unasked."""
-    if where == "cpu":
-        asked = ["pallas (interpreted)"] * ("pallas" in serves)
-        return [*[name for name in serves if name == "native"], "xla", *asked]
-    return ["xla", *serves] if op == "dense" else [*serves, "xla"]
+    """First what serves unasked: a product is XLA's, and Pallas's kernels are for TPUs."""
+    unasked = [name for name in serves if op != "dense" and (name == "native" or where == "tpu")]
+    asked = [name for name in serves if name not in unasked]
+    return [*unasked, "xla", *[f"{a} (interpreted)" if where == "cpu" else a for a in asked]]
 
 
 def show() -> str:

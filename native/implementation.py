@@ -155,9 +155,10 @@ def report(
 
 
 def _refusal(op: str, name: str, reason: str) -> NotImplementedError:
+    others = "plain HLO" if name == "native" else "native kernels or plain HLO"
     return NotImplementedError(
         f"{op}: implementation={name!r} cannot serve here: {reason}. "
-        f"Use implementation=None to let plain HLO serve what {_TITLES[name]} kernels cannot."
+        f"Use implementation=None to let {others} serve what {_TITLES[name]} kernels cannot."
     )
 
 

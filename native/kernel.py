@@ -109,19 +109,21 @@ class Kernel:
         return self._plain_on_cuda(spec, *ctx.avals_in)
 
     def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
-        """Returns what is tried where nothing was asked for."""
-        # JAX gives no guarantee for a Triton kernel in an export.
-        export = ctx.module_context.lowering_parameters.for_export and platform != "tpu"
-        if "pallas" not in self.bodies or export:
-            return ("native",)
-        if platform == "cuda":
-            first = self._is_pallas_fastest(ctx, spec)
-            return ("pallas", "native") if first else ("native", "pallas")
-        # Pallas would be interpreted on a CPU: never unasked.
-        return ("pallas",) if platform in ("rocm", "tpu") else ("native",)
+        """Returns what is tried where nothing was asked for.
+
+        Pallas is not where it would be interpreted (on CPUs), nor where it would be Triton, which
+        JAX will remove: what serves unasked must not change then.
+        """
+        if platform == "tpu" and "pallas" in self.bodies:
+            return ("pallas",)
+        if platform == "cuda" and self._is_pallas_fastest(ctx, spec):
+            return ("pallas", "native")
+        return ("native",)
 
     def _is_pallas_fastest(self, ctx: Any, spec: Any) -> bool:
-        if self._pallas_on_cuda is None or not _has_static_shapes(ctx):
+        # JAX gives no guarantee for a Pallas kernel in an export for GPUs.
+        export = ctx.module_context.lowering_parameters.for_export
+        if self._pallas_on_cuda is None or export or not _has_static_shapes(ctx):
             return False
         from .launch import target_for  # only a CUDA lowering needs the CUDA engine
 

@@ -1,10 +1,9 @@
-"""The dense layer in one Pallas kernel, y = activation(x · w + bias): TPUs, CPUs, and most GPUs.
+"""The dense layer in one Pallas kernel, y = activation(x · w + bias): TPUs and CPUs.
 
-On Hopper, for 16-bit operands, `pallas_hopper` serves.
+On Hopper `pallas_hopper` serves, for 16-bit operands. Other GPUs have no such kernel.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas import triton as pltriton
 
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Unsupported
 from ...native.pallas import lowering, portable
 from ...native.pallas.lowering import Target
-from ...native.pallas.tiles import Ref, before, cdiv, clear, power_of_two, result_type
+from ...native.pallas.tiles import before, cdiv, clear, result_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +51,16 @@ def serve(
     dtype.
 
     Raises:
-      Unsupported: for dtypes or activations that the platform's kernels do not take.
+      Unsupported: for GPUs and dtypes that no kernel takes.
     """
     lowering.require_dtypes(target, x.dtype)
-    if x.dtype == jnp.float64 and target.gpu:
-        raise Unsupported("no Pallas matrix product takes float64 on a GPU")
-    compute = compute_dtype(x.dtype)
     hopper = target.capability == 90 and x.dtype.itemsize == 2
+    if target.gpu and not hopper:
+        raise Unsupported(
+            "on GPUs the Pallas matrix product needs compute capability 9.0 and operands of "
+            "bfloat16 or float16"
+        )
+    compute = compute_dtype(x.dtype)
     if function is not None:
         function = portable.portable(function, short=hopper and x.dtype == jnp.bfloat16)
 
@@ -73,11 +74,8 @@ def serve(
         from . import pallas_hopper
 
         return pallas_hopper.run(target, x, w, wide, epilogue, 1 + keep)
-    product = Product(epilogue, 1 + keep, precision, compute)
-    return (_on_triton if target.gpu else _on_blocks)(target, x, w, wide, product)
+    return _on_blocks(target, x, w, wide, Product(epilogue, 1 + keep, precision, compute))
 
-
-# ---------------------------------------------------------------- pipelined blocks: TPUs, CPUs
 
 _M, _N, _K = 512, 512, 512  # float32: 1 MiB each of x, w, the sums and y, most of them twice
 
@@ -120,55 +118,3 @@ def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: P
         interpret=target.interpret,
         name="pallas_dense",
     )(x, w, *[b[None] for b in bias])
-
-
-# ---------------------------------------------------------------- Triton: GPUs, but for Hopper
-
-_GROUP = 8  # tiles down before the next across: neighbours in time share w in the cache
-
-
-def _on_triton(target: Target, x: Array, w: Array, bias: list[Array], product: Product) -> Any:
-    (m, k), n = x.shape, w.shape[1]
-    if max(m * k, k * n, m * n) >= 2**31:
-        raise Unsupported("Triton kernels index with 32 bits, and an operand has 2^31 elements")
-    most = 128, 128, 64 if x.dtype.itemsize == 2 else 32
-    tile = [min(max(16, power_of_two(size)), limit) for size, limit in zip((m, n, k), most)]
-    return pl.pallas_call(
-        functools.partial(_kernel, shape=(m, n, k), tile=tile, biases=len(bias), product=product),
-        grid=(cdiv(m, tile[0]) * cdiv(n, tile[1]),),
-        out_shape=[result_type((m, n), x.dtype)] * product.results,
-        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=3),
-        interpret=target.interpret,
-        name="pallas_dense",
-    )(x, w, *bias)
-
-
-def _kernel(
-    x_ref: Ref, w_ref: Ref, *refs: Ref, shape: Any, tile: Any, biases: int, product: Product
-) -> None:
-    (m, n, k), (tm, tn, tk) = shape, tile
-    i, j = _place(pl.program_id(0), cdiv(m, tm), cdiv(n, tn))
-    down, across = i * tm + jnp.arange(tm) < m, j * tn + jnp.arange(tn) < n
-    rows, columns = pl.ds(i * tm, tm), pl.ds(j * tn, tn)
-    load = functools.partial(pltriton.load, other=0.0)
-
-    def step(s, sums):
-        inside, some = s * tk + jnp.arange(tk) < k, pl.ds(s * tk, tk)
-        x = load(x_ref.at[rows, some], mask=down[:, None] & inside[None, :])
-        w = load(w_ref.at[some, columns], mask=inside[:, None] & across[None, :])
-        return sums + product(x, w)
-
-    sums = jax.lax.fori_loop(0, cdiv(k, tk), step, jnp.zeros((tm, tn), product.compute))
-    bias = [load(ref.at[columns], mask=across)[None, :] for ref in refs[:biases]]
-    for ref, value in zip(refs[biases:], product.epilogue(sums, *bias)):
-        mask = down[:, None] & across[None, :]
-        pltriton.store(ref.at[rows, columns], value.astype(ref.dtype), mask=mask)
-
-
-def _place(index: Array, down: int, across: int) -> tuple[Array, Array]:
-    """Returns the tile of a program: groups of `_GROUP` rows of tiles, each from left to right."""
-    group = index // (_GROUP * across)
-    first = group * _GROUP
-    height = jnp.minimum(down - first, _GROUP)
-    inside = index % (_GROUP * across)
-    return first + inside % height, inside // height

@@ -76,8 +76,3 @@ def before(value: jax.Array, end: Any, axis: int) -> jax.Array:
 def cdiv(a: int, b: int) -> int:
     """Returns a / b, rounded up."""
     return -(-a // b)
-
-
-def power_of_two(n: int) -> int:
-    """Returns the least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()

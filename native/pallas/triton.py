@@ -1,4 +1,7 @@
-"""Tiles as Triton programs, for NVIDIA and AMD GPUs: powers of two, masked at the edges."""
+"""Tiles as Triton programs, for NVIDIA and AMD GPUs: powers of two, masked at the edges.
+
+JAX has deprecated the back end and will remove it: it serves on request alone.
+"""
 
 import dataclasses
 import functools
@@ -10,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 
 from ..implementation import Unsupported
 from .lowering import Target
-from .tiles import Call, Ref, cdiv, power_of_two, result_type
+from .tiles import Call, Ref, cdiv, result_type
+
+try:
+    from jax.experimental.pallas.triton import CompilerParams, load, store
+except ImportError as error:
+    raise Unsupported("this JAX has no Triton back end for Pallas any more") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +53,11 @@ def shape_for(call: Call) -> Shape:
     return Shape(rows, columns, warps, programs=max(1, min(8, (16 if warps < 8 else 32) // warps)))
 
 
+def power_of_two(n: int) -> int:
+    """Returns the least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def run(target: Target, call: Call) -> list[jax.Array]:
     """Returns the results of `call`."""
     m, n = call.shape
@@ -62,7 +74,7 @@ def run(target: Target, call: Call) -> list[jax.Array]:
         functools.partial(_kernel, call=call, shape=shape, steps=steps, programs=programs),
         grid=grid,
         out_shape=[result_type(of[out.kind], out.dtype) for out in call.outs],
-        compiler_params=pltriton.CompilerParams(num_warps=shape.warps, num_stages=2),
+        compiler_params=CompilerParams(num_warps=shape.warps, num_stages=2),
         interpret=target.interpret,
         name=call.name,
     )(*call.tiles, *call.columns, *call.rows)
@@ -134,8 +146,8 @@ def _both(masks: Sequence[jax.Array | None], dims: tuple[int, int]) -> jax.Array
 
 def _load(ref: Ref, mask: jax.Array | None, compute: jnp.dtype) -> jax.Array:
     other = None if mask is None else 0.0
-    return pltriton.load(ref, mask=mask, other=other).astype(compute)
+    return load(ref, mask=mask, other=other).astype(compute)
 
 
 def _store(ref: Ref, value: jax.Array, mask: jax.Array | None) -> None:
-    pltriton.store(ref, value.astype(ref.dtype), mask=mask)
+    store(ref, value.astype(ref.dtype), mask=mask)

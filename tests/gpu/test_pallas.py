@@ -17,7 +17,10 @@ from normfuse.layers.dense.product_gradient import Gradient
 from normfuse.native import launch
 from normfuse.native.implementation import Order
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 PALLAS = Order(("pallas",), strict=True)
 
 
@@ -52,12 +55,18 @@ SIZES += [(1000, 72, 2056), (3000, 640, 1928), (8, 4096, 4096), (4096, 512, 64)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_products_match_reference(size, dtype):
     check_product(size, dtype, jax.nn.relu, lambda z: np.maximum(z, 0))
 
 
+def require_hopper():
+    if launch.compute_capability(jax.devices()[0]) != 90:
+        pytest.skip("the product's kernels are for Hopper")
+
+
 def check_product(size, dtype, function, expected, *, bias=True, slack=1.0):
+    require_hopper()
     m, k, n = size
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype)
@@ -75,14 +84,13 @@ def check_product(size, dtype, function, expected, *, bias=True, slack=1.0):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_activations_match_reference(name, dtype):
+def test_activations_match_reference(name):
     def exact(z):
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             return np.asarray(ACTIVATIONS[name](jnp.asarray(z)))
 
     # a squared relu changes by 2|z|, here up to 10; bfloat16's hardware tanh is off by 2^-11
-    check_product((130, 96, 200), dtype, ACTIVATIONS[name], exact, bias=False, slack=12.0)
+    check_product((130, 96, 200), "bfloat16", ACTIVATIONS[name], exact, bias=False, slack=12.0)
 
 
 GRADIENTS = [(128, 64, 256), (264, 192, 576), (3000, 640, 1984), (2048, 1024, 4096)]
@@ -90,8 +98,7 @@ GRADIENTS = [(128, 64, 256), (264, 192, 576), (3000, 640, 1984), (2048, 1024, 40
 
 def check_gradient(size, dtype, gated, name, contract=1, slack=1.0):
     """One kernel for the product and the activation's gradient, against float64."""
-    if launch.compute_capability(jax.devices()[0]) != 90:
-        pytest.skip("the fused kernel is for Hopper")
+    require_hopper()
     (m, k, n), rng = size, np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
     arrays = [draw(m, k), draw(n, k), *[draw(m, n) for _ in range(1 + gated)]]

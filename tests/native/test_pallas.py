@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,11 @@ from normfuse.layers.dense.epilogue import ACTIVATIONS
 from normfuse.layers.norm import pallas as norm_pallas
 from normfuse.native import implementation, launch
 from normfuse.native.implementation import Order, Unsupported
-from normfuse.native.pallas import blocks, lowering, portable, triton
+from normfuse.native.pallas import blocks, portable, triton
 from normfuse.native.pallas.lowering import Target
+
+# JAX's, to those who ask for it; `test_the_deprecation_is_shown` looks at it.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 
 CPU = Target("cpu", cores=2)
 FLAGS = {"scale_offset": 1.0, "has_scale": True}
@@ -69,11 +74,9 @@ def test_kernels_match_the_definition(monkeypatch, backend, name, shape):
 
 
 @pytest.mark.parametrize("size", [(5, 7, 3), (33, 600, 130)], ids=str)
-@pytest.mark.parametrize("backend", ["blocks", "triton", "hopper"])
+@pytest.mark.parametrize("backend", ["blocks", "hopper"])
 def test_products_match_float64(monkeypatch, backend, size):
     target = CPU
-    if backend == "triton":
-        monkeypatch.setattr(Target, "gpu", True)
     if backend == "hopper":
         plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
         if not hasattr(plgpu, "InterpretGPUParams"):
@@ -116,11 +119,24 @@ def test_a_function_of_all_that_is_replaced():
 
 S = jax.ShapeDtypeStruct
 PALLAS = {"implementation": "pallas"}
-TARGETS = {
-    ("cuda", "sm_90"): ("__gpu$xla.gpu.triton", "mosaic_gpu_v2"),
-    ("cuda", "sm_80"): ("__gpu$xla.gpu.triton", "__gpu$xla.gpu.triton"),
-    ("rocm", ""): ("__gpu$xla.gpu.triton", "__gpu$xla.gpu.triton"),
-    ("tpu", ""): ("tpu_custom_call", "tpu_custom_call"),
+TRITON = "__gpu$xla.gpu.triton"
+NORMS = {
+    ("cuda", "sm_90"): TRITON,
+    ("cuda", "sm_80"): TRITON,
+    ("rocm", ""): TRITON,
+    ("tpu", ""): "tpu_custom_call",
+}
+# By dtype; where there is no kernel, what the error says.
+SIZE = "compute capability 9.0 and operands of bfloat16 or float16"
+PRODUCTS = {
+    ("cuda", "sm_90"): {"bfloat16": "mosaic_gpu_v2", "float16": "mosaic_gpu_v2", "float32": SIZE},
+    ("cuda", "sm_80"): dict.fromkeys(("bfloat16", "float16", "float32"), SIZE),
+    ("rocm", ""): dict.fromkeys(("bfloat16", "float16", "float32"), SIZE),
+    ("tpu", ""): {
+        "bfloat16": "tpu_custom_call",
+        "float16": "bfloat16, float32 on tpu, not float16",
+        "float32": "tpu_custom_call",
+    },
 }
 
 
@@ -132,11 +148,10 @@ def count(text, target):
     return text.count(f"custom_call @{target}(")
 
 
-@pytest.mark.parametrize("platform, name", TARGETS)
+@pytest.mark.parametrize("platform, name", NORMS)
 @pytest.mark.parametrize("x64", [False, True])
 def test_norms_lower_to_kernels(arch, platform, name, x64):
     arch(name)
-    norm, _ = TARGETS[platform, name]
 
     def loss(x, r, scale):
         y, h = rms_norm(x, scale, residual=r, **PALLAS)
@@ -146,16 +161,16 @@ def test_norms_lower_to_kernels(arch, platform, name, x64):
         for n, number in ((100, 2), (40000, 4)):
             x = S((24, n), "bfloat16")
             text = lowered(jax.grad(loss, (0, 1, 2)), x, x, S((n,), "float32"), platform=platform)
-            assert count(text, norm) == number
+            assert count(text, NORMS[platform, name]) == number
 
 
-@pytest.mark.parametrize("platform, name", TARGETS)
+@pytest.mark.parametrize("platform, name", PRODUCTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_products_lower_to_kernels(arch, platform, name, dtype):
     arch(name)
-    target = TARGETS[platform, name][dtype != "float32"]
-    if (platform, dtype) == ("tpu", "float16"):
-        with pytest.raises(NotImplementedError, match="bfloat16, float32 on tpu, not float16"):
+    target = PRODUCTS[platform, name][dtype]
+    if " " in target:
+        with pytest.raises(NotImplementedError, match=target):
             product(dtype, "gelu", platform)
         return
     for one in ("gelu", "softplus", lambda z: jnp.where(z > 1, z, 0.1 * z**3)):
@@ -169,27 +184,94 @@ def product(dtype, function, platform):
     return lowered(fn, *operands, platform=platform)
 
 
-def test_nothing_asked_for_is_pallas_where_it_lowers(caplog, monkeypatch):
+def test_nothing_asked_for_is_pallas_on_tpus_alone(caplog, monkeypatch):
     monkeypatch.setattr(implementation, "_plain", {})
     x = S((8, 64), "bfloat16")
     assert count(lowered(rms_norm, x, platform="tpu"), "tpu_custom_call") == 1
-    assert count(lowered(rms_norm, x, platform="rocm"), "__gpu$xla.gpu.triton") == 1
     assert not implementation.fallbacks()
+    assert "custom_call" not in lowered(rms_norm, x, platform="rocm")
+    assert implementation.fallbacks() == [("rms_norm", "on rocm, this platform has no kernel")]
     with caplog.at_level(logging.INFO, "normfuse"):
         text = lowered(rms_norm, S((8, 64), "float16"), platform="tpu")
     assert "custom_call" not in text
     assert "served by plain HLO: on tpu, Pallas kernels take" in caplog.text
 
 
-def test_cuda_without_the_compiler_is_pallas_and_logged(caplog, monkeypatch):
-    import sys
-
+def test_cuda_without_the_compiler_is_what_was_asked_for_and_logged(caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.setattr(implementation, "_substituted", {})
+    monkeypatch.setattr(implementation, "_plain", {})
+    x = S((1024, 72), "bfloat16")
     with caplog.at_level(logging.INFO, "normfuse"):
-        text = lowered(rms_norm, S((1024, 72), "bfloat16"), platform="cuda")
-    assert count(text, "__gpu$xla.gpu.triton") == 1
-    assert "is served by Pallas: on cuda, CUDA kernels are compiled" in caplog.text
+        assert "custom_call" not in lowered(rms_norm, x, platform="cuda")
+        either = functools.partial(rms_norm, implementation=("native", "pallas"))
+        assert count(lowered(either, x, platform="cuda"), TRITON) == 1
+    for by in ("plain HLO", "Pallas"):
+        assert f"is served by {by}: on cuda, CUDA kernels are compiled" in caplog.text
+
+
+# ---------------------------------------------------------------- Triton, and a JAX without it
+
+
+def norm_on(platform, implementation="pallas"):
+    jax.clear_caches()
+    return lowered(
+        functools.partial(rms_norm, implementation=implementation),
+        S((1024, 72), "bfloat16"),
+        platform=platform,
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Triton is not deprecated there")
+def test_the_deprecation_is_shown_to_who_asks_for_it(arch):
+    arch("sm_80")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for platform in ("cuda", "rocm"):
+            norm_on(platform, None)
+    for platform in ("cuda", "rocm"):
+        with pytest.warns(DeprecationWarning, match="The Pallas Triton backend is deprecated"):
+            norm_on(platform)
+
+
+def _without_the_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+
+
+def _without_a_name(monkeypatch):
+    monkeypatch.delattr("jax.experimental.pallas.triton.CompilerParams")
+
+
+def _without_the_lowering(monkeypatch):
+    name = "jax._src.pallas.triton.pallas_call_registration"
+    monkeypatch.delattr("jax._src.pallas.triton.pallas_call_registration", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize(
+    "remove, why",
+    [
+        (_without_the_module, "has no Triton back end for Pallas any more"),
+        (_without_a_name, "has no Triton back end for Pallas any more"),
+        (_without_the_lowering, "Cannot lower pallas_call"),
+    ],
+)
+def test_a_jax_without_triton_is_one_clear_error(arch, monkeypatch, platform, remove, why):
+    arch("sm_90" if platform == "cuda" else "")
+    monkeypatch.delitem(sys.modules, triton.__name__)
+    monkeypatch.delattr("normfuse.native.pallas.triton")
+    remove(monkeypatch)
+    with pytest.raises(
+        NotImplementedError, match=f"^rms_norm: implementation='pallas'.*{why}"
+    ) as e:
+        norm_on(platform)
+    assert "Use implementation=None to let native kernels or plain HLO serve" in str(e.value)
+    assert "custom_call" not in norm_on(platform, ("pallas", "xla"))
+    default = norm_on(platform, None)
+    assert ("custom_call @normfuse_launch" in default) == (platform == "cuda")
+    if platform == "cuda":  # Mosaic GPU stays
+        assert count(product("bfloat16", "gelu", "cuda"), "mosaic_gpu_v2") == 1
 
 
 # ---------------------------------------------------------------- unserved contexts
@@ -219,8 +301,6 @@ def test_all_causes_are_raised_together():
 def test_one_cause_is_raised_alone():
     with jax.enable_x64(True), pytest.raises(NotImplementedError, match="not float64"):
         sums("tpu", "pallas", "float64")
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64 on a GPU"):
-        product("float64", "gelu", "rocm")
 
 
 def test_an_old_gpu_is_refused(monkeypatch):
@@ -294,13 +374,6 @@ def test_symbolic_shapes_are_refused():
     (b,) = export.symbolic_shape("b")
     with pytest.raises(NotImplementedError, match="this is symbolic"):
         export.export(jax.jit(functools.partial(rms_norm, **PALLAS)))(S((b, 8), "float32"))
-
-
-def test_a_deprecated_backend_warns_nobody():
-    with lowering.translated():
-        import warnings
-
-        warnings.warn("The Pallas Triton backend is deprecated", DeprecationWarning, stacklevel=1)
 
 
 def test_kernels_of_the_local_tier_take_an_order():
