@@ -3,10 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+try:
+    import equinox as eqx
+except ModuleNotFoundError as error:
+    error.add_note("pip install 'normfuse[equinox]'")
+    raise
 
 from ..native.implementation import Implementation
 from . import modules

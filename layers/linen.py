@@ -9,10 +9,15 @@ import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax.numpy as jnp
-from flax.linen import dtypes
 from jax import Array
+
+try:
+    import flax.linen as nn
+    from flax.linen import dtypes
+except ModuleNotFoundError as error:
+    error.add_note("pip install 'normfuse[flax]'")
+    raise
 
 from ..native.implementation import Implementation
 from . import modules

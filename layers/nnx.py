@@ -8,9 +8,14 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from flax.nnx.nn import dtypes
 from jax import Array
+
+try:
+    from flax import nnx
+    from flax.nnx.nn import dtypes
+except ModuleNotFoundError as error:
+    error.add_note("pip install 'normfuse[flax]'")
+    raise
 
 from ..native.dtypes import narrowed, rounded
 from ..native.implementation import Implementation

@@ -195,6 +195,20 @@ def test_the_layers_need_nothing_of_the_trainer(framework):
     run(f"{_BLOCKED.format(names=names)}\nimport normfuse.layers.{framework}")
 
 
+@pytest.mark.parametrize(
+    "framework, extra", [("nnx", "flax"), ("linen", "flax"), ("eqx", "equinox")]
+)
+def test_the_layers_say_what_to_install(framework, extra):
+    program = f"""
+try:
+    import normfuse.layers.{framework}
+except ModuleNotFoundError as error:
+    print(error.__notes__)
+"""
+    install = f"pip install 'normfuse[{extra}]'"
+    assert run(_BLOCKED.format(names=_FRAMEWORKS) + program) == str([install])
+
+
 def test_the_command_says_what_to_install():
     program = """
 from normfuse.train.__main__ import entry
