@@ -7,6 +7,7 @@ kernels needs only this import.
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -69,6 +70,12 @@ _GONE = {  # since version 0.1: public name -> its replacement
     "norm_gated_dense": "normfuse.gated_dense of normfuse.rms_norm, as for norm_dense",
 }
 
+_MODULES = {  # name -> the modules of `layers` that have it, each for a framework
+    **dict.fromkeys(("swap", "GatedMLP", "LayerNorm", "RMSNorm"), ("nnx", "linen", "eqx")),
+    "Dense": ("linen",),
+    "Linear": ("nnx", "eqx"),
+}
+
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -81,9 +88,15 @@ def __getattr__(name: str):
         from importlib.metadata import version
 
         return version("normfuse")
+    message = f"module {__name__!r} has no attribute {name!r}"
     if name in _GONE:
-        raise AttributeError(f"{__name__}.{name} is gone: use {_GONE[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"{__name__}.{name} is gone: use {_GONE[name]}"
+    if name in _MODULES:
+        homes = ", ".join(f"{__name__}.layers.{home}" for home in _MODULES[name])
+        message = f"{name} is in the module of your framework: {homes}"
+    # `from normfuse import name` drops the message of an AttributeError and writes its own.
+    imported = name in _GONE | _MODULES and sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if imported else AttributeError)(message)
 
 
 def __dir__():

@@ -1,6 +1,7 @@
 """The installed package: its contents, the cost of an import, and who imports whom."""
 
 import ast
+import importlib
 import importlib.metadata
 import pathlib
 import re
@@ -230,6 +231,21 @@ def test_public_names_resolve_and_carry_types():
     tree = ast.parse(pathlib.Path(normfuse.__file__).read_text())
     typed = {a.asname for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
     assert set(normfuse.__all__) - {"__version__"} <= typed
+
+
+@pytest.mark.parametrize("name", ["swap", "RMSNorm", "Linear", "Dense", "fuse_norms"])
+def test_a_name_that_is_elsewhere_says_where(name):
+    """In `from normfuse import name` too, where Python writes a message of its own."""
+    with pytest.raises(ImportError, match="is in the module of your|is gone: use") as caught:
+        exec(f"from normfuse import {name}")
+    with pytest.raises(AttributeError) as plain:
+        getattr(normfuse, name)
+    assert str(caught.value) == str(plain.value) and not hasattr(normfuse, name)
+    homes = re.findall(r"normfuse\.layers\.\w+", str(caught.value))
+    assert homes or name == "fuse_norms"
+    assert all(hasattr(importlib.import_module(home), name) for home in homes)
+    with pytest.raises(ImportError, match="cannot import name"):
+        exec("from normfuse import neither")
 
 
 def test_wheel_holds_kernels_and_no_build_inputs():
