@@ -3,8 +3,8 @@
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Required, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,56 @@ from .norm import layer_norm, rms_norm
 
 M = TypeVar("M")
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+# The arguments of Flax's constructors, which editors cannot see through `**kwargs: Any`.
+class _Layer(TypedDict, total=False):
+    dtype: Any
+    param_dtype: Any
+    promote_dtype: Any
+    rngs: Required[nnx.Rngs]
+
+
+class _RMSNorm(_Layer, total=False):
+    epsilon: float
+    use_scale: bool
+    scale_init: Any
+    reduction_axes: int | Sequence[int]
+    feature_axes: int | Sequence[int]
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    scale_metadata: Mapping[str, Any]
+
+
+class _LayerNorm(_RMSNorm, total=False):
+    use_bias: bool
+    bias_init: Any
+    bias_metadata: Mapping[str, Any]
+
+
+class _Product(_Layer, total=False):
+    precision: Any
+    kernel_init: Any
+    bias_init: Any
+    preferred_element_type: Any
+    kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class _Einsum(_Product, total=False):
+    einsum_op: Any
+
+
+class _Linear(_Product, total=False):
+    use_bias: bool
+    dot_general: Any
+
+
+class _LinearGeneral(_Linear, total=False):
+    axis: int | Sequence[int]
+    batch_axis: Mapping[int, int]
+    dot_general_cls: Any
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -71,7 +121,13 @@ class RMSNorm(nnx.RMSNorm):
 
     implementation: Implementation
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **kwargs: Any):
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        implementation: Implementation = None,
+        **kwargs: Unpack[_RMSNorm],
+    ):
         modules.check_eps("nnx.RMSNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
@@ -117,7 +173,13 @@ class LayerNorm(nnx.LayerNorm):
 
     implementation: Implementation
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **kwargs: Any):
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        implementation: Implementation = None,
+        **kwargs: Unpack[_LayerNorm],
+    ):
         modules.check_eps("nnx.LayerNorm", "epsilon", kwargs.get("epsilon", 1e-6))
         super().__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
@@ -216,7 +278,7 @@ class Linear(nnx.Linear, _Options):
         activation: Activation = None,
         implementation: Implementation = None,
         quantization: Quantization = None,
-        **kwargs: Any,
+        **kwargs: Unpack[_Linear],
     ):
         modules.set_options(self, "nnx.Linear", activation, implementation, quantization)
         try:
@@ -273,7 +335,7 @@ class LinearGeneral(nnx.LinearGeneral, _Options):
         activation: Activation = None,
         implementation: Implementation = None,
         quantization: Quantization = None,
-        **kwargs: Any,
+        **kwargs: Unpack[_LinearGeneral],
     ):
         modules.set_options(self, "nnx.LinearGeneral", activation, implementation, quantization)
         super().__init__(in_features, out_features, **kwargs)
@@ -321,7 +383,7 @@ class Einsum(nnx.Einsum, _Options):
         activation: Activation = None,
         implementation: Implementation = None,
         quantization: Quantization = None,
-        **kwargs: Any,
+        **kwargs: Unpack[_Einsum],
     ):
         modules.set_options(self, "nnx.Einsum", activation, implementation, quantization)
         super().__init__(einsum_str, kernel_shape, bias_shape, **kwargs)

@@ -1,6 +1,7 @@
 """The NNX modules against Flax's own: results, gradients, parameters, options and errors."""
 
 import inspect
+import typing
 
 import hlo
 import jax
@@ -11,6 +12,7 @@ import reference
 from flax import nnx
 from parity import assert_nearer, assert_no_worse
 
+from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense.epilogue import resolve
 from normfuse.layers.nnx import Linear, RMSNorm
 from normfuse.native import implementation
@@ -344,6 +346,18 @@ def test_constructors_take_what_flax_takes(pair):
     assert extras <= {"implementation", "activation", "quantization"}
     for name in defaults.keys() & visible[1].keys():
         assert visible[0][name] == visible[1][name]
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "Linear", "LinearGeneral", "Einsum"])
+def test_editors_see_what_flax_takes(name):
+    """Each argument of Flax's constructor is named, and what it requires is required."""
+    given = inspect.signature(getattr(nnx, name).__init__).parameters
+    mine = inspect.signature(getattr(ours_nnx, name).__init__).parameters
+    (kwargs,) = typing.get_args(mine["kwargs"].annotation)
+    assert given.keys() <= mine.keys() | kwargs.__annotations__.keys()
+    assert not mine.keys() & kwargs.__annotations__.keys()
+    required = {k for k, p in given.items() if p.default is p.empty} - mine.keys()
+    assert kwargs.__required_keys__ == required
 
 
 # ---------------------------------------------------------------- bad input
