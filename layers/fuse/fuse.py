@@ -196,8 +196,10 @@ def plan(
         for value, what, why, dead in left:
             if value in each.sites:
                 continue  # something else serves it
-            if (value in live or any(d in live for d in dead)) and (dead or value) not in told:
-                told.add(dead or value)
+            # The product of a loss that is left has a row of its own: why it is not in FP8.
+            key = dead or value, what == "product"
+            if (value in live or any(d in live for d in dead)) and key not in told:
+                told.add(key)
                 rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
     return rows
 

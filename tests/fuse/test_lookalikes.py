@@ -17,6 +17,8 @@ import pytest
 from fuse_cases import Cases, draw, draws
 from jax import lax
 
+from normfuse.layers.fuse import losses
+
 N = 8
 ROUNDED = 2.0**-6  # twice bfloat16's eps: what rounds on the way may be computed without that
 CUBE, FOUR = (N, N, N), (N, N, N, N)
@@ -1219,6 +1221,27 @@ def test_fp8_leaves(left):
         left.function, args, quantization="fp8", rounding=left.rounding
     )
     assert "product" not in served, fused
+
+
+@pytest.mark.parametrize(
+    "classes, reason",
+    [(500, "a softmax or a loss reads its result"), (50257, "50257 is no multiple of 16")],
+)
+def test_every_product_says_fp8_or_why_not(classes, reason, monkeypatch):
+    """The head of a loss that stays has a row too."""
+    monkeypatch.setattr(losses, "SMALLEST", 1024)  # as for users
+
+    def function(x, w, odd, head):
+        logits = jnp.sin(x @ w @ odd @ odd.T) @ head
+        return integers(logits, jnp.arange(R)).mean() if classes == 500 else logits
+
+    args = draws((R, W), (W, W), (W, 40), (W, classes), scale=0.5)
+    fused = fuse_cases.Fused(function, quantization="fp8")
+    jax.eval_shape(fused, *args)
+    products = [row for row in fused.rows if row.domain == "product"]
+    assert sum("fp8" in row.served for row in products) == 1, fused
+    reasons = sorted(row.reason for row in products if not row.served)
+    assert reasons == sorted(["40 is no multiple of 16"] * 2 + [reason]), fused
 
 
 def test_fp8_leaves_products_of_parameters():
