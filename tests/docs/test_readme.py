@@ -3,6 +3,7 @@
 docs/guides/elementwise.md has a test beside those of its operation.
 """
 
+import functools
 import pathlib
 import re
 
@@ -52,6 +53,18 @@ def test_the_first_code_is_the_one_line():
     # float32 sums of 8 and 2048 terms, in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), both, wanted)
     assert "cross_entropy" in str(jax.make_jaxpr(fused)(x, kernel, jnp.arange(4)))
+
+
+def test_the_line_that_leaves_a_layer_out_of_fp8_does():
+    (call,) = re.findall(r"`(fuse\(loss, .*skip=.*?\))`", (ROOT / "README.md").read_text())
+    source = "\n" * 55 + "def loss(x, w, v):\n  x = x @ w\n  return (x @ v).sum()"  # of 56 lines
+    names, reports = {}, []
+    exec(compile(source, "model.py", "exec"), names)
+    fuse = functools.partial(normfuse.fuse, report=reports.append)
+    fused = eval(call, {"fuse": fuse, "loss": names["loss"]})
+    jax.eval_shape(fused, *[jnp.ones((32, 32))] * 3)
+    found = {row.where: row.served or row.reason for row in reports[0].rows}
+    assert found == {"model.py:57": "skip names it", "model.py:58": "dense, fp8"}
 
 
 @pytest.mark.newest
