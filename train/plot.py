@@ -62,8 +62,9 @@ def plot_throughput(file: File, runs: Sequence[RunResults]) -> None:
     for colour, run in _coloured(runs):
         steps = run.steps("step", "tokens_per_s")
         y = np.array([line["tokens_per_s"] for line in steps])
-        # Tokens of a window over its seconds, including checkpoints and slow steps.
-        rate = 1 / _smooth(1 / np.maximum(y, 1e-9), np.nanmean, end)
+        # Tokens of a window over its seconds: what a checkpoint or a slow step takes counts. Of one
+        # step alone it says little: the host may read two of them at once.
+        rate = 1 / _smooth(1 / np.maximum(y, 1e-9), np.nanmean, max(end, 500))
         label = f"{run.label}: median {np.median(y):,.0f}"
         axes.plot([line["step"] for line in steps], rate, color=colour, label=label)
     axes.set(xlabel="step", ylabel="tokens per second", xlim=(begin, end))
