@@ -152,6 +152,11 @@ LEFT = {  # the same, with the reasons
     ),
     "a diagonal": (lambda x: x[jnp.arange(3), jnp.arange(3)], [SHAPE], [TWICE]),
     "outside": (lambda x, a: x.at[..., jnp.arange(6, 10)].set(a), [SHAPE, HALF], [OUTSIDE]),
+    "the last one outside": (
+        lambda x, a: x.at[..., jnp.arange(E - 3, E + 1)].set(a),
+        [SHAPE, HALF],
+        [OUTSIDE],
+    ),
     "outside, clipped": (
         lambda x, a: x.at[..., jnp.arange(6, 10)].add(a, mode="clip"),
         [SHAPE, HALF],

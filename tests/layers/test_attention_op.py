@@ -187,7 +187,7 @@ def options_of(rng, names, length, keys, dtype, batch=2, heads=4):
         if name == "causal":
             found[name] = True
         if name == "window":
-            found |= {"causal": True, "window": 9}
+            found |= {"causal": True, "window": 10}  # reaches one key of a block: row 32 key 23
         if name == "segments":
             ids = np.sort(rng.integers(0, 4, (batch, max(length, keys))), axis=1)
             ids = jnp.asarray(ids, jnp.int32)

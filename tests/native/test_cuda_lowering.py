@@ -18,7 +18,7 @@ from norm_kernels import KERNELS, norm_of
 import normfuse
 from normfuse.layers.nnx import GatedMLP
 from normfuse.native import cache, compiler, implementation, launch
-from normfuse.native.implementation import NATIVE, Order, Unsupported
+from normfuse.native.implementation import BEST, NATIVE, Order, Unsupported
 from normfuse.native.launch import Target, named_target, target_for
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
@@ -95,6 +95,14 @@ def test_cuda_lowering_of_backward_launches_twice_for_many_rows(monkeypatch, row
     run = functools.partial(KERNELS["backward"], norm_of(BACKWARD), order=NATIVE)
     found = launches(lowered(jax.jit(run), x, x, scale, rstd))
     assert [re.search(r'kernel = "(\w+)"', call)[1] for call in found] == kernels
+
+
+def test_cuda_small_arrays_are_plain_hlo_unless_native_is_asked_for():
+    small = structs(rows=8)  # no more than `PLAIN_ELEMENTS`
+    norm = norm_of(FORWARD | {"with_rstd": False})
+    run = lambda order: jax.jit(functools.partial(KERNELS["forward"], norm, order=order))
+    assert len(launches(lowered(run(NATIVE), *small))) == 1
+    assert launches(lowered(run(BEST), *small)) == []
 
 
 def test_cuda_call_sites_share_one_image():

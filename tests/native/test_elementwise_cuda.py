@@ -170,7 +170,8 @@ def test_emulated_tail_and_unaligned_arrays(emulated, rng, n, shift):
 
 def test_emulated_mixed_dtypes_and_broadcast_rows(emulated, rng):
     run, _ = emulated(cases.gated)
-    x, row = numbers(rng, (3, 5, 48), "bfloat16"), numbers(rng, (5, 48), "float32")
+    # More than a tile, and rows that are no multiple of the 8 elements that a thread could move.
+    x, row = numbers(rng, (3, 5, 172), "bfloat16"), numbers(rng, (5, 172), "float32")
     (y,) = run([x, row, jnp.float32(1)], ((0, 1, 2), (1, 2), ()), "float32", ("float32",))
     close(y, cases.reference(x, row), "float32")
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
 from normfuse.train.config import OptimConfig, preset_config
-from normfuse.train.loop import Loop
+from normfuse.train.loop import Loop, StepLogger
 from normfuse.train.step import Metrics, Program, make_optimizer, schedule
 
 
@@ -59,6 +61,17 @@ def test_host_waits_for_a_step_only_after_it_has_started_the_next():
         assert first["started", k + 1] < first["waited for", k]
     for k in range(1, 5):  # nor does it run ahead: at most two steps are under way
         assert first["waited for", k] < first["started", k + 2]
+
+
+def test_the_times_of_steps_do_not_overlap():
+    """A step starts before the one before it has ended: what it waits for is not its own time."""
+    lines, display = [], SimpleNamespace(step=lambda figures: None)
+    began = time.perf_counter()
+    logger = StepLogger(preset_config("tiny"), lines.append, display, peak=None, skip_limit=0)
+    time.sleep(0.05)
+    for step in (1, 2):
+        logger.step(step, Metrics(*[np.float32(0)] * 5), began)
+    assert sum(line["step_time_s"] for line in lines) <= time.perf_counter() - began
 
 
 def test_run_compiles_its_step_and_its_validation_once(options, train, compilations):

@@ -11,7 +11,9 @@ from tiny_model import CONFIG, first_devices
 
 from normfuse.models.functional import build
 from normfuse.train.config import OptimConfig
+from normfuse.train.evaluate import Evaluator
 from normfuse.train.mesh import batch_sharding, on_devices
+from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
 OPTIM = OptimConfig(lr=1e-2, warmup=2)
@@ -179,7 +181,23 @@ def test_bad_step_is_left_out_when_allowed(mesh, rng):
     healed = bad._replace(params=jax.device_put(good.params, program.shardings().params))
     after, metrics = step(healed, tokens)
     assert (int(metrics.skipped), int(after.step)) == (1, 3)
+    rate = program.learning_rate(1)  # that of the second update: the first was left out
+    assert float(metrics.learning_rate) == pytest.approx(float(rate), rel=1e-6)
     assert not _equal(after.params, good.params)
+
+
+def test_a_validation_is_the_mean_over_its_windows(mesh, rng):
+    """Also where these do not fill the last batch: here six, four at once."""
+    model = build("nnx", CONFIG)
+    params = model.init(jax.random.key(0))
+    tokens = rng.integers(0, CONFIG.vocab_size, 6 * 8 + 1).astype(np.int32)
+    widths = rng.integers(1, 4, tokens.size).astype(np.uint8)
+    found = Evaluator(model, mesh, tokens, widths, seq_len=8, batch_size=4)(params, 6 * 8)
+    loss = float(model.loss(params, tokens[:-1].reshape(6, 8), tokens[1:].reshape(6, 8)))
+    # Means of float32 numbers, taken in another order.
+    assert found.loss == pytest.approx(loss, rel=8 * 2**-24)
+    bits = found.loss / NATS_PER_BIT * 6 * 8 / int(widths[1:].sum())
+    assert found.bits_per_byte == pytest.approx(bits, rel=1e-12)
 
 
 def test_learning_rate_rises_linearly_then_falls_by_a_cosine():
