@@ -57,6 +57,15 @@ def test_reverse_and_forward_match_plain_jax(arrays):
     agree(jax.linearize(gated, x, g)[1](g, x), jax.jvp(twin, (x, g), (g, x))[1])
 
 
+def test_a_gradient_that_is_a_sum_is_rounded_once():
+    """3 · 1.5 · (1 + 2⁻⁷) = 4.535… is 4.53125 in bfloat16; the sum of rounded terms is 4.5625."""
+    x, g, dy = (
+        jnp.full(n, a, jnp.bfloat16) for n, a in (((3, 8), 1 + 2**-7), (8, 1), ((3, 8), 1.5))
+    )
+    (dg,) = jax.vjp(lambda g: gated(x, g, limit=2.0), g)[1](dy)
+    np.testing.assert_array_equal(dg.astype(jnp.float32), np.full(8, 4.53125))
+
+
 def test_a_gradient_is_one_kernel(arrays):
     x, g = arrays
     pull = lambda x, g, ct: jax.vjp(gated, x, g)[1](ct)

@@ -94,6 +94,8 @@ def test_seed_decides_the_text(model, params):
     np.testing.assert_array_equal(text(0), text(0))
     assert (text(0) != text(1)).any() and (text(0)[0] != text(0)[1]).any()
     assert text(0).min() >= 0 and text(0).max() < model.config.vocab_size
+    even = generate(model, params, PROMPTS, 8, seed=0, temperature=1e6)  # whatever came before
+    assert (even[:, 1:] != even[:, :-1]).any()  # each step draws by itself
 
 
 def test_a_row_ends_with_its_stop_token_and_repeats_it(model, params):
