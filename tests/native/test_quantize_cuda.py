@@ -132,8 +132,9 @@ def test_cuda_amax_is_that_of_the_reference(emulated, rng, given, size):
         assert len(found) == launches[0]["grid"][0] <= 6
 
 
-def test_cuda_amax_is_found_at_any_place(emulated):
-    target, _ = emulated()
+@pytest.mark.parametrize("shift", [0, 1])
+def test_cuda_amax_is_found_at_any_place(emulated, shift):
+    target, _ = emulated(shift=shift)
     for place in (0, 6, 8, 4095, 8191, 8192, 8198):
         x = np.zeros(8199, BF16)
         x[place] = -3

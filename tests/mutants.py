@@ -1,0 +1,736 @@
+"""Breaks the package in one place at a time, and sees that a test fails each time.
+
+    python tests/mutants.py                         every mutant
+    python tests/mutants.py 7 12-20                 these, by their numbers
+    python tests/mutants.py layers/fuse native/cpu  those of these files and folders
+
+Run it in a checkout that is installed editable. A mutant is one text of a file, replaced where it
+stands and put back when its test has run; so it refuses files with changes that are not committed.
+Killed at the wrong moment (kill -9), it leaves one that `git diff` shows and `git checkout` mends.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+class Mutant(NamedTuple):
+    """A slip, and the smallest test that finds it."""
+
+    file: str
+    old: str  # stands in the file exactly once
+    new: str
+    test: str  # a file or a test in it, as pytest names it
+
+
+MUTANTS = [
+    # ---------------------------------------------------------------- native: C++ on CPUs
+    # ---------------------------------------------------------------- native: CUDA, emulated
+    Mutant(
+        "native/kernels/norm_forward.cu",
+        "inverse_root(inverse.at[r] * (Compute(1) / FEATURES) + eps)",
+        "inverse_root(inverse.at[r] * (Compute(1) / FEATURES)) + eps",
+        "tests/native/test_cuda_emulated.py"
+        "::test_cuda_rows_match_reference[37x24x1-bfloat16-float32-bfloat16@0.0]",
+    ),
+    Mutant(
+        "native/kernels/norm_forward.cu",
+        "const auto row = [&](int r) { return mine + r * HEADS; };",
+        "const auto row = [&](int r) { return mine + r; };",
+        "tests/native/test_cuda_emulated.py"
+        "::test_cuda_heads_match_reference[3x2056x1-float16-bfloat16-float32@0.0-5-0]",
+    ),
+    # ---------------------------------------------------------------- native: the engine
+    Mutant(
+        "native/cache.py",
+        "compiling = _in_progress.setdefault(key, threading.Lock())",
+        "compiling = threading.Lock()",
+        "tests/native/test_cache.py::test_cache_threads_compile_once",
+    ),
+    Mutant(
+        "native/cache.py",
+        "for _, size, path in sorted(kept):",
+        "for _, size, path in sorted(kept, reverse=True):",
+        "tests/native/test_cache.py::test_cache_evicts_what_was_used_longest_ago",
+    ),
+    Mutant(
+        "native/cache.py",
+        'json.dumps(head | {"sha256": image.digest})',
+        "json.dumps(head)",
+        "tests/native/test_cache.py::test_cache_damaged_entry_is_compiled_again[cut]",
+    ),
+    Mutant(
+        "native/cache.py",
+        "(stat.S_IWGRP | stat.S_IWOTH)",
+        "stat.S_IWOTH",
+        "tests/native/test_cache.py::test_cache_refuses_folder_that_others_can_write_to[504]",
+    ),
+    Mutant(
+        "native/registry.py",
+        "if compiled[0] == installed[0] and compiled <= installed:",
+        "if compiled <= installed:",
+        "tests/native/test_cpu_registry.py::test_versions_that_load[compiled4-installed4-False]",
+    ),
+    Mutant(
+        "native/launch.py",
+        "(self.shared_memory + _RESERVED_BYTES) // blocks - _RESERVED_BYTES",
+        "(self.shared_memory + _RESERVED_BYTES) // blocks",
+        "tests/native/test_cuda_lowering.py"
+        "::test_blocks_share_a_multiprocessors_memory[1-sm_80-164]",
+    ),
+    Mutant(
+        "native/kernel.py",
+        "if not order.names and self._is_plain_fastest(platform, ctx, spec):",
+        "if self._is_plain_fastest(platform, ctx, spec):",
+        "tests/native/test_cuda_lowering.py"
+        "::test_cuda_small_arrays_are_plain_hlo_unless_native_is_asked_for",
+    ),
+    Mutant(
+        "native/implementation.py",
+        "strict=plain == len(names)",
+        "strict=True",
+        "tests/layers/test_rms_norm_errors.py::test_plain_hlo_serves_there_otherwise",
+    ),
+    # ---------------------------------------------------------------- layers: core
+    Mutant(
+        "layers/core/op.py",
+        " == 0 and not taken & set(names)",
+        " >= 0 and not taken & set(names)",
+        "tests/layers/test_rms_norm_sharding.py"
+        "::test_dimension_that_the_mesh_does_not_divide_is_counted_once[(7, 2, 16)]",
+    ),
+    Mutant(
+        "layers/core/op.py",
+        "place = lambda dims: sum(d < at for d in dims)",
+        "place = lambda dims: sum(d <= at for d in dims)",
+        "tests/layers/test_rms_norm_contexts_vmap.py::test_vmap[rms_norm-(2, None)]",
+    ),
+    Mutant(
+        "layers/core/op.py",
+        'kind = "s" if isinstance(dims, Loose) else "d"',
+        'kind = "d"',
+        "tests/layers/test_rms_norm_sharding.py"
+        "::test_split_features_with_a_replicated_scale_gather_only_its_gradient",
+    ),
+    Mutant(
+        "layers/core/op.py",
+        "operand = vary(operand, like.manual_axis_type.varying)",
+        "",
+        "tests/layers/test_rms_norm_contexts_shard_map.py::test_grad_of_full[rms_norm-check_vma]",
+    ),
+    Mutant(
+        "layers/core/sharding.py",
+        "return axes[::-1]",
+        "return axes",
+        "tests/layers/test_tiling.py::test_every_spec_on_every_mesh_is_recovered[in order-(2, 4)]",
+    ),
+    Mutant(
+        "layers/core/arguments.py",
+        "if number < least:",
+        "if number <= least:",
+        "tests/layers/test_rms_norm_values.py::test_eps[0.0]",
+    ),
+    # ---------------------------------------------------------------- layers: norms
+    Mutant(
+        "layers/norm/op.py",
+        "(wide - mean(wide) if norm.centred else wide) - along)",
+        "(wide - mean(wide) if norm.centred else wide) + along)",
+        "tests/layers/test_rms_norm_contexts.py::test_jvp[rms_norm]",
+    ),
+    Mutant(
+        "layers/norm/op.py",
+        "return [*means, -rstd * (rstd * along)]",
+        "return [*means, -rstd * along]",
+        "tests/layers/test_rms_norm_contexts.py::test_jvp_of_rstd",
+    ),
+    Mutant(
+        "layers/norm/op.py",
+        "sums = [split.psum(d, rows).reshape(shape) for d in more]",
+        "sums = [d.reshape(shape) for d in more]",
+        "tests/layers/test_implementations.py::test_auto_rows[rms_norm-native]",
+    ),
+    Mutant(
+        "layers/norm/op.py",
+        "rstd_of(norm, squares, split.count(norm.axes))]",
+        "rstd_of(norm, squares, h.shape[here.axes[0]])]",
+        "tests/layers/test_implementations.py::test_auto_features[rms_norm-native]",
+    ),
+    Mutant(
+        "layers/norm/op.py",
+        "return (x, *parameters, *[rows] * (1 + norm.centred)), (x,)",
+        "return (x, *parameters, *[x] * (1 + norm.centred)), (x,)",
+        "tests/layers/test_rms_norm_sharding.py"
+        "::test_split_rows_of_known_statistics_do_not_communicate[auto]",
+    ),
+    Mutant(
+        "layers/norm/gated.py",
+        "dy = dy + normal * w * dgate",
+        "dy = dy + normal * dgate",
+        "tests/layers/test_gated_rms_norm.py::test_first_and_second_order[fwd-after]",
+    ),
+    # ---------------------------------------------------------------- layers: dense
+    Mutant(
+        "layers/dense/matmul.py",
+        "written = kernel.dtype if kernel.dtype in (x.dtype, sums) else sums",
+        "written = x.dtype",
+        "tests/layers/test_dense.py"
+        "::test_parameter_gradients_are_not_rounded_to_the_compute_dtype[float32-bfloat16]",
+    ),
+    Mutant(
+        "layers/dense/matmul.py",
+        "lambda before, part: part + before",
+        "lambda before, part: before + part",
+        "tests/layers/test_shared.py::test_sums_grow_on_the_right",
+    ),
+    Mutant(
+        "layers/dense/product_gradient.py",
+        "return 1 if self.product.kernel.startswith(self.product.x[-1]) else 0",
+        "return 0 if self.product.kernel.startswith(self.product.x[-1]) else 1",
+        "tests/layers/test_product_gradient.py"
+        "::test_gradients_are_those_of_plain_jax[True-wanted0-True]",
+    ),
+    Mutant(
+        "layers/dense/epilogue.py",
+        "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
+        "return sigmoid_of(u) + du * sigmoid_slope(u);",
+        "tests/native/test_cuda_epilogue.py"
+        "::test_every_activation_is_its_jax_function_and_its_derivative",
+    ),
+    Mutant(
+        "layers/dense/fp8.py",
+        "return [(jax.lax.psum(y, over) if over else y).astype(spec.dtype)]",
+        "return [y.astype(spec.dtype)]",
+        "tests/layers/test_fp8_dense.py::test_a_mesh_gives_the_result_of_one_device",
+    ),
+    Mutant(
+        "layers/dense/fp8.py",
+        'sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)',
+        "sums = jnp.dtype(spec.dtype)",
+        "tests/layers/test_fp8_dense.py::test_values_and_gradients_are_those_of_the_recipe",
+    ),
+    # ---------------------------------------------------------------- layers: FP8 codes
+    Mutant(
+        "layers/quantization/op.py",
+        "maximum = split.pmax(maximum, every)",
+        "",
+        "tests/layers/test_fp8_dense.py::test_a_mesh_gives_the_result_of_one_device",
+    ),
+    Mutant(
+        "layers/quantization/definition.py",
+        "largest + 127 - (bits >> 23)",
+        "largest + 126 - (bits >> 23)",
+        "tests/layers/test_quantization.py"
+        "::test_codes_are_those_of_the_reference[float32-float8_e4m3fn]",
+    ),
+    Mutant(
+        "layers/quantization/norm.py",
+        "bound = bound + jnp.abs(given.pop().astype(jnp.float32))",
+        "given.pop()",
+        "tests/fuse/test_codes.py::test_codes_are_those_of_the_norm_in_float32[layer_norm]",
+    ),
+    Mutant(
+        "layers/quantization/gated.py",
+        '"silu": 1.1,',
+        '"silu": 1.0,',
+        "tests/layers/test_quantization.py::test_no_slope_is_steeper[silu]",
+    ),
+    # ---------------------------------------------------------------- layers: cross-entropy
+    Mutant(
+        "layers/cross_entropy/softmax.py",
+        "slope = lambda lse: 1 + 2 * spec.z_loss * lse",
+        "slope = lambda lse: 1 + spec.z_loss * lse",
+        "tests/layers/test_cross_entropy.py"
+        "::test_loss_and_gradients_are_those_of_float64[float32 in chunks-sum]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
+        "return labels - lax.axis_index(self.axes) * self.size if self.axes else labels",
+        "return labels",
+        "tests/layers/test_cross_entropy_sharding.py"
+        "::test_values_and_collectives[tensor-AxisType.Auto-mean]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
+        "(total * jnp.exp(most - top), picked)",
+        "(total, picked)",
+        "tests/layers/test_cross_entropy_sharding.py"
+        "::test_values_and_collectives[tensor-AxisType.Auto-mean]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
+        "done.append(split.psum(dw, range(spec.groups, x.ndim - 1)))",
+        "done.append(dw)",
+        "tests/layers/test_cross_entropy_sharding.py"
+        "::test_values_and_collectives[data-AxisType.Auto-mean]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
+        "starts = first + size * jnp.arange((rows - first) // size)",
+        "starts = size * jnp.arange((rows - first) // size)",
+        "tests/layers/test_cross_entropy.py"
+        "::test_loss_and_gradients_are_those_of_float64[float32 in chunks-sum]",
+    ),
+    Mutant(
+        "layers/cross_entropy/linear.py",
+        "return [dlse, dlse - dpicked]",
+        "return [dlse, dlse + dpicked]",
+        "tests/layers/test_cross_entropy.py::test_forward_mode_and_second_derivatives[none]",
+    ),
+    # ---------------------------------------------------------------- layers: attention
+    Mutant(
+        "layers/attention/blocks.py",
+        "parts.append(behind < spec.window)",
+        "parts.append(behind <= spec.window)",
+        "tests/layers/test_attention_op.py::test_values_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "layers/attention/blocks.py",
+        "_put(total, _at(total, i) * shrink + jnp.sum(p, axis=-1), i)",
+        "_put(total, _at(total, i) + jnp.sum(p, axis=-1), i)",
+        "tests/layers/test_attention_op.py"
+        "::test_values_and_gradients_are_those_of_float64[bias-causal-bfloat16]",
+    ),
+    Mutant(
+        "layers/attention/blocks.py",
+        "real = keys < self.sizes[self.d.keys]",
+        "real = keys <= self.sizes[self.d.keys]",
+        "tests/layers/test_attention_op.py::test_lengths[1-50-names2]",
+    ),
+    Mutant(
+        "layers/attention/blocks.py",
+        "reached &= first - end < self.spec.window",
+        "reached &= first - end < self.spec.window - 1",
+        "tests/layers/test_attention_op.py"
+        "::test_values_and_gradients_are_those_of_float64[window-softcap-scale-bfloat16]",
+    ),
+    Mutant(
+        "layers/attention/blocks.py",
+        "moved = acc - total[..., None] * tiles.rows(out).astype(wide)",
+        "moved = acc",
+        "tests/layers/test_attention_op.py::test_forward_mode",
+    ),
+    Mutant(
+        "layers/attention/op.py",
+        "*[split.psum(b, absent) for b in dbias]",
+        "*dbias",
+        "tests/layers/test_attention_op.py::test_the_gradient_of_a_bias_is_added_up",
+    ),
+    # ---------------------------------------------------------------- layers: element-wise
+    Mutant(
+        "layers/elementwise/op.py",
+        "vector = math.gcd(vector, sizes[-1])",
+        "pass",
+        "tests/native/test_elementwise_cuda.py::test_emulated_mixed_dtypes_and_broadcast_rows",
+    ),
+    Mutant(
+        "layers/elementwise/op.py",
+        "operands[k].aval.dtype.name if placed[k] == whole else computed[k] for k in linear",
+        "operands[k].aval.dtype.name for k in linear",
+        "tests/layers/test_elementwise_derivative.py"
+        "::test_a_gradient_that_is_a_sum_is_rounded_once",
+    ),
+    # ---------------------------------------------------------------- layers: accumulation
+    Mutant(
+        "layers/accumulate.py",
+        "return [lax.stop_gradient(given[0]), zeros[0]], unlinked",
+        "return [given[0], zeros[0]], unlinked",
+        "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
+    ),
+    Mutant(
+        "layers/accumulate.py",
+        "if halves and not uses(program, jnp.float16) else 1",
+        "if halves else 1",
+        "tests/layers/test_accumulate.py::test_small_gradients_in_float16_keep_their_bits",
+    ),
+    Mutant(
+        "layers/accumulate.py",
+        "lax.scan(add, (sums, held), jnp.arange(1, count))",
+        "lax.scan(add, (sums, held), jnp.arange(count - 1))",
+        "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
+    ),
+    Mutant(
+        "layers/accumulate_nnx.py",
+        "return sum(map(at, range(count)), before or ())",
+        "return sum(map(at, range(count)), ())",
+        "tests/layers/test_accumulate_nnx.py::test_values_are_those_of_a_loop_with_value_and_grad",
+    ),
+    # ---------------------------------------------------------------- layers: fuse
+    Mutant(
+        "layers/fuse/program.py",
+        "return (np.abs(a) // np.abs(b)) * np.sign(a) * np.sign(b)",
+        "return a // b",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: causal, halved towards 0]",
+    ),
+    Mutant(
+        "layers/fuse/program.py",
+        "if effects or any(v in live and v not in env and v not in sites for v in equation.outs):",
+        "if any(v in live and v not in env and v not in sites for v in equation.outs):",
+        "tests/fuse/test_everywhere.py::test_effects_and_their_order",
+    ),
+    Mutant(
+        "layers/fuse/fuse.py",
+        "s for s in sites if any(d in live for d in s.dead) and any(v in live for v in s.outs)",
+        "s for s in sites if any(d in live for d in s.dead) and not any(v in live for v in s.outs)",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: something reads probabilities]",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "return abs(a - b) <= 4e-3 * abs(b)",
+        "return abs(a - b) <= 4e-2 * abs(b)",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: the sum over n - 1 of many]",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "if x.x != stat.x or stat.p >= 0 or x.centred != stat.centred:",
+        "if x.x != stat.x or stat.p >= 0:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: not centred, of the variance]",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "if stat.p != -0.5:",
+        "if stat.p > -0.5:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: 1 / mean of squares]",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "if g.avals[v].dtype.itemsize < 4:",
+        "if g.avals[v].dtype.itemsize < 2:",
+        "tests/fuse/test_extremes.py::test_one_plus_w_is_added_in_its_dtype",
+    ),
+    Mutant(
+        "layers/fuse/norms.py",
+        "if x.centred and x.axis != stat.axis:",
+        "if x.centred and not stat.axis:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[norm: the variance of another axis]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
+        "return (labels >= 0) & (labels < self.vocabulary)",
+        "return (labels >= 0) & (labels <= self.vocabulary)",
+        "tests/fuse/test_extremes.py::test_labels_outside[p[rows, y]-a row each]",
+    ),
+    Mutant(
+        "layers/fuse/losses.py",
+        "if base.biases or base.masks:",
+        "if base.masks:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[loss: a bias]",
+    ),
+    Mutant(
+        "layers/fuse/indexing.py",
+        '"add": (lax.add, -0.0)',
+        '"add": (lax.add, 0.0)',
+        "tests/fuse/test_indexing.py::test_it_is_served[added]",
+    ),
+    Mutant(
+        "layers/fuse/indexing.py",
+        "if low < 0 or high >= shape[d]:",
+        "if low < 0 or high > shape[d]:",
+        "tests/fuse/test_indexing.py::test_it_stays[the last one outside]",
+    ),
+    Mutant(
+        "layers/fuse/indices.py",
+        '-1 if made.name in ("gt", "lt") else 0',
+        "0",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: causal, one less, by positions]",
+    ),
+    Mutant(
+        "layers/fuse/attention.py",
+        "None if high >= t - 1 else int(high) + 1",
+        "None if high >= t - 1 else int(high)",
+        "tests/fuse/test_spellings.py::test_spelling[attention: mask, window]",
+    ),
+    Mutant(
+        "layers/fuse/attention.py",
+        "if m.fill + reach > MASKED:",
+        "if m.fill > 0:",
+        "tests/fuse/test_lookalikes.py::test_lookalike[attention: a small number]",
+    ),
+    Mutant(
+        "layers/fuse/scores.py",
+        'if name == ("and" if keep else "or") and all(map(whole, made.ins)):',
+        'if name in ("and", "or") and all(map(whole, made.ins)):',
+        "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",
+    ),
+    Mutant(
+        "layers/fuse/products.py",
+        "(self.columns, self.features) if self.transposed else",
+        "(self.columns, self.features) if not self.transposed else",
+        "tests/fuse/test_spellings.py::test_products[matmul]",
+    ),
+    Mutant(
+        "layers/fuse/products.py",
+        'if precision is not None and "HIGH" in str(precision):',
+        "if False:",
+        "tests/fuse/test_lookalikes.py::test_fp8_leaves[HIGHEST]",
+    ),
+    Mutant(
+        "layers/fuse/activations.py",
+        'if name == "max" and made not in g.shadowing:',
+        'if name == "min":',
+        "tests/fuse/test_lookalikes.py::test_lookalike[mlp: plain, a relu of maximum]",
+    ),
+    Mutant(
+        "layers/fuse/codes.py",
+        'or eqn.params.get("dimensions") is not None  # a reshape\'s, which transposes first',
+        "",
+        "tests/fuse/test_codes.py::test_a_reshape_that_transposes_is_not_followed",
+    ),
+    Mutant(
+        "layers/fuse/codes.py",
+        "if norm.heads and not norms.are_examples(norm):",
+        "if False:",
+        "tests/fuse/test_codes.py::test_the_report_says_why_not_and_the_results_stay[heads]",
+    ),
+    Mutant(
+        "layers/fuse/compare.py",
+        "same = (y == exact) | np.isnan(y) & np.isnan(exact)",
+        "same = (y == exact) | np.isnan(y) | np.isnan(exact)",
+        "tests/fuse/test_compare.py::test_results_that_are_not_finite",
+    ),
+    # ---------------------------------------------------------------- layers: modules
+    Mutant(
+        "layers/modules.py",
+        "return MatrixProduct(count, 1, ndims)",
+        "return MatrixProduct(count, 0, ndims)",
+        "tests/layers/test_einsum.py::test_einsum_is_one_product[BTD,VD->BTV]",
+    ),
+    Mutant(
+        "layers/nnx.py",
+        "own = [p if p is None else rounded(p.reshape(shape), dtype) for p in arrays]",
+        "own = [p if p is None else p.reshape(shape) for p in arrays]",
+        "tests/layers/test_nnx.py::test_rms_norm_casts_before_the_statistics",
+    ),
+    Mutant(
+        "layers/linen.py",
+        '"a precision": module.precision is not None,',
+        "",
+        "tests/layers/test_linen.py::test_strict_implementation_refuses_what_flax_serves",
+    ),
+    Mutant(
+        "layers/eqx.py",
+        "return layer.weight if layer.use_weight else None, layer.bias if layer.use_bias else None",
+        "return layer.weight if layer.use_weight else None, None",
+        "tests/layers/test_layer_norm_modules.py::test_equinox[float32]",
+    ),
+    # ---------------------------------------------------------------- models
+    Mutant(
+        "models/attention.py",
+        "turned = (first * cos - second * sin, second * cos + first * sin)",
+        "turned = (first * cos - second * sin, second * cos - first * sin)",
+        "tests/models/test_attention.py::test_rotation_keeps_lengths_and_depends_on_distance_only",
+    ),
+    Mutant(
+        "models/attention.py",
+        "seen &= jnp.arange(length) > positions - window",
+        "seen &= jnp.arange(length) >= positions - window",
+        "tests/models/test_families.py"
+        "::test_decoding_rows_of_several_lengths_gives_the_logits_of_the_whole[gemma]",
+    ),
+    Mutant(
+        "models/attention.py",
+        "return keep * frequencies + (1 - keep) * frequencies / scaling.factor",
+        "return keep * frequencies + (1 - keep) * frequencies * scaling.factor",
+        "tests/models/test_attention.py::test_rope_table_matches_complex_powers",
+    ),
+    Mutant(
+        "models/generate.py",
+        "token = _draw(logits, keys[i], temperature, top_p, top_k)",
+        "token = _draw(logits, keys[0], temperature, top_p, top_k)",
+        "tests/models/test_generate.py::test_seed_decides_the_text[nnx]",
+    ),
+    Mutant(
+        "models/generate.py",
+        "cache = cache._replace(length=filled)",
+        "",
+        "tests/models/test_generate.py"
+        "::test_greedy_text_is_that_of_the_whole_model_again_and_again[nnx-equal]",
+    ),
+    Mutant(
+        "models/huggingface.py",
+        'turned = name.endswith(".kernel") != transposed  # theirs are (out, in)',
+        'turned = name.endswith(".kernel")',
+        "tests/models/test_huggingface.py::test_logits_are_those_recorded[llama-eqx]",
+    ),
+    Mutant(
+        "models/sharding.py",
+        "return P(*reversed(spec)) if transposed else spec",
+        "return spec",
+        "tests/models/test_sharding.py::test_shardings_follow_the_layout_of_each_framework",
+    ),
+    Mutant(
+        "models/parameters.py",
+        "own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))",
+        "own_key = key",
+        "tests/models/test_parameters.py::test_initial_matrices_differ_from_each_other",
+    ),
+    # ---------------------------------------------------------------- train
+    Mutant(
+        "train/data.py",
+        "wanted = passes.slice(slice(first * batch_size, steps * batch_size)).batch(batch_size)",
+        "wanted = passes.slice(slice(first, steps * batch_size)).batch(batch_size)",
+        "tests/train/test_data.py::test_batch_depends_on_seed_and_step_only",
+    ),
+    Mutant(
+        "train/data.py",
+        'document = np.searchsorted(self._ends, pairs, side="right")',
+        'document = np.searchsorted(self._ends, pairs, side="left")',
+        "tests/train/test_documents.py::test_rows_hold_pairs_of_a_documents_tokens",
+    ),
+    Mutant(
+        "train/data.py",
+        ".seed(seed).shuffle().repeat()",
+        ".seed(seed).shuffle().repeat(reseed_each_epoch=False)",
+        "tests/train/test_data.py::test_every_pass_reads_every_window_once_in_its_own_order",
+    ),
+    Mutant(
+        "train/checkpoint.py",
+        "for step in sorted({*complete, *self._numbered()}, reverse=True):",
+        "for step in sorted({*complete, *self._numbered()}):",
+        "tests/train/test_checkpoint.py::test_restores_the_newest_exactly",
+    ),
+    Mutant(
+        "train/checkpoint.py",
+        'if restored.get("step") != step:',
+        "if False:",
+        "tests/train/test_checkpoint_damage.py::test_checkpoint_under_another_steps_name_is_damage",
+    ),
+    Mutant(
+        "train/checkpoint.py",
+        "_mix(words ^ _mix(position))",
+        "_mix(words)",
+        "tests/train/test_mesh.py::test_checksum_shows_every_single_bit_and_every_move",
+    ),
+    Mutant(
+        "train/step.py",
+        "taken = state.step - state.skipped",
+        "taken = state.step",
+        "tests/train/test_step.py::test_bad_step_is_left_out_when_allowed",
+    ),
+    Mutant(
+        "train/step.py",
+        "optax.linear_schedule(config.lr / (warmup + 1), config.lr, warmup)",
+        "optax.linear_schedule(0.0, config.lr, warmup)",
+        "tests/train/test_step.py::test_learning_rate_rises_linearly_then_falls_by_a_cosine",
+    ),
+    Mutant(
+        "train/step.py",
+        "lambda p: p.ndim > 1",
+        "lambda p: p.ndim > 0",
+        "tests/train/test_step.py::test_clipping_and_decay_follow_the_configuration",
+    ),
+    Mutant(
+        "train/step.py",
+        "return sum(losses[1:], losses[0]) / parts",
+        "return sum(losses[1:], losses[0])",
+        "tests/train/test_step.py::test_microbatches_sum_to_the_whole_gradient",
+    ),
+    Mutant(
+        "train/lock.py",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "tests/train/test_lock.py::test_second_run_in_a_folder_is_told_who_is_there",
+    ),
+    Mutant(
+        "train/metrics.py",
+        'return entry["step"] <= from_step',
+        'return entry["step"] <= from_step + 1',
+        "tests/train/test_metrics.py::test_resume_drops_later_steps_and_a_torn_line",
+    ),
+    Mutant(
+        "train/evaluate.py",
+        "weights[: len(indices)] = 1",
+        "weights[:] = 1",
+        "tests/train/test_step.py::test_a_validation_is_the_mean_over_its_windows",
+    ),
+    Mutant(
+        "train/distributed.py",
+        "if config.coordinator is not None:\n        return config",
+        "if False:\n        return config",
+        "tests/train/test_distributed.py::test_environment_is_read_and_flags_come_first",
+    ),
+    Mutant(
+        "train/distributed.py",
+        'while len(client.key_value_dir_get(f"{_MET}{where}/")) < jax.process_count():',
+        "while False:",
+        "tests/train/test_distributed.py::test_processes_wait_for_the_last_one",
+    ),
+    Mutant(
+        "train/loop.py",
+        "seconds = now - max(started, self._finished)",
+        "seconds = now - started",
+        "tests/train/test_loop.py::test_the_times_of_steps_do_not_overlap",
+    ),
+]
+
+
+def selected(chosen: list[str]) -> list[int]:
+    """Returns the numbers of the mutants that are asked for, all where none is."""
+    found: list[int] = []
+    for word in chosen or ["1-"]:
+        first, dash, last = word.partition("-")
+        if first.isdecimal():
+            end = int(last or len(MUTANTS)) if dash else int(first)
+            found += range(int(first), end + 1)
+        else:
+            found += [i for i, mutant in enumerate(MUTANTS, 1) if mutant.file.startswith(word)]
+    return found
+
+
+def pytest(tests: Iterable[str], cache: str) -> subprocess.CompletedProcess[str]:
+    """Runs tests until one fails. No byte code, and no kernel, of a mutant is kept."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "NORMFUSE_CACHE_DIR": cache}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def fate(mutant: Mutant, cache: str) -> str:
+    """Applies a mutant, runs its test, and returns what became of it."""
+    path = ROOT / mutant.file
+    if subprocess.run(["git", "diff", "--quiet", "--", path], cwd=ROOT).returncode:
+        return "not run: the file has changes"
+    source = path.read_text()
+    try:
+        path.write_text(source.replace(mutant.old, mutant.new))
+        done = pytest([mutant.test], cache)
+    finally:
+        path.write_text(source)
+    if done.returncode == 1 or done.returncode < 0:  # the kernel may have ended the process
+        return "killed"
+    if done.returncode:  # it does not compile, or cannot be imported: no test has seen it
+        return f"not run: {(done.stdout or done.stderr).strip().splitlines()[-1]}"
+    return "SURVIVED"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("chosen", nargs="*", help="numbers (7), ranges (12-20), files or folders")
+    numbers = selected(parser.parse_args().chosen)
+    if not numbers or not 1 <= min(numbers) <= max(numbers) <= len(MUTANTS):
+        parser.error(f"there are mutants 1 to {len(MUTANTS)}, of files in native, layers, …")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the file is put back
+    killed = 0
+    with tempfile.TemporaryDirectory() as cache:
+        before = pytest(dict.fromkeys(MUTANTS[i - 1].test for i in numbers), cache)
+        if before.returncode:
+            print(f"{before.stdout}\nThese tests have to pass before anything is broken.")
+            return 2
+        for i in numbers:
+            mutant, began = MUTANTS[i - 1], time.monotonic()
+            found = fate(mutant, cache)
+            killed += found == "killed"
+            print(f"{i:3} {time.monotonic() - began:6.1f} s  {found:8}  {mutant.file}", flush=True)
+    print(f"{killed} of {len(numbers)} killed")
+    return int(killed < len(numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
