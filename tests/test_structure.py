@@ -48,6 +48,14 @@ def test_parameters_are_annotated():
     assert count > 1000 and have >= 0.8 * count, f"{have} of {count}"
 
 
+@pytest.mark.parametrize("suffixes, least", [(structure.PYTHON, 1500), (structure.NATIVE, 400)])
+def test_comments_begin_with_a_subject_or_a_verb(suffixes, least):
+    """ "of the result" and "what is kept" say too little: at most 3 % begin so."""
+    places = list(structure.openings(suffixes))
+    found = [p for word, p in places if word in "of what whether as which where".split()]
+    assert len(places) > least and len(found) <= 0.03 * len(places), "\n".join(found)
+
+
 def test_mutants_apply():
     """Their texts stand where they say, so that what moves a line moves its mutant."""
     stale = []

@@ -295,7 +295,7 @@ def test_gradient_split_otherwise_moves_alone(auto_mesh):
 @pytest.mark.parametrize("shape", [(7, 2, 16), (8, 2, 15), (9, 3, 5)], ids=str)
 def test_dimension_that_the_mesh_does_not_divide_is_counted_once(auto_mesh, shape):
     """XLA pads it, and padding must not reach a sum: zeros, which become ones here."""
-    case = Case("add_rms_norm", shape)
+    case = Case("residual_rms_norm", shape)
     with jax.set_mesh(auto_mesh):
         place = lambda a: jax.lax.with_sharding_constraint(a, P("data", None, "model"))
         split = lambda a: jnp.where(place(a) == 0, 1, place(a))
