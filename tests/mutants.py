@@ -165,13 +165,6 @@ MUTANTS = [
         "tests/layers/test_implementations.py::test_auto_features[rms_norm-native]",
     ),
     Mutant(
-        "layers/norm/op.py",
-        "return (x, *parameters, *[rows] * (1 + norm.centred)), (x,)",
-        "return (x, *parameters, *[x] * (1 + norm.centred)), (x,)",
-        "tests/layers/test_rms_norm_sharding.py"
-        "::test_split_rows_of_known_statistics_do_not_communicate[auto]",
-    ),
-    Mutant(
         "layers/norm/gated.py",
         "dy = dy + normal * w * dgate",
         "dy = dy + normal * dgate",
