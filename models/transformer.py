@@ -179,8 +179,8 @@ def attention(
     plain = requested(module.config.implementation)[:1] == ["xla"]
     each = [x] * 3 if plain else shared(x, 3)
     # Each device computes its heads: FP8 products gather the codes of x for that.
-    heads = P(*module.sharding.heads[:3])
-    projections = [constrain(ops.linear(linear, x), heads) for linear, x in zip(linears, each)]
+    place = lambda y: constrain(y, P(*module.sharding.heads[:3]))
+    projections = [place(ops.linear(linear, x)) for linear, x in zip(linears, each)]
     config, sharding = module.config, module.sharding
 
     def heads(y: Array, norm: Any = None) -> Array:  # (batch, seq, heads, head_dim)
