@@ -233,7 +233,8 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
     # once, and keep it: recomputing was to save that.
     args, _ = jax.lax.optimization_barrier((o.args, dy))
     again = of_kernel and o.value is None
-    dargs, value = [], o.value
+    dargs: list[Any] = []
+    value: Any = o.value
     if wanted:
         dargs = _pull_back(remat, one, dy, o.kernel, args, again)
         value = dargs.pop() if again else value

@@ -187,8 +187,7 @@ def define_backward_apply(norm: Norm, dy: Array, x: Array, *rest: Array) -> list
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
-    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`, dh the residual's own
-    gradient."""
+    """`(dy, x[, scale][, mean], rstd[, dh]) -> (dx[, dscale][, dbias])`; dh is of x + residual."""
     sums = define_row_dots(norm, dy, x, *rest[: norm.has_scale + norm.centred])
     known = replace(norm, count=math.prod(x.shape[a] for a in norm.axes))
     return define_backward_apply(known, dy, x, *rest, *sums)
@@ -246,7 +245,7 @@ def _cpu_body(name: str, definition: Callable[..., Any], *attributes: str) -> Ca
             operands = cuda.flat(norm, operands)
             sums = range(1, 1 + norm.with_dscale + norm.with_dbias)
             flat = [cuda.flat_struct(t, i in sums) for i, t in enumerate(types)]
-        values = {name: getattr(norm, name) for name in attributes}
+        values: dict[str, Any] = {name: getattr(norm, name) for name in attributes}
         values = {k: np.float64(v) if isinstance(v, float) else v for k, v in values.items()}
         results = call_host(f"normfuse_norm_{name}", operands, flat, **values)
         return [a.reshape(t.shape) for a, t in zip(results, types)] if norm.heads else results
