@@ -681,7 +681,7 @@ def test_a_second_derivative_is_one_clear_error(rng):
 def test_both_in_one_pass(rng):
     """`encode`, which stands for a norm, returns what the norm does."""
     x, scale, _ = operands(rng, 16)
-    norm = Norm(axes=(1,), eps=1e-6, out_dtype="bfloat16", has_scale=True, with_rstd=True)
+    norm = Norm(axes=(2,), eps=1e-6, out_dtype="bfloat16", has_scale=True, with_rstd=True)
     (y,), made = jax.jit(lambda *args: fp8_norm.encode(norm, args, BEST))(x, scale)
     assert_equal(y, jax.jit(rms_norm)(x, scale))
     np.testing.assert_array_equal(made.qt, jnp.moveaxis(made.q, -1, 0))
