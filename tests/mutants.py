@@ -34,6 +34,26 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # ---------------------------------------------------------------- native: C++ on CPUs
+    Mutant(  # eps outside the root
+        "native/cpu/forward.h",
+        "1 / std::sqrt(squared / shape.n + eps)",
+        "1 / (std::sqrt(squared / shape.n) + eps)",
+        "tests/layers/test_rms_norm_values.py::test_eps[1.0]",
+    ),
+    Mutant(  # the variance is not that of the mean
+        "native/cpu/forward.h",
+        "squared = sums[1] - sums[0] * apart;",
+        "squared = sums[1];",
+        "tests/native/test_layer_norm_kernels.py"
+        "::test_host_kernels_match_reference[37x24x1-bfloat16-float32-bfloat16@0.0]",
+    ),
+    Mutant(
+        "native/cpu/quantize.cc",
+        "(rebased + half + (rebased >> shift & 1)) >> shift",
+        "(rebased + half + 1) >> shift",
+        "tests/layers/test_quantization.py"
+        "::test_every_number_is_rounded_as_in_the_reference[float32-float8_e4m3fn]",
+    ),
     # ---------------------------------------------------------------- native: CUDA, emulated
     Mutant(
         "native/kernels/norm_forward.cu",
@@ -48,6 +68,50 @@ MUTANTS = [
         "const auto row = [&](int r) { return mine + r; };",
         "tests/native/test_cuda_emulated.py"
         "::test_cuda_heads_match_reference[3x2056x1-float16-bfloat16-float32@0.0-5-0]",
+    ),
+    Mutant(
+        "native/kernels/norm_backward.cu",
+        "IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);",
+        "",
+        "tests/native/test_cuda_emulated.py"
+        "::test_cuda_rows_match_reference[20x1000x1-bfloat16-float32-bfloat16+bfloat16@0.0]",
+    ),
+    Mutant(
+        "native/kernels/norm_backward.cu",
+        "mean_row = next_mean; next_mean = later_mean",
+        "mean_row = later_mean; next_mean = later_mean",
+        "tests/native/test_layer_norm_kernels.py::test_cuda_kernels_match_reference",
+    ),
+    Mutant(
+        "native/kernels/gate.cuh",
+        "IF_NOT(GATE_SIGMOID, sigmoid_of(z) + z*)",
+        "IF_NOT(GATE_SIGMOID, z*)",
+        "tests/native/test_rms_norm_variants.py::test_cuda_gates_match_reference",
+    ),
+    Mutant(
+        "native/kernels/softmax.cu",
+        "if (label < 0 || label >= FEATURES) picked[row] = 0;",
+        "if (label < 0 || label > FEATURES) picked[row] = 0;",
+        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
+    ),
+    Mutant(
+        "native/kernels/softmax.cu",
+        "sum += other_sum * exponential(other_most - most, 0);",
+        "sum += other_sum;",
+        "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
+    ),
+    Mutant(
+        "native/kernels/fp8.cuh",
+        "bit_cast<float>((127 - shift) << 23)};",
+        "bit_cast<float>((128 - shift) << 23)};",
+        "tests/native/test_quantize_cuda.py"
+        "::test_cuda_codes_are_those_of_the_reference[(128, 64)-bfloat16-float8_e4m3fn]",
+    ),
+    Mutant(
+        "native/kernels/quantize_amax.cu",
+        "const long long rest = head + size - tail;",
+        "const long long rest = size - tail;",
+        "tests/native/test_quantize_cuda.py::test_cuda_amax_is_found_at_any_place[1]",
     ),
     # ---------------------------------------------------------------- native: the engine
     Mutant(
