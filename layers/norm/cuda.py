@@ -1084,7 +1084,7 @@ def eased_backward(call: Call, columns: int, layout: RowLayout) -> RowLayout:
 
 def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
     """Launches rms_norm_backward_in_one_launch.cu, where rows are few and contiguous."""
-    if call.inner != 1 or call.heads > 1 or 0 in call.row_shape:
+    if call.inner != 1 or call.heads > 1 or call.examples or 0 in call.row_shape:
         return None
     read = sum(call.operands[name].dtype.itemsize for name in ("DY", "X"))
     layout = one_launch_layout(
