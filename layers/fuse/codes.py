@@ -158,9 +158,7 @@ class _Program:
         if eqn.primitive is norms.forward.primitive:
             return self._norm(eqn, given, of, path, level)
         if of and (norm := of[0]) is not None and _same_elements(eqn):
-            if norm.made is None:
-                return self._bind(eqn, given), [norm] * len(eqn.outvars)
-            if eqn.primitive.name != "name":
+            if norm.made is None or eqn.primitive.name != "name":
                 return self._bind(eqn, given), [norm] * len(eqn.outvars)
             # Codes take the name: y may be dead, and a name would have it computed.
             q, qt = (checkpoint_name(each, eqn.params["name"]) for each in norm.made[:2])
