@@ -8,6 +8,7 @@ do the two arrays that x is the sum of.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -471,6 +472,16 @@ PAIRED = "dot_general", "mul"
 RESIDUAL = ", with a residual"  # in what the report says of a norm
 
 
+def _of_a_sum(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """`norm` with the residual by its place, as `called` takes arrays, under its own name."""
+    return functools.wraps(norm)(
+        lambda x, residual, *vectors, **options: norm(x, *vectors, residual=residual, **options)
+    )
+
+
+_ADDED = {norm: _of_a_sum(norm) for norm in (rms_norm, layer_norm)}
+
+
 @dataclasses.dataclass(eq=False)
 class Normed(Site):
     """A norm, with the addition before it where there is one, by one of our operations.
@@ -500,7 +511,11 @@ class Normed(Site):
         if p.rounded is not None and p.scale is not None and not p.centred:
             options["cast"] = "before"
         vectors = self._vector(read, p.scale), self._vector(read, p.bias)
-        y, *h = called(_norm, x, residual, *vectors, centred=p.centred, **options)
+        function = layer_norm if p.centred else rms_norm
+        if residual:
+            y, *h = called(_ADDED[function], x, *residual, *vectors, **options)
+        else:
+            y, h = called(function, x, *vectors, **options), []
         y = arrange(y, dims, p.dims)
         h = [arrange(h, dims, self.x_dims).astype(self.x_aval.dtype) for h in h]
         return [y.astype(self.aval.dtype), *h][: len(self.outs)]
@@ -517,16 +532,6 @@ class Normed(Site):
         return (
             w if vector is self.part.scale or not vector.b else w + jnp.asarray(vector.b, w.dtype)
         )
-
-
-def _norm(
-    x: Any, residual: list[Any], scale: Any, bias: Any, centred: bool, **options: Any
-) -> list[Any]:
-    """y, and the sum where there is a residual, as the first of a list."""
-    function = layer_norm if centred else rms_norm
-    if residual:
-        return list(function(x, scale, bias, residual=residual[0], **options))
-    return [function(x, scale, bias, **options)]
 
 
 @dataclasses.dataclass(eq=False)
