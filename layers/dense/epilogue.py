@@ -287,7 +287,7 @@ def resolve(
         )
     if not gated and isinstance(scalar := scalar_of(activation), GatedScalar):
         raise ValueError(
-            f"{prefix}activation {scalar.name!r} is a function of gate and up, and here is no up; "
+            f"{prefix}activation {scalar.name!r} is a function of gate and up, and there is no up; "
             "use gated_dense, gated_product with up=, or GatedMLP"
         )
     return known[activation] if isinstance(activation, str) else activation

@@ -183,9 +183,10 @@ def test_two_runs_whose_locks_lie_leave_a_folder_that_is_resumed(spawn, train, l
     both = [spawn(program=("-c", _LIES), **options) for _ in range(2)]
     for process in both:
         _, err = process.communicate()
-        assert process.returncode in (0, 1), err
-        assert "Traceback" not in err
-        assert process.returncode == 0 or err.splitlines()[-1].startswith("error: the checkpoint")
+        assert process.returncode in (0, 1, 2) and "Traceback" not in err, err
+        # The second may also see the folder before the first has written what run it holds.
+        errors = "error: the checkpoint", "error: --out-dir"
+        assert process.returncode == 0 or err.splitlines()[-1].startswith(errors)
     raced = len(lines(tmp_path / "run"))
     code, _, err = train(steps=8, **{"checkpoint.every": 1})
     assert code == 0, err
