@@ -520,19 +520,15 @@ def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Ar
 
 
 def _is_quantized(mlp: Any, x: Array) -> bool:
-    """Whether all parts may be computed together, in FP8."""
-    return _quantized_alike([*modules.layers_of(mlp).values()], mlp.quantization, x)
-
-
-def _quantized_alike(linears: Sequence[Any], quantization: Quantization, x: Array) -> bool:
-    """Whether Linears as they were made may be computed together, in FP8."""
+    """Whether all parts, as they were made, may be computed together in FP8."""
 
     def as_made(linear: Any) -> bool:
-        if modules.replaced(linear, Linear) or linear.quantization != quantization:
+        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
             return False
         return linear.dtype == linears[0].dtype and not _unserved(linear, jnp.asarray(x))
 
-    return quantization is not None and all(map(as_made, linears))
+    linears = [*modules.layers_of(mlp).values()]
+    return mlp.quantization is not None and all(map(as_made, linears))
 
 
 def _combine(mlp: Any, gate: Array, up: Array | None, hidden_sharding: jax.P | None) -> Array:
