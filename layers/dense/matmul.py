@@ -93,10 +93,18 @@ def matmul(
     return _matmul(product, *equally_varying(x.astype(dtype), *with_main_gradient(kernel)))
 
 
+product_p = Primitive("normfuse_product")
+"""`x -> x`: marks in a traced program the x of a product that is made here, for `fuse`."""
+product_p.def_impl(lambda x: x)
+product_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(product_p, lambda ctx, x: [x])
+batching.primitive_batchers[product_p] = lambda args, dims: (product_p.bind(*args), *dims)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _matmul(product: Product, x: Array, kernel: Array, main: Array | None) -> Array:
     del main
-    return dot(product, x, operand_of(product, x, kernel))
+    return dot(product, product_p.bind(x), operand_of(product, x, kernel))
 
 
 @functools.partial(_matmul.defjvp, symbolic_zeros=True)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from ..dense.dense import apply
 from ..dense.gated import apply_product, mlp
+from ..dense.matmul import kernel_p, product_p
 from ..quantization import fits
 from .activations import Activations
-from .labels import Dims, Label, arrange, atoms, expand, fresh, moved_back, size
+from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
 from .program import Equation, Left, Program, Site, called
 from .scores import ScoreForms
 
@@ -31,6 +32,7 @@ class Matrix:
     """A product of rows with a parameter: `(*rows, features) · (features, *columns)`.
 
     Attributes:
+      given: the value that it multiplies by the parameter.
       x, kernel: (value, labels) of the operands, as far back as they are laid out anew or cast.
       rows, features, columns: labels.
       transposed: the kernel is stored (columns, features).
@@ -39,6 +41,7 @@ class Matrix:
 
     made: Equation
     value: int
+    given: int
     x: tuple[int, Dims]
     kernel: tuple[int, Dims]
     rows: tuple[Label, ...]
@@ -65,6 +68,19 @@ class Matrix:
         return arrange(y, labels, self.dims).astype(aval.dtype)
 
 
+def _products_in(program: Program) -> Iterator[Equation]:
+    """Yields the products; those of `dense` as they stand within it, of what is outside."""
+    for equation in program.equations:
+        if equation.name == "dot_general":
+            yield equation
+        elif equation.name == "custom_jvp_call":
+            body = equation.params["call_jaxpr"].jaxpr.eqns
+            if any(eqn.primitive is product_p for eqn in body):
+                dot = next(eqn for eqn in body if eqn.primitive.name == "dot_general")
+                name, ins = dot.primitive.name, equation.ins[:2]
+                yield dataclasses.replace(equation, eqn=dot, name=name, ins=ins)
+
+
 class Products:
     """What is known of a program's products."""
 
@@ -77,13 +93,12 @@ class Products:
         self.softmaxed = set(softmaxed)  # products whose results a softmax or a loss reads
         self.matrices: list[Matrix] = []
         self.left: list[tuple[int, str]] = []
-        for equation in program.equations:
-            if equation.name == "dot_general":
-                try:
-                    self.matrices.append(self._matrix(equation))
-                except Left as reason:
-                    if str(reason):
-                        self.left.append((equation.outs[0], str(reason)))
+        for equation in _products_in(program):
+            try:
+                self.matrices.append(self._matrix(equation))
+            except Left as reason:
+                if str(reason):
+                    self.left.append((equation.outs[0], str(reason)))
         self.narrowed: dict[int, Matrix] = {}  # by the value that a site replaces
         for m in self.matrices:
             with contextlib.suppress(Left):
@@ -95,7 +110,7 @@ class Products:
         """Raises Left of what is no product of an activation with a parameter."""
         g = self.program
         contract, batch = made.params["dimension_numbers"]
-        dtypes = [g.avals[v].dtype for v in made.ins]
+        dtypes = [v.aval.dtype for v in made.eqn.invars]
         if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes) or batch != ((), ()):
             raise Left("")
         which = self._kernel_side(made)
@@ -128,6 +143,7 @@ class Products:
         return Matrix(
             made,
             value,
+            made.ins[x_side],
             x,
             kernel,
             tuple(rows),
@@ -168,7 +184,9 @@ class Products:
         while (made := g.maker.get(v)) is not None and made.ins and v not in self.made:
             source = made.ins[0]
             given = g.avals[source]
-            if made.name == "convert_element_type":
+            if made.name == kernel_p.name:
+                back = dims
+            elif made.name == "convert_element_type":
                 floating = jnp.issubdtype(given.dtype, jnp.floating)
                 back = dims if casts and floating and given.dtype.itemsize >= 2 else None
             elif not repeated and made.name == "broadcast_in_dim" and given.size != g.avals[v].size:
@@ -230,6 +248,7 @@ class Products:
         return None
 
 
+_LAID_OUT = "transpose", "reshape", "squeeze", "expand_dims", "sharding_constraint"
 _PASSED = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims reshape squeeze stop_gradient "
     "transpose".split()
@@ -271,6 +290,7 @@ class Mlp(Site):
     activation: str
     quantization: Any
     aval: Any
+    sharding: Any = None  # what the function constrains its hidden array to
     inner: tuple[Matrix, ...] = ()  # the products of gate and up, where these are part of it
     biases: tuple[tuple[int, Dims], ...] = ()  # (value, labels) of what is added to each, or none
     rows: Dims = ()  # the labels of its rows then, in the order of their input's
@@ -292,6 +312,7 @@ class Mlp(Site):
             implementation=None,
             quantization=self.quantization,
             contract=int(m.transposed),
+            hidden_sharding=self.sharding,
         )
         return [m.result(y, self.aval)]
 
@@ -309,6 +330,7 @@ class Mlp(Site):
             implementation=None,
             quantization=self.quantization,
             contract=int(m.transposed),
+            hidden_sharding=self.sharding,
         )
         return arrange(y, (*self.rows, tuple(m.columns)), m.dims).astype(self.aval.dtype)
 
@@ -366,8 +388,9 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     """Returns the MLP with the products of its gate and up, where these have one input."""
     m, known = half.matrix, products.narrowed
     hidden = [v for v in (half.gate, half.up) if v is not None]
-    made, biases = [], []
+    made, biases, shardings = [], [], {half.sharding}
     for v in hidden:
+        shardings.add(_sharding_of(products.program, v))
         v, dims = _laid_out(products.program, v, half.hidden_dims, known)
         if v not in known and (split := _biased(products, v, dims, known)) is not None:
             (v, dims), bias = split
@@ -396,9 +419,12 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
     to = dict(pairs)
     if [to[l] for l in first.columns] != list(m.features):
         return None
+    if len(shardings := shardings - {None}) > 1:
+        return None
     kernels = [each.kernel[0] for each in (*inner, m)]
     return dataclasses.replace(
         half,
+        sharding=next(iter(shardings), None),
         biases=tuple(biases),
         reads=tuple(dict.fromkeys([first.x[0], *kernels, *[v for v, _ in biases]])),
         dead=(*half.dead, *[i.value for i in inner]),
@@ -423,12 +449,21 @@ def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) ->
     return None
 
 
+def _sharding_of(program: Program, v: int) -> Any:
+    """Returns the sharding that a value is constrained to, whole, in its own layout; or None."""
+    while (made := program.maker.get(v)) is not None and made.name in UNCHANGED:
+        if made.name == "sharding_constraint" and not made.params["unconstrained_dims"]:
+            return made.params["sharding"]
+        v = made.ins[0]
+    return None
+
+
 def _laid_out(program: Program, v: int, dims: Dims, known: Mapping[int, Any]) -> tuple[int, Dims]:
     """Returns the product that a value is a transposition or a reshape of, with its labels."""
     while v not in known and (made := program.maker.get(v)) is not None and len(made.ins) == 1:
         shape, given = program.avals[v].shape, program.avals[made.ins[0]].shape
         back = moved_back(made, dims, given, shape)
-        if back is None or made.name not in ("transpose", "reshape", "squeeze", "expand_dims"):
+        if back is None or made.name not in _LAID_OUT:
             break
         v, dims = made.ins[0], tuple(map(expand, back))
     return v, dims
@@ -460,6 +495,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
     if any(jnp.promote_types(a.dtype, m.dtype) != m.dtype for a in same):
         return None  # computed in more than the product's dtype
     rows, features, columns = m.sizes
+    laid_out = dims == (*[(l,) for l in m.rows], m.features)
     kind = "gated_product" + (", fp8" if quantization else "")
     return Mlp(
         outs=(value,),
@@ -474,6 +510,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
         activation=activation,
         quantization=quantization,
         aval=aval,
+        sharding=_sharding_of(g, m.given) if laid_out else None,
     )
 
 

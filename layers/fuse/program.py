@@ -551,6 +551,7 @@ _LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_elem
 _PEELED = (
     *_LAYOUT,
     "name",
+    "normfuse_kernel",
     "pcast",
     "pvary",
     "transpose",

@@ -445,6 +445,32 @@ def test_kernels_that_two_axes_split_move_no_more(name, quantization, eight_devi
         assert moved[1] <= moved[0] * (1 if quantization is None else 0.95)
 
 
+@pytest.mark.newest
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("at", ["gate and up", "hidden"])
+def test_hidden_arrays_stay_where_constraints_place_them(at, quantization, eight_devices):
+    """Nothing else says so: kernels and x are whole on each device."""
+    mesh = jax.make_mesh((2,), ("t",), axis_types=(AxisType.Auto,), devices=eight_devices[:2])
+    place = lambda a: lax.with_sharding_constraint(a, NamedSharding(mesh, P(None, None, "t")))
+
+    def model_loss(p, x):
+        gate, up = x @ p["gate"], x @ p["up"]
+        if at == "gate and up":
+            gate, up = place(gate), place(up)
+        hidden = jax.nn.silu(gate) * up
+        return jnp.mean(jnp.sin((place(hidden) if at == "hidden" else hidden) @ p["down"]))
+
+    whole = NamedSharding(mesh, P())
+    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole)
+    params = {"gate": struct(64, 512), "up": struct(64, 512), "down": struct(512, 64)}
+    fused = Fused(model_loss, quantization=quantization)
+    program = jax.jit(jax.value_and_grad(fused)).lower(params, struct(8, 16, 64)).compile()
+    assert_served(fused, mlp=1)
+    assert all(row.domain == "mlp" for row in fused.rows if not quantization or row.served)
+    text = program.as_text()
+    assert re.search(r"\[(8,16|128),256\]", text) and not re.search(r"\[(8,16|128),512\]", text)
+
+
 @pytest.mark.parametrize("outside", [False, True], ids=["within", "around"])
 def test_shard_map(mesh, args, outside):
     def local(f):

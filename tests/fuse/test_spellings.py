@@ -15,6 +15,8 @@ from flax import nnx
 from fuse_cases import Cases, draw, draws
 from jax import lax
 
+from normfuse import dense
+
 B, T, H, D, E, V = 2, 16, 4, 8, 32, 96
 BTHD, BHTD, HTD = (B, T, H, D), (B, H, T, D), (H, T, D)
 BTE = (B, T, E)
@@ -934,6 +936,12 @@ PRODUCTS = {  # function, shapes, products
         lambda x, q, k, v: (x @ q, x @ k, x @ v),
         (BTE, (E, F), (E, F), (E, F)),
         3,
+    ),
+    "of this library": (dense, (BTE, (E, F)), 1),
+    "of this library, with a bias and an activation": (
+        functools.partial(dense, activation="gelu"),
+        (BTE, (E, F), (F,)),
+        1,
     ),
     "in a scan": (
         lambda x, w: lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0],
