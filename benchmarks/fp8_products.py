@@ -130,7 +130,7 @@ def mlps(seconds: float, every: bool, chosen: list[str]) -> None:
     """Norm and SwiGLU MLP, forward and backward."""
     import jax
     import jax.numpy as jnp
-    from fp8_layers import both_ways, fused_mlp, mlp, plain_mlp, wide_product
+    from fp8_layers import both_ways, mlp, plain_mlp, wide_product
 
     from normfuse import dense, gated_product, rms_norm
     from normfuse.layers.dense import gated
@@ -160,7 +160,6 @@ def mlps(seconds: float, every: bool, chosen: list[str]) -> None:
         "x quantized once, gradients e5m2": both_ways(
             mlp, norm=rms_norm, gradients=jnp.float8_e5m2
         ),
-        "FP8, activation and gradients as FP8": both_ways(fused_mlp, norm=rms_norm),
         "x quantized once, scales before": both_ways(mlp, norm=rms_norm, product=wide_product),
     }
     versions = {name: run for name, run in versions.items() if not chosen or name in chosen}

@@ -124,7 +124,10 @@ class Work:
             return [jnp.zeros(r.shape, r.dtype) for r in results]
 
         small = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-        x = jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(self.dtype))
+        x, q = (
+            jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(of))
+            for of in (self.dtype, "uint8")
+        )
         flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
         silu = {"function": SCALARS["silu"]}
         row, base = small(self.columns), Norm(eps=1e-6, has_scale=True, with_rstd=True)
@@ -139,13 +142,9 @@ class Work:
             "amax": (kernels.cuda_maxima, [x], {}),
             "cast": (kernels.cuda_cast, [x, small(1)], flags),
             "quantize": (kernels.cuda_quantize, [x], flags),
-            "gated amax": (gated.cuda_amax, [x, x, small(2)], silu),
-            "gated": (gated.cuda_forward, [x, x, small(2), small(1, 1)], flags | silu),
-            "gated gradient": (
-                gated.cuda_gradient,
-                [x, x, x, small(3), small(2, 1)],
-                flags | silu,
-            ),
+            "gated amax": (gated.cuda_amax, [x, x], silu),
+            "gated": (gated.cuda_forward, [x, x, small(3)], silu),
+            "gated gradient": (gated.cuda_gradient, [x, q, q, small(2), small(3)], silu),
         }[call]
         with contextlib.ExitStack() as stack:
             replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
@@ -160,11 +159,11 @@ class Work:
         return found
 
     def bytes(self, call: str) -> int:
-        """That a kernel must move."""
-        of = {"amax": (1, 0), "cast": (1, 1), "quantize": (2, 1), "gated amax": (2, 0)}
-        of |= {"norm": (1, 1), "add norm": (3, 1)}  # the sum is as large as x
-        read, written = (of | {"gated": (2, 1), "gated gradient": (3, 2)})[call]
-        return self.elements * (read * self.itemsize + 2 * written)
+        """That a kernel must move: arrays as wide as x, and codes."""
+        of = {"amax": (1, 0), "cast": (1, 2), "quantize": (2, 2), "gated amax": (2, 0)}
+        of |= {"norm": (1, 2), "add norm": (3, 2)}  # the sum is as large as x
+        wide, codes = (of | {"gated": (2, 3), "gated gradient": (1, 7)})[call]
+        return self.elements * (wide * self.itemsize + codes)
 
 
 def compile_one(job: tuple) -> tuple[tuple, bytes | str]:
@@ -397,13 +396,12 @@ def beside_xla(seconds: float) -> None:
     import jax
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
-    from fp8_layers import activation_maxima, quantized_activation, quantized_gradients
 
     from normfuse import rms_norm
     from normfuse.layers.dense.epilogue import SCALARS
     from normfuse.layers.norm.spec import Norm
+    from normfuse.layers.quantization import gated, quantize
     from normfuse.layers.quantization import norm as norms
-    from normfuse.layers.quantization import quantize
     from normfuse.layers.quantization.norm import NormCodes
     from normfuse.native.implementation import NATIVE
 
@@ -437,17 +435,23 @@ def beside_xla(seconds: float) -> None:
             "XLA, codes transposed": lambda x: with_amax(x, True),
         },
     }
-    silu = SCALARS["silu"]
-    one = jnp.float32(0.5)
+    silu = gated.Gated(SCALARS["silu"])
+    bounds = jnp.full(3, bound)
+    codes = lambda x: x.astype(e4m3)
 
     def activation(a, b):
-        h = jax.nn.silu(a.astype(f32) * one) * (b.astype(f32) * one)
-        return plain(h, jnp.float32(8), True)
+        a, b = a.astype(f32), b.astype(f32)
+        return [plain(r, jnp.float32(8), True)[0] for r in (jax.nn.silu(a) * b, a, b)]
 
     def gradients(dh, a, b):
-        a, b = a.astype(f32) * one, b.astype(f32) * one
-        da, db = jax.vjp(lambda a, b: jax.nn.silu(a) * b, a, b)[1](dh.astype(f32) * one)
-        return plain(da, jnp.float32(8), True), plain(db, jnp.float32(8), True)
+        h = lambda a, b: jax.nn.silu(a) * b
+        h, pull = jax.vjp(h, a.astype(f32) * 0.5, b.astype(f32) * 0.5)
+        da, db = pull(dh.astype(f32))
+        return [plain(r, jnp.float32(8), True) for r in (da, db)], plain(h, jnp.float32(8), True)[1]
+
+    def own_gradients(dh, a, b):
+        a, b = (jax.lax.bitcast_convert_type(q, jnp.uint8) for q in (a, b))
+        return gated.gradient_kernel(silu, dh, a, b, jnp.full(2, 0.5), bounds, order=NATIVE)
 
     weight = lambda x: jnp.ones(x.shape[1], f32)
 
@@ -469,19 +473,13 @@ def beside_xla(seconds: float) -> None:
 
     norm_versions = {"normfuse": quantized_norm, "normfuse, norm and cast": apart, "XLA": norm}
     gated_versions = {
-        "gated amax": {
-            "normfuse": lambda a, b: activation_maxima(silu, a, one, b, one, order=NATIVE)
-        },
+        "gated amax": {"normfuse": lambda a, b: gated.amax_kernel(silu, a, b, order=NATIVE)},
         "gated": {
-            "normfuse": lambda a, b: quantized_activation(
-                silu, a, one, b, one, bound=bound, order=NATIVE
-            ),
+            "normfuse": lambda a, b: gated.forward_kernel(silu, a, b, bounds, order=NATIVE),
             "XLA": activation,
         },
         "gated gradient": {
-            "normfuse": lambda dh, a, b: quantized_gradients(
-                silu, dh, one, a, one, b, one, bounds=[bound, bound], order=NATIVE
-            ),
+            "normfuse": own_gradients,
             "XLA": gradients,
         },
     }
@@ -501,6 +499,8 @@ def beside_xla(seconds: float) -> None:
             needs = {"gated amax": 2, "gated": 2, "gated gradient": 3, "add norm": 2}
             needs = needs.get(kernel, 1)
             sets = [tuple(xs[(i + n) % len(xs)] for n in range(needs)) for i in range(len(xs))]
+            if kernel == "gated gradient":
+                sets = [(dh, codes(a), codes(b)) for dh, a, b in sets]
             for name, run in ways.items():
                 if time.perf_counter() - began > seconds:
                     emit(part="xla", out_of_time=True)

@@ -10,11 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from normfuse.layers import quantization
-from normfuse.layers.dense.epilogue import SCALARS, Scalar
-from normfuse.layers.quantization import gated as activations
 from normfuse.layers.quantization import product, quantize
-from normfuse.layers.quantization.kernels import Codes
-from normfuse.native.implementation import BEST, Order
 
 f32 = jnp.float32
 Product = Callable[..., jax.Array]
@@ -123,92 +119,3 @@ def both_ways(layer: Callable, **options) -> Callable:
         return y, pull(dy)
 
     return run
-
-
-def activation_maxima(
-    activation: Scalar, *given: jax.Array, order: Order = BEST
-) -> list[jax.Array]:
-    """The largest |h|, |activation(a)| and |up| (1 without up) of h = activation(a) · up.
-
-    Given are a and up as a product left them, each with its scale.
-    """
-    spec, scales = activations.Gated(activation), jnp.stack(given[1::2])
-    found = activations.amax_kernel(spec, *given[::2], scales, order=order)
-    h, *rest = (maximum.reshape(()) for maximum in found)
-    return [h, *rest] if rest else [h, h, jnp.float32(1)]
-
-
-def quantized_activation(activation: Scalar, *given: jax.Array, bound, order: Order = BEST):
-    """`(q, qt, scale)` of the same h, whose |h| `bound` bounds."""
-    spec, scales = activations.Gated(activation), jnp.stack(given[1::2])
-    bounds = jnp.reshape(bound, (1, 1))
-    q, qt, scale = activations.forward_kernel(spec, *given[::2], scales, bounds, order=order)
-    return q, qt, scale.reshape(())
-
-
-def quantized_gradients(
-    activation: Scalar,
-    *given: jax.Array,
-    bounds: Sequence[jax.Array],
-    dtype: jnp.dtype = jnp.float8_e4m3fn,
-    order: Order = BEST,
-) -> list[tuple[jax.Array, ...]]:
-    """`(q, qt, scale)` of da and, with `up`, of dup; given are dh, a and up with their scales."""
-    spec = activations.Gated(activation, Codes(jnp.dtype(dtype).name))
-    operands = *given[::2], jnp.stack(given[1::2]), jnp.stack(bounds).reshape(-1, 1)
-    results = activations.gradient_kernel(spec, *operands, order=order)
-    triples = [results[i : i + 3] for i in range(0, len(results), 3)]
-    return [(q, qt, scale.reshape(())) for q, qt, scale in triples]
-
-
-def fused_mlp(
-    x: jax.Array,
-    scale: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *,
-    norm: Callable = rms_norm,
-    gradients: jnp.dtype = jnp.float8_e4m3fn,
-    activation: Scalar = SCALARS["silu"],
-) -> jax.Array:
-    """As `mlp`, with the activation and its gradients quantized as they are made.
-
-    The hidden array and its gradients are in memory as FP8 only, and products leave their scales to
-    the kernel that reads them. The gradients' bounds are made of maxima.
-    """
-
-    @jax.custom_vjp
-    def run(y, kernels, bound):
-        return forward(y, kernels, bound)[0]
-
-    def forward(y, kernels, bound):
-        yq = quantize(y, bound=bound)
-        g, u, d = (quantize(kernel) for kernel in kernels)
-        a, b = (product(yq.q, None, w.qt, None, y.dtype) for w in (g, u))
-        scales = yq.scale * g.scale, yq.scale * u.scale
-        given = a, scales[0], b, scales[1]
-        bound, *maxima = activation_maxima(activation, *given)
-        h, ht, h_scale = quantized_activation(activation, *given, bound=bound)
-        z = product(h, h_scale, d.qt, d.scale, y.dtype)
-        ours = [(w.q, w.scale) for w in (g, u, d)]
-        return z, (yq.qt, yq.scale, given, maxima, ht, h_scale, ours)
-
-    def backward(kept, dz):
-        yt, y_scale, given, maxima, ht, h_scale, ((g, g_scale), (u, u_scale), (d, d_scale)) = kept
-        dzq = quantize(dz, gradients)
-        raw = product(dzq.q, None, d, None, dz.dtype)
-        dh_scale = dzq.scale * d_scale
-        slope = activations.SLOPES[activation.name]
-        largest = quantization.amax(raw) * dh_scale
-        bounds = activations.gradient_bounds(largest, *maxima, slope)
-        of_raw = {"bounds": bounds, "dtype": gradients}
-        da, db = quantized_gradients(activation, raw, dh_scale, *given, **of_raw)
-        dy = product(da[0], da[2], g, g_scale, dz.dtype)
-        dy = product(db[0], db[2], u, u_scale, dz.dtype, add_to=dy)
-        dg, du = (product(yt, y_scale, t, s, f32) for _, t, s in (da, db))
-        return dy, [dg, du, product(ht, h_scale, dzq.qt, dzq.scale, f32)], None
-
-    run.defvjp(forward, backward)
-    bound = quantization.rms_norm_bound(x.shape[-1], jax.lax.stop_gradient(scale))
-    return run(norm(x, scale), [gate, up, down], bound)

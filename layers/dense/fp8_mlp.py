@@ -2,11 +2,11 @@
 
     a = x · W_gate (+ bias)    b = x · W_up (+ bias)    h = f(a) · b    y = h · W_down
 
-Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds its
-maximum, a second one writes its codes in both layouts. Neither are the gradients of a and b: one
-pass over dh, a and b writes their codes in both layouts, with bounds from the maxima of the forward
-(docs/quantization.md); the gradients of biases are sums of what these codes say. Without W_up b is
-1.
+Each product is as in `fp8`. The hidden array h is never written: one pass over a and b finds
+maxima, a second one writes codes of h, a and b. The backward keeps those of a and b alone. One pass
+over them and dh writes the codes of their gradients and of hᵀ, which it computes again, with bounds
+from the maxima of the forward (docs/quantization.md); the gradients of biases are sums of what
+these codes say. Without W_up b is 1.
 """
 
 import dataclasses
@@ -22,11 +22,9 @@ from jax import Array
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, match, placed
 from ..quantization import gated
-from ..quantization.kernels import Codes
 from ..quantization.op import Quantized, decoded
 from .epilogue import SCALARS, Scalar
 from .fp8 import (
-    FORMAT,
     Fp8,
     Input,
     backward_codes,
@@ -44,6 +42,7 @@ from .fp8 import (
     transposed,
     vmap_tangent,
     vmapped,
+    widened,
 )
 from .matmul import Product, chained, equally_varying
 
@@ -128,7 +127,7 @@ def multiply_mlp(
     """
     dtype = jnp.dtype(dtype).name
     fp8 = Fp8(op, Product.of(x.ndim, 2, contract, None, None), dtype, order)
-    hidden = gated.Gated(function, Codes(FORMAT, True, True, op), op, len(kernels) == 2)
+    hidden = gated.Gated(function, op, len(kernels) == 2)
     spec = Mlp(Input(fp8), hidden, bool(biases), hidden_sharding)
     x, *biases = equally_varying(x.astype(dtype), *biases)
     args, operands = operands_of(x, [*kernels, down])
@@ -161,24 +160,21 @@ def _products(
 ) -> tuple[Array, list[Array]]:
     """The result of what has the codes `xq`, and the residuals in the order of `Residuals`."""
     firsts, (down, _), biases = spec.split(operands)
-    first_moves, down_moves, bias_moves = map(any, spec.split(moves[1:]))
+    first_moves, _, bias_moves = map(any, spec.split(moves[1:]))
     codes = [kernel_codes(spec.fp8, w, forward=True, backward=moves[0]) for w in firsts[::2]]
     arrays = [placed(forward(spec.fp8, x, xq, w), spec.hidden_sharding) for w in codes]
     arrays = [_plus(a, bias) for a, bias in zip(arrays, biases)] or arrays
-    hidden = gated.Hidden(*gated.hidden(spec.gated, *arrays, order=spec.order))
+    q, scale, *hidden = gated.hidden(spec.gated, *arrays, order=spec.order)
     before_down = moves[0] or first_moves or bias_moves
     wd = kernel_codes(spec.fp8, down, forward=True, backward=before_down)
-    hq = Quantized(hidden.q, hidden.qt, hidden.scale)
-    y = forward(spec.fp8, arrays[0], hq, wd)
+    y = forward(spec.fp8, arrays[0], Quantized(q, None, scale), wd)
     absent = jnp.zeros((), jnp.float32)
     back = lambda product, w, like, there: backward_codes(product, w, like) if there else absent
     return y, [
         *(xq.qt if first_moves else absent, xq.scale),
         *(r for w in codes for r in (back(spec.fp8, w, x, moves[0]), w.scale)),
         *(back(spec.fp8, wd, arrays[0], before_down), wd.scale),
-        *(arrays if before_down else [absent] * len(arrays)),
-        *(hidden.activation, hidden.up),
-        *(hidden.qt if down_moves else absent, hidden.scale),
+        *hidden,
     ]
 
 
@@ -214,15 +210,12 @@ class Tangent:
         take = lambda: (given.pop(0), given.pop(0))
         count = self.mlp.count
         x, kernels, down = take(), [take() for _ in range(count)], take()
-        arrays = [given.pop(0) for _ in range(count)]
-        maxima, hidden = take(), take()
+        arrays, limits = [take() for _ in range(count)], [given.pop(0) for _ in range(3)]
         linear = [given.pop(0) if moved else None for moved in self.moves]
         dx, (*firsts, of_down, biases) = linear[0], self.mlp.split(linear[1:])
         of_firsts = [firsts[0][i : i + 2] for i in range(0, 2 * count, 2)]
         biases = biases or [None] * count
-        return Residuals(
-            x, kernels, down, arrays, maxima, hidden, linear, dx, of_firsts, of_down, biases
-        )
+        return Residuals(x, kernels, down, arrays, limits, linear, dx, of_firsts, of_down, biases)
 
 
 @dataclasses.dataclass
@@ -232,14 +225,18 @@ class Residuals:
     x: tuple[Any, Any]  # codes of xᵀ
     kernels: list[tuple[Any, Any]]  # codes (in, out) of gate and up
     down: tuple[Any, Any]  # codes (in, out) of down
-    arrays: list[Any]  # a and b, before the activation
-    maxima: tuple[Any, Any]  # the largest |f(a)| and |b|
-    hidden: tuple[Any, Any]  # codes of hᵀ
+    arrays: list[tuple[Any, Any]]  # codes of a and b, before the activation
+    limits: list[Any]  # of |f(a)|, |b| and |h|
     linear: list[Any]  # all tangents, None where there is none: first that of x, then these
     dx: Any
     of_firsts: list[list[Any]]  # those of gate's and up's kernels and main gradients
     of_down: list[Any]
     biases: list[Any]  # gate's and up's
+
+    @property
+    def hidden(self) -> list[Any]:
+        """What `gated.hidden` left for the backward."""
+        return [*sum(self.arrays, ()), *self.limits]
 
 
 def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
@@ -248,22 +245,20 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
         return vmapped(define_tangent, spec)(*operands)
     mlp, r, terms = spec.mlp, spec.read(operands), []
     if any(t is not None for t in (r.dx, *r.biases, *sum(r.of_firsts, []))):
-        moved = []
-        for array, kernel, dkernels, dbias in zip(r.arrays, r.kernels, r.of_firsts, r.biases):
+        moved, arrays = [], [widened(mlp.fp8, *pair) for pair in r.arrays]
+        for array, kernel, dkernels, dbias in zip(arrays, r.kernels, r.of_firsts, r.biases):
             parts = [product_with_x(mlp.fp8, *r.x, d) for d in dkernels if d is not None]
             parts += [] if r.dx is None else [product_with_kernel(mlp.fp8, r.dx, *kernel)]
             along = functools.reduce(jnp.add, parts) if parts else jnp.zeros_like(array)
             moved.append(along if dbias is None else _plus(along, dbias))
-        h = lambda *arrays: _hidden(mlp.gated, *arrays)
-        _, dh = jax.jvp(h, tuple(r.arrays), tuple(moved))
+        h = lambda *arrays: gated.define_h(*arrays, function=mlp.gated.function)[0]
+        _, dh = jax.jvp(h, tuple(arrays), tuple(moved))
+        dh = dh.astype(mlp.fp8.dtype)
         terms.append(product_with_kernel(mlp.fp8, dh, *r.down))
-    terms += [product_with_x(mlp.fp8, *r.hidden, d) for d in r.of_down if d is not None]
+    of_down = [d for d in r.of_down if d is not None]
+    codes = gated.hidden_codes(mlp.gated, *r.hidden) if of_down else []
+    terms += [product_with_x(mlp.fp8, *codes, d) for d in of_down]
     return [functools.reduce(jnp.add, terms)]
-
-
-def _hidden(spec: gated.Gated, *arrays: Array) -> Array:
-    (h, *_) = gated.define_h(*arrays, jnp.ones(len(arrays), jnp.float32), function=spec.function)
-    return h.astype(arrays[0].dtype)
 
 
 def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequence[Any]) -> Any:
@@ -274,18 +269,22 @@ def _gradients(spec: Tangent, dys: Any, residuals: Sequence[Any], likes: Sequenc
     g = gradient_codes(mlp.fp8, dy, q=before_down, qt=there(r.of_down))
     one = lambda x, g, d: None if d is None else kernel_gradient(mlp.fp8, x[0], x[1], g, d)
     each = lambda x, g, of: [one(x, g, d) for d in of]
-    found: list[Any] = [None] * (1 + 2 * mlp.count) + each(r.hidden, g, r.of_down)
+    found: list[Any] = [None] * (1 + 2 * mlp.count)
     biases: list[Any] = []
-    if before_down:
-        dh = input_gradient(mlp.fp8, g, *r.down, jax.typeof(r.arrays[0]))
-        dh = placed(dh, mlp.hidden_sharding)
-        codes = gated.hidden_gradients(mlp.gated, dh, *r.arrays, *r.maxima, order=mlp.order)
+    if not before_down:
+        hidden = gated.hidden_codes(mlp.gated, *r.hidden)
+    else:
+        like = jax.typeof(r.arrays[0][0]).update(dtype=jnp.dtype(mlp.fp8.dtype))
+        dh = placed(input_gradient(mlp.fp8, g, *r.down, like), mlp.hidden_sharding)
+        results = gated.hidden_gradients(mlp.gated, dh, *r.hidden, order=mlp.order)
+        codes, hidden = results[:-2], results[-2:]
         ways = [Quantized(*codes[i : i + 3]) for i in range(0, len(codes), 3)]
         if r.dx is not None:
             terms = [input_gradient(mlp.fp8, way, *w, r.dx) for way, w in zip(ways, r.kernels)]
             found[0] = chained(terms)
-        found[1:-2] = [f for way, of in zip(ways, r.of_firsts) for f in each(r.x, way, of)]
+        found[1:] = [f for way, of in zip(ways, r.of_firsts) for f in each(r.x, way, of)]
         biases = [None if d is None else _bias_gradient(way, d) for way, d in zip(ways, r.biases)]
+    found += each(hidden, g, r.of_down)
     return [f for f, moved in zip([*found, *biases], spec.moves) if moved]
 
 
@@ -300,15 +299,14 @@ def _batch(op: Op, operands: Any, dims: Any, *, spec: Tangent, order: Order) -> 
     """A batch dimension of the rows is one more dimension of them, the first."""
     size = next(a.shape[d] for a, d in zip(operands, dims) if d is not None)
     r, at = spec.read(operands), spec.read(dims)
-    scales = [at.x[1], at.hidden[1], *at.maxima]
+    scales = [at.x[1], *(scale for _, scale in at.arrays), *at.limits]
     parameters = [*sum((*at.kernels, at.down), ()), *at.linear[1:]]
     if spec.vmaps or any(d is not None for d in [*scales, *parameters]):
         return vmap_tangent(op, operands, dims, spec, order)
     place = lambda a, d, to: batch_at(a, d, to, size) if a.ndim else a
     moved = [place(r.x[0], at.x[0], 1), r.x[1]]
     moved += [part for pair in (*r.kernels, r.down) for part in pair]
-    moved += [place(a, d, 0) for a, d in zip(r.arrays, at.arrays)]
-    moved += [*r.maxima, place(r.hidden[0], at.hidden[0], 1), r.hidden[1]]
+    moved += [place(a, d, 0) for a, d in zip(r.hidden, (*sum(at.arrays, ()), *at.limits))]
     moved += [] if r.dx is None else [batch_at(r.dx, at.dx, 0, size)]
     moved += [t for t in r.linear[1:] if t is not None]
     return op(replace(spec, mlp=spec.mlp.with_batch()), *moved, order=order), [0]

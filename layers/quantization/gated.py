@@ -1,16 +1,17 @@
-"""FP8 codes of an activation and of its gradients, from raw products, in one pass each.
+"""FP8 codes of an activation and of its gradients, from products, in one pass each.
 
-    h = activation(a) · up          a = a_scale · raw_a, up = up_scale · raw_up
+    h = activation(a) · up
     da = dh · up · activation'(a)   dup = dh · activation(a)
 
-Products leave their scales to these kernels, which multiply as they read. Without `up` it is 1, and
-there is no dup. Values are float32 until they are encoded.
+The forward reads a and up and writes codes of h, a and up. The backward reads dh and the codes of a
+and up: from these it computes h again, whose transpose it writes with da and dup. Without `up` it
+is 1, and there is no dup. Values are float32 until they are encoded.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,9 @@ from ...native.kernel import Kernel
 from ...native.launch import Target, launch
 from ..core.op import Dims, Op, Split, batch_at
 from . import kernels
-from .definition import define_amax, define_cast
+from .definition import E4M3, define_amax, define_cast, scale_of
 from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes
-from .op import as_bytes
+from .op import as_bytes, decoded
 
 if TYPE_CHECKING:  # the layers of `dense` import this module
     from ..dense.epilogue import Scalar
@@ -37,7 +38,6 @@ class Gated:
     """The static description of a quantized activation, or of its gradients."""
 
     function: "Scalar"  # the activation
-    codes: Codes = Codes()  # results for h and for each gradient
     op: str = "gated_product"  # the function the user called
     # The activation is multiplied by a second array; kernels see that from their operands.
     has_up: bool = True
@@ -45,7 +45,7 @@ class Gated:
     @property
     def flags(self) -> dict[str, Any]:
         """Keywords of definitions and bodies."""
-        return {"function": self.function, **self.codes.flags}
+        return {"function": self.function}
 
 
 def gradient_bounds(
@@ -54,8 +54,8 @@ def gradient_bounds(
     """Bounds of |da| and |dup|: max|dh| · max|up| · slope and max|dh| · max|activation(a)|.
 
     Args:
-      dh: max|dh|, dh's scale included.
-      activation, up: the other two, found in the forward pass.
+      dh: max|dh|.
+      activation, up: the other two, of what codes say: `limit`.
       slope: a bound on |activation'| (`SLOPES`).
     """
     return dh * up * jnp.float32(slope), dh * activation
@@ -77,51 +77,80 @@ SLOPES = {
 }
 
 
+def limit(maximum: jax.Array, scale: jax.Array, slope: float = 1.0) -> jax.Array:
+    """A bound of |f| of what e4m3 codes say, whose arguments have `maximum` for their largest |f|.
+
+    A code is off by at most half the distance between the largest ones, 16 times their scale.
+    """
+    return maximum + jnp.float32(16 * slope) * scale
+
+
 # ---------------------------------------------------------------- definitions
 
-
-def _scaled(operands) -> list[jax.Array]:
-    *raw, scales = operands
-    return [array.astype(jnp.float32) * scales[i] for i, array in enumerate(raw)]
+_BOTH = {"dtype": E4M3.dtype, "has_q": True, "has_qt": True}
+_AS_IT_LIES, _TRANSPOSED = _BOTH | {"has_qt": False}, _BOTH | {"has_q": False}
 
 
-def define_h(*operands: jax.Array, function: "Scalar") -> list[jax.Array]:
-    """`(raw_a[, raw_up], scales) -> (h, activation(a)[, up])`, float32."""
-    a, *up = _scaled(operands)
+def define_h(*arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
+    """`(a[, up]) -> (h, activation(a))`, float32."""
+    a, *up = [array.astype(jnp.float32) for array in arrays]
     value = function(a)
-    return [value * up[0], value, up[0]] if up else [value, value]
+    return [value * up[0] if up else value, value]
 
 
-def define_gradients(*operands: jax.Array, function: "Scalar") -> list[jax.Array]:
-    """`(raw_dh, raw_a[, raw_up], scales) -> (da[, dup])`, float32."""
-    dh, a, *up = _scaled(operands)
+def define_gradients(
+    dh: jax.Array, a: jax.Array, *up: jax.Array, function: "Scalar"
+) -> list[jax.Array]:
+    """`(dh, a[, up]) -> (da[, dup])`, float32."""
+    dh, a, *up = [array.astype(jnp.float32) for array in (dh, a, *up)]
     value, pull = jax.vjp(function, a)
     (da,) = pull(dh * up[0] if up else dh)
     return [da, dh * value] if up else [da]
 
 
+def _meant(codes: Sequence[jax.Array], scales: Sequence[jax.Array]) -> list[jax.Array]:
+    """What bytes mean, float32."""
+    return [decoded(q).astype(jnp.float32) * scale for q, scale in zip(codes, scales, strict=True)]
+
+
+def _again(cast, *arrays: jax.Array, bound: jax.Array, function: "Scalar") -> list[jax.Array]:
+    """`(qt, scale)` of h, computed again from what codes say, with the bound of the first h.
+
+    Beyond the largest code's number it is that number: h was not larger, so that is closer.
+    """
+    h = define_h(*arrays, function=function)[0]
+    largest = E4M3.largest * scale_of(bound, E4M3)
+    h = jnp.where(jnp.abs(h) < jnp.inf, jnp.clip(h, -largest, largest), h)
+    return cast(h, bound, **_TRANSPOSED)
+
+
 def _amax_by(amax):
-    def maxima(*operands, function, **_):
-        h, value, *up = define_h(*operands, function=function)
-        return [amax(array)[0] for array in ([h, value, *up] if up else [h])]
+    def maxima(*arrays, function):
+        h, value = define_h(*arrays, function=function)
+        every = h, *arrays, *[value] * (len(arrays) > 1)
+        return [amax(array)[0] for array in every]
 
     return maxima
 
 
 def _forward_by(cast):
-    def forward(*operands, function, **flags):
-        *raw, scales, bounds = operands
-        h = define_h(*raw, scales, function=function)[0]
-        return list(cast(h, bounds[0], **flags))
+    def forward(*operands, function):
+        *arrays, bounds = operands
+        every = define_h(*arrays, function=function)[0], *arrays
+        pairs = [cast(x, bounds[i : i + 1], **_AS_IT_LIES) for i, x in enumerate(every)]
+        return [r for pair in pairs for r in pair]
 
     return forward
 
 
 def _gradient_by(cast):
-    def gradient(*operands, function, **flags):
-        *raw, scales, bounds = operands
-        found = define_gradients(*raw, scales, function=function)
-        return [r for d, bound in zip(found, bounds, strict=True) for r in cast(d, bound, **flags)]
+    def gradient(*operands, function):
+        dh, *codes, scales, bounds = operands
+        arrays = _meant(codes, scales)
+        found = define_gradients(dh, *arrays, function=function)
+        triples = [cast(d, bounds[i : i + 1], **_BOTH) for i, d in enumerate(found)]
+        last = _again(cast, *arrays, bound=bounds[-1:], function=function)
+        return [r for results in (*triples, last) for r in results]
 
     return gradient
 
@@ -153,166 +182,177 @@ def _macros(x: jax.Array, has_up: bool) -> dict[str, str | int]:
     }
 
 
-def cuda_amax(target: Target, *operands: jax.Array, function: "Scalar", **_) -> list[jax.Array]:
+def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
     """`define_maxima` on a GPU."""
-    *raw, scales = operands
-    size, has_up = raw[0].size, len(raw) == 2
-    blocks = _AMAX_LAYOUT.blocks(size, raw[0].dtype.itemsize, target)
+    size, count = arrays[0].size, 2 * len(arrays)
+    blocks = _AMAX_LAYOUT.blocks(size, arrays[0].dtype.itemsize, target)
+    macros = _macros(arrays[0], len(arrays) > 1)
     (maxima,) = launch(
         _source("quantize_gated_amax.cu", function),
         "quantize_gated_amax",
-        operands,
-        [jax.ShapeDtypeStruct((3 if has_up else 1, blocks), jnp.float32)],
+        arrays,
+        [jax.ShapeDtypeStruct((count, blocks), jnp.float32)],
         target=target,
-        macros=_macros(raw[0], has_up) | {"THREADS": AMAX_THREADS, "UNROLL": _AMAX_LAYOUT.unroll},
+        macros=macros | {"THREADS": AMAX_THREADS, "UNROLL": _AMAX_LAYOUT.unroll},
         grid=blocks,
         block=AMAX_THREADS,
         ints=(size,),
     )
     largest = jnp.max(maxima, axis=1, keepdims=True)
-    return [largest[i] for i in range(3 if has_up else 1)]
+    return [largest[i] for i in range(count)]
 
 
-def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar", **flags):
+def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar"):
     if gradient and not function.derivative:
         raise Unsupported(f"the activation {function.name} has no derivative in C++")
-    *raw, scales, bounds = operands
-    has_up = len(raw) == 2 + gradient
-    if raw[0].size == 0:
-        return (define_gradient if gradient else define_forward)(
-            *operands, function=function, **flags
-        )
+    wide, bounds = operands[0], operands[-1]
+    has_up = bounds.size == 3
+    if wide.size == 0:
+        return (define_gradient if gradient else define_forward)(*operands, function=function)
     chosen = layout(target, gradient=gradient, has_up=has_up)
-    rows, columns = raw[0].shape
-    results = kernels.code_types(rows, columns, **flags) * bounds.shape[0]
-    macros = _macros(raw[0], has_up) | kernels.tile_macros(chosen, rows, columns, **flags)
+    rows, columns = wide.shape
+    types = functools.partial(kernels.code_types, rows, columns)
+    results = types(**(_BOTH if gradient else _AS_IT_LIES)) * (bounds.size - gradient)
+    results += types(**_TRANSPOSED) if gradient else []
+    macros = _macros(wide, has_up) | {"GRADIENT": int(gradient)}
     return launch(
         _source("quantize_gated.cu", function),
         "quantize_gated",
         operands,
         results,
         target=target,
-        macros=macros | {"GRADIENT": int(gradient)},
+        macros=macros | kernels.tile_macros(chosen, rows, columns, **_BOTH),
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
-        shared=chosen.shared * bounds.shape[0] if flags["has_qt"] else 0,
-        ints=(rows, columns, bounds.shape[1], chosen.group, chosen.backwards),
+        shared=chosen.shared * bounds.size if gradient else 0,
+        ints=(rows, columns, chosen.group, chosen.backwards),
     )
 
 
 cuda_forward = functools.partial(_cuda, False)
 cuda_gradient = functools.partial(_cuda, True)
-define_forward, define_gradient = _forward_by(define_cast), _gradient_by(define_cast)
-
-
-define_maxima = _amax_by(define_amax)
+define_maxima, define_forward = _amax_by(define_amax), _forward_by(define_cast)
+define_gradient = _gradient_by(define_cast)
 amax_kernel = kernels.by_flags(
     "quantize_gated_amax", define_maxima, _amax_by(kernels.cpu_amax), cuda_amax
 )
+"""`(a[, up]) -> (h, a[, up, activation(a)])`, the maximum of each."""
 forward_kernel = kernels.by_flags(
     "quantize_gated", define_forward, _forward_by(kernels.cpu_cast), cuda_forward
 )
+"""`(a[, up], bounds) -> (q, scale)` of h, a and up, each with its own of the bounds."""
 gradient_kernel = kernels.by_flags(
     "quantize_gated_gradient", define_gradient, _gradient_by(kernels.cpu_cast), cuda_gradient
 )
+"""`(dh, a[, up], scales, bounds) -> (q, qt, scale)` of da and dup, and `(qt, scale)` of h.
+
+a and up are bytes with these scales; the bounds are of da, dup and h.
+"""
 
 
 def examples(
     n: int, dtype: str, *, rows: int, function: "Scalar"
 ) -> Iterator[tuple[Kernel, Gated, list[jax.ShapeDtypeStruct]]]:
     """Yields the kernels as layers call them, of rows of `n`: (kernel, spec, operand types)."""
-    struct = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")
-    a, spec = jax.ShapeDtypeStruct((rows, n), dtype), Gated(function)
-    yield amax_kernel, spec, [a, a, struct(2)]
-    yield forward_kernel, spec, [a, a, struct(2), struct(1, 1)]
-    yield gradient_kernel, spec, [a, a, a, struct(3), struct(2, 1)]
+    floats = lambda count: jax.ShapeDtypeStruct((count,), "float32")
+    a, q = (jax.ShapeDtypeStruct((rows, n), of) for of in (dtype, "uint8"))
+    spec = Gated(function)
+    yield amax_kernel, spec, [a, a]
+    yield forward_kernel, spec, [a, a, floats(3)]
+    yield gradient_kernel, spec, [a, q, q, floats(2), floats(3)]
 
 
 # ---------------------------------------------------------------- operations on global arrays
-
-
-class Hidden(NamedTuple):
-    """The codes of h = activation(a) · up, and the maxima that its gradients' bounds need."""
-
-    q: jax.Array  # uint8, of a's shape
-    qt: jax.Array  # the same with the last dimension first
-    scale: jax.Array  # (), float32, a power of two
-    activation: jax.Array  # the largest finite |activation(a)|, () float32
-    up: jax.Array  # the largest finite |up|, likewise; 1 without one
 
 
 def _matrices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     return [a.reshape(-1, a.shape[-1]) for a in arrays]
 
 
-def _codes_of(codes: Sequence[jax.Array], like: jax.Array) -> list[jax.Array]:
-    """`(q, qt, scale)` of a matrix, reshaped for an array of like's shape."""
-    q, qt, scale = codes
+def _results(spec: Gated, *, gradient: bool) -> tuple[str, ...]:
+    """Names a kernel's results: codes as they lie, transposed codes, scales."""
+    count = 1 + spec.has_up
+    if gradient:
+        return ("q", "qt", "scale") * count + ("qt", "scale")
+    return ("q", "scale") * (1 + count)
+
+
+def _restored(results: Sequence[jax.Array], names: Sequence[str], like: Any) -> list[jax.Array]:
+    """Results for matrices, as they are for arrays of like's shape."""
     *rows, columns = like.shape
-    codes = [as_bytes(q.reshape(like.shape)), as_bytes(qt.reshape(columns, *rows))]
-    return [*codes, scale.reshape(())]
+    shapes = {"q": like.shape, "qt": (columns, *rows), "scale": ()}
+    shaped = [r.reshape(shapes[name]) for r, name in zip(results, names, strict=True)]
+    return [r if name == "scale" else as_bytes(r) for r, name in zip(shaped, names)]
 
 
-def _scales(count: int) -> jax.Array:
-    return jnp.ones(count, jnp.float32)  # the arrays of layers carry their scales already
+def _dims(names: Sequence[str], ndim: int) -> list[tuple[int, ...]]:
+    *rows, last = every = tuple(range(ndim))
+    return [{"q": every, "qt": (last, *rows), "scale": ()}[name] for name in names]
 
 
 def _define_hidden(spec: Gated, *arrays: jax.Array) -> list[jax.Array]:
-    matrices, scales = _matrices(arrays), _scales(len(arrays))
-    h, *rest = define_maxima(*matrices, scales, function=spec.function)
-    codes = define_forward(*matrices, scales, h[None], **spec.flags)
-    return [*_codes_of(codes, arrays[0]), *_maxima(h, rest)]
+    maxima = define_maxima(*_matrices(arrays), **spec.flags)
+    return _hidden_by(spec, functools.partial(define_forward, **spec.flags), maxima, arrays)
 
 
 def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list[jax.Array]:
     if arrays[0].size == 0:
         return _define_hidden(spec, *arrays)
-    matrices, scales = _matrices(arrays), _scales(len(arrays))
-    found = amax_kernel(spec, *matrices, scales, order=order)
-    h, *rest = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
-    codes = forward_kernel(spec, *matrices, scales, h[None], order=order)
-    return [*_codes_of(codes, arrays[0]), *_maxima(h, rest)]
+    found = amax_kernel(spec, *_matrices(arrays), order=order)
+    maxima = [split.pmax(maximum, range(arrays[0].ndim)) for maximum in found]
+    return _hidden_by(spec, functools.partial(forward_kernel, spec, order=order), maxima, arrays)
 
 
-def _maxima(h: jax.Array, rest: Sequence[jax.Array]) -> list[jax.Array]:
-    value, up = rest or (h, jnp.ones_like(h))
-    return [value.reshape(()), up.reshape(())]
+def _hidden_by(spec: Gated, kernel, maxima, arrays) -> list[jax.Array]:
+    h, *of_arrays = maxima[: 2 + spec.has_up]
+    results = kernel(*_matrices(arrays), jnp.concatenate([h, *of_arrays]))
+    results = _restored(results, _results(spec, gradient=False), arrays[0])
+    scales, value = results[3::2], maxima[-1] if spec.has_up else h
+    limits = [limit(value, scales[0], SLOPES[spec.function.name])]
+    limits += [limit(of_arrays[1], scales[1]) if spec.has_up else jnp.ones_like(h)]
+    return [*results, *(bound.reshape(()) for bound in (*limits, h))]
 
 
 def _hidden_dims(spec: Gated, ndim: int) -> Dims:
-    *rows, last = every = tuple(range(ndim))
-    return (every,) * (1 + spec.has_up), (every, (last, *rows), (), (), ())
+    names = *_results(spec, gradient=False), *["scale"] * 3
+    return _dims(["q"] * (1 + spec.has_up), ndim), _dims(names, ndim)
 
 
-def _define_hidden_gradients(spec: Gated, dh: jax.Array, *rest: jax.Array) -> list[jax.Array]:
-    return _gradients_by(spec, define_gradient, *define_amax(dh), dh, *rest)
+def _define_hidden_gradients(spec: Gated, dh: jax.Array, *kept: jax.Array) -> list[jax.Array]:
+    kernel = functools.partial(define_gradient, **spec.flags)
+    return _gradients_by(spec, kernel, *define_amax(dh), dh, *kept)
 
 
 def _hidden_gradients(
-    spec: Gated, split: Split, dh: jax.Array, *rest: jax.Array, order: Order
+    spec: Gated, split: Split, dh: jax.Array, *kept: jax.Array, order: Order
 ) -> list[jax.Array]:
     if dh.size == 0:
-        return _define_hidden_gradients(spec, dh, *rest)
-    (maximum,) = kernels.amax(spec.codes, _matrices([dh])[0], order=order)
+        return _define_hidden_gradients(spec, dh, *kept)
+    (maximum,) = kernels.amax(Codes(op=spec.op), *_matrices([dh]), order=order)
     maximum = split.pmax(maximum, range(dh.ndim))
-    kernel = lambda *operands, **flags: gradient_kernel(spec, *operands, order=order)
-    return _gradients_by(spec, kernel, maximum, dh, *rest)
+    kernel = functools.partial(gradient_kernel, spec, order=order)
+    return _gradients_by(spec, kernel, maximum, dh, *kept)
 
 
-def _gradients_by(spec: Gated, kernel, maximum, dh, *rest) -> list[jax.Array]:
-    *arrays, activation, up = rest
-    matrices, scales = _matrices([dh, *arrays]), _scales(1 + len(arrays))
+def _gradients_by(spec: Gated, kernel, maximum, dh, *kept) -> list[jax.Array]:
+    *pairs, activation, up, h = kept
     slope = SLOPES[spec.function.name]
-    bounds = gradient_bounds(maximum, activation.reshape(1), up.reshape(1), slope)[: len(arrays)]
-    results = kernel(*matrices, scales, jnp.stack(bounds), **spec.flags)
-    triples = [results[i : i + 3] for i in range(0, len(results), 3)]
-    return [r for triple in triples for r in _codes_of(triple, dh)]
+    bounds = gradient_bounds(maximum.reshape(()), activation, up, slope)[: 1 + spec.has_up]
+    operands = *_matrices([dh, *pairs[::2]]), jnp.stack(pairs[1::2]), jnp.stack([*bounds, h])
+    return _restored(kernel(*operands), _results(spec, gradient=True), dh)
 
 
 def _gradient_dims(spec: Gated, ndim: int) -> Dims:
-    *rows, last = every = tuple(range(ndim))
-    count = 1 + spec.has_up
-    return (*[every] * (1 + count), (), ()), (every, (last, *rows), ()) * count
+    names = "q", *("q", "scale") * (1 + spec.has_up), *["scale"] * 3
+    return _dims(names, ndim), _dims(_results(spec, gradient=True), ndim)
+
+
+def hidden_codes(spec: Gated, *kept: jax.Array) -> list[jax.Array]:
+    """`(qt, scale)` of h by what `hidden` left for the backward, in plain JAX."""
+    *pairs, _, _, h = kept
+    arrays = _meant(pairs[::2], pairs[1::2])
+    codes = _again(define_cast, *_matrices(arrays), bound=h.reshape(1), function=spec.function)
+    return _restored(codes, ("qt", "scale"), arrays[0])
 
 
 def _batch_rows(op: Op, args: Any, dims: Any, *, spec: Gated, order: Order) -> Any:
@@ -335,9 +375,9 @@ hidden_gradients = Op(
     batch=_batch_rows,
     jvp=kernels.no_second_derivative,
 )
-"""`(dh, a[, up], activation, up) -> (q, qt, scale)` of da and, with `up`, of dup.
+"""`(dh, *kept) -> (q, qt, scale)` of da and, with `up`, of dup, and `(qt, scale)` of h.
 
-The last two operands are the maxima that `hidden` returned.
+`kept` is what `hidden` returned after the codes of h and their scale.
 """
 hidden = Op(
     "quantize_hidden",
@@ -348,4 +388,7 @@ hidden = Op(
     jvp=kernels.no_second_derivative,
     backward=hidden_gradients,
 )
-"""`(a[, up]) -> Hidden`, its codes with the largest |h| of all devices as the bound."""
+"""`(a[, up]) -> (q, scale)` of h, a and up, by the maxima of all devices, and three limits.
+
+These are of |activation| and |up| (1 without one) by what their codes say, and of |h|.
+"""

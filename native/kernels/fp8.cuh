@@ -40,6 +40,46 @@ __device__ inline unsigned encode_one(float value) {
   return top >= bit_cast<unsigned>(kBeyond) ? kNan : code | (bits >> 24 & 0x80u);
 }
 
+// The number that an e4m3 code means.
+__device__ inline float decode_one(unsigned code) {
+  const unsigned top = code & 0x7f, sign = (code & 0x80) << 24;
+  const float value = top < 8 ? top / 512.0f : bit_cast<float>((top << 20) + (120u << 23));
+  return bit_cast<float>(bit_cast<unsigned>(top == kNan ? bit_cast<float>(0x7fc00000) : value) |
+                         sign);
+}
+
+// The numbers that eight e4m3 codes mean.
+__device__ inline Wide<float, 8> decode(const Packed<Fp8, 8>& codes) {
+  Wide<float, 8> values;
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    const unsigned both = codes.units[pair / 2] >> 16 * (pair % 2);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(both)));
+    const float2 wide = __half22float2(bit_cast<__half2>(halves));
+    values.at[2 * pair] = wide.x;
+    values.at[2 * pair + 1] = wide.y;
+#else
+    values.at[2 * pair] = decode_one(both & 0xff);
+    values.at[2 * pair + 1] = decode_one(both >> 8 & 0xff);
+#endif
+  }
+  return values;
+}
+
+// Numbers beyond e4m3's largest become the largest; infinities become NaN.
+__device__ inline Wide<float, 8> within(Wide<float, 8> values) {
+  constexpr float kLargest = 448.0f;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) {
+    const float value = values.at[k];
+    const bool finite = magnitude(value) < bit_cast<float>(0x7f800000);
+    values.at[k] = finite ? fminf(fmaxf(value, -kLargest), kLargest) : bit_cast<float>(0x7fc00000);
+  }
+  return values;
+}
+
 // The codes of two numbers that are smaller than kBeyond in magnitude, or NaN: `low` in bits 0
 // to 7.
 __device__ inline unsigned encode_pair(float low, float high) {

@@ -1,50 +1,67 @@
-// FP8 codes of an activation of raw products, or of its gradients, as they lie and transposed:
+// FP8 codes of an activation of products and of these, or of its gradients (e4m3):
 //
-//   h  = activation(a) · up                  a = a_scale · raw_a, up = up_scale · raw_up
-//   da = dh · up · activation'(a)            dh = dh_scale · raw_dh
+//   h  = activation(a) · up
+//   da = dh · up · activation'(a)
 //   dup = dh · activation(a)
 //
-//   raw_dh, raw_a, raw_up  (rows, columns)   X_TYPE: float, __nv_bfloat16 or __half
-//   scales                 (count,)          float: of raw_dh, raw_a, raw_up in this order
-//   bounds                 (rows_b, count_b) float: the largest of a row bounds |h|; or |da|, |dup|
-//   q, qt, scale           as in quantize_cast.cu, of h; or of da, then of dup
+//   dh         (rows, columns)   X_TYPE: float, __nv_bfloat16 or __half; if GRADIENT
+//   a, up      (rows, columns)   X_TYPE; if GRADIENT codes
+//   scales     (1 + HAS_UP,)     float: what the codes of a and up are multiplied with; if GRADIENT
+//   bounds     (2 + HAS_UP,)     float: of the magnitudes of each output
+//   q, qt, scale                 as in quantize_cast.cu, of each output
 //
-// The text of `activation` and `activation_derivative` comes before this file. GRADIENT chooses the
-// last two lines, HAS_UP whether there is an up, HAS_Q and HAS_QT which layouts are written.
+// The outputs are h, a and up, each q and scale. If GRADIENT they are da and dup, each q, qt and
+// scale, and h once more, qt and scale: computed from codes, and where it exceeds the largest
+// code's number that number.
+//
+// The text of `activation` and `activation_derivative` comes before this file. HAS_UP: there is an
+// up, otherwise it is 1.
 #include "fp8_tile.cuh"
 #include "scalar.cuh"
 
 using Element = X_TYPE;
+#if GRADIENT
+using Given = Fp8;
+#else
+using Given = Element;
+#endif
 
-constexpr int kInputs = 1 + GRADIENT + HAS_UP;  // [dh], a, [up]
-constexpr int kOutputs = GRADIENT && HAS_UP ? 2 : 1;
-
-using Loaded = Packed<Element, kColumns>[kInputs][BATCH];
+constexpr int kArrays = 1 + HAS_UP, kOutputs = 1 + kArrays, kTransposed = GRADIENT ? kOutputs : 0;
+constexpr int kLying = GRADIENT ? kArrays : kOutputs;  // outputs that are written as they lie
 
 struct Inputs {
-  const Element* at[kInputs];
+  IF(GRADIENT, const Element* dh; const float* scales;)
+  const Given* at[kArrays];
 };
 struct Outputs {
   Fp8 *q, *qt;
   float* scale;
 };
 
+// Rows that are on their way, and one of them.
+struct Loaded {
+  IF(GRADIENT, Packed<Element, kColumns> dh[BATCH];)
+  Packed<Given, kColumns> at[kArrays][BATCH];
+};
+struct Row {
+  IF(GRADIENT, Wide<float, kColumns> dh;)
+  Wide<float, kColumns> at[kArrays];
+};
+
 // Computes the values to encode from a row of the inputs.
-__device__ inline void compute(const Wide<float, kColumns> (&in)[kInputs],
-                               Wide<float, kColumns> (&out)[kOutputs]) {
+__device__ inline void compute(const Row& in, Wide<float, kColumns> (&out)[kOutputs]) {
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
-    const float a = in[GRADIENT].at[k];
-    const float up = HAS_UP ? in[kInputs - 1].at[k] : 1.0f;
+    const float a = in.at[0].at[k], up = HAS_UP ? in.at[kArrays - 1].at[k] : 1.0f;
+    const float value = activation(a);
 #if GRADIENT
-    const float dh = in[0].at[k];
-    out[0].at[k] = dh * up * activation_derivative(a);
-#if HAS_UP
-    out[1].at[k] = dh * activation(a);
-#endif
+    out[0].at[k] = in.dh.at[k] * up * activation_derivative(a);
+    IF(HAS_UP, out[1].at[k] = in.dh.at[k] * value;)
 #else
-    out[0].at[k] = activation(a) * up;
+    out[1].at[k] = a;
+    IF(HAS_UP, out[2].at[k] = up;)
 #endif
+    out[GRADIENT ? kArrays : 0].at[k] = value * up;
   }
 }
 
@@ -53,31 +70,44 @@ __device__ inline uint4* slots_of(int output) {
 }
 
 template <bool kVectors>
-__device__ inline void run(const Inputs& inputs, const float* scales, const float* bounds,
+__device__ inline void run(const Inputs& inputs, const float* bounds,
                            const Outputs (&outputs)[kOutputs], long long rows, long long columns,
-                           long long count, int group, bool backwards) {
-  __shared__ int warps[kOutputs][kThreads / 32];
+                           int group, bool backwards) {
   const Tile first = tile_of(rows, columns, group, backwards);
   const Part part = part_of(first, rows, columns);
   const auto load = [&](int begin, Loaded& loaded) {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
+      IF(GRADIENT, loaded.dh[i] = load_row<kVectors>(inputs.dh, part, begin + i, columns);)
 #pragma unroll
-      for (int n = 0; n < kInputs; ++n) {
-        loaded[n][i] = load_row<kVectors>(inputs.at[n], part, begin + i, columns);
+      for (int n = 0; n < kArrays; ++n) {
+        loaded.at[n][i] = load_row<kVectors>(inputs.at[n], part, begin + i, columns);
       }
     }
   };
+  const auto widened = [&](const Loaded& loaded, int i) {
+    Row row;
+    IF(GRADIENT, row.dh = widen_all<float>(loaded.dh[i]);)
+#pragma unroll
+    for (int n = 0; n < kArrays; ++n) {
+#if GRADIENT
+      row.at[n] = decode(loaded.at[n][i]);
+      const float scale = inputs.scales[n];
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) row.at[n].at[k] *= scale;
+#else
+      row.at[n] = widen_all<float>(loaded.at[n][i]);
+#endif
+    }
+    return row;
+  };
   Loaded next;
   load(0, next);
-  // While the first elements are on their way.
   Scale by[kOutputs];
-  float given[kInputs];
-#pragma unroll
-  for (int n = 0; n < kInputs; ++n) given[n] = scales[n];
 #pragma unroll
   for (int o = 0; o < kOutputs; ++o) {
-    by[o] = scale_of(largest_of<kThreads>(bounds + o * count, count, warps[o]));
+    const float bound = bounds[o];
+    by[o] = scale_of(bit_cast<int>(bound) & 0x7fffffff);
     if (blockIdx.x == 0 && threadIdx.x == 0) *outputs[o].scale = by[o].scale;
   }
   Codes codes[kOutputs];
@@ -86,101 +116,68 @@ __device__ inline void run(const Inputs& inputs, const float* scales, const floa
 #pragma unroll
     for (int begin = 0; begin < kStep; begin += BATCH) {
       Loaded now;
-      memcpy(now, next, sizeof(now));
+      memcpy(&now, &next, sizeof(now));
       if (step + begin + BATCH < kRows) load(step + begin + BATCH, next);
 #pragma unroll
       for (int i = begin; i < begin + BATCH; ++i) {
-        Wide<float, kColumns> in[kInputs], out[kOutputs];
-#pragma unroll
-        for (int n = 0; n < kInputs; ++n) {
-          in[n] = widen_all<float>(now[n][i - begin]);
-#pragma unroll
-          for (int k = 0; k < kColumns; ++k) in[n].at[k] *= given[n];
-        }
-        compute(in, out);
+        Wide<float, kColumns> out[kOutputs];
+        compute(widened(now, i - begin), out);
 #pragma unroll
         for (int o = 0; o < kOutputs; ++o) {
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) out[o].at[k] *= by[o].multiplier;
-          encode(out[o], codes[o][i % 4]);
-          if (HAS_Q && i % 2 == 1) {
+          if (o < kLying) {
+            encode(out[o], codes[o][i % 4]);
+          } else {
+            encode<true>(within(out[o]), codes[o][i % 4]);
+          }
+          if (o < kLying && i % 2 == 1) {
             store_pair<kVectors>(codes[o], i % 4 - 1, step + i - 1, outputs[o].q, part, columns);
           }
-          if (HAS_QT && i % 4 == 3) {
+          if (o < kTransposed && i % 4 == 3) {
             place_group<kCodeSlots>(codes[o], (step + i) / 4, slots_of(o));
           }
         }
       }
     }
   }
-#if HAS_QT
+#if GRADIENT
   __syncthreads();
 #pragma unroll
-  for (int o = 0; o < kOutputs; ++o) {
+  for (int o = 0; o < kTransposed; ++o) {
     store_tile<kVectors, kCodeSlots>(slots_of(o), outputs[o].qt, first, rows, columns);
   }
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) quantize_gated(
-#if GRADIENT
-    const Element* dh,
-#endif
-    const Element* a,
-#if HAS_UP
-    const Element* up,
-#endif
-    const float* scales, const float* bounds,
-#if HAS_Q
-    Fp8* q,
-#endif
-#if HAS_QT
-    Fp8* qt,
-#endif
-    float* scale,
-#if GRADIENT && HAS_UP
-#if HAS_Q
-    Fp8* q_up,
-#endif
-#if HAS_QT
-    Fp8* qt_up,
-#endif
-    float* scale_up,
-#endif
-    long long rows, long long columns, long long count, long long group, long long backwards) {
-#if !HAS_Q
-  Fp8* q = nullptr;
-  Fp8* q_up = nullptr;
-#endif
-#if !HAS_QT
-  Fp8* qt = nullptr;
-  Fp8* qt_up = nullptr;
-#endif
-  const Inputs inputs = {{
-#if GRADIENT
-      dh,
-#endif
-      a,
-#if HAS_UP
-      up,
-#endif
-  }};
+// clang-format off
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    quantize_gated(IF(GRADIENT, const Element* dh,)
+                   const Given* a, IF(HAS_UP, const Given* up,)
+                   IF(GRADIENT, const float* scales,) const float* bounds,
+                   IF_NOT(GRADIENT, Fp8* q_h, float* scale_h,)
+                   Fp8* q_a, IF(GRADIENT, Fp8* qt_a,) float* scale_a,
+                   IF(HAS_UP, Fp8* q_up, IF(GRADIENT, Fp8* qt_up,) float* scale_up,)
+                   IF(GRADIENT, Fp8* qt_h, float* scale_h,)
+                   long long rows, long long columns, long long group, long long backwards) {
+  const Inputs inputs = {IF(GRADIENT, dh, scales,) {a, IF(HAS_UP, up)}};
   const Outputs outputs[kOutputs] = {
-      {q, qt, scale},
-#if GRADIENT && HAS_UP
-      {q_up, qt_up, scale_up},
-#endif
+      IF_NOT(GRADIENT, {q_h, nullptr, scale_h},)
+      {q_a, IF(GRADIENT, qt_a) IF_NOT(GRADIENT, nullptr), scale_a},
+      IF(HAS_UP, {q_up, IF(GRADIENT, qt_up) IF_NOT(GRADIENT, nullptr), scale_up},)
+      IF(GRADIENT, {nullptr, qt_h, scale_h})
   };
-  bool aligned = VECTORS;
+  // clang-format on
+  bool aligned = VECTORS IF(GRADIENT, &&aligned_16(dh));
 #pragma unroll
-  for (int n = 0; n < kInputs; ++n) aligned = aligned && aligned_16(inputs.at[n]);
+  for (int n = 0; n < kArrays; ++n) aligned = aligned && aligned_16(inputs.at[n]);
 #pragma unroll
   for (int o = 0; o < kOutputs; ++o) {
     aligned = aligned && aligned_16(outputs[o].q) && aligned_16(outputs[o].qt);
   }
   if (aligned) {
-    run<true>(inputs, scales, bounds, outputs, rows, columns, count, group, backwards);
+    run<true>(inputs, bounds, outputs, rows, columns, group, backwards);
   } else {
-    run<false>(inputs, scales, bounds, outputs, rows, columns, count, group, backwards);
+    run<false>(inputs, bounds, outputs, rows, columns, group, backwards);
   }
 }

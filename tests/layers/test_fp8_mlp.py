@@ -2,6 +2,7 @@
 
 import functools
 
+import fp8_reference
 import hlo
 import jax
 import jax.numpy as jnp
@@ -63,9 +64,16 @@ def largest(near: Near) -> Near:
     return Near(np.abs(near.value[at]), near.slack[at])
 
 
+def limit(near: Near, of: Near, steepest=1.0) -> Near:
+    """A bound of |near|, computed of what the codes of `of` say: these are off by 16 scales."""
+    scale = fp8_reference.scale(largest(of).value, fp8_reference.E4M3)
+    return largest(near) + exact(np.float32(16 * steepest) * scale)
+
+
 def recipe(args, dy, x=None, biases=()):
     """(y, gradients): nothing between the products is rounded before it is quantized.
 
+    The gradients are those at what the codes of a and b say.
     `x` is what is read, if not the first of args; the gradients of biases are the last ones.
     """
     given, *kernels, down = args
@@ -79,11 +87,18 @@ def recipe(args, dy, x=None, biases=()):
     y = (h.quantized() @ exact(down).quantized()).rounded(dtype)
     g = rows(dy).quantized()
     dh = (g @ exact(down).quantized().T).rounded(dtype)
-    ddown = (h.quantized().T @ g).rounded(down.dtype)
+    steepest = np.float32(SLOPES["silu"])
     bounds = [
-        largest(dh) * (largest(b) if up else b) * exact(np.float32(SLOPES["silu"])),
-        largest(dh) * largest(value),
+        largest(dh) * (limit(b, b) if up else b) * exact(steepest),
+        largest(dh) * limit(value, a, steepest),
     ]
+    kept, first = a.quantized(), largest(h)
+    b = b.quantized() if up else b
+    value, slope = epilogue(kept, None, "silu")
+    h = value * b if up else value
+    most = 448 * fp8_reference.scale(first.value, fp8_reference.E4M3)
+    h = Near(np.clip(h.value, -most, most), h.slack).quantized(first)
+    ddown = (h.T @ g).rounded(down.dtype)
     dx, gradients, sums = [], [], []
     for d, kernel, bound in zip((dh * b * slope, dh * value), kernels, bounds):
         codes = d.quantized(bound)
@@ -116,8 +131,8 @@ def test_an_mlp_without_a_gate_follows_the_recipe(contract, rng):
     y, (dx, *found) = compiled(given, dy)
     found = [dx, *(k.T if contract else k for k in found)]
     check_all([y, found], recipe([x, *kernels], dy))
-    # For x, two kernels, the hidden array, dy and its gradient; none reads what another wrote.
-    assert hlo.calls(compiled, "quantize_")["amax"] == 6
+    # For x, two kernels, a, the hidden array, dy and its gradient; none reads what another wrote.
+    assert hlo.calls(compiled, "quantize_")["amax"] == 7
     assert not any("epilogue" in name for name in hlo.calls(compiled, ""))
 
 
@@ -146,7 +161,7 @@ def test_biases_follow_the_recipe(count, dtype, rng):
     expected = recipe(args[: count + 1], dy, biases=args[count + 1 :])
     compiled = jax.jit(both_ways(biased)).lower(args, dy).compile()
     check_all(compiled(args, dy), expected)
-    assert hlo.calls(compiled, "quantize_")["amax"] == (6 if count == 2 else 9)
+    assert hlo.calls(compiled, "quantize_")["amax"] == (7 if count == 2 else 10)
 
 
 def both_modes_agree(function, args, tangents, dy, moves):
@@ -239,8 +254,8 @@ def test_a_norm_before_it_writes_codes(dtype, has_residual, rng):
 
     compiled = jax.jit(run).lower(args, (dy, dh)).compile()
     check_all(compiled(args, (dy, dh)), norm_recipe(args, dy, dh))
-    # Three kernels, h, dy and dh have maxima; the norm has none.
-    assert hlo.calls(compiled, "quantize_")["amax"] == 3 + 3 + 2
+    # Three kernels, h, a, b, f(a), dy and dh have maxima; the norm has none.
+    assert hlo.calls(compiled, "quantize_")["amax"] == 3 + 4 + 2
     assert "apply" not in hlo.calls(compiled)
     y, _ = jax.jit(norm_mlp)(*args)
     np.testing.assert_array_equal(y, compiled(args, (dy, dh))[0][0])

@@ -155,72 +155,108 @@ def test_cuda_empty_matrices_have_a_scale(emulated):
 SILU = SCALARS["silu"]
 
 
-def products(rng, shape, dtype, count):
-    """Raw products, and the scales that they lack."""
-    raw = [(8 * rng.standard_normal(shape)).astype(dtype) for _ in range(count)]
-    return raw, np.array([0.25, 0.125, 0.5][:count], np.float32)
+def draw(rng, shape, *dtypes):
+    return [rng.standard_normal(shape).astype(dtype) for dtype in dtypes]
 
 
 def near(found, exact, bound, dtype, of=None) -> None:
     """Codes are those of a number within 1e-5 (of `of`) of the exact one, in both layouts."""
-    q, qt, scale = (np.asarray(r) for r in found)
+    q, *qt, scale = (np.asarray(r) for r in found)
     assert scale == fp8_reference.scale(bound, dtype)
-    np.testing.assert_array_equal(q.view(np.uint8), qt.view(np.uint8).T)
+    for turned in qt:
+        np.testing.assert_array_equal(q.view(np.uint8), turned.view(np.uint8).T)
     ends = [exact + e * (np.abs(exact) if of is None else of) for e in (-1e-5, 1e-5)]
     low, high = (fp8_reference.quantize(end, dtype, bound)[0].astype(np.float32) for end in ends)
-    wide = q.astype(np.float32)
-    assert np.all((np.minimum(low, high) <= wide) & (wide <= np.maximum(low, high)))
+    wide, lost = q.astype(np.float32), np.isnan(exact)
+    np.testing.assert_array_equal(np.isnan(wide), lost)
+    assert np.all((np.minimum(low, high) <= wide) & (wide <= np.maximum(low, high)) | lost)
+
+
+@pytest.fixture
+def activated(emulated, monkeypatch):
+    """`activated(shift=0)`: a target whose kernels are emulated, those of activations too."""
+
+    def make(shift=0):
+        target, launches = emulated(shift=shift)
+        monkeypatch.setattr(gated, "launch", kernels.launch)
+        return target, launches
+
+    return make
 
 
 @pytest.mark.parametrize("has_up", [True, False])
 @pytest.mark.parametrize("given", [BF16, np.dtype("float32")], ids=str)
 @pytest.mark.parametrize("shape", [(144, 80), (33, 50)], ids=str)
-def test_cuda_activation_is_quantized_as_it_is_made(
-    emulated, monkeypatch, rng, has_up, given, shape
-):
-    target, launches = emulated()
-    monkeypatch.setattr(gated, "launch", kernels.launch)
-    raw, scales = products(rng, shape, given, 1 + has_up)
-    h, *parts = (np.asarray(r) for r in gated.define_h(*raw, scales, function=SILU))
-    maxima = [np.asarray(m) for m in gated.cuda_amax(target, *raw, scales, function=SILU)]
-    wanted = [h, *parts] if has_up else [h]
-    np.testing.assert_allclose(np.ravel(maxima), [np.abs(p).max() for p in wanted], rtol=1e-5)
-    bounds = np.asarray(maxima[0]).reshape(1, 1)
-    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
-    found = gated.cuda_forward(target, *raw, scales, bounds, **flags)
-    near(found, h.astype("f8"), bounds.item(), fp8_reference.E4M3)
+def test_cuda_activation_is_quantized_as_it_is_made(activated, rng, has_up, given, shape):
+    target, launches = activated()
+    arrays = draw(rng, shape, *[given] * (1 + has_up))
+    h, value = (np.asarray(r) for r in gated.define_h(*arrays, function=SILU))
+    maxima = np.concatenate(gated.cuda_amax(target, *arrays, function=SILU))
+    wanted = [np.abs(m.astype("f4")).max() for m in (h, *arrays, *[value] * has_up)]
+    np.testing.assert_allclose(maxima, wanted, rtol=1e-5)
+    bounds = maxima[: 2 + has_up]
+    found = gated.cuda_forward(target, *arrays, bounds, function=SILU)
+    near(found[:2], h.astype("f8"), bounds[0], fp8_reference.E4M3)
+    for i, array in enumerate(arrays):
+        check_lying(array, found[2 * i + 2 :][:2])
     assert len(launches) == 2
+
+
+def check_lying(x, found):
+    q, scale = (np.asarray(r) for r in found)
+    want, expected = fp8_reference.quantize(x)
+    assert scale == expected
+    np.testing.assert_array_equal(q.view(np.uint8), want.view(np.uint8))
 
 
 @pytest.mark.parametrize("has_up", [True, False])
 @pytest.mark.parametrize("shape", [(272, 144), (33, 50)], ids=str)
-def test_cuda_gradients_are_quantized_as_they_are_made(emulated, monkeypatch, rng, has_up, shape):
-    target, _ = emulated()
-    monkeypatch.setattr(gated, "launch", kernels.launch)
-    raw, scales = products(rng, shape, BF16, 2 + has_up)
-    exact = [np.asarray(d) for d in gated.define_gradients(*raw, scales, function=SILU)]
-    bounds = np.array([[100.0], [77.0]], np.float32)[: 1 + has_up]
-    flags = FLAGS | {"dtype": "float8_e5m2", "function": SILU}
-    found = gated.cuda_gradient(target, *raw, scales, bounds, **flags)
-    assert len(found) == 3 * len(exact)
+def test_cuda_gradients_are_quantized_as_they_are_made(activated, rng, has_up, shape):
+    """From all codes there are; h, computed once more, stays within its first codes' numbers."""
+    target, launches = activated()
+    arrays = draw(rng, shape, *[BF16] * (1 + has_up))
+    (dh,) = draw(rng, shape, BF16)
+    pairs = [fp8_reference.quantize(x) for x in arrays]
+    codes, scales = [q.view(np.uint8) for q, _ in pairs], np.array([s for _, s in pairs], "f4")
+    codes[-1] = np.resize(np.arange(256, dtype=np.uint8), shape)
+    meant = [q.view(fp8_reference.E4M3).astype(np.float32) * s for q, s in zip(codes, scales)]
+    with np.errstate(invalid="ignore"):
+        exact = [np.asarray(d) for d in gated.define_gradients(dh, *meant, function=SILU)]
+        h = np.asarray(gated.define_h(*meant, function=SILU)[0])
+    limit = 1.75 * 2 ** np.floor(np.log2(np.nanmax(np.abs(h)) / 1.95))  # a largest code's number
+    bounds = np.array([*[np.nanmax(np.abs(d)) for d in exact], limit], np.float32)
+    found = gated.cuda_gradient(target, dh, *codes, scales, bounds, function=SILU)
     for i, (d, bound) in enumerate(zip(exact, bounds)):
-        near(found[3 * i : 3 * i + 3], d.astype("f8"), bound.item(), fp8_reference.E5M2)
+        near(found[3 * i : 3 * i + 3], d.astype("f8"), bound.item(), fp8_reference.E4M3)
+    assert np.nanmax(np.abs(h)) > 1.05 * limit
+    *_, ht, scale = map(np.asarray, found)
+    near([ht.T, scale], np.clip(h.astype("f8"), -limit, limit), limit, fp8_reference.E4M3)
+    assert launches[0]["macros"]["VECTORS"] == (shape == (272, 144))
 
 
-def test_cuda_activation_of_what_is_not_finite_is_not(emulated, monkeypatch, rng):
-    target, _ = emulated()
-    monkeypatch.setattr(gated, "launch", kernels.launch)
-    (a, up), scales = products(rng, (32, 32), BF16, 2)
-    a[3, 4], up[5, 6], up[7, 8] = np.nan, np.inf, -np.inf
-    maxima = gated.cuda_amax(target, a, up, scales, function=SILU)
-    assert np.isfinite(np.asarray(maxima)).all()
-    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
-    bounds = np.asarray(maxima[0]).reshape(1, 1)
-    q, qt, _ = gated.cuda_forward(target, a, up, scales, bounds, **flags)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_cuda_activation_of_what_is_not_finite_is_not(activated, rng, shift):
+    target, _ = activated(shift)
+    a, up, dh = draw(rng, (32, 32), BF16, BF16, BF16)
+    a[3, 4], up[5, 6], up[7, 8], dh[9, 10] = np.nan, np.inf, -np.inf, np.inf
+    maxima = np.concatenate(gated.cuda_amax(target, a, up, function=SILU))
+    assert np.isfinite(maxima).all()
+    results = gated.cuda_forward(target, a, up, maxima[:3], function=SILU)
+    q, qa, qup = (np.asarray(r) for r in results[::2])
     lost = np.zeros((32, 32), bool)
     lost[[3, 5, 7], [4, 6, 8]] = True
-    np.testing.assert_array_equal(np.isnan(np.asarray(q, np.float32)), lost)
-    np.testing.assert_array_equal(np.isnan(np.asarray(qt, np.float32)), lost.T)
+    isnan = lambda codes: np.isnan(np.asarray(codes).astype(np.float32))
+    np.testing.assert_array_equal(isnan(q), lost)
+    scales, codes = np.concatenate(results[3::2]), [c.view(np.uint8) for c in (qa, qup)]
+    bounds = np.array([20, 20, maxima[0]], np.float32)
+    da, _, _, dup, _, _, ht, _ = gated.cuda_gradient(
+        target, dh, *codes, scales, bounds, function=SILU
+    )
+    np.testing.assert_array_equal(isnan(ht), lost.T)
+    lost[9, 10] = True
+    np.testing.assert_array_equal(isnan(da), lost)
+    lost[[5, 7], [6, 8]] = False
+    np.testing.assert_array_equal(isnan(dup), lost)
 
 
 # ---------------------------------------------------------------- norms
@@ -449,13 +485,11 @@ def test_cuda_gated_quantizer_compiles(compiled, monkeypatch, arch):
 
     monkeypatch.setattr(gated, "launch", launch)
     x, target = jnp.zeros((64, 64), BF16), named_target(arch)
-    flags = FLAGS | {"dtype": "float8_e4m3fn", "function": SILU}
-    for up in ([x], []) if arch == "sm_90" else ([x],):  # a part of the text with `up`
-        scales, bounds = jnp.ones(1 + len(up)), jnp.ones((1, 1))
-        gated.cuda_amax(target, x, *up, scales, function=SILU)
-        gated.cuda_forward(target, x, *up, scales, bounds, **flags)
-        scales, bounds = jnp.ones(2 + len(up)), jnp.ones((1 + len(up), 1))
-        gated.cuda_gradient(target, x, x, *up, scales, bounds, **flags)
+    for count in (2, 1) if arch == "sm_90" else (2,):  # a part of the text with `up`
+        codes, scales, bounds = [x.astype("uint8")] * count, jnp.ones(count), jnp.ones(count + 1)
+        gated.cuda_amax(target, *[x] * count, function=SILU)
+        gated.cuda_forward(target, *[x] * count, bounds, function=SILU)
+        gated.cuda_gradient(target, x, *codes, scales, bounds, function=SILU)
     assert len(logs) == (6 if arch == "sm_90" else 3)
     for kernel, log in logs.items():
         assert "warning" not in log, (kernel, log)
