@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from normfuse import dense, fuse, gated_dense, gated_product, rms_norm
+from normfuse.layers.dense import gated
 
 
 def of_norm(layer: Any) -> Any:
@@ -32,6 +33,12 @@ def of_norm(layer: Any) -> Any:
     return fused
 
 
+def gated_mlp(x, gate, up, down, **options):
+    """`GatedMLP`, whose FP8 keeps nothing wider than codes."""
+    options = {"activation": "silu", "dtype": x.dtype, "implementation": None} | options
+    return gated.mlp(x, {"gate": gate, "up": up, "down": down}, {}, **options)
+
+
 # By layer: its function, and what its operands are beside x.
 LAYERS: dict[str, tuple[Any, list[str]]] = {
     "dense": (dense, ["kernel"]),
@@ -39,6 +46,7 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
     "gated_dense": (gated_dense, ["gate", "up"]),
     "a norm, gated_dense": (of_norm(gated_dense), ["scale", "gate", "up"]),
     "gated_product": (gated_product, ["up", "down"]),
+    "GatedMLP": (gated_mlp, ["gate", "up", "down"]),
 }
 
 
@@ -54,8 +62,9 @@ def operands(layer: str, tokens: int, features: int, hidden: int) -> list[np.nda
         elif wide and name == "up":
             drawn.append(rng.standard_normal((tokens, n)))
         else:
-            drawn.append(rng.standard_normal((n, m)) / np.sqrt(n))
-    return [*drawn, rng.standard_normal((tokens, m))]
+            shape = (m, n) if layer == "GatedMLP" and name == "down" else (n, m)
+            drawn.append(rng.standard_normal(shape) / np.sqrt(shape[0]))
+    return [*drawn, rng.standard_normal((tokens, n if layer == "GatedMLP" else m))]
 
 
 def both_ways(layer: Any, arrays: list[jax.Array]) -> list[np.ndarray]:
@@ -91,9 +100,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS), choices=LAYERS)
     sizes = vars(parser.parse_args())
+    layers = sizes.pop("layers")
     print("| layer | | bfloat16 | FP8 |\n|---|---|---|---|")
-    for layer, (_, names) in LAYERS.items():
+    for layer in layers:
+        names = LAYERS[layer][1]
         found = errors(layer, **sizes)
         first = "gate" if layer == "gated_product" else "x"
         for i, name in enumerate(["y", *(f"d{name}" for name in (first, *names))]):

@@ -291,20 +291,25 @@ def memory(c: TransformerConfig, rows: float, mesh: Mesh, keep: bool = False) ->
     those of one block, or of all where they are kept.
     """
     parameters, table = num_parameters(c), c.vocab_size * c.dim
-    pieces = mesh.fsdp * mesh.tensor
+    pieces, fp8 = mesh.fsdp * mesh.tensor, c.quantization == "fp8"
     heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    hidden = (3 if c.gated else 2) * c.mlp_dim
-    everything = 2 * c.dim + 2 * heads + 2 * kv + hidden
+    arrays = (2 if c.gated else 1) * c.mlp_dim  # before the activation
+    # Bytes of a row. FP8 keeps these arrays, and what q, k, v, o, gate and up read, as codes.
+    hidden = arrays if fp8 else 2 * arrays
+    read = 2 * c.dim + heads if fp8 else 2 * c.mlp_dim
+    everything = 2 * (2 * c.dim + 2 * heads + 2 * kv) + hidden + read
     kept = {
         "none": everything,
-        "dots": 2 * c.dim + heads + 2 * kv + hidden - c.mlp_dim,
-        "block": c.dim,
+        "dots": 2 * (2 * c.dim + heads + 2 * kv) + hidden,
+        "block": 2 * c.dim,
     }[c.remat]
-    activations = 2 * rows * kept * c.num_layers
+    activations = rows * kept * c.num_layers
     if c.remat != "none":  # the block that is being recomputed
-        activations += 2 * rows * everything
+        activations += rows * everything
     at_once = c.num_layers if c.remat == "none" or keep else 1
-    gathered = 2 * _kernels(c) * at_once if mesh.fsdp > 1 else 0
+    gathered = (1 if fp8 else 2) * _kernels(c) * at_once if fp8 or mesh.fsdp > 1 else 0
+    if fp8 and c.remat != "none":  # codes of all kernels, in both layouts
+        gathered += 2 * _kernels(c) * c.num_layers / mesh.fsdp
     loss = 2 * min(2 * 2048, rows) * c.vocab_size + 4 * table
     return (
         12 * parameters / pieces

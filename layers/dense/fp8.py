@@ -31,6 +31,7 @@ from ..core.op import Loose, Op, batch_at
 from ..core.sharding import axes_of, whole
 from ..quantization import fits as dimensions_fit
 from ..quantization import kernels
+from ..quantization.gated import hidden
 from ..quantization.kernels import Codes
 from ..quantization.op import Quantized, decoded, quantize
 from .matmul import (
@@ -225,10 +226,11 @@ product = Op(
 def products_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy of `jax.checkpoint`: keeps the results of FP8 products that batch nothing.
 
+    Those of a gated MLP's first products it keeps as codes, which are all that the backward reads.
     For FP8 what `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` is for others.
     """
     if primitive is not product.primitive:
-        return False
+        return primitive is hidden.primitive
     spec = params["spec"]
     return not set(spec.a) & set(spec.b) & set(spec.out)
 

@@ -135,14 +135,19 @@ def test_fp8_on_one_gpu(run):
     """The step of 1b, and its memory, as the newest runs and 2026-11-22_h200_fp8.md have it."""
     with open(RESULTS / f"{run}.csv", newline="") as file:
         steps = {(row["part"], row["library"]): float(row["ms"]) for row in csv.DictReader(file)}
-    for quantization, name, gib in (None, "normfuse in bfloat16", 32.3), ("fp8", "normfuse", 32.9):
+    for quantization, name, gib in (None, "normfuse in bfloat16", 32.3), ("fp8", "normfuse", 27.0):
         c = dataclasses.replace(PRESETS["1b"], quantization=quantization)
         time = seconds(step_work(c, 16384, 2048), update_bytes(c), Mesh(), H200)
         assert 1e3 * time == pytest.approx(steps["1b step in FP8", name], rel=0.1)
         assert memory(c, 16384, Mesh()) / 2**30 == pytest.approx(gib, rel=0.1)
-    dots = dataclasses.replace(PRESETS["1b"], remat="dots")
-    # Without cuDNN's saved scores, as compiled for an H200: train/config.py
-    assert memory(dots, 16384, Mesh()) / 2**30 == pytest.approx(27, rel=0.1)
+    # As compiled for an H200: train/config.py
+    for remat, quantization, gib in (
+        ("dots", None, 27),
+        ("dots", "fp8", 24.4),
+        ("block", "fp8", 20.0),
+    ):
+        c = dataclasses.replace(PRESETS["1b"], remat=remat, quantization=quantization)
+        assert memory(c, 16384, Mesh()) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
 def test_narrow_layers_are_slower_than_the_model_says():
