@@ -300,6 +300,20 @@ MUTANTS = [
         '"silu": 1.0,',
         "tests/layers/test_quantization.py::test_no_slope_is_steeper[silu]",
     ),
+    Mutant(
+        "layers/quantization/gated.py",
+        "return maximum + jnp.float32(16 * slope) * scale",
+        "return maximum",
+        "tests/layers/test_quantization.py"
+        "::test_one_element_is_within_its_limits_whatever_its_code[relu-1]",
+    ),
+    Mutant(
+        "layers/quantization/gated.py",
+        "jnp.clip(h, -largest, largest)",
+        "h",
+        "tests/layers/test_quantization.py"
+        "::test_one_element_is_within_its_limits_whatever_its_code[silu-1]",
+    ),
     # ---------------------------------------------------------------- layers: cross-entropy
     Mutant(
         "layers/cross_entropy/softmax.py",

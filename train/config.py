@@ -250,8 +250,8 @@ def _large(lr: float, **settings: Any) -> dict[str, Any]:
 # The others: learning rates are GPT-3's for these sizes (arXiv:2005.14165, table 2.1). Batches are
 # the largest that one 80 GB GPU takes without microbatches (8b: eight GPUs), and divide over eight.
 # Nothing is rematerialised where it fits: compiled for an H200, the step of 1b takes 32 GiB (medium
-# 26) and with remat "dots", which repeats no GEMM, 27 (21). That is with cuDNN's attention: XLA's
-# keeps its scores, 102 GiB for 1b, and needs "dots", 36.
+# 26) and with remat "dots", which repeats no GEMM, 27 (21); in FP8 27, and 24. That is with cuDNN's
+# attention: XLA's keeps its scores, 102 GiB for 1b, and needs "dots", 36.
 _TRAINING: dict[str, dict[str, Any]] = {
     "tiny": dict(batch_size=8, seq_len=128, steps=700, remat="none", precision="float32")
     | dict(optim=OptimConfig(lr=3e-3, final_lr=0.05)),
