@@ -14,7 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 from ...native.dtypes import NARROW, compute_dtype, holds
 from ...native.implementation import BEST, Implementation, Order, choose, native_or_best
-from ..core.arguments import array_of, finite, floating, floating_dtype
+from ..core.arguments import (
+    Quantization,
+    array_of,
+    check_quantization,
+    finite,
+    floating,
+    floating_dtype,
+)
 from ..core.op import Op, batch_at, match, reshard_like
 from ..core.sharding import axes_of, whole, without
 from ..dense.matmul import equally_varying, with_main_gradient
@@ -43,6 +50,7 @@ def linear_cross_entropy(
     with_lse: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     logits_dtype: jax.typing.DTypeLike | None = None,
+    quantization: Quantization = None,
     chunk_rows: int | None = None,
     implementation: Implementation = None,
 ) -> Any:
@@ -79,6 +87,9 @@ def linear_cross_entropy(
       dtype: the dtype of the products' operands; None: x's.
       logits_dtype: the dtype that the product rounds logits to, `dtype` or a wider one. None:
         `dtype`, but float32 for float16, in which logits beyond 65504 are infinite.
+      quantization: "fp8" for products of FP8 codes in the gradient (docs/quantization.md). The loss
+        and the log-sum-exps stay as they are, to the bit. A kernel with a dimension that is no
+        multiple of 16 multiplies in `dtype`.
       chunk_rows: rows of a chunk, on each device; None for as many as make 512 MiB of logits.
       implementation: None, "native" (kernels for the softmax and its gradient) or "xla".
 
@@ -89,11 +100,11 @@ def linear_cross_entropy(
 
     Raises:
       TypeError: for operands that are not floating, labels that are not integers, weights that are
-        neither real numbers nor booleans, or options that are not numbers.
+        neither real numbers nor booleans, options that are not numbers, or quantization of float64.
       ValueError: for shapes that do not fit, labels on the host that are outside the vocabulary, an
-        unknown reduction or implementation, a softcap that is not positive, a negative z_loss, one
-        of them that float32 cannot compute with, a logits_dtype that is narrower than dtype, or a
-        chunk_rows that is not positive.
+        unknown reduction, implementation or quantization, a softcap that is not positive, a
+        negative z_loss, one of them that float32 cannot compute with, a logits_dtype that is
+        narrower than dtype, or a chunk_rows that is not positive.
       NotImplementedError: if the `implementation` asked for cannot serve; an ExceptionGroup of
         them if it names several.
 
@@ -118,6 +129,7 @@ def linear_cross_entropy(
     labels, mask = _checked_labels(x, labels, kernel.shape[1 - contract], ignore)
     weights = _checked_weights(x, weights)
     dtype = floating_dtype(_OP, dtype, x.dtype)
+    check_quantization(_OP, quantization, dtype)
     spec = Spec(
         softmax=Softmax(
             softcap=_softcap(softcap),
@@ -129,6 +141,7 @@ def linear_cross_entropy(
         precision=jax.config.jax_default_matmul_precision,
         chunk=_chunk_rows(chunk_rows),
         unused=ignore is not None or weights is not None,
+        quantized=quantization is not None,
     )
 
     sums = compute_dtype(dtype, spec.logits)

@@ -8,6 +8,10 @@ the sum in float32, by the product that computes it:
 Rows may be split over any axes of a mesh: the kernel's gradients are then added once, at the end.
 So may the vocabulary: a device finds the maximum and the sum of exponentials of its part, and
 devices exchange three numbers a row before the gradient of x.
+
+In FP8 both products of g are of codes: of g in e5m2 (`softmax`), of x and the kernel in e4m3, each
+with its own scale: for a device's part of the kernel, and for a chunk's rows. Definitions, and with
+them second derivatives, are those of the compute dtype.
 """
 
 import dataclasses
@@ -24,8 +28,13 @@ from jax.interpreters import ad
 
 from ...native import jax_private
 from ...native.dtypes import compute_dtype
-from ...native.implementation import Order
+from ...native.implementation import Order, report
 from ..core.op import Dims, Op, Split, batch_at, match
+from ..dense.fp8 import FORMAT, Contraction, define_product, require_fp8
+from ..quantization import fits
+from ..quantization import kernels as quantization
+from ..quantization.definition import E5M2
+from ..quantization.kernels import Codes
 from . import softmax
 from .softmax import Softmax
 
@@ -48,6 +57,7 @@ class Spec:
     unused: bool = False  # rows may have weight 0, and then x may be NaN
     groups: int = 0  # leading dimensions of x with a kernel's gradient each
     dkernel: str | None = None  # the dtype that the caller rounds the kernel's gradient to, if any
+    quantized: bool = False  # the gradient's products are of FP8 codes, where the kernel fits
 
     @property
     def op(self) -> str:
@@ -76,6 +86,11 @@ def logits(spec: Spec, x: Array, w: Array) -> Array:
     )
 
 
+def _unused(a: Array, b: Array | None = None) -> Array:
+    """Returns which rows have no gradient, `(*rows, 1)`."""
+    return ((a == 0) if b is None else (a == 0) & (b == 0))[..., None]
+
+
 def _gradients(
     spec: Spec, x: Array, w: Array, g: Array, a: Array, b: Array | None = None
 ) -> list[Array]:
@@ -84,8 +99,7 @@ def _gradients(
     `a` and `b` are the rows' factors in g, which is zero where they are.
     """
     if spec.unused and spec.wanted[1]:
-        unused = a == 0 if b is None else (a == 0) & (b == 0)
-        x = jnp.where(unused[..., None] & ~jnp.isfinite(x), 0, x)  # 0 times NaN would be NaN
+        x = jnp.where(_unused(a, b) & ~jnp.isfinite(x), 0, x)  # 0 times NaN would be NaN
     found, summed = [], (g.ndim - 1,)
     if spec.wanted[0]:
         dims = ((summed, (1 - spec.contract,)), ((), ()))
@@ -143,10 +157,62 @@ def define_tangent(
 # ---------------------------------------------------------------- one device's share
 
 
-def _kernel(spec: Spec, kernel: Any, order: Order) -> Callable[..., Sequence[Array]]:
+def _kernel(
+    spec: Spec, kernel: Any, order: Order, static: Any = None
+) -> Callable[..., Sequence[Array]]:
+    static = static or spec.softmax
     if spec.plain:
-        return functools.partial(kernel.definition, spec.softmax)
-    return functools.partial(kernel, spec.softmax, order=order)
+        return functools.partial(kernel.definition, static)
+    return functools.partial(kernel, static, order=order)
+
+
+def _quantized(
+    spec: Spec, split: Split, x: Array, w: Array, order: Order
+) -> tuple[Spec, list[Array]]:
+    """Returns the spec of what the gradient's products can be here, and the kernel's codes.
+
+    These are (n, vocab), with their scale; none where nothing is quantized.
+    """
+    if not spec.quantized:
+        return spec, []
+    if not fits(*w.shape):
+        reason = f"a kernel of shape {w.shape} has a dimension that is no multiple of 16"
+        text = f"{reason}, so its loss's gradient multiplies in the compute dtype"
+        report(spec.op, text, by="unquantized products")
+        return spec, []
+    codes = Codes(E5M2.dtype, *spec.wanted, spec.op)
+    alone = not _part(spec, split, x, w).axes
+    own = replace(spec, softmax=replace(spec.softmax, codes=codes, as_with_gradient=alone))
+    if not spec.wanted[0]:
+        return own, []
+    of_w = Codes(FORMAT, spec.contract == 0, spec.contract == 1, spec.op)
+    return own, list(_kernel(spec, quantization.quantize, order, of_w)(w))
+
+
+def _gradients_of_codes(
+    spec: Spec, order: Order, x: Array, w: Sequence[Array], g: Sequence[Array], *factors: Array
+) -> list[Array]:
+    """`_gradients` of a chunk's codes, with the kernel's codes and scale."""
+    *codes, scale = g
+    wide, found = x.dtype.name, []
+    of = functools.partial(Contraction, spec.op)
+    if spec.wanted[0]:
+        kernel, by = w
+        dot = of("rv", "nv", "rn", wide, wide)
+        found += define_product(dot, codes[0], kernel, (scale * by).reshape(()))
+    if spec.wanted[1]:
+        if spec.unused:
+            x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
+        of_x = Codes(FORMAT, False, True, spec.op)
+        xt, by = _kernel(spec, quantization.quantize, order, of_x)(x)
+        sums = compute_dtype(x.dtype)
+        dtype = jnp.dtype(spec.dkernel or sums).name
+        operands = [("nr", xt), ("vr", codes[-1])]
+        (a, first), (b, second) = operands if spec.contract == 0 else operands[::-1]
+        dot = of(a, b, a[0] + b[0], dtype, wide)
+        (dw,) = define_product(dot, first, second, (scale * by).reshape(()))
+        found.append(dw.astype(sums))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +306,14 @@ def _statistics_body(
 
 
 def _added(
-    spec: Spec, sums: Any, x: Array, w: Array, g: Array, *factors: Array
+    spec: Spec, order: Order, sums: Any, x: Array, w: Any, g: Sequence[Array], *factors: Array
 ) -> tuple[list[Array], list[Array]]:
-    """Returns `([dx], [sum of dw])` with a chunk's gradients."""
-    found = _gradients(replace(spec, groups=0), x, w, g, *factors)
+    """Returns `([dx], [sum of dw])` with a chunk's gradients; w is the kernel and its codes."""
+    spec = replace(spec, groups=0)
+    if spec.softmax.codes:
+        found = _gradients_of_codes(spec, order, x, w[1:], g, *factors)
+    else:
+        found = _gradients(spec, x, w[0], *g, *factors)
     dx, dw = found[: spec.wanted[0]], found[spec.wanted[0] :]
     return dx, dw if sums is None else [s + d for s, d in zip(sums, dw)]
 
@@ -273,24 +343,31 @@ def _each_group(
     return done
 
 
+def _gradient(spec: Spec, order: Order) -> Callable[..., Sequence[Array]]:
+    """Returns the kernel of the softmax's gradient, or of its codes and their scale."""
+    return _kernel(spec, softmax.codes if spec.softmax.codes else softmax.gradient, order)
+
+
 def _loss_gradients_body(
     spec: Spec, split: Split, x: Array, w: Array, labels: Array, weights: Array, *, order: Order
 ) -> list[Array]:
     if 0 in x.shape:
         return define_loss_gradients(spec, x, w, labels, weights)
     part = _part(spec, split, x, w)
+    spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
         z = logits(spec, x, w)
-        if part.axes:
-            found = _kernel(spec, softmax.statistics, order)(z, labels)
-            found = most, total, _ = part.whole(*found)
+        if part.axes or spec.softmax.codes:
+            found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
+            most, total, _ = found
             slope = softmax.along_lse(spec.softmax, softmax.lse_of(most, total), weights)
             a = softmax.divided(slope, total)
-            (g,) = _kernel(spec, softmax.gradient, order)(z, labels, most, a, weights)
+            g = _gradient(spec, order)(z, labels, most, a, weights)
         else:
-            g, *found = _kernel(spec, softmax.both, order)(z, labels, weights)
-        dx, dw = _added(spec, sums, x, w, g, weights)
+            *g, most, total, picked = _kernel(spec, softmax.both, order)(z, labels, weights)
+            found = most, total, picked
+        dx, dw = _added(spec, order, sums, x, [w, *codes], g, weights)
         return [*found, *dx], dw
 
     def run(*arrays):
@@ -305,16 +382,16 @@ def _gradients_body(
 ) -> list[Array]:
     if 0 in x.shape:
         return define_gradients(spec, x, w, labels, *rows)
-    kernel = _kernel(spec, softmax.gradient, order)
+    labels = _part(spec, split, x, w).local(labels)
+    spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
-        (g,) = kernel(logits(spec, x, w), *rows)
-        return _added(spec, sums, x, w, g, *rows[-2:])
+        g = _gradient(spec, order)(logits(spec, x, w), *rows)
+        return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))
 
-    labels = _part(spec, split, x, w).local(labels)
     return _each_group(spec, split, run, x, labels, *rows, results=0)
 
 
@@ -389,6 +466,10 @@ def _batch_groups(op: Op, args: Any, dims: Any, *, spec: Spec, order: Order) -> 
 # ---------------------------------------------------------------- operations
 
 
+def _checked(ctx: Any, spec: Spec, order: Order) -> Order:
+    return require_fp8(ctx, spec, order) if spec.quantized else order
+
+
 def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> list[Any]:
     x, w, labels, most, total, *moving = operands
     dlse, dpicked = [ad.instantiate_zeros(ct) for ct in cts]
@@ -400,6 +481,7 @@ def _transpose_tangent(cts: Any, *operands: Any, spec: Spec, order: Order) -> li
 
 _op = functools.partial(Op, leads=(0, 1))
 _chunked = functools.partial(_op, undivided=_undivided)
+_of_gradients = functools.partial(_chunked, batch=_batch_groups, before=_checked)
 statistics = _chunked(
     "cross_entropy_statistics",
     define_statistics,
@@ -407,19 +489,17 @@ statistics = _chunked(
     body=_statistics_body,
     batch=batch_rows,
 )
-loss_gradients = _chunked(
+loss_gradients = _of_gradients(
     "cross_entropy_loss_gradients",
     define_loss_gradients,
     dims=_dims("xwrr", "rrrg"),
     body=_loss_gradients_body,
-    batch=_batch_groups,
 )
-gradients = _chunked(
+gradients = _of_gradients(
     "cross_entropy_gradients",
     define_gradients,
     dims=_dims("xwrrrr", "g"),
     body=_gradients_body,
-    batch=_batch_groups,
 )
 tangent = _op(
     "cross_entropy_tangent",

@@ -10,6 +10,10 @@ offset, and the differences from `most` are not.
 
 Kernels see one device's part of the vocabulary: labels are counted from its first column, and one
 that lies elsewhere matches none. With one part the statistics and the gradient are one kernel.
+
+In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. No pass over the logits
+finds the scale, since |g_j| ≤ |a| + |b|: it is 2^-14 times the largest |a| or |b| of the rows. Where
+that is a row's weight, the label's -b has an exact code, and a word's share of 2^-30 has one, too.
 """
 
 import dataclasses
@@ -21,8 +25,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...native.dtypes import CUDA_TYPES, compute_dtype
+from ...native.implementation import Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, cuda_compute_dtype, launch
+from ..quantization import kernels as quantization
+from ..quantization.definition import E5M2, encode
+from ..quantization.kernels import COLUMNS, Codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +41,9 @@ class Softmax:
     z_loss: float = 0.0  # coefficient of lse² in the loss
     dtype: str = "bfloat16"  # the gradient's dtype
     op: str = "linear_cross_entropy"  # the function the user called
+    codes: Codes | None = None  # those of the gradient in FP8, if it is in FP8
+    # The statistics' kernel adds up as the one that also writes the gradient does.
+    as_with_gradient: bool = False
 
 
 # ---------------------------------------------------------------- definition, in plain JAX
@@ -79,6 +90,33 @@ def define_both(spec: Softmax, z: Array, labels: Array, weights: Array) -> list[
     a = divided(along_lse(spec, lse_of(most, total), weights), total)
     (g,) = define_gradient(spec, z, labels, most, a, weights)
     return [g, most, total, picked]
+
+
+def scale_of(a: Array, b: Array) -> Array:
+    """Returns the scale of the gradient's codes, float32; see the file's head.
+
+    Rows whose a or b is not finite have no say: their codes are NaN.
+    """
+    size = jnp.maximum(jnp.abs(a), jnp.abs(b)).astype(jnp.float32)
+    largest = jnp.max(jnp.where(jnp.isfinite(size), size, 0), initial=0)
+    return jnp.maximum(largest * 2.0**-14, 2.0**-100)
+
+
+def _scaled(a: Array, b: Array) -> tuple[list[Array], Array]:
+    scale = scale_of(a, b)
+    return [r.astype(jnp.float32) / scale for r in (a, b)], scale.reshape(1)
+
+
+def define_codes(
+    spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
+) -> list[Array]:
+    """`(z (rows, vocab), labels, most, a, b) -> ([q,] [qt,] scale (1,))` of the gradient."""
+    assert spec.codes is not None
+    of_rows, scale = _scaled(a, b)
+    wide = dataclasses.replace(spec, dtype="float32")
+    (g,) = define_gradient(wide, z, labels, most, *of_rows)
+    q = encode(g, E5M2)
+    return [*[q] * spec.codes.has_q, *[q.T] * spec.codes.has_qt, scale]
 
 
 def lse_of(most: Array, total: Array) -> Array:
@@ -157,7 +195,8 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
     def run(target: Target, spec: Softmax, z: Array, *of_rows: Array) -> list[Array]:
         rows, vocabulary = z.shape
         compute = cuda_compute_dtype([z.dtype, jnp.dtype(spec.dtype)])
-        chosen = layout(vocabulary, z.dtype.itemsize, target, twice=has_g)
+        twice = has_g or spec.as_with_gradient
+        chosen = layout(vocabulary, z.dtype.itemsize, target, twice=twice)
         macros = {
             "KERNEL": kernel,
             "COMPUTE_TYPE": CUDA_TYPES[compute.name],
@@ -202,6 +241,40 @@ def _on_cuda(kernel: str, *, has_g: bool, has_lse: bool) -> Callable[..., list[A
     return run
 
 
+def cuda_codes(
+    target: Target, spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
+) -> list[Array]:
+    """`define_codes` on a GPU."""
+    assert spec.codes is not None
+    if z.dtype == jnp.float64:
+        raise Unsupported("logits of float64 have no FP8 codes")
+    (rows, vocabulary), flags = z.shape, spec.codes.flags
+    # The pass for the statistics has read the last rows last.
+    chosen = quantization.cast_layout(rows, vocabulary, z.dtype.itemsize, target, after_amax=True)
+    of_rows, scale = _scaled(a, b)
+    codes = launch(
+        "quantize_softmax.cu",
+        "quantize_softmax",
+        [z, labels, most, *of_rows],
+        quantization.code_types(rows, vocabulary, **flags)[:-1],
+        target=target,
+        macros={
+            "COMPUTE_TYPE": "float",
+            "Z_TYPE": CUDA_TYPES[z.dtype.name],
+            "SOFTCAP": int(spec.softcap is not None),
+            "APPROXIMATE": int(z.dtype.itemsize == 2),
+            "VECTOR": COLUMNS,
+        }
+        | quantization.tile_macros(chosen, rows, vocabulary, **flags),
+        grid=chosen.blocks(rows, vocabulary),
+        block=chosen.width * chosen.height,
+        shared=chosen.shared if spec.codes.has_qt else 0,
+        ints=(rows, vocabulary, chosen.group, chosen.backwards),
+        floats=(spec.softcap or 0.0,),
+    )
+    return [*codes, scale]
+
+
 # ---------------------------------------------------------------- kernels
 
 cuda_statistics = _on_cuda("softmax_statistics", has_g=False, has_lse=True)
@@ -210,6 +283,7 @@ cuda_both = _on_cuda("softmax_statistics_and_gradient", has_g=True, has_lse=True
 statistics = Kernel("softmax_statistics", define_statistics, {"cuda": cuda_statistics})
 gradient = Kernel("softmax_gradient", define_gradient, {"cuda": cuda_gradient})
 both = Kernel("softmax_statistics_and_gradient", define_both, {"cuda": cuda_both})
+codes = Kernel("quantize_softmax", define_codes, {"cuda": cuda_codes})
 
 
 def examples(
@@ -225,3 +299,7 @@ def examples(
         yield statistics, spec, [z, labels]
         yield gradient, spec, [z, labels, row, row, row]
         yield both, spec, [z, labels, row]
+        if dtype != "float64":
+            in_fp8 = dataclasses.replace(spec, codes=Codes(E5M2.dtype), as_with_gradient=True)
+            yield statistics, in_fp8, [z, labels]
+            yield codes, in_fp8, [z, labels, row, row, row]

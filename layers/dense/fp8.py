@@ -141,7 +141,7 @@ def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Or
     return op(replace(spec, **fields, out_sharding=sharding), a, b, scale, order=order), [0]
 
 
-def _require_fp8(ctx: Any, spec: Contraction, order: Order) -> Order:
+def require_fp8(ctx: Any, spec: Any, order: Order) -> Order:
     """Says once where a GPU has no FP8 product; an error where the order rules that out."""
     capability = compute_capability_of(ctx) if "cuda" in ctx.module_context.platforms else None
     if capability is not None and capability < CAPABILITY:
@@ -219,7 +219,7 @@ product = Op(
     dims=_product_dims,
     batch=_batch_product,
     share=_share_product,
-    before=_require_fp8,
+    before=require_fp8,
 )
 
 

@@ -67,8 +67,8 @@ def as_bytes(codes: Array) -> Array:
 
 
 def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
-    """Returns bytes as the FP8 codes that they are."""
-    return jax.lax.bitcast_convert_type(codes, jnp.dtype(dtype))
+    """Returns bytes as the FP8 codes that they are; codes of another dtype as they are."""
+    return jax.lax.bitcast_convert_type(codes, dtype) if codes.dtype == jnp.uint8 else codes
 
 
 def define(spec: Quantize, x: Array) -> list[Array]:

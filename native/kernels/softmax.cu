@@ -17,36 +17,7 @@
 // time: all of them, so that the row is read once; or it is read again, the last batch first, from
 // the L2 cache. Rows whose a and b are 0 have zeros, whatever their logits are.
 #include "row.cuh"
-
-using Compute = COMPUTE_TYPE;
-using Vector = Wide<Compute, VECTOR>;
-
-// exp(x - y), of y as `scaled` gives it.
-//
-// If APPROXIMATE (logits of 16 bits) a power of two: one multiply-add, and the machine's
-// instruction, which is off by 2 units in the last place. Below 2^-126 it is 0; without ftz the
-// compiler would add three instructions for what is smaller. y · log2 e is rounded once for all x,
-// which moves them alike and by less than the rounding of such logits does.
-#if APPROXIMATE
-constexpr float kLog2E = 1.44269504f;
-
-__device__ inline float scaled(float y) { return kLog2E * y; }
-
-__device__ inline float exponential(float x, float scaled_y) {
-  const float power = fmaf(kLog2E, x, -scaled_y);
-#if defined(__CUDA_ARCH__)
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
-  return result;
-#else
-  return exp2f(power);
-#endif
-}
-#else
-__device__ inline Compute scaled(Compute y) { return y; }
-__device__ inline float exponential(float x, float y) { return expf(x - y); }
-__device__ inline double exponential(double x, double y) { return exp(x - y); }
-#endif
+#include "softmax.cuh"
 
 // The larger number; with a NaN, the other operand.
 __device__ inline float larger(float x, float y) { return fmaxf(x, y); }
@@ -97,15 +68,6 @@ class RowSum2 : public RowSums<Compute, 2> {
     return all;
   }
 };
-
-__device__ inline Vector capped(const Packed<Z_TYPE, VECTOR>& packed, Compute softcap) {
-  Vector c = widen_all<Compute>(packed);
-#if SOFTCAP
-#pragma unroll
-  for (int k = 0; k < VECTOR; ++k) c.at[k] = softcap * tanh(c.at[k] / softcap);
-#endif
-  return c;
-}
 
 static_assert(CHUNKS % BATCH == 0, "batches are whole");
 
@@ -191,21 +153,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         if (!inside(first + i)) continue;
         Vector out{};
         if (counts) {
-          const Vector c = capped(batch[i], softcap);
           const int at = label - column(first + i);
-#pragma unroll
-          for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_most);
-          if (at >= 0 && at < VECTOR) {
-#pragma unroll
-            for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);
-          }
-#if SOFTCAP
-#pragma unroll
-          for (int k = 0; k < VECTOR; ++k) {
-            const Compute share = c.at[k] / softcap;
-            out.at[k] *= 1 - share * share;
-          }
-#endif
+          out = gradient(batch[i], a, b, scaled_most, at, softcap);
         }
         store_chunk(to, first + i, aligned, narrow_all<G_TYPE>(out));
       }

@@ -1,0 +1,64 @@
+// Logits under a soft cap, their exponentials, and the gradient of a vector of them.
+#pragma once
+
+#include "vector.cuh"
+
+using Compute = COMPUTE_TYPE;
+using Vector = Wide<Compute, VECTOR>;
+
+// exp(x - y), of y as `scaled` gives it.
+//
+// If APPROXIMATE (logits of 16 bits) a power of two: one multiply-add, and the machine's
+// instruction, which is off by 2 units in the last place. Below 2^-126 it is 0; without ftz the
+// compiler would add three instructions for what is smaller. y · log2 e is rounded once for all x,
+// which moves them alike and by less than the rounding of such logits does.
+#if APPROXIMATE
+constexpr float kLog2E = 1.44269504f;
+
+__device__ inline float scaled(float y) { return kLog2E * y; }
+
+__device__ inline float exponential(float x, float scaled_y) {
+  const float power = fmaf(kLog2E, x, -scaled_y);
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(power));
+  return result;
+#else
+  return exp2f(power);
+#endif
+}
+#else
+__device__ inline Compute scaled(Compute y) { return y; }
+__device__ inline float exponential(float x, float y) { return expf(x - y); }
+__device__ inline double exponential(double x, double y) { return exp(x - y); }
+#endif
+
+__device__ inline Vector capped(const Packed<Z_TYPE, VECTOR>& packed, Compute softcap) {
+  Vector c = widen_all<Compute>(packed);
+#if SOFTCAP
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) c.at[k] = softcap * tanh(c.at[k] / softcap);
+#endif
+  return c;
+}
+
+// (a · exp(c_k - most) - b · [k = at]) · dc_k/dz_k; `at` may lie outside of the vector.
+__device__ inline Vector gradient(const Packed<Z_TYPE, VECTOR>& packed, Compute a, Compute b,
+                                  Compute scaled_most, int at, Compute softcap) {
+  const Vector c = capped(packed, softcap);
+  Vector out;
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) out.at[k] = a * exponential(c.at[k], scaled_most);
+  if (at >= 0 && at < VECTOR) {
+#pragma unroll
+    for (int k = 0; k < VECTOR; ++k) out.at[k] -= k == at ? b : Compute(0);
+  }
+#if SOFTCAP
+#pragma unroll
+  for (int k = 0; k < VECTOR; ++k) {
+    const Compute share = c.at[k] / softcap;
+    out.at[k] *= 1 - share * share;
+  }
+#endif
+  return out;
+}
