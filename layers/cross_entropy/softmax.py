@@ -11,9 +11,9 @@ offset, and the differences from `most` are not.
 Kernels see one device's part of the vocabulary: labels are counted from its first column, and one
 that lies elsewhere matches none. With one part the statistics and the gradient are one kernel.
 
-In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. No pass over the logits
-finds the scale, since |g_j| ≤ |a| + |b|: it is 2^-14 times the largest |a| or |b| of the rows. Where
-that is a row's weight, the label's -b has an exact code, and a word's share of 2^-30 has one, too.
+In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. As |g_j| ≤ |a| + |b|,
+the scale needs no pass over the logits: it is 2^-14 times the largest |a| or |b| of the rows. If
+that is a row's weight, the label's -b has an exact code, and so has a word's share of 2^-30.
 """
 
 import dataclasses
