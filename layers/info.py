@@ -59,13 +59,14 @@ def kernels() -> dict[str, dict[str, Example]]:
     silu = epilogue.examples(128, "bfloat16", rows=8, activations=["silu"])
     gated_silu = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
     norm = quantized_norm.examples(64, "bfloat16", "float32", rows=64)
+    losses = [of(128, "bfloat16", rows=8) for of in (softmax.examples, softmax.code_examples)]
     quantized = *quantization.examples(64, "bfloat16", rows=64), *gated_silu, *norm
     return {
         "rms_norm": by_name(norms.examples(*types, rows=8)),
         "layer_norm": by_name(norms.examples(*types, rows=8, centred=True)),
         "dense": {"dense": (one_kernel.kernel, one_kernel.Dense(), [x, x])},
         "activation": by_name(example for example in silu if example[1].has_up),
-        "loss": by_name(softmax.examples(128, "bfloat16", rows=8)),
+        "loss": by_name(itertools.chain(*losses)),
         "quantize": {example[0].name: example for example in quantized},
     }
 
@@ -161,6 +162,7 @@ def _quantized(
     """Yields the kernels of layers in FP8, of norms, activations and kernels with rows of `n`."""
     import jax
 
+    from .cross_entropy import softmax
     from .dense.epilogue import SCALARS, scalar_of
     from .dense.fp8_mlp import has_slope
     from .quantization import gated, kernels, norm
@@ -168,6 +170,7 @@ def _quantized(
     for rows in kernels.row_counts(n):
         if norm.serves(*(jax.ShapeDtypeStruct((), of) for of in (dtype, scale))):
             yield from norm.examples(n, dtype, scale, rows=rows, scale_offset=scale_offset)
+        yield from softmax.code_examples(n, dtype, rows=rows)
         for of in dict.fromkeys((dtype, "float32")):  # activations, and stored kernels
             yield from kernels.examples(n, of, rows=rows)
         for function in set(map(scalar_of, activations or SCALARS)):

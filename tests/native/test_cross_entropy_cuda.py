@@ -1,5 +1,6 @@
 """The softmax of linear_cross_entropy on CUDA: run by the emulator, and compiled for real."""
 
+import dataclasses
 import functools
 import re
 
@@ -13,6 +14,7 @@ from reference import assert_close, wide
 
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Layout, Softmax
+from normfuse.layers.quantization.kernels import CastLayout, Codes
 from normfuse.native import compiler
 from normfuse.native.launch import named_target
 
@@ -119,6 +121,63 @@ def test_logits_that_are_not_finite(emulated):
         assert not g.any()
 
 
+@pytest.mark.parametrize(
+    "shape, z_dtype, softcap, has_q, has_qt, shift",
+    [
+        ((272, 208), "bfloat16", None, True, True, 0),  # the last tiles are not full
+        ((128, 64), "float32", 3.0, True, True, 0),
+        ((37, 77), "float16", 3.0, True, True, 0),  # one element at a time
+        ((48, 96), "bfloat16", None, True, False, 1),
+        ((48, 96), "bfloat16", 3.0, False, True, 0),
+    ],
+)
+def test_codes_are_those_of_the_gradient(
+    emulated, monkeypatch, rng, shape, z_dtype, softcap, has_q, has_qt, shift
+):
+    """In both layouts: the gradient in float64 to half a step of its code, and to rounding."""
+    emulator = emulated(LAYOUTS["read twice"][1], shift)
+    tile = lambda *_, after_amax: CastLayout(8, 8, 4, group=2, backwards=after_amax)
+    monkeypatch.setattr(softmax.quantization, "cast_layout", tile)
+    z = jnp.asarray(4 * rng.standard_normal(shape), z_dtype)
+    labels = rng.integers(-1, shape[1] + 1, shape[0]).astype(np.int32)
+    weights = rng.uniform(-1, 2, shape[0]).astype(np.float32)
+    weights[3:5], weights[7] = 0, 1e-3
+    spec = Softmax(softcap, codes=Codes("float8_e5m2", has_q, has_qt))
+    exact = reference.Softmax(wide(z), labels, softcap)
+    most, total = (s.astype(np.float32) for s in (exact.most, exact.sum))
+    a, b = weights / total, weights[::-1].copy()
+    a[11] = np.nan
+    *codes, scale = map(np.asarray, softmax.cuda_codes(SM90, spec, z, labels, most, a, b))
+    assert scale == np.float32(2.0**-14) * np.delete(np.abs([a, b]), 11, 1).max()
+    if has_q and has_qt:
+        np.testing.assert_array_equal(codes[0].view(np.uint8), codes[1].T.view(np.uint8))
+    q = codes[0] if has_q else codes[0].T
+    assert q.shape == shape and np.isnan(q[11].astype(float)).all()
+    expected = reference.gradient(exact, weights, b, shape[1], binary=z.dtype.itemsize == 2)
+    expected = dataclasses.replace(expected, value=expected.value / scale)
+    found, off = q.astype(np.float64), expected.size / scale
+    off = 2.0**-20 * off + np.maximum(np.abs(expected.value) * 2.0**-3, 2.0**-17)
+    rows = np.arange(shape[0]) != 11
+    assert (np.abs(found - expected.value)[rows] <= off[rows]).all()
+    assert emulator.launches[-1]["kernel"] == "quantize_softmax"
+
+
+def test_codes_of_rows_without_a_gradient_are_zero_and_the_labels_exact(emulated):
+    """Whatever their logits are; and a label's share that is nothing yet has the code of -1."""
+    emulated(LAYOUTS["read twice"][1])
+    z = np.zeros((16, 1024), np.float32)
+    z[0, 5], z[1, 300] = np.inf, np.nan
+    weights = np.full(16, np.float32(1 / 49))
+    weights[:2] = 0
+    labels, zero = np.full(16, 9, np.int32), np.zeros(16, np.float32)
+    spec = Softmax(codes=Codes("float8_e5m2"))
+    q, _, scale = softmax.cuda_codes(SM90, spec, z, labels, zero, weights / 1e9, weights)
+    q = np.asarray(q, np.float64)
+    assert not q[:2].any() and (q[2:, 9] == -(2.0**14)).all()
+    assert float(scale[0]) * 2.0**14 == weights[5]
+    assert (q[2:, :9] == 2.0**-16).all()  # 2^14 · 1e-9, in the format's least number
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(
     "vocabulary, dtype", [(128256, "bfloat16"), (50257, "float16"), (256, "float32")]
@@ -129,15 +188,23 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
 
     def launch(source, kernel, operands, results, *, target, macros, shared, grid, **sizes):
         assert shared <= target.shared_memory
+        if kernel == "quantize_softmax":
+            return compiled(source, macros, results)
         tile = macros["CHUNKS"] * macros["VECTOR"] * macros["ROW_THREADS"]
         assert (macros["SLICES"] - 1) * tile < vocabulary <= macros["SLICES"] * tile
+        return compiled(source, macros, results)
+
+    def compiled(source, macros, results):
         file = compiler.kernel_source(source)
         logs.append(compiler.compile_with_log(file, macros, target.arch, "--ptxas-options=-v")[1])
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
     monkeypatch.setattr(softmax, "launch", launch)
-    for kernel, spec, structs in [*softmax.examples(vocabulary, dtype, rows=4)][:3]:
+    examples = [*softmax.examples(vocabulary, dtype, rows=4)][:3]
+    for rows in 48, 2048:
+        examples += [*softmax.code_examples(vocabulary, dtype, rows=rows)][:2]
+    for kernel, spec, structs in examples:
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
-    assert len(logs) == 3
+    assert len(logs) == 7
     spilled = [int(n) for log in logs for n in re.findall(r"(\d+) bytes spill stores", log)]
-    assert len(spilled) == 3 and max(spilled) <= 80, logs
+    assert len(spilled) == 7 and max(spilled) <= 80, logs
