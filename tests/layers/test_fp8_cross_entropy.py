@@ -1,0 +1,260 @@
+"""linear_cross_entropy with a gradient in FP8: the recipe, the loss's bits, transformations."""
+
+import functools
+
+import cross_entropy_reference as reference
+import fp8_reference
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from reference import wide
+
+from normfuse import accumulate_gradients, fuse, linear_cross_entropy
+from normfuse.native import implementation
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+ROWS, N, VOCABULARY, IGNORE = 96, 32, 1024, -100
+fp8 = functools.partial(linear_cross_entropy, quantization="fp8")
+
+
+def draw(rng, dtype=bf16, contract=0, kernel_dtype=f32, size=1.0):
+    x = jnp.asarray(rng.standard_normal((ROWS, N)), dtype)
+    shape = (N, VOCABULARY) if contract == 0 else (VOCABULARY, N)
+    kernel = jnp.asarray(size * rng.standard_normal(shape) / np.sqrt(N), kernel_dtype)
+    return x, kernel, jnp.asarray(rng.integers(0, VOCABULARY, ROWS))
+
+
+def both_ways(loss, *args, **options):
+    run = lambda x, kernel: loss(x, kernel, *args, **options)
+    return jax.jit(jax.value_and_grad(run, (0, 1)))
+
+
+def distance(found, expected):
+    found, expected = wide(found), wide(expected)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def recipe(x, w, labels, a, b, softcap=None):
+    """dx and dw of docs/quantization.md in NumPy, for w of (n, vocab), and the softmax itself."""
+    exact = reference.Softmax(wide(x) @ wide(w), np.asarray(labels), softcap)
+    a, b = np.float32(a(exact)), np.float32(b)
+    scale = np.float32(2.0**-14) * max(np.abs(a / exact.sum.astype(np.float32)).max(), abs(b).max())
+    g = exact.gradient(a, b) / scale
+    codes = g.astype(np.float32).astype(fp8_reference.E5M2).astype(np.float64) * np.float64(scale)
+    decoded = lambda array: np.multiply(*map(np.float64, fp8_reference.quantize(np.asarray(array))))
+    return codes @ decoded(w).T, decoded(x).T @ codes
+
+
+CASES = {
+    "bfloat16": (bf16, f32, {}),
+    "bfloat16 kernel, tied": (bf16, bf16, {"contract": 1}),
+    "float32": (f32, f32, {"z_loss": 0.01, "softcap": 5.0}),
+    "float16": (jnp.float16, f32, {"contract": 1, "z_loss": 0.01}),
+    "plain HLO": (bf16, f32, {"implementation": "xla"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_are_those_of_the_recipe_and_the_loss_is_unchanged(rng, case, reduction):
+    """Logits are rounded, so that a number may get the next code; the loss is equal in all bits."""
+    dtype, kernel_dtype, options = CASES[case]
+    contract = options.get("contract", 0)
+    x, kernel, labels = draw(rng, dtype, contract, kernel_dtype)
+    factors = rng.uniform(0.1, 2, ROWS).astype(np.float32)
+    if reduction == "mean":
+        given = {"weights": jnp.asarray(factors), **options}
+        loss, counts = linear_cross_entropy, factors / factors.sum()
+        factors = counts if dtype != jnp.float16 else factors  # in float16 the divisor comes later
+    else:
+        given, counts = options | {"reduction": "none"}, factors
+        loss = lambda *a, **o: jnp.vdot(linear_cross_entropy(*a, **o), jnp.asarray(factors))
+    value, (dx, dw) = both_ways(loss, labels, quantization="fp8", **given)(x, kernel)
+    plain, (gx, gw) = both_ways(loss, labels, **given)(x, kernel)
+    assert value == plain and dx.dtype == x.dtype and dw.dtype == kernel_dtype
+
+    w = kernel.astype(dtype)
+    along = lambda s: factors * (1 + 2 * options.get("z_loss", 0) * s.lse)
+    turn = np.transpose if contract else np.asarray
+    wx, ww = recipe(x, turn(w), labels, along, factors, options.get("softcap"))
+    ratio = counts[0] / factors[0]
+    close = 0.003 + float(jnp.finfo(dtype).eps)  # e5m2's step is 2^-2, and few take another
+    assert distance(dx, ratio * wx) < close and distance(turn(dw), ratio * ww) < close
+    for found, exact in (dx, gx), (dw, gw):  # e5m2's error and e4m3's, together .059
+        assert 0.01 < distance(found, exact) < 0.07
+
+
+@pytest.mark.parametrize("size", [0.02, 1.0])
+def test_words_that_are_no_label_keep_their_gradient(rng, size):
+    """They have shares of the softmax alone: e4m3 codes of these, beside the labels', were 0."""
+    x, kernel, _ = draw(rng, f32, size=size)
+    x = x.at[:, 0].set(2)  # so that a word's gradient is no difference of large numbers
+    labels = jnp.asarray(rng.integers(0, 16, ROWS))
+    _, (_, dw) = both_ways(fp8, labels)(x, kernel)
+    _, (_, exact) = both_ways(linear_cross_entropy, labels)(x, kernel)
+    off = np.linalg.norm(dw - exact, axis=0) / np.linalg.norm(exact, axis=0)
+    assert np.abs(exact[:, 16:]).max() < 0.05 * np.abs(exact).max()
+    assert np.median(off[16:]) < 0.06 and off[16:].max() < 0.15
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("by", ["weight", "label"])
+def test_a_row_that_does_not_count_may_be_anything(rng, reduction, by):
+    """It has no say in the scales either."""
+    x, kernel, labels = draw(rng, f32)
+    bad = jnp.arange(ROWS) % 3 == 1
+    weights = jnp.where(bad & (by == "weight"), 0.0, 1.5)
+    labels = labels if by == "weight" else jnp.where(bad, IGNORE, labels)
+    options = {"reduction": reduction, "ignore": IGNORE, "weights": weights, "chunk_rows": 32}
+    run = both_ways(lambda *a, **o: jnp.sum(fp8(*a, **o)), labels, **options)
+    expected = run(x, kernel)
+    for row in np.inf, np.nan, 1e30, -1e4:
+        found = run(jnp.where(bad[:, None], row, x), kernel)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_wrong_labels_and_factors_that_are_all_zero(rng):
+    x, kernel, labels = draw(rng)
+    wrong = labels.at[5].set(VOCABULARY)
+    value, (dx, dw) = both_ways(fp8, wrong)(x, kernel)
+    assert np.isnan(value) and np.isnan(wide(dx[5])).all() and np.isnan(dw).all()
+    assert np.isfinite(wide(dx[:5])).all()  # its NaN is no part of the others' scale
+    nothing = both_ways(fp8, labels, weights=jnp.zeros(ROWS))(x, kernel)
+    assert not any(np.any(a) for a in jax.tree.leaves(nothing))
+    tiny = both_ways(fp8, labels, weights=jnp.full(ROWS, 1e-20), reduction="sum")(x, kernel)
+    plain = both_ways(fp8, labels, reduction="sum")(x, kernel)
+    assert distance(tiny[1][1] * 1e20, plain[1][1]) < 1e-3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_transformations(rng, reduction):
+    """Rows of other chunks have other scales: each form's gradients are off by the codes alone."""
+    x, kernel, labels = draw(rng, f32)
+    x, labels = x.reshape(3, 32, N), labels.reshape(3, 32)
+    kernels = jnp.stack([kernel, kernel / 2, -kernel])
+
+    def every(quantization):
+        options = {"reduction": reduction, "quantization": quantization, "chunk_rows": 16}
+        loss = lambda x, k, labels: jnp.sum(linear_cross_entropy(x, k, labels, **options))
+        each, both = jax.vmap(loss, (0, None, 0)), functools.partial(jax.value_and_grad)
+        batch = lambda k, b: loss(b[0], k, b[1])
+        return {
+            "vmap": both(lambda x, k: jnp.sum(each(x, k, labels)), (0, 1))(x, kernel),
+            "of each": jax.vmap(both(loss, (0, 1)), (0, None, 0))(x, kernel, labels),
+            "kernels": jax.vmap(both(loss, (0, 1)))(x, kernels, labels),
+            "scan": jax.lax.map(lambda a: both(loss, (0, 1))(a[0], kernel, a[1]), (x, labels)),
+            "remat": both(jax.checkpoint(loss), (0, 1))(x[0], kernel, labels[0]),
+            "microbatches": accumulate_gradients(batch, kernel, (x, labels)),
+            "kernel alone": both(loss, 1)(x[0], kernel, labels[0]),
+            "x alone": both(loss, 0)(x[0], kernel, labels[0]),
+        }
+
+    found, plain = (jax.jit(every, static_argnums=0)(q) for q in ("fp8", None))
+    for what, (value, gradients) in found.items():
+        np.testing.assert_array_equal(value, plain[what][0], what)
+        for f, e in zip(jax.tree.leaves(gradients), jax.tree.leaves(plain[what][1]), strict=True):
+            assert 0.01 < distance(f, e) < 0.06, what
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_second_derivatives_are_those_of_the_unquantized_loss(rng, reduction):
+    x, kernel, labels = draw(rng, f32)
+    along = jnp.asarray(rng.standard_normal(x.shape), f32)
+
+    def second(loss):
+        cost = lambda x: jnp.sum(loss(x, kernel, labels, reduction=reduction, chunk_rows=32))
+        return jax.jit(jax.grad(lambda x: jnp.vdot(jax.grad(cost)(x), along)))(x)
+
+    assert distance(second(fp8), second(linear_cross_entropy)) < 1e-5
+
+
+def test_what_cannot_be_in_fp8_is_not_and_says_so(rng, monkeypatch):
+    monkeypatch.setattr(implementation, "_plain", {})
+    x, kernel, labels = draw(rng)
+    x, kernel, labels = x[:, :24], kernel[:24, :1000], labels % 1000
+    found, plain = (both_ways(f, labels)(x, kernel) for f in (fp8, linear_cross_entropy))
+    jax.tree.map(np.testing.assert_array_equal, found, plain)
+    ((op, why),) = implementation.fallbacks()
+    assert op == "linear_cross_entropy" and "shape (24, 1000)" in why
+    with pytest.raises(ValueError, match="quantization must be None or 'fp8', got 'int8'"):
+        linear_cross_entropy(x, kernel, labels, quantization="int8")
+    with pytest.raises(TypeError, match="float64"), jax.enable_x64(True):
+        fp8(x.astype(jnp.float64), kernel, labels)
+
+
+@pytest.mark.newest
+def test_a_gpu_without_fp8_is_said(rng, monkeypatch):
+    pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
+    monkeypatch.setattr(implementation, "_plain", {})
+    monkeypatch.setenv("NORMFUSE_CUDA_ARCH", "sm_80")
+    x, kernel, labels = draw(rng)
+
+    def lower(**options):
+        jax.clear_caches()
+        run = both_ways(fp8, labels, **options)
+        return run.trace(x, kernel).lower(lowering_platforms=("cuda",)).as_text()
+
+    reason = "compute capability 8.0 has no FP8 product"
+    with pytest.raises(NotImplementedError, match=f"implementation='native' .*{reason}"):
+        lower(implementation="native")
+    assert "quantize_softmax" in lower()
+    assert any(reason in why for _, why in implementation.fallbacks())
+    jax.clear_caches()
+
+
+MESHES = {  # shape, axes, x's rows, the kernel
+    "data": ((8,), ("data",), P("data"), P()),
+    "FSDP": ((8,), ("fsdp",), P("fsdp"), P("fsdp", None)),
+    "all": ((2, 2, 2), ("data", "fsdp", "tensor"), P(("data", "fsdp")), P("fsdp", "tensor")),
+}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", MESHES)
+def test_meshes_need_no_more_than_without(eight_devices, rng, name, kind):
+    """Each device has its own scales: the loss keeps its bits, and nothing more is communicated."""
+    shape, names, rows, stored = MESHES[name]
+    arrays = draw(rng, f32)
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    places = [NamedSharding(mesh, spec) for spec in (rows, stored, rows)]
+    auto = {"out_shardings": (None, tuple(places[:2]))} if kind == AxisType.Auto else {}
+
+    def run(loss):
+        placed = [jax.device_put(*pair) for pair in zip(arrays, places)]
+        compiled = jax.jit(jax.value_and_grad(loss, (0, 1)), **auto).lower(*placed).compile()
+        return compiled(*placed), hlo.communicated(compiled)
+
+    with jax.set_mesh(mesh):
+        ((value, gradients), seen), ((plain, exact), expected) = run(fp8), run(linear_cross_entropy)
+    assert value == plain and seen == expected
+    for found, wanted, place in zip(gradients, exact, places):
+        assert found.sharding.is_equivalent_to(place, found.ndim)
+        assert 0.01 < distance(found, wanted) < 0.06
+
+
+@pytest.mark.parametrize(
+    "vocabulary, dtype, said",
+    [
+        (1024, bf16, "sum, gradient in fp8"),
+        (1030, bf16, "sum, gradient not in fp8 (1030 is no multiple of 16)"),
+    ],
+)
+def test_fuse_passes_quantization_on_and_says_so(rng, vocabulary, dtype, said):
+    x, kernel, labels = draw(rng, dtype, kernel_dtype=dtype)
+    kernel, reports = jnp.resize(kernel, (N, vocabulary)), []
+
+    def loss(x, kernel):
+        log_p = jax.nn.log_softmax((x @ kernel).astype(f32))
+        return -jnp.sum(jnp.take_along_axis(log_p, labels[:, None], 1))
+
+    run = fuse(loss, quantization="fp8", report=reports.append)
+    found = jax.jit(jax.grad(run, (0, 1)))(x, kernel)
+    (row,) = reports[-1].fused
+    assert row.served == f"linear_cross_entropy: {said}"
+    option = "fp8" if "in fp8" in said and "not" not in said else None
+    direct = both_ways(linear_cross_entropy, labels, reduction="sum", quantization=option)
+    jax.tree.map(np.testing.assert_array_equal, found, direct(x, kernel)[1])
