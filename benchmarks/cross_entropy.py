@@ -83,6 +83,7 @@ def versions() -> dict:
         "jnp, bf16 logits": plain(jnp.bfloat16),
         "jnp, f32 logits": plain(jnp.float32),
         "normfuse": ours,
+        "normfuse, fp8 gradient": functools.partial(ours, quantization="fp8"),
         "normfuse, f32 logits": functools.partial(ours, logits_dtype=jnp.float32),
         "normfuse, implementation='xla'": functools.partial(ours, implementation="xla"),
         "normfuse, reduction='none'": rows,

@@ -4,8 +4,9 @@
     python benchmarks/fp8_errors.py --tokens 256 --features 64 --hidden 128
 
 Errors are norms of differences over norms of the values. Operands are bfloat16, drawn as at the
-start of a training; float64 computes with the same operands. Codes on CPUs are bit for bit those
-of GPUs, whose products add up in another order.
+start of a training, and for the loss also as later: labels are then likely. float64 computes with
+the same operands. Codes on CPUs are bit for bit those of GPUs, whose products add up in another
+order.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from normfuse import dense, fuse, gated_dense, gated_product, rms_norm
+from normfuse import dense, fuse, gated_dense, gated_product, linear_cross_entropy, rms_norm
 from normfuse.layers.dense import gated
 
 
@@ -39,6 +40,16 @@ def gated_mlp(x, gate, up, down, **options):
     return gated.mlp(x, {"gate": gate, "up": up, "down": down}, {}, **options)
 
 
+def labels(tokens: int, vocabulary: int) -> np.ndarray:
+    """The label of each token: few words are one."""
+    return 7 * np.arange(tokens) % max(vocabulary // 16, 1)
+
+
+def loss(x: jax.Array, kernel: jax.Array, **options: Any) -> jax.Array:
+    """The mean loss of `labels`."""
+    return linear_cross_entropy(x, kernel, labels(len(x), kernel.shape[1]), **options)
+
+
 # By layer: its function, and what its operands are beside x.
 LAYERS: dict[str, tuple[Any, list[str]]] = {
     "dense": (dense, ["kernel"]),
@@ -47,13 +58,18 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
     "a norm, gated_dense": (of_norm(gated_dense), ["scale", "gate", "up"]),
     "gated_product": (gated_product, ["up", "down"]),
     "GatedMLP": (gated_mlp, ["gate", "up", "down"]),
+    "loss, at the start": (loss, ["kernel"]),
+    "loss, trained": (loss, ["kernel"]),
 }
 
 
 def operands(layer: str, tokens: int, features: int, hidden: int) -> list[np.ndarray]:
     """The operands, and the gradient of the result."""
     rng = np.random.default_rng(0)
-    wide = layer == "gated_product"  # from hidden arrays back to features
+    function, wide = (
+        LAYERS[layer][0],
+        layer == "gated_product",
+    )  # from hidden arrays back to features
     n, m = (hidden, features) if wide else (features, hidden)
     drawn = [rng.standard_normal((tokens, n))]
     for name in LAYERS[layer][1]:
@@ -64,6 +80,12 @@ def operands(layer: str, tokens: int, features: int, hidden: int) -> list[np.nda
         else:
             shape = (m, n) if layer == "GatedMLP" and name == "down" else (n, m)
             drawn.append(rng.standard_normal(shape) / np.sqrt(shape[0]))
+    if layer == "loss, trained":  # a label's logit is as large as the others' log-sum-exp
+        x, kernel = drawn
+        x *= 3
+        x += (np.log(m) + 9 / 2) * kernel[:, labels(tokens, m)].T
+    if function is loss:
+        return [*drawn, np.ones(())]
     return [*drawn, rng.standard_normal((tokens, n if layer == "GatedMLP" else m))]
 
 
@@ -84,6 +106,8 @@ def errors(layer: str, tokens: int, features: int, hidden: int) -> dict[str, lis
     function = LAYERS[layer][0]
     drawn = operands(layer, tokens, features, hidden)
     narrow = [jnp.asarray(a, jnp.bfloat16) for a in drawn]
+    if function is loss:  # it is float32 itself
+        narrow[-1] = jnp.ones(())
     found = {
         name: both_ways(functools.partial(function, quantization=quantization), narrow)
         for name, quantization in (("bfloat16", None), ("FP8", "fp8"))

@@ -101,6 +101,18 @@ MUTANTS = [
         "tests/native/test_cross_entropy_cuda.py::test_softmax_matches_float64",
     ),
     Mutant(
+        "native/kernels/softmax.cuh",
+        "out.at[k] -= k == at ? b : Compute(0);",
+        "out.at[k] -= k == at ? a : Compute(0);",
+        "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
+    ),
+    Mutant(
+        "native/kernels/quantize_softmax.cu",
+        "const Row row = own[step + i];",
+        "const Row row = own[i];",
+        "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
+    ),
+    Mutant(
         "native/kernels/fp8.cuh",
         "bit_cast<float>((127 - shift) << 23)};",
         "bit_cast<float>((128 - shift) << 23)};",
@@ -349,6 +361,20 @@ MUTANTS = [
         "starts = size * jnp.arange((rows - first) // size)",
         "tests/layers/test_cross_entropy.py"
         "::test_loss_and_gradients_are_those_of_float64[float32 in chunks-sum]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
+        "x = jnp.where(_unused(*factors), 0, x)",
+        "x = jnp.where(_unused(*factors) & ~jnp.isfinite(x), 0, x)",
+        "tests/layers/test_fp8_cross_entropy.py"
+        "::test_a_row_that_does_not_count_may_be_anything[weight-mean]",
+    ),
+    Mutant(
+        "layers/cross_entropy/softmax.py",
+        "size = jnp.maximum(jnp.abs(a), jnp.abs(b))",
+        "size = jnp.abs(a)",
+        "tests/layers/test_fp8_cross_entropy.py"
+        "::test_gradients_are_those_of_the_recipe_and_the_loss_is_unchanged[mean-bfloat16]",
     ),
     Mutant(
         "layers/cross_entropy/linear.py",

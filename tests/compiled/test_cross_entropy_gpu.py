@@ -1,5 +1,6 @@
 """What an H200 would run for a loss without logits: memory, products, kernels, collectives."""
 
+import collections
 import functools
 import re
 
@@ -37,6 +38,9 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS):
         batches = split(x, parts), split(labels, parts)
         return accumulate_gradients(lambda k, b: loss(b[0], k, b[1]), kernel, batches)
 
+    if in_fp8 := what.startswith("fp8 "):
+        loss = functools.partial(loss, quantization="fp8", contract=int("tied" in what))
+        kernel = struct((VOCABULARY, DIM), kernel_dtype) if "tied" in what else kernel
     rows = functools.partial(loss, reduction="none")
     run = {
         "loss": loss,
@@ -44,7 +48,7 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS):
         "gradients later": jax.value_and_grad(lambda *a: jnp.mean(rows(*a)), (0, 1)),
         "main gradient": accumulated,
         "microbatches": functools.partial(accumulated, parts=4),
-    }[what]
+    }[what.removeprefix("fp8 ").removeprefix("tied ") if in_fp8 else what]
     with jax.set_mesh(mesh):
         return gpu_compiler.compile(jax.jit(run), x, kernel, labels)
 
@@ -106,6 +110,38 @@ def test_one_kernel_a_chunk_in_the_logits_place():
         "softmax_gradient": 2,
         "softmax_statistics": 2,
     }
+
+
+@pytest.mark.parametrize(
+    "what", ["fp8 gradients", "fp8 tied gradients", "fp8 gradients later", "fp8 main gradient"]
+)
+def test_both_products_of_a_gradient_in_fp8_are_calls_of_codes_and_nothing_beside(what):
+    """The logits stay in bfloat16, and their gradient is there as codes alone."""
+    program = compiled(what, bf16 if what.endswith("main gradient") else f32)
+    targets = re.findall(
+        r'custom_call_target="(__cublas[^"]*)".*?"beta":([\d.]+)', hlo.text(program)
+    )
+    assert collections.Counter(targets) == {
+        ("__cublas$lt$matmul", "0"): 4 if "later" in what else 2,
+        ("__cublas$lt$matmul$f8", "0"): 3,
+        ("__cublas$lt$matmul$f8", "1"): 1,
+    }
+    stored = (VOCABULARY, DIM) if "tied" in what else (DIM, VOCABULARY)
+    added = Gemm("f32[{},{}]".format(*stored), 1, in_place=True)
+    assert [g for g in hlo.gemms(program) if g.beta] == [added]
+    # The kernel's codes once, x's for each chunk; two programs' chunks in all.
+    assert hlo.calls(program, "") == {
+        "quantize_amax": 3,
+        "quantize_cast": 3,
+        "quantize_softmax": 2,
+        "softmax_statistics": 2,
+    }
+    size = rf"({CHUNK},{VOCABULARY}|{VOCABULARY},{CHUNK}|{DIM},{VOCABULARY}|{VOCABULARY},{DIM})"
+    passes = rf"= (\w+)\[{size}\]\S* (?:copy|transpose|add|broadcast|convert)\("
+    rounding = {"bf16"}  # the kernel's, to the products' dtype
+    assert {of for of, _ in re.findall(passes, hlo.text(program))} <= rounding
+    codes = 2 * CHUNK * VOCABULARY + DIM * VOCABULARY
+    assert temporaries(program) <= LOGITS + codes + KERNEL // 2 + SMALL
 
 
 def test_microbatches_take_one_extra_pass_of_the_kernels_gradient_each():

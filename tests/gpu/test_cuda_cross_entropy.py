@@ -56,6 +56,31 @@ def test_an_offset_of_all_logits_changes_nothing(rng, vocabulary):
 
 
 @pytest.mark.parametrize("contract", [0, 1])
+@pytest.mark.parametrize("shape", [(3008, 256, 5008), (4096, 256, 128256)], ids=str)
+def test_a_gradient_in_fp8_is_that_of_plain_hlo(rng, shape, contract):
+    """Some of its codes are neighbours; the loss has the bits of the unquantized one."""
+    rows, n, vocabulary = shape
+    x = jnp.asarray(rng.standard_normal((rows, n)), jnp.bfloat16)
+    stored = (n, vocabulary) if contract == 0 else (vocabulary, n)
+    kernel = jnp.asarray(rng.standard_normal(stored, np.float32) / 8)
+    labels = jnp.asarray(rng.integers(0, vocabulary, rows)).at[:9].set(-100)
+
+    def run(**options):
+        options |= {"contract": contract, "ignore": -100, "chunk_rows": rows // 2}
+        loss = lambda x, kernel: linear_cross_entropy(x, kernel, labels, **options)
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, kernel)
+
+    native, plain = (run(quantization="fp8", implementation=i) for i in ("native", "xla"))
+    value, exact = run(implementation="native")
+    assert native[0] == value
+    for found, same, wanted in zip(native[1], plain[1], exact, strict=True):
+        found, same, wanted = map(wide, (found, same, wanted))
+        size = np.linalg.norm(wanted)
+        assert np.linalg.norm(found - same) <= 0.006 * np.linalg.norm(same)
+        assert 0.01 * size < np.linalg.norm(found - wanted) < 0.07 * size
+
+
+@pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_loss_and_gradients_are_those_of_plain_hlo(rng, reduction, contract):
     """In several chunks; both round the same logits, and their gradients, to bfloat16."""
