@@ -66,10 +66,8 @@ LAYERS: dict[str, tuple[Any, list[str]]] = {
 def operands(layer: str, tokens: int, features: int, hidden: int) -> list[np.ndarray]:
     """The operands, and the gradient of the result."""
     rng = np.random.default_rng(0)
-    function, wide = (
-        LAYERS[layer][0],
-        layer == "gated_product",
-    )  # from hidden arrays back to features
+    function = LAYERS[layer][0]
+    wide = layer == "gated_product"  # from hidden arrays back to features
     n, m = (hidden, features) if wide else (features, hidden)
     drawn = [rng.standard_normal((tokens, n))]
     for name in LAYERS[layer][1]:
