@@ -176,9 +176,7 @@ def _quantized(
     if not spec.quantized:
         return spec, []
     if not fits(*w.shape):
-        reason = f"a kernel of shape {w.shape} has a dimension that is no multiple of 16"
-        text = f"{reason}, so its loss's gradient multiplies in the compute dtype"
-        report(spec.op, text, by="unquantized products")
+        _say_unquantized(spec, f"a kernel of shape {w.shape} has a dimension")
         return spec, []
     codes = Codes(E5M2.dtype, *spec.wanted, spec.op)
     alone = not _part(spec, split, x, w).axes
@@ -187,6 +185,19 @@ def _quantized(
         return own, []
     of_w = Codes(FORMAT, spec.contract == 0, spec.contract == 1, spec.op)
     return own, list(_kernel(spec, quantization.quantize, order, of_w)(w))
+
+
+def _say_unquantized(spec: Spec, what: str) -> None:
+    why = f"{what} that is no multiple of 16, so the gradient multiplies in the compute dtype"
+    report(spec.op, why, by="unquantized products")
+
+
+def _of_chunk(spec: Spec, x: Array) -> Spec:
+    """Returns the spec for a chunk's rows, of which FP8 products need a multiple of 16 as well."""
+    if not spec.softmax.codes or fits(len(x)):
+        return spec
+    _say_unquantized(spec, f"a chunk has {len(x)} rows, a number")
+    return replace(spec, softmax=replace(spec.softmax, codes=None))
 
 
 def _gradients_of_codes(
@@ -357,7 +368,7 @@ def _loss_gradients_body(
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(spec, sums, x, labels, weights):
-        z = logits(spec, x, w)
+        spec, z = _of_chunk(spec, x), logits(spec, x, w)
         if part.axes or spec.softmax.codes:
             found = part.whole(*_kernel(spec, softmax.statistics, order)(z, labels))
             most, total, _ = found
@@ -386,8 +397,9 @@ def _gradients_body(
     spec, codes = _quantized(spec, split, x, w, order)
 
     def chunk(sums, x, *rows):
-        g = _gradient(spec, order)(logits(spec, x, w), *rows)
-        return _added(spec, order, sums, x, [w, *codes], g, *rows[-2:])
+        own = _of_chunk(spec, x)
+        g = _gradient(own, order)(logits(spec, x, w), *rows)
+        return _added(own, order, sums, x, [w, *codes], g, *rows[-2:])
 
     def run(*arrays):
         return _in_chunks(chunk, arrays, _size(spec, arrays[0], w))

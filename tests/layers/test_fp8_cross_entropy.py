@@ -180,6 +180,17 @@ def test_what_cannot_be_in_fp8_is_not_and_says_so(rng, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, plain)
     ((op, why),) = implementation.fallbacks()
     assert op == "linear_cross_entropy" and "shape (24, 1000)" in why
+    x, kernel, labels = draw(rng)
+    for options in {}, {"reduction": "none"}:
+        each = lambda loss, o=options: lambda *args, **more: jnp.sum(loss(*args, **o, **more))
+        one = [both_ways(each(f), labels[:90])(x[:90], kernel) for f in (fp8, linear_cross_entropy)]
+        jax.tree.map(np.testing.assert_array_equal, *one)
+        both = both_ways(each(fp8), labels[:90], chunk_rows=80)  # 10 rows, then 80
+        (_, (dx, _)), (_, (exact, _)) = both(x[:90], kernel), one[1]
+        np.testing.assert_array_equal(dx[:10], exact[:10])
+        assert 0.01 < distance(dx[10:], exact[10:]) < 0.07
+    said = [why for _, why in implementation.fallbacks()[1:]]
+    assert [why.split(" rows")[0] for why in said] == ["a chunk has 90", "a chunk has 10"]
     with pytest.raises(ValueError, match="quantization must be None or 'fp8', got 'int8'"):
         linear_cross_entropy(x, kernel, labels, quantization="int8")
     with pytest.raises(TypeError, match="float64"), jax.enable_x64(True):
