@@ -14,7 +14,8 @@ RECORD = {"format": 2, "config": {"steps": 9}, "text": {"sha256": "f00d"}}
 
 def make_state(step: int) -> State:
     keys = jax.random.split(jax.random.key(step), 3)
-    moments = {"mu": jax.random.normal(keys[1], (32, 64)), "count": jnp.int32(step)}
+    nu = jax.random.normal(keys[1], (32, 64))
+    moments = {"mu": nu.astype("bfloat16"), "nu": nu, "count": jnp.int32(step)}
     params = {
         "kernel": jax.random.normal(keys[0], (64, 32)),
         "scale": jnp.full(7, step, "bfloat16"),

@@ -5,15 +5,15 @@ import re
 import struct
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..models.config import TransformerConfig
 from . import UsageError
 from .arguments import is_text, named, shown
-from .config import ModelConfig, TrainConfig, as_dict, flat
+from .config import ModelConfig, MuDtype, OptimConfig, TrainConfig, as_dict, flat
 
 # A resumed run must have the same values of these ...
-_FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len")
+_FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "optim.mu_dtype")
 # ... but of a model's settings those that only say how it is computed may change ...
 _COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
@@ -97,8 +97,10 @@ def check_resume(
     """
     check_format(record)
     # Settings that the version that saved did not have, it ran at their default.
-    model = {f.name: f.default for f in fields(TransformerConfig) if f.name in vars(config.model)}
-    older = {f"model.{name}": value for name, value in model.items() if value is not MISSING}
+    model = (f for f in fields(TransformerConfig) if f.name in vars(config.model))
+    newer = {f"model.{f.name}": f.default for f in model}
+    newer |= {f"optim.{f.name}": f.default for f in fields(OptimConfig)}
+    older = {name: default for name, default in newer.items() if default is not MISSING}
     saved, given = older | flat(record["config"]), flat(as_dict(config))
     different = {
         name: (saved.get(name), given.get(name))
@@ -150,7 +152,7 @@ def check_format(record: dict[str, Any]) -> None:
 
 def _is_fixed(name: str) -> bool:
     group, _, field = name.partition(".")
-    return group in _FIXED and not (group == "model" and field in _COMPUTED)
+    return not {group, name}.isdisjoint(_FIXED) and not (group == "model" and field in _COMPUTED)
 
 
 def require(valid: bool, flag: str, value: object, rule: str) -> None:
@@ -218,6 +220,8 @@ def _check_optimizer(config: TrainConfig) -> None:
     rule = "must be at least 0 and below 1, in float32."
     require(0 <= o.b1 <= 1 and _in_float32(o.b1) < 1, "optim.b1", o.b1, rule)
     require(0 <= o.b2 <= 1 and _in_float32(o.b2) < 1, "optim.b2", o.b2, rule)
+    rule = f"must be {' or '.join(get_args(MuDtype))}."
+    require(o.mu_dtype in get_args(MuDtype), "optim.mu-dtype", shown(o.mu_dtype), rule)
     rule = f"must be from 0 to --steps {config.steps}: warm up for less, or train for longer."
     if o.warmup is not None:
         require(0 <= o.warmup <= config.steps, "optim.warmup", o.warmup, rule)

@@ -28,7 +28,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subc
 from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import ModelConfig, Preset, TrainConfig, defaults, located
+from .config import ModelConfig, MuDtype, Preset, TrainConfig, defaults, located
 from .shutdown import StopRequest
 
 _TOKENS = 240  # tokens that `generate` adds by default
@@ -106,6 +106,8 @@ class Plan:
     """Tokens per sequence."""
     documents: bool = False
     """Sequences are packed documents, as with --data.documents."""
+    mu_dtype: MuDtype = "float32"
+    """Dtype of the first moment, as with --optim.mu-dtype."""
     between_hosts: float = 50.0
     """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
     compile: int = 0
@@ -189,6 +191,7 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
         preset=config.preset,
         seq_len=config.seq_len,
         documents=config.data.documents,
+        mu_dtype=config.optim.mu_dtype,
         model=config.model,
     )
     commands: Any = (
@@ -304,6 +307,7 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
                 batch_size=command.batch_size,
                 seq_len=command.seq_len,
                 documents=command.documents,
+                mu_dtype=command.mu_dtype,
                 between_hosts=command.between_hosts,
                 compile=command.compile,
             )

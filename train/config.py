@@ -21,6 +21,7 @@ from .arguments import expanded, named, one_line, read_bytes, shown
 from .tokenizer import vocabulary_of
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
+MuDtype = Literal["float32", "bfloat16"]
 
 
 def _arg(metavar: str) -> Any:
@@ -91,8 +92,16 @@ class OptimConfig:
     """Decay rate of the second moment."""
     eps: float = 1e-8
     """Added to the square root of the second moment."""
+    mu_dtype: MuDtype = "float32"
+    """Dtype in which the first moment is stored: in bfloat16 the parameters with their moments take
+    10 bytes each instead of 12."""
     clip: float = 1.0
     """Largest global norm of the gradient; 0 disables clipping."""
+
+
+def state_bytes(mu_dtype: MuDtype) -> int:
+    """Returns the bytes of a parameter with its two moments."""
+    return {"float32": 12, "bfloat16": 10}[mu_dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +198,8 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial parameters, the order of the text, and the sample."""
     precision: Literal["float32", "bfloat16"]
-    """Compute dtype. Parameters, optimizer state, norms' sums and the loss are float32."""
+    """Compute dtype. Parameters, moments (but for --optim.mu-dtype), norms' sums and the loss are
+    float32."""
     implementation: Literal["auto", "native", "pallas", "xla"] = "auto"
     """Implementation of every op of normfuse in the model: norms, linear layers, gated MLPs. auto:
     the best available here (see `normfuse info`). A name alone must serve every op, or the run

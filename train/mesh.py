@@ -14,7 +14,7 @@ from ..models.config import num_parameters
 from ..models.sharding import AXES, BATCH, Sharding, validate
 from . import UsageError
 from .checks import near, with_flags
-from .config import MeshConfig, TrainConfig
+from .config import MeshConfig, TrainConfig, state_bytes
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -73,11 +73,12 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
 def _check_memory(config: TrainConfig, mesh: Mesh) -> None:
     """Checks that the memory can hold the least that a run needs.
 
-    That is each parameter with its two moments in float32, and the input of every block; the
+    That is each parameter with its two moments, and the input of every block; the
     compiler decides what else to keep.
     """
     model = config.transformer()
-    state = 12 * num_parameters(model) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    each = state_bytes(config.optim.mu_dtype)
+    state = each * num_parameters(model) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
     replicas = math.prod(mesh.shape[axis] for axis in BATCH)
     tokens = config.batch_size // (replicas * config.pieces) * config.seq_len
     inputs = tokens * model.dim * model.num_layers * np.dtype(model.dtype).itemsize

@@ -38,7 +38,15 @@ from ..native.implementation import fallbacks
 from . import UsageError
 from .arguments import expanded, named, one_line, read_bytes, shown
 from .checks import LAYERS, near, require
-from .config import DataConfig, MeshConfig, ModelConfig, Preset, preset_config
+from .config import (
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MuDtype,
+    Preset,
+    preset_config,
+    state_bytes,
+)
 from .display import shell_command, short
 
 if TYPE_CHECKING:
@@ -276,14 +284,21 @@ def _link(gpu: Gpu, size: int, inner: int, count: int, between: float) -> float:
     return min(gpu.links[measured], min(size, max(HOST // inner, 1)) * between)
 
 
-def update_bytes(c: TransformerConfig) -> float:
-    """AdamW's parameter, gradient and two moments read, three written, in float32; the gradient's
-    norm; and the cast to bfloat16, of which FP8 has two reads and two layouts of codes."""
+def update_bytes(c: TransformerConfig, mu_dtype: MuDtype = "float32") -> float:
+    """AdamW's parameter and two moments read and written, and its float32 gradient read; the
+    gradient's norm; and the cast to bfloat16, of which FP8 has two reads and two layouts of
+    codes."""
     quantized = c.num_layers * _kernels(c) if c.quantization == "fp8" else 0
-    return (28 + 4 + 6) * num_parameters(c) + (10 - 6) * quantized
+    return (2 * state_bytes(mu_dtype) + 4 + 4 + 6) * num_parameters(c) + (10 - 6) * quantized
 
 
-def memory(c: TransformerConfig, rows: float, mesh: Mesh, keep: bool = False) -> float:
+def memory(
+    c: TransformerConfig,
+    rows: float,
+    mesh: Mesh,
+    keep: bool = False,
+    mu_dtype: MuDtype = "float32",
+) -> float:
     """Returns the bytes that a device needs, counted by hand: XLA decides about temporaries.
 
     Parameters and moments; what the blocks keep for the backward; and the larger of all gradients
@@ -312,7 +327,7 @@ def memory(c: TransformerConfig, rows: float, mesh: Mesh, keep: bool = False) ->
         gathered += 2 * _kernels(c) * c.num_layers / mesh.fsdp
     loss = 2 * min(2 * 2048, rows) * c.vocab_size + 4 * table
     return (
-        12 * parameters / pieces
+        state_bytes(mu_dtype) * parameters / pieces
         + max(activations + gathered + loss, 4 * parameters / mesh.fsdp) / mesh.tensor
     )
 
@@ -331,6 +346,7 @@ class Request:
     seq_len: int
     between: float  # GB/s
     documents: bool = False  # sequences are packed with documents
+    mu_dtype: MuDtype = "float32"
 
     @property
     def usable(self) -> float:
@@ -362,8 +378,9 @@ def candidates(r: Request) -> Iterator[Candidate]:
             if keep and (c.remat == "none" or mesh.fsdp == 1 or c.quantization):
                 continue
             work = step_work(c, rows, r.seq_len, keep)
-            time = seconds(work, update_bytes(c), mesh, GPUS[r.kind], r.between * 1e9)
-            yield Candidate(mesh, c, keep, time, memory(c, rows, mesh, keep))
+            update = update_bytes(c, r.mu_dtype)
+            time = seconds(work, update, mesh, GPUS[r.kind], r.between * 1e9)
+            yield Candidate(mesh, c, keep, time, memory(c, rows, mesh, keep, r.mu_dtype))
 
 
 def _precisions(c: TransformerConfig) -> tuple[Quantization | None, ...]:
@@ -408,6 +425,7 @@ def plan(
     seq_len: int,
     between_hosts: float,
     documents: bool = False,
+    mu_dtype: MuDtype = "float32",
     compile: int = 0,
 ) -> None:
     """Prints the fastest meshes that fit, and the commands that train on them.
@@ -449,7 +467,7 @@ def plan(
     batch = count * scaled if batch_size is None else batch_size
     rule = "must be at least 1 and below 2**31."
     require(1 <= batch < 2**31, "batch-size", shown(batch), rule)
-    request = Request(config, kind, count, batch, seq_len, between_hosts, documents)
+    request = Request(config, kind, count, batch, seq_len, between_hosts, documents, mu_dtype)
     ranked = best(request)
     if not ranked:
         raise UsageError(_refusal(request, None if batch_size else scaled))
@@ -514,8 +532,10 @@ def _compiled(r: Request, found: list[Candidate], preset: Preset) -> "dict[Candi
     needs = {}
     for i, x in enumerate(found):
         print(f"compiling {i + 1} of {len(found)}: {_named(x)}", file=sys.stderr, flush=True)
+        usual = preset_config(preset)
         config = dataclasses.replace(
-            preset_config(preset),
+            usual,
+            optim=dataclasses.replace(usual.optim, mu_dtype=r.mu_dtype),
             batch_size=r.batch,
             seq_len=r.seq_len,
             data=DataConfig(documents=r.documents),
@@ -617,6 +637,7 @@ def _command(x: Candidate, preset: Preset, r: Request) -> str:
     usual, flags = preset_config(preset).model, ["--preset", preset, "--precision", "bfloat16"]
     settings: dict[str, Any] = {"batch-size": r.batch, "seq-len": r.seq_len}
     settings |= {"data.documents": True} if r.documents else {}
+    settings |= {"optim.mu-dtype": r.mu_dtype} if r.mu_dtype != "float32" else {}
     settings |= {f"mesh.{axis}": size for axis, size in dataclasses.asdict(x.mesh).items()}
     settings |= {"mesh.sequence": True} if x.mesh.tensor > 1 else {}
     settings |= {"mesh.keep-gathered": True} if x.keep else {}

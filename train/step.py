@@ -154,6 +154,7 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
         b1=config.b1,
         b2=config.b2,
         eps=config.eps,
+        mu_dtype=config.mu_dtype,
         weight_decay=config.weight_decay,
         mask=matrices,
     )

@@ -32,6 +32,7 @@ _USAGE = [
     ({"optim.clip": "inf"}, ["--optim.clip inf", "finite"]),
     ({"optim.weight_decay": -0.1}, ["--optim.weight-decay -0.1"]),
     ({"optim.final-lr": 2}, ["--optim.final-lr 2.0", "from 0 to 1"]),
+    ({"optim.mu-dtype": "float16"}, ["--optim.mu-dtype", "float16", "bfloat16"]),
     ({"optim.warmup": 7}, ["--optim.warmup 7", "--steps 6"]),
     ({"optim.lr": 1e300}, ["--optim.lr 1e+300", "float32"]),
     ({"optim.eps": 1e-50}, ["--optim.eps 1e-50", "float32"]),

@@ -150,6 +150,14 @@ def test_fp8_on_one_gpu(run):
         assert memory(c, 16384, Mesh()) / 2**30 == pytest.approx(gib, rel=0.1)
 
 
+def test_a_first_moment_in_bfloat16_takes_two_bytes_a_parameter_less():
+    c, parameters = PRESETS["1b"], num_parameters(PRESETS["1b"])
+    for mesh in Mesh(), Mesh(fsdp=4):
+        less = memory(c, 4096, mesh) - memory(c, 4096, mesh, mu_dtype="bfloat16")
+        assert less == 2 * parameters / mesh.fsdp
+    assert update_bytes(c) - update_bytes(c, "bfloat16") == 4 * parameters  # read and written
+
+
 def test_narrow_layers_are_slower_than_the_model_says():
     """`small`, 500,000 tokens/s in 2026-11-22_h200_step.md, misses the tenth: 16 % too fast."""
     c = PRESETS["small"]
@@ -218,7 +226,7 @@ def commands(out: str) -> list[TrainConfig]:
 def test_the_command_that_is_printed_is_understood(capsys):
     """A model of other shapes, and a mesh with every axis' flags."""
     argv = "plan --gpus 16 --gpu H100 --preset 8b --model.qk-norm --batch-size 8".split()
-    assert main(argv) == 0
+    assert main([*argv, "--mu-dtype", "bfloat16"]) == 0
     out = capsys.readouterr().out
     for part in ("16 H100", "Assumed: 50 GB/s from a GPU", "Extrapolated: a width of 4096", "fp8"):
         assert part in out
@@ -228,6 +236,7 @@ def test_the_command_that_is_printed_is_understood(capsys):
         mesh = config.mesh
         assert mesh.data * mesh.fsdp * mesh.tensor == 16 and 8 % (mesh.data * mesh.fsdp) == 0
         assert config.batch_size == 8 and config.model.qk_norm and mesh.sequence
+        assert config.optim.mu_dtype == "bfloat16"
 
 
 def test_what_does_not_fit_one_gpu_fits_the_number_that_is_named(capsys):

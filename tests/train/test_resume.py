@@ -72,6 +72,8 @@ def test_settings_that_say_how_are_told_by_their_names():
     for name in "layer_pattern", "gated", "norms", "norm_offset":
         del record["config"]["model"][name]
     assert not any("gated" in line for line in check_resume(record, config, text))
+    del record["config"]["optim"]["mu_dtype"]
+    assert not any("mu_dtype" in line for line in check_resume(record, config, text))
     other = replace(config, model=replace(config.model, gated=False))
     with pytest.raises(UsageError, match="model.gated saved True, now False"):
         check_resume(record, other, text)
@@ -152,6 +154,7 @@ def test_finished_run_is_only_validated_again(options, finished, train, tmp_path
         ({"seed": 1}, ["seed", "saved 0, now 1"]),
         ({"batch_size": 16}, ["batch_size", "saved 8, now 16"]),
         ({"seq_len": 8}, ["seq_len", "saved 16, now 8"]),
+        ({"optim.mu-dtype": "bfloat16"}, ["optim.mu_dtype", "saved float32, now bfloat16"]),
         ({"steps": 5}, ["--steps 5", "taken 6"]),
         ({"resume": "never"}, ["--resume never", "already holds a run"]),
     ],

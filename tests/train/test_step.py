@@ -210,6 +210,26 @@ def test_learning_rate_rises_linearly_then_falls_by_a_cosine():
     assert float(schedule(OptimConfig(lr=1.0, warmup=40), 40)(40)) == 1.0
 
 
+@pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16"])
+def test_a_first_moment_is_stored_as_configured(one_device, rng, mu_dtype):
+    """Two steps, each with the state of the other's bits: the second reads what the first wrote."""
+    config = OptimConfig(lr=0.5, warmup=0, weight_decay=0.0, clip=0.0, mu_dtype=mu_dtype)
+    optimizer, rate = make_optimizer(config, 10), schedule(config, 10)
+    by_hand = optax.adamw(
+        rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=0.0, mu_dtype=mu_dtype
+    )
+    params = {"kernel": jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)}
+    state, expected = optimizer.init(params), by_hand.init(params)
+    for _ in range(2):
+        gradient = {"kernel": jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)}
+        updates, state = optimizer.update(gradient, state, params)
+        other, expected = by_hand.update(gradient, expected, params)
+        assert _equal(updates, other)
+    mu, nu = (optax.tree.get(state, name)["kernel"] for name in ("mu", "nu"))
+    assert (mu.dtype, nu.dtype) == (mu_dtype, jnp.float32)
+    assert _equal((mu, nu), [optax.tree.get(expected, name)["kernel"] for name in ("mu", "nu")])
+
+
 def test_clipping_and_decay_follow_the_configuration():
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
     zero = jax.tree.map(jnp.zeros_like, params)
