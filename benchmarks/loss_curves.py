@@ -1,18 +1,27 @@
-"""Loss curves of a preset in bfloat16 and in FP8, over several seeds, and whether they agree.
+"""Loss curves of a preset in bfloat16, FP8 and others, over several seeds, and if they agree.
 
     python benchmarks/loss_curves.py                             # small, 30 million tokens, 3 seeds
     python benchmarks/loss_curves.py --seconds 500 --out build/curves     # in several calls
     python benchmarks/loss_curves.py --preset tiny --tokens 100k --seeds 2    # to try it on a CPU
     python benchmarks/loss_curves.py --report --out build/curves             # trains nothing
 
+More versions are named by `--also`, with flags of the trainer: `--also 'block=--model.quantization
+fp8 --model.remat block'`. With several GPUs each run can have one of them, in a process and a
+folder of its own; `--report` takes the runs of the folders in --out into its own file:
+
+    CUDA_VISIBLE_DEVICES=3 python benchmarks/loss_curves.py --runs 1:fp8 --out build/curves/1-fp8
+
 Runs are the trainer's: its step, optimizer, text, batches and validation, under a learning rate
 that decays over exactly these tokens. All other flags are those of `normfuse train`, such as
 `--data.path` and `--model.num-layers`. A seed decides the initial values and the order of the text,
-the same for bfloat16 and FP8. One process trains all of them, and compiles each program once.
+the same for all versions. One process trains all of them, and compiles each program once. The
+settings in each row say how often the text is read: a part of once repeats nothing.
 
 The criterion: the mean over seeds of the gap, FP8's last loss less bfloat16's, is at most the range
 of bfloat16's last losses over the seeds, for the loss in training and for that on the held-out
 text. The exit status is 1 if it does not hold. A run that diverges has the loss NaN, and it fails.
+So that a gap has a size, the report also says how many times the tokens the worse of the two needs:
+the better one had the other's last loss earlier, between two points of the mean of its seeds.
 
 An FP8 program without FP8 products, or with an op that something else serves, is an error.
 
@@ -30,6 +39,7 @@ import itertools
 import json
 import math
 import pathlib
+import shlex
 import shutil
 import sys
 import time
@@ -37,9 +47,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from loss_curves_table import QUANTIZATIONS, Curves, Point, Run, compare, last_losses, plot, report
+from loss_curves_table import BASE, Curves, Point, Run, compare, last_losses, plot, report
 from programs import fp8_products
 
+VERSIONS = {BASE: "", "fp8": "--model.quantization fp8"}  # flags of the trainer
 PER_BLOCK = 3 * 7  # products of a block's kernels: each once forward and twice backward
 NOT_TAKEN = ("--steps", "--seed", "--precision", "--model.quantization", "--out-dir")
 
@@ -49,33 +60,39 @@ def evenly(steps: int, points: int) -> list[int]:
     return sorted({-(-steps * i // points) for i in range(1, points + 1)})
 
 
-def check_products(quantization: str, hlo: str, platform: str, blocks: int) -> None:
+def check_products(name: str, fp8: bool, hlo: str, platform: str, blocks: int) -> None:
     """Checks that a compiled step has the FP8 products that it is named for, or has none.
 
     Args:
-      quantization: the name of the version.
+      name: the version's.
+      fp8: whether its layers are quantized.
       hlo: the compiled program's text.
       platform: of its devices. GPUs have FP8 products, others products of widened codes.
       blocks: layers of the model.
     """
     gpu = platform == "gpu"
     found = fp8_products(hlo)
-    least = PER_BLOCK * blocks if quantization == "fp8" else 0
+    least = PER_BLOCK * blocks if fp8 else 0
     if found < least or (found and not least):
         raise SystemExit(
-            f"loss_curves.py: the step in {quantization} has {found} "
+            f"loss_curves.py: the step in {name} has {found} "
             f"{'products' if gpu else 'arrays'} of FP8 codes, and should have "
             f"{f'at least {least}' if least else 'none'}."
         )
 
 
 class Trainer:
-    """The trainer's programs in each quantization, and the runs of any seed with them."""
+    """The trainer's programs of each version, and the runs of any seed with them."""
 
     def __init__(
-        self, config: Any, text: Any, mesh: Any, points: Sequence[int], names: Sequence[str]
+        self,
+        configs: dict[str, Any],
+        text: Any,
+        mesh: Any,
+        points: Sequence[int],
+        names: Sequence[str],
     ) -> None:
-        """Compiles the steps of these quantizations; `points` are the steps to evaluate after."""
+        """Compiles the steps of the versions named; `points` are the steps to evaluate after."""
         import jax
 
         from normfuse.models.functional import build
@@ -85,15 +102,16 @@ class Trainer:
         from normfuse.train.mesh import check_model, make_sharding
         from normfuse.train.step import Program, make_optimizer, schedule
 
+        config = configs[BASE]
         self._config, self._text, self._mesh, self._points = config, text, mesh, points
         sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
-        check_model(config, mesh, sharding)
         keep_compiled_programs()
         programs, lowered = {}, {}
         self._evaluators = {}
-        for name, quantization in QUANTIZATIONS.items():
-            shape = dataclasses.replace(config.transformer(), quantization=quantization)
-            model = build(config.framework, shape, sharding)
+        for name in dict.fromkeys([BASE, *names]):
+            config = configs[name]
+            check_model(config, mesh, sharding)
+            model = build(config.framework, config.transformer(), sharding)
             programs[name] = Program(
                 model,
                 make_optimizer(config.optim, config.steps),
@@ -112,22 +130,27 @@ class Trainer:
                 seq_len=config.seq_len,
                 batch_size=config.batch_size // config.microbatches,
             )
-            known = fallbacks()  # for FP8 those of bfloat16, which is traced first
+            known, fp8 = fallbacks(), config.model.quantization  # bfloat16 is traced first
             lowered[name] = lower(programs[name], config.batch_size, config.seq_len)
             served = [": ".join(one) for one in fallbacks() if one not in known]
-            if quantization and served:
+            if fp8 and served:
                 raise SystemExit(f"loss_curves.py: not all of it is FP8: {'; '.join(served)}.")
         began = time.perf_counter()
         with ThreadPoolExecutor() as pool:
             compiled = {name: pool.submit(lowered[name].compile) for name in names}
         self._steps = {name: future.result() for name, future in compiled.items()}
         say(f"compiled {', '.join(names)} in {time.perf_counter() - began:.0f} s")
-        platform, blocks = mesh.devices.flat[0].platform, config.model.num_layers
+        platform = mesh.devices.flat[0].platform
         for name, step in self._steps.items():
-            check_products(name, step.as_text() or "", platform, blocks)
-        either = programs["bf16"]  # quantization changes neither the state nor its first values
-        self._init = jax.jit(either.init, out_shardings=either.shardings())
-        self.abstract = either.abstract()
+            model = configs[name].model
+            hlo = step.as_text() or ""
+            check_products(name, bool(model.quantization), hlo, platform, model.num_layers)
+        self.abstract = {name: program.abstract() for name, program in programs.items()}
+        inits = {  # quantization changes neither the state nor its first values
+            str(self.abstract[name]): jax.jit(program.init, out_shardings=program.shardings())
+            for name, program in programs.items()
+        }
+        self._init = lambda run: inits[str(self.abstract[run[1]])](run[0])
 
     def curve(self, run: Run, start: tuple[Any, int] | None) -> Iterator[tuple[Point, Any]]:
         """Yields the points of a run, each with the state there, which the next step overwrites.
@@ -138,7 +161,7 @@ class Trainer:
         from normfuse.train.mesh import batch_sharding, on_devices
 
         (seed, name), config, rows = run, self._config, batch_sharding(self._mesh)
-        state, done = start or (self._init(seed), 0)
+        state, done = start or (self._init(run), 0)
         size = {"seq_len": config.seq_len, "batch_size": config.batch_size}
         part = {"seed": seed, "first": done, "steps": config.steps}
         given = (on_devices(batch, rows) for batch in batches(self._text.train, **size, **part))
@@ -197,19 +220,23 @@ class Unfinished:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def settings_of(config: Any, points: int, sha256: str) -> str:
+def settings_of(config: Any, points: int, text: Any) -> str:
     """Returns the settings that decide the curves, in words and, for all flags, as a digest."""
     from normfuse.train.config import as_dict
 
     flags = hashlib.sha256(json.dumps(as_dict(config), sort_keys=True).encode()).hexdigest()
+    passes = config.steps * config.batch_size / len(text.windows(config.seq_len))
     return (
         f"{config.preset}; {config.steps} steps of {config.batch_size} x {config.seq_len} tokens; "
-        f"{points} points; text {sha256[:8]}; flags {flags[:8]}"
+        f"{points} points; text {text.sha256[:8]} read {passes:.3f} times; flags {flags[:8]}"
     )
 
 
-def configured(arguments: argparse.Namespace, flags: Sequence[str]) -> Any:
-    """Returns the trainer's configuration for so many tokens, or for the next whole step."""
+def configured(arguments: argparse.Namespace, flags: Sequence[str], version: str = "") -> Any:
+    """Returns the trainer's configuration for so many tokens, or for the next whole step.
+
+    `version` are more flags, of one version.
+    """
     from normfuse.train import UsageError
     from normfuse.train.cli import parse
 
@@ -217,11 +244,11 @@ def configured(arguments: argparse.Namespace, flags: Sequence[str]) -> Any:
         if flag.split("=")[0].replace("_", "-") in NOT_TAKEN:
             raise UsageError(f"{flag} is set for each run here: leave it out.")
     given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]
-    config = parse(given)
+    config = parse([*given, *shlex.split(version)])
     return dataclasses.replace(config, steps=math.ceil(arguments.tokens / config.tokens_per_step))
 
 
-def train(config: Any, arguments: argparse.Namespace, deadline: float) -> int:
+def train(configs: dict[str, Any], arguments: argparse.Namespace, deadline: float) -> int:
     """Trains, until the deadline, the runs that are not complete; returns how many are left."""
     import jax
 
@@ -229,9 +256,11 @@ def train(config: Any, arguments: argparse.Namespace, deadline: float) -> int:
     from normfuse.train.checks import check
     from normfuse.train.mesh import make_mesh
 
-    check(config)
+    for config in configs.values():
+        check(config)
+    config = configs[BASE]
     text = data.read(config)
-    settings = settings_of(config, arguments.points, text.sha256)
+    settings = settings_of(config, arguments.points, text)
     common = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
@@ -242,15 +271,15 @@ def train(config: Any, arguments: argparse.Namespace, deadline: float) -> int:
     curves = Curves(arguments.out / "loss_curves.csv", common)
     unfinished = Unfinished(arguments.out / "loss_curves.state", settings)
     complete = last_losses(curves.points)
-    wanted = itertools.product(range(arguments.seeds), QUANTIZATIONS)
+    wanted = arguments.runs or itertools.product(range(arguments.seeds), configs)
     left = [run for run in wanted if run not in complete]
     if not left:
         return 0
     say(", ".join(common.values()))
-    names = [name for name in QUANTIZATIONS if any(name == run[1] for run in left)]
+    names = [name for name in configs if any(name == run[1] for run in left)]
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        trainer = Trainer(config, text, mesh, evenly(config.steps, arguments.points), names)
+        trainer = Trainer(configs, text, mesh, evenly(config.steps, arguments.points), names)
         for i, run in enumerate(left):
             if (i and time.monotonic() >= deadline) or not follow(
                 trainer, run, curves, unfinished, deadline
@@ -263,7 +292,7 @@ def follow(
     trainer: Trainer, run: Run, curves: Curves, unfinished: Unfinished, deadline: float
 ) -> bool:
     """Trains a run, or the rest of it; returns False if the deadline ended it, its state saved."""
-    start = unfinished.restore(trainer.abstract, run)
+    start = unfinished.restore(trainer.abstract[run[1]], run)
     if start and not any((p.run, p.step) == (run, start[1]) for p in curves.points):
         start = None  # the saved state belongs to another file
     done = start[1] if start else 0
@@ -272,7 +301,7 @@ def follow(
     for point, state in trainer.curve(run, start):
         curves.add(point)
         say(
-            f"seed {point.seed}, {point.quantization}, step {point.step} of {point.steps}: "
+            f"seed {point.seed}, {point.version}, step {point.step} of {point.steps}: "
             f"loss {point.loss:.4f}, held-out {point.val_loss:.4f}, {point.ms:.2f} ms a step"
         )
         now = time.monotonic()
@@ -290,6 +319,18 @@ def number(text: str) -> float:
     return float(text[:-1]) * scale if scale else float(text)
 
 
+def named_run(text: str) -> Run:
+    """Reads a seed and a version, such as 1:fp8."""
+    seed, _, name = text.partition(":")
+    return int(seed), name
+
+
+def version(text: str) -> tuple[str, str]:
+    """Reads a name and flags, such as `block=--model.remat block`."""
+    name, _, flags = text.partition("=")
+    return name, flags
+
+
 def say(line: str) -> None:
     print(line, flush=True)
 
@@ -304,6 +345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", default="small")
     parser.add_argument("--tokens", type=number, default=30e6, help="of each run: 30M, 100k, 3e7")
     parser.add_argument("--seeds", type=int, default=3, help="how many")
+    also = {"metavar": "NAME=FLAGS", "help": "more versions"}
+    parser.add_argument("--also", type=version, nargs="*", default=[], **also)
+    parser.add_argument("--runs", type=named_run, nargs="*", metavar="SEED:NAME", help="only these")
     parser.add_argument("--points", type=int, default=30, help="evaluations of each run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of this call, about")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."), help="folder")
@@ -316,13 +360,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         from normfuse.train import RunError, UsageError, distributed
 
         distributed.order_kernels()  # before JAX looks for devices, as the trainer does
+        versions = VERSIONS | dict(arguments.also)
+        if unknown := {name for _, name in arguments.runs or ()} - {*versions}:
+            parser.error(f"--runs: {', '.join(unknown)} is none of {', '.join(versions)}")
         try:
-            left = train(configured(arguments, flags), arguments, began + arguments.seconds)
+            configs = {x: configured(arguments, flags, more) for x, more in versions.items()}
+            left = train(configs, arguments, began + arguments.seconds)
         except UsageError as error:
             parser.error(str(error))
         except RunError as error:
             raise SystemExit(f"loss_curves.py: {error}") from None
     curves = Curves(arguments.out / "loss_curves.csv")
+    for path in sorted(arguments.out.glob("*/loss_curves.csv")) if arguments.report else ():
+        curves.take(Curves(path))
     points, common = curves.points, curves.common
     if not points:
         raise SystemExit(f"loss_curves.py: {arguments.out / 'loss_curves.csv'} has no curve yet.")

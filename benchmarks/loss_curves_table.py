@@ -1,4 +1,4 @@
-"""The CSV file of loss curves in bfloat16 and FP8, its statistics, and its picture."""
+"""The CSV file of loss curves in bfloat16, FP8 and others, its statistics, and its picture."""
 
 import csv
 import dataclasses
@@ -7,14 +7,15 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headline import OURS, THEIRS
 
-QUANTIZATIONS = {"bf16": None, "fp8": "fp8"}
+BASE = "bf16"  # the version that others are compared with
+MORE = ("#1f618d", "#b9770e", "#6c3483")  # colours of versions after the second
 LOSSES = {"loss": "training", "val_loss": "held-out"}
-Run = tuple[int, str]  # seed and quantization
+Run = tuple[int, str]  # seed and version
 
 
 # ---------------------------------------------------------------- the curves and their file
@@ -25,7 +26,7 @@ class Point:
     """A row of the file: a run after so many steps."""
 
     seed: int
-    quantization: str
+    version: str
     step: int
     steps: int  # steps of the whole run
     tokens: int
@@ -35,7 +36,7 @@ class Point:
 
     @property
     def run(self) -> Run:
-        return self.seed, self.quantization
+        return self.seed, self.version
 
 
 class Curves:
@@ -69,6 +70,14 @@ class Curves:
             for row in self._rows
         ]
 
+    def take(self, other: "Curves") -> None:
+        """Takes the runs of another file, which replace those here."""
+        taken = {point.run for point in other.points}
+        self.drop(lambda point: point.run in taken)
+        for point, row in zip(other.points, other._rows):
+            self.common = {name: row[name] for name in self._COMMON}
+            self.add(point)
+
     def add(self, point: Point) -> None:
         self._rows.append(self.common | {k: str(v) for k, v in vars(point).items()})
         self._write(self._path, self._rows[-1:], "a")
@@ -93,17 +102,21 @@ class Curves:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The last losses of each seed, bfloat16's and FP8's."""
+    """The last losses of each seed, bfloat16's and those of another version.
+
+    `tokens` is how many times bfloat16's tokens the version needs for the same loss.
+    """
 
     pairs: Sequence[tuple[float, float]]
+    tokens: float = math.nan
 
     @property
     def gap(self) -> float:
-        return statistics.fmean(fp8 - bf16 for bf16, fp8 in self.pairs)
+        return statistics.fmean(other - base for base, other in self.pairs)
 
     @property
     def range(self) -> float:
-        return max(bf16 for bf16, _ in self.pairs) - min(bf16 for bf16, _ in self.pairs)
+        return max(base for base, _ in self.pairs) - min(base for base, _ in self.pairs)
 
     @property
     def holds(self) -> bool:
@@ -111,53 +124,103 @@ class Comparison:
         return abs(self.gap) <= self.range
 
 
+def versions(points: Sequence[Point]) -> list[str]:
+    """Returns the versions that the points are of, bfloat16 first."""
+    return sorted({point.version: None for point in points}, key=lambda name: name != BASE)
+
+
 def last_losses(points: Sequence[Point]) -> dict[Run, Point]:
     """Returns the last point of each complete run."""
     return {point.run: point for point in points if point.step == point.steps}
 
 
-def compare(points: Sequence[Point]) -> dict[str, Comparison]:
-    """Compares each loss over the seeds whose two runs are complete; empty for fewer than two."""
-    last = last_losses(points)
-    seeds = [s for s in sorted({s for s, _ in last}) if all((s, q) in last for q in QUANTIZATIONS)]
-    if len(seeds) < 2:
-        return {}
-    of = lambda seed, name: tuple(getattr(last[seed, q], name) for q in QUANTIZATIONS)
-    return {name: Comparison([of(seed, name) for seed in seeds]) for name in LOSSES}
+def compare(points: Sequence[Point]) -> dict[tuple[str, str], Comparison]:
+    """Compares each loss over the seeds whose two runs are complete; empty for fewer than two.
+
+    The keys are a version and a loss.
+    """
+    last, found = last_losses(points), {}
+    for version in versions(points):
+        seeds = sorted(seed for seed, name in last if name == version and (seed, BASE) in last)
+        if version == BASE or len(seeds) < 2:
+            continue
+        for loss in LOSSES:
+            both = [[getattr(last[s, name], loss) for s in seeds] for name in (BASE, version)]
+            curves = [mean_curve(points, name, loss, seeds) for name in (BASE, version)]
+            found[version, loss] = Comparison([*zip(*both)], tokens_ratio(*curves))
+    return found
+
+
+def mean_curve(
+    points: Sequence[Point], version: str, loss: str, seeds: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Returns the tokens of each point with the mean of the seeds' losses there."""
+    of: dict[int, list[float]] = {}
+    for point in points:
+        if point.version == version and point.seed in seeds:
+            of.setdefault(point.tokens, []).append(getattr(point, loss))
+    return [(tokens, statistics.fmean(values)) for tokens, values in sorted(of.items())]
+
+
+def tokens_ratio(base: Sequence[tuple[int, float]], other: Sequence[tuple[int, float]]) -> float:
+    """Returns how many times the tokens of `base` the curve `other` needs for the same loss.
+
+    The loss is the higher one of the two at the end: the curve that ends lower had it earlier.
+    """
+    end, target = base[-1][0], max(base[-1][1], other[-1][1])
+    if base[-1][1] < target:
+        return end / tokens_at(base, target)
+    return tokens_at(other, target) / end
+
+
+def tokens_at(curve: Sequence[tuple[int, float]], loss: float) -> float:
+    """Returns where a curve was above a loss for the last time, between two points on a line."""
+    for (before, high), (after, low) in reversed([*zip(curve, curve[1:])]):
+        if high > loss >= low:
+            return before + (after - before) * (high - loss) / (high - low)
+    return math.nan
 
 
 def report(points: Sequence[Point]) -> str:
     """Returns the tables of last losses and of speed, and the verdict, in Markdown."""
-    last = last_losses(points)
-    heads = [f"{loss}, {q}" for loss in LOSSES.values() for q in (*QUANTIZATIONS, "gap")]
+    last, names = last_losses(points), versions(points)
+    columns = [name for one in names for name in ([one] if one == BASE else [one, "gap"])]
+    heads = [f"{loss}, {name}" for loss in LOSSES.values() for name in columns]
     lines = [f"| seed | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for seed in sorted({seed for seed, _ in last}):
-        cells = []
-        for name in LOSSES:
-            found = [getattr(last.get((seed, q)), name, None) for q in QUANTIZATIONS]
-            cells += ["" if value is None else f"{value:.4f}" for value in found]
-            cells.append("" if None in found else f"{found[1] - found[0]:+.4f}")
+        cells = [cell for loss in LOSSES for cell in cells_of(last, seed, loss, names)]
         lines.append(f"| {seed} | {' | '.join(cells)} |")
     lines += ["", "| | ms a step | tokens/s |", "|---|---|---|"]
-    for quantization in QUANTIZATIONS:
-        times = [point.ms for point in points if point.quantization == quantization]
-        if times:
-            ms, tokens = statistics.median(times), points[0].tokens / points[0].step
-            lines.append(f"| {quantization} | {ms:.2f} | {tokens / ms * 1e3:,.0f} |")
+    for name in names:
+        ms = statistics.median(point.ms for point in points if point.version == name)
+        tokens = points[0].tokens / points[0].step
+        lines.append(f"| {name} | {ms:.2f} | {tokens / ms * 1e3:,.0f} |")
     compared = compare(points)
     lines.append("")
-    for name, found in compared.items():
+    for (version, loss), found in compared.items():
         lines.append(
-            f"{LOSSES[name]}: mean gap {found.gap:+.4f}, range of bf16's {len(found.pairs)} seeds "
-            f"{found.range:.4f}: {'holds' if found.holds else 'DOES NOT HOLD'}"
+            f"{version}, {LOSSES[loss]}: mean gap {found.gap:+.4f}, range of bf16's "
+            f"{len(found.pairs)} seeds {found.range:.4f}: "
+            f"{'holds' if found.holds else 'DOES NOT HOLD'}; "
+            f"{found.tokens:.3f} times the tokens for the same loss"
         )
     if not compared:
         lines.append("no verdict yet: the range needs two seeds with both runs complete")
     return "\n".join(lines)
 
 
+def cells_of(last: dict[Run, Point], seed: int, loss: str, names: Sequence[str]) -> Iterator[str]:
+    """Yields a seed's last losses, and after each but bfloat16's the gap to it."""
+    base = getattr(last.get((seed, BASE)), loss, None)
+    for name in names:
+        found = getattr(last.get((seed, name)), loss, None)
+        yield "" if found is None else f"{found:.4f}"
+        if name != BASE:
+            yield "" if found is None or base is None else f"{found - base:+.4f}"
+
+
 def plot(path: pathlib.Path, points: Sequence[Point], title: str) -> None:
-    """Draws the losses of all runs, and FP8's gap within the range of bf16's seeds."""
+    """Draws the losses of all runs, and the others' gaps within the range of bf16's seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -185,7 +248,7 @@ def plot(path: pathlib.Path, points: Sequence[Point], title: str) -> None:
 def losses(axes: Any, points: Sequence[Point]) -> None:
     """Draws the losses in training as lines, and those on the held-out text as dots.
 
-    Where runs agree, FP8's thin line and small dots lie within bfloat16's broad and large ones.
+    Where runs agree, others' thin lines and small dots lie within bfloat16's broad and large ones.
     """
     found = [p for p in points if math.isfinite(p.loss) and math.isfinite(p.val_loss)]
     late = [p for p in found if p.step > 0.08 * p.steps] or found  # the first losses fall fast
@@ -193,11 +256,12 @@ def losses(axes: Any, points: Sequence[Point]) -> None:
     # The last dots lie on the edge, and whole: so those above it are left out here.
     dots: dict[str, Any] = {"linestyle": "", "marker": "o", "clip_on": False, "zorder": 3}
     seeds = sorted({point.seed for point in points})
-    for quantization in QUANTIZATIONS:
-        fp8 = quantization == "fp8"
-        color, name, width, size = (OURS, "FP8", 1.0, 2.5) if fp8 else (THEIRS, "bf16", 3.2, 5.5)
+    for name in versions(points):
+        color, width, size = (
+            (THEIRS, 3.2, 5.5) if name == BASE else (color_of(points, name), 1, 2.5)
+        )
         for number, seed in enumerate(seeds):
-            some = [point for point in points if point.run == (seed, quantization)]
+            some = [point for point in points if point.run == (seed, name)]
             at, labels = [p.tokens for p in some], [f"{name}, {loss}" for loss in LOSSES.values()]
             training, held_out = labels if number == 0 else (None, None)
             axes.plot(at, [p.loss for p in some], color=color, linewidth=width, label=training)
@@ -209,30 +273,48 @@ def losses(axes: Any, points: Sequence[Point]) -> None:
     axes.set_title(f"loss, {len(seeds)} seed{'s' * (len(seeds) > 1)}", loc="left", fontsize=10.5)
 
 
+def color_of(points: Sequence[Point], version: str) -> str:
+    return (OURS, *MORE)[versions(points).index(version) - 1]
+
+
 def gaps(axes: Any, points: Sequence[Point]) -> None:
-    """Draws FP8's held-out loss less bf16's by seed, its mean, and the range of bf16's seeds."""
-    axes.set_title("held-out loss, FP8's less bf16's", loc="left", fontsize=10.5)
+    """Draws the held-out losses less bf16's by seed, their means, and the range of bf16's seeds."""
+    axes.set_title("held-out loss less bf16's", loc="left", fontsize=10.5)
     axes.axhline(0, color="black", linewidth=0.6, linestyle=(0, (4, 3)))
-    value = {(point.run, point.step): point.val_loss for point in points}
-    place = {point.step: point.tokens for point in points}
-    pairs: dict[int, dict[int, tuple[float, float]]] = {}  # by seed, by step
-    for (seed, _), step in sorted(value):
-        both = [value.get(((seed, quantization), step)) for quantization in QUANTIZATIONS]
-        if None not in both:
-            pairs.setdefault(seed, {})[step] = both[0], both[1]
-    for number, own in enumerate(pairs.values()):
-        gap = [fp8 - bf16 for bf16, fp8 in own.values()]
-        style: dict[str, Any] = {"color": OURS, "linewidth": 0.8, "alpha": 0.6}
-        axes.plot([place[s] for s in own], gap, label=None if number else "a seed", **style)
-    steps = [step for step in sorted(place) if all(step in own for own in pairs.values())]
-    if len(pairs) < 2 or not steps:
-        return
-    found = [Comparison([own[step] for own in pairs.values()]) for step in steps]
-    at, edge = [place[step] for step in steps], [one.range for one in found]
-    style = {"color": THEIRS, "alpha": 0.3, "linewidth": 0, "label": "range of bf16's seeds"}
-    axes.fill_between(at, [-width for width in edge], edge, **style)
-    axes.plot(at, [one.gap for one in found], color=OURS, linewidth=2.2, label="mean")
-    late = found[len(found) // 4 :]  # the first losses fall fast
-    tall = max(max(abs(one.gap), one.range) for one in late)
-    if 0 < tall < math.inf:
+    place, drawn = {point.step: point.tokens for point in points}, []
+    for name in versions(points)[1:]:
+        pairs, color = pairs_of(points, name), color_of(points, name)
+        for own in pairs.values():
+            gap = [other - base for base, other in own.values()]
+            style: dict[str, Any] = {"color": color, "linewidth": 0.8, "alpha": 0.6}
+            axes.plot([place[s] for s in own], gap, **style)
+        steps = [step for step in sorted(place) if all(step in own for own in pairs.values())]
+        if len(pairs) < 2 or not steps:
+            continue
+        found = [Comparison([own[step] for own in pairs.values()]) for step in steps]
+        at = [place[step] for step in steps]
+        if not drawn:
+            edge = [one.range for one in found]
+            style = {
+                "color": THEIRS,
+                "alpha": 0.3,
+                "linewidth": 0,
+                "label": "range of bf16's seeds",
+            }
+            axes.fill_between(at, [-width for width in edge], edge, **style)
+        axes.plot(at, [one.gap for one in found], color=color, linewidth=2.2, label=f"{name}, mean")
+        late = found[len(found) // 4 :]  # the first losses fall fast
+        drawn += [max(abs(one.gap), one.range) for one in late]
+    if 0 < (tall := max(drawn, default=0)) < math.inf:
         axes.set_ylim(-1.6 * tall, 1.6 * tall)
+
+
+def pairs_of(points: Sequence[Point], version: str) -> dict[int, dict[int, tuple[float, float]]]:
+    """Returns bf16's held-out loss and a version's, by seed and step, where there are both."""
+    value = {(point.run, point.step): point.val_loss for point in points}
+    pairs: dict[int, dict[int, tuple[float, float]]] = {}
+    for ((seed, name), step), other in sorted(value.items()):
+        base = value.get(((seed, BASE), step))
+        if name == version and base is not None:
+            pairs.setdefault(seed, {})[step] = base, other
+    return pairs

@@ -91,7 +91,7 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
         trainer = made[0][1] if made else make(*arguments)
         if not made:
             init = trainer._init
-            trainer._init = lambda seed: drawn.append(seed) or init(seed)
+            trainer._init = lambda run: drawn.append(run[0]) or init(run)
         made.append((arguments[-1], trainer))
         return trainer
 
@@ -104,7 +104,7 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
     counts = {name: compilations[f"jit({name})"] for name in ("_step", "loss_sum", "init")}
     assert counts == {"_step": 2, "loss_sum": 2, "init": 1}
     rows, printed = rows_of(whole), capsys.readouterr().out
-    places = [(int(r["seed"]), r["quantization"], int(r["step"]), int(r["tokens"])) for r in rows]
+    places = [(int(r["seed"]), r["version"], int(r["step"]), int(r["tokens"])) for r in rows]
     assert places == [(*run, step, step * TOKENS) for run in RUNS for step in range(1, 9)]
     for name, title in {"loss": "training", "val_loss": "held-out"}.items():
         found = np.array([float(row[name]) for row in rows]).reshape(2, 2, 8)
@@ -112,8 +112,8 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
         assert np.all(last < 0.9 * first)  # it learns
         assert np.all(found[:, 0] != found[:, 1])  # it quantizes
         holds = abs(np.mean(last[:, 1] - last[:, 0])) <= np.ptp(last[:, 0])
-        (line,) = [line for line in printed.splitlines() if line.startswith(f"{title}: ")]
-        assert line.endswith(": holds") == holds
+        (line,) = [line for line in printed.splitlines() if line.startswith(f"fp8, {title}: ")]
+        assert (": holds;" in line) == holds
         assert holds or status == 1
     check_picture(whole / "loss_curves.png")
 
@@ -133,6 +133,8 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
     lines = (parts / "loss_curves.csv").read_text().splitlines(keepends=True)
     (parts / "loss_curves.csv").write_text("".join(lines[:-3]))
     given.clear()
+    train(parts, "--runs", "0:fp8", "1:bf16")  # nothing is left of these
+    assert not given
     assert train(parts) == train(parts) == status
     assert given == [(1, 0, 8)] and rows_of(parts) == rows
     assert drawn == [*[0, 0, 1, 1] * 2, 1]  # not where a state was saved
@@ -166,14 +168,15 @@ def test_what_is_not_served_in_fp8_is_an_error(train, tmp_path, monkeypatch):
 def test_programs_without_what_they_are_named_for_are_errors(
     loss_curves, name, hlo, platform, message
 ):
+    given = name, name == "fp8", hlo, platform, 2
     if message is None:
-        loss_curves.check_products(name, hlo, platform, blocks=2)
+        loss_curves.check_products(*given)
     else:
         with pytest.raises(SystemExit, match=message):
-            loss_curves.check_products(name, hlo, platform, blocks=2)
+            loss_curves.check_products(*given)
 
 
-def test_the_schedule_ends_with_the_tokens(loss_curves):
+def test_the_schedule_ends_with_the_tokens(loss_curves, capsys):
     configured = lambda tokens, *flags: loss_curves.configured(
         argparse.Namespace(preset="tiny", tokens=tokens), SIZES.split() + [*flags]
     )
@@ -184,11 +187,18 @@ def test_the_schedule_ends_with_the_tokens(loss_curves):
     assert loss_curves.evenly(2, 4) == [1, 2]
     with pytest.raises(UsageError, match="--seed is set for each run here"):
         configured(64, "--seed", "3")
+    namespace = argparse.Namespace(preset="tiny", tokens=64)
+    kept = loss_curves.configured(namespace, SIZES.split(), "--model.quantization fp8")
+    assert kept.model.quantization == "fp8" and configured(64).model.quantization is None
+    with pytest.raises(SystemExit):
+        loss_curves.main(["--runs", "0:fp9"])
+    assert "fp9 is none of bf16, fp8" in capsys.readouterr().err
 
 
 def made_up(loss_curves, folder, last, steps=4):
-    """A file of curves that end in these losses, by run; None for a run that is not complete."""
+    """Writes a file of curves that end in these losses, by run; None: the run is not complete."""
     common = dict.fromkeys(("date", "device", "jax", "normfuse"), "x") | {"settings": "a; b; c"}
+    folder.mkdir(parents=True, exist_ok=True)
     curves = loss_curves.Curves(folder / "loss_curves.csv", common)
     for (seed, name), loss in last.items():
         for step in range(1, steps + (loss is not None)):
@@ -222,12 +232,50 @@ def test_a_gap_larger_than_the_range_fails(loss_curves, tmp_path, capsys, monkey
     lines = capsys.readouterr().out.splitlines()
     mean, end = sum(gaps) / 3, "holds" if holds else "DOES NOT HOLD"
     said = f"mean gap {mean:+.4f}, range of bf16's 3 seeds 0.3000: {end}"
-    assert lines[-2:] == [f"training: {said}", f"held-out: {said}"]
+    for line, loss in zip(lines[-2:], ("training", "held-out"), strict=True):
+        assert line.startswith(f"fp8, {loss}: {said}; ")
     row = f"| 1 | 2.1000 | {2.1 + gaps[1]:.4f} | {gaps[1]:+.4f} | 2.6000 | {2.6 + gaps[1]:.4f} |"
     assert f"{row} {gaps[1]:+.4f} |" in lines
     assert "| bf16 | 20.00 | 5,000 |" in lines and "| fp8 | 12.50 | 8,000 |" in lines
     if drawn:
         check_picture(tmp_path / "loss_curves.png")
+
+
+def test_the_ratio_of_tokens_is_that_of_two_curves(loss_curves):
+    table = sys.modules["loss_curves_table"]
+    # One curve is the other's, a quarter slower; 80 is a point of the faster, 70 lies between two.
+    for at, slower in (20, 1.25), (35, 10 / 7):
+        base = [(t, 3 - math.sqrt(t / 100)) for t in range(at // 2, 101, at // 2)]
+        line = [(t, 3 - t / 100) for t in range(at, 141, at)]
+        late = [(t, 3 - t / slower / 100) for t, _ in line]
+        assert table.tokens_ratio(line, late) == pytest.approx(slower)
+        assert table.tokens_ratio(late, line) == pytest.approx(1 / slower)
+        assert table.tokens_ratio(base, base) == 1
+    # A curve that was there before, and rose again, is not there yet.
+    noisy = [(10, 3.0), (20, 1.0), (30, 3.0), (40, 2.0)]
+    assert table.tokens_at(noisy, 2.5) == 35
+    assert math.isnan(table.tokens_ratio(noisy, [(10, 3.0), (40, math.nan)]))
+
+
+def test_runs_of_other_folders_are_taken(loss_curves, tmp_path, capsys, monkeypatch):
+    """As from several processes with a run each; they replace the same runs in the file here."""
+    monkeypatch.setattr(loss_curves, "plot", lambda *_: None)
+    last = {(0, "bf16"): 2.0, (1, "bf16"): 2.1, (0, "fp8"): 2.2, (1, "fp8"): 2.3}
+    last |= {(0, "kept"): 2.04, (1, "kept"): 2.13}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    made_up(loss_curves, whole, last)
+    for (seed, name), loss in last.items():
+        made_up(loss_curves, parts / f"{seed}-{name}", {(seed, name): loss})
+    made_up(loss_curves, parts, {(0, "bf16"): 9.0})
+    said = {}
+    for folder in whole, parts:
+        assert loss_curves.main(["--report", "--out", str(folder)]) == 1  # fp8's gap of 0.2
+        said[folder] = capsys.readouterr().out
+    assert said[parts] == said[whole]
+    assert "kept, held-out: mean gap +0.0350, range of bf16's 2 seeds 0.1000: holds" in said[whole]
+    row = "| 0 | 2.0000 | 2.2000 | +0.2000 | 2.0400 | +0.0400 | 2.5000 | 2.7000 | +0.2000 |"
+    assert row in said[whole]
+    assert len(rows_of(parts)) == len(rows_of(whole)) == 6 * 4
 
 
 def test_there_is_no_verdict_on_one_seed(loss_curves, tmp_path, capsys):
@@ -254,7 +302,7 @@ def test_a_run_that_diverges_ends_there_with_no_number(loss_curves, capsys):
         _points=[4, 6, 8],
         _steps={"fp8": step},
         _evaluators={"fp8": lambda params, tokens: Validation(2.5, 1.0)},
-        _init=lambda seed: Parameters(0),
+        _init=lambda run: Parameters(0),
     )
     points = [point for point, _ in loss_curves.Trainer.curve(trainer, (0, "fp8"), None)]
     assert [(point.step, point.steps) for point in points] == [(4, 8), (8, 8)]
