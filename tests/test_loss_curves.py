@@ -3,10 +3,12 @@
 import argparse
 import csv
 import importlib
+import lzma
 import math
 import pathlib
 import sys
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -276,6 +278,56 @@ def test_runs_of_other_folders_are_taken(loss_curves, tmp_path, capsys, monkeypa
     row = "| 0 | 2.0000 | 2.2000 | +0.2000 | 2.0400 | +0.0400 | 2.5000 | 2.7000 | +0.2000 |"
     assert row in said[whole]
     assert len(rows_of(parts)) == len(rows_of(whole)) == 6 * 4
+
+
+def test_a_text_is_made_of_files_that_differ(tmp_path, monkeypatch, capsys):
+    """The trainer cuts it where the files end that are held out."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    corpus = importlib.import_module("corpus")
+    lines = lambda *seeds: "".join(
+        f"def a_function_of_number_{seed}_{i}(x): return x + {i}\n"
+        for seed in seeds
+        for i in range(20)
+    )
+    files, folder, wheels = {}, tmp_path / "more", tmp_path / "wheels"
+    for seed in range(200):
+        files[f"package{seed % 4}/a{seed:03}.py"] = lines(seed)
+    files |= {
+        "z/b.py": lines(7),
+        "z/c.md": lines(3, 1000, 4),
+        "z/d.rst": lines(1, 2000, 2001, 2002),
+    }
+    files |= {"z/e.cfg": lines(1004), "z/f.py": "x = 1\n", "z/g.py": lines(1005) + "\0"}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "some.whl", "w") as wheel:
+        wheel.writestr("some/w.py", lines(3000))
+        wheel.writestr("some/w.so", lines(3001))
+    monkeypatch.setattr(corpus, "download", lambda folder: None)
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path / "nothing"))
+    # The copy, and the file with two thirds of its lines known, are left out; a quarter may be.
+    kept = {f"package{seed % 4}" for seed in range(200)} | {"some", "z"}
+    roots = [wheels / "some.whl", folder]
+    assert {name for name, _ in corpus.new_texts(roots)} == kept
+    assert len([*corpus.new_texts(roots)]) == 202
+    monkeypatch.setattr(corpus, "MOST", 20_000)
+    argv = ["corpus.py", "--out", str(tmp_path / "out"), "--wheels", str(wheels), str(folder)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--bytes", "60e3"])
+    corpus.main()
+    parts = [lzma.open(tmp_path / "out" / f"{name}.xz").read() for name in ("text", "heldout")]
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(parts))
+    loaded = data.load(str(text), seq_len=16, vocab_size=256)
+    assert [loaded.train.tobytes(), loaded.held_out.tobytes()] == parts
+    assert 60e3 <= len(parts[0]) < 60e3 + max(map(len, files.values())) + 1
+    assert not {*parts[0].splitlines()} & {*parts[1].splitlines()} - {b""}
+    sizes = (tmp_path / "out" / "sources.txt").read_text().splitlines()
+    assert sum(int(line.split()[0].replace(",", "")) for line in sizes) <= 5 * 21_500
+    monkeypatch.setattr(sys, "argv", [*argv, "--bytes", "1e6"])
+    with pytest.raises(SystemExit, match="only .* bytes: give more folders"):
+        corpus.main()
 
 
 def test_there_is_no_verdict_on_one_seed(loss_curves, tmp_path, capsys):
