@@ -726,6 +726,18 @@ MUTANTS = [
     ),
     Mutant(
         "train/step.py",
+        "mu_dtype=config.mu_dtype",
+        "mu_dtype=None",
+        "tests/train/test_step.py::test_a_first_moment_is_stored_as_configured",
+    ),
+    Mutant(
+        "train/checks.py",
+        '"seq_len", "optim.mu_dtype")',
+        '"seq_len")',
+        "tests/train/test_resume.py::test_other_run_is_not_continued",
+    ),
+    Mutant(
+        "train/step.py",
         "return sum(losses[1:], losses[0]) / parts",
         "return sum(losses[1:], losses[0])",
         "tests/train/test_step.py::test_microbatches_sum_to_the_whole_gradient",
