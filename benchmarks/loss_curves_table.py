@@ -274,7 +274,7 @@ def losses(axes: Any, points: Sequence[Point]) -> None:
 
 
 def color_of(points: Sequence[Point], version: str) -> str:
-    return (OURS, *MORE)[versions(points).index(version) - 1]
+    return (OURS, *MORE)[(versions(points).index(version) - 1) % 4]
 
 
 def gaps(axes: Any, points: Sequence[Point]) -> None:
