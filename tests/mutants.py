@@ -289,8 +289,8 @@ MUTANTS = [
     # ---------------------------------------------------------------- layers: FP8 codes
     Mutant(
         "layers/quantization/op.py",
-        "maximum = split.pmax(maximum, every)",
-        "",
+        "split.pmax(jax.lax.bitcast_convert_type(maximum, reduced), every)",
+        "jax.lax.bitcast_convert_type(maximum, reduced)",
         "tests/layers/test_fp8_dense.py::test_a_mesh_gives_the_result_of_one_device",
     ),
     Mutant(

@@ -83,7 +83,11 @@ def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array
     if not split.over(every):
         return _restored(spec, x, kernels.quantize(spec.codes, matrix, order=order))
     (maximum,) = kernels.amax(spec.codes, matrix, order=order)
-    maximum = split.pmax(maximum, every)
+    # Bits order non-negative numbers as their values do. XLA joins reductions of one dtype, so it
+    # joins those of all kernels, which wait for nothing, with none that waits for an activation.
+    reduced = jnp.float32 if spec.rows else jnp.int32
+    maximum = split.pmax(jax.lax.bitcast_convert_type(maximum, reduced), every)
+    maximum = jax.lax.bitcast_convert_type(maximum, jnp.float32)
     return _restored(spec, x, kernels.cast(spec.codes, matrix, maximum, order=order))
 
 

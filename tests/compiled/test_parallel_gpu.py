@@ -161,6 +161,7 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
     program = gradient("nnx", (1, 1, 8), sharding, quantization="fp8")
     activation, found = ROWS * SEQ * DIM, hlo.communicated(program)
     assert found.pop(("all-reduce", "f32")) < losses(ROWS) + SCALES + 100  # and maxima
+    assert found.pop(("all-reduce", "s32")) == 7  # those of kernels
     if not sequence:
         assert found == {("all-reduce", "bf16"): 6 * activation}
         return
@@ -180,16 +181,24 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
 
 @NEWEST
 def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
-    """As often as bfloat16: codes are transposed on arrival, not gathered in two orders."""
-    program = gradient("eqx", (1, 8, 1), Sharding(), quantization="fp8", remat="block")
+    """As often as bfloat16: codes are transposed on arrival, not gathered in two orders.
+
+    Maxima of all kernels are reduced at once, so none waits for an activation.
+    """
+    options = {"quantization": "fp8", "remat": "block", "num_layers": 2}
+    program = gradient("eqx", (1, 8, 1), Sharding(), **options)
     found = hlo.communicated(program)
     codes = sum(found.pop(("all-gather", dtype), 0) for dtype in ("u8", "s8", "f8e4m3fn"))
-    assert codes == 2 * KERNELS
-    assert found.pop(("all-reduce", "f32")) < SCALES + 100  # and maxima
+    assert codes == 2 * 2 * KERNELS
+    assert found.pop(("all-reduce", "f32")) < 2 * SCALES + 100  # and maxima
+    assert found.pop(("all-reduce", "s32")) == 2 * 7
     assert found == {
         ("all-gather", "bf16"): 2 * TABLE,
-        ("reduce-scatter", "f32"): (KERNELS + TABLE) // 8,
+        ("reduce-scatter", "f32"): (2 * KERNELS + TABLE) // 8,
     }
+    reductions = [c.bytes for c in hlo.collectives(program) if c.kind == "all-reduce"]
+    assert reductions.count(2 * 7 * 4) == 1
+    assert len(reductions) == 2 * 6 + 2  # of what o and down read, and of gradients; of scales
 
 
 @NEWEST

@@ -548,18 +548,19 @@ def test_a_mesh_gives_the_result_of_one_device(specs, kind, rng, eight_devices):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
-    "specs, maxima, sums",
+    "specs, kernels, sums",
     [
-        (SPLITS[0], 2, IN * OUT + OUT),  # x's and dy's; the kernel's and the bias's gradients
-        (SPLITS[3], 3, (IN * OUT + OUT) // 2 + 48 * IN // 4),  # and dx's
+        (SPLITS[0], 0, IN * OUT + OUT),  # the kernel's and the bias's gradients
+        (SPLITS[3], 1, (IN * OUT + OUT) // 2 + 48 * IN // 4),  # and dx's
     ],
     ids=["data", "data and tensor"],
 )
-def test_a_maximum_is_one_number_to_reduce(specs, maxima, sums, kind, rng, eight_devices):
-    """Nothing is gathered, and each array has one maximum over all devices."""
+def test_a_maximum_is_one_number_to_reduce(specs, kernels, sums, kind, rng, eight_devices):
+    """Nothing is gathered; x, dy and a kernel that is split each have one maximum over devices."""
     del eight_devices
     compiled, _, _ = sharded(rng, kind, *specs)
-    assert hlo.communicated(compiled) == {("all-reduce", "f32"): maxima + sums}
+    reduced = {("all-reduce", "f32"): 2 + sums, ("all-reduce", "s32"): kernels}
+    assert hlo.communicated(compiled) == {key: size for key, size in reduced.items() if size}
     assert hlo.calls(compiled, "quantize_") == {"amax": 3, "cast": 3}
 
 
