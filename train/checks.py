@@ -238,12 +238,6 @@ def _check_mesh_sizes(config: TrainConfig) -> None:
             f"{' and '.join(filled)} are both -1; only one axis can take the devices that are "
             "left. --mesh.data is -1 unless it is given."
         )
-    if config.mesh.keep_gathered and (config.mesh.fsdp == 1 or config.model.remat == "none"):
-        raise UsageError(
-            f"--mesh.keep-gathered with --mesh.fsdp {config.mesh.fsdp} and --model.remat "
-            f"{config.model.remat} has nothing to keep: kernels are gathered twice only with more "
-            "than one fsdp device and recomputed blocks (--model.remat dots or block)."
-        )
     if config.mesh.keep_gathered and config.model.quantization is not None:
         raise UsageError(
             f"--mesh.keep-gathered does not go with --model.quantization "

@@ -22,6 +22,7 @@ from rich.text import Text as RichText
 from ..models.config import num_parameters
 from ..models.functional import Params, build
 from ..models.sharding import Sharding
+from ..native.compiler import compilations
 from ..native.implementation import fallbacks
 from . import RunError, UsageError, distributed, plot, run_dir
 from .arguments import expanded, printable, reason
@@ -131,7 +132,11 @@ class Run:
         `stack` closes everything that is opened, however the run ends.
         """
         self.introduce()
+        began, known = time.perf_counter(), compilations()
         lowered = lower(self.program, self.config.batch_size, self.config.seq_len)
+        made = f", {compilations() - known} kernels compiled" if compilations() > known else ""
+        seconds = time.perf_counter() - began
+        self.display.fact("program", f"traced in {seconds:.1f} s{made}; XLA compiles it next")
         if not self._take_folder(stack):
             return
         resuming = self.first and run_dir.resumes(self.config, self.out)
@@ -146,8 +151,10 @@ class Run:
         self._write_settings()
         self.display.start()
         self.watchdog.beat("compiling")
+        began = time.perf_counter()
         with explained():
             step = lowered.compile()
+        self.display.fact("program", f"compiled in {time.perf_counter() - began:.1f} s")
         distributed.meet("compiled")
         reasons = [] if self.config.implementation == "xla" else fallbacks()
         for family, served_by in implementations(step.as_text() or "", reasons).items():
@@ -188,6 +195,12 @@ class Run:
             )
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
         kind = mesh.devices.flat[0].device_kind
+        if config.mesh.keep_gathered and (mesh.shape["fsdp"] == 1 or config.model.remat == "none"):
+            self.display.note(
+                "--mesh.keep-gathered has nothing to keep: kernels are gathered twice only with "
+                "several fsdp devices and recomputed blocks (--model.remat dots or block).",
+                "yellow",
+            )
         fact("mesh", f"{axes}, of {mesh.size} {kind} device{'s' * (mesh.size > 1)}")
         if self.peak is not None:
             fact("peak", f"{self.peak / 1e12:g} TFLOP/s a device in {config.precision}, for MFU")

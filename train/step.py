@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from ..layers.accumulate import accumulate_gradients
 from ..models.functional import Functional, Params, build
 from ..models.side_by_side import side_by_side
+from ..native.kernel import compile_kernels
 from .config import OptimConfig
 from .mesh import batch_sharding, replicated
 
@@ -85,7 +86,9 @@ class Program:
         out = (self.shardings(), replicated(self.mesh))
         options = GPU_OPTIONS if _on_gpus(self.mesh) else None
         step = jax.jit(self._step, donate_argnums=0, out_shardings=out, compiler_options=options)
-        return step.lower(self.abstract(), tokens)
+        traced = step.trace(self.abstract(), tokens)
+        compile_kernels(traced.jaxpr.jaxpr, self.mesh.devices.flat[0])
+        return traced.lower()
 
     def _init(self, key: Array) -> State:
         params = self.model.init(key)

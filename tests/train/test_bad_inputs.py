@@ -90,8 +90,6 @@ _USAGE = [
     ({"distributed.num-processes": 2}, ["--distributed.coordinator"]),
     ({"distributed.coordinator": "host"}, ["--distributed.coordinator 'host'", "HOST:PORT"]),
     ({"distributed.coordinator": "host:99999"}, ["'host:99999'", "65535"]),
-    ({"mesh.fsdp": 8, "mesh.keep-gathered": True}, ["--mesh.keep-gathered", "--model.remat none"]),
-    ({"mesh.keep-gathered": True, "model.remat": "block"}, ["--mesh.fsdp 1", "nothing to keep"]),
     (
         {"mesh.keep-gathered": True, "mesh.fsdp": 8, "model.remat": "block"}
         | {"model.quantization": "fp8"},
@@ -284,6 +282,24 @@ def test_binary_text_is_learned_and_said(train, tmp_path, monkeypatch):
     path.write_bytes(bytes(range(256)) * 20)
     code, out, _ = train(**{"data.path": path})
     assert code == 0 and "is it binary?" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"mesh.fsdp": 8}, True),  # the preset's --model.remat is none
+        ({"model.remat": "block"}, True),
+        ({"mesh.fsdp": 8, "model.remat": "block"}, False),
+    ],
+    ids=str,
+)
+def test_nothing_to_keep_is_said(train, monkeypatch, changes, said):
+    from normfuse.train.run import Run
+
+    monkeypatch.setattr(Run, "go", lambda run, stack: run.introduce())
+    code, out, error = train(**changes, **{"mesh.keep-gathered": True})
+    assert (code, error) == (0, "")
+    assert ("--mesh.keep-gathered has nothing to keep" in out) == said
 
 
 @pytest.mark.newest

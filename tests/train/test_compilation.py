@@ -86,6 +86,12 @@ def test_a_run_prints_what_serves(finished):
     assert re.search(r"^activations +(native kernels|plain XLA)", finished[1], re.M)
 
 
+def test_a_run_says_how_long_it_compiles(finished):
+    seconds = r"in \d+\.\d s"
+    said = rf"^program +traced {seconds}.*; XLA compiles it next$.*^program +compiled {seconds}$"
+    assert re.search(said, finished[1], re.M | re.S)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770])
 def test_programs_of_others_are_not_loaded(mode, tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
