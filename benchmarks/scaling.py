@@ -58,6 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 200_000_000,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 400_000_000,
     },
+    "apart": {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},  # each waits for its product
+    "collective kernels": {"xla_gpu_experimental_use_collective_kernels": True},
     "one-sided": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "windowed": {
         "xla_gpu_threshold_for_windowed_einsum_mib": 0,

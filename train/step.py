@@ -104,7 +104,10 @@ class Program:
             mesh=self.mesh,
             parts=self.parts,
         )
-        gradient = laid_out_as(self.model.shardings(gradient, self.mesh), gradient, self.mesh)
+        places = self.model.shardings(gradient, self.mesh)
+        # Before its norm and the update read it: XLA scatters a sum only if one slice reads it.
+        gradient = jax.lax.with_sharding_constraint(gradient, places)
+        gradient = laid_out_as(places, gradient, self.mesh)
         grad_norm = optax.tree.norm(gradient)
         taken = state.step - state.skipped
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

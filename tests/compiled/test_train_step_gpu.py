@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
 from normfuse import dense, rms_norm
-from normfuse.models import transformer
+from normfuse.models import parameters, transformer
 from normfuse.native import cache, compiler
 from normfuse.native.kernel import compile_kernels
 from normfuse.train import topology
@@ -186,6 +186,33 @@ def test_fsdp_updates_its_state_in_place():
     program, state = step("8b", mesh(fsdp=8), num_layers=1)
     check_state_is_donated(program, state)
     assert copied(program, state) == []
+
+
+@pytest.mark.newest
+def test_8b_in_fp8_over_eight_gpus_fits_without_recomputation():
+    """One sequence of 8192 on each GPU: what each of its 32 blocks takes, from two and four."""
+    config = dataclasses.replace(preset_config("8b"), batch_size=8, seq_len=8192)
+    changes = {"attention": "cudnn", "quantization": "fp8", "remat": "none"}
+    model = dataclasses.replace(config.transformer(), **changes)
+    two, four = (
+        step_on(mesh(fsdp=8), config, dataclasses.replace(model, num_layers=n))[0] for n in (2, 4)
+    )
+    sizes = parameters.shapes(dataclasses.replace(model, num_layers=2)).items()
+    kernels, table = (
+        sum(math.prod(shape) for name, shape in sizes if re.search(of, name))
+        for of in ("layers.*kernel", "embed|head")
+    )
+    found = hlo.communicated(two)
+    codes = [key for key in found if key[0] == "all-gather" and key[1] in ("u8", "s8")]
+    assert sum(found.pop(key) for key in codes) == kernels  # once for both ways
+    assert found.pop(("all-reduce", "s32")) == 2 * 7  # maxima of kernels
+    assert found.pop(("all-reduce", "f32")) < 6 * model.dim + 100  # gradients of scales, maxima
+    assert found == {
+        ("all-gather", "bf16"): table,
+        ("reduce-scatter", "f32"): (kernels + table) // 8,
+    }
+    needs = needed(two) + (model.num_layers - 2) // 2 * (needed(four) - needed(two))
+    assert 12 * 8.03e9 / 8 < needs < 0.75 * 85 * GB  # parameters, moments; JAX's share of a H100
 
 
 def plan(path: str | None, *flags: str) -> subprocess.CompletedProcess:

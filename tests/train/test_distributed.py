@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import socket
 import types
 
@@ -152,6 +153,24 @@ def test_what_ends_one_process_ends_the_others(two, event, at, code, message):
     own, others = (processes[i].communicate()[1].strip() for i in (at, 1 - at))
     assert others == f"error: process {at} {message}"
     assert own == ("error: a disk of this process is gone" if event == "failure" else "")
+
+
+@NEWEST
+@pytest.mark.parametrize(
+    ("at", "why"),
+    [
+        (0, "the leader task was preempted/died"),
+        pytest.param(1, "unhealthy (stopped sending heartbeats):\n1\n", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process_ends_the_others(two, at, why):
+    """By JAX's service: at once where process 0 had it, else when heartbeats have been missing."""
+    programs = [_signalled("stepping", "SIGKILL") if i == at else _TRAIN for i in (0, 1)]
+    processes = two({"steps": 4000}, programs)
+    assert processes[at].wait() == -signal.SIGKILL
+    err = processes[1 - at].communicate()[1]
+    assert processes[1 - at].returncode not in (0, None)
+    assert why in err
 
 
 @pytest.fixture
