@@ -31,6 +31,8 @@ turns, so that all see the same clocks, and the medians of the turns are printed
 compiled program takes: arguments, temporaries, and results that have no argument's place. The loss
 is compared after so many steps from the same state, relative to theirs.
 
+With `--gpus 2` each GPU has as many rows, and a part of every matrix and of its moments (FSDP).
+
 Compiled programs are searched for our kernels, and for products of FP8 codes: a version without
 what it is named for is not measured, and the benchmark fails.
 """
@@ -62,6 +64,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from foreign_zoo import MODELS, Batch, Case, Model, look_in
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from parts import emit
 from programs import fp8_products, our_kernels
 from step import breakdown, taker
@@ -78,6 +81,31 @@ State = tuple[Leaves, Any]  # parameters, and the optimizer's moments
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+
+
+@functools.cache
+def mesh(gpus: int) -> jax.sharding.Mesh:
+    kinds = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((gpus,), ("fsdp",), kinds, devices=jax.devices()[:gpus])
+
+
+def sharding(gpus: int, shape: tuple[int, ...]) -> Sharding:
+    """Splits a matrix, or more, along its first dimension that so many GPUs divide."""
+    divided = [i for i, size in enumerate(shape) if size and size % gpus == 0 and len(shape) > 1]
+    spec = PartitionSpec(*(None for _ in shape[: divided[0]]), "fsdp") if divided else None
+    return NamedSharding(mesh(gpus), spec or PartitionSpec())
+
+
+def placed(tree: Any, gpus: int) -> Any:
+    """Arrays, or their types, with the shardings that the step has them in."""
+
+    def one(x: Any) -> Any:
+        place = sharding(gpus, x.shape)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        return jax.device_put(x, place)
+
+    return jax.tree.map(one, tree) if gpus > 1 else tree
 
 
 def is_matrix(x: Any) -> bool:
@@ -220,11 +248,12 @@ def step_of(loss: Callable[..., jax.Array], optimizer: Any) -> Callable[..., Any
     return step
 
 
-def traced(built: Built, case: Case, name: str, optimizer: Any, batch: Batch) -> Version:
+def traced(built: Built, case: Case, name: str, optimizer: Any, batch: Batch, gpus: int) -> Version:
     """Returns a version whose step is not compiled yet."""
     loss, reports = loss_of(built, case, name)
-    state = built.abstract, jax.eval_shape(optimizer.init, built.abstract)
-    step = jax.jit(step_of(loss, optimizer), donate_argnums=0)
+    state = placed((built.abstract, jax.eval_shape(optimizer.init, built.abstract)), gpus)
+    out = (jax.tree.map(lambda x: x.sharding, state), sharding(gpus, ())) if gpus > 1 else None
+    step = jax.jit(step_of(loss, optimizer), donate_argnums=0, out_shardings=out)
     lowered = step.lower(state, batch, built.rest)
     return Version(name, built.rest, lowered, report=reports[-1] if reports else None)
 
@@ -275,11 +304,15 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     sizes = {case.layers: options.layers, case.vocabulary: options.vocabulary}
     sizes = {key: size for key, size in sizes.items() if size}
     seq = options.seq or case.seq
-    rows = max(options.tokens // seq, 1) if options.tokens else case.rows
+    rows = (max(options.tokens // seq, 1) if options.tokens else case.rows) * options.gpus
     if case.length:
         sizes[case.length] = seq
     batch = case.batch(rows, seq, options.vocabulary or case.classes)
     built = build(lambda: case.make(**sizes), batch[0])
+    if options.gpus > 1:
+        rowwise = NamedSharding(mesh(options.gpus), PartitionSpec("fsdp"))
+        batch = jax.device_put(batch, rowwise)
+        built.rest = jax.device_put(built.rest, sharding(options.gpus, ()))
     size = sum(math.prod(leaf.shape) for leaf in built.abstract)
     say(began, f"{name}: {size / 1e9:.2f}e9 parameters, {rows} x {seq} tokens")
     if options.trace_only:
@@ -291,7 +324,7 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = []
         for each in options.versions:
-            versions.append(traced(built, case, each, optimizer, batch))
+            versions.append(traced(built, case, each, optimizer, batch, options.gpus))
             # Compilers time ways to compute products. Ours take those chosen for theirs where they
             # have the same products, which is quicker and fair.
             after = [] if options.at_once else futures[:1]
@@ -314,8 +347,8 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
     gc.collect()  # models may refer to themselves
     for version in versions:  # from the same state
         state.clear()  # before there is another
-        params = built.draw()
-        state[:] = [(params, jax.jit(optimizer.init)(params)), batch]
+        params = placed(built.draw(), options.gpus)
+        state[:] = [(params, placed(jax.jit(optimizer.init)(params), options.gpus)), batch]
         del params
         for _ in range(COMPARED):
             state[0], loss = version.take(*state)
@@ -386,6 +419,7 @@ def main() -> None:
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=[*VERSIONS])
     parser.add_argument("--tokens", type=int, help="of a step")
     parser.add_argument("--seq", type=int, help="tokens of a sequence, or of an image")
+    parser.add_argument("--gpus", type=int, default=1, help="by FSDP")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--layers", type=int, help="only so many layers")

@@ -1,7 +1,9 @@
 """Tokens a second on 1, 2, 4, ... GPUs of one host, and how much of the communication is hidden.
 
     python -m benchmarks.scaling --part links apart stack-fsdp stack-tensor
-    python -m benchmarks.scaling --part 1b-fsdp 1b-tensor
+    python -m benchmarks.scaling --part 1b-fsdp 1b-tensor losses
+    python -m benchmarks.scaling --part 1b-fsdp --gpus 8 --versions "normfuse, fp8" \
+        --preset 8b --length 8192 --batch 1 --remat none
     python -m benchmarks.scaling --plot FILE.csv ...        # draws what was measured
 
 `stack` is eight SwiGLU blocks of 4096 / 14336, each computed again in the backward, with plain
@@ -11,7 +13,8 @@ sequence, ours by rows. "2 parts" of a batch are computed side by side, so that 
 what the other communicates.
 
 `links` measures plain collectives; `apart` each GPU by itself, and all of them with nothing to say
-to each other: what GPUs that differ, and share a host's power, can reach.
+to each other: what GPUs that differ, and share a host's power, can reach. `losses` are those of the
+preset's first steps, of one state and batch on every mesh.
 
 Weakly scaled, each GPU has as many tokens as one alone (8192, for 1b its recipe's 16384); strongly,
 the sum stays (32768, or the recipe's). Efficiency is tokens a second and GPU over those of one GPU
@@ -28,7 +31,7 @@ import itertools
 import pathlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh
@@ -43,10 +46,12 @@ from benchmarks.sharded_steps import (
     Case,
     Workload,
     batches_of,
+    losses,
     mesh_of,
     milliseconds,
 )
 from normfuse.train import distributed
+from normfuse.train.config import Preset
 
 # XLA's options, by the name they have in the tables.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -58,8 +63,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 200_000_000,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 400_000_000,
     },
-    "apart": {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},  # each waits for its product
-    "collective kernels": {"xla_gpu_experimental_use_collective_kernels": True},
+    "uncombined": {
+        "xla_gpu_all_gather_combine_threshold_bytes": 4 << 20
+    },  # each waits for its product
+    "early": {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
+    "collective kernels": {"xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE"},
+    "one shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},
     "one-sided": {"xla_gpu_all_gather_mode": "COLLECTIVES_SYMMETRIC_MEMORY"},
     "windowed": {
         "xla_gpu_threshold_for_windowed_einsum_mib": 0,
@@ -67,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "xla_gpu_use_memcpy_local_p2p": True,
     },
 }
-LIMITS = {"links": links, "apart": apart}
+LIMITS = {"links": links, "apart": apart, "losses": losses}
 
 
 def measure(
@@ -157,6 +166,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
     parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
     parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
+    parser.add_argument("--preset", choices=get_args(Preset), help="in the place of 1b")
+    parser.add_argument("--length", type=int, help="of its sequences, if not its own")
+    parser.add_argument("--batch", type=int, help="sequences of a GPU, likewise")
     parser.add_argument("--steps", type=int, default=12, help="of a group that is timed")
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=3)
@@ -174,8 +186,10 @@ def main() -> None:
     if arguments.plot:
         return plot(arguments.plot, arguments.out / "scaling.png")
     sizes = WORKLOADS[arguments.size]
-    work = dataclasses.replace(sizes, dtype=arguments.dtype, remat=arguments.remat)
-    settings = {k: getattr(arguments, k) for k in ("steps", "remat") if getattr(arguments, k)}
+    given = {k: getattr(arguments, k) for k in ("preset", "length", "batch", "remat", "steps")}
+    settings = {k: value for k, value in given.items() if value}
+    changes = {k: v for k, v in settings.items() if k != "steps"} | {"dtype": arguments.dtype}
+    work = dataclasses.replace(sizes, **changes)
     table = Table(arguments.out / "scaling.csv", settings)
     counts = arguments.gpus or [2**i for i in range(jax.device_count().bit_length())]
     alone: dict[tuple, float] = {}

@@ -15,7 +15,7 @@ from benchmarks.sharded_steps import PARTS
 COLUMNS = (
     "date device jax normfuse settings part scaling gpus tokens version options ms tokens_per_s "
     "efficiency compile_s temporaries_mib communication_ms gemms_ms others_ms idle_ms behind_gemms "
-    "behind_any gb_per_s"
+    "behind_any gb_per_s losses"
 ).split()
 
 

@@ -5,6 +5,7 @@ import functools
 import itertools
 import statistics
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from normfuse import dense, gated_product, rms_norm
 from normfuse.models.config import Quantization, Remat
 from normfuse.models.functional import build
 from normfuse.models.sharding import Sharding, constrain, in_context, on_mesh, stored
-from normfuse.train.config import Preset, preset_config
+from normfuse.train.config import Preset, TrainConfig, preset_config
 from normfuse.train.mesh import AXES, batch_sharding
 from normfuse.train.step import Program, interleaved, make_optimizer, schedule
 
@@ -37,6 +38,8 @@ class Workload:
     dtype: str = "bfloat16"  # the stack's parameters
     preset: Preset = "1b"
     remat: Remat | None = None  # replaces the preset's own
+    length: int | None = None  # so do these: tokens of a sequence, and sequences of a GPU
+    batch: int | None = None
     link_bytes: int = 1 << 30  # bytes that a plain collective moves
 
 
@@ -189,7 +192,7 @@ def stack(work: Workload, version: Version, mesh: Mesh, rows: int):
 
 def preset(work: Workload, version: Version, mesh: Mesh, rows: int):
     """The trainer's own step, likewise."""
-    config = preset_config(work.preset)
+    config = config_of(work)
     implementation = {"jnp": "xla", "normfuse": None}[version.library]
     model = dataclasses.replace(config.transformer(), implementation=implementation)
     model = dataclasses.replace(
@@ -219,6 +222,13 @@ def preset(work: Workload, version: Version, mesh: Mesh, rows: int):
     return lowered, arguments
 
 
+def config_of(work: Workload) -> TrainConfig:
+    """The preset's, of so many tokens."""
+    config = preset_config(work.preset)
+    given = {"seq_len": work.length, "batch_size": work.batch}
+    return dataclasses.replace(config, **{name: n for name, n in given.items() if n})
+
+
 def filled(tree, size: float = 0.02):
     """Random arrays in the place of abstract ones, for power depends on values; vectors are 1."""
 
@@ -246,5 +256,22 @@ def batches_of(part: str, work: Workload, count: int) -> tuple[int, dict[str, in
     """Tokens of a sequence, and how many sequences so many GPUs have, by the kind of scaling."""
     if PARTS[part][0] is stack:
         return work.seq, {"weak": work.rows * count, "strong": work.total}
-    config = preset_config(work.preset)
+    config = config_of(work)
     return config.seq_len, {"weak": config.batch_size * count, "strong": config.batch_size}
+
+
+def losses(work: Workload, counts: list[int], arguments) -> Iterator[dict[str, Any]]:
+    """The first losses of the preset's step on each mesh, from one state and one batch."""
+    versions = arguments.versions or ["normfuse", "normfuse, fp8"]
+    for version, count in itertools.product(versions, counts):
+        for part in ("1b-fsdp", "1b-tensor")[:count]:  # on one GPU they are the same
+            make, axis = PARTS[part]
+            seq, rows = batches_of(part, work, count)
+            lowered, draw = make(work, VERSIONS[version], mesh_of(axis, count), rows["strong"])
+            step, (state, batch), found = lowered.compile(), draw(), []
+            for _ in range(4):
+                state, metrics = step(state, batch)
+                found.append(f"{float(metrics.loss):.7g}")
+            tokens = rows["strong"] * seq
+            row = {"part": f"losses, {axis}", "scaling": "strong", "gpus": count, "tokens": tokens}
+            yield row | {"version": version, "losses": " ".join(found)}

@@ -67,10 +67,16 @@ def scaling(*arguments) -> None:
 def test_scaling_is_measured_as_asked_and_drawn(tmp_path):
     # All in one test: workers that share a run would each measure for themselves.
     few = ["--steps", 1, "--groups", 2, "--warmup", 1, "--no-trace", "--size", "tiny"]
-    scaling("--part", *PARTS, "--versions", *VERSIONS, "--gpus", 1, 2, *few, "--out", tmp_path)
+    parts = [*PARTS, "losses"]
+    scaling("--part", *parts, "--versions", *VERSIONS, "--gpus", 1, 2, *few, "--out", tmp_path)
     table = tmp_path / "scaling.csv"
     with open(table, newline="") as file:
-        rows = list(csv.DictReader(file))
+        every = list(csv.DictReader(file))
+    rows = [row for row in every if not row["losses"]]
+    found = [[*map(float, row["losses"].split())] for row in every if row["losses"]]
+    assert len(found) == len(VERSIONS) * 3 and found[0][-1] < found[0][0]
+    # Of one device, and of two over "fsdp" and "tensor": sums of float32 in another order.
+    np.testing.assert_allclose(found, [found[0]] * len(found), rtol=1e-5)
     # One device communicates nothing: each library is measured there once, for all meshes.
     wanted = [(part, "1", v) for part in PARTS for v in ("jnp", "normfuse")]
     wanted += [(part, "2", version) for part, version in itertools.product(PARTS, VERSIONS)]
