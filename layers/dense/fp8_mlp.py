@@ -255,9 +255,9 @@ def define_tangent(spec: Tangent, *operands: Array) -> list[Array]:
         _, dh = jax.jvp(h, tuple(arrays), tuple(moved))
         dh = dh.astype(mlp.fp8.dtype)
         terms.append(product_with_kernel(mlp.fp8, dh, *r.down))
-    of_down = [d for d in r.of_down if d is not None]
-    codes = gated.hidden_codes(mlp.gated, *r.hidden) if of_down else []
-    terms += [product_with_x(mlp.fp8, *codes, d) for d in of_down]
+    if of_down := [d for d in r.of_down if d is not None]:
+        qt, scale = gated.hidden_codes(mlp.gated, *r.hidden)
+        terms += [product_with_x(mlp.fp8, qt, scale, d) for d in of_down]
     return [functools.reduce(jnp.add, terms)]
 
 

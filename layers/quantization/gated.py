@@ -87,8 +87,8 @@ def limit(maximum: jax.Array, scale: jax.Array, slope: float = 1.0) -> jax.Array
 
 # ---------------------------------------------------------------- definitions
 
-_BOTH = {"dtype": E4M3.dtype, "has_q": True, "has_qt": True}
-_AS_IT_LIES, _TRANSPOSED = _BOTH | {"has_qt": False}, _BOTH | {"has_q": False}
+_BOTH = Codes().flags
+_AS_IT_LIES, _TRANSPOSED = Codes(has_qt=False).flags, Codes(has_q=False).flags
 
 
 def define_h(*arrays: jax.Array, function: "Scalar") -> list[jax.Array]:
@@ -102,9 +102,9 @@ def define_gradients(
     dh: jax.Array, a: jax.Array, *up: jax.Array, function: "Scalar"
 ) -> list[jax.Array]:
     """`(dh, a[, up]) -> (da[, dup])`, float32."""
-    dh, a, *up = [array.astype(jnp.float32) for array in (dh, a, *up)]
-    value, pull = jax.vjp(function, a)
-    (da,) = pull(dh * up[0] if up else dh)
+    dh, *arrays = [array.astype(jnp.float32) for array in (dh, a, *up)]
+    value, pull = jax.vjp(function, arrays[0])
+    (da,) = pull(dh * arrays[1] if up else dh)
     return [da, dh * value] if up else [da]
 
 
