@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from normfuse.layers import quantization
+from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.norm.spec import Norm
-from normfuse.layers.quantization import norm
+from normfuse.layers.quantization import gated, norm
 from normfuse.layers.quantization.norm import NormCodes
 from normfuse.native.implementation import NATIVE
 
@@ -47,6 +48,25 @@ def test_cuda_rounds_every_number_as_the_reference(dtype, bound):
     tops = np.arange(1 << 14, dtype=np.uint32) << 18
     ends = np.array([0, 1, 0x1FFFF, 0x20000, 0x20001, 0x3FFFF], np.uint32)
     check((tops[:, None] | ends).view(np.float32), dtype, bound)
+
+
+@pytest.mark.parametrize("has_up", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_cuda_gradients_of_activations_read_every_code(has_up, dtype, rng):
+    """By the hardware's instruction, where there is one."""
+    spec = gated.Gated(SCALARS["silu"], has_up=has_up)
+    codes = [jnp.arange(256 * 144, dtype=jnp.uint8).reshape(256, 144) for _ in range(1 + has_up)]
+    codes[0] = codes[0][:, ::-1]
+    scales = jnp.asarray([2.0**-6, 2.0**-5][: 1 + has_up], jnp.float32)
+    dh = jnp.asarray(rng.standard_normal((256, 144)), dtype)
+    # Of da and dup bounds that hold; h exceeds its own, or is within it.
+    bounds = jnp.asarray([100, 100, 8][1 - has_up :], jnp.float32)
+    args = dh, *codes, scales, bounds
+    found = jax.jit(lambda *a: gated.gradient_kernel(spec, *a, order=NATIVE))(*args)
+    for got, want in zip(found, gated.define_gradient(*args, **spec.flags), strict=True):
+        wide = lambda a: np.asarray(a).astype("f4")
+        np.testing.assert_allclose(wide(got), wide(want), rtol=0.126, atol=2**-9)  # one step apart
+        assert np.mean(np.asarray(got).view("u1") != np.asarray(want).view("u1")) < 0.01
 
 
 FAMILY = {  # centred, with a bias, with parameters of each example
