@@ -63,9 +63,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 200_000_000,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 400_000_000,
     },
-    "uncombined": {
-        "xla_gpu_all_gather_combine_threshold_bytes": 4 << 20
-    },  # each waits for its product
+    # A gather for each product.
+    "uncombined": {"xla_gpu_all_gather_combine_threshold_bytes": 4 << 20},
     "early": {"xla_gpu_experimental_collective_start_as_early_as_possible": True},
     "collective kernels": {"xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE"},
     "one shot": {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": True},

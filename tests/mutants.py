@@ -294,6 +294,12 @@ MUTANTS = [
         "tests/layers/test_fp8_dense.py::test_a_mesh_gives_the_result_of_one_device",
     ),
     Mutant(
+        "layers/quantization/op.py",
+        "reduced = jnp.float32 if spec.rows else jnp.int32",
+        "reduced = jnp.float32",
+        "tests/layers/test_fp8_dense.py::test_a_maximum_is_one_number_to_reduce",
+    ),
+    Mutant(
         "layers/quantization/definition.py",
         "largest + 127 - (bits >> 23)",
         "largest + 126 - (bits >> 23)",
