@@ -1,4 +1,9 @@
-"""Registers the FFI targets when JAX is imported, so that `import normfuse` need not import it."""
+"""Registers the FFI targets when JAX is imported, so that `import normfuse` need not import it.
+
+An entry point of the group `jax_plugins` would be shorter: JAX calls it, from 0.10.2 on, when it
+looks for backends. But it does so in every program where normfuse is installed, and the targets run
+machine code that exported programs carry (docs/security.md). Importing normfuse allows that.
+"""
 
 import importlib.util
 import sys
