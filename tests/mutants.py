@@ -201,7 +201,7 @@ MUTANTS = [
         "layers/core/op.py",
         "operand = vary(operand, like.manual_axis_type.varying)",
         "",
-        "tests/layers/test_rms_norm_contexts_shard_map.py::test_grad_of_full[rms_norm-check_vma]",
+        "tests/layers/test_rms_norm_contexts_shard_map.py::test_grad_of_full[check_vma]",
     ),
     Mutant(
         "layers/core/sharding.py",
@@ -220,7 +220,7 @@ MUTANTS = [
         "layers/norm/op.py",
         "(wide - mean(wide) if norm.centred else wide) - along)",
         "(wide - mean(wide) if norm.centred else wide) + along)",
-        "tests/layers/test_rms_norm_contexts.py::test_jvp[rms_norm]",
+        "tests/layers/test_rms_norm_contexts.py::test_jvp",
     ),
     Mutant(
         "layers/norm/op.py",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import wide
@@ -278,13 +279,13 @@ def test_length_2049_in_the_blocks_of_users(rng, monkeypatch):
     Reference(*operands, **options).check(both(*operands, **options))
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (6, 2), (3, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (3, 1)])
 def test_heads_that_share_keys(rng, heads, kv_heads):
     operands = draw(rng, heads=heads, kv_heads=kv_heads)
     Reference(*operands, causal=True).check(both(*operands, causal=True))
 
 
-@pytest.mark.parametrize("offset", [0, 30, 1e3, -1e6, 1e9])
+@pytest.mark.parametrize("offset", [30, -1e6, 1e9])
 def test_rows_far_from_0_have_exact_derivatives(rng, offset):
     """p is that of the rounded scores, though the log of a row's sum is lost beside its scores."""
     draw_8ths = lambda *shape: rng.integers(-8, 9, shape) / 8  # products are exact in any order
@@ -395,7 +396,6 @@ VMAPS = {
     "all": (0, 0, 0, 0),
     "bias alone": (None, None, None, 0),
     "no bias": (1, 2, 0, None),
-    "keys": (None, 0, 0, 0),
 }
 
 
@@ -544,8 +544,7 @@ def mesh_of(kind):
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
 
 
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name, kind", half(MESHES, KINDS), ids=str)
 def test_batch_and_heads_are_split_without_communication(eight_devices, rng, name, kind):
     batch, heads, kv_heads = MESHES[name]
     case = sharded_case(rng, 8, kv_heads)

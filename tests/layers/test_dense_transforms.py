@@ -169,14 +169,6 @@ def test_scan_and_remat_over_layers(rng, policy):
     np.testing.assert_allclose(got, jax.grad(theirs)(kernels), rtol=0, atol=1e-4)
 
 
-def test_export(rng):
-    args = operands(rng)
-    f = jax.jit(jax.grad(functools.partial(loss, activation="gelu"), (0, 1, 2)))
-    exported = jax.export.export(f)(*args)
-    for a, b in zip(exported.call(*args), f(*args), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 # ---------------------------------------------------------------- meshes
 
 SPLITS = [  # x, kernel

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from combinations import half
 from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers.eqx import Linear, RMSNorm
@@ -17,7 +18,7 @@ from normfuse.layers.eqx import Linear, RMSNorm
 pytestmark = pytest.mark.optimized
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
-DTYPES = [(x, p) for x in (f32, bf16, f16) for p in (f32, bf16, f16)]
+DTYPES = [(f32, f32), (bf16, f32), (f16, bf16)]
 KEY = jax.random.key(3)
 
 
@@ -43,8 +44,7 @@ def gradients(layer, x, dy):
 # ---------------------------------------------------------------- RMSNorm
 
 
-@pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes, use_bias", half(DTYPES, [True, False]), ids=str)
 def test_rms_norm_is_as_exact_as_equinox(rng, dtypes, use_bias):
     x_dtype, param_dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 128)), x_dtype)
@@ -72,13 +72,6 @@ def test_rms_norm_gradients_are_as_exact_as_equinox(rng, dtypes):
     assert_no_worse(dx, dx_eqx, exact[0])
     assert_no_worse(layer.weight, layer_eqx.weight, exact[1])
     assert_no_worse(layer.bias, layer_eqx.bias, reference.Expected(*dbias, 6))
-
-
-@pytest.mark.parametrize("n", [1, 3, 127, 4096, 65536])
-def test_rms_norm_of_any_length(rng, n):
-    x = jnp.asarray(rng.standard_normal(n), bf16)
-    ours, theirs = norms(rng, n)
-    assert_no_worse(ours(x), theirs(x), reference.Expected(*normalise(x, ours), n))
 
 
 def test_rms_norm_keeps_the_weight_and_rounds_once(rng):
@@ -135,8 +128,7 @@ def test_strict_implementation_refuses_what_equinox_serves():
 # ---------------------------------------------------------------- Linear
 
 
-@pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes, use_bias", half(DTYPES, [True, False]), ids=str)
 def test_linear_is_as_exact_as_equinox(rng, dtypes, use_bias):
     x_dtype, param_dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 32)), x_dtype)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from combinations import half
 from hlo import Collective
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from rms_norm_cases import (
@@ -39,9 +40,9 @@ def serve(case, fn, *args, expected, kernels):
     assert calls(compiled) == kernels
 
 
-@pytest.fixture(params=OPS)
-def case(request) -> Case:
-    return LayerCase(request.param)
+@pytest.fixture
+def case() -> Case:
+    return LayerCase("residual_layer_norm")
 
 
 # ---------------------------------------------------------------- values and gradients
@@ -49,24 +50,27 @@ def case(request) -> Case:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    ("shape", "implementation"),
-    [
-        *((shape, "native") for shape in ((199, 17), (3, 1128), (2, 131072), (0, 24), (24,))),
-        *((shape, "pallas") for shape in ((199, 17), (3, 1128), (24,))),
-        *((shape, "xla") for shape in ((199, 17), (0, 24))),
-    ],
+    "op, how",
+    half(
+        OPS,
+        [
+            *((shape, "native") for shape in ((199, 17), (3, 1128), (2, 131072), (0, 24), (24,))),
+            *((shape, "pallas") for shape in ((199, 17), (3, 1128))),
+            *((shape, "xla") for shape in ((199, 17), (0, 24))),
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("op", OPS)
-def test_lengths(op, shape, implementation):
+def test_lengths(op, how):
     """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
+    shape, implementation = how
     dtype = "float32" if implementation == "xla" else "bfloat16"
     check_both(LayerCase(op, shape, x=dtype), implementation=implementation)
 
 
-@pytest.mark.parametrize("x, scale, dtype", [*MIXES[::4], *WIDE[::4]])
-@pytest.mark.parametrize("op", OPS)
-def test_mixes_of_dtypes(op, x, scale, dtype):
+@pytest.mark.parametrize("op, mix", half(OPS, [*MIXES[::4], *WIDE[::4]]), ids=str)
+def test_mixes_of_dtypes(op, mix):
+    x, scale, dtype = mix
     with jax.enable_x64("float64" in (x, scale, dtype)):
         options = {"x": x, "scale": scale, "dtype": dtype, "residual": x, "bias": dtype}
         case = Case(op, (5, 24), **options)
@@ -77,21 +81,36 @@ def test_mixes_of_dtypes(op, x, scale, dtype):
         assert [g.dtype for g in grads] == [a.dtype for a in case.args]
 
 
-@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("axis", AXES[1::3], ids=str)
 def test_axes(axis):
     check_both(LayerCase("residual_layer_norm", (3, 4, 5, 6), axis=axis, scale_offset=0.5))
 
 
-@pytest.mark.parametrize("scale, bias", [(None, None), ("float32", None), (None, "float32")])
-@pytest.mark.parametrize("implementation", ["native", "pallas"])
-@pytest.mark.parametrize("shape, axis", [((5, 24), -1), ((3, 20, 6), 1)], ids=str)
-def test_without_scale_or_bias(shape, axis, implementation, scale, bias):
+@pytest.mark.parametrize(
+    "where, implementation, own",
+    half(
+        [((5, 24), -1), ((3, 20, 6), 1)],
+        ["native", "pallas"],
+        [(None, None), ("float32", None), (None, "float32")],
+    ),
+    ids=str,
+)
+def test_without_scale_or_bias(where, implementation, own):
+    (shape, axis), (scale, bias) = where, own
     case = Case("layer_norm", shape, scale=scale, bias=bias, axis=axis)
     check_both(case, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", ["native", "xla", "pallas"])
-@pytest.mark.parametrize("shape, axis", [((7, 1000), -1), ((2, 300, 5), 1), ((2, 70000), -1)])
+@pytest.mark.parametrize(
+    "shape, axis, implementation",
+    [
+        ((7, 1000), -1, "native"),
+        ((2, 300, 5), 1, "native"),
+        ((2, 70000), -1, "native"),
+        ((2, 300, 5), 1, "xla"),
+        ((2, 70000), -1, "pallas"),
+    ],
+)
 def test_a_large_mean_costs_no_digits_of_the_deviation(shape, axis, implementation):
     """mean² · eps is 6 here, and the variance 1: a difference of means would be noise."""
     fill = lambda values: values + (1e4 if values.ndim == len(shape) else 0)
@@ -180,30 +199,6 @@ def test_grad(case):
     serve(case, case.grad, *case.args, expected=case.gradients(), kernels=BOTH)
 
 
-def test_eager_and_disable_jit(case):
-    strict = functools.partial(case, implementation="native")
-    case.check(strict(*case.args), case.values())
-    with jax.disable_jit():
-        case.check(case.grad(*case.args, implementation="native"), case.gradients())
-
-
-@pytest.mark.newest
-def test_jvp_along_each_operand(case):
-    """A tangent is plain HLO; the forward is the kernel."""
-    for i in range(len(case.args)):
-        tangents = [t if i == j else np.zeros_like(t) for j, t in enumerate(case.tangents)]
-        fn = lambda args, tangents: jax.jvp(case, args, tangents)
-        expected = case.replace(tangents=tuple(tangents)).pushed()
-        serve(
-            case,
-            fn,
-            case.args,
-            tuple(tangents),
-            expected=[*case.values(), *expected],
-            kernels=FORWARD,
-        )
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_second_order(mode):
@@ -213,7 +208,7 @@ def test_second_order(mode):
         check_grads(case, case.args, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (1, None, None), (0, 0, None), (None, 0, 0)])
+@pytest.mark.parametrize("in_axes", [(1, None, None), (None, 0, 0)])
 def test_vmap(in_axes):
     batch = Batch("layer_norm", in_axes, bias="float32")
     fn = jax.jit(jax.vmap(batch.case, in_axes))
@@ -222,17 +217,6 @@ def test_vmap(in_axes):
     grads = jax.jit(jax.grad(loss, (0, 1, 2)))
     batch.case.check(grads(*batch.args), batch.together())
     assert set(calls(grads.lower(*batch.args).compile())) == {"backward", "forward"}
-
-
-@pytest.mark.newest
-def test_scan_and_remat():
-    case = LayerCase("layer_norm")
-    step = jax.checkpoint(lambda x, _: (case(x, *case.args[1:])[0], None))
-    loss = lambda x, length: jnp.sum(jax.lax.scan(step, x, length=length)[0] * case.cts[0])
-    compiled = jax.jit(jax.grad(loss), static_argnums=1).lower(case.args[0], 1).compile()
-    case.check([compiled(case.args[0])], case.gradients()[:1])
-    text = hlo.text(jax.jit(jax.grad(loss), static_argnums=1).lower(case.args[0], 3).compile())
-    assert calls(text) == {"backward": 1, "forward": 2}  # one in each loop; the backward's again
 
 
 # ---------------------------------------------------------------- meshes
@@ -256,9 +240,8 @@ def placed(mesh, case, spec, own=REPLICATED):
     return args, [put(ct, spec) for ct in case.cts]
 
 
-@pytest.mark.parametrize("layout", [name for name in SPECS if name.startswith("rows")])
-def test_split_rows_communicate_for_the_parameters_alone(case, mesh, layout):
-    args, cts = placed(mesh, case, SPECS[layout])
+def test_split_rows_communicate_for_the_parameters_alone(case, mesh):
+    args, cts = placed(mesh, case, SPECS["rows in two dimensions"])
     forward = jax.jit(case).lower(*args).compile()
     assert hlo.collectives(forward) == []
     backward = jax.jit(case.grad).lower(*args, *cts).compile()
@@ -280,27 +263,3 @@ def test_split_features_exchange_two_numbers_a_row_each_way(case, mesh, layout, 
     assert calls(backward) == kernels
     kinds = [c.kind for c in hlo.collectives(backward)]
     assert kinds.count("all-gather") == 1 and len(kinds) <= 3
-
-
-def test_shard_map_over_every_axis(case, auto_mesh):
-    spec = P("data", "model", None)
-    args, cts = placed(auto_mesh, case, spec)
-    large = [spec] * (1 + case.has_residual)
-    specs = (*large, *[P()] * (len(args) - len(large)))
-    with jax.set_mesh(auto_mesh):
-        out = tuple(large)
-        fn = jax.shard_map(case, mesh=auto_mesh, in_specs=specs, out_specs=out)
-        case.check(jax.jit(fn)(*args), case.values())
-        loss = lambda *args: sum(jnp.sum(o * ct) for o, ct in zip(fn(*args), cts))
-        case.check(jax.jit(jax.grad(loss, case.argnums))(*args), case.gradients())
-
-
-def test_partly_manual_mesh_is_refused_natively(eight_devices):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    x = jnp.ones((8, 16))
-    native = functools.partial(layer_norm, implementation="native")
-    fn = jax.shard_map(
-        native, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    with pytest.raises(NotImplementedError, match="layer_norm: .*manual over"):
-        jax.jit(fn)(x)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from combinations import half
 from flax import serialization
 from parity import assert_nearer, assert_no_worse
 
@@ -17,15 +18,7 @@ from normfuse.layers.linen import Dense, RMSNorm
 pytestmark = pytest.mark.optimized
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
-DTYPES = [(x, p, d) for x in (f32, bf16, f16) for p in (f32, bf16, f16) for d in (None, bf16, f32)]
-SOME = [
-    (f32, f32, None),
-    (bf16, f32, None),
-    (f16, bf16, None),
-    (bf16, bf16, f32),
-    (f32, f32, bf16),
-    (f16, f32, bf16),
-]
+SOME = [(bf16, f32, None), (bf16, bf16, f32), (f16, f32, bf16)]
 
 
 def named(dtypes):
@@ -45,7 +38,7 @@ def gradients(layer, variables, x, dy):
 # ---------------------------------------------------------------- RMSNorm
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes", SOME, ids=named)
 def test_rms_norm_is_as_exact_as_flax(rng, dtypes):
     x_dtype, param_dtype, dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 128)), x_dtype)
@@ -73,13 +66,6 @@ def test_rms_norm_gradients_are_as_exact_as_flax(rng, dtypes):
     assert_no_worse(got["scale"], want["scale"], exact[1])
 
 
-@pytest.mark.parametrize("n", [1, 3, 127, 4096, 65536])
-def test_rms_norm_of_any_length(rng, n):
-    x, variables = jnp.asarray(rng.standard_normal((3, n)), bf16), scaled(rng, n, f32)
-    got, want = (layer().apply(variables, x) for layer in (RMSNorm, nn.RMSNorm))
-    assert_no_worse(got, want, reference.forward(x, variables["params"]["scale"])[0])
-
-
 def test_rms_norm_casts_after_the_statistics(rng):
     x, variables = jnp.asarray(rng.standard_normal((16, 256)), f32), scaled(rng, 256, f32)
     scale = variables["params"]["scale"]
@@ -88,7 +74,7 @@ def test_rms_norm_casts_after_the_statistics(rng):
     assert_nearer(got, reference.forward(x, scale)[0], wrong)
 
 
-@pytest.mark.parametrize("axes", [0, 1, (1, 2), (-1, -2), (0, 2)])
+@pytest.mark.parametrize("axes", [1, (-1, -2)])
 def test_rms_norm_over_other_axes(rng, axes):
     x = jnp.asarray(rng.standard_normal((4, 6, 8)), f32)
     ours, theirs = (c(reduction_axes=axes, feature_axes=axes) for c in (RMSNorm, nn.RMSNorm))
@@ -117,8 +103,9 @@ NORM_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", NORM_OPTIONS)
-@pytest.mark.parametrize("dtype", [f32, bf16, jnp.int32, jnp.complex64])
+@pytest.mark.parametrize(
+    "case, dtype", half(NORM_OPTIONS, [f32, bf16, jnp.int32, jnp.complex64]), ids=str
+)
 def test_rms_norm_options(rng, case, dtype):
     options, call = NORM_OPTIONS[case]
     x = jnp.asarray(rng.standard_normal((4, 8)) * 5, dtype)
@@ -144,7 +131,7 @@ def test_strict_implementation_refuses_what_flax_serves():
 # ---------------------------------------------------------------- Dense
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes", SOME, ids=named)
 def test_dense_is_flax_bit_for_bit(rng, dtypes):
     x_dtype, param_dtype, dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 32)), x_dtype)

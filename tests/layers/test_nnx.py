@@ -20,7 +20,6 @@ from normfuse.native import implementation
 pytestmark = pytest.mark.optimized
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
-DTYPES = [(x, p, d) for x in (f32, bf16, f16) for p in (f32, bf16, f16) for d in (None, bf16, f32)]
 SOME = [
     (f32, f32, None),
     (bf16, f32, None),
@@ -53,7 +52,7 @@ def gradients(layer, x, dy):
 # ---------------------------------------------------------------- RMSNorm: results
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes", SOME, ids=named)
 def test_rms_norm_is_as_exact_as_flax(rng, dtypes):
     x_dtype, param_dtype, dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 128)), x_dtype)
@@ -77,8 +76,7 @@ def test_rms_norm_gradients_are_as_exact_as_flax(rng, dtypes):
     assert_no_worse(dscale["scale"][...], dscale_flax["scale"][...], exact[1])
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 127, 1000, 4096, 65536])
-@pytest.mark.parametrize("x_dtype", [f32, bf16])
+@pytest.mark.parametrize("n, x_dtype", [(1, f32), (127, bf16), (65536, bf16)])
 def test_rms_norm_of_any_length(rng, n, x_dtype):
     x = jnp.asarray(rng.standard_normal((3, n)), x_dtype)
     ours, theirs = norms(rng, n)
@@ -106,7 +104,7 @@ def test_scale_gradient_is_not_rounded(rng):
     )  # else the wording of our docs is out of date
 
 
-@pytest.mark.parametrize("axes", [0, 1, (-1,), (1, 2), (-1, -2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("axes", [0, (-1, -2), (0, 2)])
 def test_rms_norm_over_other_axes(rng, axes):
     x = jnp.asarray(rng.standard_normal((4, 6, 8)), f32)
     n = np.prod([x.shape[a] for a in np.atleast_1d(axes)])
@@ -213,7 +211,7 @@ def test_rms_norm_runs_natively(rng):
 # ---------------------------------------------------------------- Linear
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=named)
+@pytest.mark.parametrize("dtypes", SOME, ids=named)
 def test_linear_is_flax_bit_for_bit(rng, dtypes):
     x_dtype, param_dtype, dtype = dtypes
     x = jnp.asarray(rng.standard_normal((6, 32)), x_dtype)

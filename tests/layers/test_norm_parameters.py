@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from hlo import Collective
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -82,9 +83,9 @@ def summed(e: Expected, shape) -> Expected:
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("implementation", ["native", "xla"])
-@pytest.mark.parametrize("own", OWN)
-@pytest.mark.parametrize("op", ["residual_rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    "op, own, implementation", half(["residual_rms_norm", "layer_norm"], OWN, ["native", "xla"])
+)
 def test_values_and_gradients(op, own, implementation):
     """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
     dtype = "bfloat16" if implementation == "native" else "float32"
@@ -97,8 +98,7 @@ def test_values_and_gradients(op, own, implementation):
     assert [g.dtype for g in grads] == [a.dtype for a in args] and out[0].dtype == dtype
 
 
-@pytest.mark.parametrize("gate", ["after", "before"])
-@pytest.mark.parametrize("own", [EXAMPLE, (5, 24)], ids=["examples", "heads"])
+@pytest.mark.parametrize("own, gate", [(EXAMPLE, "after"), ((5, 24), "before")], ids=str)
 def test_a_gated_norm_of_each_owner(own, gate):
     """The gate is plain JAX here: around it, the norm is that of the tests above."""
     args, (dy, _) = drawn(SHAPE, own, None, residual=True)
@@ -113,8 +113,9 @@ def test_a_gated_norm_of_each_owner(own, gate):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (2, 0, 0), (3, None, 0)], ids=str)
+@pytest.mark.parametrize(
+    "norm, in_axes", half(NORMS, [(0, 0, 0), (0, None, None), (2, 0, 0), (3, None, 0)]), ids=str
+)
 def test_vmap(norm, in_axes):
     op = getattr(normfuse, norm)
     args, (dy,) = drawn((2, 3, 5, 8), (2, 3, 1, 8), (2, 3, 1, 8))
@@ -141,10 +142,14 @@ def test_second_order(norm, mode):
         check_grads(fn, args, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    "spec", [P("data", None, None), P("data", "model", None), P("data", None, "model")], ids=str
+    "norm, kind, spec",
+    half(
+        NORMS,
+        [AxisType.Auto, AxisType.Explicit],
+        [P("data", None, None), P("data", "model", None), P("data", None, "model")],
+    ),
+    ids=str,
 )
 def test_meshes(eight_devices, norm, kind, spec):
     """Sums cross the devices that have tokens of one example, or parts of one row, alone."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from hlo import Collective
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,8 +22,7 @@ calls = hlo.calls
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op, implementation", half(OPS, ["native", "pallas", "xla"]))
 def test_values_and_gradients(op, implementation):
     """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
     dtype = "float32" if implementation == "xla" else "bfloat16"
@@ -30,12 +30,12 @@ def test_values_and_gradients(op, implementation):
     check_both(case, implementation=implementation)
 
 
-@pytest.mark.parametrize("shape", [(3, 1128), (2, 131072), (0, 24), (24,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 131072), (0, 24), (24,)], ids=str)
 def test_lengths(shape):
     check_both(BiasCase("residual_rms_norm", shape), implementation="native")
 
 
-@pytest.mark.parametrize("x, scale, dtype", MIXES[::5])
+@pytest.mark.parametrize("x, scale, dtype", MIXES[::9])
 def test_each_gradient_has_the_dtype_of_its_operand(x, scale, dtype):
     case = Case("rms_norm", (5, 24), x=x, scale=scale, dtype=dtype, bias=dtype)
     out, grads = both(case)(case.args, case.cts)
@@ -44,8 +44,7 @@ def test_each_gradient_has_the_dtype_of_its_operand(x, scale, dtype):
     assert [g.dtype for g in grads] == [a.dtype for a in case.args]
 
 
-@pytest.mark.parametrize("axis", [0, (1, 2), (0, 2)], ids=str)
-@pytest.mark.parametrize("scale", ["float32", None])
+@pytest.mark.parametrize("axis, scale", [(0, None), ((0, 2), "float32")], ids=str)
 def test_axes(axis, scale):
     check_both(BiasCase("rms_norm", (3, 4, 5), axis=axis, scale=scale))
 
@@ -73,19 +72,6 @@ def test_one_kernel_each_way_and_nothing_that_nobody_uses():
 
 
 @pytest.mark.newest
-def test_tangents_of_each_operand():
-    case = BiasCase("residual_rms_norm")
-    for i in range(len(case.args)):
-        tangents = [t if i == j else np.zeros_like(t) for j, t in enumerate(case.tangents)]
-        out = jax.jit(lambda a, t: jax.jvp(case, a, t))(case.args, tuple(tangents))
-        expected = case.replace(tangents=tuple(tangents)).pushed()
-        case.check(out, [*case.values(), *expected])
-    alone = jax.jvp(lambda bias: case(*case.args[:-1], bias)[0], case.args[-1:], case.tangents[-1:])
-    want = np.broadcast_to(case.tangents[-1], case.args[0].shape)
-    np.testing.assert_array_equal(alone[1], want)
-
-
-@pytest.mark.newest
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_second_order(mode):
     with jax.enable_x64(True):
@@ -94,7 +80,7 @@ def test_second_order(mode):
         check_grads(case, case.args, order=2, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("in_axes", [(0, None, None), (0, 0, None), (None, 0, 0), (0, None, 0)])
+@pytest.mark.parametrize("in_axes", [(0, 0, None), (None, 0, 0)])
 def test_vmap(in_axes):
     batch = Batch("rms_norm", in_axes, bias="float32")
     fn = jax.jit(jax.vmap(batch.case, in_axes))
@@ -104,8 +90,14 @@ def test_vmap(in_axes):
     batch.case.check(grads(*batch.args), batch.together())
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("spec", [P("data", "model", None), P("data", None, "model")], ids=str)
+@pytest.mark.parametrize(
+    "kind, spec",
+    [
+        (AxisType.Auto, P("data", "model", None)),
+        (AxisType.Explicit, P("data", None, "model")),
+    ],
+    ids=str,
+)
 def test_meshes(eight_devices, kind, spec):
     """Both sums in one all-reduce; a split row exchanges one number each way besides."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)

@@ -126,10 +126,10 @@ def test_linear_transpose_of_a_pullback(case, serve):
 # ---------------------------------------------------------------- Jacobians and higher orders
 
 
-@pytest.fixture(params=["rms_norm", "residual_rms_norm"])
-def small(request) -> Case:
+@pytest.fixture
+def small() -> Case:
     """An x of two rows of five, so that a whole Jacobian is a small matrix."""
-    return Case(request.param, (2, 5), eps=0.1)
+    return Case("residual_rms_norm", (2, 5), eps=0.1)
 
 
 def jacobians(case) -> list[Expected]:
@@ -215,7 +215,7 @@ def test_third_derivative(small, serve):
 
 
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
-@pytest.mark.parametrize("op", ["rms_norm", "residual_rms_norm", "rms_norm_with_rstd"])
+@pytest.mark.parametrize("op", ["residual_rms_norm", "rms_norm_with_rstd"])
 def test_check_grads(op, mode, serve):
     """`check_grads` to second order, in float64"""
     with jax.enable_x64(True):

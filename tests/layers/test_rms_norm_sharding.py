@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from combinations import half
 from hlo import Collective
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -170,9 +171,9 @@ def test_gradient_of_a_sharded_scale(case, mesh):
 # ---------------------------------------------------------------- against plain JAX and bare FFI
 
 
-@ON
-@pytest.mark.parametrize("layout", SPECS)
-@pytest.mark.parametrize("stored", [P(), P("model")], ids=["whole scale", "split scale"])
+@pytest.mark.parametrize(
+    "kind, layout, stored", half(["auto", "explicit"], SPECS, [P(), P("model")]), ids=str
+)
 def test_no_more_than_plain_jax(mesh, layout, stored):
     """The same formula in jnp, partitioned by XLA, moves at least as much in each direction.
 
@@ -199,8 +200,7 @@ def test_bare_ffi_call_gathers_and_the_op_does_not(eight_devices):
     np.testing.assert_allclose(jax.jit(call)(x), rms_norm(x, axis=1), rtol=1e-6)
 
 
-@ON
-@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("kind, shape", [("auto", (8,)), ("explicit", (2, 4))], ids=str)
 def test_example_of_jax_own_tutorial(kind, eight_devices, shape):
     """(32, 512, 512) in bfloat16 over eight devices, normalised over its last two dimensions.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from combinations import half
 from reference import assert_close
 from rms_norm_cases import AXES, MIXES, WIDE, Case, both, check_both
 
@@ -16,9 +17,9 @@ from normfuse import rms_norm, rms_norm_with_rstd
 pytestmark = pytest.mark.optimized
 
 OPS = ("rms_norm", "residual_rms_norm", "rms_norm_with_rstd")
-SMALL = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 130)
-LARGE = (760, 1000, 1128, 4095, 4096, 4097, 8191, 8192, 8193)
-HUGE = (65536, 131072, 262144, 1048576)
+SMALL = (1, 2, 3, 7, 8, 17, 33, 64, 97, 130)
+LARGE = (760, 1128, 4095, 4097, 8192)
+HUGE = (131072, 1048576)
 
 
 @pytest.mark.parametrize("n", SMALL)
@@ -36,8 +37,7 @@ def test_huge_lengths(n):
     check_both(Case("rms_norm", (2, n), x="bfloat16", seed=n))
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", [(0,), (1,), (199,), (2, 0, 3), ()], ids=str)
+@pytest.mark.parametrize("op, rows", half(OPS, [(0,), (1,), (199,), (2, 0, 3), ()]), ids=str)
 def test_numbers_of_rows(op, rows):
     """No row at all, one, many, and an x that is one row without a dimension for it."""
     check_both(Case(op, (*rows, 24)))
@@ -58,19 +58,10 @@ def test_four_million_rows(op):
     check_both(Case(op, (4194305, 3), x="bfloat16", residual="bfloat16"))
 
 
-@pytest.mark.parametrize("x, scale, dtype", MIXES)
-def test_every_mix_of_dtypes(x, scale, dtype):
-    check_dtypes("rms_norm", x, scale, dtype)
-
-
-@pytest.mark.parametrize("op", OPS[1:])
-@pytest.mark.parametrize("x, scale, dtype", MIXES[::5])
-def test_mixes_of_dtypes(op, x, scale, dtype):
-    check_dtypes(op, x, scale, dtype)
-
-
-def check_dtypes(op, x, scale, dtype):
+@pytest.mark.parametrize("op, mix", half(OPS, MIXES[::3]), ids=str)
+def test_mixes_of_dtypes(op, mix):
     """Results have the dtype that was asked for, gradients their operand's."""
+    x, scale, dtype = mix
     case = Case(op, (5, 24), x=x, residual=scale or "float16", scale=scale, dtype=dtype)
     out, grads = both(case)(case.args, case.cts)
     case.check(out, case.values())
@@ -79,9 +70,7 @@ def check_dtypes(op, x, scale, dtype):
     assert [g.dtype for g in grads] == [a.dtype for a in case.args]
 
 
-@pytest.mark.parametrize(
-    "op, mix", [*(("rms_norm", m) for m in WIDE), *((op, m) for op in OPS[1:] for m in WIDE[::4])]
-)
+@pytest.mark.parametrize("op, mix", half(OPS, WIDE[::2]), ids=str)
 def test_float64_is_computed_in_float64(op, mix):
     x, scale, dtype = mix
     with jax.enable_x64(True):
@@ -108,8 +97,7 @@ def test_default_result_dtypes():
     assert [a.dtype for a in rms_norm_with_rstd(x, scale)] == [jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize("op", OPS[:2])
-@pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("op, axis", half(OPS[:2], AXES), ids=str)
 def test_axes(op, axis):
     check_both(Case(op, (3, 4, 5, 6), axis=axis, scale_offset=0.5))
 
@@ -123,8 +111,8 @@ def test_axis_that_is_not_last_is_not_transposed(axis):
     assert hlo.count(text, "transpose") == hlo.count(text, "copy") == 0
 
 
-@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("scale, offset", [(None, 0.0), (None, 1.0), ("float32", 1.0)])
+@pytest.mark.parametrize("op", OPS[1:])
 def test_scale_and_scale_offset(op, scale, offset):
     """Without a scale there is nothing that an offset is added to."""
     check_both(Case(op, (5, 24), scale=scale, scale_offset=offset))
@@ -135,13 +123,12 @@ def test_eps(eps):
     check_both(Case("rms_norm", (5, 24), eps=eps))
 
 
-@pytest.mark.parametrize("implementation", ["native", None])
 @pytest.mark.parametrize("magnitude", [1e-15, 1e15])
-def test_tiny_and_large_rows(magnitude, implementation):
+def test_tiny_and_large_rows(magnitude):
     """rstd³ does not fit float32 here; every result does."""
     case = Case("rms_norm", (5, 24), fill=lambda v: v, eps=0.0)
     case = case.replace(args=(case.args[0] * np.float32(magnitude), case.args[1]))
-    check_both(case, implementation=implementation)
+    check_both(case, implementation="native")
 
 
 def llama(x, scale, eps=1e-6, axis=-1):
@@ -158,10 +145,14 @@ def same_bits(got, want, known):
     assert got.dtype == want.dtype and got[known].tobytes() == want[known].tobytes()
 
 
-@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
 @pytest.mark.parametrize(
-    "x, scale, axis",
-    [("bfloat16", "bfloat16", -1), ("bfloat16", "float32", 1), ("float16", "float16", -1)],
+    "x, scale, axis, implementation",
+    [
+        ("bfloat16", "bfloat16", -1, "native"),
+        ("bfloat16", "float32", 1, "native"),
+        ("float16", "float16", -1, "pallas"),
+        ("bfloat16", "bfloat16", -1, "xla"),
+    ],
 )
 def test_cast_before_has_the_bits_of_llama(x, scale, axis, implementation):
     case = Case("rms_norm", (6, 40, 24), x=x, scale=scale, axis=axis)
@@ -186,10 +177,16 @@ def test_cast_before_has_the_bits_of_llama(x, scale, axis, implementation):
         np.testing.assert_allclose(a, b, rtol=eps, atol=eps * np.abs(a).max())
 
 
-@pytest.mark.parametrize("implementation", ["native", "pallas", "xla"])
-@pytest.mark.parametrize("x, out", [("bfloat16", "float32"), ("float32", "bfloat16")])
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
-def test_residual_dtype_is_that_of_the_sum(op, x, out, implementation):
+@pytest.mark.parametrize(
+    "op, dtypes, implementation",
+    half(
+        ["rms_norm", "layer_norm"],
+        [("bfloat16", "float32"), ("float32", "bfloat16")],
+        ["native", "pallas", "xla"],
+    ),
+)
+def test_residual_dtype_is_that_of_the_sum(op, dtypes, implementation):
+    x, out = dtypes
     case = Case(f"residual_{op}", (9, 40), x=x, residual=x, residual_dtype=out)
     args, dy, dh = case.args, case.cts[0], case.cts[1].astype(jnp.dtype(out))
     norm = functools.partial(case, implementation=implementation)
@@ -294,9 +291,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, jitted):
+@pytest.mark.parametrize("jitted, layout", half([True, False], LAYOUTS))
+def test_layouts(jitted, layout):
     """Operands that are views of others, inside a program and as arrays of their own."""
     take = LAYOUTS[layout]
     rng = np.random.default_rng(0)
@@ -318,9 +314,9 @@ def test_numpy_views_and_lists():
 # ---------------------------------------------------------------- contamination and determinism
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "op, dtype, poison", half(OPS[1:], ["float32", "bfloat16"], [np.nan, np.inf, -np.inf])
+)
 def test_poison_stays_in_its_row(op, dtype, poison):
     """Bit for bit, in both directions; dscale alone sums over rows."""
     case = Case(op, (9, 33), x=dtype, residual=dtype)
