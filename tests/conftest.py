@@ -30,7 +30,6 @@ def pytest_addoption(parser):
         metavar="FILE",
         help="of tests with four cases or more, not those in the file",
     )
-    parser.addoption("--cases", type=int, default=2000, help="random cases of the slow properties")
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has selected by marks

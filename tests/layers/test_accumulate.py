@@ -105,14 +105,6 @@ def test_main_gradients_in_other_dtypes(rng, dtype):
     assert relative(wide, want) <= COUNT * float(jnp.finfo(dtype).eps)
 
 
-def test_microbatches_that_are_no_power_of_two(rng):
-    params, tokens = parameters(rng), draw_tokens(rng)[:3]
-    _, got = jax.jit(lambda p: accumulate_gradients(loss, p, tokens, has_aux=True))(params)
-    one = jax.jit(lambda p, t: accumulate_gradients(loss, p, t[None], has_aux=True)[1])
-    want = jax.tree.map(lambda *g: sum(g) / 3, *[one(params, t) for t in tokens])
-    assert relative(got, want) < 1e-6
-
-
 def test_replicas_reduce_once(rng, eight_devices):
     del eight_devices
     params, tokens = parameters(rng, f32), draw_tokens(rng)

@@ -430,31 +430,6 @@ def test_vmap(functions, rng, name):
     close(run(*stacked), expected)
 
 
-def test_vmap_twice_with_masks_and_segments_of_their_own(rng):
-    q, k, v, _ = draw(rng, length=20)
-    mask = jnp.asarray(rng.random((3, 2, 1, 20, 20)) < 0.7)
-    ids = jnp.asarray(np.sort(rng.integers(0, 3, (5, 2, 20)), -1))
-    one = lambda mask, ids: attention(q, k, v, mask=mask, segment_ids=ids)
-    found = jax.jit(jax.vmap(lambda m: jax.vmap(lambda i: one(m, i))(ids)))(mask)
-    example = jax.jit(one)
-    for a, b in itertools.product(range(3), range(5)):
-        close(found[a, b], example(mask[a], ids[b]))
-
-
-def test_in_scan_and_in_disabled_jit(functions):
-    ours, theirs, at, _ = functions
-
-    def loss(f, q, k, v, bias):
-        layer = lambda x, _: (x + f(x, k, v, bias), None)
-        return jnp.sum(jax.lax.scan(layer, q, None, length=3)[0] ** 2)
-
-    run = lambda f: jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 3)))(*at)
-    close(run(ours), run(theirs), 1e-4)
-    expected = jax.jit(theirs)(*at)
-    with jax.disable_jit():
-        close(ours(*at), expected)
-
-
 @pytest.mark.parametrize("names, forwards", [((), 2), (("attention", "attention_lse"), 1)])
 def test_remat_keeps_what_a_policy_names(functions, names, forwards):
     ours, theirs, at, _ = functions
@@ -465,12 +440,6 @@ def test_remat_keeps_what_a_policy_names(functions, names, forwards):
     assert len(re.findall(r"normfuse_attention\[", program)) == forwards
     expected = jax.grad(lambda *a: jnp.sum(jnp.sin(theirs(*a))), (0, 1, 2, 3))
     close(jax.jit(gradient)(*at), jax.jit(expected)(*at))
-
-
-def test_export(functions):
-    ours, _, at, _ = functions
-    exported = jax.export.export(jax.jit(ours))(*at)
-    close(jax.export.deserialize(exported.serialize()).call(*at), ours(*at))
 
 
 def test_export_of_any_length(rng):
@@ -623,30 +592,6 @@ def test_keys_that_do_not_vary_in_shard_map(eight_devices, rng):
 
     expected = sum(jax.grad(loss, 1)(part, k, v) for part in (q[:4], q[4:])) / 2
     close(jax.jit(run)(q, k, v), expected)
-
-
-def test_a_mesh_that_is_partly_manual(eight_devices, rng):
-    case = sharded_case(rng, 8, 4)
-    specs = tuple(P("x") if a.shape[0] == 4 else P() for a in case)
-    mesh = mesh_of(AxisType.Auto)
-    run = jax.shard_map(sharded, mesh=mesh, in_specs=specs, out_specs=P("x"), axis_names={"x"})
-    with jax.set_mesh(mesh):
-        close(jax.jit(run)(*case), jax.jit(sharded)(*case))
-
-
-def test_vmap_and_second_derivatives_on_an_explicit_mesh(eight_devices, rng):
-    q, k, v, bias, *_ = sharded_case(rng, 8, 4)
-    one = lambda q, k, v, bias: jnp.sum(jnp.sin(attention(q, k, v, bias=bias, causal=True)))
-    every = lambda q, k, v, bias: jnp.sum(jax.vmap(one, (0, 0, 0, None))(q, k, v, bias))
-    twice = jax.jit(lambda *a: jax.jvp(jax.grad(every, (0, 3)), a, a))
-    stacked = [jnp.stack([a, a / 2]) for a in (q, k, v)]
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
-        placed = [put(a, P(None, "x", None, "y")) for a in stacked]
-        operands = *placed, put(bias, P(None, "y"))
-        found = twice(*operands)
-    close(found, twice(*stacked, bias), 1e-4)
 
 
 # ---------------------------------------------------------------- blocks

@@ -156,3 +156,7 @@ def test_persistent_compilation_cache(tmp_path):
     for name in cold:
         assert cold[name]["misses"] > 0 and cold[name]["hits"] == 0, (name, cold)
         assert warm[name] == {"hits": cold[name]["misses"], "misses": 0}, (name, warm)
+    # Our sources decide what a partitioned program does: another version must not reuse it.
+    (other,) = answers(start(8, "cached", "other", **cache))
+    assert other["auto"]["misses"] == cold["auto"]["misses"]
+    assert other["one device"]["misses"] == other["explicit"]["misses"] == 0

@@ -84,41 +84,6 @@ def test_a_row_stored_split_does_not_move_what_it_meets(mesh, arrays):
     assert hlo.collectives(compiled) == [hlo.Collective("all-gather", 4 * 8)]
 
 
-def test_mixed_meshes(eight_devices, arrays):
-    types = (AxisType.Explicit, AxisType.Auto)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
-    with jax.set_mesh(mesh):
-        x, g = jax.device_put(arrays, NamedSharding(mesh, jax.P("data", "model")))
-        gradients, compiled = run(jax.grad(loss(gated), (0, 1)), x, g)
-    agree(gradients, jax.grad(loss(twin), (0, 1))(*arrays))
-    assert kernels(compiled) == BOTH
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(eight_devices, arrays, check_vma):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    x, row = arrays[0], arrays[1][0]
-    sharded = jax.shard_map(
-        gated,
-        mesh=mesh,
-        in_specs=(jax.P("data", "model"), jax.P("model")),
-        out_specs=jax.P("data", "model"),
-        check_vma=check_vma,
-    )
-    y, compiled = run(sharded, x, row)
-    agree(y, twin(x, row))
-    assert kernels(compiled) == ONE
-    agree(run(jax.grad(loss(sharded), (0, 1)), x, row)[0], jax.grad(loss(twin), (0, 1))(x, row))
-
-
-def test_partly_manual_shard_map(eight_devices, arrays):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    spec = jax.P("data")
-    sharded = jax.shard_map(gated, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data"})
-    x, g = jax.device_put(arrays, NamedSharding(mesh, jax.P("data", "model")))
-    agree(run(sharded, x, g)[0], twin(*arrays))
-
-
 def test_vmap_expands_nothing(arrays):
     x, g = arrays
     several = jnp.stack([x, x + 1])
@@ -129,27 +94,6 @@ def test_vmap_expands_nothing(arrays):
     agree(y, jax.vmap(lambda limit: twin(x, g, limit))(g[0]))
     agree(run(jax.vmap(gated, (1, 0), 1), x, g)[0], jax.vmap(twin, (1, 0), 1)(x, g))
     agree(run(jax.vmap(gated, (None, 1)), x[0], g)[0], jax.vmap(twin, (None, 1))(x[0], g))
-
-
-def test_gradients_of_each_example(arrays):
-    x, g = arrays[0], arrays[1][0]
-    each = lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), (0, None))
-    agree(run(each(gated), x, g)[0], each(twin)(x, g))
-
-
-def test_scan_and_remat(arrays):
-    def through(f):
-        step = jax.checkpoint(lambda c, g: (f(c, g), None))
-        return lambda x, g: jnp.sum(jax.lax.scan(step, x[0], g)[0])
-
-    agree(
-        run(jax.grad(through(gated), (0, 1)), *arrays)[0], jax.grad(through(twin), (0, 1))(*arrays)
-    )
-
-
-def test_without_jit(arrays):
-    with jax.disable_jit():
-        agree(gated(*arrays), twin(*arrays))
 
 
 def test_export_holds_the_compiled_function(arrays, tmp_path):

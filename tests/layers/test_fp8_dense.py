@@ -603,17 +603,6 @@ def test_under_shard_map_each_device_has_its_own_scale(check_vma, rng, eight_dev
     assert hlo.communicated(compiled) == {("all-reduce", "f32"): IN * OUT + OUT}
 
 
-def test_a_partly_manual_mesh_has_a_scale_for_each_manual_shard(rng, eight_devices):
-    del eight_devices
-    (x, kernel, _), _ = operands(rng)
-    x = x * 4.0 ** jnp.arange(8).reshape(8, 1, 1)
-    specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
-    wrapped = jax.shard_map(fp8, mesh=on_mesh(AxisType.Auto), axis_names={"data"}, **specs)
-    y = jax.jit(wrapped)(x, kernel)
-    for i in range(0, 8, 2):
-        check(y[i : i + 2], product(rows(x[i : i + 2]), kernel, f32))
-
-
 # ---------------------------------------------------------------- errors
 
 X, K = jnp.ones((4, 32)), jnp.ones((32, 16))
@@ -641,12 +630,6 @@ def test_bad_input_is_one_clear_error(op):
             jax.eval_shape(lambda: call(quantization="fp8", dtype="float64"))
     with pytest.raises(TypeError, match=f"^{op}: .* got int32"):
         jax.eval_shape(lambda: call(k=jnp.ones((32, 16), jnp.int32), quantization="fp8"))
-
-
-def test_pallas_before_another_implementation_leaves_the_work_to_that(rng):
-    (x, kernel, _), _ = operands(rng)
-    got = fp8(x, kernel, implementation=("pallas", "xla"))
-    np.testing.assert_array_equal(got, fp8(x, kernel, implementation="xla"))
 
 
 def test_strict_promotion_of_dtypes_and_ranks(rng):

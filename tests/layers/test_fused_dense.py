@@ -214,25 +214,6 @@ def test_vmap_of_grad_and_grad_of_vmap(rng, name):
     assert_close(own(ours), own(plain), TIGHT)
 
 
-def test_scan_and_remat_over_layers(rng):
-    x = jnp.asarray(rng.standard_normal((4, IN)), f32)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal((2, *shape)) / 4, f32)
-    params = (1 + draw(IN), draw(IN, OUT), draw(IN, OUT), draw(OUT, IN))
-
-    def model(params, **options):
-        def layer(x, p):
-            n = rms_norm(x, p[0], **options)
-            gate, up = (dense(n, k, **options) for k in p[1:3])
-            return x + gated_product(gate, up, p[3], **options), None
-
-        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
-
-    got, want = (
-        jax.jit(jax.grad(functools.partial(model, implementation=i)))(params) for i in (None, "xla")
-    )
-    assert_close(got, want, TIGHT)
-
-
 # ---------------------------------------------------------------- meshes
 
 
@@ -275,21 +256,6 @@ def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, split):
     assert bytes_of(compiled, "all-reduce") <= bytes_of(plain, "all-reduce") + 2 * rows
 
 
-@pytest.mark.parametrize("split", ["rows", "columns", "fsdp"])
-def test_explicit_mesh(rng, eight_devices, split):
-    del eight_devices
-    mesh, specs = on_mesh(AxisType.Explicit), SPLITS[split]
-    args = operands(rng, "a norm, gated_dense", rows=(8, 4))
-    want = jax.grad(loss(plain_mlp), every(args))(*args)
-    with jax.set_mesh(mesh):
-        places = [NamedSharding(mesh, s) for s in (*specs, specs[2])]
-        sharded = [jax.device_put(a, s) for a, s in zip(args, places)]
-        got = jax.jit(jax.grad(loss(gated_norm), every(args)))(*sharded)
-    assert_close(got, want, TIGHT)
-    for a, b in zip(got, sharded, strict=True):
-        assert jax.typeof(a).sharding.spec == jax.typeof(b).sharding.spec
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_gate_and_up_in_one_kernel_on_a_mesh(rng, eight_devices, kind):
     """As two kernels; only what sums over split dimensions communicates."""
@@ -318,17 +284,6 @@ def test_gate_and_up_in_one_kernel_on_a_mesh(rng, eight_devices, kind):
         program = run.lower(*args).compile()
         assert_close(program(*args), want, TIGHT)
     assert {c.kind for c in hlo.collectives(program)} == {"all-reduce"}
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(rng, eight_devices, check_vma):
-    del eight_devices
-    args = operands(rng, "gated_product", rows=(8, 4))
-    op = OPS["gated_product"][0]
-    specs = {"in_specs": (P("data"), P(), P(), P()), "out_specs": P("data")}
-    wrapped = jax.shard_map(op, mesh=on_mesh(AxisType.Auto), check_vma=check_vma, **specs)
-    got = jax.jit(jax.grad(loss(wrapped), every(args)))(*args)
-    assert_close(got, jax.grad(loss(op), every(args))(*args), TIGHT)
 
 
 @pytest.mark.parametrize("split, kind", [(0, AxisType.Auto), (1, AxisType.Explicit)])

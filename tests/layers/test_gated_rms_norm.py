@@ -143,28 +143,6 @@ def test_first_and_second_order(gate, mode):
             check_grads(some, chosen, order=order, modes=[mode], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("in_axes", [(2, 0, None), (None, 1, 0)], ids=str)
-def test_vmap(in_axes):
-    (x, z, scale), dy = drawn((3, 5, 24), (3, 24))
-    args = [a if axis is not None else a[0] for a, axis in zip((x, z, scale), in_axes)]
-    args = [a if not axis else np.moveaxis(a, 0, axis) for a, axis in zip(args, in_axes)]
-    fn = jax.vmap(functools.partial(gated_rms_norm, gate="before"), in_axes)
-    y, grads = grads_of(fn, args, dy)
-    rows = [
-        [a[i] if axis is not None else a[0] for a, axis in zip((x, z, scale), in_axes)]
-        for i in range(3)
-    ]
-    each = [reference.gated(dy[i], *rows[i], gate="before") for i in range(3)]
-    for i in range(3):
-        assert_close(y[i], each[i][0])
-    for k, axis in enumerate(in_axes):
-        values = np.stack([e[k + 1].value for e in each])
-        sizes = np.stack([e[k + 1].size for e in each])
-        want, size = (values.sum(0), sizes.sum(0)) if axis is None else (values, sizes)
-        got = grads[k] if not axis else np.moveaxis(np.asarray(grads[k]), axis, 0)
-        assert_close(got, reference.Expected(want, size, 24))
-
-
 @pytest.mark.parametrize(
     "kind, spec, gate",
     half(

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from normfuse.layers.dense.matmul import chained, shared
 
@@ -58,23 +56,3 @@ def test_derivatives_are_those_of_x_itself(rng, derivative, transform):
     x = jnp.asarray(rng.standard_normal((2, 4)), jnp.float32)
     ours, plain = (transform(derivative(lambda x, i=i: both(x)[i].sum()))(x) for i in (0, 1))
     np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-6)
-
-
-def test_explicit_mesh(rng, eight_devices):
-    mesh = jax.make_mesh((8,), ("data",), devices=eight_devices, axis_types=(AxisType.Explicit,))
-    x = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)
-    wanted = jax.grad(lambda x: both(x)[1].sum())(x)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(x, NamedSharding(mesh, P("data")))
-        found = jax.jit(jax.grad(lambda x: both(x)[0].sum()))(x)
-    assert found.sharding.spec == P("data", None)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
-
-
-def test_shard_map(rng, eight_devices):
-    mesh = jax.make_mesh((8,), ("data",), devices=eight_devices, axis_types=(AxisType.Auto,))
-    x = jnp.asarray(rng.standard_normal((8, 4)), jnp.float32)
-    one = lambda x: jax.grad(lambda x: both(x)[0].sum())(x)
-    found = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(x)
-    wanted = jax.grad(lambda x: both(x)[1].sum())(x)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)

@@ -8,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from combinations import half
 from norm_kernels import CUDA, norm_of
 
 from normfuse.layers.norm import cuda
@@ -74,9 +75,10 @@ def spilled(log: str) -> int:
     return sum(int(found) for found in re.findall(r"(\d+) bytes spill stores", log))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-    "shape", [(9000, 1024, 1), (4096, 32768, 1), (8, 300, 7), (64, 4096, 1)], ids=str
+    "arch, shape",
+    half(ARCHITECTURES, [(9000, 1024, 1), (4096, 32768, 1), (8, 300, 7), (64, 4096, 1)]),
+    ids=str,
 )
 def test_cuda_kernels_compile(compile_all, arch, shape):
     for kernel in ("forward", "backward"):
@@ -88,10 +90,10 @@ def test_cuda_kernels_compile(compile_all, arch, shape):
 @pytest.mark.parametrize(
     ("rows", "n"),
     [
-        *((9000, n) for n in (512, 1024, 2560, 3072, 4096, 5120, 7168, 8192, 12288, 16384, 18432)),
-        *((600, n) for n in (24576, 32768, 65536, 131072)),
-        *((64, n) for n in (1000, 1024, 4096, 8192, 16384)),
-        *((512, n) for n in (1024, 4096, 8192)),
+        *((9000, n) for n in (512, 2560, 4096, 7168, 12288, 18432)),
+        *((600, n) for n in (32768, 131072)),
+        *((64, n) for n in (1000, 4096, 16384)),
+        (512, 8192),
     ],
 )
 def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
@@ -100,7 +102,7 @@ def test_cuda_kernels_spill_no_registers_on_hopper(compile_all, rows, n):
             assert spilled(log) <= 8, (name, log)  # at 12288 newer compilers keep two words aside
 
 
-@pytest.mark.parametrize("n", [256, 1024, 2048, 4096, 5120, 8192, 32768])
+@pytest.mark.parametrize("n", [256, 2048, 5120, 32768])
 def test_cuda_backward_has_other_layouts_on_an_h100(compile_all, n):
     call = calls_of((100_000, n, 1))["backward"]
     compile_all("sm_90", "backward", *call)
@@ -120,8 +122,8 @@ def test_cuda_backward_has_other_layouts_on_an_h100(compile_all, n):
         ("bfloat16", "float64", "float64"),
     ],
 )
-@pytest.mark.parametrize("rows", [64, 9000])
-def test_cuda_dtype_mixes_compile(compile_all, rows, x, scale, out):
+def test_cuda_dtype_mixes_compile(compile_all, x, scale, out):
+    rows = 64 if out == "float32" else 9000
     calls = calls_of((rows, 1000, 1), x, scale, out, residual=True)
     for kernel in ("forward", "backward"):
         compile_all("sm_90", kernel, *calls[kernel])
@@ -135,8 +137,7 @@ def test_cuda_cast_before_compiles_and_spills_nothing(compile_all, arch):
             assert "warning" not in log and spilled(log) == 0, (name, log)
 
 
-@pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
-@pytest.mark.parametrize("n", [64, 128, 256])
+@pytest.mark.parametrize("arch, n", [("sm_80", 64), ("sm_90", 128), ("sm_100", 256)])
 def test_cuda_heads_compile_and_spill_nothing(compile_all, arch, n):
     heads, x, row = (32, n), ((4096, 32, n), "bfloat16"), ((4096, 32), "float32")
     seen = FLAGS | {"axes": (2,), "heads": (1,), "out_dtype": "bfloat16", "with_rstd": True}
