@@ -441,21 +441,6 @@ def test_around(name):
     assert fused.reports and fused.served().get("attention"), str(fused)
 
 
-def test_donated_arguments():
-    fused = jax.jit(Fused(lambda x: (attend(x), x + 1)), donate_argnums=0)
-    x = draw(0, 64, T, T)
-    want = attend(x), x + 1
-    same(fused(x), want)
-    assert x.is_deleted()
-
-
-def test_float64():
-    with jax.enable_x64(True):
-        args = [x.astype(jnp.float64) for x in (Q, K, V)]
-        function = lambda q, k, v, gain=2.0: (attend(q, k, v) * gain, jnp.arange(3), rms(q, 1.0))
-        same(Fused(function)(*args), function(*args), 1e-12)
-
-
 def test_two_thousand_sites_take_time_that_is_linear():
     """Equations that are read and evaluated for each site do not grow with their number."""
     from normfuse.layers.fuse.program import Program

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from fuse_cases import Fused, draw, draws
 from jax import lax
 
@@ -87,9 +88,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("keep", [CAUSAL, EMPTY], ids=["causal", "an empty row"])
-@pytest.mark.parametrize("at_run_time", [False, True], ids=["constant", "argument"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name, keep, at_run_time", half(MASKS, [CAUSAL, EMPTY], [False, True]))
 def test_a_mask_of_1e4(name, keep, at_run_time):
     """Scores of thousands stand above it; a row that sees nothing is what theirs gives.
 
@@ -138,8 +137,7 @@ REDUCED = {
 }
 
 
-@pytest.mark.parametrize("reduced", REDUCED)
-@pytest.mark.parametrize("name", PICKED)
+@pytest.mark.parametrize("name, reduced", half(PICKED, REDUCED))
 def test_labels_outside(name, reduced, monkeypatch):
     """Values and gradients are theirs, whatever a spelling makes of them.
 
@@ -175,8 +173,9 @@ def root_mean_square(x, w):
     return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * w
 
 
-@pytest.mark.parametrize("function", [centred, by_squares, root_mean_square])
-@pytest.mark.parametrize("size", [1e25, 1e15, 1e-3, 1e-30])
+@pytest.mark.parametrize(
+    "function, size", half([centred, by_squares, root_mean_square], [1e25, 1e15, 1e-3, 1e-30])
+)
 def test_norms_whose_squares_overflow(function, size):
     """A LayerNorm's statistics are scaled: float64's result where theirs is 0 or NaN."""
     args = [draw(0, 4, 64) * size, draw(1, 64)]

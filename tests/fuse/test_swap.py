@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import equinox as eqx
 import flax.linen as nn
@@ -227,58 +226,6 @@ def test_a_pickled_model_is_swapped_again(make):
     assert_close(call(again, X), call(swapped, X), 0)
 
 
-class Inside(nnx.Module):
-    """Returns its array inside something, has side effects, and calls its base's code."""
-
-    def __init__(self):
-        self.scale = nnx.Param(jnp.ones(DIM))
-        self.seen = []
-
-    def __call__(self, x, gate=None):
-        self.seen.append(x.shape)
-        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * self.scale[...]
-        return y, {"gate": gate, "rows": (y[0],)}
-
-
-class Derived(Inside):
-    def __call__(self, x, gate=None):
-        y, more = super().__call__(x, gate)
-        return y + 1, more
-
-
-@pytest.mark.parametrize("cls", [Inside, Derived])
-def test_a_call_returns_what_the_models_returns(cls):
-    """As it returns it, and with its side effects."""
-    model = cls()
-    y, more = ours_nnx.swap(model)(X)
-    want, expected = cls()(X)
-    assert_close((y, more), (want, expected))
-    assert more["gate"] is None and model.seen == [X.shape]
-
-
-def test_what_fp8_cannot_take_runs_as_it_did():
-    class Mixed(nnx.Module):
-        def __init__(self, rngs):
-            self.embed = nnx.Embed(64, DIM, rngs=rngs)
-            self.few = nnx.Linear(DIM, 3 * DIM, rngs=rngs)
-            self.odd = nnx.Linear(DIM, 37, rngs=rngs)
-            self.integers = nnx.Linear(
-                DIM, DIM, param_dtype=jnp.int32, rngs=rngs, kernel_init=nnx.initializers.ones
-            )
-
-        def __call__(self, tokens):
-            x = self.embed(tokens)
-            shift = self.few(x[:, :1].mean(1))[:, None, :DIM]
-            return self.odd(x + shift), self.integers(tokens[..., None] * jnp.ones(DIM, jnp.int32))
-
-    model, tokens = Mixed(nnx.Rngs(0)), jnp.arange(32).reshape(2, 16)
-    reports = []
-    swapped = ours_nnx.swap(model, quantization="fp8", report=reports.append)
-    assert_close(swapped(tokens), model(tokens), 0.1)
-    reasons = " ".join(row.reason for row in reports[0].left)
-    assert "multiple of 16" in reasons, str(reports[0])
-
-
 def test_models_within_bridges():
     """ToNNX calls the module's `apply`; `to_linen` makes a Linen module of an nnx one."""
     reports = []
@@ -293,20 +240,6 @@ def test_models_within_bridges():
     variables = model.init(jax.random.key(0), X)
     assert_close(swapped.apply(variables, X), model.apply(variables, X))
     assert [row.served for row in reports[-1].fused] == ["rms_norm"]
-
-
-def test_haliax():
-    with warnings.catch_warnings():  # haliax uses names that JAX has deprecated
-        warnings.simplefilter("ignore")
-        hax = pytest.importorskip("haliax", reason="haliax does not import with this JAX")
-    embed = hax.Axis("embed", DIM)
-    norm = hax.nn.RmsNorm.init(embed, use_bias=False)
-    x = hax.named(X, ("batch", "position", "embed"))
-    reports = []
-    y = ours_eqx.swap(norm, report=reports.append)(x)
-    assert y.axes == x.axes
-    assert_close(y.array, norm(x).array)
-    assert [row.served for row in reports[0].fused] == ["rms_norm"]
 
 
 def test_errors_of_the_model_keep_their_traceback():

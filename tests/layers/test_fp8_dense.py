@@ -331,7 +331,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("layer, order", zip(LAYERS, SECOND))
+@pytest.mark.parametrize("layer, order", [*zip(LAYERS, SECOND)])
 def test_second_derivatives_are_one_clear_error(layer, order, rng):
     second = SECOND[order]
     args, _ = operands(rng, layer, bias=False)
