@@ -124,9 +124,10 @@ def test_concrete_numbers_of_any_kind_are_numbers():
 
 
 @pytest.mark.parametrize(
-    "norm, shape", half([rms_norm, layer_norm], [(4, 6, 7), (6, 8), (1, 6, 8), (8,)]), ids=str
+    "op, shape", half(["rms_norm", "layer_norm"], [(4, 6, 7), (6, 8), (1, 6, 8), (8,)]), ids=str
 )
-def test_residual_of_another_shape_is_named(norm, shape):
+def test_residual_of_another_shape_is_named(op, shape):
+    norm = OPS[op]
     with pytest.raises(ValueError) as caught:
         norm(X, SCALE, residual=jnp.ones(shape))
     message = str(caught.value)

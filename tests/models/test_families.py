@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.models.attention import Cache, KeyValue, attend
 from normfuse.models.config import Activation, flops_per_token
 from normfuse.models.functional import build
-from normfuse.models.sharding import Sharding
 
 OLMO2 = {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}
 # Windows of 3 tokens, in the first of two layers.
@@ -63,37 +61,7 @@ def test_loss_is_that_of_the_logits(computed, jit):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding.sequence_parallel()], ids=["", "seq"])
-def test_meshes_give_the_same_logits(computed, sharding, jit, eight_devices):
-    """Heads and the whole projection, which OLMo 2 normalises, are split over two devices."""
-    model, params, tokens, logits = computed
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    split = build(model.framework, model.config, sharding)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, split.shardings(params, mesh))
-        _assert_close(np.asarray(jit(split.apply)(placed, tokens)), logits)
-
-
-@pytest.mark.newest
-def test_remat_changes_no_gradient(small, noisy, rng, jit):
-    framework, changes = FAMILIES[1]
-    config = dataclasses.replace(small, num_layers=1, **changes)
-    tokens = rng.integers(0, config.vocab_size, (2, 8), np.int32)
-    values, gradients = noisy(config, rng), {}
-    for remat in "none", "block":
-        model = build(framework, dataclasses.replace(config, remat=remat))
-        loss = lambda params, model=model: jnp.mean(model.apply(params, tokens) ** 2)
-        gradients[remat] = model.to_dict(jit(jax.grad(loss))(model.from_dict(values)))
-    found = gradients["block"]
-    for name, value in gradients["none"].items():
-        # The same sums in an order that fusion may change, as in test_transformer.py.
-        assert np.abs(found[name] - value).max() <= 50 * 2**-24 * np.abs(value).max(), name
-        assert np.abs(value).max() > 0, name
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-@pytest.mark.parametrize("activation", ["squared_relu", "gelu_tanh"])
+@pytest.mark.parametrize("framework, activation", [("nnx", "squared_relu"), ("eqx", "gelu_tanh")])
 def test_fp8_is_near_and_generation_has_none(small, noisy, rng, framework, activation, jit):
     """A plain MLP, whose product with `down` follows an activation alone.
 

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from combinations import half
 from huggingface_models import FOLDER, MODELS, write
 from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
@@ -87,8 +88,7 @@ def recorded(tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, framework", half(MODELS, ["eqx", "nnx"]))
 def test_logits_are_those_recorded(recorded, name, framework, jit):
     folder, expected = recorded(name)
     model, params = load(folder, framework)
@@ -199,8 +199,8 @@ def test_saved_checkpoint_computes_the_same_elsewhere(small, family, noisy, rng,
     assert np.abs(got - expected).max() < 100 * 2**-24 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("into", ["nnx", "eqx"])
-def test_round_trip_in_several_files_is_exact(config, noisy, rng, tmp_path, into):
+def test_round_trip_in_several_files_is_exact(config, noisy, rng, tmp_path):
+    into = "nnx" if config.num_kv_heads == 1 else "eqx"
     values = noisy(config, rng)
     model = build("nnx" if into == "eqx" else "eqx", config)
     save(tmp_path, model, model.from_dict(values), max_file_bytes=4000)
@@ -225,15 +225,12 @@ def test_bfloat16_is_stored_and_widened(small, noisy, rng, tmp_path):
         np.testing.assert_array_equal(head, rounded.astype(param_dtype))
 
 
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-def test_load_puts_every_shard_where_it_belongs(
-    small, noisy, rng, tmp_path, eight_devices, framework
-):
+def test_load_puts_every_shard_where_it_belongs(small, noisy, rng, tmp_path, eight_devices):
     values = noisy(small, rng)
     model = build("nnx", small)
     save(tmp_path, model, model.from_dict(values))
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    loaded, params = load(tmp_path, framework, mesh=mesh)
+    loaded, params = load(tmp_path, "eqx", mesh=mesh)
     places = loaded.shardings(loaded.abstract, mesh)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, params, places))
     for name, value in loaded.to_dict(params).items():

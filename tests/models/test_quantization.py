@@ -68,8 +68,7 @@ def test_both_frameworks_compute_the_same_and_nearly_the_unquantized(framework, 
     assert 0.005 < distance(got[1], plain[1]) < 0.15
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
+@pytest.mark.parametrize("framework, gated", [("nnx", True), ("eqx", False)])
 def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, params):
     """An MLP without a gate is one function as well."""
     activation = "silu" if gated else "gelu_tanh"
@@ -94,9 +93,7 @@ def test_every_product_of_a_block_and_no_other_is_quantized(framework, gated, pa
     ("framework", "changes", "norms"),
     [
         ("nnx", {"attention_bias": True, "qk_norm": True}, 2),  # Qwen
-        ("eqx", {"attention_bias": True, "qk_norm": True}, 2),
-        ("nnx", {"norm_offset": 1.0, "norms": "both"}, 2),  # Gemma
-        ("eqx", {"norm_offset": 1.0, "norms": "both"}, 2),
+        ("eqx", {"norm_offset": 1.0, "norms": "both"}, 2),  # Gemma
         ("eqx", {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"}, 0),  # OLMo 2
         ("nnx", {"gated": False, "activation": "relu"}, 2),
         ("nnx", {"num_kv_heads": 1, "head_dim": 8}, 2),  # 8 features of k and v: no FP8 product

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import half
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -105,10 +106,11 @@ def unsharded(deep, noisy, framework, jit):
     return values, rows, loss, parameters.to_dict(gradient)
 
 
-@pytest.mark.parametrize(("sizes", "sharding"), CASES)
+@pytest.mark.parametrize("framework, case", half(["nnx", "eqx"], CASES), indirect=["framework"])
 def test_sharded_gradient_is_the_unsharded_one(
-    deep, jit, eight_devices, unsharded, framework, sizes, sharding
+    deep, jit, eight_devices, unsharded, framework, case
 ):
+    sizes, sharding = case
     values, rows, loss, gradient = unsharded
     model = build(framework, deep, sharding)
     hlo, run = _compiled(model, _mesh(sizes), jit)
@@ -151,7 +153,11 @@ def _check_communication(config, hlo, sizes, sharding):
         assert reduced <= {(batch, SEQ)}  # the loss's maximum and sum over the vocabulary
 
 
-@pytest.mark.parametrize(("remat", "keep"), [("block", False), ("block", True), ("dots", True)])
+@pytest.mark.parametrize(
+    "framework, remat, keep",
+    [("nnx", "block", False), ("eqx", "block", True), ("nnx", "dots", True)],
+    indirect=["framework"],
+)
 def test_kernels_are_gathered_again_unless_kept(
     deep, jit, eight_devices, unsharded, framework, remat, keep
 ):

@@ -72,8 +72,7 @@ def test_each_part_is_one_place_behind_the_one_before(count, expected):
     assert ties(jax.make_jaxpr(lambda *x: side_by_side(function, x))(*parts)) == expected
 
 
-@pytest.mark.parametrize("framework", ["nnx", "eqx"])
-@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("framework, quantization", [("nnx", None), ("eqx", "fp8")])
 def test_the_transformer_is_tied_four_times_a_layer(quantization, framework):
     """Around what is gathered and the first products with it, of attention and MLP alike.
 

@@ -196,7 +196,8 @@ def test_host_gates_match_reference(host, case, gate, activation, owners):
 
 
 @pytest.mark.newest
-def test_cuda_gates_of_unaligned_and_of_long_rows(emulated, gate="before"):
+def test_cuda_gates_of_unaligned_and_of_long_rows(emulated):
+    gate = "before"
     check_gate(emulated(SM90, shift=1)[0], Case((3, 136, 1)), gate)
     run, launches = emulated(SM80)
     check_gate(run, Case((2, 16392, 1), "float32", "float32", "float32", "float32"), gate)

@@ -105,7 +105,7 @@ _QUICK = dict(derandomize=True, deadline=None, suppress_health_check=list(Health
 
 
 @pytest.mark.newest
-@settings(max_examples=120, **_QUICK)
+@settings(max_examples=60, **_QUICK)
 @given(chosen=_settings(_values, 5), in_file=st.booleans())
 def test_any_settings_start_a_run_or_are_explained(flags, text_file, chosen, in_file):
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -128,7 +128,7 @@ _SHAPES = [
 
 
 @pytest.mark.newest
-@settings(max_examples=12, **_QUICK)
+@settings(max_examples=6, **_QUICK)
 @given(
     chosen=st.lists(
         st.tuples(st.sampled_from(_SHAPES), st.sampled_from([1, 2, 3, 4, 8, 16])), max_size=4

@@ -89,7 +89,7 @@ _YAML = st.one_of(
 
 
 @pytest.mark.newest
-@settings(max_examples=150, **_QUICK)
+@settings(max_examples=80, **_QUICK)
 @given(content=_YAML)
 def test_any_yaml_is_read_or_explained(content):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
@@ -177,7 +177,7 @@ def stopped_at_compilation(monkeypatch):
 
 
 @pytest.mark.newest
-@settings(max_examples=20, **_QUICK)
+@settings(max_examples=8, **_QUICK)
 @given(
     name=st.sampled_from(_FOLDERS),
     damages=st.lists(st.tuples(st.sampled_from(_FILES), _DAMAGE), max_size=3),
@@ -268,7 +268,7 @@ def test_texts_that_cannot_be_read_are_not_left_out(
         assert f"{tmp_path / 'texts' / 'closed'}: Permission denied" in error
 
 
-@settings(max_examples=60, **_QUICK)
+@settings(max_examples=30, **_QUICK)
 @given(
     numbers=st.dictionaries(
         st.sampled_from(["tokens", "samples", "top-k", "top-p", "temperature", "seed"]),
@@ -305,7 +305,7 @@ def test_what_the_model_does_not_take_is_named_by_its_flag(finished, capsys, arg
 # ---------------------------------------------------------------- metrics
 
 
-@settings(max_examples=200, **_QUICK)
+@settings(max_examples=100, **_QUICK)
 @given(content=_CONTENTS, from_step=st.integers(0, 9))
 def test_any_line_of_metrics_is_kept_or_dropped_on_resume(content, from_step):
     with tempfile.TemporaryDirectory() as folder:

@@ -71,7 +71,7 @@ def test_processes_stop_together_and_others_continue(
 @pytest.mark.parametrize(
     ("phase", "told"),
     [
-        ("compiling", 0),
+        pytest.param("compiling", 0, marks=pytest.mark.slow),
         pytest.param("compiling", 1, marks=pytest.mark.slow),
         pytest.param("evaluating", 0, marks=pytest.mark.slow),
         ("evaluating", 1),
@@ -139,8 +139,10 @@ _FAILED = "failed: a disk of this process is gone"
 @pytest.mark.parametrize(
     ("event", "at", "code", "message"),
     [
-        ("SIGTERM+SIGTERM", 1, 143, _AT_ONCE),
-        pytest.param("SIGTERM+SIGTERM", 0, 143, _AT_ONCE, marks=pytest.mark.slow),
+        *(
+            pytest.param("SIGTERM+SIGTERM", at, 143, _AT_ONCE, marks=pytest.mark.slow)
+            for at in (0, 1)
+        ),
         ("failure", 0, 1, _FAILED),
         pytest.param("failure", 1, 1, _FAILED, marks=pytest.mark.slow),
     ],

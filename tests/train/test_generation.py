@@ -24,19 +24,6 @@ def test_generate_continues_the_prompt(finished, capsys):
     assert "500" in capsys.readouterr().err
 
 
-@pytest.mark.newest
-def test_several_prompts_are_continued_as_each_alone(finished, capsys):
-    run, options = str(finished[0]), ["--tokens", "5", "--temperature", "0"]
-
-    def text(*prompts):
-        given = [word for prompt in prompts for word in ("--prompt", prompt)]
-        assert main(["generate", run, *given, *options]) == 0
-        return capsys.readouterr().out.removesuffix("\n")
-
-    prompts = ["a", "the norm"]
-    assert text(*prompts) == "\n\n".join(text(prompt) for prompt in prompts)
-
-
 def test_no_more_is_added_than_fits_unless_asked_for(finished, capsys):
     """The run's context is of 32 bytes."""
     run = str(finished[0])

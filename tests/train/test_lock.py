@@ -111,17 +111,6 @@ def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
     assert train(steps=4, lock_timeout=0)[0] == 0
 
 
-@pytest.mark.newest
-def test_failed_run_leaves_it_too(train, monkeypatch):
-    from normfuse.train.run import Run
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "_loop", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            train(steps=2)
-    assert train(steps=2, lock_timeout=0)[0] == 0
-
-
 def test_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
