@@ -13,15 +13,12 @@ import re
 import statistics
 import subprocess
 import sys
-import threading
 import time
-import types
 
 import equinox as eqx
-import foreign_steps_worker
+import foreign_steps_toy
 import jax
 import numpy as np
-import processes
 import pytest
 from flax import nnx
 from matplotlib.colors import to_rgb
@@ -151,15 +148,6 @@ def overlap():
     return loaded("overlap")
 
 
-def test_union_and_common_of_intervals(overlap):
-    merged = overlap.union([(5, 6), (1, 3), (0, 2), (3, 4), (0.5, 1)])
-    assert merged == [(0, 4), (5, 6)]
-    other = [(1, 2), (3, 5.5), (7, 8)]
-    assert overlap.common(merged, other) == overlap.common(other, merged) == 2.5
-    assert overlap.union([]) == []
-    assert overlap.common(merged, []) == 0
-
-
 def test_intervals_of_whole_numbers_are_those_counted_one_by_one(overlap, rng):
     for _ in range(50):
         starts, lengths = rng.integers(0, 40, (2, 8)), rng.integers(1, 8, (2, 8))
@@ -196,30 +184,6 @@ def test_times_of_a_trace_whose_answer_is_known(overlap):
     silent = overlap.times_of([event for event in EVENTS if "nccl" not in event[0]])
     # Then from 2 to 25, with nothing in 9 to 20.
     assert silent == TIMES | {"communication": 0, "idle": 11, "behind_gemms": 0, "behind_any": 0}
-
-
-def test_traced_steps_are_means_over_steps_and_devices(overlap, monkeypatch):
-    monkeypatch.setattr(overlap.jax.profiler, "start_trace", lambda folder: None)
-    monkeypatch.setattr(overlap.jax.profiler, "stop_trace", lambda: None)
-    taken = []
-
-    def says(*devices):
-        found = [[(name, 1e6 * a, 1e6 * b) for name, a, b in events] for events in devices]
-        monkeypatch.setattr(overlap.profiling, "operations", lambda folder: (found, []))
-        return overlap.traced(taken.append, steps=2)
-
-    talks = ("all-gather", 30.0, 36.0)  # by one device alone: it computes nothing beside
-    assert says(EVENTS, [*EVENTS, talks]) == {
-        "communication_ms": (18 + 24) / 4,
-        "gemms_ms": 3.0,
-        "others_ms": 3.5,
-        "idle_ms": 5.0,
-        "behind_gemms": round(6 / 21, 3),
-        "behind_any": round(10 / 21, 3),
-    }
-    assert taken == [2]
-    assert says() == {}  # a CPU's trace has no device
-    assert "behind_any" not in says([("gemm", 0.0, 1.0)])
 
 
 # ---------------------------------------------------------------- every kernel, compared
@@ -295,12 +259,6 @@ def test_before_and_after_are_measured_and_compared():
     assert "before, round 1" in done.stderr and "after, round 1" in done.stderr
 
 
-def test_a_copy_that_is_not_imported_is_an_error(tmp_path):
-    done = before_after("--before", tmp_path, "--after", tmp_path, "--size", "tiny")
-    assert done.returncode == 2 and not done.stdout
-    assert f"not from {tmp_path}: install it there" in done.stderr
-
-
 def test_medians_more_than_the_limit_apart_are_slower():
     compare = loaded("before_after").compare
     before = {
@@ -317,15 +275,6 @@ def test_medians_more_than_the_limit_apart_are_slower():
     assert lines[3].split()[1:] == ["1000.0", "us", "1022.0", "us", "1.022", "slower"]
 
 
-def test_steps_of_a_trainer_that_still_writes_are_read(tmp_path):
-    logged = loaded("before_after").logged
-    metrics = tmp_path / "metrics.jsonl"
-    assert logged(metrics) == []
-    lines = [{"step": 1, "loss": 2.0, "step_time_s": 0.5}, {"step": 1, "val_loss": 1.0}]
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
-    assert logged(metrics) == [0.5e6]
-
-
 # ---------------------------------------------------------------- steps of other people's models
 
 
@@ -338,7 +287,7 @@ def measure_steps(monkeypatch, capsys, served):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
     steps = loaded("foreign_steps")
 
-    case = foreign_steps_worker.toy(steps, served)
+    case = foreign_steps_toy.toy(steps, served)
     sizes = {"layers": 1, "vocabulary": 64, "tokens": 32, "seq": 16, "rounds": 3, "steps": 1}
     flags = dict.fromkeys(["kernels", "compile_only", "trace_only", "at_once", "profile"], False)
     options = argparse.Namespace(**sizes, **flags, versions=VERSIONS_OF_STEPS)
@@ -378,45 +327,6 @@ def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, cap
     assert [*lines] == ["theirs"]
     without = "not measured: nothing was replaced"
     assert failed == [f"toy, {version}: {without}" for version in VERSIONS_OF_STEPS[1:]]
-
-
-def toy_steps(*flags, **environment) -> subprocess.CompletedProcess:
-    """Runs the command for a toy of one layer."""
-    sizes = "--layers 1 --vocabulary 64 --tokens 32 --seq 16 --rounds 1 --steps 1".split()
-    return on_one_device(foreign_steps_worker.__file__, *sizes, *flags, **environment)
-
-
-@pytest.mark.newest
-def test_steps_compiled_before_are_found_and_others_are_said(tmp_path):
-    cache = processes.compilation_cache(tmp_path)
-    first = toy_steps("--compile-only", **cache)
-    assert (first.returncode, first.stdout) == (0, ""), first.stderr
-    assert first.stderr.count(": compiled, ") == 3 and "loss" not in first.stderr
-    again = toy_steps(**cache)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count(": found in the cache, ") == again.stdout.count('{"model"') == 3
-    assert "not in the cache" not in again.stdout
-    others = toy_steps("--tokens", 64, **cache)
-    assert others.returncode == 0, others.stderr
-    said = [line for line in others.stdout.splitlines() if "not in the cache" in line]
-    names = [f"toy, {name}" for name in VERSIONS_OF_STEPS]
-    assert said == [f"{name}: was not in the cache, so compiled here" for name in names]
-
-
-@pytest.mark.newest
-def test_what_becomes_of_a_step_is_told_without_compiling_it():
-    done = toy_steps("--trace-only", "--versions", "fuse")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^theirs: the gradient is traced in \d", done.stdout, re.M)
-    assert re.search(r"^fuse: the gradient is traced in .* x theirs$", done.stdout, re.M)
-    assert "rms_norm" in done.stdout and "fp8" not in done.stdout
-    assert "compiled" not in done.stderr
-
-
-def test_steps_are_not_compiled_alone_without_a_cache():
-    done = toy_steps("--compile-only", JAX_COMPILATION_CACHE_DIR="")
-    assert done.returncode == 2 and not done.stdout
-    assert "set JAX_COMPILATION_CACHE_DIR" in done.stderr
 
 
 # ---------------------------------------------------------------- rows of layers in FP8
@@ -477,29 +387,6 @@ def not_measured(fp8_rows, capsys, row, seconds=60.0) -> dict[str, str]:
 
 
 @pytest.mark.newest
-def test_layers_that_plain_xla_serves_are_not_measured(fp8_rows, capsys, monkeypatch):
-    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "xla")
-    (row,) = fp8_rows.rows(["dense"], tiny=True)
-    without = {"bf16, normfuse": "its program calls no kernel of ours"}  # codes are ours
-    assert not_measured(fp8_rows, capsys, row) == without
-
-
-@pytest.mark.newest
-def test_layers_without_fp8_are_not_measured_as_such(fp8_rows, capsys):
-    sizes = 32, 24, 40  # no multiples of 16: their products are in the compute dtype
-    row = fp8_rows.layer_row("odd", "norm + dense", *sizes, 1.0, 1.0)
-    without = {"FP8, normfuse": "its program calls no quantizer of ours"}
-    assert not_measured(fp8_rows, capsys, row) == without
-
-
-@pytest.mark.newest
-def test_rows_that_time_leaves_out_are_said(fp8_rows, capsys):
-    (row,) = fp8_rows.rows(["dense"], tiny=True)
-    late = dict.fromkeys(ROWS["dense"], "out of time")
-    assert not_measured(fp8_rows, capsys, row, seconds=0.0) == late
-
-
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("value", "problem"),
     [(0.0, "its results are 1 from bfloat16's"), (math.nan, "are nan from"), (1.0, "")],
@@ -521,21 +408,6 @@ def test_versions_whose_gradients_are_zero_are_not_measured(fp8_rows, capsys, va
 
 CUBLAS = 'custom_call_target="__cublas$lt$matmul$f8"\n'
 QUANTIZER = 'custom_call_target="normfuse_launch" kernel = "quantize_cast"\n'
-
-
-@pytest.mark.newest
-def test_programs_that_take_too_long_are_left_behind(fp8_rows, monkeypatch):
-    started, go_on, few = threading.Event(), threading.Event(), {"timeout": 60}
-    compile = lambda options: started.set() or go_on.wait(**few)
-    lowered = types.SimpleNamespace(compile=compile)
-    traced = types.SimpleNamespace(lower=lambda: lowered)
-    (row,) = fp8_rows.rows(["dense"], tiny=True)
-    traces = iter([lambda: traced, *[lambda: started.wait(**few) and traced] * 4])
-    jit = lambda run: types.SimpleNamespace(trace=lambda *_: next(traces)())
-    monkeypatch.setattr(fp8_rows.jax, "jit", jit)
-    assert fp8_rows.compile_all([row], 1, time.perf_counter()) == ["dense: bf16, normfuse"]
-    go_on.set()
-    assert {version.problem for version in row.versions} == {"was not compiled in time"}
 
 
 @pytest.mark.newest

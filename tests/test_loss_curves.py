@@ -1,26 +1,21 @@
 """Loss curves in bfloat16 and FP8 are trained as asked, resumed exactly, and judged."""
 
-import argparse
 import csv
 import importlib
 import lzma
 import math
 import pathlib
 import sys
-import types
 import zipfile
 
 import numpy as np
 import pytest
 import tiny_model
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from normfuse.native import implementation
-from normfuse.train import UsageError, compilation, data, mesh
-from normfuse.train.evaluate import Validation
-from normfuse.train.step import Metrics
+from normfuse.train import compilation, data, mesh
 
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 pytestmark = [
@@ -178,25 +173,6 @@ def test_programs_without_what_they_are_named_for_are_errors(
             loss_curves.check_products(*given)
 
 
-def test_the_schedule_ends_with_the_tokens(loss_curves, capsys):
-    configured = lambda tokens, *flags: loss_curves.configured(
-        argparse.Namespace(preset="tiny", tokens=tokens), SIZES.split() + [*flags]
-    )
-    assert [configured(n * TOKENS).steps for n in (8, 8.01)] == [8, 9]
-    assert configured(64).precision == "bfloat16"  # the preset's is float32
-    assert loss_curves.evenly(9, 3) == [3, 6, 9]
-    assert loss_curves.evenly(10, 4) == [3, 5, 8, 10]
-    assert loss_curves.evenly(2, 4) == [1, 2]
-    with pytest.raises(UsageError, match="--seed is set for each run here"):
-        configured(64, "--seed", "3")
-    namespace = argparse.Namespace(preset="tiny", tokens=64)
-    kept = loss_curves.configured(namespace, SIZES.split(), "--model.quantization fp8")
-    assert kept.model.quantization == "fp8" and configured(64).model.quantization is None
-    with pytest.raises(SystemExit):
-        loss_curves.main(["--runs", "0:fp9"])
-    assert "fp9 is none of bf16, fp8" in capsys.readouterr().err
-
-
 def made_up(loss_curves, folder, last, steps=4):
     """Writes a file of curves that end in these losses, by run; None: the run is not complete."""
     common = dict.fromkeys(("date", "device", "jax", "normfuse"), "x") | {"settings": "a; b; c"}
@@ -330,39 +306,6 @@ def test_a_text_is_made_of_files_that_differ(tmp_path, monkeypatch, capsys):
         corpus.main()
 
 
-def test_there_is_no_verdict_on_one_seed(loss_curves, tmp_path, capsys):
-    last = {(0, "bf16"): 2.0, (0, "fp8"): 3.0, (1, "bf16"): 2.1, (1, "fp8"): None}
-    made_up(loss_curves, tmp_path, last)
-    assert loss_curves.main(["--report", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "no verdict yet" in printed and "holds" not in printed.lower()
-    assert "| 1 | 2.1000 |  |  | 2.6000 |  |  |" in printed
-    check_picture(tmp_path / "loss_curves.png")
-
-
-def test_a_run_that_diverges_ends_there_with_no_number(loss_curves, capsys):
-    def step(state, batch):  # the trainer's program takes no step after the fifth
-        skipped = state + 1 if state >= 5 else 0
-        return state + 1, Metrics(math.inf if skipped else 2.0, 1.0, 1e-3, skipped, 2.0)
-
-    trainer = types.SimpleNamespace(
-        _config=loss_curves.configured(
-            argparse.Namespace(preset="tiny", tokens=8 * TOKENS), SIZES.split()
-        ),
-        _text=types.SimpleNamespace(train=np.zeros(1000, np.uint8)),
-        _mesh=tiny_model.first_devices(1, 1, 1),
-        _points=[4, 6, 8],
-        _steps={"fp8": step},
-        _evaluators={"fp8": lambda params, tokens: Validation(2.5, 1.0)},
-        _init=lambda run: Parameters(0),
-    )
-    points = [point for point, _ in loss_curves.Trainer.curve(trainer, (0, "fp8"), None)]
-    assert [(point.step, point.steps) for point in points] == [(4, 8), (8, 8)]
-    assert (points[0].loss, points[0].val_loss) == (2.0, 2.5)
-    assert math.isnan(points[1].loss) and math.isnan(points[1].val_loss)
-    assert "step 6 diverged: loss inf" in capsys.readouterr().out
-
-
 class Parameters(int):
     """A state that counts steps."""
 
@@ -370,24 +313,6 @@ class Parameters(int):
 
     def __add__(self, other):
         return Parameters(int(self) + other)
-
-
-def test_losses_before_what_is_shown_are_left_out(loss_curves):
-    """Dots are not clipped: above the axes they would lie on the title."""
-    table = sys.modules["loss_curves_table"]
-    curve = [9.0, 3.0, *np.linspace(2, 1, 28)]
-    points = [
-        table.Point(0, quantization, step, 30, step, loss, loss + 0.1, 1.0)
-        for quantization in ("bf16", "fp8")
-        for step, loss in enumerate(curve, 1)
-    ]
-    figure = Figure()
-    axes = figure.subplots()
-    table.losses(axes, points)
-    bottom, top = axes.get_ylim()
-    dots = np.array([line.get_ydata() for line in axes.lines if not line.get_clip_on()])
-    assert dots.shape == (2, 30) and np.isnan(dots[:, :2]).all()
-    assert np.all((bottom <= dots[:, 2:]) & (dots[:, 2:] <= top))
 
 
 def check_picture(path):

@@ -2,8 +2,6 @@
 
 import collections
 import functools
-import importlib
-import pathlib
 import re
 
 import foreign_blocks
@@ -242,13 +240,6 @@ def test_what_follows_an_fp8_product_is_one_pass_each_way():
     check_quantized(program, ["epilogue_forward", "epilogue_backward"], (X, 2), (KERNEL, 4), (H, 2))
 
 
-@pytest.mark.newest
-def test_a_norm_into_a_dense_layer_is_three_fp8_products():
-    program = quantized("norm, dense")
-    assert len(calls(program)) == 3
-    check_quantized(program, NORMS, (KERNEL, 4), (H, 2), normalised=4 * X)
-
-
 def test_a_norm_into_a_gated_layer_is_six_fp8_products():
     """The normalised x is quantized once; its second gradient is added in the product."""
     program = quantized("norm, gated_dense")
@@ -259,14 +250,6 @@ def test_a_norm_into_a_gated_layer_is_six_fp8_products():
     others = [*NORMS, "epilogue_forward", "epilogue_backward"]
     operands = (KERNEL, 4), (KERNEL, 4), (H, 2), (H, 2)
     check_quantized(program, others, *operands, normalised=4 * X)
-
-
-def test_a_product_of_a_gated_activation_is_three_fp8_products():
-    program = quantized("gated_product")
-    results = [f"bf16[{TOKENS},{DIM}]", f"bf16[{TOKENS},{HIDDEN}]", f"f32[{HIDDEN},{DIM}]"]
-    assert sorted(calls(program)) == sorted((result, 0, False) for result in results)
-    others = ["epilogue_forward", "epilogue_backward"]
-    check_quantized(program, others, (H, 2), (KERNEL, 4), (X, 2))
 
 
 @pytest.mark.parametrize("contract", [0, 1])
@@ -450,38 +433,6 @@ def test_codes_that_remat_keeps_are_not_copied():
 
 
 @pytest.mark.newest
-def test_dense_layers_in_a_scan_add_their_main_gradients_in_the_products():
-    def run(kernel, xs):
-        loss = lambda kernel, x: jnp.sum(dense(x, kernel, quantization="fp8").astype(f32) ** 2)
-        return accumulate_gradients(loss, kernel, xs)[1]
-
-    program = compiled(run, struct(2048, 8192, dtype=bf16), struct(4, TOKENS, 2048, dtype=bf16))
-    found = sorted(call for call in calls(program) if call[0].startswith("f32"))
-    # The first microbatch's, and those that the loop adds to it.
-    assert found == [("f32[2048,8192]", 0, False), ("f32[2048,8192]", 1, True)]
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("name", ["dense", "linears", "mlp-2048-tokens", "gelu", "blocks"])
-def test_what_benchmarks_compare_multiplies_in_fp8(name, monkeypatch):
-    """Every product of ours; of Flax's and XLA's, which take longer to compile, in one row."""
-    folder = pathlib.Path(__file__).parents[2] / "benchmarks"
-    if not folder.is_dir():
-        pytest.skip("benchmarks are not beside these tests")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # else importing sets it
-    (row,) = importlib.import_module("fp8_rows").rows([name], tiny=True, attention="cudnn")
-    here = lambda tree: jax.tree.map(lambda a: struct(*a.shape, dtype=a.dtype), tree)
-    versions = [v for v in row.versions if "FP8" in v.name and (v.ours or name == "dense")]
-    assert versions
-    for version in versions:
-        given = here(row.operands), here(jax.eval_shape(version.extra))
-        with described_cudnn(91_000):
-            version.read(compiled(version.run, *given).as_text(), exact=True)
-        assert (version.problem, version.others) == ("", 0), version.name
-
-
-@pytest.mark.newest
 def test_microbatches_share_the_codes_of_kernels():
     """Kernels of rematerialised layers in a scan, and of an MLP: none is quantized in the loop."""
     count, layers, rows, dim, hidden = 5, 3, 256, 512, 1024
@@ -564,17 +515,6 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
     # The three gradients of its result are added up in the products.
     assert [call for call in found if call[1]] == [(f"bf16[{TOKENS},{DIM}]", 1, True)] * 2
     check_quantized(program, NORMS, *[(X, 2)] * 3, *[(DIM * DIM, 4)] * 3, normalised=4 * X)
-
-
-@pytest.mark.newest
-def test_a_foreign_norm_and_mlp_are_one_function():
-    """Casts of the kernels and of dy alone: arrays between the products are codes."""
-    forward, program = foreign(foreign_blocks.Mlp, DIM, HIDDEN)
-    counts = lambda found: [found[name] for name in ("amax", "cast", "norm")]
-    assert counts(hlo.calls(forward, "quantize_")) == [3, 3, 1]
-    # And a maximum of the hidden array's gradient, which its own pass quantizes.
-    assert counts(hlo.calls(program, "quantize_")) == [5, 4, 1]
-    assert hlo.calls(program)["backward"] == 1 and "forward" not in hlo.calls(program)
 
 
 ROWS, WIDTH = (64, 196), 1024

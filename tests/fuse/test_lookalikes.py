@@ -78,25 +78,17 @@ def with_heads(name, change=lambda s: s, weights=softmax, **options):
 
 
 attention_case("softmax over queries", attend(masked(), lambda s: softmax(s, -2)), left=True)
-attention_case("softmax over the batch", attend(masked(), lambda s: softmax(s, 0)), left=True)
 attention_case("softmax over two axes", attend(masked(), lambda s: softmax(s, (-2, -1))), left=True)
 with_heads("softmax over heads", masked(), lambda s: softmax(s, 1), left=True)
 attention_case("values summed over queries", attend(masked(), values="bts,btd->bsd"), left=True)
-attention_case("values of another example", attend(masked(), values="bts,sbd->btd"))
-attention_case("values summed over their width", attend(masked(), values="bts,bds->btd"))
 attention_case("values of a constant key", attend(masked(), values="bts,bsd->bt"))
 attention_case("a mask on the other axis", attend(lambda s: jnp.where(causal().T, s, -1e9)))
 attention_case(
     "a mask of queries and examples", attend(lambda s: jnp.where(causal()[:, :, None], s, -1e9))
 )
-attention_case(
-    "a mask of keys and examples", attend(lambda s: jnp.where(causal()[:, None], s, -1e9))
-)
 attention_case("the other side of the mask", attend(lambda s: jnp.where(causal(-1), -1e9, s)))
-attention_case("what the mask takes away alone", attend(lambda s: jnp.where(causal(), s, 1e9)))
 attention_case("causal, one further", attend(masked(keep=lambda: causal(1))))
 attention_case("causal, one less", attend(masked(keep=lambda: causal(-1))))
-attention_case("causal, one less, -inf", attend(masked(-jnp.inf, lambda: causal(-1))))
 attention_case("causal, one less, by positions", attend(masked(keep=lambda: behind() > 0)))
 attention_case("causal, halved towards 0", attend(masked(keep=lambda: behind(2) >= 0)))
 attention_case("a window ahead", attend(masked(keep=lambda: ~causal(-1) & causal(3))))
@@ -105,7 +97,6 @@ attention_case("a small number", attend(masked(-5.0)))
 attention_case("a number that scores come near to", attend(masked(-1e4)), scale=15.0)
 attention_case("-1e4 that is scaled afterwards", attend(lambda s: masked(-2e4)(s) * 1e-4))
 attention_case("divided after the mask", attend(lambda s: masked(-1e9)(s) / 1e9))
-attention_case("capped after the mask", attend(lambda s: 5 * jnp.tanh(masked()(s) / 5)))
 attention_case("clipped after the mask", attend(lambda s: jnp.maximum(masked()(s), -3.0)))
 
 # Rows that see nothing.
@@ -185,24 +176,17 @@ attention_case(
 keep = np.random.default_rng(0).random(CUBE) < 0.9
 AFTER = {
     "dropped out": lambda p: jnp.where(keep, p / 0.9, 0.0),
-    "dropped out by a product": lambda p: p * keep / 0.9,
     "scaled": lambda p: p * 0.9,
     "scaled by row": lambda p: p * (1 + jnp.arange(N, dtype=p.dtype)[:, None]),
     "masked": lambda p: p * causal(),
-    "masked by where": lambda p: jnp.where(causal(), p, 0.0),
     "clipped": lambda p: jnp.clip(p, 0.05, 0.5),
     "squared and normalised": lambda p: p**2 / (p**2).sum(-1, keepdims=True),
-    "squared": lambda p: p * p,
     "moved": lambda p: jnp.roll(p, 1, -1),
-    "transposed": lambda p: p.swapaxes(-1, -2),
     "summed up": lambda p: jnp.cumsum(p, -1),
-    "reversed": lambda p: p[..., ::-1],
     "less the mean": lambda p: p - p.mean(-1, keepdims=True),
     "stopped": lambda p: stop(p),
-    "once more": lambda p: softmax(p),
     "rounded": lambda p: p.astype(bf16).astype(p.dtype),
     "normalised over queries": lambda p: p / p.sum(-2, keepdims=True),
-    "without the diagonal": lambda p: p * (1 - jnp.eye(N)),
     "with the diagonal": lambda p: p + jnp.eye(N),
 }
 for name, change in AFTER.items():
@@ -227,15 +211,11 @@ def reading(read, change=lambda s: s):
 
 READERS = {
     "probabilities": lambda s, p: p,
-    "scores": lambda s, p: s,
     "the maximum": lambda s, p: s.max(-1),
     "the log-sum-exp": lambda s, p: jax.nn.logsumexp(s, -1),
     "the entropy": lambda s, p: -(p * jnp.log(p)).sum(),
-    "sums over queries": lambda s, p: p.sum(-2),
     "a slice of probabilities": lambda s, p: p[:, 0],
     "the best key": lambda s, p: jnp.argmax(p, -1),
-    "the size of scores": lambda s, p: jnp.square(s).mean(),
-    "exponentials": lambda s, p: jnp.exp(s),
 }
 for name, read in READERS.items():
     attention_case(f"something reads {name}", reading(read), left=True)
@@ -253,7 +233,6 @@ attention_case(
 )
 attention_case("scores stopped", attend(lambda s: stop(s)))
 attention_case("queries stopped", lambda q, k, v: attend(masked())(stop(q), k, v))
-attention_case("keys stopped", lambda q, k, v: attend(masked())(q, stop(k), v))
 attention_case("half of the scores stopped", attend(lambda s: 0.5 * s + 0.5 * stop(s)), left=True)
 attention_case(
     "the sum of other scores",
@@ -283,12 +262,7 @@ attention_case(
     attend(weights=lambda s: jnp.exp(s) / (jnp.exp(s).sum(-1, keepdims=True) + 1e-3)),
     left=True,
 )
-attention_case(
-    "powers of two", attend(weights=lambda s: jnp.exp2(s) / jnp.exp2(s).sum(-1, keepdims=True))
-)
-attention_case("sigmoids", attend(weights=jax.nn.sigmoid), left=True)
 attention_case("relu", attend(weights=lambda s: jax.nn.relu(s) / N), left=True)
-attention_case("log-probabilities", attend(weights=jax.nn.log_softmax), left=True)
 attention_case(
     "of both products",
     lambda q, k, v: jnp.einsum(
@@ -297,7 +271,6 @@ attention_case(
 )
 attention_case("scores and their transpose", attend(lambda s: s + s.swapaxes(-1, -2)), left=True)
 attention_case("a bias made of scores", attend(lambda s: s + jnp.tanh(s)), left=True)
-attention_case("scores of the other's mean", attend(lambda s: s - s.mean(-1, keepdims=True)))
 for value in (-jnp.inf, -1e9):
     attention_case(
         f"scores masked by {value:g}, of the other's mean",
@@ -317,7 +290,6 @@ attention_case(
     left=True,
 )
 attention_case("scores less those of queries", attend(lambda s: s - s.max(-2, keepdims=True)))
-attention_case("absolute scores", attend(jnp.abs), left=True)
 attention_case(
     "the cap around the bias",
     lambda q, k, v: attend(lambda s: 3 * jnp.tanh((s + causal()) / 3))(q, k, v),
@@ -332,11 +304,6 @@ attention_case(
     "a learned temperature", lambda q, k, v, t: attend(lambda s: s / t)(q, k, v), jnp.float32(1.7)
 )
 attention_case(
-    "a temperature of the batch",
-    lambda q, k, v, t: attend(masked())(q, k, v) + attend(lambda s: s * t[:, None, None])(q, k, v),
-    1 + jnp.arange(N, dtype=f32) / N,
-)
-attention_case(
     "a temperature of queries",
     lambda q, k, v, t: attend(lambda s: s * jnp.exp(t)[:, None])(q, k, v),
     jnp.arange(N, dtype=f32) / N,
@@ -346,12 +313,9 @@ attention_case(
     lambda q, k, v, t: attend(lambda s: masked()(s) * t)(q, k, v),
     1 + jnp.arange(N, dtype=f32) / N,
 )
-attention_case("a negative scale", attend(lambda s: -s))
 attention_case("a negative scale after the mask", attend(lambda s: -masked(1e9)(s)))
 attention_case("a scale of zero", attend(lambda s: masked()(s * 0.0)))
 attention_case("a NumPy float64 scale", attend(masked(), scale=np.float64(0.35)), low=True)
-attention_case("a NumPy square root", attend(lambda s: s / np.sqrt(N), scale=1), low=True)
-attention_case("a float32 scale", attend(lambda s: s / jnp.sqrt(jnp.float32(N)), scale=1), low=True)
 attention_case(
     "a mask that widens", attend(lambda s: s + jnp.where(causal(), 0, jnp.float32(-1e9))), low=True
 )
@@ -371,24 +335,12 @@ attention_case(
     ),
 )
 attention_case("q, k and v are one", lambda q, k, v: attend(masked())(q, q, q) + k + v)
-attention_case(
-    "v is the scores' row",
-    lambda q, k, v: (
-        jnp.einsum("bts,bsd->btd", softmax(p := jnp.einsum("btd,bsd->bts", q, k)), p) + v
-    ),
-)
 attention_case("a gate", lambda q, k, v: softmax(q @ k[0]) * (q @ v[0]), left=True)
-attention_case("a router", lambda q, k, v: jnp.einsum("bte,etd->btd", softmax(q @ k[0]), v))
-attention_case("linear attention", lambda q, k, v: softmax(q) @ (softmax(k, 1).swapaxes(1, 2) @ v))
 attention_case("one query", lambda q, k, v: attend()(q[:, :1], k, v))
 attention_case("one key", lambda q, k, v: attend()(q, k[:, :1], v[:, :1]))
 attention_case(
     "the last queries",
     lambda q, k, v: attend(lambda s: jnp.where(causal()[-3:], s, -1e9))(q[:, -3:], k, v),
-)
-attention_case(
-    "the first queries",
-    lambda q, k, v: attend(lambda s: jnp.where(causal()[:3], s, -1e9))(q[:, :3], k, v),
 )
 attention_case("narrow values", lambda q, k, v: attend(masked())(q, k, v[..., :3]))
 
@@ -474,10 +426,8 @@ OUTSIDE = {  # spellings that do something of their own with labels outside the 
     "one-hot of log_softmax": lambda z, y: -(one_hot(y, V) * log_softmax(z)).sum(-1),
     "lse less a one-hot": lambda z, y: logsumexp(z, -1) - (one_hot(y, V) * z).sum(-1),
     "comparison": lambda z, y: -jnp.where(jnp.arange(V) == y[..., None], log_softmax(z), 0).sum(-1),
-    "gather": lambda z, y: -picked(log_softmax(z), y),
     "gather that clips": lambda z, y: -picked(log_softmax(z), y, mode="clip"),
     "gather that fills": lambda z, y: -picked(log_softmax(z), y, mode="fill"),
-    "lse less a gather": lambda z, y: logsumexp(z, -1) - picked(z, y),
     "lse less one that fills with 0": lambda z, y: (
         logsumexp(z, -1) - picked(z, y, mode="fill", fill_value=0)
     ),
@@ -486,10 +436,8 @@ OUTSIDE = {  # spellings that do something of their own with labels outside the 
         -log_softmax(z).at[jnp.arange(N)[:, None], jnp.arange(N)[None], y].get(mode="fill")
     ),
     "clipped labels": lambda z, y: integers(z, jnp.clip(y, 0, V - 1)),
-    "wrapped labels": lambda z, y: integers(z, y % V),
     "vmapped index": lambda z, y: jax.vmap(jax.vmap(lambda z, y: logsumexp(z) - z[y]))(z, y),
     "unsigned labels": lambda z, y: integers(z, y.astype(jnp.uint8)),
-    "narrow labels": lambda z, y: -picked(log_softmax(z), y.astype(jnp.int8)),
 }
 # Indexing promises JAX that indices are inside: outside, its value and its gradient disagree.
 PROMISED = {"indexed"}
@@ -513,14 +461,6 @@ loss_case(
     strict=False,
 )
 loss_case(
-    "labels given as numbers", lambda z, y: integers(z, y.astype(f32).astype(jnp.int32)).sum()
-)
-loss_case(
-    "labels all outside",
-    lambda z, y: optax.softmax_cross_entropy(z, one_hot(y, V)).sum(),
-    y=jnp.full((N, N), -1),
-)
-loss_case(
     "labels of the other axis",
     lambda z, y: (logsumexp(z, -1) - picked(z, y.T)).sum(),
 )
@@ -529,14 +469,9 @@ loss_case("log-sum-exp over examples", lambda z, y: (logsumexp(z[..., :N], 0) - 
 loss_case(
     "one-hot along rows", lambda z, y: -(one_hot(y, N, axis=1) * log_softmax(z)[..., :N]).sum()
 )
-loss_case("log_softmax over rows", lambda z, y: -picked(log_softmax(z, 1), y).sum(), left=True)
 loss_case("some words alone", lambda z, y: (logsumexp(z[..., :-3], -1) - picked(z, y)).sum())
 loss_case(
     "words masked", lambda z, y: integers(jnp.where(jnp.arange(V) < V - 3, z, -1e9), y % 9).sum()
-)
-loss_case(
-    "words masked by -inf",
-    lambda z, y: integers(jnp.where(jnp.arange(V) < V - 3, z, -jnp.inf), y).sum(),
 )
 loss_case("two log-sum-exps", lambda z, y: (2 * logsumexp(z, -1) - picked(z, y)).sum())
 loss_case(
@@ -546,18 +481,14 @@ loss_case(
     strict=False,
 )
 loss_case("half of the label", lambda z, y: (logsumexp(z, -1) - 0.5 * picked(z, y)).sum())
-loss_case("the other sign", lambda z, y: (picked(z, y) + logsumexp(z, -1)).sum())
-loss_case("the square", lambda z, y: jnp.square(integers(z, y)).sum())
 loss_case(
     "focal",
     lambda z, y: (lambda l: (-jnp.square(1 - jnp.exp(l)) * l).sum())(picked(log_softmax(z), y)),
 )
 loss_case("of probabilities", lambda z, y: -jnp.log(picked(softmax(z), y)).mean())
-loss_case("of probabilities and eps", lambda z, y: -jnp.log(picked(softmax(z), y) + 1e-3).mean())
 loss_case(
     "probabilities that vanish", lambda z, y: -jnp.log(picked(softmax(z), y)).mean(), scale=9.0
 )
-loss_case("Brier", lambda z, y: jnp.square(softmax(z) - one_hot(y, V)).sum())
 loss_case(
     "sigmoids", lambda z, y: optax.sigmoid_binary_cross_entropy(z, one_hot(y, V)).sum(), left=True
 )
@@ -567,12 +498,6 @@ loss_case(
     lambda z, y, p: optax.softmax_cross_entropy(z, softmax(p)).sum(),
     draw(5, N, N, V),
 )
-loss_case(
-    "uneven smoothing",
-    lambda z, y: optax.softmax_cross_entropy(
-        z, 0.9 * one_hot(y, V) + 0.1 * softmax(jnp.arange(V) / 9)
-    ).sum(),
-)
 loss_case("weights of words", lambda z, y, c: (integers(z, y) * c[y]).sum(), draw(5, V))
 loss_case(
     "weights within the one-hot",
@@ -580,9 +505,7 @@ loss_case(
     draw(5, V),
 )
 loss_case("a bias", lambda z, y, b: integers(z + b, y).sum(), draw(5, V))
-loss_case("a bias of rows", lambda z, y, b: integers(z + b[:, None], y).sum(), draw(5, N))
 loss_case("a constant prior", lambda z, y: integers(z + jnp.log(1.0 + jnp.arange(V)), y).sum())
-loss_case("a learned temperature", lambda z, y, t: integers(z / t, y).mean(), jnp.float32(1.7))
 loss_case(
     "a learned factor, exponential",
     lambda z, y, t: integers(z * jnp.exp(t), y).mean(),
@@ -591,32 +514,20 @@ loss_case(
 loss_case(
     "a temperature of rows", lambda z, y, t: integers(z * t[:, None], y).mean(), 1 + draw(5, N) / 9
 )
-loss_case("a temperature of words", lambda z, y, t: integers(z * t, y).mean(), draw(5, V))
 loss_case("a negative factor", lambda z, y: integers(-0.5 * z, y).mean())
 loss_case("clipped logits", lambda z, y: integers(jnp.clip(z, -1, 1), y).mean(), left=True)
 loss_case("a cap that is not one", lambda z, y: integers(3 * jnp.tanh(z / 5), y).mean())
-loss_case(
-    "a cap of the picked alone",
-    lambda z, y: (logsumexp(z, -1) - picked(3 * jnp.tanh(z / 3), y)).mean(),
-)
 loss_case(
     "rounded logits", lambda z, y: integers(z.astype(bf16).astype(f32), y).mean(), rounding=ROUNDED
 )
 loss_case("a NumPy float64 factor", lambda z, y: integers(z * np.float64(0.7), y).mean(), low=True)
 loss_case("shifted by a maximum of all", lambda z, y: integers(z - z.max(), y).mean())
-loss_case("shifted by the mean", lambda z, y: integers(z - z.mean(-1, keepdims=True), y).mean())
-loss_case(
-    "shifted by a stopped maximum",
-    lambda z, y: integers(z - stop(z.max(-1, keepdims=True)), y).mean(),
-)
 loss_case("moved words", lambda z, y: integers(jnp.roll(z, 1, -1), y).mean())
 loss_case("sorted", lambda z, y: integers(jnp.sort(z, -1), y).mean(), left=True)
-loss_case("words twice", lambda z, y: integers(jnp.concatenate([z, z], -1), y).mean())
 loss_case("one word more", lambda z, y: integers(jnp.pad(z, ((0, 0), (0, 0), (0, 1))), y).mean())
 loss_case(
     "the log-sum-exp stopped", lambda z, y: (stop(logsumexp(z, -1)) - picked(z, y)).sum(), left=True
 )
-loss_case("the label stopped", lambda z, y: (logsumexp(z, -1) - stop(picked(z, y))).sum())
 loss_case("logits stopped", lambda z, y: integers(stop(z), y).sum() + z.sum())
 loss_case(
     "log-probabilities stopped in part",
@@ -632,8 +543,6 @@ loss_case(
     lambda z, y: integers(other_derivative(lambda z: z * 1.0)(z), y).sum(),
     left=True,
 )
-loss_case("two labels", lambda z, y: integers(z, y).sum() + 0.5 * integers(z, (y + 1) % V).sum())
-loss_case("labels of the logits", lambda z, y: integers(z, z.argmax(-1)).sum())
 for name, read in {
     "the best word": lambda z: z.argmax(-1),
     "accuracy": lambda z: (z.argmax(-1) == words()).mean(),
@@ -648,7 +557,6 @@ for name, read in {
 }.items():
     loss_case(f"something reads {name}", lambda z, y, read=read: (integers(z, y).mean(), read(z)))
 loss_case("NaN in a row", lambda z, y: integers(z.at[0, 0].multiply(jnp.nan), y))
-loss_case("large logits", lambda z, y: integers(z, y).mean(), scale=40.0)
 case(
     "loss: contrastive, both ways",
     lambda: (
@@ -711,54 +619,35 @@ norm_case(
 )
 norm_case("eps added to x", lambda x, w: x * lax.rsqrt(mean((x + 0.1) ** 2)) * w)
 norm_case("over the other axis", lambda x, w: x * rms(x, 1) * w)
-norm_case("over examples", lambda x, w: x * rms(x, 0) * w)
 norm_case("over two axes", lambda x, w: x * rms(x, (1, 2)) * w)
-norm_case("over all", lambda x, w: x * rms(x, None) * w)
 norm_case("statistics of another axis", lambda x, w: x * rms(x, 1).swapaxes(1, 2) * w)
-norm_case("statistics moved", lambda x, w: x * jnp.roll(rms(x), 1, 1) * w)
 norm_case("statistics of other examples", lambda x, w: x * rms(x).swapaxes(0, 1) * w)
 norm_case("statistics of another array", lambda x, w, y: x * rms(y) * w, draw(3, *CUBE))
-norm_case("statistics of a half", lambda x, w: x * rms(x[..., : N // 2]) * w)
 norm_case("statistics of the shifted", lambda x, w: x * rms(jnp.roll(x, 1, -1)) * w)
-norm_case("statistics of the first row", lambda x, w: x * rms(x[:, :1]) * w)
 norm_case("the weight along rows", lambda x, w: x * rms(x) * w[:, None])
-norm_case("the weight along examples", lambda x, w: x * rms(x) * w[:, None, None])
 norm_case("a weight for each row", lambda x, w, m: x * rms(x) * m * w, draw(3, N, N))
 norm_case("a weight for each number", lambda x, w, m: x * rms(x) * m * w, draw(3, *CUBE))
-norm_case("a weight of examples", lambda x, w, s: x * rms(x) * (1 + s[:, None]), draw(3, N, N))
 norm_case("a weight of rows", lambda x, w, s: x * rms(x) * (1 + s[None]), draw(3, N, N))
-norm_case("a weight of both", lambda x, w, s: x * rms(x) * s[:, None] * w, draw(3, N, N))
 norm_case("a weight made of x", lambda x, w: x * rms(x) * jnp.tanh(x.mean((0, 1))) * w)
-norm_case("the weight squared", lambda x, w: x * rms(x) * w * w)
 norm_case("the weight's size", lambda x, w: x * rms(x) * jnp.abs(w))
-norm_case("the weight softplus", lambda x, w: x * rms(x) * jax.nn.softplus(w))
-norm_case("two weights", lambda x, w, u: x * rms(x) * w * u, draw(3, N))
 norm_case("a weight of 2 + w", lambda x, w: x * rms(x) * (2 + w))
-norm_case("a weight of 1 - w", lambda x, w: x * rms(x) * (1 - w))
 norm_case("a number for a weight", lambda x, w: x * rms(x) * 0.7 + w)
-norm_case("a learned number", lambda x, w, c: x * rms(x) * c + w, jnp.float32(0.7))
 norm_case("a learned eps", lambda x, w, c: x * lax.rsqrt(mean(x * x) + c) * w, jnp.float32(0.7))
 norm_case(
     "an eps of rows", lambda x, w, c: x * lax.rsqrt(mean(x * x) + c[:, None]) * w, draw(3, N) ** 2
 )
-norm_case("a negative eps", lambda x, w: x * lax.rsqrt(mean(x * x) - 0.01) * w)
 norm_case(
     "no eps, rows of zeros",
     lambda x, w: (
         (x * (jnp.arange(N) > 2)[:, None]) * rms(x * (jnp.arange(N) > 2)[:, None], eps=0.0) * w
     ),
 )
-norm_case("rows of zeros", lambda x, w: (x * 0.0) * rms(x * 0.0) * w)
 norm_case("the mean squared", lambda x, w: x * lax.rsqrt(mean(x) ** 2 + 1e-3) * w, left=True)
 norm_case("the mean magnitude", lambda x, w: x / (mean(jnp.abs(x)) + 1e-3) * w, left=True)
-norm_case("the largest", lambda x, w: x / (jnp.abs(x).max(-1, keepdims=True) + 1e-3) * w, left=True)
 norm_case("fourth powers", lambda x, w: x * lax.rsqrt(mean(x**4) + 1e-3) * w, left=True)
-norm_case("cubes", lambda x, w: x * lax.rsqrt(mean(jnp.abs(x * x * x)) + 1e-3) * w, left=True)
 norm_case("1 / mean of squares", lambda x, w: x / (mean(x * x) + 1e-3) * w, left=True)
-norm_case("the fourth root", lambda x, w: x * (mean(x * x) + 1e-3) ** -0.25 * w, left=True)
 norm_case("times the root", lambda x, w: x * jnp.sqrt(mean(x * x) + 1e-3) * w, left=True)
 norm_case("the root alone", lambda x, w: rms(x) * w, left=True)
-norm_case("x squared", lambda x, w: x * x * rms(x) * w)
 norm_case("the sum", lambda x, w: x * lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-3) * w)
 norm_case(
     "the sum over n - 1",
@@ -783,7 +672,6 @@ norm_case("a weighted mean", lambda x, w: x * lax.rsqrt(mean(x * x * w) + 1e-3) 
 norm_case(
     "ddof", lambda x, w: (x - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True, ddof=1) + 1e-3) * w
 )
-norm_case("ddof of std", lambda x, w: (x - mean(x)) / (x.std(-1, keepdims=True, ddof=1)) * w)
 norm_case(
     "eps beside the deviation", lambda x, w: (x - mean(x)) / (x.std(-1, keepdims=True) + 1e-2) * w
 )
@@ -798,13 +686,6 @@ norm_case(
     lambda x, w: (x - mean(x, 1)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * w,
 )
 norm_case(
-    "centred by all",
-    lambda x, w: (x - mean(x, None)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * w,
-)
-norm_case(
-    "centred twice", lambda x, w: (x - 2 * mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3) * w
-)
-norm_case(
     "centred by the median",
     lambda x, w: (lambda c: c * rms(c) * w)(x - stop(jnp.median(x, -1, keepdims=True))),
 )
@@ -812,37 +693,23 @@ norm_case(
     "the variance of another axis",
     lambda x, w: (x - mean(x)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-3) * w,
 )
-norm_case(
-    "the mean after the weight",
-    lambda x, w: (x * w - mean(x)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-3),
-)
-norm_case("a bias of rows", lambda x, w: jax.nn.standardize(x) * w + w[:, None])
 norm_case("a bias of x", lambda x, w: jax.nn.standardize(x) * w + x)
-norm_case("a mean that is added again", lambda x, w: jax.nn.standardize(x) * w + mean(x))
 norm_case(
     "groups", lambda x, w: (lambda g: (g * rms(g)).reshape(x.shape) * w)(x.reshape(N, N, 2, -1))
-)
-norm_case(
-    "groups of neighbours",
-    lambda x, w: (lambda g: (g * rms(g, -2)).reshape(x.shape) * w)(x.reshape(N, N, -1, 2)),
 )
 norm_case(
     "a batch norm",
     lambda x, w: (x - mean(x, (0, 1))) * lax.rsqrt(x.var((0, 1), keepdims=True) + 1e-3) * w,
 )
 norm_case("statistics are read", lambda x, w: (x * rms(x) * w, rms(x)))
-norm_case("the mean is read", lambda x, w: (jax.nn.standardize(x) * w, mean(x), x.var(-1)))
 norm_case("the normalised is read", lambda x, w: (lambda h: (h * w, h))(x * rms(x)))
-norm_case("the centred is read", lambda x, w: (lambda c: (c * rms(c) * w, c))(x - mean(x)))
 norm_case("statistics stopped", lambda x, w: x * stop(rms(x)) * w, left=True)
-norm_case("the mean stopped", lambda x, w: (lambda c: c * rms(c) * w)(x - stop(mean(x))))
 norm_case(
     "the variance stopped",
     lambda x, w: (x - mean(x)) * stop(lax.rsqrt(x.var(-1, keepdims=True) + 1e-3)) * w,
     left=True,
 )
 norm_case("x stopped", lambda x, w: stop(x) * rms(stop(x)) * w + x)
-norm_case("x stopped in the product", lambda x, w: stop(x) * rms(x) * w, left=True)
 norm_case("the weight stopped", lambda x, w: x * rms(x) * stop(w))
 norm_case(
     "rsqrt of another derivative",
@@ -865,23 +732,16 @@ norm_case(
 norm_case(
     "NumPy float64 eps", lambda x, w: x * lax.rsqrt(mean(x * x) + np.float64(1e-3)) * w, low=True
 )
-norm_case("a float32 weight", lambda x, w: x * rms(x) * w.astype(f32), low=True)
 norm_case("float32 statistics, wide result", lambda x, w: x * rms(x.astype(f32)) * w, low=True)
 norm_case("a weak weight", lambda x, w: x * rms(x) * 2.0, low=True)
 norm_case("squares that overflow", lambda x, w: x * rms(x) * w, scale=1e25)
-norm_case("squares that vanish", lambda x, w: x * rms(x, eps=0.0) * w, scale=1e-25)
 norm_case("NaN in a row", lambda x, w: (lambda x: x * rms(x) * w)(x.at[0, 0, 0].set(jnp.nan)))
-norm_case("Inf in a row", lambda x, w: (lambda x: x * rms(x) * w)(x.at[0, 0, 0].set(jnp.inf)))
 norm_case("a large mean", lambda x, w: jax.nn.standardize(x + 100.0) * w)
 norm_case(
     "a large mean of squares",
     lambda x, w: (lambda x, m: (x - m) * lax.rsqrt(mean(x * x) - m * m + 1e-3) * w)(
         x + 30, mean(x + 30)
     ),
-)
-norm_case(
-    "one feature",
-    lambda x, w: jax.nn.standardize(x[..., :1]) * w[:1] + x[..., :1] * rms(x[..., :1]),
 )
 
 
@@ -959,19 +819,11 @@ for i, (name, f) in enumerate(FALSE.items()):
 act = jax.nn.silu
 mlp_case("of two inputs", lambda x, g, u, d, y: (act(x @ g) * (y @ u)) @ d, draw(7, *CUBE))
 mlp_case("of the transpose", lambda x, g, u, d: (act(x @ g) * (x.swapaxes(0, 1) @ u)) @ d)
-mlp_case("gated across rows", lambda x, g, u, d: (act(x @ g) * (x @ u).swapaxes(1, 2)) @ d)
 mlp_case("the sum", lambda x, g, u, d: (act(x @ g) + x @ u) @ d)
-mlp_case("the product's activation", lambda x, g, u, d: act((x @ g) * (x @ u)) @ d)
-mlp_case("both activated", lambda x, g, u, d: (act(x @ g) * act(x @ u)) @ d)
 mlp_case("the same product", lambda x, g, u, d: (act(x @ g) * (x @ g)) @ d + u[0])
 mlp_case(
     "contracted over rows", lambda x, g, u, d: jnp.einsum("btf,te->bfe", act(x @ g) * (x @ u), d)
 )
-mlp_case(
-    "contracted over examples",
-    lambda x, g, u, d: jnp.einsum("btf,be->tfe", act(x @ g) * (x @ u), d),
-)
-mlp_case("gate from rows", lambda x, g, u, d: (act(jnp.einsum("btf,te->bfe", x, g)) * (x @ u)) @ d)
 mlp_case("the hidden is read", lambda x, g, u, d: (lambda h: (h @ d, h))(act(x @ g) * (x @ u)))
 mlp_case("the gate is read", lambda x, g, u, d: (lambda z: ((act(z) * (x @ u)) @ d, z))(x @ g))
 mlp_case(
@@ -979,17 +831,14 @@ mlp_case(
     lambda x, g, u, d: (jnp.where(keep, act(x @ g) * (x @ u), 0) / 0.9) @ d,
 )
 mlp_case("the hidden scaled", lambda x, g, u, d: (act(x @ g) * (x @ u) * 0.5) @ d)
-mlp_case("the hidden scaled by a vector", lambda x, g, u, d: (act(x @ g) * (x @ u) * d[0]) @ d)
 mlp_case("a bias of rows", lambda x, g, u, d: (act(x @ g + u[0][:, None]) * (x @ u)) @ d)
 mlp_case("a bias of both", lambda x, g, u, d: act(x @ g + u) @ d)
-mlp_case("a bias of the other dimension", lambda x, g, u, d: act(x @ g + u[:, :1]) @ d)
 mlp_case("a kernel made of x", lambda x, g, u, d: (act(x @ g) * (x @ jnp.tanh(x[0] @ u))) @ d)
 mlp_case(
     "kernels of examples",
     lambda x, g, u, d, k: (act(x @ g) * jnp.einsum("bte,bef->btf", x, k)) @ d,
     draw(8, *CUBE),
 )
-mlp_case("one kernel twice", lambda x, g, u, d: (act(x @ g) * (x @ g.T)) @ g + u[0] + d[0])
 mlp_case("kernels stopped", lambda x, g, u, d: (act(x @ stop(g)) * (x @ u)) @ d)
 mlp_case(
     "NaN and Inf",
@@ -997,7 +846,6 @@ mlp_case(
         x.at[0, 0, 0].set(jnp.nan).at[1, 1, 1].set(jnp.inf)
     ),
 )
-mlp_case("large", lambda x, g, u, d: (act(x @ g) * (x @ u)) @ d, scale=30.0)
 mlp_case(
     "split off the middle",
     lambda x, g, u, d: (lambda h: (act(h[..., :4]) * h[..., 3:7]) @ d[:4])(x @ g) + u[0],
@@ -1005,10 +853,6 @@ mlp_case(
 mlp_case(
     "split by turns",
     lambda x, g, u, d: (lambda h: (act(h[..., ::2]) * h[..., 1::2]) @ d[:4])(x @ g) + u[0],
-)
-mlp_case(
-    "split, reversed",
-    lambda x, g, u, d: (lambda h: (act(h[..., 4:]) * h[..., :4][..., ::-1]) @ d[:4])(x @ g) + u[0],
 )
 
 # ---------------------------------------------------------------- indexing
@@ -1024,12 +868,7 @@ def index_case(name, function, *more):
 
 index_case("an index twice", lambda x, a: x.at[:, np.array([0, 2, 2, 5])].set(a))
 index_case("an index twice, added", lambda x, a: x.at[:, np.array([0, 2, 2, 5])].add(a))
-index_case(
-    "multiplied", lambda x, a: x.at[:, np.array([0, 2, 7, 5])].multiply(a, unique_indices=True)
-)
 index_case("outside, dropped", lambda x, a: x.at[:, np.array([0, 9, 2, 12])].set(a))
-index_case("outside, clipped", lambda x, a: x.at[:, np.array([0, 9, 2, 5])].set(a, mode="clip"))
-index_case("outside, filled", lambda x, a: x.at[:, np.array([0, 9, 2, 5])].get(mode="fill") * a)
 index_case(
     "outside, filled with 3",
     lambda x, a: x.at[:, np.array([0, 9, 2, 5])].get(mode="fill", fill_value=3.0) * a,
@@ -1038,48 +877,29 @@ index_case("outside, read", lambda x, a: x[:, np.array([0, 9, 2, -12])] * a)
 index_case(
     "outside, wrapped", lambda x, a: jnp.take(x, np.array([0, 9, 2, -12]), 1, mode="wrap") * a
 )
-index_case("take outside", lambda x, a: jnp.take(x, np.array([0, 9, 2, -12]), 1) * a)
 index_case("from the end", lambda x, a: x.at[:, np.array([-1, -3, 0, 2])].set(a))
-index_case("from the end and the start", lambda x, a: x.at[:, np.array([-1, 7, 0, 2])].add(a))
 index_case("read twice", lambda x, a: x[:, np.array([1, 1, 1, 4])] * a)
-index_case("reversed", lambda x, a: x.at[:, ::-2].set(a))
 index_case("without order", lambda x, a: x.at[:, np.array([5, 0, 7, 3])].set(a))
 index_case("rows and columns", lambda x, a: x.at[np.arange(4), np.array([5, 0, 7, 3])].set(a[0]))
-index_case("rows and columns read", lambda x, a: x[np.arange(4), np.array([5, 0, 7, 3])] * a)
 index_case("a block", lambda x, a: x.at[np.ix_([0, 3], [1, 2, 5, 7])].set(a[:2]))
 index_case("both strided", lambda x, a: x.at[::2, 1::2].set(a[::2]))
-index_case("both strided, added", lambda x, a: x.at[1::3, ::2].add(a[:3]))
 index_case("overlapping", lambda x, a: x.at[:, ::2].set(a).at[:, :4].set(2 * a))
-index_case("overlapping, the other way", lambda x, a: x.at[:, :4].set(2 * a).at[:, ::2].set(a))
-index_case("set, then added", lambda x, a: x.at[:, ::2].set(a).at[:, ::2].add(a).at[:, 1::2].set(a))
 index_case("the old is read", lambda x, a: x.at[:, ::2].set(a) + x)
-index_case(
-    "of itself", lambda x, a: x.at[:, ::2].set(x[:, 1::2]).at[:, 1::2].set(x[:, ::2]) + a[0, 0]
-)
 index_case(
     "between is read", lambda x, a: (lambda y: (y, y.at[:, 1::2].set(a)))(x.at[:, ::2].set(a))
 )
 index_case("minimum", lambda x, a: x.at[:, ::2].min(a))
-index_case("maximum", lambda x, a: x.at[:, ::2].max(a))
 index_case("minimum, ties", lambda x, a: x.at[:, ::2].min(x[:, ::2]) * a[0, 0])
 index_case("power", lambda x, a: jnp.abs(x).at[:, ::2].power(2.0) * a[0, 0])
 index_case("stopped", lambda x, a: stop(x).at[:, ::2].set(a) + x.at[:, ::2].set(stop(a)))
 index_case("given indices", lambda x, a, i: x.at[:, i].set(a), jnp.array([0, 3, 4, 7]))
 index_case("given indices, twice", lambda x, a, i: x.at[:, i].add(a), jnp.array([0, 3, 3, 7]))
-index_case("given indices, read", lambda x, a, i: x[:, i] * a, jnp.array([0, 3, 3, 7]))
 index_case("a given start", lambda x, a, i: lax.dynamic_update_slice(x, a, (0, i)), jnp.int32(6))
 index_case("a start outside", lambda x, a: lax.dynamic_update_slice(x, a, (0, 6)))
-index_case("a start outside, read", lambda x, a: lax.dynamic_slice(x, (0, 6), (N, 4)) * a)
 index_case("a mask", lambda x, a: x.at[np.arange(N) % 2 == 0].set(1.5) * a[0, 0])
-index_case("a mask read", lambda x, a: x[np.arange(N) % 2 == 0] * a[0, 0])
 index_case("other dtypes", lambda x, a: x.astype(jnp.float16).at[:, ::2].set(a.astype(jnp.float16)))
-index_case(
-    "integers", lambda x, a: (x * 9).astype(jnp.int32).at[:, ::2].set((a * 9).astype(jnp.int32)) + x
-)
 index_case("a number", lambda x, a: x.at[:, 3].set(2.0).at[2].set(a[0, 0]))
-index_case("one number", lambda x, a: x.at[3, 5].set(a[0, 0]) + x[2, 1])
 index_case("NaN beneath", lambda x, a: (x.at[:, ::2].set(jnp.nan)).at[:, ::2].set(a))
-index_case("NaN multiplied", lambda x, a: (x.at[0, 0].set(jnp.nan)).at[:, 1::2].multiply(a))
 index_case("Inf added", lambda x, a: x.at[0, 0].set(jnp.inf).at[:, ::2].add(a))
 index_case(
     "a scatter of batches",
@@ -1101,22 +921,11 @@ index_case(
     ),
 )
 index_case(
-    "put along an axis",
-    lambda x, a: jnp.put_along_axis(
-        x,
-        np.stack([np.random.default_rng(i).permutation(N)[:4] for i in range(N)]),
-        a,
-        1,
-        inplace=False,
-    ),
-)
-index_case(
     "unique, they say",
     lambda x, a: x.at[:, np.array([0, 2, 4, 6])].set(
         a, unique_indices=True, indices_are_sorted=True
     ),
 )
-index_case("a diagonal", lambda x, a: x.at[np.arange(N), np.arange(N)].set(a[:, 0]))
 index_case(
     "a diagonal read", lambda x, a: x[np.arange(N), np.arange(N)] * a[:, 0] + jnp.diagonal(x)
 )
@@ -1124,7 +933,6 @@ index_case(
     "segments", lambda x, a: jax.ops.segment_sum(x, np.array([0, 0, 1, 2, 2, 2, 3, 3]), 4) * a[0, 0]
 )
 index_case("no update", lambda x, a: x.at[:, 5:5].set(a[:, :0]) + a[0, 0])
-index_case("all", lambda x, a: x.at[:].set(a[0, 0]) + x.at[...].add(1.0))
 
 
 @pytest.mark.parametrize("case", **case.parameters())

@@ -296,8 +296,7 @@ def test_auxiliary_outputs_may_be_constants(count):
     assert (value, gradient.tolist()) == (2, [0, 0])
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at, quantization", [(0, "fp8"), (1, None), (2, "fp8")])
 def test_ensembles_of_kernels(rng, at, quantization):
     """vmap over a kernel: each has its own main gradient."""
     kernels = jnp.asarray(rng.standard_normal((3, 16, 8)), jnp.bfloat16)

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import re
-from dataclasses import replace
 
 import hlo
 import jax
@@ -202,16 +201,6 @@ def options_of(rng, names, length, keys, dtype, batch=2, heads=4):
     return found
 
 
-# Every two of these, of different lines, are together in a case; so are each and each dtype.
-CHOICES = [
-    ("", "bias", "key bias"),
-    ("", "mask", "padding"),
-    ("", "causal", "window"),
-    ("", "segments"),
-    ("", "softcap"),
-    ("", "scale"),
-    ("float32", "bfloat16", "float16"),
-]
 CASES = [
     ("bias", "", "causal", "", "", "", "bfloat16"),
     ("bias", "padding", "window", "segments", "softcap", "scale", "float16"),
@@ -226,12 +215,6 @@ CASES = [
     ("key bias", "mask", "window", "segments", "", "", "bfloat16"),
     ("key bias", "mask", "causal", "segments", "softcap", "", "float32"),
 ]
-
-
-def test_cases_have_every_pair_of_options():
-    for first, second in itertools.combinations(range(len(CHOICES)), 2):
-        found = {(case[first], case[second]) for case in CASES}
-        assert found == set(itertools.product(CHOICES[first], CHOICES[second]))
 
 
 @pytest.mark.optimized
@@ -775,29 +758,6 @@ def test_another_row_and_key_of_odd_lengths_change_nothing(name, rng):
     expected = blocks.gradients(spec, *arrays)
     close(run(blocks.gradients, spec.gradients_dims(q.ndim), spec, *arrays), expected)
     assert even == [(length + length % 2, keys + keys % 2)] * 2
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_odd_masks_that_are_causal_stay_so(causal, rng):
-    q = jnp.zeros((1, 9, 2, 1, 8), bf16)
-    d = numbers(q.ndim)
-    spec = Spec(scale=1.0, causal=causal, mask=(d.length, d.keys), statistics=0)
-    mask = jnp.ones((9, 9), bool) if causal else jnp.tril(jnp.ones((9, 9), bool))
-
-    def whole(spec, q, k, v, mask):
-        expected = jnp.ones((10, 10), bool)
-        np.testing.assert_array_equal(mask, expected if causal else jnp.tril(expected))
-        return [q]
-
-    k = q[..., 0, :]
-    (out,) = cudnn._of_even_length(whole, spec, spec.forward_dims(5), (q, k, k, mask))
-    assert out.shape == q.shape
-    ids = jnp.asarray([[0] * 4 + [1] * 5])
-    more = cudnn._with_another(
-        replace(spec, mask=None, segments=((0, d.length), (0, d.keys))),
-        {d.length: 1, d.keys: 1}, d, 3, ids, (0, d.length),
-    )  # fmt: skip
-    assert more.tolist() == [[0] * 4 + [1] * 6]
 
 
 @pytest.mark.parametrize("length", [64, 1022, 2048])

@@ -109,15 +109,6 @@ def test_rms_norm_options(rng, shape, options):
         assert got.dtype == want.dtype and got.shape == want.shape
 
 
-def test_rms_norm_passes_state_through(rng):
-    ours, _ = norms(rng, 8)
-    x, state = jnp.ones(8), object()
-    y, passed = ours(x, state, key=KEY)
-    np.testing.assert_array_equal(y, ours(x))
-    assert passed is state
-    assert ours(x, None)[1] is None
-
-
 def test_strict_implementation_refuses_what_equinox_serves():
     with pytest.raises(NotImplementedError, match="eqx.nn.RMSNorm.*complex64"):
         RMSNorm(8, implementation="native")(jnp.ones(8, jnp.complex64))

@@ -29,7 +29,7 @@ from normfuse import layer_norm
 
 OPS = ("layer_norm", "residual_layer_norm")
 LayerCase = functools.partial(Case, bias="float32")
-FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
+BOTH = {"backward": 1, "forward": 1}
 calls = hlo.calls
 
 

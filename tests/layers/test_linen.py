@@ -241,26 +241,6 @@ def loss(model, variables, x):
     return jnp.sum(jnp.sin(model.apply(variables, x)))
 
 
-TRANSFORMS = {
-    "grad": lambda m, v, x: jax.grad(lambda v: loss(m, v, x))(v),
-    "vmap of grad": lambda m, v, x: jax.vmap(lambda x: jax.grad(lambda v: loss(m, v, x))(v), 1)(x),
-    "hessian": lambda m, v, x: jax.hessian(lambda x: loss(m, v, x))(x[0]),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_jax_transform(rng, name):
-    x = jnp.asarray(rng.standard_normal((3, 4, 8)), f32)
-    ours, theirs = models()
-    variables = theirs.init(jax.random.key(0), x)
-    got, want = (
-        jax.tree.leaves(jax.jit(TRANSFORMS[name], static_argnums=0)(m, variables, x))
-        for m in (ours, theirs)
-    )
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
 class Block(nn.Module):
     norm: type
     dense: type

@@ -12,7 +12,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
+BOTH = {"backward": 1, "forward": 1}
 ROWS = P(("data", "model"))
 ALLOWED = [
     export.DisabledSafetyCheck.custom_call(f"normfuse_{name}")

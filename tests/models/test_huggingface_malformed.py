@@ -21,6 +21,8 @@ from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.models.huggingface import load, save
 
+pytestmark = pytest.mark.newest  # no JAX changes how files are read
+
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 FIRST = "model-00001-of-00002.safetensors"
 NORM = "model.norm.weight"
@@ -418,7 +420,6 @@ def _edits(draw, contents):
     ]
 
 
-@pytest.mark.newest
 @settings(
     max_examples=150,
     deadline=None,

@@ -17,11 +17,9 @@ from normfuse.layers.elementwise import op as elementwise
 from normfuse.layers.elementwise.op import Loop
 from normfuse.native import cache, compiler
 from normfuse.native.compiler import CompileError, Source
-from normfuse.native.launch import Target, named_target
+from normfuse.native.launch import named_target
 
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
-
-SM90 = Target("sm_90", multiprocessors=1)
 
 
 def source_of(op, dtype, shape=(64,), placed=None, function=None):

@@ -290,28 +290,6 @@ def sums(x, order, dtype="float32"):
     return lowered(lambda x: rms_norm(x, implementation=order), S((8, 64), dtype), platform=x)
 
 
-def test_several_are_tried_in_order_where_the_program_is_lowered():
-    assert count(sums("tpu", ("native", "pallas")), "tpu_custom_call") == 1
-    assert count(sums("tpu", ("pallas", "xla")), "tpu_custom_call") == 1
-    for order in (("native", "xla"), ("xla", "pallas"), "xla"):
-        assert "custom_call" not in sums("tpu", order)
-    assert "custom_call" not in sums("tpu", ("native", "pallas", "xla"), "float16")
-
-
-def test_all_causes_are_raised_together():
-    with pytest.raises(ExceptionGroup, match="rms_norm: none of") as caught:
-        sums("tpu", ("native", "pallas"), "float16")
-    native_, pallas = caught.value.exceptions
-    assert "'native' cannot serve here: on tpu, this platform has no kernel" in str(native_)
-    assert "'pallas' cannot serve here: on tpu, Pallas kernels take" in str(pallas)
-    assert all(isinstance(e, NotImplementedError) for e in caught.value.exceptions)
-
-
-def test_one_cause_is_raised_alone():
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="not float64"):
-        sums("tpu", "pallas", "float64")
-
-
 def test_an_old_gpu_is_refused(monkeypatch):
     def old(ctx):
         raise Unsupported("Tesla T4 has compute capability 7.5")

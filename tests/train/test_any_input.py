@@ -20,6 +20,8 @@ from normfuse.train.cli import main
 from normfuse.train.metrics import MetricsLog
 from normfuse.train.run import Run
 
+pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
+
 _QUICK = dict(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -88,7 +90,6 @@ _YAML = st.one_of(
 )
 
 
-@pytest.mark.newest
 @settings(max_examples=80, **_QUICK)
 @given(content=_YAML)
 def test_any_yaml_is_read_or_explained(content):
@@ -176,7 +177,6 @@ def stopped_at_compilation(monkeypatch):
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
 
 
-@pytest.mark.newest
 @settings(max_examples=8, **_QUICK)
 @given(
     name=st.sampled_from(_FOLDERS),

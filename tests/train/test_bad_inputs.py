@@ -10,6 +10,8 @@ import pytest
 from normfuse.train import compilation
 from normfuse.train.cli import main
 
+pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
+
 _USAGE = [
     ({"steps": 0}, ["--steps 0", "at least 1"]),
     ({"batch_size": 0}, ["--batch-size 0", "at least 1"]),
@@ -252,7 +254,6 @@ def test_a_file_in_the_place_of_a_folder_is_found_before_the_first_save(
     _assert_usage_error(code, error, ["--out-dir", f"its {name} must be a folder"])
 
 
-@pytest.mark.newest
 def test_platform_without_devices_is_usage():
     """In a process of its own: a JAX backend is chosen once."""
     program = "import sys; from normfuse.train.cli import main; sys.exit(main(['train']))"
@@ -302,7 +303,6 @@ def test_nothing_to_keep_is_said(train, monkeypatch, changes, said):
     assert ("--mesh.keep-gathered has nothing to keep" in out) == said
 
 
-@pytest.mark.newest
 def test_processes_that_do_not_meet_are_named(tmp_path):
     """A wrong coordinator: JAX alone would have XLA abort after five minutes."""
     flags = ["--distributed.coordinator=localhost:9", "--distributed.num-processes=2"]

@@ -30,7 +30,6 @@ def program_text(lower=Program.lower, **changes) -> str:
 @pytest.mark.parametrize(
     ("implementation", "norms"),
     [
-        (None, "native kernels"),
         ("xla", "plain XLA"),
         (("pallas", "xla"), "interpreted Pallas kernels"),
     ],

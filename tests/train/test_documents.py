@@ -248,7 +248,8 @@ def test_a_step_is_that_of_documents_alone(framework, shape, microbatches, parts
         _check_step(_step(model, mesh, microbatches, parts), params, _rows(rng), mesh, model)
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("eqx", marks=NEWEST)])
+@NEWEST
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
 def test_logits_are_those_of_documents_alone(framework, rng):
     config = dataclasses.replace(CONFIG, sliding_window=4, layer_pattern="LG")
     model = build(framework, dataclasses.replace(config, num_layers=2))
@@ -276,6 +277,7 @@ def documents(text_file, tmp_path):
     return {"data.path": path, "data.documents": True}
 
 
+@NEWEST
 def test_a_run_resumes_with_the_losses_of_the_unbroken(
     interrupted, train, documents, options, losses, lines, tmp_path
 ):

@@ -16,6 +16,8 @@ from normfuse.train.cli import main
 from normfuse.train.lock import FolderLock
 from normfuse.train.run_dir import RunDir
 
+pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
+
 _HOLD = """
 import pathlib, sys
 from normfuse.train.lock import FolderLock
@@ -62,7 +64,6 @@ def test_second_run_in_a_folder_is_told_who_is_there(holder, train, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-@pytest.mark.newest
 def test_requeued_run_waits_for_its_predecessor_and_its_lock_dies_with_it(
     holder, train, while_waiting, tmp_path
 ):
@@ -102,7 +103,6 @@ def test_predecessor_may_leave_a_run_that_resume_never_refuses(
     assert code == 2 and "--resume never" in err and "already holds a run" in err
 
 
-@pytest.mark.newest
 def test_finished_run_leaves_its_folder_to_the_next(train, tmp_path):
     assert train(steps=2)[0] == 0
     lock = FolderLock(tmp_path / "run" / ".lock", print)
@@ -140,7 +140,6 @@ def test_link_in_place_of_the_lock_is_not_followed(tmp_path):
     assert (tmp_path / "thesis").read_text() == "dear"
 
 
-@pytest.mark.newest
 def test_runs_that_start_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch, flags):
     """Without --out-dir, a run's folder has the time's name."""
     monkeypatch.chdir(tmp_path)
@@ -165,7 +164,6 @@ entry(["train", *sys.argv[1:]])
 """
 
 
-@pytest.mark.newest
 def test_two_runs_whose_locks_lie_leave_a_folder_that_is_resumed(spawn, train, lines, tmp_path):
     """They write one folder's checkpoints. One may fail, in a line; nothing damaged is restored."""
     options = {"steps": 6, "checkpoint.every": 1}

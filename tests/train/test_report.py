@@ -14,6 +14,8 @@ from normfuse.train.cli import main
 from normfuse.train.profiling import _gaps, by_kind, table
 from normfuse.train.run_dir import RunDir, RunResults
 
+pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -81,7 +83,6 @@ def drawn(monkeypatch):
         close(figure)
 
 
-@pytest.mark.newest
 def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, drawn):
     run = RunDir(finished[0]).results("whole")
     pairs = RunResults("pairs", run.lines, tokens_per_byte=0.25)

@@ -12,6 +12,8 @@ from normfuse.train.data import load
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
 
+pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
+
 tokenizers = pytest.importorskip("tokenizers")
 
 TEXT = "the norm of a row\n\tdivides  the row; größer, 大きい 🙂\r\nand the scale scales  \n" * 40
@@ -137,7 +139,6 @@ def test_the_vocabulary_follows_the_tokenizer_unless_given(train, tmp_path):
     assert code == 2 and "bpe:300 has 2" in error and "Give --model.vocab-size 384" in error
 
 
-@pytest.mark.newest
 def test_run_on_pairs_counts_bits_per_byte_and_goes_on(train, text_file, tmp_path, lines, capsys):
     options = {
         "data.tokenizer": "bpe:300",
