@@ -53,13 +53,12 @@ def assert_close(got, want):
             assert jnp.array_equal(a, b), path
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit])
-def test_values_are_those_of_a_loop_with_value_and_grad(xs, transform):
+def test_values_are_those_of_a_loop_with_value_and_grad(xs):
     """In every step: loss, gradients, and the whole state of the model afterwards."""
     model, theirs = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
     model.total, theirs.total = (nnx.Intermediate(jnp.zeros(())) for _ in range(2))
     optimizers = [nnx.Optimizer(m, optax.sgd(0.1), wrt=nnx.Param) for m in (model, theirs)]
-    run = transform(lambda model, xs: accumulate_gradients(loss, model, xs))
+    run = nnx.jit(lambda model, xs: accumulate_gradients(loss, model, xs))
     each = nnx.jit(nnx.value_and_grad(loss))
     for step in range(2):
         value, gradients = run(model, xs)

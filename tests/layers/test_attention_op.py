@@ -711,12 +711,9 @@ def test_transformations_on_gpus():
 
 
 ODD = {  # lengths of queries and keys, and options
-    "causal": (9, 9, ["causal", "bias"]),
     "causal and mask": (9, 9, ["causal", "mask", "segments"]),
-    "mask": (9, 9, ["mask", "bias", "segments"]),
     "padding": (9, 9, ["padding", "softcap"]),
     "keys": (8, 13, ["mask"]),
-    "queries": (11, 6, ["padding", "bias"]),
 }
 
 

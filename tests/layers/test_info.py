@@ -24,7 +24,7 @@ from normfuse import (
 )
 from normfuse.layers import info as report
 from normfuse.layers.dense import gated
-from normfuse.layers.norm import cuda, op
+from normfuse.layers.norm import cuda
 from normfuse.native import cache, compiler, host_compiler, implementation
 from normfuse.native.launch import named_target
 from normfuse.train.cli import main
@@ -238,31 +238,6 @@ def test_every_number_of_rows_has_a_layout_that_is_warmed(n):
     assert len(counts) < 16
     warmed = {layouts(rows) for rows in counts}
     assert {layouts(rows) for rows in (*range(1, 40_000, 7), 1 << 22, 10**8)} <= warmed
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("n", [96, 1024, 32768])
-def test_every_number_of_rows_of_layer_norm_is_warmed(n, monkeypatch):
-    target, launches = named_target("sm_90"), []
-
-    def launch(source, kernel, operands, results, *, macros, **_):
-        launches.append((kernel, *macros.items()))
-        return [jnp.zeros(r.shape, r.dtype) for r in results]
-
-    monkeypatch.setattr(cuda, "launch", launch)
-
-    def kernels(rows):
-        launches.clear()
-        dtypes = "bfloat16", "float32", "bfloat16"
-        for kernel, norm, structs in op.examples(n, *dtypes, rows=rows, centred=True):
-            jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, norm), *structs)
-        return set(launches)
-
-    counts = cuda.row_counts(n, target, "bfloat16", "float32", "bfloat16")
-    assert len(counts) < 16
-    warmed = set().union(*map(kernels, counts))
-    for rows in (1, 100, 132, 133, 500, 1000, 1583, 1584, 2111, 2112, 3000, 9000, 1 << 20):
-        assert kernels(rows) <= warmed, rows
 
 
 @pytest.mark.parametrize(

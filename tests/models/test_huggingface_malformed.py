@@ -126,11 +126,6 @@ def header(change):
     return edit
 
 
-def _shifted(entries, first, second):
-    for entry in entries.values():
-        entry["data_offsets"] = [offset + 4 for offset in entry["data_offsets"]]
-
-
 def gemma(**changes):
     """The configuration of a Gemma 3 with these changes."""
     found = {"model_type": "gemma3_text", "query_pre_attn_scalar": 4, "sliding_window": 4}
@@ -144,15 +139,11 @@ _NOT_READ = "is not a safetensors file, or is damaged"
 MALFORMED = {
     # the configuration
     "no config": (lambda folder: (folder / CONFIG).unlink(), CONFIG, "No such file"),
-    "config is empty": (write(CONFIG, b""), CONFIG, "is not valid JSON"),
     "config is no JSON": (write(CONFIG, b"{dim: 6}"), CONFIG, "is not valid JSON"),
-    "config is no text": (write(CONFIG, b'{"a": "\xff\xfe"}'), CONFIG, "is not valid JSON"),
     "config is deep": (write(CONFIG, b"[" * 200_000), CONFIG, "is not valid JSON"),
-    "config is long": (write(CONFIG, b"1" * 5000), CONFIG, "is not valid JSON"),
     "config twice": (write(CONFIG, b'{"a": 1, "a": 2}'), CONFIG, "'a' occurs twice"),
     "config is a list": (write(CONFIG, b"[1]"), CONFIG, "must hold a JSON object, not a list"),
     "config is a FIFO": (place(CONFIG, os.mkfifo), CONFIG, "is not a regular file"),
-    "config is a folder": (place(CONFIG, os.mkdir), CONFIG, "is not a regular file"),
     "config leads out": (
         place(CONFIG, lambda path: path.symlink_to("/etc/passwd")),
         CONFIG,
@@ -162,64 +153,31 @@ MALFORMED = {
     "family is a list": (config(model_type=["llama"]), CONFIG, "model_type=['llama']"),
     "no width": (config(hidden_size=...), CONFIG, "hidden_size is missing"),
     "width is null": (config(hidden_size=None), CONFIG, "hidden_size=None must be an integer"),
-    "width is text": (config(hidden_size="6", head_dim=None), CONFIG, "hidden_size='6' must be"),
-    "width is a float": (config(hidden_size=6.0), CONFIG, "hidden_size=6.0 must be an integer"),
-    "no layers": (config(num_hidden_layers=0), CONFIG, "num_hidden_layers=0 must be an integer"),
     "too many layers": (config(num_hidden_layers=10**9), CONFIG, "num_hidden_layers=1000000000"),
     "no heads": (config(num_attention_heads=0, head_dim=None), CONFIG, "num_attention_heads=0"),
-    "heads are true": (config(num_attention_heads=True), CONFIG, "num_attention_heads=True"),
     "heads do not divide": (
         config(num_key_value_heads=3),
         CONFIG,
         "num_attention_heads=2 must be a multiple of num_key_value_heads=3",
     ),
-    "odd head": (config(head_dim=7), CONFIG, "head_dim=7 must be even"),
     "more tokens than int32": (config(vocab_size=2**31), CONFIG, "vocab_size=2147483648 must be"),
-    "eps is text": (config(rms_norm_eps="small"), CONFIG, "rms_norm_eps='small' must be finite"),
     "eps is NaN": (config(rms_norm_eps=float("nan")), CONFIG, "rms_norm_eps=nan must be finite"),
-    "eps beyond float32": (config(rms_norm_eps=1e39), CONFIG, "rms_norm_eps=1e+39 must be finite"),
     "theta is null": (config(rope_theta=None), CONFIG, "rope_theta=None must be finite"),
-    "theta is infinite": (config(rope_theta=float("inf")), CONFIG, "rope_theta=inf must be"),
-    "theta is a long integer": (config(rope_theta=10**400), CONFIG, "rope_theta=1000"),
-    "rope is text": (config(rope_scaling="llama3"), CONFIG, "rope_scaling='llama3' must be an"),
     "rope lacks": (config(rope_scaling={"rope_type": "llama3"}), CONFIG, "lacks factor"),
-    "rope of text": (
-        config(rope_parameters=_SCALING | {"factor": "8"}),
-        CONFIG,
-        "factor='8' must be at least 1",
-    ),
     "rope type is a list": (config(rope_scaling={"rope_type": ["x"]}), CONFIG, "rope_type=['x']"),
     "tied is text": (config(tie_word_embeddings="no"), CONFIG, "tie_word_embeddings='no' must be"),
-    "layer types of objects": (config(layer_types=[{}]), CONFIG, "layer_types=[{}]"),
     "layer types a number": (config(layer_types=1), CONFIG, "layer_types=1"),
-    "layer types too few": (gemma(layer_types=[]), CONFIG, "layer_types=[] must be 1 of 'sliding"),
     "layer type unknown": (gemma(layer_types=["chunked"]), CONFIG, "layer_types=['chunked'] must"),
     "pattern is zero": (
         gemma(sliding_window_pattern=0),
         CONFIG,
         "sliding_window_pattern=0 must be",
     ),
-    "pattern is text": (gemma(sliding_window_pattern="6"), CONFIG, "sliding_window_pattern='6' mu"),
     "window is null": (gemma(sliding_window=None), CONFIG, "sliding_window=None, but layers are"),
-    "window is negative": (
-        gemma(sliding_window=-1),
-        CONFIG,
-        "sliding_window=-1 must be an integer",
-    ),
-    "window is text": (
-        gemma(sliding_window="4k"),
-        CONFIG,
-        "sliding_window='4k' must be an integer",
-    ),
     "query scale is zero": (
         gemma(query_pre_attn_scalar=0),
         CONFIG,
         "query_pre_attn_scalar=0 must be finite, above 0",
-    ),
-    "soft cap is text": (
-        gemma(final_logit_softcapping="30"),
-        CONFIG,
-        "final_logit_softcapping='30' must be finite, above 0",
     ),
     "local theta is null": (
         gemma(rope_parameters={"full_attention": {}, "sliding_attention": {"rope_theta": "x"}}),
@@ -231,32 +189,19 @@ MALFORMED = {
         CONFIG,
         "must be of rope_type 'default'",
     ),
-    "rope of a kind is text": (
-        gemma(rope_parameters={"full_attention": "linear"}),
-        CONFIG,
-        "rope_parameters: full_attention='linear' must be an object",
-    ),
-    "linear rope lacks": (config(rope_scaling={"rope_type": "linear"}), CONFIG, "lacks factor"),
     "activation is a list": (
         config(hidden_act=["silu"]),
         CONFIG,
         "hidden_act=['silu'] must be one",
     ),
-    "activation unknown": (config(hidden_act="mish"), CONFIG, "hidden_act='mish' must be one of"),
     "escapes": (config(model_type="\x1b[31m\n"), CONFIG, r"model_type='\x1b[31m\n'"),
     # the index
     "index is no JSON": (write(INDEX, b"{"), INDEX, "is not valid JSON"),
-    "index is a list": (write(INDEX, b"[]"), INDEX, "must hold a JSON object"),
     "index without a map": (write(INDEX, b"{}"), INDEX, "weight_map=None must be an object"),
-    "map is a list": (write(INDEX, b'{"weight_map": ["a"]}'), INDEX, "weight_map=['a'] must be"),
     "entry is a number": (index(1), INDEX, f"'{NORM}' in 1"),
-    "entry is empty": (index(""), INDEX, f"'{NORM}' in ''"),
     "entry is the folder": (index("."), INDEX, f"'{NORM}' in '.'"),
     "entry in the parent": (index("../other.safetensors"), INDEX, f"'{NORM}' in '../other"),
-    "entry in another folder": (index("x/../" + FIRST), INDEX, f"'{NORM}' in 'x/../model"),
-    "entry is absolute": (index("/etc/passwd"), INDEX, f"'{NORM}' in '/etc/passwd'"),
     "entry with a zero": (index("a\0b"), INDEX, f"'{NORM}' in 'a"),
-    "entry without an encoding": (index("\ud800"), INDEX, f"'{NORM}' in "),
     "entry of a missing file": (index("a.safetensors"), "a.safetensors", "No such file"),
     "entry with a long name": (index("a" * 300), "a" * 300, "File name too long"),
     "entry of the other file": (index(FIRST), INDEX, f"'{NORM}' in '{FIRST}'; it is not"),
@@ -268,15 +213,11 @@ MALFORMED = {
         FIRST,
         "is a link out of the folder",
     ),
-    "file leads to itself": (place(FIRST, lambda path: path.symlink_to(FIRST)), FIRST, "symbolic"),
     "file is empty": (write(FIRST, b""), FIRST, _NOT_READ),
     "file is no header": (write(FIRST, b"\x10" + 7 * b"\0" + 16 * b"?"), FIRST, _NOT_READ),
     "header is beyond": (write(FIRST, struct.pack("<Q", 2**63) + b"{}"), FIRST, _NOT_READ),
     "header is a list": (header(lambda *_: [1]), FIRST, _NOT_READ),
-    "header is deep": (header(lambda *_: b"[" * 200_000), FIRST, _NOT_READ),
-    "entry is null": (header(lambda e, *_: e.update(a=None)), FIRST, _NOT_READ),
     "no offsets": (header(lambda e, a, b: a.pop("data_offsets")), FIRST, _NOT_READ),
-    "shifted offsets": (header(_shifted), FIRST, _NOT_READ),
     "doubled offsets": (
         header(lambda e, a, b: b.update(data_offsets=a["data_offsets"], shape=a["shape"])),
         FIRST,
@@ -284,11 +225,6 @@ MALFORMED = {
     ),
     "overlapping offsets": (
         header(lambda e, a, b: b["data_offsets"].__setitem__(0, b["data_offsets"][0] - 4)),
-        FIRST,
-        _NOT_READ,
-    ),
-    "overlapping arrays": (
-        header(lambda e, a, b: b.update(data_offsets=[i - 4 for i in b["data_offsets"]])),
         FIRST,
         _NOT_READ,
     ),
@@ -302,13 +238,7 @@ MALFORMED = {
         FIRST,
         _NOT_READ,
     ),
-    "offsets of floats": (
-        header(lambda e, a, b: a.update(data_offsets=[float(i) for i in a["data_offsets"]])),
-        FIRST,
-        _NOT_READ,
-    ),
     "another shape": (header(lambda e, a, b: a.update(shape=[3])), FIRST, _NOT_READ),
-    "a huge shape": (header(lambda e, a, b: a.update(shape=[2**62, 8])), FIRST, _NOT_READ),
     "unknown dtype": (header(lambda e, a, b: a.update(dtype="X32")), FIRST, _NOT_READ),
     "integers": (header(lambda e, a, b: a.update(dtype="I32")), FIRST, "as I32; F64, F32, F16"),
     "turned shape": (
