@@ -2,8 +2,6 @@
 
 import collections
 import os
-import pathlib
-import zlib
 
 # Before JAX is imported: the emulated devices stand in for a mesh on machines without accelerators.
 _flag = "--xla_force_host_platform_device_count"
@@ -23,16 +21,8 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
-    parser.addoption("--thin", type=int, default=1, help="run one of so many cases of each test")
-    parser.addoption("--passed-to", metavar="FILE", help="write what passed to this file")
-    parser.addoption(
-        "--passed-in",
-        metavar="FILE",
-        help="of tests with four cases or more, not those in the file",
-    )
 
 
-@pytest.hookimpl(trylast=True)  # after pytest has selected by marks
 def pytest_collection_modifyitems(config, items):
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:  # tests count kernels at sizes where XLA's norm would serve
@@ -44,50 +34,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
         if "gpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-    if config.getoption("--thin") > 1:
-        _drop(config, items, _thinned(items, config.getoption("--thin")))
-    if config.getoption("--passed-in"):
-        passed = set(pathlib.Path(config.getoption("--passed-in")).read_text().splitlines())
-        _drop(config, items, _passed(items, passed))
-
-
-def _drop(config, items, dropped):
-    dropped = set(dropped)
-    config.hook.pytest_deselected(items=list(dropped))
-    items[:] = [item for item in items if item not in dropped]
-
-
-def _cases(items, *but):
-    """The cases of each test, without those that are marked so."""
-    cases = collections.defaultdict(list)
-    for item in items:
-        if not any(map(item.get_closest_marker, ("skip", "every_case", *but))):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    return cases.values()
-
-
-def _thinned(items, n):
-    """All cases of each test but one of `n`, and one at least.
-
-    The order is that of a checksum of their names, so that every parameter loses some values only.
-    """
-    for found in _cases(items):
-        found.sort(key=lambda item: zlib.crc32(item.name.encode()))
-        yield from found[-(-len(found) // n) :]
-
-
-def _passed(items, passed):
-    """Cases that passed elsewhere, of tests with others, whose values LLVM does not round."""
-    for found in _cases(items, "optimized"):
-        again = [item for item in found if item.nodeid in passed]
-        if len(found) >= 4 and len(again) < len(found):
-            yield from again
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("--passed-to"):
-        passed = [report.nodeid for report in terminalreporter.getreports("passed")]
-        pathlib.Path(config.getoption("--passed-to")).write_text("\n".join(passed))
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures

@@ -60,7 +60,6 @@ def scaling(*arguments) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.newest  # benchmarks are run with the newest JAX
 def test_scaling_is_measured_as_asked_and_drawn(tmp_path):
     # All in one test: workers that share a run would each measure for themselves.
     few = ["--steps", 1, "--groups", 2, "--warmup", 1, "--no-trace", "--size", "tiny"]
@@ -194,7 +193,6 @@ def every_kernel():
     return loaded("every_kernel")
 
 
-@pytest.mark.newest
 def test_every_kernel_of_the_cpu_is_right(every_kernel, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["every_kernel.py", "--features", "48"])
     every_kernel.main()
@@ -245,7 +243,6 @@ CASES = [
 ]
 
 
-@pytest.mark.newest
 def test_before_and_after_are_measured_and_compared():
     copy = pathlib.Path(normfuse.__file__).parents[1]
     both = "--before", copy, "--after", copy
@@ -296,7 +293,6 @@ def measure_steps(monkeypatch, capsys, served):
     return {line["version"]: line for line in lines}, failed
 
 
-@pytest.mark.newest
 def test_steps_before_and_after_fuse_differ_by_what_they_are_named_for(monkeypatch, capsys):
     lines, failed = measure_steps(monkeypatch, capsys, served=True)
     assert failed == []
@@ -321,7 +317,6 @@ def test_steps_before_and_after_fuse_differ_by_what_they_are_named_for(monkeypat
     assert lines["fuse, fp8"]["losses"] != lines["theirs"]["losses"]
 
 
-@pytest.mark.newest
 def test_steps_without_what_they_are_named_for_are_not_measured(monkeypatch, capsys):
     lines, failed = measure_steps(monkeypatch, capsys, served=False)
     assert [*lines] == ["theirs"]
@@ -339,7 +334,6 @@ ROWS = {  # each with the versions of ours
 RIVALS = ["bf16, jnp", "FP8, XLA's best", "FP8, Flax's fp8_ops"]
 
 
-@pytest.mark.newest
 def test_rows_of_layers_take_turns_with_other_fp8(tmp_path):
     flags = "--part layers --size tiny --turns 3 --threads 2 --seconds 280 --rows".split()
     script, out = REPOSITORY / "benchmarks" / "quantization.py", tmp_path / "lines"
@@ -386,7 +380,6 @@ def not_measured(fp8_rows, capsys, row, seconds=60.0) -> dict[str, str]:
     return {line["version"]: line["not_measured"] for line in lines if "not_measured" in line}
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("value", "problem"),
     [(0.0, "its results are 1 from bfloat16's"), (math.nan, "are nan from"), (1.0, "")],
@@ -410,7 +403,6 @@ CUBLAS = 'custom_call_target="__cublas$lt$matmul$f8"\n'
 QUANTIZER = 'custom_call_target="normfuse_launch" kernel = "quantize_cast"\n'
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -434,7 +426,6 @@ def test_every_product_of_ours_must_be_fp8(fp8_rows, text, problem):
 # ---------------------------------------------------------------- errors of FP8
 
 
-@pytest.mark.newest
 def test_errors_of_fp8_are_printed_beside_those_of_bfloat16(monkeypatch, capsys):
     sizes = ["--tokens", "32", "--features", "16", "--hidden", "32"]
     monkeypatch.setattr(sys, "argv", ["fp8_errors.py", *sizes])
@@ -446,7 +437,6 @@ def test_errors_of_fp8_are_printed_beside_those_of_bfloat16(monkeypatch, capsys)
 # ---------------------------------------------------------------- public models of other people
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "make, served",
     [

@@ -14,6 +14,8 @@ import pytest
 
 import normfuse
 
+pytestmark = pytest.mark.oldest
+
 LAYERS = ("native", "layers", "models", "train")  # each imports only from those before it
 
 

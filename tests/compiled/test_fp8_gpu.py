@@ -102,7 +102,6 @@ def mlp(together):
     return compiled(run, operands, struct(TOKENS, DIM, dtype=bf16))
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("together", [True, False])
 def test_an_mlp_has_nine_products_without_a_transpose(together):
     program = mlp(together)
@@ -120,7 +119,6 @@ def test_an_mlp_has_nine_products_without_a_transpose(together):
     assert not re.search(rf"= f32\[({TOKENS},{HIDDEN})\]", text)  # no float32 of that size
 
 
-@pytest.mark.newest
 def test_an_mlp_quantizes_each_array_once():
     """x, three kernels, the hidden array and three gradients; a bounded x needs no maximum.
 
@@ -137,7 +135,6 @@ def gated_mlp(x, scale, gate, up, down):
     return gated.mlp(rms_norm(x, scale), kernels, {}, quantization="fp8", **options)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("layer", [fp8_layers.mlp, gated_mlp])
 def test_main_gradients_of_a_scan_are_added_in_the_products(layer):
     dim, hidden = 2048, 8192
@@ -281,7 +278,6 @@ def test_a_gated_mlp_keeps_its_hidden_arrays_as_codes(contract):
     }
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("residual", [True, False])
 def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     """One pass reads x (and the residual, whose sum it writes), and nothing else makes codes of it.
@@ -318,7 +314,6 @@ def test_a_norm_before_a_gated_mlp_writes_its_codes(residual):
     }
 
 
-@pytest.mark.newest
 def test_an_mlp_without_a_gate_keeps_its_hidden_array_as_codes():
     """Six products; one pass over a finds a maximum, and two write codes."""
 
@@ -392,7 +387,6 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
     }
 
 
-@pytest.mark.newest
 def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_products():
     def loss(params, x):
         return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, *params))
@@ -432,7 +426,6 @@ def test_codes_that_remat_keeps_are_not_copied():
     assert len(kernels) == 1
 
 
-@pytest.mark.newest
 def test_microbatches_share_the_codes_of_kernels():
     """Kernels of rematerialised layers in a scan, and of an MLP: none is quantized in the loop."""
     count, layers, rows, dim, hidden = 5, 3, 256, 512, 1024
@@ -520,7 +513,6 @@ def test_fused_norms_of_a_foreign_model_write_the_codes_of_its_linears():
 ROWS, WIDTH = (64, 196), 1024
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("adaptive", [False, True], ids=["ViT", "DiT"])
 def test_a_fused_block_of_a_vision_transformer_is_codes_between_products(adaptive):
     """Norms, and the MLP's passes over 4 · WIDTH features, write what the products read."""

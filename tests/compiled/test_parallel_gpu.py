@@ -45,7 +45,6 @@ SCALES = sum(math.prod(shape) for name, shape in SHAPES.items() if name.endswith
 
 # The oldest stack compiles other cases; what it says to each other on every mesh of CPUs is counted
 # in models/test_sharding.py.
-NEWEST = pytest.mark.newest
 
 
 def gradient(framework, sizes, sharding, parts=1, **changes):
@@ -78,14 +77,13 @@ def transposed(program):
     return [shape for shape in found if shape.count(",") < 3]
 
 
-@NEWEST
 def test_replicas_sum_every_gradient_once():
     program = gradient("nnx", (8, 1, 1), Sharding())
     summed = TABLE + KERNELS + SCALES
     assert hlo.communicated(program) == {("all-reduce", "f32"): summed + 1}  # and the loss
 
 
-@pytest.mark.parametrize("framework", ["nnx", pytest.param("eqx", marks=NEWEST)])
+@pytest.mark.parametrize("framework", ["nnx", "eqx"])
 def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     program = gradient(framework, (1, 8, 1), Sharding(), num_layers=2)
     assert hlo.communicated(program) == {
@@ -99,7 +97,6 @@ def test_fsdp_gathers_bfloat16_and_scatters_gradients(framework):
     assert not transposed(program)  # kernels and their gradients are cut where they are contiguous
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("framework", "remat", "keep", "param_dtype"),
     [
@@ -128,7 +125,6 @@ def test_fsdp_gathers_again_unless_it_is_kept(framework, remat, keep, param_dtyp
     assert not {tuple(map(int, shape)) for shape in widened} & whole
 
 
-@NEWEST
 def test_tensor_parallelism_sums_four_activations_a_layer():
     program = gradient("nnx", (1, 1, 8), Sharding())
     activation = ROWS * SEQ * DIM
@@ -140,7 +136,6 @@ def test_tensor_parallelism_sums_four_activations_a_layer():
     }
 
 
-@NEWEST
 def test_sequence_parallelism_gathers_and_scatters_instead():
     program = gradient("eqx", (1, 1, 8), Sharding.sequence_parallel())
     activation, times = ROWS * SEQ * DIM, 4 * LAYERS + 2
@@ -153,7 +148,6 @@ def test_sequence_parallelism_gathers_and_scatters_instead():
     assert count("all-gather") == count("reduce-scatter") == times  # each waits for the one before
 
 
-@NEWEST
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
     """Parts are scaled before they are summed, so that XLA sums those of one input at once."""
@@ -179,7 +173,6 @@ def test_fp8_products_are_summed_in_bfloat16_and_as_often_as_others(sequence):
     assert arrived.count(f"{DIM},{ROWS},{SEQ}") == 2
 
 
-@NEWEST
 def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
     """As often as bfloat16: codes are transposed on arrival, not gathered in two orders.
 
@@ -201,7 +194,6 @@ def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
     assert len(reductions) == 2 * 6 + 2  # of what o and down read, and of gradients; of scales
 
 
-@NEWEST
 def test_all_three_axes_gather_codes_once():
     options = {"quantization": "fp8"}
     found = hlo.communicated(gradient("nnx", (2, 2, 2), Sharding.sequence_parallel(), **options))
@@ -212,7 +204,6 @@ def test_all_three_axes_gather_codes_once():
     assert found[("reduce-scatter", "bf16")] == 6 * activation // 2
 
 
-@NEWEST
 def test_parts_of_a_batch_hide_what_the_others_communicate():
     """While whole sequences are gathered, which need no transposition."""
     sharding = Sharding.sequence_parallel(by_rows=True)

@@ -34,7 +34,6 @@ def step(preset: str, mesh: Mesh, attention: str = "cudnn", **changes):
     return step_on(mesh, config, model)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("width", [64, 256])
 def test_cudnn_serves_attention_unasked(documents, width):
@@ -73,7 +72,6 @@ def copied(program, state) -> list[tuple[int, ...]]:
     return [shape for shape in shapes if shape in arrays]
 
 
-@pytest.mark.newest
 def test_kernels_are_compiled_before_the_program_is_lowered(monkeypatch, tmp_path):
     """Those within loops, too."""
     monkeypatch.setenv("NORMFUSE_CACHE_DIR", str(tmp_path))
@@ -95,7 +93,6 @@ def test_kernels_are_compiled_before_the_program_is_lowered(monkeypatch, tmp_pat
     assert compiler.compilations() == compiled
 
 
-@pytest.mark.newest
 def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
     """At 16384 tokens a step, in place, with the remat of the preset, none."""
     config = preset_config("1b")
@@ -111,7 +108,6 @@ def test_1b_fits_one_gpu_of_80_gb_and_repeats_no_product():
     assert hlo.text(program).count('custom_call_target="__cublas') <= 3 * (7 * 16 + 1)
 
 
-@pytest.mark.newest
 def test_a_block_in_fp8_keeps_a_third_less_than_in_bfloat16():
     """Each block of `1b`, at 16384 tokens: codes in place of what its products read."""
     versions = {"fp8": {"quantization": "fp8"}, "bfloat16": {}}
@@ -124,7 +120,6 @@ def test_a_block_in_fp8_keeps_a_third_less_than_in_bfloat16():
     assert grown["fp8"] < 0.75 * grown["bfloat16"], grown
 
 
-@pytest.mark.newest
 def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     """Seven products with weights and their gradients; one pass for each norm in each direction."""
     program, _ = step("1b", mesh(), num_layers=1, quantization="fp8")
@@ -153,7 +148,6 @@ def test_products_add_the_gradients_of_one_x(quantization, monkeypatch):
     assert rows not in hlo.additions(program)
 
 
-@pytest.mark.newest
 def test_products_do_not_add_all_that_jax_sums(monkeypatch):
     """What the test above would find in a program that sums as JAX does."""
     monkeypatch.setattr(transformer, "shared", lambda x, count: [x] * count)
@@ -174,14 +168,12 @@ def test_other_presets_fit_gpus_of_80_gb(preset, axes):
     assert needed(program) < 80 * GB
 
 
-@pytest.mark.newest
 def test_sharded_state_is_updated_in_place():
     program, state = step("tiny", mesh(2, 2, 2), attention="xla")
     check_state_is_donated(program, state)
     assert copied(program, state) == []
 
 
-@pytest.mark.newest
 def test_fsdp_updates_its_state_in_place():
     """The gradients are reduced as the parameters lie: none is turned in the update's kernel."""
     program, state = step("8b", mesh(fsdp=8), num_layers=1)
@@ -223,7 +215,6 @@ def plan(path: str | None, *flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
-@pytest.mark.newest
 def test_plan_compiles_what_it_recommends():
     """Its memory and collectives are those of the step that its command runs."""
     gpu_compiler.mesh((1,), ("x",))  # skips where there is no compiler
@@ -240,7 +231,6 @@ def test_plan_compiles_what_it_recommends():
     assert "without a kernel" not in done.stdout  # the program that it read has ours
 
 
-@pytest.mark.newest
 def test_plan_says_how_to_install_a_compiler():
     done = plan(None, "--gpus=1", "--compile=1", "--batch-size=8")
     assert done.returncode == 2 and "Traceback" not in done.stderr

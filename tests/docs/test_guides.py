@@ -7,12 +7,13 @@ import runpy
 
 import pytest
 
+pytestmark = pytest.mark.oldest
+
 GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 NEWEST = {"elementwise_op", "fp8"}  # whose parts have tests that both stacks run
 SCRIPTS = runpy.run_path(str(GUIDES.parent / "scripts.py"))
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     "guide",
     [
@@ -29,7 +30,6 @@ def test_guide_runs(guide, eight_devices, tmp_path, monkeypatch):
     runpy.run_path(str(guide), run_name="__main__")
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", SCRIPTS["NOTEBOOKS"])
 def test_a_notebook_is_its_script_and_runs_cell_by_cell(name, eight_devices, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,8 @@ import pytest
 import normfuse
 import normfuse.layers.nnx as ours_nnx
 
+pytestmark = pytest.mark.oldest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 

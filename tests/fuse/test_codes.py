@@ -28,6 +28,8 @@ from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
 from normfuse.native.jaxpr import inner
 
+pytestmark = pytest.mark.oldest
+
 f32, bf16 = jnp.float32, jnp.bfloat16
 DIM = 32
 in_fp8 = functools.partial(fuse, quantization="fp8")
@@ -289,7 +291,6 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.every_case  # programs' parameters differ between JAX's versions
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_within_and_around_transformations(context, rng):
     """Of the function as of its parts; gradients of what it returns, and those that it takes."""

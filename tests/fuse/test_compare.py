@@ -10,6 +10,8 @@ from jax import lax
 import normfuse
 from normfuse.layers.fuse import compare as module
 
+pytestmark = pytest.mark.oldest
+
 bf16, f32 = jnp.bfloat16, jnp.float32
 
 

@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from normfuse import fuse
 
+pytestmark = pytest.mark.oldest
+
 B, T, H, D, V = 4, 8, 2, 8, 48
 E = H * D
 f32, bf16 = jnp.float32, jnp.bfloat16

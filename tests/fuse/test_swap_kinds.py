@@ -19,6 +19,8 @@ from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.fuse.program import Program
 
+pytestmark = pytest.mark.oldest
+
 DIM = 32
 X = draw(0, 2, 16, DIM)
 SWAPS = {"nnx": ours_nnx.swap, "eqx": ours_eqx.swap, "linen": ours_linen.swap}

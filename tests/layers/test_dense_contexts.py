@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import answers
 
+pytestmark = pytest.mark.oldest
+
 start = functools.partial(processes.start, pathlib.Path(__file__).with_name("mlp_worker.py"))
 
 ALLOWED = [

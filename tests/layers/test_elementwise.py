@@ -143,7 +143,6 @@ def test_scalars_change_without_compiling(rng):
     assert compiler.compilations() == before and jitted._cache_size() == programs
 
 
-@pytest.mark.newest
 def test_another_process_compiles_nothing(tmp_path):
     program = """
 import jax, jax.numpy as jnp, normfuse

@@ -15,6 +15,8 @@ from elementwise_cases import gated, twin
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 
+pytestmark = pytest.mark.oldest
+
 ONE, BOTH = 1, 2  # kernels
 
 

@@ -129,7 +129,6 @@ def test_derivatives_in_plain_jax(options, arrays):
     agree(jax.grad(jax.grad(op))(0.5), jax.grad(jax.grad(plain_swish))(0.5))
 
 
-@pytest.mark.newest
 def test_holomorphic_derivatives_and_others(arrays):
     z = jax.lax.complex(*arrays)
     product = elementwise(

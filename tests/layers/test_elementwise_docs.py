@@ -15,7 +15,6 @@ TEXT = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "elementwise.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.newest
 def test_every_code_block_runs():
     text = TEXT.read_text()
     blocks = list(BLOCK.finditer(text))
@@ -26,7 +25,6 @@ def test_every_code_block_runs():
         exec(compile("\n" * line + block[1], str(TEXT), "exec"), namespace)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "wrong", ["1 - tanh(x / cap)", "1.01 * (1 - tanh(x / cap) * tanh(x / cap))"]
 )

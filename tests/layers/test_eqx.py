@@ -15,7 +15,7 @@ from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers.eqx import Linear, RMSNorm
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 DTYPES = [(f32, f32), (bf16, f32), (f16, bf16)]

@@ -652,7 +652,6 @@ def test_export_gives_the_same_bits(rng):
     jax.tree.map(np.testing.assert_array_equal, again.call(args, dy), run(args, dy))
 
 
-@pytest.mark.newest
 def test_a_gpu_without_fp8_is_said(rng, monkeypatch, caplog):
     pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
     monkeypatch.setattr(implementation, "_plain", {})

@@ -15,6 +15,8 @@ from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
+pytestmark = pytest.mark.oldest
+
 DIM, HIDDEN = 8, 12
 CLOSE = {"rtol": 0, "atol": 1e-5}  # some tens of float32 roundings of numbers of order 1
 

@@ -123,7 +123,6 @@ def test_no_scale_no_rows_one_row(gate):
                 assert_close(got, expected)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("gate", ["after", "before"])
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_first_and_second_order(gate, mode):

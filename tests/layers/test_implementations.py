@@ -17,6 +17,8 @@ from support_table import record
 
 from normfuse import dense
 
+pytestmark = pytest.mark.oldest
+
 _INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms_norm|dense)')
 SERVED = [("rms_norm", "native"), ("rms_norm", "pallas"), ("dense", "pallas"), ("dense", "xla")]
 

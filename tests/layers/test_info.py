@@ -126,7 +126,6 @@ def test_info_says_which_products_of_this_process_are_not_fp8(monkeypatch):
     assert f"  {shape}, so it multiplies in the compute dtype" in report.info()
 
 
-@pytest.mark.newest
 def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     text = report.info(every_platform=True)
@@ -137,7 +136,6 @@ def test_info_without_the_compiler_says_what_to_install(monkeypatch):
     assert "pip install 'normfuse[cuda13]'" in text
 
 
-@pytest.mark.newest
 def test_info_of_a_refused_cache(folder):
     folder.mkdir()
     folder.chmod(0o777)
@@ -146,7 +144,6 @@ def test_info_of_a_refused_cache(folder):
     assert "not used: kernel cache" in text
 
 
-@pytest.mark.newest
 def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
     kernels, text = warmed
     shutil.copytree(kernels, folder)
@@ -163,7 +160,6 @@ def test_cache_warm_then_show_then_clear(capsys, monkeypatch, folder, warmed):
     assert printed(capsys, "cache", "show").count("\n") == 1
 
 
-@pytest.mark.newest
 def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     """Whatever the number of rows; the norm's width and the hidden layer's are the warmed one."""
     n, f32, bf16 = 96, jnp.float32, jnp.bfloat16

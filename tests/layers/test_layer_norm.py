@@ -185,7 +185,6 @@ def test_grad(case):
     serve(case, case.grad, *case.args, expected=case.gradients(), kernels=BOTH)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_second_order(mode):
     with jax.enable_x64(True):

@@ -14,6 +14,8 @@ from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
 
+pytestmark = pytest.mark.oldest
+
 DTYPES = [("float32", None), ("bfloat16", None), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
 SCALE, BIAS = (np.linspace(a, b, 24, dtype=np.float32) for a, b in [(0.5, 2), (-1, 1)])
 

@@ -15,7 +15,7 @@ from parity import assert_nearer, assert_no_worse
 
 from normfuse.layers.linen import Dense, RMSNorm
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SOME = [(bf16, f32, None), (bf16, bf16, f32), (f16, f32, bf16)]

@@ -16,7 +16,7 @@ from normfuse.layers import nnx as ours_nnx
 from normfuse.layers.dense.epilogue import resolve
 from normfuse.layers.nnx import Linear, RMSNorm
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.oldest, pytest.mark.optimized]
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 SOME = [

@@ -71,7 +71,6 @@ def test_one_kernel_each_way_and_nothing_that_nobody_uses():
     assert hlo.results(of(0)) == [1, 2]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("mode", ["fwd", "rev"])
 def test_second_order(mode):
     with jax.enable_x64(True):

@@ -12,6 +12,8 @@ from jax.test_util import check_grads
 from reference import Expected
 from rms_norm_cases import Case
 
+pytestmark = pytest.mark.oldest
+
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 
 

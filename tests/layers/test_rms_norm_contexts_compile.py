@@ -12,6 +12,8 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.oldest
+
 BOTH = {"backward": 1, "forward": 1}
 ROWS = P(("data", "model"))
 ALLOWED = [

@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from reference import Expected
 from rms_norm_cases import Batch, Case, stack
 
+pytestmark = pytest.mark.oldest
+
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 
 

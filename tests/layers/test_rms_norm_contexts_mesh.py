@@ -11,6 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rms_norm_cases import SPECS, Batch, Case, put
 
+pytestmark = pytest.mark.oldest
+
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 SPLIT_FORWARD = {"apply": 1, "row_statistics": 1}
 SPLIT_BOTH = {

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from reference import Expected
 from rms_norm_cases import Batch, Case, stack, total
 
+pytestmark = pytest.mark.oldest
+
 FORWARD, BOTH = {"forward": 1}, {"backward": 1, "forward": 1}
 SPLIT_FORWARD = {"apply": 1, "row_statistics": 1}
 SPLIT_BOTH = {"backward_apply": 1, "row_dots": 1, "row_statistics": 1}

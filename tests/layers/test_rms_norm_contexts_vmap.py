@@ -8,6 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rms_norm_cases import Batch, Case, stack, total
 
+pytestmark = pytest.mark.oldest
+
 BOTH = {"backward": 1, "forward": 1}
 OVER = {
     "rms_norm": [(2, None), (-2, None), (None, 1), (3, 0)],

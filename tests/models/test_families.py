@@ -60,7 +60,6 @@ def test_loss_is_that_of_the_logits(computed, jit):
     _assert_close(-loss, np.take_along_axis(shares, targets[..., None], -1)[..., 0])
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("framework, activation", [("nnx", "squared_relu"), ("eqx", "gelu_tanh")])
 def test_fp8_is_near_and_generation_has_none(small, noisy, rng, framework, activation, jit):
     """A plain MLP, whose product with `down` follows an activation alone.

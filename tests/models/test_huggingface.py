@@ -289,7 +289,6 @@ class _Killed(BaseException):
     pass
 
 
-@pytest.mark.newest
 def test_at_every_moment_of_saving_one_checkpoint_is_complete(replaced, monkeypatch):
     """Killed before any of its changes to the folder, the older or the newer is all there."""
     folder, older, newer, again = replaced

@@ -21,8 +21,6 @@ from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
 from normfuse.models.huggingface import load, save
 
-pytestmark = pytest.mark.newest  # no JAX changes how files are read
-
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 FIRST = "model-00001-of-00002.safetensors"
 NORM = "model.norm.weight"

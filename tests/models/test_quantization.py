@@ -130,7 +130,6 @@ def test_an_attention_of_your_own_is_called_with_what_its_norm_writes(params):
     assert distance(fused(TOKENS), model(TOKENS)) < 0.05
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("framework, remat", [("nnx", "dots"), ("eqx", "block")])
 def test_remat_quantizes_no_kernel_twice_and_changes_nothing(framework, remat, params):
     config = dataclasses.replace(FP8, remat=remat)
@@ -147,7 +146,6 @@ def test_remat_quantizes_no_kernel_twice_and_changes_nothing(framework, remat, p
     assert distance(both_ways(config, params, framework), both_ways(FP8, params, framework)) < 0.01
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
 def test_generation_computes_in_the_compute_dtype(framework, params):
     quantized, plain = build(framework, FP8), build(framework, SMALL)
@@ -174,7 +172,6 @@ def test_what_cannot_be_quantized_is_one_error(changes, message):
         TransformerConfig(**dataclasses.asdict(SMALL) | changes)
 
 
-@pytest.mark.newest
 def test_a_quantized_model_learns_as_an_unquantized_one():
     """Forty steps of gradient descent on one batch."""
     model_of = lambda config: build("nnx", config)
@@ -201,7 +198,6 @@ def test_a_quantized_model_learns_as_an_unquantized_one():
     assert abs(ends["fp8"][-1] - ends["plain"][-1]) < 0.03 * ends["plain"][0]
 
 
-@pytest.mark.newest
 def test_loss_curves_are_those_of_the_unquantized_model():
     """Three seeds each, the same data and values: the mean gap is within the range of the seeds."""
     options = {"dim": 32, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 64, "num_layers": 1}

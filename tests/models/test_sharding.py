@@ -18,6 +18,8 @@ from normfuse.models.config import PRESETS
 from normfuse.models.functional import build
 from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, validate
 
+pytestmark = pytest.mark.oldest
+
 AXES = ("data", "fsdp", "tensor")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
 CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [

@@ -40,14 +40,6 @@ def call():
         yield run
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
-def pytest_collection_modifyitems(items):
-    """Emulated kernels run on one stack: on every one, g++ compiles the same sources."""
-    for item in items:
-        if "emulator_folder" in getattr(item, "fixturenames", ()):
-            item.add_marker("newest")
-
-
 @pytest.fixture(scope="session")
 def emulator_folder(tmp_path_factory):
     """Where the emulator compiles its headers, once, and every kernel."""

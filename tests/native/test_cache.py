@@ -13,8 +13,6 @@ import pytest
 from normfuse.native import cache, compiler
 from normfuse.native.compiler import Source
 
-pytestmark = pytest.mark.newest  # no JAX changes folders and compilers
-
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 SOURCE = Source(

@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.oldest
+
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EPS = 1e-6
 SHAPES = [

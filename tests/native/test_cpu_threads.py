@@ -67,7 +67,6 @@ def on_one_thread() -> str:
     return run(1)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("threads", [2, 7])
 def test_number_of_threads_does_not_change_a_bit(threads, on_one_thread):
     assert on_one_thread.count("\n") == 5

@@ -16,6 +16,8 @@ from normfuse.native import compiler, implementation
 from normfuse.native.compiler import CompileError, CompilerMissing, Source
 from normfuse.native.launch import Target, named_target
 
+pytestmark = pytest.mark.oldest
+
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")

@@ -140,7 +140,6 @@ def test_cuda_threads_have_several_rows(emulated, monkeypatch, layout, residual)
     assert launches[0]["macros"]["THREAD_ROWS"] == layout.thread_rows
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "case",
     [
@@ -192,7 +191,6 @@ def test_cuda_strided_rows_match_reference(emulated):
     check_backward(run, case)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("n", "residual"), [(1408, True), (2048, False), (2880, True), (3200, False), (5120, True)]
 )

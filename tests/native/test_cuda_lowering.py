@@ -21,6 +21,8 @@ from normfuse.native import cache, compiler, implementation, launch
 from normfuse.native.implementation import BEST, NATIVE, Order, Unsupported
 from normfuse.native.launch import Target, named_target, target_for
 
+pytestmark = pytest.mark.oldest
+
 pytest.importorskip("cuda.bindings", reason="compiling needs cuda-bindings and NVRTC")
 
 SHAPE = (300, 4096, 1)

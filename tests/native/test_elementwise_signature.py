@@ -5,8 +5,6 @@ import pytest
 from normfuse.layers.elementwise.code import collapse
 from normfuse.layers.elementwise.signature import find, resolve
 
-pytestmark = pytest.mark.newest  # no JAX changes folders and compilers
-
 
 def described(source, name=None):
     f = find(source, name)

@@ -5,8 +5,6 @@ import pytest
 from normfuse.native import cache, host_compiler
 from normfuse.native.compiler import CompileError
 
-pytestmark = pytest.mark.newest  # no JAX changes folders and compilers
-
 _TEXT = 'extern "C" int one() { return 1; }'
 
 

@@ -29,7 +29,6 @@ FLAGS = ["-std=c++17", "-O0", "-g1", "-w", "-fsanitize=address,undefined"]
 FLAGS += ["-fno-sanitize-recover=all"]
 
 pytestmark = [
-    pytest.mark.newest,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
     pytest.mark.skipif(not NATIVE.exists(), reason="needs the sources"),
 ]

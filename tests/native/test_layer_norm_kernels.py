@@ -273,7 +273,6 @@ def test_cuda_long_rows_take_two_launches(emulated):
     assert launches[0]["grid"][1] > 1 and launches[2]["grid"][1] > 1
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "arch, x", half(["sm_80", "sm_89", "sm_90", "sm_120"], ["bfloat16", "float32"])
 )
@@ -295,7 +294,6 @@ def test_layouts_take_no_more_shared_memory_than_there_is(arch, x, monkeypatch):
     assert found and max(found) <= target.shared_memory
 
 
-@pytest.mark.newest
 def test_blocks_go_through_long_rows(emulated):
     """Fewer clusters than rows: the forward holds its parameters, the backward shares the scale."""
     run, launches = emulated(Target("sm_90", multiprocessors=2))
@@ -316,7 +314,6 @@ def test_no_rows_launch_nothing(emulated, host):
     assert not launches
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("arch", "shape"),
     [

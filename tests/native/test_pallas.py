@@ -23,7 +23,10 @@ from normfuse.native.pallas import blocks, portable, triton
 from normfuse.native.pallas.lowering import Target
 
 # JAX's, to those who ask for it; `test_the_deprecation_is_shown` looks at it.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+pytestmark = [
+    pytest.mark.oldest,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 
 CPU = Target("cpu", cores=2)
 FLAGS = {"scale_offset": 1.0, "has_scale": True}

@@ -70,7 +70,6 @@ def interpreted(monkeypatch):
 
 
 # Rows and columns beyond the last tile, blocks with several tiles, and a slot's every use.
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "stages, staging, contract, gated",
     [(4, 2, 0, True), (4, 2, 1, True), (3, 5, 1, True), (4, 2, 0, False)],
@@ -99,7 +98,6 @@ def test_without_the_value(interpreted):
     assert_close(dup, Expected(dh * np.maximum(z, 0), size * np.abs(z), 64))
 
 
-@pytest.mark.newest
 def test_a_function_of_both(interpreted):
     del interpreted
     dy, w, z, up = operands(128, 64, 256, True, "float16")
@@ -151,7 +149,6 @@ def test_it_lowers_to_one_kernel_in_place_of_its_operands(arch, dtype, contract)
         assert place in call
 
 
-@pytest.mark.newest  # the oldest stack lowers one of them in the test above
 def test_it_lowers_for_every_activation(arch):
     arch("sm_90")
     types = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((128, 64), (256, 64), (128, 256))]

@@ -110,7 +110,6 @@ BIASED = [
 ]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("case, heads", BIASED[1::2], ids=str)
 def test_cuda_bias_matches_reference(emulated, case, heads):
     check_bias(emulated(SM90)[0], case, heads)
@@ -123,7 +122,6 @@ def test_host_bias_matches_reference(host, case, heads):
     check_bias(host, case, heads)
 
 
-@pytest.mark.newest
 def test_cuda_bias_of_unaligned_and_of_long_rows(emulated):
     check_bias(emulated(SM90, shift=1)[0], Case((3, 136, 1)))
     run, launches = emulated(SM80)
@@ -180,7 +178,6 @@ GATED = [
 ]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("case, gate, activation, owners", GATED[::2], ids=str)
 def test_cuda_gates_match_reference(emulated, case, gate, activation, owners):
     run, launches = emulated(SM90)
@@ -195,7 +192,6 @@ def test_host_gates_match_reference(host, case, gate, activation, owners):
     check_gate(host, case, gate, activation, *owners)
 
 
-@pytest.mark.newest
 def test_cuda_gates_of_unaligned_and_of_long_rows(emulated):
     gate = "before"
     check_gate(emulated(SM90, shift=1)[0], Case((3, 136, 1)), gate)
@@ -268,7 +264,6 @@ EXAMPLES = [
 NORMS = ["rms_norm", "layer_norm"]
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("op, example", half(NORMS, EXAMPLES), ids=str)
 def test_cuda_examples_match_reference(emulated, op, example):
     case, examples = example
@@ -284,7 +279,6 @@ def test_host_examples_match_reference(host, case, examples, op):
     check_examples(host, case, examples, op)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("op", NORMS)
 def test_cuda_examples_of_unaligned_and_of_long_rows(emulated, op):
     n = {"rms_norm": 2056, "layer_norm": 1032}[op]
@@ -319,7 +313,6 @@ def compiled(name, arch, params, *operands):
     jax.eval_shape(lambda *arrays: body(target, norm_of(params), *arrays), *operands)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("arch, shape", ARCHS)
 def test_cuda_bias_compiles_and_spills_no_registers(spilled, arch, shape):
     x, w = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:2], "float32")
@@ -332,7 +325,6 @@ def test_cuda_bias_compiles_and_spills_no_registers(spilled, arch, shape):
     assert max(spilled.values()) <= 8, spilled
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("gate, where", half(["after", "before"], ARCHS[:-1]), ids=str)
 def test_cuda_gates_compile_and_spill_no_registers(spilled, gate, where):
     arch, shape = where
@@ -345,7 +337,6 @@ def test_cuda_gates_compile_and_spill_no_registers(spilled, gate, where):
     assert max(spilled.values()) <= 8, spilled
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("op, where", half(NORMS, ARCHS[:-1]), ids=str)
 def test_cuda_examples_compile_and_spill_no_registers(spilled, op, where):
     arch, shape = where
@@ -361,7 +352,6 @@ def test_cuda_examples_compile_and_spill_no_registers(spilled, op, where):
     assert max(spilled.values()) <= 8, spilled
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(9000, 8, 64), (9000, 512)])
 def test_short_rows_are_stored_by_16_bytes(monkeypatch, shape, kernel):

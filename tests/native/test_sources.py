@@ -11,8 +11,6 @@ import normfuse
 from normfuse.native import cache, compiler
 from normfuse.native.compiler import CompileError, Source
 
-pytestmark = pytest.mark.newest  # no JAX changes folders and compilers
-
 READS = {
     '#include "my.h"': ['"my.h"'],
     '  # \t include "my.h" // mine': ['"my.h"'],

@@ -20,8 +20,6 @@ from normfuse.train.cli import main
 from normfuse.train.metrics import MetricsLog
 from normfuse.train.run import Run
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 _QUICK = dict(derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -12,6 +12,8 @@ from train_state import RECORD, abstract, equal, make_state, restore
 from normfuse.train import RunError, UsageError
 from normfuse.train.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.oldest
+
 
 def test_restores_the_newest_exactly(copy):
     state, record, said = restore(copy)

@@ -29,7 +29,6 @@ _FAULTS = {
 }
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("fault", _FAULTS)
 def test_damage_to_any_file_is_harmless_or_costs_one_checkpoint(copy, tmp_path, fault):
     """Every file of the newest, in turn: its own state comes back, or the one before."""

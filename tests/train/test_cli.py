@@ -94,7 +94,6 @@ _COMMANDS = [
 ]
 
 
-@pytest.mark.newest
 def test_commands_without_the_extras():
     """`info` and `cache` need none; the others name the one they need, in one line."""
     program = f"""
@@ -117,7 +116,6 @@ for argv in {[argv for argv, *_ in _COMMANDS]!r}:
         assert not code or err.count("\n") == 1, argv
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("command", ["", "train", "generate", "report", "plan", "info", "cache"])
 @pytest.mark.parametrize("columns", [60, 80])
 def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):

@@ -15,6 +15,8 @@ from normfuse.train.compilation import implementations
 from normfuse.train.config import OptimConfig
 from normfuse.train.step import Program, make_optimizer, schedule
 
+pytestmark = pytest.mark.oldest
+
 
 def program_text(lower=Program.lower, **changes) -> str:
     """The compiled step of the tiny model with `changes` of its configuration."""

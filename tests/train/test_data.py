@@ -12,8 +12,6 @@ from normfuse.train import UsageError
 from normfuse.train.config import SampleConfig, defaults
 from normfuse.train.data import Windows, batches, load, prompt_of, reference_bits_per_byte
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 
 @pytest.fixture
 def numbers(tmp_path):

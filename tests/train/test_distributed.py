@@ -16,8 +16,6 @@ from normfuse.train import UsageError, distributed
 from normfuse.train.checkpoint import Checkpoints
 from normfuse.train.config import DistributedConfig
 
-NEWEST = pytest.mark.newest  # the oldest stack ends processes together in other tests
-
 _TRAIN = ("-m", "normfuse.train")
 
 
@@ -67,7 +65,6 @@ def test_processes_stop_together_and_others_continue(
 
 
 # One process is told in the phase; its own validation or save goes on, and both stop at a step.
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("phase", "told"),
     [
@@ -96,7 +93,6 @@ def test_processes_stop_together_whatever_one_of_them_does(two, options, tmp_pat
     assert newest[0] == int(stopped[1])
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_save_that_fails_in_one_process_ends_all(two, at):
     """In the background; orbax raises it only when the others have given up waiting, in minutes."""
@@ -110,7 +106,6 @@ def test_save_that_fails_in_one_process_ends_all(two, at):
     assert f"error: process {at} failed: {said}" in errors[1 - at]
 
 
-@NEWEST
 @pytest.mark.parametrize("at", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_what_one_process_cannot_read_none_uses(two, finished, options, tmp_path, losses, at):
     shutil.copytree(finished[0], tmp_path / "run")
@@ -135,7 +130,6 @@ _FAILED = "failed: a disk of this process is gone"
 
 
 # JAX alone lets the other wait for the missing one until a heartbeat is late, for minutes.
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("event", "at", "code", "message"),
     [

@@ -21,7 +21,6 @@ from normfuse.train.mesh import batch_sharding, make_sharding, on_devices
 from normfuse.train.step import parts_of
 
 SEQ = 16
-NEWEST = pytest.mark.newest
 
 
 # ---------------------------------------------------------------- rows
@@ -194,7 +193,7 @@ def _check_no_leak(model, params, mesh, rows):
     [
         ("nnx", "none", (1, 1, 1)),
         ("nnx", "block", (1, 2, 2)),
-        pytest.param("eqx", "block", (1, 1, 1), marks=NEWEST),
+        pytest.param("eqx", "block", (1, 1, 1)),
     ],
     ids=str,
 )
@@ -236,7 +235,7 @@ def _check_step(run, params, rows, mesh, model):
     ("framework", "shape", "microbatches", "parts", "remat"),
     [
         ("nnx", (1, 1, 1), 2, 1, "none"),
-        pytest.param("eqx", (1, 2, 2), 1, 2, "block", marks=NEWEST),
+        pytest.param("eqx", (1, 2, 2), 1, 2, "block"),
     ],
     ids=str,
 )
@@ -248,7 +247,6 @@ def test_a_step_is_that_of_documents_alone(framework, shape, microbatches, parts
         _check_step(_step(model, mesh, microbatches, parts), params, _rows(rng), mesh, model)
 
 
-@NEWEST
 @pytest.mark.parametrize("framework", ["nnx", "eqx"])
 def test_logits_are_those_of_documents_alone(framework, rng):
     config = dataclasses.replace(CONFIG, sliding_window=4, layer_pattern="LG")
@@ -277,7 +275,6 @@ def documents(text_file, tmp_path):
     return {"data.path": path, "data.documents": True}
 
 
-@NEWEST
 def test_a_run_resumes_with_the_losses_of_the_unbroken(
     interrupted, train, documents, options, losses, lines, tmp_path
 ):
@@ -292,7 +289,6 @@ def test_a_run_resumes_with_the_losses_of_the_unbroken(
     assert set(checks("run")) == set(checks("whole"))
 
 
-@NEWEST
 def test_documents_may_not_be_other_ones():
     config, text = preset_config("tiny"), {"tokenizer": "byte", "sha256": "f0", "bytes": 9}
     text["name"] = "x"
@@ -304,7 +300,6 @@ def test_documents_may_not_be_other_ones():
         check_resume(make_record(config, saved), config, saved | {"sha256": "f1"})
 
 
-@NEWEST
 def test_a_plan_trains_on_documents(capsys, tmp_path):
     assert main(["plan", "--gpus", "2", "--documents"]) == 0
     out = capsys.readouterr().out

@@ -29,7 +29,6 @@ def test_out_of_memory_says_what_was_needed_and_what_helps(train, monkeypatch):
         assert knob in err
 
 
-@pytest.mark.newest
 def test_save_that_fails_in_the_background_fails_the_run(flags, tmp_path):
     """Files may not grow beyond 20 kB, and a checkpoint's does: it is written by other threads."""
     command = [sys.executable, "-m", "normfuse.train"]
@@ -103,7 +102,6 @@ def test_beats_keep_a_run_alive(monkeypatch, tmp_path):
     assert ended == [(22.5, "taking step 2")]
 
 
-@pytest.mark.newest
 def test_run_tells_the_watchdog_of_all_it_does(options, train, monkeypatch):
     said = []
     monkeypatch.setattr(Watchdog, "beat", lambda _, doing: said.append(doing))
@@ -113,7 +111,6 @@ def test_run_tells_the_watchdog_of_all_it_does(options, train, monkeypatch):
     assert said.index("compiling") < said.index("taking step 1")
 
 
-@pytest.mark.newest
 def test_full_disk_after_the_last_step_leaves_the_checkpoint(options, train, tmp_path, monkeypatch):
     """Files may not grow beyond 4 kB from then on, and a picture does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -150,7 +147,6 @@ def _assert_saved(code: int, error: str, run: Path, why: str):
     assert why in error and saved.is_dir()
 
 
-@pytest.mark.newest
 def test_log_that_cannot_be_written_does_not_end_a_run(spawn, tmp_path, lines):
     """The standard output is on a full disk."""
     process = spawn(program=("-c", _FULL_OUTPUT))
@@ -167,7 +163,6 @@ entry(["train", *sys.argv[1:]])
 """
 
 
-@pytest.mark.newest
 def test_run_goes_on_when_its_reader_leaves(flags, tmp_path, lines):
     command = [sys.executable, "-m", "normfuse.train", *flags()]
     pipe = ["bash", "-c", 'set -o pipefail; "$@" | head -1', "bash", *command]
@@ -176,7 +171,6 @@ def test_run_goes_on_when_its_reader_leaves(flags, tmp_path, lines):
     assert max(x["step"] for x in lines(tmp_path / "run") if "loss" in x) == 6
 
 
-@pytest.mark.newest
 def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     bpe = {"data.tokenizer": "bpe:270", "model.vocab-size": 384, "steps": 2}
@@ -196,7 +190,6 @@ def test_damaged_tokenizer_of_a_run_is_one_line(train, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: RUN {path} is not a valid tokenizer.json")
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("size", ["1 GiB", "a cgroup"])
 def test_limited_memory_is_one_line(flags, size):
     """An address space that JAX does not fit into; what a cgroup kills says nothing anywhere."""

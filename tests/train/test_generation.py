@@ -34,7 +34,6 @@ def test_no_more_is_added_than_fits_unless_asked_for(finished, capsys):
     assert "a prompt of 36 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.newest
 def test_samples_are_drawn_at_once_and_end_before_a_stop(finished, capsys):
     run = str(finished[0])
     options = ["--prompt", "the norm", "--tokens", "5", "--temperature", "9"]

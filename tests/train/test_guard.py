@@ -40,7 +40,6 @@ def unlucky(monkeypatch):
     return spoil
 
 
-@pytest.mark.newest
 def test_bad_steps_may_be_left_out(unlucky, train, tmp_path, lines):
     unlucky(3, 1.0, np.inf)
     code, out, err = train(guard="skip:9")
@@ -51,7 +50,6 @@ def test_bad_steps_may_be_left_out(unlucky, train, tmp_path, lines):
     assert all(x["grad_norm"] is None and x["loss"] > 0 for x in left_out)
 
 
-@pytest.mark.newest
 def test_spike_stops_and_the_state_before_it_goes_on(unlucky, train, tmp_path, lines, losses):
     """Saved is the state before the spike: continued without it, the run is one that skipped it."""
     unlucky(7, 9.0, 1.0)

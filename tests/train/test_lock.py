@@ -16,8 +16,6 @@ from normfuse.train.cli import main
 from normfuse.train.lock import FolderLock
 from normfuse.train.run_dir import RunDir
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 _HOLD = """
 import pathlib, sys
 from normfuse.train.lock import FolderLock

@@ -18,6 +18,8 @@ from normfuse.train.mesh import batch_sharding, make_mesh, make_sharding, on_dev
 from normfuse.train.run import Run
 from normfuse.train.step import Program, loss_and_gradient, make_optimizer, schedule
 
+pytestmark = pytest.mark.oldest
+
 BATCH, SEQ, STEPS = 8, 16, 4
 OPTIM = OptimConfig(lr=1e-2, warmup=1)
 _COLLECTIVE = re.compile(

@@ -9,8 +9,6 @@ from normfuse.train import RunError, metrics
 from normfuse.train.display import StepFigures, duration, short
 from normfuse.train.metrics import MetricsLog, Throughput, peak_flops
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 
 def _step(step: int, loss: float = 1.0) -> dict:
     return {"step": step, "loss": loss}

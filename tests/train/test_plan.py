@@ -36,7 +36,6 @@ from normfuse.train.topology import needs
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 pytestmark = [
-    pytest.mark.newest,  # arithmetic, and JAX only to import
     pytest.mark.skipif(not RESULTS.is_dir(), reason="reports are not beside these tests"),
 ]
 H200, H100 = GPUS["H200"], GPUS["H100"]

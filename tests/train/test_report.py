@@ -14,8 +14,6 @@ from normfuse.train.cli import main
 from normfuse.train.profiling import _gaps, by_kind, table
 from normfuse.train.run_dir import RunDir, RunResults
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

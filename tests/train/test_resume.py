@@ -18,6 +18,8 @@ from normfuse.train.checks import check_resume, make_record
 from normfuse.train.cli import main
 from normfuse.train.config import preset_config
 
+pytestmark = pytest.mark.oldest
+
 
 def test_resumed_run_has_the_losses_of_the_unbroken(interrupted, finished, tmp_path, losses, lines):
     """It is resumed by the command that it printed."""

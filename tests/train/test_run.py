@@ -8,6 +8,8 @@ import yaml
 
 from normfuse.train.display import first_rows
 
+pytestmark = pytest.mark.oldest
+
 PNG = b"\x89PNG\r\n\x1a\n"
 
 

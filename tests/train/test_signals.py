@@ -15,8 +15,6 @@ from normfuse.train.evaluate import Evaluator
 from normfuse.train.shutdown import StopRequest
 
 
-@pytest.mark.newest
-@pytest.mark.every_case
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "restoring"])
 def test_signal_in_any_phase_ends_well(
     options, finished, train, flags, monkeypatch, tmp_path, losses, phase
@@ -33,7 +31,6 @@ def test_signal_in_any_phase_ends_well(
     assert losses(tmp_path / "run") == losses(finished[0])
 
 
-@pytest.mark.newest
 def test_signal_in_the_last_validation_leaves_it_to_the_next_time(
     options, finished, train, monkeypatch, tmp_path, lines
 ):
@@ -65,7 +62,6 @@ def test_signal_saves_and_exits_0_with_the_command_that_resumes(spawn, tmp_path,
     assert f"--config {tmp_path / 'run' / 'config.yaml'}" in out
 
 
-@pytest.mark.newest
 def test_second_signal_stops_a_run_at_once(spawn):
     process = spawn(program=(signalled.__file__, "compiling=SIGTERM+SIGTERM"))
     out, _ = process.communicate()

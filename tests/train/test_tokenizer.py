@@ -12,8 +12,6 @@ from normfuse.train.data import load
 from normfuse.train.metrics import NATS_PER_BIT
 from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
 
-pytestmark = pytest.mark.newest  # no JAX changes what files, flags and messages are
-
 tokenizers = pytest.importorskip("tokenizers")
 
 TEXT = "the norm of a row\n\tdivides  the row; größer, 大きい 🙂\r\nand the scale scales  \n" * 40
