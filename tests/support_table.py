@@ -16,9 +16,9 @@ _NOTES = "Notes"
 _HEAD = """\
 # Where normfuse runs natively
 
-What serves `rms_norm`, with a residual and without, and `rms_norm_with_rstd` in each context of
-JAX. Every row is a test that compares values and gradients with a float64 reference and counts the
-kernels in the compiled program; the first section has the other operations too.
+What serves `rms_norm` in each context of JAX, mostly with a residual, whose op has most operands
+and results. Every row is a test that compares values and gradients with a float64 reference and
+counts the kernels in the compiled program; the first section has the other operations too.
 
 - **native**: normfuse's kernels compute each device's share, forward and backward.
 - **native + plain**: kernels, and plain HLO for what is plain HLO by definition: tangents, higher

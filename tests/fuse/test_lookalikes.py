@@ -96,8 +96,6 @@ attention_case("masked by a product with 0", attend(lambda s: s * causal()))
 attention_case("a small number", attend(masked(-5.0)))
 attention_case("a number that scores come near to", attend(masked(-1e4)), scale=15.0)
 attention_case("-1e4 that is scaled afterwards", attend(lambda s: masked(-2e4)(s) * 1e-4))
-attention_case("divided after the mask", attend(lambda s: masked(-1e9)(s) / 1e9))
-attention_case("clipped after the mask", attend(lambda s: jnp.maximum(masked()(s), -3.0)))
 
 # Rows that see nothing.
 rows = np.arange(N)[:, None] % 3 > 0
@@ -233,12 +231,6 @@ attention_case(
 )
 attention_case("scores stopped", attend(lambda s: stop(s)))
 attention_case("queries stopped", lambda q, k, v: attend(masked())(stop(q), k, v))
-attention_case("half of the scores stopped", attend(lambda s: 0.5 * s + 0.5 * stop(s)), left=True)
-attention_case(
-    "the sum of other scores",
-    attend(weights=lambda s: jnp.exp(s) / jnp.exp(s / 2).sum(-1, keepdims=True)),
-    left=True,
-)
 attention_case(
     "one more in the sum",
     attend(weights=lambda s: jnp.exp(s) / (1 + jnp.exp(s).sum(-1, keepdims=True))),
@@ -308,13 +300,7 @@ attention_case(
     lambda q, k, v, t: attend(lambda s: s * jnp.exp(t)[:, None])(q, k, v),
     jnp.arange(N, dtype=f32) / N,
 )
-attention_case(
-    "a temperature of keys",
-    lambda q, k, v, t: attend(lambda s: masked()(s) * t)(q, k, v),
-    1 + jnp.arange(N, dtype=f32) / N,
-)
 attention_case("a negative scale after the mask", attend(lambda s: -masked(1e9)(s)))
-attention_case("a scale of zero", attend(lambda s: masked()(s * 0.0)))
 attention_case("a NumPy float64 scale", attend(masked(), scale=np.float64(0.35)), low=True)
 attention_case(
     "a mask that widens", attend(lambda s: s + jnp.where(causal(), 0, jnp.float32(-1e9))), low=True
@@ -337,12 +323,6 @@ attention_case(
 attention_case("q, k and v are one", lambda q, k, v: attend(masked())(q, q, q) + k + v)
 attention_case("a gate", lambda q, k, v: softmax(q @ k[0]) * (q @ v[0]), left=True)
 attention_case("one query", lambda q, k, v: attend()(q[:, :1], k, v))
-attention_case("one key", lambda q, k, v: attend()(q, k[:, :1], v[:, :1]))
-attention_case(
-    "the last queries",
-    lambda q, k, v: attend(lambda s: jnp.where(causal()[-3:], s, -1e9))(q[:, -3:], k, v),
-)
-attention_case("narrow values", lambda q, k, v: attend(masked())(q, k, v[..., :3]))
 
 
 def other_derivative(function, slope=0.5):
@@ -466,9 +446,6 @@ loss_case(
 )
 loss_case("log-sum-exp over rows", lambda z, y: (logsumexp(z, 1)[:, None] - z).sum(), left=True)
 loss_case("log-sum-exp over examples", lambda z, y: (logsumexp(z[..., :N], 0) - picked(z, y)).sum())
-loss_case(
-    "one-hot along rows", lambda z, y: -(one_hot(y, N, axis=1) * log_softmax(z)[..., :N]).sum()
-)
 loss_case("some words alone", lambda z, y: (logsumexp(z[..., :-3], -1) - picked(z, y)).sum())
 loss_case(
     "words masked", lambda z, y: integers(jnp.where(jnp.arange(V) < V - 3, z, -1e9), y % 9).sum()
@@ -480,7 +457,6 @@ loss_case(
     y=words((-1, V, -100, 1000)),
     strict=False,
 )
-loss_case("half of the label", lambda z, y: (logsumexp(z, -1) - 0.5 * picked(z, y)).sum())
 loss_case(
     "focal",
     lambda z, y: (lambda l: (-jnp.square(1 - jnp.exp(l)) * l).sum())(picked(log_softmax(z), y)),
@@ -492,7 +468,6 @@ loss_case(
 loss_case(
     "sigmoids", lambda z, y: optax.sigmoid_binary_cross_entropy(z, one_hot(y, V)).sum(), left=True
 )
-loss_case("a margin", lambda z, y: integers(z - 0.3 * one_hot(y, V), y).sum())
 loss_case(
     "soft labels",
     lambda z, y, p: optax.softmax_cross_entropy(z, softmax(p)).sum(),
@@ -515,16 +490,9 @@ loss_case(
     "a temperature of rows", lambda z, y, t: integers(z * t[:, None], y).mean(), 1 + draw(5, N) / 9
 )
 loss_case("a negative factor", lambda z, y: integers(-0.5 * z, y).mean())
-loss_case("clipped logits", lambda z, y: integers(jnp.clip(z, -1, 1), y).mean(), left=True)
 loss_case("a cap that is not one", lambda z, y: integers(3 * jnp.tanh(z / 5), y).mean())
-loss_case(
-    "rounded logits", lambda z, y: integers(z.astype(bf16).astype(f32), y).mean(), rounding=ROUNDED
-)
 loss_case("a NumPy float64 factor", lambda z, y: integers(z * np.float64(0.7), y).mean(), low=True)
 loss_case("shifted by a maximum of all", lambda z, y: integers(z - z.max(), y).mean())
-loss_case("moved words", lambda z, y: integers(jnp.roll(z, 1, -1), y).mean())
-loss_case("sorted", lambda z, y: integers(jnp.sort(z, -1), y).mean(), left=True)
-loss_case("one word more", lambda z, y: integers(jnp.pad(z, ((0, 0), (0, 0), (0, 1))), y).mean())
 loss_case(
     "the log-sum-exp stopped", lambda z, y: (stop(logsumexp(z, -1)) - picked(z, y)).sum(), left=True
 )
@@ -623,15 +591,10 @@ norm_case("over two axes", lambda x, w: x * rms(x, (1, 2)) * w)
 norm_case("statistics of another axis", lambda x, w: x * rms(x, 1).swapaxes(1, 2) * w)
 norm_case("statistics of other examples", lambda x, w: x * rms(x).swapaxes(0, 1) * w)
 norm_case("statistics of another array", lambda x, w, y: x * rms(y) * w, draw(3, *CUBE))
-norm_case("statistics of the shifted", lambda x, w: x * rms(jnp.roll(x, 1, -1)) * w)
-norm_case("the weight along rows", lambda x, w: x * rms(x) * w[:, None])
-norm_case("a weight for each row", lambda x, w, m: x * rms(x) * m * w, draw(3, N, N))
 norm_case("a weight for each number", lambda x, w, m: x * rms(x) * m * w, draw(3, *CUBE))
-norm_case("a weight of rows", lambda x, w, s: x * rms(x) * (1 + s[None]), draw(3, N, N))
 norm_case("a weight made of x", lambda x, w: x * rms(x) * jnp.tanh(x.mean((0, 1))) * w)
 norm_case("the weight's size", lambda x, w: x * rms(x) * jnp.abs(w))
 norm_case("a weight of 2 + w", lambda x, w: x * rms(x) * (2 + w))
-norm_case("a number for a weight", lambda x, w: x * rms(x) * 0.7 + w)
 norm_case("a learned eps", lambda x, w, c: x * lax.rsqrt(mean(x * x) + c) * w, jnp.float32(0.7))
 norm_case(
     "an eps of rows", lambda x, w, c: x * lax.rsqrt(mean(x * x) + c[:, None]) * w, draw(3, N) ** 2
@@ -721,11 +684,9 @@ norm_case(
     lambda x, w: straight_through(lambda x: x * rms(x))(x) * w,
     left=True,
 )
-norm_case("twice", lambda x, w: (lambda h: h * rms(h) * w)(x * rms(x) * w))
 norm_case(
     "rounded statistics", lambda x, w: x * rms(x).astype(bf16).astype(f32) * w, rounding=ROUNDED
 )
-norm_case("rounded squares", lambda x, w: x * rms(x.astype(bf16)).astype(f32) * w, rounding=ROUNDED)
 norm_case(
     "rounded on the way", lambda x, w: (x * rms(x)).astype(bf16).astype(f32) * w, rounding=ROUNDED
 )
@@ -733,10 +694,7 @@ norm_case(
     "NumPy float64 eps", lambda x, w: x * lax.rsqrt(mean(x * x) + np.float64(1e-3)) * w, low=True
 )
 norm_case("float32 statistics, wide result", lambda x, w: x * rms(x.astype(f32)) * w, low=True)
-norm_case("a weak weight", lambda x, w: x * rms(x) * 2.0, low=True)
-norm_case("squares that overflow", lambda x, w: x * rms(x) * w, scale=1e25)
 norm_case("NaN in a row", lambda x, w: (lambda x: x * rms(x) * w)(x.at[0, 0, 0].set(jnp.nan)))
-norm_case("a large mean", lambda x, w: jax.nn.standardize(x + 100.0) * w)
 norm_case(
     "a large mean of squares",
     lambda x, w: (lambda x, m: (x - m) * lax.rsqrt(mean(x * x) - m * m + 1e-3) * w)(
@@ -788,14 +746,10 @@ FALSE = {
     "gelu of other constants": lambda z: 0.5 * z * (1 + jnp.tanh(0.79 * (z + 0.0447 * z**3))),
     "quick gelu": lambda z: z * jax.nn.sigmoid(1.702 * z),
     "silu of its opposite": lambda z: z * jax.nn.sigmoid(-z),
-    "silu and more": lambda z: z * jax.nn.sigmoid(z) + 0.1,
     "sigmoid of another": lambda z: z * jax.nn.sigmoid(z.swapaxes(-1, -2)),
     "relu of two": lambda z: jnp.maximum(z, z.swapaxes(-1, -2)),
     "relu at 0.1": lambda z: jnp.maximum(z, 0.1),
     "min": lambda z: jnp.minimum(z, 0.0),
-    "leaky": jax.nn.leaky_relu,
-    "relu6": jax.nn.relu6,
-    "elu": jax.nn.elu,
     "swish of another derivative": other_derivative(jax.nn.silu),
     "a relu that passes gradients": straight_through(jax.nn.relu),
     "a relu of maximum": lambda z: jnp.maximum(z, 0),
@@ -806,8 +760,6 @@ FALSE = {
     "clipped": lambda z: jnp.clip(jax.nn.silu(z), -0.2, 1.0),
     "rounded": lambda z: jax.nn.silu(z.astype(bf16)).astype(f32),
     "softmax": softmax,
-    "softmax over rows": lambda z: softmax(z, 1),
-    "tanh": jnp.tanh,
 }
 for i, (name, f) in enumerate(FALSE.items()):
     rounding = ROUNDED if name == "rounded" else None
@@ -818,7 +770,6 @@ for i, (name, f) in enumerate(FALSE.items()):
     mlp_case(f"{kind}, {name}", mlp, rounding=rounding)
 act = jax.nn.silu
 mlp_case("of two inputs", lambda x, g, u, d, y: (act(x @ g) * (y @ u)) @ d, draw(7, *CUBE))
-mlp_case("of the transpose", lambda x, g, u, d: (act(x @ g) * (x.swapaxes(0, 1) @ u)) @ d)
 mlp_case("the sum", lambda x, g, u, d: (act(x @ g) + x @ u) @ d)
 mlp_case("the same product", lambda x, g, u, d: (act(x @ g) * (x @ g)) @ d + u[0])
 mlp_case(
@@ -830,16 +781,13 @@ mlp_case(
     "the hidden dropped out",
     lambda x, g, u, d: (jnp.where(keep, act(x @ g) * (x @ u), 0) / 0.9) @ d,
 )
-mlp_case("the hidden scaled", lambda x, g, u, d: (act(x @ g) * (x @ u) * 0.5) @ d)
 mlp_case("a bias of rows", lambda x, g, u, d: (act(x @ g + u[0][:, None]) * (x @ u)) @ d)
 mlp_case("a bias of both", lambda x, g, u, d: act(x @ g + u) @ d)
-mlp_case("a kernel made of x", lambda x, g, u, d: (act(x @ g) * (x @ jnp.tanh(x[0] @ u))) @ d)
 mlp_case(
     "kernels of examples",
     lambda x, g, u, d, k: (act(x @ g) * jnp.einsum("bte,bef->btf", x, k)) @ d,
     draw(8, *CUBE),
 )
-mlp_case("kernels stopped", lambda x, g, u, d: (act(x @ stop(g)) * (x @ u)) @ d)
 mlp_case(
     "NaN and Inf",
     lambda x, g, u, d: (lambda x: (act(x @ g) * (x @ u)) @ d)(
@@ -849,10 +797,6 @@ mlp_case(
 mlp_case(
     "split off the middle",
     lambda x, g, u, d: (lambda h: (act(h[..., :4]) * h[..., 3:7]) @ d[:4])(x @ g) + u[0],
-)
-mlp_case(
-    "split by turns",
-    lambda x, g, u, d: (lambda h: (act(h[..., ::2]) * h[..., 1::2]) @ d[:4])(x @ g) + u[0],
 )
 
 # ---------------------------------------------------------------- indexing
@@ -877,8 +821,6 @@ index_case("outside, read", lambda x, a: x[:, np.array([0, 9, 2, -12])] * a)
 index_case(
     "outside, wrapped", lambda x, a: jnp.take(x, np.array([0, 9, 2, -12]), 1, mode="wrap") * a
 )
-index_case("from the end", lambda x, a: x.at[:, np.array([-1, -3, 0, 2])].set(a))
-index_case("read twice", lambda x, a: x[:, np.array([1, 1, 1, 4])] * a)
 index_case("without order", lambda x, a: x.at[:, np.array([5, 0, 7, 3])].set(a))
 index_case("rows and columns", lambda x, a: x.at[np.arange(4), np.array([5, 0, 7, 3])].set(a[0]))
 index_case("a block", lambda x, a: x.at[np.ix_([0, 3], [1, 2, 5, 7])].set(a[:2]))
@@ -889,17 +831,13 @@ index_case(
     "between is read", lambda x, a: (lambda y: (y, y.at[:, 1::2].set(a)))(x.at[:, ::2].set(a))
 )
 index_case("minimum", lambda x, a: x.at[:, ::2].min(a))
-index_case("minimum, ties", lambda x, a: x.at[:, ::2].min(x[:, ::2]) * a[0, 0])
 index_case("power", lambda x, a: jnp.abs(x).at[:, ::2].power(2.0) * a[0, 0])
 index_case("stopped", lambda x, a: stop(x).at[:, ::2].set(a) + x.at[:, ::2].set(stop(a)))
 index_case("given indices", lambda x, a, i: x.at[:, i].set(a), jnp.array([0, 3, 4, 7]))
-index_case("given indices, twice", lambda x, a, i: x.at[:, i].add(a), jnp.array([0, 3, 3, 7]))
 index_case("a given start", lambda x, a, i: lax.dynamic_update_slice(x, a, (0, i)), jnp.int32(6))
 index_case("a start outside", lambda x, a: lax.dynamic_update_slice(x, a, (0, 6)))
 index_case("a mask", lambda x, a: x.at[np.arange(N) % 2 == 0].set(1.5) * a[0, 0])
 index_case("other dtypes", lambda x, a: x.astype(jnp.float16).at[:, ::2].set(a.astype(jnp.float16)))
-index_case("a number", lambda x, a: x.at[:, 3].set(2.0).at[2].set(a[0, 0]))
-index_case("NaN beneath", lambda x, a: (x.at[:, ::2].set(jnp.nan)).at[:, ::2].set(a))
 index_case("Inf added", lambda x, a: x.at[0, 0].set(jnp.inf).at[:, ::2].add(a))
 index_case(
     "a scatter of batches",
@@ -927,12 +865,8 @@ index_case(
     ),
 )
 index_case(
-    "a diagonal read", lambda x, a: x[np.arange(N), np.arange(N)] * a[:, 0] + jnp.diagonal(x)
-)
-index_case(
     "segments", lambda x, a: jax.ops.segment_sum(x, np.array([0, 0, 1, 2, 2, 2, 3, 3]), 4) * a[0, 0]
 )
-index_case("no update", lambda x, a: x.at[:, 5:5].set(a[:, :0]) + a[0, 0])
 
 
 @pytest.mark.parametrize("case", **case.parameters())
