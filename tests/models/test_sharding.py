@@ -22,8 +22,8 @@ pytestmark = pytest.mark.oldest
 
 AXES = ("data", "fsdp", "tensor")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (2, 2, 2)]
-CASES = [pytest.param(sizes, Sharding(), id=f"{sizes}") for sizes in MESHES] + [
-    pytest.param(sizes, Sharding.sequence_parallel(by_rows=rows), id=f"{sizes} sequence{rows}")
+CASES = [(sizes, Sharding()) for sizes in MESHES] + [
+    (sizes, Sharding.sequence_parallel(by_rows=rows))
     for sizes in MESHES
     if sizes[2] > 1
     for rows in (False, True)[: 1 + (sizes == (1, 1, 2))]
