@@ -406,7 +406,7 @@ MUTANTS = [
         "layers/attention/blocks.py",
         "real = keys < self.sizes[self.d.keys]",
         "real = keys <= self.sizes[self.d.keys]",
-        "tests/layers/test_attention_op.py::test_lengths[1-50-names2]",
+        "tests/layers/test_attention_op.py::test_lengths[1-50-names1]",
     ),
     Mutant(
         "layers/attention/blocks.py",

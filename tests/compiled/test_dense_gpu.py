@@ -46,12 +46,8 @@ def temporaries(program):
     [
         ("norm + dense", "normfuse", WIDE),  # the normalised x
         ("norm + gelu MLP", "native", 2 * LARGE),  # the product and its activation, or gradients
-        ("norm + gelu MLP", "native, hidden kept", 2 * LARGE),
         ("norm + gelu MLP", "fused forward", 2 * LARGE),
-        ("norm + gelu MLP", "normfuse", 2 * LARGE),
         ("norm + SwiGLU MLP", "native", 3 * LARGE),  # gate, up, and what is made of them
-        ("norm + SwiGLU MLP", "native, hidden kept", 3 * LARGE),
-        ("norm + SwiGLU MLP", "normfuse", 3 * LARGE),
         ("norm + SwiGLU MLP", "normfuse, hidden kept", 3 * LARGE),
     ],
 )

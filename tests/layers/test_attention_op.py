@@ -240,11 +240,9 @@ def test_float64_with_all_options(rng):
 @pytest.mark.parametrize(
     "length, keys, names",
     [
-        (1, 1, ["causal"]),
         (7, 7, ["segments", "window"]),
         (1, 50, ["bias"]),
         (50, 1, ["segments", "window"]),
-        (40, 70, ["causal", "mask"]),
         (70, 33, ["segments", "window", "bias"]),
     ],
 )

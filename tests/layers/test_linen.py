@@ -253,15 +253,13 @@ class Block(nn.Module):
 def stacked(wrap):
     options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
     return {
-        "scan": lambda: nn.scan(Block, length=3, **options),
         "scan of remat": lambda: nn.scan(nn.remat(Block, prevent_cse=False), length=3, **options),
-        "remat": lambda: nn.remat(Block),
         "vmap": lambda: nn.vmap(Block, in_axes=(0, None), **options),
         "jit": lambda: nn.jit(Block),
     }[wrap]()
 
 
-@pytest.mark.parametrize("wrap", ["scan", "scan of remat", "remat", "vmap", "jit"])
+@pytest.mark.parametrize("wrap", ["scan of remat", "vmap", "jit"])
 def test_linen_transform(rng, wrap):
     x = jnp.asarray(rng.standard_normal((4, 5, 8)), f32)
     results = []

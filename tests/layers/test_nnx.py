@@ -215,7 +215,7 @@ def test_linear_gradients_are_as_exact_as_flax(rng, dtypes):
         assert_no_worse(got[...], want[...], reference.Expected(exact, size, 32)), name
 
 
-@pytest.mark.parametrize("activation", [None, "gelu", jnp.tanh])
+@pytest.mark.parametrize("activation", [None, "gelu"])
 def test_linear_options_that_flax_serves(rng, activation):
     values = jnp.asarray(rng.standard_normal((3, 8)), f32)
     dot_general = lambda *args, **kwargs: jax.lax.dot_general(*args, **kwargs) * 2

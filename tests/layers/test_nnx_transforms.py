@@ -67,15 +67,10 @@ def rematerialised(model, x):
 
 
 TRANSFORMS = {
-    "grad": nnx.grad(loss),
     "jit": nnx.jit(nnx.value_and_grad(loss)),
     "remat": nnx.jit(nnx.grad(rematerialised)),
     "vmap": nnx.jit(nnx.vmap(lambda m, x: m(x), in_axes=(None, 1))),
     "vmap of grad": nnx.jit(nnx.vmap(nnx.grad(loss), in_axes=(None, 0))),
-    "grad of vmap": nnx.jit(
-        nnx.grad(lambda m, x: jnp.sum(nnx.vmap(loss, in_axes=(None, 0))(m, x)))
-    ),
-    "jvp": lambda m, x: jax.jvp(lambda x: m(x), (x,), (x,)),
     "hessian": nnx.jit(lambda m, x: jax.hessian(lambda x: loss(m, x))(x[0, 0])),
 }
 
