@@ -40,9 +40,7 @@ def products(seconds: float, full: bool) -> None:
     """Ways to write a product, and bfloat16; or, `full`, fast and full accumulation."""
     import jax
     import jax.numpy as jnp
-    from fp8_layers import wide_product
-
-    from normfuse.layers.quantization import product
+    from fp8_layers import product, wide_product
 
     began = time.perf_counter()
     e4m3, e5m2, bf16, f32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32

@@ -373,8 +373,8 @@ def check() -> dict[str, int]:
     """How many bytes of the kernels' results differ from those of the plain definition: none."""
     import jax
     import jax.numpy as jnp
+    from fp8_layers import quantize
 
-    from normfuse.layers.quantization import quantize
     from normfuse.layers.quantization.definition import define_quantize
     from normfuse.native.implementation import NATIVE
 
@@ -399,11 +399,12 @@ def beside_xla(seconds: float) -> None:
     import jax
     import jax.numpy as jnp
     from device_time import Copies, kernels, sets_for
+    from fp8_layers import quantize
 
     from normfuse import rms_norm
     from normfuse.layers.dense.epilogue import SCALARS
     from normfuse.layers.norm.spec import Norm
-    from normfuse.layers.quantization import gated, quantize
+    from normfuse.layers.quantization import gated
     from normfuse.layers.quantization import norm as norms
     from normfuse.layers.quantization.norm import NormCodes
     from normfuse.native.implementation import NATIVE

@@ -212,7 +212,7 @@ def _fp8_products() -> list[str]:
     import jax
 
     from .dense.fp8 import CAPABILITY
-    from .quantization import MULTIPLE
+    from .quantization.kernels import MULTIPLE
 
     has = lambda found: "has them" if found >= CAPABILITY else "has none: they are of widened codes"
     here = sorted(filter(None, {*map(compute_capability, jax.local_devices())}))

@@ -8,16 +8,65 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from normfuse.layers import quantization
-from normfuse.layers.quantization import product, quantize
+from normfuse.layers.quantization import kernels
+from normfuse.layers.quantization.kernels import Codes
+from normfuse.layers.quantization.op import Quantized
+from normfuse.native.implementation import BEST, Order
 
 f32 = jnp.float32
 Product = Callable[..., jax.Array]
 
 
+def amax(x: jax.Array, *, order: Order = BEST) -> jax.Array:
+    """The largest magnitude among the finite elements of `x`, as a () float32; 0 without any."""
+    return kernels.amax(Codes(), x, order=order)[0].reshape(())
+
+
+def quantize(
+    x: jax.Array,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    *,
+    bound: jax.Array | None = None,
+    plain: bool = True,
+    transpose: bool = True,
+    order: Order = BEST,
+) -> Quantized:
+    """FP8 codes of a matrix: as it lies where `plain`, and transposed where `transpose`.
+
+    `bound` is float32 numbers of any shape, whose maximum is at least every finite |x|; None:
+    `amax(x)`.
+    """
+    spec = Codes(jnp.dtype(dtype).name, plain, transpose)
+    if bound is None:
+        *codes, scale = kernels.quantize(spec, x, order=order)
+    else:
+        maxima = jnp.ravel(bound).astype(f32)
+        *codes, scale = kernels.cast(spec, x, maxima, order=order)
+    q, qt = codes[0] if plain else None, codes[-1] if transpose else None
+    return Quantized(q, qt, scale.reshape(()))
+
+
+def product(a, a_scale, b, b_scale, dtype, *, add_to=None):
+    """`a_scale · b_scale · a · bᵀ`, added to `add_to`: one call of cuBLASLt on GPUs with FP8.
+
+    Without scales it is the raw product, whose reader applies them.
+    """
+    dims = (((1,), (1,)), ((), ()))
+    result = jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.dtype(dtype))
+    if a_scale is not None:
+        result = result * (a_scale * b_scale).astype(dtype)
+    return result if add_to is None else add_to + result
+
+
+def rms_norm_bound(weight: jax.Array) -> jax.Array:
+    """Bounds |y| of `y = x / sqrt(mean(x²) + eps) · weight` by sqrt(features) · max|weight|."""
+    return jnp.sqrt(f32(weight.size)) * jnp.max(jnp.abs(weight.astype(f32)))
+
+
 def wide_product(a, a_scale, b, b_scale, dtype, *, add_to=None):
-    """As `quantization.product`, written as a product of dequantized operands."""
+    """As `product`, written as a product of dequantized operands."""
     dims = (((1,), (1,)), ((), ()))
     wide = lambda q, scale: q.astype(dtype) * scale.astype(dtype)
     result = jax.lax.dot_general(
@@ -96,7 +145,7 @@ def mlp(
     """
     y = norm(x, scale)
     if together:
-        bound = quantization.rms_norm_bound(x.shape[-1], jax.lax.stop_gradient(scale))
+        bound = rms_norm_bound(jax.lax.stop_gradient(scale))
         a, b = linears(y, [gate, up], bound=bound, **options)
     else:
         (a,), (b,) = linears(y, [gate], **options), linears(y, [up], **options)

@@ -31,10 +31,9 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ..core.op import Dims, Op, Split, batch_at, match
 from ..dense.fp8 import FORMAT, Contraction, define_product, require_fp8
-from ..quantization import fits
 from ..quantization import kernels as quantization
 from ..quantization.definition import E5M2
-from ..quantization.kernels import Codes
+from ..quantization.kernels import Codes, fits
 from . import softmax
 from .softmax import Softmax
 

@@ -201,18 +201,12 @@ def code_types(
 INPUTS = ("float32", "bfloat16", "float16")
 
 
-def check_input(x: jax.Array) -> None:
-    """Raises TypeError for a dtype that is not quantized."""
-    name = jnp.dtype(x.dtype).name
-    if name not in INPUTS:
-        raise TypeError(f"x must be one of {', '.join(INPUTS)} to be quantized, got {name}")
+MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
 
 
-def check_matrix(x: jax.Array) -> None:
-    """Raises TypeError or ValueError unless x is a matrix of such a dtype."""
-    check_input(x)
-    if x.ndim != 2:
-        raise ValueError(f"x must be a matrix, got shape {x.shape}: reshape it to (rows, columns)")
+def fits(*dimensions: int) -> bool:
+    """Returns whether the product of matrices with these dimensions can run in FP8."""
+    return all(size > 0 and size % MULTIPLE == 0 for size in dimensions)
 
 
 def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) -> Any:

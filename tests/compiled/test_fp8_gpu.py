@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from fp8_layers import both_ways, wide_product
+from fp8_layers import both_ways, product, wide_product
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,7 +25,7 @@ from normfuse import (
     rms_norm,
 )
 from normfuse.layers.dense import gated
-from normfuse.layers.quantization import kernel_codes_saveable, product
+from normfuse.layers.quantization import kernel_codes_saveable
 from normfuse.native.jax_private import described_cudnn
 
 e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -5,6 +5,7 @@ import functools
 import re
 
 import foreign_norms
+import fp8_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,6 @@ from normfuse import (
     rms_norm_with_rstd,
 )
 from normfuse.layers import nnx as ours_nnx
-from normfuse.layers import quantization
 from normfuse.layers.dense import fp8_norm, gated
 from normfuse.native.implementation import BEST
 from normfuse.native.jaxpr import inner
@@ -173,7 +173,7 @@ def test_codes_are_those_of_the_norm_in_float32(name, rng):
     _, made = jax.jit(lambda *a: fp8_norm.encode(spec, a, BEST))(*args)
     scale, *bias = args[1:]
     bound = jnp.sqrt(jnp.float32(DIM)) * jnp.abs(scale) + (jnp.abs(bias[0]) if bias else 0)
-    want = quantization.quantize(y.reshape(-1, DIM), bound=jnp.max(bound))
+    want = fp8_layers.quantize(y.reshape(-1, DIM), bound=jnp.max(bound))
     assert made.scale == want.scale
     np.testing.assert_array_equal(
         made.q.reshape(-1, DIM), np.asarray(want.q).view(np.uint8).reshape(-1, DIM)

@@ -6,6 +6,7 @@ bfloat16, at most 70 GB at once; offsets of 32 bits would wrap in the middle.
 import functools
 import math
 
+import fp8_layers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ import pytest
 
 import normfuse
 from normfuse import attention, elementwise, linear_cross_entropy
-from normfuse.layers import quantization
 from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu
@@ -99,13 +99,13 @@ def test_the_epilogue_of_a_dense_layer():
 def test_quantize():
     x = numbers(0, (ROWS, N))
     bound = jnp.float32(1)
-    run = jax.jit(lambda x: quantization.quantize(x, "float8_e4m3fn", bound=bound, order=NATIVE))
+    run = jax.jit(lambda x: fp8_layers.quantize(x, "float8_e4m3fn", bound=bound, order=NATIVE))
     whole, part = run(x), run(last(x))
     assert whole.scale == part.scale
     equal(whole.q, part.q)
     columns = np.asarray(whole.qt[:, -LAST:].astype(f32)), np.asarray(part.qt.astype(f32))
     np.testing.assert_array_equal(*columns)
-    assert float(jax.jit(lambda x: quantization.amax(x, order=NATIVE))(x)) == float(
+    assert float(jax.jit(lambda x: fp8_layers.amax(x, order=NATIVE))(x)) == float(
         jnp.max(jnp.abs(x)).astype(f32)
     )
 

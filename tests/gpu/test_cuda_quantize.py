@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import fp8_layers
 import fp8_reference
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from normfuse.layers import quantization
 from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.norm.spec import Norm
 from normfuse.layers.quantization import gated, norm
@@ -24,7 +24,7 @@ FORMATS = [fp8_reference.E4M3, fp8_reference.E5M2]
 def check(x, dtype, bound=None):
     q, scale = fp8_reference.quantize(x, dtype, bound)
     given = None if bound is None else jnp.float32(bound)
-    found = quantization.quantize(jnp.asarray(x), dtype, bound=given, order=NATIVE)
+    found = fp8_layers.quantize(jnp.asarray(x), dtype, bound=given, order=NATIVE)
     assert np.asarray(found.scale).tobytes() == np.float32(scale).tobytes()
     for codes, want in ((found.q, q), (found.qt, q.T)):
         np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), want.view(np.uint8))
@@ -133,11 +133,11 @@ def test_cuda_norms_without_eps_of_tiny_rows(rng):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_cuda_products_are_those_of_the_codes(dtype, rng):
     x, y = (rng.standard_normal((n, 1024)).astype(np.float32) for n in (256, 512))
-    a, b = (quantization.quantize(jnp.asarray(z)) for z in (x, y))
+    a, b = (fp8_layers.quantize(jnp.asarray(z)) for z in (x, y))
     if int(10 * float(jax.devices()[0].compute_capability)) < 89:
         pytest.skip("needs a GPU with FP8")
     exact = fp8_reference.product(a.q, a.scale, b.q, b.scale)
-    run = jax.jit(quantization.product, static_argnums=4)
+    run = jax.jit(fp8_layers.product, static_argnums=4)
     found = np.asarray(run(a.q, a.scale, b.q, b.scale, dtype), "f8")
     # Fast accumulation keeps 14 bits or so of each partial sum.
     assert np.linalg.norm(found - exact) <= 5e-3 * np.linalg.norm(exact)

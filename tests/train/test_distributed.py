@@ -151,7 +151,6 @@ def test_what_ends_one_process_ends_the_others(two, event, at, code, message):
     assert own == ("error: a disk of this process is gone" if event == "failure" else "")
 
 
-@NEWEST
 @pytest.mark.parametrize(
     ("at", "why"),
     [
