@@ -222,72 +222,12 @@ def _on_cuda(compose: Run, fused: Callable[..., Any], kernel: Kernel) -> Callabl
     return body
 
 
-def _on_pallas(run: Callable[..., Any], lead: int) -> Callable[..., list[Array]]:
-    def body(target: Any, norm: Norm, *operands: Array) -> list[Array]:
-        from . import pallas  # imported when it is first used
-
-        return pallas.kernel_of(run, lead, with_columns=lead == 1, op="gated_rms_norm")(
-            target, norm, *operands
-        )
-
-    return body
-
-
-def _rows_forward(rows: Any, norm: Norm, x: Array, z: Array, *scale: Array) -> list[Array]:
-    """The forward in Pallas, on (rows, n)."""
-    from ...native.pallas.tiles import Out
-    from . import pallas
-
-    if not rows.fit():
-        run = lambda norm, *operands: pallas.forward(rows, norm, *operands)
-        return compose_forward(run, norm, x, z, *scale)
-
-    def body(tiles, columns, _):
-        h, z = tiles
-        gate, _ = gate_of(norm, z, rows.compute)
-        h = h * gate if norm.gate == "before" else h
-        rstd = jax.lax.rsqrt(jnp.sum(h * h, 1, keepdims=True) / rows.n + norm.eps)
-        y = h * rstd * pallas.weight_of(columns, norm)
-        return [y * gate if norm.gate == "after" else y, *[rstd] * norm.with_rstd]
-
-    outs = [Out("tile", jnp.dtype(norm.out_dtype)), *[Out("row", rows.compute)] * norm.with_rstd]
-    return rows(body, [x, z], scale, [], outs, whole=True)
-
-
-def _rows_backward(
-    rows: Any, norm: Norm, dy: Array, x: Array, z: Array, *rest: Array
-) -> list[Array]:
-    """The backward in Pallas, on (rows, n)."""
-    from ...native.pallas.tiles import Out
-    from . import pallas
-
-    if not rows.fit():
-        run = lambda norm, *operands: pallas.backward(rows, norm, *operands)
-        return compose_backward(run, norm, dy, x, z, *rest)
-    *scale, rstd = rest
-
-    def body(tiles, columns, stats):
-        dy, x, z = tiles
-        (gate, slope), before = gate_of(norm, z, rows.compute), norm.gate == "before"
-        g, h = (dy, x * gate) if before else (dy * gate, x)
-        w = pallas.weight_of(columns, norm)
-        dots = jnp.sum(g * w * h, 1, keepdims=True)
-        dh, *sums = pallas.gradients(norm, g, h, [], w, stats[0], [dots / rows.n])
-        dx, dgate = (dh * gate, dh * x) if before else (dh, dy * (h * stats[0] * w))
-        return [dx, dgate * slope, *sums]
-
-    dx, *sums = pallas.gradient_outs(rows, norm, x)
-    outs = [dx, Out("tile", z.dtype), *sums]
-    return rows(body, [dy, x, z], scale, [rstd], outs, whole=True)
-
-
 forward_kernel = Kernel(
     "gated_rms_norm_forward",
     define_forward,
     {
         "cpu": _on_cpu(compose_forward, op.forward_kernel),
         "cuda": _on_cuda(compose_forward, cuda.gated_forward, op.forward_kernel),
-        "pallas": _on_pallas(_rows_forward, 0),
     },
 )
 backward_kernel = Kernel(
@@ -296,7 +236,6 @@ backward_kernel = Kernel(
     {
         "cpu": _on_cpu(compose_backward, op.backward_kernel),
         "cuda": _on_cuda(compose_backward, cuda.gated_backward, op.backward_kernel),
-        "pallas": _on_pallas(_rows_backward, 1),
     },
 )
 KERNELS = (forward_kernel, backward_kernel)

@@ -24,9 +24,7 @@ from .spec import Norm
 Body = Callable[..., list[Array]]
 
 
-def kernel_of(
-    run: Callable[..., list[Array]], lead: int, with_columns: bool = False, op: str = "rms_norm"
-) -> Body:
+def _kernel_of(run: Callable[..., list[Array]], lead: int, with_columns: bool = False) -> Body:
     """Returns the kernel `run` as a body; its operand `lead` is x.
 
     `run` takes and returns flat arrays; a vector is one value a row, or one a column
@@ -46,7 +44,7 @@ def kernel_of(
         dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
         lowering.require_dtypes(target, *dtypes)
-        family = "layer_norm" if norm.centred else op
+        family = "layer_norm" if norm.centred else "rms_norm"
         name = f"pallas_{family}_{run.__name__.lstrip('_')}"  # ends in "forward" and the like
         rows = Rows(target, name, operands[lead].shape[1], compute_dtype(*dtypes))
         results = run(rows, norm, *[_flat(a) for a in operands])
@@ -96,7 +94,7 @@ class Rows:
         return self._backend.run(self.target, call)
 
 
-def weight_of(columns: Arrays, norm: Norm) -> Any:
+def _weight_of(columns: Arrays, norm: Norm) -> Any:
     """Returns scale + scale_offset, or 1; scale is the first of the columns."""
     return columns[0] + norm.scale_offset if norm.has_scale else 1
 
@@ -104,7 +102,7 @@ def weight_of(columns: Arrays, norm: Norm) -> Any:
 def _scaled(norm: Norm, columns: Arrays, normal: Any, dtype: jnp.dtype) -> Any:
     """Returns y of a tile, x being of `dtype`; bias is the last of the columns."""
     normal = normal.astype(dtype).astype(normal.dtype) if norm.cast_before else normal
-    y = normal * weight_of(columns, norm)
+    y = normal * _weight_of(columns, norm)
     return y + columns[-1] if norm.has_bias else y
 
 
@@ -117,7 +115,7 @@ def _sum(values: Any, along: int = 1) -> Any:
     return jnp.sum(values, along, keepdims=True)
 
 
-def forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
+def _forward(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
     residual, parameters = rest[: norm.has_residual], rest[norm.has_residual :]
     h_dtype = jnp.promote_types(x.dtype, residual[0].dtype) if residual else x.dtype
     h_dtype = jnp.dtype(norm.residual_dtype or h_dtype)
@@ -176,7 +174,7 @@ def _apply(rows: Rows, norm: Norm, x: Array, *rest: Array) -> list[Array]:
 
 def _row_dots(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     def body(tiles, columns, stats):
-        return _dots(norm, tiles[0] * weight_of(columns, norm), _centred(norm, tiles[1], stats))
+        return _dots(norm, tiles[0] * _weight_of(columns, norm), _centred(norm, tiles[1], stats))
 
     outs = [Out("row sum", rows.compute)] * (1 + norm.centred)
     return rows(body, [dy, x], rest[: norm.has_scale], rest[norm.has_scale :], outs)
@@ -187,7 +185,7 @@ def _dots(norm: Norm, g: Any, centred: Any) -> list[Any]:
     return [*[_sum(g)] * norm.centred, _sum(g * centred)]
 
 
-def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
+def _backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[Array]:
     scale, others = rest[: norm.has_scale], rest[norm.has_scale :]
     statistics, dh = others[: 1 + norm.centred], others[1 + norm.centred :]
     if not rows.fit():
@@ -198,11 +196,11 @@ def backward(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -> list[
 
         def body(tiles, columns, stats):
             dy, x, *dh = tiles
-            centred, w = _centred(norm, x, stats), weight_of(columns, norm)
+            centred, w = _centred(norm, x, stats), _weight_of(columns, norm)
             means = [total / rows.n for total in _dots(norm, dy * w, centred)]
-            return gradients(norm, dy, centred, dh, w, stats[-1], means)
+            return _gradients(norm, dy, centred, dh, w, stats[-1], means)
 
-        outs = gradient_outs(rows, norm, x)
+        outs = _gradient_outs(rows, norm, x)
         results = rows(body, [dy, x, *dh], scale, statistics, outs, whole=True)
     return results
 
@@ -215,13 +213,13 @@ def _backward_apply(rows: Rows, norm: Norm, dy: Array, x: Array, *rest: Array) -
     def body(tiles, columns, stats):
         dy, x, *dh = tiles
         means = [total / norm.count for total in stats[count:]]
-        centred, w = _centred(norm, x, stats), weight_of(columns, norm)
-        return gradients(norm, dy, centred, dh, w, stats[count - 1], means)
+        centred, w = _centred(norm, x, stats), _weight_of(columns, norm)
+        return _gradients(norm, dy, centred, dh, w, stats[count - 1], means)
 
-    return rows(body, [dy, x, *dh], scale, statistics, gradient_outs(rows, norm, x))
+    return rows(body, [dy, x, *dh], scale, statistics, _gradient_outs(rows, norm, x))
 
 
-def gradients(
+def _gradients(
     norm: Norm, dy: Any, centred: Any, dh: Sequence[Any], w: Any, rstd: Any, means: Sequence[Any]
 ) -> list[Any]:
     """Returns dx of a tile, and what it adds to dscale and dbias; in the definition's order."""
@@ -232,17 +230,17 @@ def gradients(
     return [dx, *[_sum(dy * normal, 0)] * norm.with_dscale, *[_sum(dy, 0)] * norm.with_dbias]
 
 
-def gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
+def _gradient_outs(rows: Rows, norm: Norm, x: Array) -> list[Out]:
     """dx, and what was asked for of dscale and dbias."""
     sums = norm.with_dscale + norm.with_dbias
     return [Out("tile", x.dtype), *[Out("column sum", rows.compute)] * sums]
 
 
 KERNELS = {
-    "forward": kernel_of(forward, 0),
-    "row_statistics": kernel_of(_row_statistics, 0),
-    "apply": kernel_of(_apply, 0),
-    "backward": kernel_of(backward, 1, with_columns=True),
-    "row_dots": kernel_of(_row_dots, 1),
-    "backward_apply": kernel_of(_backward_apply, 1, with_columns=True),
+    "forward": _kernel_of(_forward, 0),
+    "row_statistics": _kernel_of(_row_statistics, 0),
+    "apply": _kernel_of(_apply, 0),
+    "backward": _kernel_of(_backward, 1, with_columns=True),
+    "row_dots": _kernel_of(_row_dots, 1),
+    "backward_apply": _kernel_of(_backward_apply, 1, with_columns=True),
 }
