@@ -28,7 +28,42 @@ M = TypeVar("M")
 _NOT_GIVEN: Any = object()
 
 
-class RMSNorm(eqx.nn.RMSNorm):
+class _Norm(eqx.Module):
+    """A norm of Equinox's, computed by ours where that has its options."""
+
+    implementation: Implementation = eqx.field(static=True)
+
+    def __init__(
+        self: Any, shape: Any, eps: Any, *args: Any, implementation: Implementation, **kwargs: Any
+    ):
+        modules.check_eps(f"eqx.nn.{self._kind}", "eps", eps)
+        equinox: Any = super()
+        equinox.__init__(shape, eps, *args, **kwargs)
+        self.implementation = modules.check_options(implementation)
+
+    def __call__(self: Any, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
+        """Normalises all of x; `state` is passed through, `key` is ignored."""
+        name = f"eqx.nn.{self._kind}"
+        x = _checked(name, "norm", x, self.shape)
+        if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
+            raise TypeError(
+                f"{name}: x must be floating, got {x.dtype}; cast it first, for example "
+                "x.astype(jnp.float32)"
+            )
+        reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(self.eps, Array)}
+        weight = self.weight if self.use_weight else None
+        bias = self.bias if self.use_bias else None
+        own = [a.dtype for a in (weight, bias) if a is not None]
+        if reason := unserved(reasons, x.dtype, *own):
+            equinox: Any = super()
+            y = modules.by_framework(name, reason, self, lambda: equinox.__call__(x, key=key))
+        else:
+            options = {"axis": tuple(range(x.ndim)), "implementation": self.implementation}
+            y = self._norm(x, weight, bias, eps=self.eps, **options)
+        return y if state is _NOT_GIVEN else (y, state)
+
+
+class RMSNorm(_Norm, eqx.nn.RMSNorm):
     """`equinox.nn.RMSNorm` computed by `normfuse.rms_norm`.
 
     Takes what `eqx.nn.RMSNorm` does and has the same leaves, initial values and result: always x's
@@ -56,7 +91,7 @@ class RMSNorm(eqx.nn.RMSNorm):
     (2, 4)
     """
 
-    implementation: Implementation = eqx.field(static=True)
+    _kind, _norm = "RMSNorm", staticmethod(rms_norm)
 
     def __init__(
         self,
@@ -68,36 +103,18 @@ class RMSNorm(eqx.nn.RMSNorm):
         *,
         implementation: Implementation = None,
     ):
-        modules.check_eps("eqx.nn.RMSNorm", "eps", eps)
-        super().__init__(shape, eps, use_weight, use_bias, dtype)
-        self.implementation = modules.check_options(implementation)
-
-    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
-        """Normalises all of x; `state` is passed through, `key` is ignored."""
-        call = lambda x: super(RMSNorm, self).__call__(x, key=key)
-        return _normalised("eqx.nn.RMSNorm", rms_norm, self, x, state, call)
+        given = shape, eps, use_weight, use_bias, dtype
+        super().__init__(*given, implementation=implementation)
 
 
-class LayerNorm(eqx.nn.LayerNorm):
+class LayerNorm(_Norm, eqx.nn.LayerNorm):
     """`equinox.nn.LayerNorm` computed by `normfuse.layer_norm`.
 
     Takes what `eqx.nn.LayerNorm` does and has the same leaves, initial values and result: always
     x's dtype, computed in float32 (float64), weight and bias in the same pass. For one example, of
     exactly `shape`; batch it with `jax.vmap`, any number of times, and the kernel sees one batch.
-    Equinox's own code serves what `RMSNorm` leaves to it; integer x is refused.
-
-    Args:
-      shape: the input's.
-      eps: added to the variance.
-      use_weight, use_bias: whether to multiply by a weight, and to add a bias.
-      dtype: the weight's and the bias's.
-      elementwise_affine: Equinox's deprecated way to set both of `use_weight` and `use_bias`.
-      implementation: as for `normfuse.layer_norm`.
-
-    Raises:
-      ValueError: for an eps that is negative or not finite; when called, for an x not of `shape`.
-      TypeError: for an eps that is not a number; when called, for integer x.
-      NotImplementedError: when called, if the `implementation` asked for cannot serve.
+    Equinox's own code serves what `RMSNorm` leaves to it; arguments and errors are as there, and
+    `elementwise_affine` is Equinox's deprecated way to set both `use_weight` and `use_bias`.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import LayerNorm
@@ -105,7 +122,7 @@ class LayerNorm(eqx.nn.LayerNorm):
     (2, 4)
     """
 
-    implementation: Implementation = eqx.field(static=True)
+    _kind, _norm = "LayerNorm", staticmethod(layer_norm)
 
     def __init__(
         self,
@@ -118,44 +135,9 @@ class LayerNorm(eqx.nn.LayerNorm):
         elementwise_affine: bool | None = None,
         implementation: Implementation = None,
     ):
-        modules.check_eps("eqx.nn.LayerNorm", "eps", eps)
-        affine = {"elementwise_affine": elementwise_affine}
-        super().__init__(shape, eps, use_weight, use_bias, dtype, **affine)
-        self.implementation = modules.check_options(implementation)
-
-    def __call__(self, x: Array, state: Any = _NOT_GIVEN, *, key: Any = None) -> Any:
-        """Normalises all of x; `state` is passed through, `key` is ignored."""
-        call = lambda x: super(LayerNorm, self).__call__(x, key=key)
-        return _normalised("eqx.nn.LayerNorm", layer_norm, self, x, state, call)
-
-
-def _normalised(
-    name: str,
-    norm: Callable[..., Array],
-    layer: Any,
-    x: Any,
-    state: Any,
-    call: Callable[[Array], Array],
-) -> Any:
-    """Computes a norm by `norm`, or by Equinox for options that it lacks."""
-    x = _floating(name, x, layer.shape)
-    if reason := _norm_unserved(layer, x):
-        y = modules.by_framework(name, reason, layer, lambda: call(x))
-    else:
-        options = {"axis": tuple(range(x.ndim)), "implementation": layer.implementation}
-        y = norm(x, *_norm_parameters(layer), eps=layer.eps, **options)
-    return y if state is _NOT_GIVEN else (y, state)
-
-
-def _norm_unserved(layer: Any, x: Array) -> str:
-    """Returns the part of a norm that only Equinox serves, or ""."""
-    reasons = {"shape=()": x.ndim == 0, "an eps that is an array": isinstance(layer.eps, Array)}
-    return unserved(reasons, x.dtype, *[a.dtype for a in _norm_parameters(layer) if a is not None])
-
-
-def _norm_parameters(layer: Any) -> tuple[Array | None, Array | None]:
-    """Weight and bias."""
-    return layer.weight if layer.use_weight else None, layer.bias if layer.use_bias else None
+        given = shape, eps, use_weight, use_bias, dtype
+        options = {"elementwise_affine": elementwise_affine, "implementation": implementation}
+        super().__init__(*given, **options)
 
 
 class _Options(eqx.Module):
@@ -220,8 +202,8 @@ class Linear(eqx.nn.Linear, _Options):
 
     def _unserved(self, x: Array) -> str:
         """Returns the part that only Equinox serves, or ""."""
-        if option := _own_option(self):
-            return option
+        if "scalar" in (self.in_features, self.out_features):
+            return '"scalar" features'
         if self.bias is None and x.ndim > 1 and x.shape[-2] == self.weight.shape[1]:
             return "a matrix"
         if reason := unserved({}, x.dtype, self.weight.dtype):
@@ -232,12 +214,6 @@ class Linear(eqx.nn.Linear, _Options):
         return ""
 
 
-def _own_option(linear: Any) -> str:
-    """Returns the option of a Linear that only Equinox serves, or ""."""
-    scalar = "scalar" in (linear.in_features, linear.out_features)
-    return '"scalar" features' if scalar else ""
-
-
 def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
     """Returns x as an array of `shape`; ValueError otherwise."""
     x = jnp.asarray(x)
@@ -245,17 +221,6 @@ def _checked(layer: str, name: str, x: Any, shape: tuple[int, ...]) -> Array:
         raise ValueError(
             f"{layer}: x must have shape {shape}, got {x.shape}; for a batch call "
             f"jax.vmap({name})(x)"
-        )
-    return x
-
-
-def _floating(layer: str, x: Any, shape: tuple[int, ...]) -> Array:
-    """Returns a norm's x as an array of `shape`; TypeError for an integer one."""
-    x = _checked(layer, "norm", x, shape)
-    if jnp.issubdtype(x.dtype, jnp.integer) or x.dtype == bool:
-        raise TypeError(
-            f"{layer}: x must be floating, got {x.dtype}; cast it first, for example "
-            "x.astype(jnp.float32)"
         )
     return x
 
@@ -315,32 +280,27 @@ class GatedMLP(_Options):
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """Applies the MLP to x; `key` is ignored."""
-        return _apply_gated(self, x)
+        linears = modules.layers_of(self)
 
+        def as_made(linear: Any) -> bool:
+            """Whether a part may be computed together with the others."""
+            if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
+                return False
+            return not linear._unserved(jnp.asarray(x))
 
-def _apply_gated(mlp: Any, x: Array) -> Array:
-    """Applies a GatedMLP, or a module with its layers and options."""
-    linears = modules.layers_of(mlp)
-
-    def as_made(linear: Any) -> bool:
-        """Whether a part may be computed together with the others."""
-        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
-            return False
-        return not linear._unserved(jnp.asarray(x))
-
-    if not modules.replaced(mlp.gate, Linear) and isinstance(mlp.gate.in_features, int):
-        x = _checked("GatedMLP", "mlp", x, mlp.gate.weight.shape[1:])
-    if mlp.quantization and all(map(as_made, linears.values())):
-        kernels = {name: linear.weight for name, linear in linears.items()}
-        biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
-        options = options_of("GatedMLP", mlp, jnp.result_type(x, *kernels.values()))
-        return gated_mlp(x, kernels, biases, contract=1, **options)
-    gate, up, down = mlp.gate(x), mlp.up(x), mlp.down
-    if reason := modules.replaced(down, Linear) or down._unserved(gate):
-        call = lambda: down(finish(gate, None, mlp.activation, gate.dtype, up))
-        return modules.by_framework("GatedMLP", reason, mlp, call, down)
-    options = options_of("GatedMLP", mlp, jnp.result_type(down.weight, gate))
-    return apply_gated_product(gate, up, down.weight, down.bias, contract=1, **options)
+        if not modules.replaced(self.gate, Linear) and isinstance(self.gate.in_features, int):
+            x = _checked("GatedMLP", "mlp", x, self.gate.weight.shape[1:])
+        if self.quantization and all(map(as_made, linears.values())):
+            kernels = {name: linear.weight for name, linear in linears.items()}
+            biases = {n: linear.bias for n, linear in linears.items() if linear.bias is not None}
+            options = options_of("GatedMLP", self, jnp.result_type(x, *kernels.values()))
+            return gated_mlp(x, kernels, biases, contract=1, **options)
+        gate, up, down = self.gate(x), self.up(x), self.down
+        if reason := modules.replaced(down, Linear) or down._unserved(gate):
+            call = lambda: down(finish(gate, None, self.activation, gate.dtype, up))
+            return modules.by_framework("GatedMLP", reason, self, call, down)
+        options = options_of("GatedMLP", self, jnp.result_type(down.weight, gate))
+        return apply_gated_product(gate, up, down.weight, down.bias, contract=1, **options)
 
 
 # ---------------------------------------------------------------- other people's models

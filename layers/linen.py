@@ -5,7 +5,6 @@ The classes keep Linen's names, because Linen names parameters, and seeds them, 
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,7 +33,43 @@ _KERNEL = nn.linear.default_kernel_init
 _option: Any = functools.partial(dataclasses.field, kw_only=True)
 
 
-class RMSNorm(nn.RMSNorm):
+class _Norm(nn.Module):
+    """A norm of Linen's, computed by ours where that has its options."""
+
+    implementation: Implementation = _option(default=None)
+
+    def __post_init__(self: Any):
+        modules.check_eps(f"nn.{self._kind}", "epsilon", self.epsilon)
+        self.implementation = modules.check_options(self.implementation)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self: Any, x: Array, *, mask: Array | None = None) -> Array:
+        """Normalises x over `reduction_axes`; `mask` is Flax's."""
+        x, name = jnp.asarray(x), f"nn.{self._kind}"
+        axes = dimensions_of(name, x, self.reduction_axes)
+        uses = {"scale": self.use_scale, "bias": getattr(self, "use_bias", False)}
+        features = dimensions_of(name, x, self.feature_axes) if any(uses.values()) else axes
+        reasons = {
+            "a mask": mask is not None,
+            "an axis_name": self.axis_name is not None,
+            "feature_axes that differ from reduction_axes": features != axes,
+            "force_float32_reductions=False": not self.force_float32_reductions,
+            "an epsilon that is an array": isinstance(self.epsilon, Array),
+        }
+        own = self.param_dtype if any(uses.values()) else None
+        if reason := unserved(reasons, x.dtype, own, self.dtype):
+            flax: Any = super()
+            return modules.by_framework(name, reason, self, lambda: flax.__call__(x, mask=mask))
+        shape = [x.shape[i] for i in axes]
+        init = lambda key: (getattr(self, f"{key}_init"), shape, self.param_dtype)
+        given = {key: self.param(key, *init(key)) for key, used in uses.items() if used}
+        dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=self.dtype)
+        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
+        return self._norm(x, **given, dtype=dtype, **options)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
     """`flax.linen.RMSNorm` computed by `normfuse.rms_norm`.
 
     Takes everything `nn.RMSNorm` does and has the same parameters, initial values and result dtype.
@@ -63,22 +98,10 @@ class RMSNorm(nn.RMSNorm):
     Array([1., 1., 1., 1.], dtype=float32)
     """
 
-    implementation: Implementation = _option(default=None)
-
-    def __post_init__(self):
-        modules.check_eps("nn.RMSNorm", "epsilon", self.epsilon)
-        self.implementation = modules.check_options(self.implementation)
-        super().__post_init__()
-
-    @nn.compact
-    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        """Normalises x over `reduction_axes`; `mask` is Flax's."""
-        call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-        options = {"implementation": self.implementation, "make": self.param}
-        return _normalised("nn.RMSNorm", rms_norm, self, jnp.asarray(x), mask, call, **options)
+    _kind, _norm = "RMSNorm", staticmethod(rms_norm)
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(_Norm, nn.LayerNorm):
     """`flax.linen.LayerNorm` computed by `normfuse.layer_norm`.
 
     Takes everything `nn.LayerNorm` does and has the same parameters, initial values and result
@@ -87,16 +110,7 @@ class LayerNorm(nn.LayerNorm):
     of `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
-    Flax's own code serves what `RMSNorm` leaves to it.
-
-    Attributes:
-      implementation: as for `normfuse.layer_norm`; keyword only. The rest are `nn.LayerNorm`'s.
-
-    Raises:
-      ValueError: for an epsilon that is negative or not finite.
-      TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
-        "native" with a mask.
+    Flax's own code serves what `RMSNorm` leaves to it; attributes and errors are as there.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import LayerNorm
@@ -106,56 +120,7 @@ class LayerNorm(nn.LayerNorm):
     Array([-1.,  1.], dtype=float32)
     """
 
-    implementation: Implementation = _option(default=None)
-
-    def __post_init__(self):
-        modules.check_eps("nn.LayerNorm", "epsilon", self.epsilon)
-        self.implementation = modules.check_options(self.implementation)
-        super().__post_init__()
-
-    @nn.compact
-    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        """Normalises x over `reduction_axes`; `mask` is Flax's."""
-        call = lambda: super(LayerNorm, self).__call__(x, mask=mask)
-        options = {"implementation": self.implementation, "make": self.param}
-        return _normalised("nn.LayerNorm", layer_norm, self, jnp.asarray(x), mask, call, **options)
-
-
-def _normalised(
-    name: str,
-    norm: Callable[..., Array],
-    layer: Any,
-    x: Array,
-    mask: Array | None,
-    call: Callable[[], Array],
-    *,
-    implementation: Implementation,
-    make: Callable[..., Array],
-) -> Array:
-    """Computes a norm by `norm`, or by Flax for options that it lacks.
-
-    `make` makes a parameter, or finds it, as `Module.param` does.
-    """
-    axes = dimensions_of(name, x, layer.reduction_axes)
-    uses = {"scale": layer.use_scale, "bias": getattr(layer, "use_bias", False)}
-    features = dimensions_of(name, x, layer.feature_axes) if any(uses.values()) else axes
-    reasons = {
-        "a mask": mask is not None,
-        "an axis_name": layer.axis_name is not None,
-        "feature_axes that differ from reduction_axes": features != axes,
-        "force_float32_reductions=False": not layer.force_float32_reductions,
-        "an epsilon that is an array": isinstance(layer.epsilon, Array),
-    }
-    own = layer.param_dtype if any(uses.values()) else None
-    if reason := unserved(reasons, x.dtype, own, layer.dtype):
-        chosen = types.SimpleNamespace(implementation=implementation)
-        return modules.by_framework(name, reason, chosen, call)
-    shape = [x.shape[i] for i in axes]
-    init = lambda key: (key, getattr(layer, f"{key}_init"), shape, layer.param_dtype)
-    given = {key: make(*init(key)) for key, used in uses.items() if used}
-    dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=layer.dtype)
-    options = {"eps": layer.epsilon, "axis": axes, "implementation": implementation}
-    return norm(x, **given, dtype=dtype, **options)
+    _kind, _norm = "LayerNorm", staticmethod(layer_norm)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -253,8 +218,9 @@ class DenseGeneral(_Linear, nn.DenseGeneral):
         """Multiplies `axis` of the inputs by the kernel."""
         inputs = jnp.asarray(inputs)
         call = lambda: super(DenseGeneral, self).__call__(inputs)
-        found = _matrix_product(self, inputs.ndim)
-        return _contract("nn.DenseGeneral", self, self, inputs, found, call)
+        axes = (self.axis,) if isinstance(self.axis, int) else self.axis
+        found = modules.product_over(axes, inputs.ndim, bool(self.batch_dims))
+        return _multiply("nn.DenseGeneral", self, inputs, found, call)
 
 
 class Einsum(_Linear, nn.Einsum):
@@ -288,60 +254,31 @@ class Einsum(_Linear, nn.Einsum):
         inputs = jnp.asarray(inputs)
         call = lambda: super(Einsum, self).__call__(inputs, einsum_str)
         found = modules.product_of_einsum(einsum_str or self.einsum_str or "")
-        return _contract("nn.Einsum", self, self, inputs, found, call)
+        return _multiply("nn.Einsum", self, inputs, found, call)
 
 
-def _matrix_product(module: Any, ndim: int) -> modules.MatrixProduct | str:
-    """Returns the matrix product that a module is for an x of `ndim` axes, or why none."""
-    if isinstance(module, nn.DenseGeneral):
-        axes = (module.axis,) if isinstance(module.axis, int) else tuple(module.axis)
-        return modules.product_over(axes, ndim, bool(module.batch_dims))
-    if isinstance(module, nn.Einsum):
-        return modules.product_of_einsum(module.einsum_str or "")
-    return modules.MatrixProduct(1)
-
-
-def _contract(
+def _multiply(
     name: str,
     module: Any,
-    given: Any,
     inputs: Array,
     found: modules.MatrixProduct | str,
     call: Callable[[], Array],
 ) -> Array:
-    """Computes a DenseGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve.
-
-    `given` has the activation, implementation and quantization.
-    """
+    """Computes a DenseGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
     if module.is_initializing() or not module.has_variable("params", "kernel"):
         y = call()
-        return finish(y, None, given.activation, y.dtype)
+        return finish(y, None, module.activation, y.dtype)
     read = lambda parameter: nn.unbox(module.get_variable("params", parameter))
-    kernel, bias = read("kernel"), read("bias") if module.use_bias else None
+    operands = inputs, read("kernel"), read("bias") if module.use_bias else None
+    dtype = functools.partial(dtypes.canonicalize_dtype, dtype=module.dtype)
     reason = _unserved(module, inputs)
-    if not reason and not isinstance(found, str):
-        reason = found.misfit(inputs, kernel)
-    if isinstance(found, str) or reason:
-        return modules.dense_by_framework(name, reason or str(found), given, call)
-    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=module.dtype)
-    return found.apply(inputs, kernel, bias, **options_of(name, given, dtype))
-
-
-def _own_option(module: Any) -> str:
-    """Returns the option of a linear layer that only Flax serves, or ""."""
-    own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
-    reasons = {
-        "a precision": module.precision is not None,
-        "a dot_general of its own": own != {None},
-        "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
-        "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
-    }
-    return unserved(reasons)
+    return modules.multiply(name, module, found, operands, dtype, call, reason)
 
 
 def _unserved(module: Any, inputs: Array) -> str:
     """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
-    return _own_option(module) or unserved({}, inputs.dtype, module.param_dtype, module.dtype)
+    reason = modules.flax_option(module, dtypes.promote_dtype)
+    return reason or unserved({}, inputs.dtype, module.param_dtype, module.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:

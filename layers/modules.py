@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import Quantization, check_quantization
+from .core.arguments import Quantization, check_quantization, options_of, unserved
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish, resolve
 
@@ -145,6 +146,41 @@ def merged(count: int, *arrays: jax.Array) -> str:
     """Returns why axes of the arrays are not merged: they are split on an Explicit mesh; or ""."""
     explicit = lambda a: not jax.typeof(a).sharding.mesh.empty and any(jax.typeof(a).sharding.spec)
     return "merged axes on an Explicit mesh" if count > 1 and any(map(explicit, arrays)) else ""
+
+
+def multiply(
+    name: str,
+    layer: Any,
+    found: MatrixProduct | str,
+    operands: tuple[jax.Array, jax.Array, jax.Array | None],
+    dtype: Callable[..., Any],
+    call: Callable[[], jax.Array],
+    unserved: str = "",
+    **placed: Any,
+) -> jax.Array:
+    """Computes a layer by `normfuse.dense`, or by its framework where that must serve.
+
+    `found` is the product that the layer is, or why it is none; `operands` are x, the kernel and
+    the bias; `dtype` of them is the compute dtype; `unserved` says why the framework must serve.
+    """
+    if isinstance(found, str):
+        return dense_by_framework(name, found, layer, call)
+    if reason := unserved or found.misfit(*operands[:2]):
+        return dense_by_framework(name, reason, layer, call)
+    return found.apply(*operands, **placed, **options_of(name, layer, dtype(*operands)))
+
+
+def flax_option(layer: Any, promote_dtype: Callable[..., Any]) -> str:
+    """Returns the option of a linear layer of Flax's that only Flax serves, or ""."""
+    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": getattr(layer, "preferred_element_type", None) is not None,
+        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
+        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
+        "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
+    }
+    return unserved(reasons)
 
 
 def layers_of(mlp: Any) -> dict[str, Any]:

@@ -86,7 +86,46 @@ class _LinearGeneral(_Linear, total=False):
     dot_general_cls: Any
 
 
-class RMSNorm(nnx.RMSNorm):
+class _Norm:
+    """A norm of Flax's, computed by ours where that has its options."""
+
+    __slots__ = ()  # `swap` sets the class of Flax's layers
+    implementation: Implementation
+    _name: str
+    _norm: Callable[..., Array]
+
+    def __call__(self: Any, x: Array, mask: Array | None = None) -> Array:
+        """Normalises x over `reduction_axes`; `mask` is Flax's."""
+        x, name = jnp.asarray(x), self._name
+        axes = dimensions_of(name, x, self.reduction_axes)
+        parameters = {"scale": self.scale, "bias": getattr(self, "bias", None)}
+        given = {key: p[...] for key, p in parameters.items() if p is not None}
+        features = dimensions_of(name, x, self.feature_axes) if given else axes
+        reasons = {
+            "a mask": mask is not None,
+            "an axis_name": self.axis_name is not None,
+            "a promote_dtype of its own": self.promote_dtype is not dtypes.promote_dtype,
+            "feature_axes that differ from reduction_axes": features != axes,
+            "an epsilon that is an array": isinstance(self.epsilon, Array),
+        }
+        own = [p.dtype for p in given.values()]
+        if reason := unserved(reasons, x.dtype, *own, self.dtype):
+            flax: Any = super()
+            return modules.by_framework(name, reason, self, lambda: flax.__call__(x, mask=mask))
+        dtype = dtypes.canonicalize_dtype(x, *given.values(), dtype=self.dtype)
+        shape = tuple(x.shape[i] for i in axes)
+        for parameter in given.values():
+            if parameter.size != math.prod(shape):
+                raise ValueError(
+                    f"{name}: x must have num_features={parameter.size} features on axis "
+                    f"{self.feature_axes}, got shape {x.shape}"
+                )
+        given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}
+        options = {"eps": self.epsilon, "axis": axes, "implementation": self.implementation}
+        return self._norm(narrowed(x, dtype), **given, dtype=dtype, **options)
+
+
+class RMSNorm(_Norm, nnx.RMSNorm):
     """`flax.nnx.RMSNorm` computed by `normfuse.rms_norm`.
 
     Takes everything `nnx.RMSNorm` does and has the same parameters, initial values, state and
@@ -119,7 +158,7 @@ class RMSNorm(nnx.RMSNorm):
     Array([1., 1., 1., 1.], dtype=float32)
     """
 
-    implementation: Implementation
+    _name, _norm = "nnx.RMSNorm", staticmethod(rms_norm)
 
     def __init__(
         self,
@@ -132,14 +171,8 @@ class RMSNorm(nnx.RMSNorm):
         super().__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
 
-    def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """Normalises x over `reduction_axes`; `mask` is Flax's."""
-        x = jnp.asarray(x)
-        call = lambda: super(RMSNorm, self).__call__(x, mask=mask)
-        return _normalised("nnx.RMSNorm", rms_norm, self, x, [self.scale], mask, call)
 
-
-class LayerNorm(nnx.LayerNorm):
+class LayerNorm(_Norm, nnx.LayerNorm):
     """`flax.nnx.LayerNorm` computed by `normfuse.layer_norm`.
 
     Takes everything `nnx.LayerNorm` does and has the same parameters, initial values, state and
@@ -149,19 +182,7 @@ class LayerNorm(nnx.LayerNorm):
     `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
-    Flax's own code serves what `RMSNorm` leaves to it.
-
-    Args:
-      num_features: the length of the normalised axis.
-      implementation: as for `normfuse.layer_norm`.
-      **kwargs: `nnx.LayerNorm`'s.
-
-    Raises:
-      ValueError: for an epsilon that is negative or not finite; when called, for an x that does not
-        have `num_features` features.
-      TypeError: for an epsilon that is not a number.
-      NotImplementedError: when called, if the `implementation` asked for cannot serve, such as
-        "native" with a mask.
+    Flax's own code serves what `RMSNorm` leaves to it; arguments and errors are as there.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -171,7 +192,7 @@ class LayerNorm(nnx.LayerNorm):
     Array([-1.,  1.], dtype=float32)
     """
 
-    implementation: Implementation
+    _name, _norm = "nnx.LayerNorm", staticmethod(layer_norm)
 
     def __init__(
         self,
@@ -184,59 +205,9 @@ class LayerNorm(nnx.LayerNorm):
         super().__init__(num_features, **kwargs)
         self.implementation = modules.check_options(implementation)
 
-    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        """Normalises x over `reduction_axes`; `mask` is Flax's."""
-        x = jnp.asarray(x)
-        call = lambda: super(LayerNorm, self).__call__(x, mask=mask)
-        parameters = [self.scale, self.bias]
-        return _normalised("nnx.LayerNorm", layer_norm, self, x, parameters, mask, call)
-
-
-def _normalised(
-    name: str,
-    norm: Callable[..., Array],
-    layer: Any,
-    x: Array,
-    parameters: list[Any],
-    mask: Array | None,
-    call: Callable[[], Array],
-) -> Array:
-    """Computes a norm by `norm`, or by Flax for options that it lacks."""
-    axes = dimensions_of(name, x, layer.reduction_axes)
-    arrays = [None if p is None else p[...] for p in parameters]
-    given = [p for p in arrays if p is not None]
-    if reason := _norm_unserved(name, layer, x, given, axes, mask):
-        return modules.by_framework(name, reason, layer, call)
-    dtype = dtypes.canonicalize_dtype(x, *given, dtype=layer.dtype)
-    shape = tuple(x.shape[i] for i in axes)
-    for parameter in given:
-        if parameter.size != math.prod(shape):
-            raise ValueError(
-                f"{name}: x must have num_features={parameter.size} features on axis "
-                f"{layer.feature_axes}, got shape {x.shape}"
-            )
-    own = [p if p is None else rounded(p.reshape(shape), dtype) for p in arrays]
-    options = {"eps": layer.epsilon, "axis": axes, "implementation": layer.implementation}
-    return norm(narrowed(x, dtype), *own, dtype=dtype, **options)
-
-
-def _norm_unserved(
-    name: str, layer: Any, x: Array, given: list[Array], axes: tuple[int, ...], mask: Array | None
-) -> str:
-    """Returns the option of a norm with these parameters that only Flax serves, or ""."""
-    features = dimensions_of(name, x, layer.feature_axes) if given else axes
-    reasons = {
-        "a mask": mask is not None,
-        "an axis_name": layer.axis_name is not None,
-        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
-        "feature_axes that differ from reduction_axes": features != axes,
-        "an epsilon that is an array": isinstance(layer.epsilon, Array),
-    }
-    return unserved(reasons, x.dtype, *[p.dtype for p in given], layer.dtype)
-
 
 class _Options:
-    __slots__ = ()  # `swap` sets the class of Flax's layers
+    __slots__ = ()
     activation: Activation
     implementation: Implementation
     quantization: Quantization
@@ -345,7 +316,7 @@ class LinearGeneral(nnx.LinearGeneral, _Options):
         inputs = jnp.asarray(inputs)
         found = modules.product_over(self.axis, inputs.ndim, bool(self.batch_axis))
         call = lambda: super(LinearGeneral, self).__call__(inputs, out_sharding=out_sharding)
-        return _contract("nnx.LinearGeneral", self, inputs, found, out_sharding, call)
+        return _multiply("nnx.LinearGeneral", self, inputs, found, out_sharding, call)
 
 
 class Einsum(nnx.Einsum, _Options):
@@ -395,10 +366,10 @@ class Einsum(nnx.Einsum, _Options):
         inputs = jnp.asarray(inputs)
         found = modules.product_of_einsum(einsum_str or self.einsum_str)
         call = lambda: super(Einsum, self).__call__(inputs, einsum_str, out_sharding=out_sharding)
-        return _contract("nnx.Einsum", self, inputs, found, out_sharding, call)
+        return _multiply("nnx.Einsum", self, inputs, found, out_sharding, call)
 
 
-def _contract(
+def _multiply(
     name: str,
     layer: Any,
     inputs: Array,
@@ -408,36 +379,21 @@ def _contract(
 ) -> Array:
     """Computes a LinearGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
     kernel, bias = _parameters(layer)
-    reason = found if isinstance(found, str) else _unserved(layer, inputs)
-    if not reason and not isinstance(found, str):
-        reason = found.misfit(inputs, kernel)
-        if found.contract and kernel.ndim - found.count > 1 and out_sharding is not None:
-            reason = "an out_sharding"
-    if reason or isinstance(found, str):
-        return modules.dense_by_framework(name, reason, layer, call)
-    dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=layer.dtype)
-    options = options_of(name, layer, dtype)
-    return found.apply(inputs, kernel, bias, out_sharding=out_sharding, **options)
-
-
-def _own_option(layer: Any) -> str:
-    """Returns the option of a linear layer that only Flax serves, or ""."""
-    products = getattr(layer, "dot_general", None), getattr(layer, "dot_general_cls", None)
-    reasons = {
-        "a precision": layer.precision is not None,
-        "a preferred_element_type": layer.preferred_element_type is not None,
-        "a dot_general of its own": not {*products} <= {None, jax.lax.dot_general},
-        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
-        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
-    }
-    return unserved(reasons)
+    reason = _unserved(layer, inputs)
+    if not isinstance(found, str) and found.contract and out_sharding is not None:
+        reason = reason or ("an out_sharding" if kernel.ndim - found.count > 1 else "")
+    dtype = functools.partial(dtypes.canonicalize_dtype, dtype=layer.dtype)
+    return modules.multiply(
+        name, layer, found, (inputs, kernel, bias), dtype, call, reason, out_sharding=out_sharding
+    )
 
 
 def _unserved(layer: Any, inputs: Array) -> str:
     """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
     kernel, bias = _parameters(layer)
     own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
-    return _own_option(layer) or unserved({}, inputs.dtype, *own)
+    reason = modules.flax_option(layer, dtypes.promote_dtype)
+    return reason or unserved({}, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations
@@ -496,54 +452,46 @@ class GatedMLP(nnx.Module, _Options):
 
     def apply(self, x: Array, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP with its hidden arrays placed as `normfuse.gated_product` says."""
-        return _apply_gated(self, x, hidden_sharding)
+        linears = modules.layers_of(self)
+        if not modules.replaced(self.up, Linear):
+            x = jnp.asarray(x)
+            _check_features("GatedMLP: x", x, self.up.kernel[...])
+        if not self._is_quantized(jnp.asarray(x)):
+            gate, *up = (linears[name](x) for name in linears if name != "down")
+            return self.combine(gate, up[0] if up else None, hidden_sharding)
+        kernels = {name: linear.kernel[...] for name, linear in linears.items()}
+        biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
+        given = x, *kernels.values(), *biases.values()
+        dtype = dtypes.canonicalize_dtype(*given, dtype=self.up.dtype)
+        options = options_of("GatedMLP", self, dtype)
+        return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
+
+    def _is_quantized(self, x: Array) -> bool:
+        """Whether all parts, as they were made, may be computed together in FP8."""
+        linears = [*modules.layers_of(self).values()]
+
+        def as_made(linear: Any) -> bool:
+            if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
+                return False
+            return linear.dtype == linears[0].dtype and not _unserved(linear, x)
+
+        return self.quantization is not None and all(map(as_made, linears))
 
     def combine(self, gate: Array, up: Array | None, hidden_sharding: jax.P | None = None) -> Array:
         """The MLP after its first two products, placed as `normfuse.gated_product` says."""
-        return _combine(self, gate, up, hidden_sharding)
+        down = self.down
 
+        def call():
+            hidden = finish(gate, None, self.activation, gate.dtype, up)
+            return down(placed(hidden, hidden_sharding))
 
-def _apply_gated(mlp: Any, x: Array, hidden_sharding: jax.P | None = None) -> Array:
-    """Applies a GatedMLP, or a module with its layers and options."""
-    linears = modules.layers_of(mlp)
-    if not modules.replaced(mlp.up, Linear):
-        x = jnp.asarray(x)
-        _check_features("GatedMLP: x", x, mlp.up.kernel[...])
-    if not _is_quantized(mlp, x):
-        gate, *up = (linears[name](x) for name in linears if name != "down")
-        return _combine(mlp, gate, up[0] if up else None, hidden_sharding)
-    kernels = {name: linear.kernel[...] for name, linear in linears.items()}
-    biases = {n: linear.bias[...] for n, linear in linears.items() if linear.bias is not None}
-    dtype = dtypes.canonicalize_dtype(x, *kernels.values(), *biases.values(), dtype=mlp.up.dtype)
-    options = options_of("GatedMLP", mlp, dtype)
-    return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
-
-
-def _is_quantized(mlp: Any, x: Array) -> bool:
-    """Whether all parts, as they were made, may be computed together in FP8."""
-
-    def as_made(linear: Any) -> bool:
-        if modules.replaced(linear, Linear) or linear.quantization != mlp.quantization:
-            return False
-        return linear.dtype == linears[0].dtype and not _unserved(linear, jnp.asarray(x))
-
-    linears = [*modules.layers_of(mlp).values()]
-    return mlp.quantization is not None and all(map(as_made, linears))
-
-
-def _combine(mlp: Any, gate: Array, up: Array | None, hidden_sharding: jax.P | None) -> Array:
-    down = mlp.down
-
-    def call():
-        hidden = finish(gate, None, mlp.activation, gate.dtype, up)
-        return down(placed(hidden, hidden_sharding))
-
-    if reason := modules.replaced(down, Linear) or _unserved(down, gate):
-        return modules.by_framework("GatedMLP", reason, mlp, call, down)
-    kernel, bias = _parameters(down)
-    dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
-    options = options_of("GatedMLP", mlp, dtype)
-    return apply_gated_product(gate, up, kernel, bias, hidden_sharding=hidden_sharding, **options)
+        if reason := modules.replaced(down, Linear) or _unserved(down, gate):
+            return modules.by_framework("GatedMLP", reason, self, call, down)
+        kernel, bias = _parameters(down)
+        dtype = dtypes.canonicalize_dtype(gate, kernel, bias, dtype=down.dtype)
+        options = options_of("GatedMLP", self, dtype)
+        given = gate, up, kernel, bias
+        return apply_gated_product(*given, hidden_sharding=hidden_sharding, **options)
 
 
 def _parameters(linear: nnx.Linear) -> tuple[Array, Array | None]:

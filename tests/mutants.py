@@ -608,20 +608,20 @@ MUTANTS = [
     ),
     Mutant(
         "layers/nnx.py",
-        "own = [p if p is None else rounded(p.reshape(shape), dtype) for p in arrays]",
-        "own = [p if p is None else p.reshape(shape) for p in arrays]",
+        "given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}",
+        "given = {key: p.reshape(shape) for key, p in given.items()}",
         "tests/layers/test_nnx.py::test_rms_norm_casts_before_the_statistics",
     ),
     Mutant(
-        "layers/linen.py",
-        '"a precision": module.precision is not None,',
+        "layers/modules.py",
+        '"a precision": layer.precision is not None,',
         "",
         "tests/layers/test_linen.py::test_strict_implementation_refuses_what_flax_serves",
     ),
     Mutant(
         "layers/eqx.py",
-        "return layer.weight if layer.use_weight else None, layer.bias if layer.use_bias else None",
-        "return layer.weight if layer.use_weight else None, None",
+        "bias = self.bias if self.use_bias else None",
+        "bias = None",
         "tests/layers/test_layer_norm_modules.py::test_equinox[float32]",
     ),
     # ---------------------------------------------------------------- models

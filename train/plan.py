@@ -24,7 +24,7 @@ from rich.table import Table
 
 from ..layers.attention import cudnn
 from ..layers.attention.spec import Spec
-from ..layers.quantization.kernels import fits
+from ..layers.quantization import fits
 from ..models.config import (
     PRESETS,
     Quantization,

@@ -29,10 +29,10 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at
 from ..core.sharding import axes_of, whole
+from ..quantization import fits as dimensions_fit
 from ..quantization import kernels
 from ..quantization.gated import hidden
 from ..quantization.kernels import Codes
-from ..quantization.kernels import fits as dimensions_fit
 from ..quantization.op import Quantized, decoded, quantize
 from .matmul import (
     Product,
