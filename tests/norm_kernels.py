@@ -6,8 +6,11 @@ import jax.numpy as jnp
 
 from normfuse.layers.norm import cuda, op
 from normfuse.layers.norm.spec import Norm
+from normfuse.native.kernel import Kernel
 
-KERNELS = {kernel.name.removeprefix("norm_"): kernel for kernel in op.KERNELS}
+KERNELS = {
+    found.name.removeprefix("norm_"): found for found in vars(op).values() if type(found) is Kernel
+}
 CUDA = {name: kernel.bodies["cuda"] for name, kernel in KERNELS.items()}
 assert CUDA["forward"] is cuda.forward
 

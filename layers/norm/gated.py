@@ -15,7 +15,8 @@ References: Dao and Gu, "Transformers are SSMs", arXiv:2405.21060 (Mamba 2); Yan
 Delta Networks", arXiv:2412.06464 (Qwen3-Next's).
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -28,12 +29,12 @@ from ...native.implementation import Implementation, Order
 from ...native.kernel import Kernel
 from ..core.arguments import floating
 from ..core.op import Dims, Op, Split
-from . import cuda, functions, op
+from . import cuda, op
 from .op import along_rows, dtype_of, rows_of, weight_of
 from .spec import Norm
 
 GateActivation = Literal["silu", "sigmoid"]
-Run = Callable[..., list[Array]]  # `(norm, *operands)` of RMSNorm without a gate
+Run = Callable[..., Sequence[Array]]  # `(norm, *operands)` of RMSNorm without a gate
 
 
 def gated_rms_norm(
@@ -66,7 +67,7 @@ def gated_rms_norm(
       activation: "silu" or "sigmoid".
       group_size: features that are normalised together, where those of a row form several groups
         (Mamba 2's); scale then still has the shape of x's last axis. None for all of them.
-      eps, scale_offset, dtype, implementation: as for `rms_norm`.
+      eps, scale_offset, dtype, implementation: as for `rms_norm`, but there is no Pallas kernel.
 
     Returns:
       An array of x's shape and sharding.
@@ -98,9 +99,9 @@ def gated_rms_norm(
     shape = x.shape
     if group_size is not None:
         x, z, scale = _grouped(name, x, z, scale, group_size)
-    norm, (x, *own) = functions.check(name, x, scale, None, eps, -1, scale_offset, dtype)
+    norm, (x, *own) = op.check(name, x, scale, None, eps, -1, scale_offset, dtype)
     norm = replace(norm, gate=gate, activation=activation, with_rstd=False)
-    return functions.call(forward, norm, [x, z, *own], implementation)[0].reshape(shape)
+    return op.call(forward, norm, [x, z, *own], implementation)[0].reshape(shape)
 
 
 def _grouped(
@@ -138,14 +139,12 @@ def gate_of(norm: Norm, z: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
 
 def define_forward(norm: Norm, x: Array, z: Array, *scale: Array) -> list[Array]:
     """`(x, z[, scale]) -> (y[, rstd])`"""
-    run = lambda norm, *operands: op.define_forward(norm, *operands)
-    return compose_forward(run, norm, x, z, *scale)
+    return compose_forward(op.define_forward, norm, x, z, *scale)
 
 
 def define_backward(norm: Norm, dy: Array, x: Array, z: Array, *rest: Array) -> list[Array]:
     """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`"""
-    run = lambda norm, *operands: op.define_backward(norm, *operands)
-    return compose_backward(run, norm, dy, x, z, *rest)
+    return compose_backward(op.define_backward, norm, dy, x, z, *rest)
 
 
 def compose_forward(run: Run, norm: Norm, x: Array, z: Array, *scale: Array) -> list[Array]:
@@ -154,7 +153,7 @@ def compose_forward(run: Run, norm: Norm, x: Array, z: Array, *scale: Array) -> 
     gate, _ = gate_of(norm, z, dtype)
     alone = replace(norm, gate="", activation="")
     if norm.gate == "before":
-        return run(alone, x.astype(dtype) * gate, *scale)
+        return list(run(alone, x.astype(dtype) * gate, *scale))
     y, *rstd = run(replace(alone, out_dtype=dtype.name), x, *scale)
     return [(y * gate).astype(norm.out_dtype), *[a.astype(dtype) for a in rstd]]
 
@@ -207,17 +206,13 @@ def define_tangent(norm: Norm, x: Array, z: Array, *rest: Array) -> list[Array]:
 # ---------------------------------------------------------------- kernels, on (outer, n, inner)
 
 
-def _on_cpu(compose: Run, kernel: Kernel) -> Callable[..., list[Array]]:
-    return lambda norm, *operands: compose(kernel.bodies["cpu"], norm, *operands)
-
-
 def _on_cuda(compose: Run, fused: Callable[..., Any], kernel: Kernel) -> Callable[..., list[Array]]:
     def body(target: Any, norm: Norm, *operands: Array) -> list[Array]:
         done = fused(target, norm, *operands)
         if done is not None:
             return done
-        alone = lambda norm, *given: kernel.bodies["cuda"](target, norm, *given)
-        return compose(alone, norm, *operands)
+        alone = functools.partial(kernel.bodies["cuda"], target)
+        return list(compose(alone, norm, *operands))
 
     return body
 
@@ -226,7 +221,7 @@ forward_kernel = Kernel(
     "gated_rms_norm_forward",
     define_forward,
     {
-        "cpu": _on_cpu(compose_forward, op.forward_kernel),
+        "cpu": functools.partial(compose_forward, op.forward_kernel.bodies["cpu"]),
         "cuda": _on_cuda(compose_forward, cuda.gated_forward, op.forward_kernel),
     },
 )
@@ -234,11 +229,10 @@ backward_kernel = Kernel(
     "gated_rms_norm_backward",
     define_backward,
     {
-        "cpu": _on_cpu(compose_backward, op.backward_kernel),
+        "cpu": functools.partial(compose_backward, op.backward_kernel.bodies["cpu"]),
         "cuda": _on_cuda(compose_backward, cuda.gated_backward, op.backward_kernel),
     },
 )
-KERNELS = (forward_kernel, backward_kernel)
 
 
 # ---------------------------------------------------------------- one device's share
@@ -303,13 +297,11 @@ def _tangent_dims(norm: Norm, ndim: int) -> Dims:
 
 
 def _forward_unfused(norm: Norm, *operands: Array, order: Order) -> list[Array]:
-    run = lambda norm, *given: op.forward(norm, *given, order=order)
-    return compose_forward(run, norm, *operands)
+    return compose_forward(functools.partial(op.forward, order=order), norm, *operands)
 
 
 def _backward_unfused(norm: Norm, *operands: Array, order: Order) -> list[Array]:
-    run = lambda norm, *given: op.backward(norm, *given, order=order)
-    return compose_backward(run, norm, *operands)
+    return compose_backward(functools.partial(op.backward, order=order), norm, *operands)
 
 
 # ---------------------------------------------------------------- derivative

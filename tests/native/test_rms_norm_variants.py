@@ -20,7 +20,8 @@ from normfuse.native.launch import Target
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
-KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in gated.KERNELS}
+GATED = gated.forward_kernel, gated.backward_kernel
+KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in GATED}
 
 
 @pytest.fixture
