@@ -81,7 +81,8 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str):
     if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name], __name__), name)
+        found = getattr(importlib.import_module(_HOME[name], __name__), name)
+        return globals().setdefault(name, found)  # the next time nobody asks
     if name in ("native", "layers", "models", "train"):
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":
