@@ -79,11 +79,8 @@ def hopper_shapes():
     """Shapes of the Hopper kernel worth a try."""
     base = pallas_hopper.Shape
     tiles = [{}, {"rows": 64, "columns": 256, "split": "rows"}, {"split": "rows"}]
-    for cluster, tile in itertools.product(("", "rows", "columns"), tiles):
-        yield base(**tile, cluster=cluster)
-    for width, tile in itertools.product((4, 8, 32), tiles[:2]):
+    for width, tile in itertools.product((4, 8, 16, 32), tiles):
         yield base(**tile, width=width)
-    yield base(minor="columns")
 
 
 def sweep(m: int, k: int, n: int) -> None:

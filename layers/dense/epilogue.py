@@ -533,7 +533,6 @@ def _source(function: Scalar) -> Source:
 
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
-KERNELS = (forward_kernel, backward_kernel)
 # One for each layout of arrays without a bias, which depends on how often 2 divides their size.
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 

@@ -3,8 +3,7 @@
 On Hopper `pallas_hopper` serves, for 16-bit operands. Other GPUs have no such kernel.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,22 +17,6 @@ from ...native.implementation import Unsupported
 from ...native.pallas import lowering, portable
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import before, cdiv, clear, result_type
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """A kernel's function of x · w."""
-
-    epilogue: Callable[..., Sequence[Array]]  # (sums, *bias) -> results, in the compute type
-    results: int  # their number
-    precision: str | None  # jax.lax.dot's
-    compute: jnp.dtype  # the sums' dtype
-
-    def __call__(self, x: Array, w: Array) -> Array:
-        """Returns a piece of the sums."""
-        dims = (((1,), (0,)), ((), ()))
-        options = {"precision": self.precision, "preferred_element_type": self.compute}
-        return jax.lax.dot_general(x, w, dims, **options)
 
 
 def serve(
@@ -60,28 +43,34 @@ def serve(
             "on GPUs the Pallas matrix product needs compute capability 9.0 and operands of "
             "bfloat16 or float16"
         )
-    compute = compute_dtype(x.dtype)
-    if function is not None:
-        function = portable.portable(function, short=hopper and x.dtype == jnp.bfloat16)
 
-    def epilogue(sums, *bias):
+    def finish(sums, *bias):
         z = sums + bias[0] if bias else sums
         y = z if function is None else function(z)
         return [y, z] if keep else [y]
 
-    wide = [b.astype(compute) for b in bias]
+    epilogue = portable.portable(finish, short=hopper and x.dtype == jnp.bfloat16)
+    wide = [b.astype(compute_dtype(x.dtype)) for b in bias]
     if hopper:  # 16-bit operands are multiplied exactly, and summed in float32
         from . import pallas_hopper
 
         return pallas_hopper.run(target, x, w, wide, epilogue, 1 + keep)
-    return _on_blocks(target, x, w, wide, Product(epilogue, 1 + keep, precision, compute))
+    return _on_blocks(target, x, w, wide, epilogue, 1 + keep, precision)
 
 
 _M, _N, _K = 512, 512, 512  # float32: 1 MiB each of x, w, the sums and y, most of them twice
 
 
-def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: Product) -> Any:
-    (m, k), n = x.shape, w.shape[1]
+def _on_blocks(
+    target: Target,
+    x: Array,
+    w: Array,
+    bias: list[Array],
+    epilogue: Callable[..., list[Array]],
+    results: int,
+    precision: str | None,
+) -> Any:
+    (m, k), n, compute = x.shape, w.shape[1], compute_dtype(x.dtype)
     tm, tn, tk = (min(size, tile) for size, tile in zip((m, n, k), (_M, _N, _K)))
     steps = cdiv(k, tk)
 
@@ -92,12 +81,12 @@ def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: P
         x, w = x_ref[...], w_ref[...]
         if k % tk:  # beyond the end lies anything, even infinities: set both sides to zero
             x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)
-        sums[...] += product(x, w)
+        sums[...] += jax.lax.dot(x, w, precision=precision, preferred_element_type=compute)
 
         @pl.when(step == steps - 1)
         def _():
-            results = product.epilogue(sums[...], *[ref[...] for ref in refs[: len(bias)]])
-            for ref, value in zip(refs[len(bias) : -1], results):
+            values = epilogue(sums[...], *[ref[...] for ref in refs[: len(bias)]])
+            for ref, value in zip(refs[len(bias) : -1], values):
                 ref[...] = value.astype(ref.dtype)
 
     out = pl.BlockSpec((tm, tn), lambda i, j, s: (i, j))
@@ -109,9 +98,9 @@ def _on_blocks(target: Target, x: Array, w: Array, bias: list[Array], product: P
             pl.BlockSpec((tk, tn), lambda i, j, s: (s, j)),
             *[pl.BlockSpec((1, tn), lambda i, j, s: (0, j))] * len(bias),
         ],
-        out_specs=[out] * product.results,
-        out_shape=[result_type((m, n), x.dtype)] * product.results,
-        scratch_shapes=[pltpu.VMEM((tm, tn), product.compute)],
+        out_specs=[out] * results,
+        out_shape=[result_type((m, n), x.dtype)] * results,
+        scratch_shapes=[pltpu.VMEM((tm, tn), compute)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),

@@ -67,7 +67,7 @@ def run(target: Target, spec: Any, dy: Array, w: Array, *operands: Array) -> lis
         return [dz, *[dh * y for _ in up], *[y * up[0] if up else y] * with_value]
 
     short = dy.dtype == jnp.bfloat16
-    epilogue = portable.portable_several(epilogue, short=short, exact=not short)
+    epilogue = portable.portable(epilogue, short=short, exact=not short)
     return multiply(target, dy, w, operands, epilogue, with_value, spec.contract)
 
 

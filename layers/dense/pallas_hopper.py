@@ -39,20 +39,13 @@ class Shape:
     split: str = "columns"  # or "rows": a block's two warpgroups divide these
     depth: int = 64  # columns of x and rows of w that one fetch takes
     stages: int = 4  # fetches in flight or in use
-    width: int = 16  # neighbouring tiles before the next step across
-    minor: str = "rows"  # neighbours in rows share w in the cache; in "columns", x
-    cluster: str = ""  # or "rows", "columns": two such neighbours fetch once for both
+    width: int = 16  # neighbouring tiles, which share w in the cache, before the next step across
 
     @property
     def block(self) -> tuple[int, int]:
         """The tile of a block."""
         two = {"rows": (_WARPGROUPS, 1), "columns": (1, _WARPGROUPS)}[self.split]
         return self.rows * two[0], self.columns * two[1]
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The blocks of a cluster."""
-        return {"": (1, 1), "rows": (2, 1), "columns": (1, 2)}[self.cluster]
 
 
 _LARGE = Shape()
@@ -86,17 +79,14 @@ def run(
     shape = shape_for(m, n, target.cores)
     rows = 8 if m >= shape.block[0] else shape.block[0]
     x, w = _padded(x, (rows, 64)), _padded(w, (64, 64))
-    steps = [cdiv(size, b * c) for size, b, c in zip((m, n), shape.block, shape.blocks)]
-    across = steps[1] * shape.block[1] * shape.blocks[1]
+    steps = [cdiv(size, b) for size, b in zip((m, n), shape.block)]
+    across = steps[1] * shape.block[1]
     bias = [jnp.pad(b, (0, across - n)) for b in bias]  # it is read directly: no reads past its end
-    cluster = shape.blocks[0] * shape.blocks[1]
     made = plgpu.kernel(
         functools.partial(_kernel, shape=shape, steps=steps, epilogue=epilogue, biases=len(bias)),
         out_type=[result_type((x.shape[0], w.shape[1]), x.dtype)] * results,
-        grid=(target.cores // cluster,),
+        grid=(target.cores,),
         grid_names=("blocks",),
-        cluster=(cluster,),
-        cluster_names=("cluster",),
         num_threads=_WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -124,8 +114,7 @@ def _kernel(
     x: Ref, w: Ref, *refs: Ref, shape: Shape, steps: Any, epilogue: Callable, biases: int
 ) -> None:
     bias, outs = refs[:biases], refs[biases:]
-    (block_m, block_n), (down, across) = shape.block, shape.blocks
-    shared = lambda dimension: ("cluster",) if shape.cluster == dimension else ()
+    block_m, block_n = shape.block
     transforms = _transforms(shape.depth, x.dtype)
     spec = functools.partial(
         plgpu.BlockSpec, memory_space=plgpu.SMEM, delay_release=1, transforms=transforms
@@ -137,8 +126,8 @@ def _kernel(
             grid=(cdiv(x.shape[1], shape.depth),),
             memory_registers=40,
             in_specs=[
-                spec((block_m, shape.depth), lambda i: (0, i), collective_axes=shared("columns")),
-                spec((shape.depth, block_n), lambda i: (i, 0), collective_axes=shared("rows")),
+                spec((block_m, shape.depth), lambda i: (0, i)),
+                spec((shape.depth, block_n), lambda i: (i, 0)),
             ],
             wg_axis="warpgroup",
             num_compute_wgs=_WARPGROUPS,
@@ -158,10 +147,7 @@ def _kernel(
 
         @plgpu.nd_loop((steps[0] * steps[1],), collective_axes="blocks")
         def _(loop):
-            minor = 1 if shape.minor == "columns" else 0
-            i, j = plgpu.planar_snake(loop.index[0], tuple(steps), minor, shape.width)
-            member = lax.axis_index("cluster")
-            i, j = (i * 2 + member if down == 2 else i), (j * 2 + member if across == 2 else j)
+            i, j = plgpu.planar_snake(loop.index[0], tuple(steps), 0, shape.width)
             rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
 
             def multiply(_, x_piece, w_piece, sums):

@@ -65,21 +65,13 @@ def check(function: Scalar, dtype: jax.typing.DTypeLike) -> None:
             raise Unsupported(f"the activation is not element-wise, {once}: {mixes}")
 
 
-def portable(function: Scalar, *, short: bool = False) -> Scalar:
-    """Returns `function`, with what some backend misses replaced.
-
-    Where `short`, erf is right to five digits: for results that bfloat16 rounds to three.
-    """
-    several = portable_several(lambda x: [function(x)], short=short)
-    return lambda x: several(x)[0]
-
-
-def portable_several(
+def portable(
     function: Callable[..., list[jax.Array]], *, short: bool = False, exact: bool = False
 ) -> Callable[..., list[jax.Array]]:
-    """Returns `portable` for a function of several arrays with several results.
+    """Returns `function`, with what some backend misses replaced.
 
-    Where `exact`, tanh is made of an exponential: the hardware's is right to 2^-11 of 1, which is
+    Where `short`, erf is right to five digits: for results that bfloat16 rounds to three. Where
+    `exact`, tanh is made of an exponential: the hardware's is right to 2^-11 of 1, which is
     for results that bfloat16 rounds, and takes half the time.
     """
     replaced = _REPLACED | (_SHORTER if short else {}) | (_EXACT if exact else {})
