@@ -5,7 +5,7 @@ of keys: their devices then add up the gradients of keys and values. Lengths and
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from ...native.implementation import Order, Unsupported, report
 from ...native.kernel import Body, Kernel, lower
-from ..core.op import (
-    Op,
-    Split,
-    batch_at,
-    reshard_like,
-    vary,
-    where_lowered,
-)
+from ..core.op import Op, Split, batch_at, reshard_like, vary, where_lowered
 from . import blocks
-from .spec import Dimensions, Dims, Spec, numbers
+from .spec import Dimensions, Spec, numbers
 
 CUDNN = Order(("cudnn",), strict=True)
 CUDNN_OR_BLOCKS = Order(("cudnn",), strict=False)
@@ -88,9 +81,9 @@ _gradients = _Share("attention_gradients_share", blocks.gradients, "gradients")
 _tangent = _Share("attention_tangent_share", blocks.tangent, None)
 
 
-def _forward_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
-    del split
-    return _forward(spec, *operands, order=order)
+def _body_of(share: _Share) -> Callable[..., Any]:
+    """Returns the body of an operation whose results are those of each device's share."""
+    return lambda spec, split, *operands, order: share(spec, *operands, order=order)
 
 
 def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
@@ -101,27 +94,7 @@ def _gradients_body(spec: Spec, split: Split, *operands: Array, order: Order) ->
     return [dq, dk, dv, *[split.psum(b, absent) for b in dbias]]
 
 
-def _tangent_body(spec: Spec, split: Split, *operands: Array, order: Order) -> list[Array]:
-    del split
-    return _tangent(spec, *operands, order=order)
-
-
 # ---------------------------------------------------------------- dimensions
-
-
-def _forward_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
-    del k_ndim
-    return spec.forward_dims(q_ndim)
-
-
-def _gradients_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
-    del k_ndim
-    return spec.gradients_dims(q_ndim)
-
-
-def _tangent_dims(spec: Spec, q_ndim: int, k_ndim: int) -> Dims:
-    del k_ndim
-    return spec.tangent_dims(q_ndim)
 
 
 def _undivided(spec: Spec, q_ndim: int, k_ndim: int) -> Dimensions:
@@ -241,23 +214,23 @@ _op = functools.partial(Op, leads=(0, 1), undivided=_undivided, before=_refuse_p
 attention = _op(
     "attention",
     blocks.forward,
-    dims=_forward_dims,
-    body=_forward_body,
+    dims=Spec.forward_dims,
+    body=_body_of(_forward),
     jvp=_forward_jvp,
     without_last=_without_last,
 )
 gradients = _op(
     "attention_gradients",
     blocks.gradients,
-    dims=_gradients_dims,
+    dims=Spec.gradients_dims,
     body=_gradients_body,
     jvp=_gradients_jvp,
 )
 tangent = _op(
     "attention_tangent",
     blocks.tangent,
-    dims=_tangent_dims,
-    body=_tangent_body,
+    dims=Spec.tangent_dims,
+    body=_body_of(_tangent),
     jvp=_tangent_jvp,
     transpose=_transpose_tangent,
 )

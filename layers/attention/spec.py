@@ -82,18 +82,18 @@ class Spec:
     def _of_bias(self) -> tuple[Dimensions, ...]:
         return () if self.dbias is None else (self.dbias,)
 
-    def forward_dims(self, q_ndim: int) -> Dims:
+    def forward_dims(self, q_ndim: int, *_: int) -> Dims:
         """The dimensions of the forward's operands, q, k, v and extras, and of its results."""
         d = numbers(q_ndim)
         return (d.q, d.kv, d.kv, *self.extras), (d.q, d.rows, d.rows)[: 1 + self.statistics]
 
-    def gradients_dims(self, q_ndim: int) -> Dims:
+    def gradients_dims(self, q_ndim: int, *_: int) -> Dims:
         """The same of the gradients', which also take out, statistics and out's gradient."""
         d = numbers(q_ndim)
         operands = d.q, d.kv, d.kv, *self.extras, d.q, d.rows, d.rows, d.q
         return operands, (d.q, d.kv, d.kv, *self._of_bias)
 
-    def tangent_dims(self, q_ndim: int) -> Dims:
+    def tangent_dims(self, q_ndim: int, *_: int) -> Dims:
         """The same of the tangent's, which takes out, statistics and the operands' tangents."""
         d = numbers(q_ndim)
         moving = [dims for dims, moves in zip((d.q, d.kv, d.kv), self.moving) if moves]

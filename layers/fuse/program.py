@@ -334,7 +334,7 @@ class Program:
         elif name in _REDUCED:
             x, count = operands[0], self.avals[equation.ins[0]].size // max(out.size, 1)
             x = x * np.asarray(count, out.dtype) if name == "reduce_sum" else x
-        elif name in _ELEMENTWISE:
+        elif name in _ELEMENTWISE or name == "integer_pow":
             with np.errstate(all="ignore"):
                 x = _COMPUTED[name](p, *operands)
         else:
@@ -680,70 +680,63 @@ def _reshape(p: Any, x: Any) -> Any:
     return (x if p["dimensions"] is None else x.transpose(p["dimensions"])).reshape(p["new_sizes"])
 
 
+# NumPy's functions of elements by JAX's names.
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    name: getattr(np, name) for name in "abs add exp floor log sign sqrt square".split()
+}
+_ELEMENTWISE |= {
+    "and": np.bitwise_and,
+    "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "is_finite": np.isfinite,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
+    "sub": np.subtract,
+    "xor": np.bitwise_xor,
+}
+_REDUCTIONS = {
+    "reduce_and": np.bitwise_and.reduce,
+    "reduce_max": np.max,
+    "reduce_min": np.min,
+    "reduce_or": np.bitwise_or.reduce,
+    "reduce_prod": np.prod,
+    "reduce_sum": np.sum,
+}
 _elementwise = lambda f: lambda p, *x: f(*x)
 _reduction = lambda f: lambda p, x: f(x, axis=tuple(map(int, p["axes"])))
 _COMPUTED: dict[str, Callable[..., Any]] = {
-    "abs": _elementwise(np.abs),
-    "add": _elementwise(np.add),
-    "and": _elementwise(np.bitwise_and),
     "broadcast_in_dim": _broadcast,
     "clamp": lambda p, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda p, *x: np.concatenate(x, p["dimension"]),
     "convert_element_type": lambda p, x: x.astype(p["new_dtype"]),
-    "copy": _elementwise(lambda x: x),
-    "pcast": _elementwise(lambda x: x),
-    "pvary": _elementwise(lambda x: x),
-    "div": lambda p, a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
-    "eq": _elementwise(np.equal),
-    "exp": _elementwise(np.exp),
     "expand_dims": lambda p, x: np.expand_dims(x, p["dimensions"]),
-    "floor": _elementwise(np.floor),
-    "ge": _elementwise(np.greater_equal),
-    "gt": _elementwise(np.greater),
     "integer_pow": lambda p, x: x ** p["y"],
     "iota": _iota,
-    "is_finite": _elementwise(np.isfinite),
-    "le": _elementwise(np.less_equal),
-    "log": _elementwise(np.log),
-    "lt": _elementwise(np.less),
-    "max": _elementwise(np.maximum),
-    "min": _elementwise(np.minimum),
-    "mul": _elementwise(np.multiply),
-    "ne": _elementwise(np.not_equal),
-    "neg": _elementwise(np.negative),
-    "not": _elementwise(np.invert),
-    "or": _elementwise(np.bitwise_or),
-    "pow": _elementwise(np.power),
-    "reduce_and": _reduction(np.bitwise_and.reduce),
-    "reduce_max": _reduction(np.max),
-    "reduce_min": _reduction(np.min),
-    "reduce_or": _reduction(np.bitwise_or.reduce),
-    "reduce_prod": _reduction(np.prod),
-    "reduce_sum": _reduction(np.sum),
     "reshape": _reshape,
-    "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
-    "select_n": lambda p, which, *cases: np.choose(which.astype(np.int32), cases),
-    "sign": _elementwise(np.sign),
     "slice": _slice,
-    "sqrt": _elementwise(np.sqrt),
-    "square": _elementwise(np.square),
     "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
-    "stop_gradient": _elementwise(lambda x: x),
-    "sub": _elementwise(np.subtract),
     "transpose": lambda p, x: x.transpose(p["permutation"]),
-    "xor": _elementwise(np.bitwise_xor),
 }
-
-
+_COMPUTED |= {name: _elementwise(f) for name, f in _ELEMENTWISE.items()}
+_COMPUTED |= {name: _reduction(f) for name, f in _REDUCTIONS.items()}
+_COMPUTED |= dict.fromkeys("copy pcast pvary stop_gradient".split(), lambda p, x: x)
 _SAME_ELEMENTS = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims pcast pvary reshape slice squeeze "
     "stop_gradient transpose".split()
 )
 _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or".split())
-_ELEMENTWISE = frozenset(
-    "abs add and div eq exp floor ge gt integer_pow is_finite le log lt max min mul ne neg not or "
-    "pow rsqrt select_n sign sqrt square sub xor".split()
-)
 
 
 def _int_div(a: Any, b: Any) -> Any:
