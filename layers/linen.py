@@ -277,8 +277,14 @@ def _multiply(
 
 def _unserved(module: Any, inputs: Array) -> str:
     """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
-    reason = modules.flax_option(module, dtypes.promote_dtype)
-    return reason or unserved({}, inputs.dtype, module.param_dtype, module.dtype)
+    own = {getattr(module, option, None) for option in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": module.precision is not None,
+        "a dot_general of its own": own != {None},
+        "a preferred_element_type": getattr(module, "preferred_element_type", None) is not None,
+        "a promote_dtype of its own": module.promote_dtype is not dtypes.promote_dtype,
+    }
+    return unserved(reasons, inputs.dtype, module.param_dtype, module.dtype)
 
 
 def _rows(layer: str, inputs: Any) -> Array:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from ..native.implementation import Implementation, choose, report, requested
-from .core.arguments import Quantization, check_quantization, options_of, unserved
+from .core.arguments import Quantization, check_quantization, options_of
 from .dense.dense import apply as apply_dense
 from .dense.epilogue import Activation, finish, resolve
 
@@ -168,19 +167,6 @@ def multiply(
     if reason := unserved or found.misfit(*operands[:2]):
         return dense_by_framework(name, reason, layer, call)
     return found.apply(*operands, **placed, **options_of(name, layer, dtype(*operands)))
-
-
-def flax_option(layer: Any, promote_dtype: Callable[..., Any]) -> str:
-    """Returns the option of a linear layer of Flax's that only Flax serves, or ""."""
-    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
-    reasons = {
-        "a precision": layer.precision is not None,
-        "a preferred_element_type": getattr(layer, "preferred_element_type", None) is not None,
-        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
-        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
-        "a promote_dtype of its own": layer.promote_dtype is not promote_dtype,
-    }
-    return unserved(reasons)
 
 
 def layers_of(mlp: Any) -> dict[str, Any]:

@@ -392,8 +392,15 @@ def _unserved(layer: Any, inputs: Array) -> str:
     """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
     kernel, bias = _parameters(layer)
     own = kernel.dtype, bias if bias is None else bias.dtype, layer.dtype
-    reason = modules.flax_option(layer, dtypes.promote_dtype)
-    return reason or unserved({}, inputs.dtype, *own)
+    products = {getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
+    reasons = {
+        "a precision": layer.precision is not None,
+        "a preferred_element_type": layer.preferred_element_type is not None,
+        "a dot_general of its own": not products <= {None, jax.lax.dot_general},
+        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
+        "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
+    }
+    return unserved(reasons, inputs.dtype, *own)
 
 
 # ---------------------------------------------------------------- layers of several operations

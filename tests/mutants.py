@@ -613,8 +613,8 @@ MUTANTS = [
         "tests/layers/test_nnx.py::test_rms_norm_casts_before_the_statistics",
     ),
     Mutant(
-        "layers/modules.py",
-        '"a precision": layer.precision is not None,',
+        "layers/linen.py",
+        '"a precision": module.precision is not None,',
         "",
         "tests/layers/test_linen.py::test_strict_implementation_refuses_what_flax_serves",
     ),
