@@ -10,8 +10,9 @@ from jax import Array, lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from ..native import jax_private
 from ..native.dtypes import NARROW
-from ..native.jaxpr import inner, name_of, params_of, results_of, value_of
+from ..native.jaxpr import JIT, REMAT, inner, name_of, params_of, results_of, value_of
 from .dense.matmul import kernel_p
 from .quantization.op import kernel_codes_saveable
 
@@ -383,18 +384,14 @@ def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], l
         return results_of(eqn, given), results_of(eqn, [zeros[0], *given[1:]])
     if name == "name":  # remat keeps named values, and need not keep the zeros
         return results_of(eqn, given), zeros
-    if name in ("jit", "pjit"):
+    if name in JIT:
         return run_linked(eqn.params["jaxpr"], given, zeros)
-    if name in ("remat2", "checkpoint"):
-        return _checkpoint(eqn, given, zeros), unlinked
+    if name in REMAT:
+        body = lambda given, zeros: run_linked(params_of(eqn)["jaxpr"], given, zeros)[0]
+        return jax.checkpoint(body, **_options_of_remat(eqn))(given, zeros), unlinked
     if name == "scan":
         return _scan(eqn, given, zeros), unlinked
     return results_of(eqn, given), unlinked
-
-
-def _checkpoint(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
-    body = lambda given, zeros: run_linked(params_of(eqn)["jaxpr"], given, zeros)[0]
-    return jax.checkpoint(body, **_options_of_remat(eqn))(given, zeros)
 
 
 def _options_of_remat(eqn: Any) -> dict[str, Any]:
@@ -423,12 +420,8 @@ def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
 
 def _operands_of_scan(eqn: Any) -> tuple[int, int]:
     """Returns the places where a scan's carried operands begin, and its sliced ones."""
-    within = eqn.params["jaxpr"].jaxpr
-    ndim = lambda atom: len(atom.aval.shape)
-    is_sliced = [ndim(v) > ndim(w) for v, w in zip(eqn.invars, within.invars, strict=True)]
-    carries = sum(ndim(v) == ndim(w) for v, w in zip(eqn.outvars, within.outvars, strict=True))
-    sliced = len(is_sliced) - sum(is_sliced)
-    return sliced - carries, sliced
+    first, carries = jax_private.scan_counts(eqn.params, len(eqn.invars))
+    return first, first + carries
 
 
 def _options_of_scan(eqn: Any) -> dict[str, Any]:
@@ -441,8 +434,7 @@ def _options_of_scan(eqn: Any) -> dict[str, Any]:
 # functions that are jitted, rematerialised (which would quantize once more) or scanned (a scan of
 # their own makes their codes, stacked as the kernels are).
 
-_CALLS = ("jit", "pjit", "custom_jvp_call")  # evaluated as if they were part of the program
-_REMAT = ("remat2", "checkpoint")
+_CALLS = (*JIT, "custom_jvp_call")  # evaluated as if they were part of the program
 
 
 def _with_codes_once(gradient: Callable[[Any], Any], batch: Any) -> Callable[[Any], Any]:
@@ -500,7 +492,7 @@ def _codes_within(eqn: Any, given: list[Any], known: list[bool]) -> Codes:
     if _makes_codes(eqn):
         return {(): results_of(eqn, given)} if all(known) else {}
     name = name_of(eqn)
-    if name not in (*_CALLS, *_REMAT, "scan") or not any(map(_quantizes, inner(eqn))):
+    if name not in (*_CALLS, *REMAT, "scan") or not any(map(_quantizes, inner(eqn))):
         return {}
     body, consts = _body(eqn)
     values = dict(zip(body.constvars, consts, strict=True))

@@ -7,6 +7,10 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+JIT = "jit", "pjit"
+REMAT = "remat2", "checkpoint"
+"""The names of an equation that calls a jitted function, and a rematerialised one."""
+
 
 def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
     """Returns a literal's own value, or that of a variable."""

@@ -5,14 +5,13 @@ computed to be recognised.
 """
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from .program import Program
+from .program import COMPARED, Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,16 +203,6 @@ def two_valued(program: Program, v: int, depth: int = 24) -> tuple[int, float, f
         if no is not None and yes is not None and same:
             return made.ins[0], no, yes
     return None
-
-
-COMPARED = {
-    "eq": operator.eq,
-    "ge": operator.ge,
-    "gt": operator.gt,
-    "le": operator.le,
-    "lt": operator.lt,
-    "ne": operator.ne,
-}
 
 
 def _compared(program: Program, made: Any, depth: int) -> Region | None:

@@ -8,6 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
-from ...native.jaxpr import bodies, line_of, name_of, params_of, results_of
+from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
 from ..dense.matmul import shared
 
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
@@ -334,7 +335,7 @@ class Program:
         elif name in _REDUCED:
             x, count = operands[0], self.avals[equation.ins[0]].size // max(out.size, 1)
             x = x * np.asarray(count, out.dtype) if name == "reduce_sum" else x
-        elif name in _ELEMENTWISE or name == "integer_pow":
+        elif name in ELEMENTWISE or name == "integer_pow":
             with np.errstate(all="ignore"):
                 x = _COMPUTED[name](p, *operands)
         else:
@@ -545,8 +546,6 @@ def _described(error: Exception) -> str:
 
 # ---------------------------------------------------------------- equations
 
-JIT = "jit", "pjit"
-REMAT = "remat2", "checkpoint"
 _LAYOUT = "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "copy"
 _PEELED = (
     *_LAYOUT,
@@ -680,23 +679,18 @@ def _reshape(p: Any, x: Any) -> Any:
     return (x if p["dimensions"] is None else x.transpose(p["dimensions"])).reshape(p["new_sizes"])
 
 
+COMPARED = {name: getattr(operator, name) for name in "eq ge gt le lt ne".split()}
 # NumPy's functions of elements by JAX's names.
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+ELEMENTWISE: dict[str, Callable[..., Any]] = {
     name: getattr(np, name) for name in "abs add exp floor log sign sqrt square".split()
 }
-_ELEMENTWISE |= {
+ELEMENTWISE |= COMPARED | {
     "and": np.bitwise_and,
     "div": lambda a, b: np.divide(a, b) if a.dtype.kind not in "iu" else _int_div(a, b),
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
     "is_finite": np.isfinite,
-    "le": np.less_equal,
-    "lt": np.less,
     "max": np.maximum,
     "min": np.minimum,
     "mul": np.multiply,
-    "ne": np.not_equal,
     "neg": np.negative,
     "not": np.invert,
     "or": np.bitwise_or,
@@ -729,7 +723,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "squeeze": lambda p, x: np.squeeze(x, tuple(p["dimensions"])),
     "transpose": lambda p, x: x.transpose(p["permutation"]),
 }
-_COMPUTED |= {name: _elementwise(f) for name, f in _ELEMENTWISE.items()}
+_COMPUTED |= {name: _elementwise(f) for name, f in ELEMENTWISE.items()}
 _COMPUTED |= {name: _reduction(f) for name, f in _REDUCTIONS.items()}
 _COMPUTED |= dict.fromkeys("copy pcast pvary stop_gradient".split(), lambda p, x: x)
 _SAME_ELEMENTS = frozenset(

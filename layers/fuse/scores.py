@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .indices import COMPARED, affine
+from .indices import affine
 from .labels import (
     Dims,
     Label,
@@ -33,7 +33,7 @@ from .labels import (
     moved_back,
     size,
 )
-from .program import Equation, Left, Program, Site, at_ends
+from .program import COMPARED, ELEMENTWISE, Equation, Left, Program, Site, at_ends
 
 SCORES = "scores"
 
@@ -510,14 +510,7 @@ def _two_valued(g: ScoreForms, v: int, dims: Dims) -> Any:
     return None
 
 
-_ARITHMETIC = {
-    "add": np.add,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "sub": np.subtract,
-}
+_ARITHMETIC = {name: ELEMENTWISE[name] for name in "add div max min mul sub".split()}
 
 
 def _masked(
