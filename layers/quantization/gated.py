@@ -159,12 +159,14 @@ def _gradient_by(cast):
 
 
 def layout(target: Target, *, gradient: bool, has_up: bool) -> CastLayout:
-    """The layout with the best number of rows loaded together, measured on an H200."""
+    """The layout that was the fastest: forward on an H100, backward on an H200."""
     if gradient and has_up:
         if target.capability == 90:
             return CastLayout(batch=4, min_blocks=3, group=2)
         return CastLayout(batch=2, min_blocks=4)
-    return CastLayout(batch=4, min_blocks=4, group=4)
+    if gradient:
+        return CastLayout(batch=4, min_blocks=4, group=4)
+    return CastLayout(width=32, batch=2, min_blocks=2, group=1)
 
 
 @functools.cache
