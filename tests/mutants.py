@@ -113,6 +113,12 @@ MUTANTS = [
         "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
     ),
     Mutant(
+        "native/kernels/quantize_softmax.cu",
+        "mixed(seed ^ (column / 4 + half))",
+        "mixed(seed ^ column / 4)",
+        "tests/native/test_cross_entropy_cuda.py::test_codes_are_those_of_the_gradient",
+    ),
+    Mutant(
         "native/kernels/fp8.cuh",
         "bit_cast<float>((127 - shift) << 23)};",
         "bit_cast<float>((128 - shift) << 23)};",
@@ -374,6 +380,18 @@ MUTANTS = [
         "x = jnp.where(_unused(*factors) & ~jnp.isfinite(x), 0, x)",
         "tests/layers/test_fp8_cross_entropy.py"
         "::test_a_row_that_does_not_count_may_be_anything[weight-mean]",
+    ),
+    Mutant(
+        "layers/cross_entropy/softmax.py",
+        "(halves + random.astype(jnp.uint16) >> 8)",
+        "(halves + jnp.uint16(128) >> 8)",
+        "tests/layers/test_fp8_cross_entropy.py::test_the_mean_of_codes_is_the_number[0]",
+    ),
+    Mutant(
+        "layers/cross_entropy/softmax.py",
+        "seeds[:, None] ^ column >> 2",
+        "seeds[:, None] ^ 0 * column",
+        "tests/layers/test_fp8_cross_entropy.py::test_the_mean_of_codes_is_the_number[0]",
     ),
     Mutant(
         "layers/cross_entropy/softmax.py",

@@ -13,7 +13,9 @@ that lies elsewhere matches none. With one part the statistics and the gradient 
 
 In FP8 the gradient is written as e5m2 codes in both layouts, g ≈ scale · q. As |g_j| ≤ |a| + |b|,
 the scale needs no pass over the logits: it is 2^-14 times the largest |a| or |b| of the rows. If
-that is a row's weight, the label's -b has an exact code, and so has a word's share of 2^-30.
+that is a row's weight, the label's -b has an exact code, and so has a word's share of 2^-30. Codes
+are rounded up or down at random: to nearest, a share that occurs again and again would have the
+same error each time, and be learnt with it.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ from ...native.implementation import Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, cuda_compute_dtype, launch
 from ..quantization import kernels as quantization
-from ..quantization.definition import E5M2, encode
+from ..quantization.definition import E5M2
 from ..quantization.kernels import COLUMNS, Codes
 
 
@@ -107,6 +109,38 @@ def _scaled(a: Array, b: Array) -> tuple[list[Array], Array]:
     return [r.astype(jnp.float32) / scale for r in (a, b)], scale.reshape(1)
 
 
+def _mixed(x: Array) -> Array:
+    """Returns uint32 each of whose bits depends on all bits of x: MurmurHash3's last step."""
+    for by, factor in (16, 0x85EBCA6B), (13, 0xC2B2AE35):
+        x = (x ^ x >> by) * jnp.uint32(factor)
+    return x ^ x >> 16
+
+
+def _seeds(labels: Array, most: Array, a: Array) -> Array:
+    """Returns random bits for each row, from its place and numbers: there is no state, and no key.
+
+    a changes with all logits of the row, so that another step has other bits.
+    """
+    seeds = jax.lax.iota(jnp.uint32, len(labels))
+    for numbers in labels, most.astype(jnp.float32), a.astype(jnp.float32):
+        seeds = _mixed(seeds ^ jax.lax.bitcast_convert_type(numbers, jnp.uint32))
+    return seeds
+
+
+def _encode_at_random(g: Array, seeds: Array) -> Array:
+    """Returns e5m2 codes of float32 numbers whose mean is the number; NaN beyond the format.
+
+    A code is the upper byte of a float16 number: eight random bits are added to it, and cut off.
+    Zeros and numbers that have a code keep them.
+    """
+    column = jax.lax.broadcasted_iota(jnp.uint32, g.shape, 1)
+    random = _mixed(seeds[:, None] ^ column >> 2) >> column % 4 * 8 & 0xFF
+    halves = jax.lax.bitcast_convert_type(g.astype(jnp.float16), jnp.uint16)
+    cut = (halves + random.astype(jnp.uint16) >> 8).astype(jnp.uint8)
+    q = jnp.where(jnp.abs(g) <= E5M2.largest, cut, jnp.uint8(0x7F))
+    return jax.lax.bitcast_convert_type(q, jnp.dtype(E5M2.dtype))
+
+
 def define_codes(
     spec: Softmax, z: Array, labels: Array, most: Array, a: Array, b: Array
 ) -> list[Array]:
@@ -115,7 +149,7 @@ def define_codes(
     of_rows, scale = _scaled(a, b)
     wide = dataclasses.replace(spec, dtype="float32")
     (g,) = define_gradient(wide, z, labels, most, *of_rows)
-    q = encode(g, E5M2)
+    q = _encode_at_random(g, _seeds(labels, most, a))
     return [*[q] * spec.codes.has_q, *[q.T] * spec.codes.has_qt, scale]
 
 
@@ -255,7 +289,7 @@ def cuda_codes(
     codes = launch(
         "quantize_softmax.cu",
         "quantize_softmax",
-        [z, labels, most, *of_rows],
+        [z, labels, most, *of_rows, _seeds(labels, most, a)],
         quantization.code_types(rows, vocabulary, **flags)[:-1],
         target=target,
         macros={

@@ -12,6 +12,7 @@ from reference import assert_close, wide
 from normfuse import linear_cross_entropy
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Softmax
+from normfuse.layers.quantization.kernels import Codes
 from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu
@@ -55,10 +56,29 @@ def test_an_offset_of_all_logits_changes_nothing(rng, vocabulary):
     np.testing.assert_array_equal(most - picked, plain[1] - plain[3])
 
 
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("shape", [(3008, 5008), (37, 77)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_are_those_of_plain_hlo(rng, shape, dtype, softcap):
+    """They are rounded by the same random bits; few are of numbers that differ by rounding."""
+    z = jnp.asarray(4 * rng.standard_normal(shape, np.float32), dtype)
+    labels = jnp.asarray(rng.integers(-1, shape[1] + 1, shape[0]), jnp.int32)
+    b = jnp.asarray(rng.uniform(-1, 2, shape[0]), jnp.float32).at[3:5].set(0)
+    spec = Softmax(softcap=softcap, codes=Codes("float8_e5m2"))
+    most, total, _ = softmax.statistics(spec, z, labels, order=NATIVE)
+    a = (b / total).at[11].set(jnp.nan)
+    *found, scale = softmax.codes(spec, z, labels, most, a, b, order=NATIVE)
+    *wanted, same = softmax.define_codes(spec, z, labels, most, a, b)
+    assert scale == same
+    bits = lambda codes: np.asarray(codes).view(np.uint8)
+    np.testing.assert_array_equal(bits(found[0]), bits(found[1]).T)
+    assert (bits(found[0]) != bits(wanted[0])).mean() < 1e-3
+
+
 @pytest.mark.parametrize("contract", [0, 1])
 @pytest.mark.parametrize("shape", [(3008, 256, 5008), (4096, 256, 128256)], ids=str)
 def test_a_gradient_in_fp8_is_that_of_plain_hlo(rng, shape, contract):
-    """Some of its codes are neighbours; the loss has the bits of the unquantized one."""
+    """To the error of two roundings at random; the loss has the bits of the unquantized one."""
     rows, n, vocabulary = shape
     x = jnp.asarray(rng.standard_normal((rows, n)), jnp.bfloat16)
     stored = (n, vocabulary) if contract == 0 else (vocabulary, n)
@@ -76,8 +96,8 @@ def test_a_gradient_in_fp8_is_that_of_plain_hlo(rng, shape, contract):
     for found, same, wanted in zip(native[1], plain[1], exact, strict=True):
         found, same, wanted = map(wide, (found, same, wanted))
         size = np.linalg.norm(wanted)
-        assert np.linalg.norm(found - same) <= 0.006 * np.linalg.norm(same)
-        assert 0.01 * size < np.linalg.norm(found - wanted) < 0.07 * size
+        assert np.linalg.norm(found - same) < 0.11 * size
+        assert 0.01 * size < np.linalg.norm(found - wanted) < 0.09 * size
 
 
 @pytest.mark.parametrize("contract", [0, 1])

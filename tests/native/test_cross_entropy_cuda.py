@@ -134,7 +134,9 @@ def test_logits_that_are_not_finite(emulated):
 def test_codes_are_those_of_the_gradient(
     emulated, monkeypatch, rng, shape, z_dtype, softcap, has_q, has_qt, shift
 ):
-    """In both layouts: the gradient in float64 to half a step of its code, and to rounding."""
+    """In both layouts: the gradient in float64 to a step of its code, and to rounding. The codes
+    are the definition's, but where numbers of 10 bits differ by rounding and 8 more bits by chance.
+    """
     emulator = emulated(LAYOUTS["read twice"][1], shift)
     tile = lambda *_, after_amax: CastLayout(8, 8, 4, group=2, backwards=after_amax)
     monkeypatch.setattr(softmax.quantization, "cast_layout", tile)
@@ -156,10 +158,14 @@ def test_codes_are_those_of_the_gradient(
     expected = reference.gradient(exact, weights, b, shape[1], binary=z.dtype.itemsize == 2)
     expected = dataclasses.replace(expected, value=expected.value / scale)
     found, off = q.astype(np.float64), expected.size / scale
-    off = 2.0**-20 * off + np.maximum(np.abs(expected.value) * 2.0**-3, 2.0**-17)
+    # Steps of the codes, and of float16 numbers before.
+    off = 2.0**-20 * off + 1.001 * np.maximum(np.abs(expected.value) * 2.0**-2, 2.0**-16)
     rows = np.arange(shape[0]) != 11
     assert (np.abs(found - expected.value)[rows] <= off[rows]).all()
     assert emulator.launches[-1]["kernel"] == "quantize_softmax"
+    *defined, _ = softmax.define_codes(spec, *map(jnp.asarray, (z, labels, most, a, b)))
+    for code, wanted in zip(codes, defined, strict=True):
+        assert (code.view(np.uint8) != np.asarray(wanted).view(np.uint8)).mean() < 1e-3
 
 
 def test_codes_of_rows_without_a_gradient_are_zero_and_the_labels_exact(emulated):
@@ -175,7 +181,8 @@ def test_codes_of_rows_without_a_gradient_are_zero_and_the_labels_exact(emulated
     q = np.asarray(q, np.float64)
     assert not q[:2].any() and (q[2:, 9] == -(2.0**14)).all()
     assert float(scale[0]) * 2.0**14 == weights[5]
-    assert (q[2:, :9] == 2.0**-16).all()  # 2^14 · 1e-9, in the format's least number
+    # 2^14 · 1e-9 is 1.074 of the format's least number: mostly one of them, or two.
+    assert set(q[2:, :9].flat) <= {2.0**-16, 2.0**-15} and q[2:, :9].mean() < 1.2 * 2.0**-16
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_120"])
