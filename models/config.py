@@ -90,9 +90,8 @@ class TransformerConfig:
         raises NotImplementedError on CPUs, which have no kernel for the gated product, where
         `("native", "xla")` runs. Attention has `attention`; embedding and logits are JAX's.
       quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as
-        in `normfuse.dense`, and in the products of the loss's gradient; the embedding, norms,
-        attention, logits and the loss stay in `dtype`, and so does generation
-        (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
+        in `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
+        generation (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
