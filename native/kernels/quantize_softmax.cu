@@ -2,7 +2,8 @@
 //
 //   q[i][j] = qt[j][i] = round((a_i · exp(c_ij - most_i) - b_i · [j = label_i]) · dc_ij/dz_ij)
 //
-// round is up or down at random, so that the mean of the codes is the number (docs/quantization.md).
+// round is up or down at random, so that the mean of the codes is the number
+// (docs/quantization.md).
 //
 //   z            (rows, columns)  Z_TYPE: float, __nv_bfloat16 or __half; c as in softmax.cu
 //   label        (rows,)          int; one that is no column matches none
@@ -61,9 +62,8 @@ __device__ inline void encode_at_random(const Vector& values, unsigned seed, uns
 
 template <bool kVectors>
 __device__ inline void run(const Element* z, const int* labels, const float* mosts, const float* as,
-                           const float* bs, const unsigned* seeds, Fp8* q, Fp8* qt,
-                           long long rows, long long columns, int group, bool backwards,
-                           float softcap) {
+                           const float* bs, const unsigned* seeds, Fp8* q, Fp8* qt, long long rows,
+                           long long columns, int group, bool backwards, float softcap) {
   __shared__ Row shared_rows[kRows * BLOCK_Y];
   const Tile first = tile_of(rows, columns, group, backwards);
   const Part part = part_of(first, rows, columns);
@@ -131,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if VECTORS
   if (aligned_16(z) && (q == nullptr || aligned_16(q)) && (qt == nullptr || aligned_16(qt))) {
-    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, backwards, softcap);
+    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, backwards,
+                     softcap);
   }
 #endif
   run<false>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, backwards, softcap);
