@@ -110,7 +110,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
     of `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
-    Flax's own code serves what `RMSNorm` leaves to it; attributes and errors are as there.
+    Flax's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.linen import LayerNorm

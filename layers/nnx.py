@@ -182,7 +182,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
     `use_fast_variance=False`: the mean of squared differences to the mean, whatever the option
     says. Flax's default, a difference of two means, loses its digits where the mean is large.
 
-    Flax's own code serves what `RMSNorm` leaves to it; arguments and errors are as there.
+    Flax's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx

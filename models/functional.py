@@ -13,7 +13,7 @@ from ..layers.fuse import fuse
 from ..native.implementation import requested
 from . import parameters
 from .attention import Cache
-from .config import TransformerConfig
+from .config import Quantization, TransformerConfig
 from .sharding import Sharding, divides, stored, with_auto_axes
 
 Framework = Literal["nnx", "eqx"]
@@ -59,7 +59,8 @@ class Functional:
           TypeError: if tokens are no integers.
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
-        run = self._fused(lambda params, *given: self.model(params)(*given))
+        quantization = self.config.quantization
+        run = self._fused(lambda params, *given: self.model(params)(*given), quantization)
         return with_auto_axes(run, self.sharding.logits)(params, tokens, segment_ids)
 
     def loss(
@@ -91,21 +92,23 @@ class Functional:
           ValueError: if they have another shape, or are more than `max_seq_len`.
         """
         options["reduction"] = reduction
-        run = self._fused(lambda params, *given: self.model(params).loss(*given, **options))
+        loss = lambda params, *given: self.model(params).loss(*given, **options)
+        run = self._fused(loss, self.config.quantization)
         spec = self.sharding.tokens if reduction == "none" else P()
         return with_auto_axes(run, spec)(params, tokens, targets, segment_ids)
 
     def decode(self, params: Params, tokens: Array, cache: Cache) -> tuple[Array, Cache]:
         """Scores `(batch, seq)` tokens that follow those in the cache, and adds them to it."""
-        return self._fused(lambda params, *given: self.model(params).decode(*given))(
-            params, tokens, cache
-        )
+        run = self._fused(lambda params, *given: self.model(params).decode(*given), None)
+        return run(params, tokens, cache)
 
-    def _fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _fused(
+        self, function: Callable[..., Any], quantization: Quantization | None
+    ) -> Callable[..., Any]:
         """`function` after `fuse`, unless the configuration asks for plain JAX."""
         if requested(self.config.implementation)[:1] == ["xla"]:
             return function
-        return fuse(function, quantization=self.config.quantization, report=lambda _: None)
+        return fuse(function, quantization=quantization, report=lambda _: None)
 
     def names(self, params: Params) -> Params:
         """Returns each parameter's canonical name, in the structure of `params`."""

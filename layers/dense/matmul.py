@@ -98,6 +98,7 @@ product_p = Primitive("normfuse_product")
 product_p.def_impl(lambda x: x)
 product_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(product_p, lambda ctx, x: [x])
+ad.deflinear(product_p, lambda dx: [dx])
 batching.primitive_batchers[product_p] = lambda args, dims: (product_p.bind(*args), *dims)
 
 

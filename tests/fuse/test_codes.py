@@ -560,7 +560,7 @@ REASONS = {  # (function, part of the reason)
     "statistics": (statistics, "its statistics are results too"),
     "kernels": (
         lambda x, s, w: jax.vmap(lambda w: multiply(rms_norm(x, s), w))(jnp.stack([w, w])),
-        "no FP8 product reads it; its readers: custom_jvp_call",
+        "no FP8 product reads it; its readers: (custom_jvp_call|_product)",
     ),
 }
 
