@@ -214,4 +214,5 @@ def test_kernels_compile_without_spilling(monkeypatch, arch, vocabulary, dtype):
         jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
     assert len(logs) == 7
     spilled = [int(n) for log in logs for n in re.findall(r"(\d+) bytes spill stores", log)]
-    assert len(spilled) == 7 and max(spilled) <= 80, logs
+    # The most is of the gradient alone on sm_90, which has 48 registers a thread.
+    assert len(spilled) == 7 and max(spilled) <= 104, logs
