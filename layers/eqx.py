@@ -113,8 +113,8 @@ class LayerNorm(_Norm, eqx.nn.LayerNorm):
     Takes what `eqx.nn.LayerNorm` does and has the same leaves, initial values and result: always
     x's dtype, computed in float32 (float64), weight and bias in the same pass. For one example, of
     exactly `shape`; batch it with `jax.vmap`, any number of times, and the kernel sees one batch.
-    Equinox's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there, and
-    `elementwise_affine` is Equinox's deprecated way to set both `use_weight` and `use_bias`.
+    Equinox's own code serves what `RMSNorm` leaves to it; `implementation` and errors are as there,
+    and `elementwise_affine` is Equinox's deprecated way to set both `use_weight` and `use_bias`.
 
     >>> import jax, jax.numpy as jnp
     >>> from normfuse.layers.eqx import LayerNorm
