@@ -125,10 +125,12 @@ PARTS = {
 
 
 def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
-    """What an operand of this type may be: a label, a bound, a statistic or numbers."""
+    """What an operand of this type may be: codes, a label, a bound, a statistic or numbers."""
+    if of.dtype == jnp.uint8:  # codes of numbers to 2
+        return jnp.asarray(rng.integers(0, 64, of.shape), of.dtype)
     if jnp.issubdtype(of.dtype, jnp.integer):
         return jnp.asarray(rng.integers(-1, features + 1, of.shape), of.dtype)
-    if of.shape in ((1,), (1, 1), (2, 1)):  # the scales of codes
+    if of.shape in ((1,), (3,)):  # bounds of what codes are of
         return jnp.full(of.shape, 1000, of.dtype)
     if of.dtype == F32 and features not in of.shape:
         return jnp.asarray(rng.uniform(0.5, 2, of.shape), of.dtype)

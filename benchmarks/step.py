@@ -159,7 +159,7 @@ def blocks_loss(functional: Any) -> Callable[[Any, Any], Any]:
             x, _ = layer(x, rope, None)
         return jnp.sum(jnp.square(x.astype(jnp.float32))) / 2
 
-    return functional._fused(loss)
+    return functional._fused(loss, functional.config.quantization)
 
 
 def breakdown(name: str, take: Take) -> str:
