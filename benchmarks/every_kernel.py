@@ -24,7 +24,7 @@ from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.dense import epilogue
 from normfuse.layers.norm import op as norms
 from normfuse.layers.norm.spec import Norm
-from normfuse.layers.quantization import gated, kernels
+from normfuse.layers.quantization import gated, quantize
 from normfuse.layers.quantization import norm as coded_norm
 from normfuse.native.implementation import NATIVE
 from normfuse.native.kernel import Kernel
@@ -87,7 +87,7 @@ def coded(lengths) -> Iterator[tuple[int, int]]:
 
 def casts(lengths) -> Iterator[Example]:
     for (n, rows), dtype in itertools.product(coded(lengths), (BF16, F32)):
-        yield from kernels.examples(n, dtype, rows=rows)
+        yield from quantize.examples(n, dtype, rows=rows)
 
 
 def norm_codes(lengths) -> Iterator[Example]:

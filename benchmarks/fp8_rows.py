@@ -37,7 +37,7 @@ from step import blocks_loss
 
 import normfuse
 from normfuse.layers.dense import gated as gated_layers
-from normfuse.layers.quantization.op import Quantized
+from normfuse.layers.quantization.quantize import Quantized
 from normfuse.models import nnx as nnx_models
 from normfuse.models.functional import build
 from normfuse.train.config import preset_config

@@ -47,7 +47,7 @@ REGISTERS = 65536  # registers of a multiprocessor
 
 def layouts() -> list:
     """Candidates for fp8_tile.cuh; registers for each thread say how many blocks fit."""
-    from normfuse.layers.quantization.kernels import CastLayout
+    from normfuse.layers.quantization.quantize import CastLayout
 
     found = []
     registers = {2: (48, 64), 4: (64, 80), 8: (80, 128), 16: (128,)}
@@ -60,7 +60,7 @@ def layouts() -> list:
 
 def gated_layouts() -> list:
     """Candidates for the kernels that read two or three arrays."""
-    from normfuse.layers.quantization.kernels import CastLayout
+    from normfuse.layers.quantization.quantize import CastLayout
 
     found = []
     for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4, 8)):
@@ -73,7 +73,7 @@ def gated_layouts() -> list:
 def norm_layouts(columns: int) -> list:
     """Candidates for the norm, whose blocks side by side have whole rows: at most eight."""
     from normfuse.layers.quantization import norm
-    from normfuse.layers.quantization.kernels import CastLayout
+    from normfuse.layers.quantization.quantize import CastLayout
     from normfuse.native.launch import named_target
 
     found = []
@@ -107,13 +107,13 @@ class Work:
         return self.rows * self.columns
 
     def launches(self, target, call: str, **chosen) -> list[dict]:
-        """What a function of `quantization.kernels`, or `gated`, launches, with layouts given."""
+        """What a function of `quantization.quantize`, or `gated`, launches, with layouts given."""
         import jax
         import jax.numpy as jnp
 
         from normfuse.layers.dense.epilogue import SCALARS
         from normfuse.layers.norm.spec import Norm
-        from normfuse.layers.quantization import gated, kernels, norm
+        from normfuse.layers.quantization import gated, norm, quantize
         from normfuse.layers.quantization.norm import NormCodes
 
         found = []
@@ -139,21 +139,21 @@ class Work:
         run, operands, flags = {
             "norm": (normalised, [x, row, small(1)], {"has_residual": False}),
             "add norm": (normalised, [x, x, row, small(1)], {"has_residual": True}),
-            "amax": (kernels.cuda_maxima, [x], {}),
-            "cast": (kernels.cuda_cast, [x, small(1)], flags),
-            "quantize": (kernels.cuda_quantize, [x], flags),
+            "amax": (quantize.cuda_maxima, [x], {}),
+            "cast": (quantize.cuda_cast, [x, small(1)], flags),
+            "quantize": (quantize.cuda_quantize, [x], flags),
             "gated amax": (gated.cuda_amax, [x, x], silu),
             "gated": (gated.cuda_forward, [x, x, small(3)], silu),
             "gated gradient": (gated.cuda_gradient, [x, q, q, small(2), small(3)], silu),
         }[call]
         with contextlib.ExitStack() as stack:
             replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
-            replace(kernels, "launch", launch)
+            replace(quantize, "launch", launch)
             replace(gated, "launch", launch)
             replace(norm, "launch", launch)
             for name, layout in chosen.items():
                 modules = {"layout": norm if call.endswith("norm") else gated}
-                module = modules.get(name, kernels)
+                module = modules.get(name, quantize)
                 replace(module, name, lambda *_, _layout=layout, **__: _layout)
             jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
         return found
@@ -264,7 +264,7 @@ def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = Fal
     os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
     from cuda_launches import Gpu, copy_rate
 
-    from normfuse.layers.quantization.kernels import AmaxLayout
+    from normfuse.layers.quantization.quantize import AmaxLayout
 
     began = time.perf_counter()
     gpu = Gpu()
@@ -375,7 +375,7 @@ def check() -> dict[str, int]:
     import jax.numpy as jnp
     from fp8_layers import quantize
 
-    from normfuse.layers.quantization.definition import define_quantize
+    from normfuse.layers.quantization.quantize import define_quantize
     from normfuse.native.implementation import NATIVE
 
     found = {}

@@ -14,7 +14,7 @@ from ..native import jax_private
 from ..native.dtypes import NARROW
 from ..native.jaxpr import JIT, REMAT, inner, name_of, params_of, results_of, value_of
 from .dense.matmul import kernel_p
-from .quantization.op import kernel_codes_saveable
+from .quantization.quantize import kernel_codes_saveable
 
 _OP = "accumulate_gradients"
 _MAIN = ("float32", "bfloat16", "float16")

@@ -43,8 +43,7 @@ def kernels() -> dict[str, dict[str, Example]]:
     from .cross_entropy import softmax
     from .dense import epilogue, one_kernel
     from .norm import op as norms
-    from .quantization import gated
-    from .quantization import kernels as quantization
+    from .quantization import gated, quantize
     from .quantization import norm as quantized_norm
 
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -60,7 +59,7 @@ def kernels() -> dict[str, dict[str, Example]]:
     gated_silu = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
     norm = quantized_norm.examples(64, "bfloat16", "float32", rows=64)
     losses = [of(128, "bfloat16", rows=8) for of in (softmax.examples, softmax.code_examples)]
-    quantized = *quantization.examples(64, "bfloat16", rows=64), *gated_silu, *norm
+    quantized = *quantize.examples(64, "bfloat16", rows=64), *gated_silu, *norm
     return {
         "rms_norm": by_name(norms.examples(*types, rows=8)),
         "layer_norm": by_name(norms.examples(*types, rows=8, centred=True)),
@@ -165,14 +164,14 @@ def _quantized(
     from .cross_entropy import softmax
     from .dense.epilogue import SCALARS, scalar_of
     from .dense.fp8_mlp import has_slope
-    from .quantization import gated, kernels, norm
+    from .quantization import gated, norm, quantize
 
-    for rows in kernels.row_counts(n):
+    for rows in quantize.row_counts(n):
         if norm.serves(*(jax.ShapeDtypeStruct((), of) for of in (dtype, scale))):
             yield from norm.examples(n, dtype, scale, rows=rows, scale_offset=scale_offset)
         yield from softmax.code_examples(n, dtype, rows=rows)
         for of in dict.fromkeys((dtype, "float32")):  # activations, and stored kernels
-            yield from kernels.examples(n, of, rows=rows)
+            yield from quantize.examples(n, of, rows=rows)
         for function in set(map(scalar_of, activations or SCALARS)):
             if function and has_slope(function):
                 yield from gated.examples(n, dtype, rows=rows, function=function)
@@ -212,7 +211,7 @@ def _fp8_products() -> list[str]:
     import jax
 
     from .dense.fp8 import CAPABILITY
-    from .quantization.kernels import MULTIPLE
+    from .quantization.quantize import MULTIPLE
 
     has = lambda found: "has them" if found >= CAPABILITY else "has none: they are of widened codes"
     here = sorted(filter(None, {*map(compute_capability, jax.local_devices())}))

@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from normfuse.layers.quantization import kernels
-from normfuse.layers.quantization.kernels import Codes
-from normfuse.layers.quantization.op import Quantized
+from normfuse.layers.quantization.quantize import (
+    Codes,
+    Quantized,
+    amax_kernel,
+    cast_kernel,
+    quantize_kernel,
+)
 from normfuse.native.implementation import BEST, Order
 
 f32 = jnp.float32
@@ -21,7 +25,7 @@ Product = Callable[..., jax.Array]
 
 def amax(x: jax.Array, *, order: Order = BEST) -> jax.Array:
     """The largest magnitude among the finite elements of `x`, as a () float32; 0 without any."""
-    return kernels.amax(Codes(), x, order=order)[0].reshape(())
+    return amax_kernel(Codes(), x, order=order)[0].reshape(())
 
 
 def quantize(
@@ -40,10 +44,10 @@ def quantize(
     """
     spec = Codes(jnp.dtype(dtype).name, plain, transpose)
     if bound is None:
-        *codes, scale = kernels.quantize(spec, x, order=order)
+        *codes, scale = quantize_kernel(spec, x, order=order)
     else:
         maxima = jnp.ravel(bound).astype(f32)
-        *codes, scale = kernels.cast(spec, x, maxima, order=order)
+        *codes, scale = cast_kernel(spec, x, maxima, order=order)
     q, qt = codes[0] if plain else None, codes[-1] if transpose else None
     return Quantized(q, qt, scale.reshape(()))
 

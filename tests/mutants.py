@@ -294,19 +294,19 @@ MUTANTS = [
     ),
     # ---------------------------------------------------------------- layers: FP8 codes
     Mutant(
-        "layers/quantization/op.py",
+        "layers/quantization/quantize.py",
         "split.pmax(jax.lax.bitcast_convert_type(maximum, reduced), every)",
         "jax.lax.bitcast_convert_type(maximum, reduced)",
         "tests/layers/test_fp8_dense.py::test_a_mesh_gives_the_result_of_one_device",
     ),
     Mutant(
-        "layers/quantization/op.py",
+        "layers/quantization/quantize.py",
         "reduced = jnp.float32 if spec.rows else jnp.int32",
         "reduced = jnp.float32",
         "tests/layers/test_fp8_dense.py::test_a_maximum_is_one_number_to_reduce",
     ),
     Mutant(
-        "layers/quantization/definition.py",
+        "layers/quantization/quantize.py",
         "largest + 127 - (bits >> 23)",
         "largest + 126 - (bits >> 23)",
         "tests/layers/test_quantization.py"

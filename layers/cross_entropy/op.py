@@ -31,9 +31,7 @@ from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
 from ..core.op import Dims, Op, Split, batch_at, match
 from ..dense.fp8 import FORMAT, Contraction, define_product, require_fp8
-from ..quantization import kernels as quantization
-from ..quantization.definition import E5M2
-from ..quantization.kernels import Codes, fits
+from ..quantization.quantize import E5M2, Codes, fits, quantize_kernel
 from . import softmax
 from .softmax import Softmax
 
@@ -183,7 +181,7 @@ def _quantized(
     if not spec.wanted[0]:
         return own, []
     of_w = Codes(FORMAT, spec.contract == 0, spec.contract == 1, spec.op)
-    return own, list(_kernel(spec, quantization.quantize, order, of_w)(w))
+    return own, list(_kernel(spec, quantize_kernel, order, of_w)(w))
 
 
 def _say_unquantized(spec: Spec, what: str) -> None:
@@ -214,7 +212,7 @@ def _gradients_of_codes(
         if spec.unused:
             x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
         of_x = Codes(FORMAT, False, True, spec.op)
-        xt, by = _kernel(spec, quantization.quantize, order, of_x)(x)
+        xt, by = _kernel(spec, quantize_kernel, order, of_x)(x)
         sums = compute_dtype(x.dtype)
         dtype = jnp.dtype(spec.dkernel or sums).name
         operands = [("nr", xt), ("vr", codes[-1])]

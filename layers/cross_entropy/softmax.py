@@ -30,9 +30,7 @@ from ...native.dtypes import CUDA_TYPES, compute_dtype
 from ...native.implementation import Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, cuda_compute_dtype, launch
-from ..quantization import kernels as quantization
-from ..quantization.definition import E5M2
-from ..quantization.kernels import COLUMNS, Codes
+from ..quantization.quantize import COLUMNS, E5M2, Codes, cast_layout, code_types, tile_macros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,13 +282,13 @@ def cuda_codes(
         raise Unsupported("logits of float64 have no FP8 codes")
     (rows, vocabulary), flags = z.shape, spec.codes.flags
     # The pass for the statistics has read the last rows last.
-    chosen = quantization.cast_layout(rows, vocabulary, z.dtype.itemsize, target, after_amax=True)
+    chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target, after_amax=True)
     of_rows, scale = _scaled(a, b)
     codes = launch(
         "quantize_softmax.cu",
         "quantize_softmax",
         [z, labels, most, *of_rows, _seeds(labels, most, a)],
-        quantization.code_types(rows, vocabulary, **flags)[:-1],
+        code_types(rows, vocabulary, **flags)[:-1],
         target=target,
         macros={
             "COMPUTE_TYPE": "float",
@@ -299,7 +297,7 @@ def cuda_codes(
             "APPROXIMATE": int(z.dtype.itemsize == 2),
             "VECTOR": COLUMNS,
         }
-        | quantization.tile_macros(chosen, rows, vocabulary, **flags),
+        | tile_macros(chosen, rows, vocabulary, **flags),
         grid=chosen.blocks(rows, vocabulary),
         block=chosen.width * chosen.height,
         shared=chosen.shared if spec.codes.has_qt else 0,

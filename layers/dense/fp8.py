@@ -29,11 +29,9 @@ from ...native.launch import compute_capability_of
 from ..core.arguments import Quantization
 from ..core.op import Loose, Op, batch_at
 from ..core.sharding import axes_of, whole
-from ..quantization import fits as dimensions_fit
-from ..quantization import kernels
 from ..quantization.gated import hidden
-from ..quantization.kernels import Codes
-from ..quantization.op import Quantized, decoded, quantize
+from ..quantization.quantize import Codes, Quantized, decoded, no_second_derivative, quantize
+from ..quantization.quantize import fits as dimensions_fit
 from .matmul import (
     Product,
     batched,
@@ -357,7 +355,7 @@ derived = Op(
     "fp8_derived",
     lambda spec, value, *sources: [value],
     batch=_batch_derived,
-    jvp=kernels.no_second_derivative,
+    jvp=no_second_derivative,
 )
 """`(value, *sources) -> (value,)`, which follows from them in a first derivative's residuals."""
 

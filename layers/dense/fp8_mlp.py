@@ -22,7 +22,7 @@ from jax import Array
 from ...native.implementation import BEST, Order
 from ..core.op import Op, batch_at, match, placed
 from ..quantization import gated
-from ..quantization.op import Quantized, decoded
+from ..quantization.quantize import Quantized, decoded
 from .epilogue import SCALARS, Scalar
 from .fp8 import (
     Fp8,

@@ -25,8 +25,8 @@ from ..core.op import Op
 from ..norm import op as rms_norm
 from ..norm.spec import Norm
 from ..quantization import norm as quantized_norm
-from ..quantization.kernels import Codes
 from ..quantization.norm import Normalised, NormCodes
+from ..quantization.quantize import Codes
 from .fp8 import FORMAT, Derived, Marked, derived, equally_varying, moves
 
 

@@ -19,8 +19,8 @@ from ...native.jaxpr import bodies, line_of, name_of, params_of, results_of, val
 from ..dense import fp8, fp8_norm
 from ..norm import op as norms
 from ..quantization import norm as quantized_norm
-from ..quantization import op as quantization
-from ..quantization.op import Quantized
+from ..quantization import quantize
+from ..quantization.quantize import Quantized
 from .program import JIT, REMAT, called, is_inlined, rebuilt
 from .report import Row
 
@@ -287,7 +287,7 @@ def _same_elements(eqn: Any) -> bool:
 
 def _product_of(eqn: Any) -> Any:
     """Returns what is known of FP8 products (`Marked`) or of codes (`Quantize`); None of others."""
-    if eqn.primitive is quantization.op.primitive and eqn.params["spec"].rows:
+    if eqn.primitive is quantize.op.primitive and eqn.params["spec"].rows:
         return eqn.params["spec"]
     if name_of(eqn) != "custom_jvp_call":
         return None

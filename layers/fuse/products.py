@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..dense.dense import apply
 from ..dense.gated import apply_product, mlp
 from ..dense.matmul import kernel_p, product_p
-from ..quantization.kernels import fits
+from ..quantization.quantize import fits
 from .activations import Activations
 from .labels import UNCHANGED, Dims, Label, arrange, atoms, expand, fresh, moved_back, size
 from .program import Equation, Left, Program, Site, called

@@ -3,5 +3,5 @@
 The recipe, as formulas: docs/quantization.md.
 """
 
-from .kernels import fits as fits
-from .op import kernel_codes_saveable as kernel_codes_saveable
+from .quantize import fits as fits
+from .quantize import kernel_codes_saveable as kernel_codes_saveable

@@ -22,10 +22,25 @@ from ...native.implementation import Order, Unsupported
 from ...native.kernel import Kernel
 from ...native.launch import Target, launch
 from ..core.op import Dims, Op, Split, batch_at
-from . import kernels
-from .definition import E4M3, define_amax, define_cast, scale_of
-from .kernels import AMAX_THREADS, AmaxLayout, CastLayout, Codes
-from .op import as_bytes, decoded
+from .quantize import (
+    AMAX_THREADS,
+    E4M3,
+    AmaxLayout,
+    CastLayout,
+    Codes,
+    as_bytes,
+    by_flags,
+    code_types,
+    cpu_amax,
+    cpu_cast,
+    decoded,
+    define_amax,
+    define_cast,
+    no_second_derivative,
+    scale_of,
+    tile_macros,
+)
+from .quantize import amax_kernel as matrix_amax_kernel
 
 if TYPE_CHECKING:  # the layers of `dense` import this module
     from ..dense.epilogue import Scalar
@@ -213,7 +228,7 @@ def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scala
         return (define_gradient if gradient else define_forward)(*operands, function=function)
     chosen = layout(target, gradient=gradient, has_up=has_up)
     rows, columns = wide.shape
-    types = functools.partial(kernels.code_types, rows, columns)
+    types = functools.partial(code_types, rows, columns)
     results = types(**(_BOTH if gradient else _AS_IT_LIES)) * (bounds.size - gradient)
     results += types(**_TRANSPOSED) if gradient else []
     macros = _macros(wide, has_up) | {"GRADIENT": int(gradient)}
@@ -223,7 +238,7 @@ def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scala
         operands,
         results,
         target=target,
-        macros=macros | kernels.tile_macros(chosen, rows, columns, **_BOTH),
+        macros=macros | tile_macros(chosen, rows, columns, **_BOTH),
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         shared=chosen.shared * bounds.size if gradient else 0,
@@ -235,16 +250,12 @@ cuda_forward = functools.partial(_cuda, False)
 cuda_gradient = functools.partial(_cuda, True)
 define_maxima, define_forward = _amax_by(define_amax), _forward_by(define_cast)
 define_gradient = _gradient_by(define_cast)
-amax_kernel = kernels.by_flags(
-    "quantize_gated_amax", define_maxima, _amax_by(kernels.cpu_amax), cuda_amax
-)
+amax_kernel = by_flags("quantize_gated_amax", define_maxima, _amax_by(cpu_amax), cuda_amax)
 """`(a[, up]) -> (h, a[, up, activation(a)])`, the maximum of each."""
-forward_kernel = kernels.by_flags(
-    "quantize_gated", define_forward, _forward_by(kernels.cpu_cast), cuda_forward
-)
+forward_kernel = by_flags("quantize_gated", define_forward, _forward_by(cpu_cast), cuda_forward)
 """`(a[, up], bounds) -> (q, scale)` of h, a and up, each with its own of the bounds."""
-gradient_kernel = kernels.by_flags(
-    "quantize_gated_gradient", define_gradient, _gradient_by(kernels.cpu_cast), cuda_gradient
+gradient_kernel = by_flags(
+    "quantize_gated_gradient", define_gradient, _gradient_by(cpu_cast), cuda_gradient
 )
 """`(dh, a[, up], scales, bounds) -> (q, qt, scale)` of da and dup, and `(qt, scale)` of h.
 
@@ -330,7 +341,7 @@ def _hidden_gradients(
 ) -> list[jax.Array]:
     if dh.size == 0:
         return _define_hidden_gradients(spec, dh, *kept)
-    (maximum,) = kernels.amax(Codes(op=spec.op), *_matrices([dh]), order=order)
+    (maximum,) = matrix_amax_kernel(Codes(op=spec.op), *_matrices([dh]), order=order)
     maximum = split.pmax(maximum, range(dh.ndim))
     kernel = functools.partial(gradient_kernel, spec, order=order)
     return _gradients_by(spec, kernel, maximum, dh, *kept)
@@ -375,7 +386,7 @@ hidden_gradients = Op(
     dims=_gradient_dims,
     body=_hidden_gradients,
     batch=_batch_rows,
-    jvp=kernels.no_second_derivative,
+    jvp=no_second_derivative,
 )
 """`(dh, *kept) -> (q, qt, scale)` of da and, with `up`, of dup, and `(qt, scale)` of h.
 
@@ -387,7 +398,7 @@ hidden = Op(
     dims=_hidden_dims,
     body=_hidden,
     batch=_batch_rows,
-    jvp=kernels.no_second_derivative,
+    jvp=no_second_derivative,
     backward=hidden_gradients,
 )
 """`(a[, up]) -> (q, scale)` of h, a and up, by the maxima of all devices, and three limits.

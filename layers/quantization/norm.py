@@ -29,10 +29,19 @@ from ..norm import op as rms_norm
 from ..norm.cuda import MAX_CLUSTER, REGISTERS, round_up
 from ..norm.op import apply_kernel, forward_kernel, row_statistics_kernel
 from ..norm.spec import Norm
-from . import kernels
-from .definition import define_cast
-from .kernels import COLUMNS, INPUTS, CastLayout, Codes
-from .op import as_bytes
+from .quantize import (
+    COLUMNS,
+    INPUTS,
+    CastLayout,
+    Codes,
+    as_bytes,
+    code_types,
+    cpu_cast,
+    cuda_cast,
+    define_cast,
+    no_second_derivative,
+    tile_macros,
+)
 
 _LEAST_THREADS, _MOST_THREADS = 128, 512  # a block's
 _ROWS = 16  # a thread's
@@ -183,7 +192,7 @@ def _launch(
     given |= {k: operands[k].reshape(rows) for k in ("MEAN", "RSTD") if k in operands}
     statistics = "RSTD" not in operands
     blocks = -(-columns // (8 * chosen.width)) if statistics else 1  # blocks that share a row
-    results = kernels.code_types(rows, columns, **flags)
+    results = code_types(rows, columns, **flags)
     parameters = {k: given[k] for k in ("SCALE", "BIAS") if k in given}
     types: dict[str, Any] = {k: given[k] for k in ("X", "RESIDUAL") if k in given} | parameters
     if "RESIDUAL" in given:
@@ -209,7 +218,7 @@ def _launch(
         list(given.values()),
         results,
         target=target,
-        macros=kernels.tile_macros(chosen, rows, columns, **flags)
+        macros=tile_macros(chosen, rows, columns, **flags)
         | type_macros(types)
         | {
             "KERNEL": name,
@@ -246,7 +255,7 @@ def _apart_on_cuda(
 ) -> list[Array]:
     """The norm's kernel, and then the quantizer's."""
     normalise = functools.partial(kernel.bodies["cuda"], target)
-    return _norm_and_cast(normalise, functools.partial(kernels.cuda_cast, target), spec, *operands)
+    return _norm_and_cast(normalise, functools.partial(cuda_cast, target), spec, *operands)
 
 
 def cuda_codes(target: Target, spec: NormCodes, *operands: Array) -> list[Array]:
@@ -281,7 +290,7 @@ def cuda_apply(target: Target, spec: NormCodes, *operands: Array) -> list[Array]
 
 def _kernel(name: str, kernel: Kernel, cuda: Any) -> Kernel:
     """Returns a kernel that is, on the CPU, the norm's and then the quantizer's in C++."""
-    cpu = functools.partial(_norm_and_cast, kernel.bodies["cpu"], kernels.cpu_cast)
+    cpu = functools.partial(_norm_and_cast, kernel.bodies["cpu"], cpu_cast)
     definition = functools.partial(_DEFINITIONS[name], define_cast)
     return Kernel(name, definition, {"cpu": cpu, "cuda": cuda})
 
@@ -407,7 +416,7 @@ def _drop_qt(used: list[bool], *live_and_eqn: Any) -> Any:
     return [True] * len(eqn.invars), eqn
 
 
-_rules = {"batch": _batch, "jvp": kernels.no_second_derivative}
+_rules = {"batch": _batch, "jvp": no_second_derivative}
 op = Op("quantize_norm_array", _define, dims=_dims, body=_body, **_rules)
 jax_private.on_unused_results(op.primitive, _drop_qt)
 

@@ -12,7 +12,7 @@ from reference import assert_close, wide
 from normfuse import linear_cross_entropy
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Softmax
-from normfuse.layers.quantization.kernels import Codes
+from normfuse.layers.quantization.quantize import Codes
 from normfuse.native.implementation import NATIVE
 
 pytestmark = pytest.mark.gpu

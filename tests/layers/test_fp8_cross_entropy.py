@@ -16,7 +16,7 @@ from reference import wide
 from normfuse import accumulate_gradients, fuse, linear_cross_entropy
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Softmax
-from normfuse.layers.quantization.kernels import Codes
+from normfuse.layers.quantization.quantize import Codes
 from normfuse.native import implementation
 
 f32, bf16 = jnp.float32, jnp.bfloat16

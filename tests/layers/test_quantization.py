@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from normfuse.layers.dense.epilogue import SCALARS
-from normfuse.layers.quantization import gated, kernels
-from normfuse.layers.quantization.definition import define_amax, define_cast, define_quantize
-from normfuse.layers.quantization.op import Quantized
+from normfuse.layers.quantization import gated
+from normfuse.layers.quantization.quantize import (
+    Quantized,
+    define_amax,
+    define_cast,
+    define_quantize,
+    fits,
+)
 from normfuse.native.implementation import Order
 
 pytestmark = pytest.mark.optimized
@@ -199,9 +204,9 @@ def test_a_transpose_under_jit_and_scan_is_that_of_the_reference(rng):
 
 
 def test_shapes_that_fp8_takes():
-    assert kernels.fits(16, 4096, 14336)
-    assert not kernels.fits(16, 4095) and not kernels.fits(8, 16)
-    assert not kernels.fits(0, 16)
+    assert fits(16, 4096, 14336)
+    assert not fits(16, 4095) and not fits(8, 16)
+    assert not fits(0, 16)
 
 
 # ---------------------------------------------------------------- activations

@@ -14,7 +14,7 @@ from reference import assert_close, wide
 
 from normfuse.layers.cross_entropy import softmax
 from normfuse.layers.cross_entropy.softmax import Layout, Softmax
-from normfuse.layers.quantization.kernels import CastLayout, Codes
+from normfuse.layers.quantization.quantize import CastLayout, Codes
 from normfuse.native import compiler
 from normfuse.native.launch import named_target
 

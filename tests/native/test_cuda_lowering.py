@@ -274,7 +274,7 @@ def test_kernels_take_the_parameters_that_they_are_given(arch, monkeypatch):
         derivative={"x": "by"},
         by=1,
     )
-    importlib.import_module("normfuse.layers.quantization.kernels")  # or it would keep the name
+    importlib.import_module("normfuse.layers.quantization.quantize")  # or it would keep the name
     monkeypatch.setattr(launch, "call_host", call_host)
     total = lambda *results: sum(r.astype(jnp.float32).sum() for r in results)
     mlp = lambda x, k: GatedMLP(64, 64, quantization="fp8", rngs=nnx.Rngs(0))(x) @ k

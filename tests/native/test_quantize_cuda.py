@@ -13,9 +13,9 @@ from cuda_emulator import Emulator
 from normfuse.layers.dense.epilogue import SCALARS
 from normfuse.layers.norm import cuda as rms_norm
 from normfuse.layers.norm.spec import Norm
-from normfuse.layers.quantization import gated, kernels, norm
-from normfuse.layers.quantization.kernels import AmaxLayout, CastLayout, Codes
+from normfuse.layers.quantization import gated, norm, quantize
 from normfuse.layers.quantization.norm import NormCodes
+from normfuse.layers.quantization.quantize import AmaxLayout, CastLayout, Codes
 from normfuse.native import compiler
 from normfuse.native.launch import Target, named_target
 
@@ -34,10 +34,10 @@ def emulated(emulator_folder, monkeypatch):
 
     def make(layout=SMALL, shift=0):
         emulator = Emulator(emulator_folder, shift)
-        monkeypatch.setattr(kernels, "launch", emulator.launch)
+        monkeypatch.setattr(quantize, "launch", emulator.launch)
         choose = lambda *_, after_amax: dataclasses.replace(layout, backwards=after_amax)
-        monkeypatch.setattr(kernels, "cast_layout", choose)
-        monkeypatch.setattr(kernels, "amax_layout", lambda *_: AmaxLayout(2, 2))
+        monkeypatch.setattr(quantize, "cast_layout", choose)
+        monkeypatch.setattr(quantize, "amax_layout", lambda *_: AmaxLayout(2, 2))
         return Target("sm_90", multiprocessors=3), emulator.launches
 
     return make
@@ -76,7 +76,7 @@ def check(x, dtype, results, bound=None):
 def test_cuda_codes_are_those_of_the_reference(emulated, rng, shape, given, dtype):
     target, launches = emulated()
     x = unusual(rng, shape, np.dtype(given))
-    check(x, dtype, kernels.cuda_quantize(target, x, dtype=dtype.name, **FLAGS))
+    check(x, dtype, quantize.cuda_quantize(target, x, dtype=dtype.name, **FLAGS))
     assert [launch["kernel"] for launch in launches] == ["quantize_amax", "quantize_cast"]
     assert launches[1]["macros"]["VECTORS"] == (shape[0] % 16 == shape[1] % 16 == 0)
 
@@ -86,7 +86,7 @@ def test_cuda_layouts_are_made_alone(emulated, rng, has_q):
     target, _ = emulated()
     x = rng.standard_normal((144, 80)).astype(BF16)
     flags = {"has_q": has_q, "has_qt": not has_q}
-    results = kernels.cuda_quantize(target, x, dtype="float8_e4m3fn", **flags)
+    results = quantize.cuda_quantize(target, x, dtype="float8_e4m3fn", **flags)
     q, scale = fp8_reference.quantize(x)
     assert results[1] == scale and results[0].shape == ((144, 80) if has_q else (80, 144))
     np.testing.assert_array_equal(
@@ -98,13 +98,13 @@ def test_cuda_layouts_are_made_alone(emulated, rng, has_q):
 def test_cuda_tiles_of_other_sizes(emulated, rng, layout):
     target, _ = emulated(layout)
     x = unusual(rng, (400, 272), BF16)
-    check(x, fp8_reference.E4M3, kernels.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS))
+    check(x, fp8_reference.E4M3, quantize.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS))
 
 
 def test_cuda_unaligned_arrays(emulated, rng):
     target, _ = emulated(shift=1)
     x = unusual(rng, (48, 32), BF16)
-    check(x, fp8_reference.E4M3, kernels.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS))
+    check(x, fp8_reference.E4M3, quantize.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS))
 
 
 @pytest.mark.parametrize("bound", [448.0, 1.0, 0.0, 1e-30, np.nan, np.inf])
@@ -116,7 +116,7 @@ def test_cuda_bounds_are_taken(emulated, rng, bound):
     check(
         x,
         fp8_reference.E4M3,
-        kernels.cuda_cast(target, x, maxima, dtype="float8_e4m3fn", **FLAGS),
+        quantize.cuda_cast(target, x, maxima, dtype="float8_e4m3fn", **FLAGS),
         bound,
     )
 
@@ -127,7 +127,7 @@ def test_cuda_amax_is_that_of_the_reference(emulated, rng, given, size):
     for shift in (0, 1):
         target, launches = emulated(shift=shift)
         x = unusual(rng, (size,), np.dtype(given))
-        found = np.asarray(kernels.cuda_maxima(target, x))
+        found = np.asarray(quantize.cuda_maxima(target, x))
         assert found.max() == fp8_reference.amax(x)
         assert len(found) == launches[0]["grid"][0] <= 6
 
@@ -138,7 +138,7 @@ def test_cuda_amax_is_found_at_any_place(emulated, shift):
     for place in (0, 6, 8, 4095, 8191, 8192, 8198):
         x = np.zeros(8199, BF16)
         x[place] = -3
-        assert np.asarray(kernels.cuda_maxima(target, x)).max() == 3
+        assert np.asarray(quantize.cuda_maxima(target, x)).max() == 3
 
 
 def test_cuda_empty_matrices_have_a_scale(emulated):
@@ -146,7 +146,7 @@ def test_cuda_empty_matrices_have_a_scale(emulated):
     for shape in ((0, 16), (16, 0)):
         x = np.zeros(shape, BF16)
         check(
-            x, fp8_reference.E4M3, kernels.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS)
+            x, fp8_reference.E4M3, quantize.cuda_quantize(target, x, dtype="float8_e4m3fn", **FLAGS)
         )
 
 
@@ -178,7 +178,7 @@ def activated(emulated, monkeypatch):
 
     def make(shift=0):
         target, launches = emulated(shift=shift)
-        monkeypatch.setattr(gated, "launch", kernels.launch)
+        monkeypatch.setattr(gated, "launch", quantize.launch)
         return target, launches
 
     return make
@@ -268,8 +268,8 @@ def normalised(emulated, monkeypatch):
 
     def make(layout, shift=0):
         target, launches = emulated(shift=shift)
-        monkeypatch.setattr(norm, "launch", kernels.launch)
-        monkeypatch.setattr(rms_norm, "launch", kernels.launch)
+        monkeypatch.setattr(norm, "launch", quantize.launch)
+        monkeypatch.setattr(rms_norm, "launch", quantize.launch)
         monkeypatch.setattr(norm, "layout", lambda *_, **__: layout)
 
         def run(x, residual=None, scale=None, offset=0.0, bias=None, centred=False, **codes):
@@ -446,11 +446,11 @@ def compiled(monkeypatch):
         logs[kernel] = compiler.compile_with_log(file, macros, target.arch, *verbose)[1]
         return [jnp.zeros(r.shape, r.dtype) for r in results]
 
-    monkeypatch.setattr(kernels, "launch", launch)
+    monkeypatch.setattr(quantize, "launch", launch)
 
     def run(arch, x, dtype):
         logs.clear()
-        kernels.cuda_quantize(named_target(arch), jnp.zeros((64, 64), x), dtype=dtype, **FLAGS)
+        quantize.cuda_quantize(named_target(arch), jnp.zeros((64, 64), x), dtype=dtype, **FLAGS)
         return dict(logs)
 
     return run

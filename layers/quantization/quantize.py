@@ -1,0 +1,483 @@
+"""Quantizing an array on any mesh: the codes of a sharded array have one scale.
+
+An array is a matrix whose rows are its dimensions before `split`, and its columns the others. Its
+maximum is that of all devices, so that a mesh gives the result of one device. C++ on CPUs and CUDA
+on NVIDIA GPUs compute what the definition says, bit for bit.
+
+Codes are passed on as bytes: `jax.checkpoint` rounds floating arrays that it keeps, and it takes
+float8_e4m3fn, which has numbers to 448, for a format that ends at 240 (jax-ml/jax#22244).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...native import registry
+from ...native.dtypes import CUDA_TYPES
+from ...native.implementation import BEST, Order
+from ...native.kernel import Kernel
+from ...native.launch import Target, call_host, launch
+from ..core.op import Dims, Op, Split
+
+# ---------------------------------------------------------------- definition, in plain JAX
+# Integer operations, since the platforms' own conversions to FP8 differ for numbers beyond the
+# format, and in whether subnormal numbers are zero.
+
+_LARGEST_SHIFT = 100  # scales are 2^-100 or more: subnormal numbers become zero
+_NAN = 0x7F
+_FLOAT32_NAN = 0x7FC00000
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """An FP8 format."""
+
+    dtype: str  # its name in JAX
+    # mantissa_bits, exponent_bias: of a code.
+    mantissa_bits: int
+    exponent_bias: int
+    largest: float  # its largest number
+    beyond: float  # the smallest float32 that rounds beyond the largest number
+
+
+E4M3 = Format("float8_e4m3fn", 3, 7, 448.0, 464.00003)
+E5M2 = Format("float8_e5m2", 2, 15, 57344.0, 61440.0)
+FORMATS = {format.dtype: format for format in (E4M3, E5M2)}
+
+
+def define_amax(x: jax.Array) -> list[jax.Array]:
+    """`(x,) -> (maximum (1,),)`: the largest magnitude among finite elements, float32."""
+    bits = _magnitude_bits(x.astype(jnp.float32))
+    finite = jnp.where(bits < 0x7F800000, bits, 0)
+    largest = jnp.max(finite, initial=0)
+    return [_as_float(largest).reshape(1)]
+
+
+def define_cast(
+    x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
+) -> list[jax.Array]:
+    """`(x, maxima) -> ([q,] [qt,] scale (1,))`."""
+    format = FORMATS[dtype]
+    bound = _as_float(jnp.max(_magnitude_bits(maxima), initial=0))
+    shift = exponent_of(bound, format)
+    finite = _magnitude_bits(bound) < 0x7F800000
+    nan = _as_float(jnp.int32(_FLOAT32_NAN))
+    multiplier = jnp.where(finite, _as_float((127 + shift) << 23), nan)
+    codes = encode(x.astype(jnp.float32) * multiplier, format)
+    results = [codes] * has_q + [codes.T] * has_qt
+    return [*results, scale_of(bound, format).reshape(1)]
+
+
+def define_quantize(x: jax.Array, *, dtype: str, has_q: bool, has_qt: bool) -> list[jax.Array]:
+    """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
+    return define_cast(x, *define_amax(x), dtype=dtype, has_q=has_q, has_qt=has_qt)
+
+
+def exponent_of(bound: jax.Array, format: Format) -> jax.Array:
+    """The largest k ≤ 100 with bound · 2^k ≤ format.largest, for a finite bound."""
+    bits = _magnitude_bits(bound)
+    largest = format.exponent_bias + (format.dtype == "float8_e4m3fn")  # the largest number's
+    shift = largest + 127 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
+    return jnp.minimum(shift, _LARGEST_SHIFT)
+
+
+def scale_of(bound: jax.Array, format: Format) -> jax.Array:
+    """2^-k of `exponent_of`; NaN for a bound that is not finite."""
+    finite = _magnitude_bits(bound) < 0x7F800000
+    scale = _as_float((127 - exponent_of(bound, format)) << 23)
+    return jnp.where(finite, scale, _as_float(jnp.int32(_FLOAT32_NAN)))
+
+
+def encode(values: jax.Array, format: Format) -> jax.Array:
+    """The codes of float32 numbers: nearest, ties to even; NaN beyond the format."""
+    shift = 23 - format.mantissa_bits
+    magic = (127 + 24 - format.exponent_bias - format.mantissa_bits) << 23
+    smallest_normal = (128 - format.exponent_bias) << 23
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    top = bits & 0x7FFFFFFF
+    rebased = top - smallest_normal + (1 << 23)
+    normal = (rebased + ((1 << (shift - 1)) - 1) + (rebased >> shift & 1)) >> shift
+    # A number below the smallest normal is added to one whose last bit is the smallest subnormal.
+    below = jnp.minimum(_as_float(top), _as_float(jnp.int32(smallest_normal)))
+    subnormal = jax.lax.bitcast_convert_type(below + _as_float(jnp.int32(magic)), jnp.int32) - magic
+    code = jnp.where(top < smallest_normal, subnormal, normal) | (bits >> 24 & 0x80)
+    fits = top < jax.lax.bitcast_convert_type(jnp.float32(format.beyond), jnp.int32)
+    code = jnp.where(fits, code, _NAN).astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(code, jnp.dtype(format.dtype))
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# ---------------------------------------------------------------- kernels, on matrices
+
+_ROWS, COLUMNS = 16, 8  # a thread's part of a tile
+AMAX_THREADS = 512
+_LARGE = 7 << 25  # bytes: more tiles than the multiprocessors take in a few rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Codes:
+    """The static description of a quantized matrix."""
+
+    dtype: str = "float8_e4m3fn"  # the format's name
+    # has_q, has_qt: whether the codes as they lie and their transpose are results.
+    has_q: bool = True
+    has_qt: bool = True
+    op: str = "quantize"  # the function the user called
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Keywords of casts."""
+        return {"dtype": self.dtype, "has_q": self.has_q, "has_qt": self.has_qt}
+
+
+@dataclasses.dataclass(frozen=True)
+class CastLayout:
+    """How the threads of quantize_cast.cu share a matrix."""
+
+    # width, height: threads of a block along columns (8 each) and rows (16 each).
+    width: int = 16
+    height: int = 8
+    batch: int = 8  # rows of a thread that are loaded together
+    min_blocks: int = 6  # registers must suffice for so many blocks of a multiprocessor
+    group: int = 8  # rows of tiles that are taken together
+    backwards: bool = False  # start with the last tile
+
+    def blocks(self, rows: int, columns: int) -> int:
+        """The number of tiles of a matrix."""
+        return -(-rows // (_ROWS * self.height)) * -(-columns // (COLUMNS * self.width))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a tile takes to be transposed."""
+        return self.held(1)
+
+    def held(self, itemsize: int) -> int:
+        """Bytes of shared memory that a tile takes as it is stored, at least those of its codes."""
+        return self.width * self.height * _ROWS * COLUMNS * itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxLayout:
+    """How the threads of quantize_amax.cu share an array."""
+
+    blocks_each: int = 4  # blocks for each multiprocessor
+    unroll: int = 4  # vectors of 16 bytes that a thread loads together
+
+    def blocks(self, size: int, itemsize: int, target: Target) -> int:
+        """The number of blocks: at least one, which writes 0 for an empty array."""
+        vectors = -(-size * itemsize // 16)
+        wanted = -(-vectors // (AMAX_THREADS * self.unroll))
+        return max(1, min(wanted, self.blocks_each * target.multiprocessors))
+
+
+def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
+    """The layout that was measured to be best; so far the same for all."""
+    del size, itemsize, target
+    return AmaxLayout()
+
+
+def cast_layout(
+    rows: int, columns: int, itemsize: int, target: Target, *, after_amax: bool
+) -> CastLayout:
+    """The layout that was measured to be best on an H200 (benchmarks/results).
+
+    After a pass for the maximum the last elements are in the cache: they are taken first.
+    """
+    if target.capability == 90 and rows * columns * itemsize >= _LARGE:
+        return CastLayout(width=32, batch=8, min_blocks=2, group=2, backwards=after_amax)
+    batch = 8 if itemsize == 2 else 4
+    # Without an instruction that rounds to FP8 a thread needs more registers.
+    blocks = 6 if target.capability >= 90 and itemsize == 2 else 4
+    return CastLayout(batch=batch, min_blocks=blocks, backwards=after_amax)
+
+
+def tile_macros(
+    layout: CastLayout, rows: int, columns: int, *, dtype: str, has_q: bool, has_qt: bool
+) -> dict[str, int]:
+    """The macros of fp8_tile.cuh."""
+    return {
+        "E5M2": int(dtype == "float8_e5m2"),
+        "HAS_Q": int(has_q),
+        "HAS_QT": int(has_qt),
+        "BLOCK_X": layout.width,
+        "BLOCK_Y": layout.height,
+        "BATCH": layout.batch,
+        "MIN_BLOCKS": layout.min_blocks,
+        "VECTORS": int(rows % 16 == 0 and columns % 16 == 0),
+    }
+
+
+def cuda_maxima(target: Target, x: jax.Array) -> jax.Array:
+    """The largest magnitude that each block finds; the largest of them is that of x."""
+    layout = amax_layout(x.size, x.dtype.itemsize, target)
+    blocks = layout.blocks(x.size, x.dtype.itemsize, target)
+    (maxima,) = launch(
+        "quantize_amax.cu",
+        "quantize_amax",
+        [x],
+        [jax.ShapeDtypeStruct((blocks,), jnp.float32)],
+        target=target,
+        macros={
+            "X_TYPE": CUDA_TYPES[x.dtype.name],
+            "THREADS": AMAX_THREADS,
+            "UNROLL": layout.unroll,
+        },
+        grid=blocks,
+        block=AMAX_THREADS,
+        ints=(x.size,),
+    )
+    return maxima
+
+
+def cuda_amax(target: Target, x: jax.Array) -> list[jax.Array]:
+    maxima = cuda_maxima(target, x)
+    return [maxima if maxima.size == 1 else jnp.max(maxima, keepdims=True)]
+
+
+def cuda_cast(
+    target: Target,
+    x: jax.Array,
+    maxima: jax.Array,
+    *,
+    dtype: str,
+    has_q: bool,
+    has_qt: bool,
+    after_amax: bool = False,
+) -> list[jax.Array]:
+    if x.size == 0:  # there is nothing to launch, but a scale
+        return define_cast(x, maxima, dtype=dtype, has_q=has_q, has_qt=has_qt)
+    rows, columns = x.shape
+    layout = cast_layout(rows, columns, x.dtype.itemsize, target, after_amax=after_amax)
+    types = code_types(rows, columns, dtype, has_q, has_qt)
+    macros = tile_macros(layout, rows, columns, dtype=dtype, has_q=has_q, has_qt=has_qt)
+    return launch(
+        "quantize_cast.cu",
+        "quantize_cast",
+        [x, maxima],
+        types,
+        target=target,
+        macros={"X_TYPE": CUDA_TYPES[x.dtype.name]} | macros,
+        grid=layout.blocks(rows, columns),
+        block=layout.width * layout.height,
+        shared=layout.shared if has_qt else 0,
+        ints=(rows, columns, maxima.size, layout.group, layout.backwards),
+    )
+
+
+def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
+    """Two launches: every block of the second takes the maximum of the first one's maxima."""
+    return cuda_cast(target, x, cuda_maxima(target, x), after_amax=True, **flags)
+
+
+def cpu_amax(x: jax.Array) -> list[jax.Array]:
+    return call_host("normfuse_quantize_amax", [x], [jax.ShapeDtypeStruct((1,), jnp.float32)])
+
+
+def cpu_cast(
+    x: jax.Array, maxima: jax.Array, *, dtype: str, has_q: bool, has_qt: bool
+) -> list[jax.Array]:
+    types = code_types(x.shape[0], x.shape[1], dtype, has_q, has_qt)
+    return call_host("normfuse_quantize_cast", [x, maxima], types, has_q=has_q, has_qt=has_qt)
+
+
+def _cpu_quantize(x: jax.Array, **flags) -> list[jax.Array]:
+    return cpu_cast(x, *cpu_amax(x), **flags)
+
+
+def code_types(
+    rows: int, columns: int, dtype: str, has_q: bool, has_qt: bool
+) -> list[jax.ShapeDtypeStruct]:
+    """The results of a cast: [q,] [qt,] scale."""
+    of = jnp.dtype(dtype)
+    codes = [jax.ShapeDtypeStruct((rows, columns), of)] * has_q
+    codes += [jax.ShapeDtypeStruct((columns, rows), of)] * has_qt
+    return [*codes, jax.ShapeDtypeStruct((1,), jnp.float32)]
+
+
+INPUTS = ("float32", "bfloat16", "float16")
+
+
+MULTIPLE = 16  # cuBLASLt's FP8 products need multiples of it in every dimension
+
+
+def fits(*dimensions: int) -> bool:
+    """Returns whether the product of matrices with these dimensions can run in FP8."""
+    return all(size > 0 and size % MULTIPLE == 0 for size in dimensions)
+
+
+def no_second_derivative(primals: Any, tangents: Any, *, spec: Any, order: Any) -> Any:
+    """The tangent rule of operations that have none: a TypeError that says what to do."""
+    del primals, tangents, order
+    raise TypeError(  # `choose` reads NotImplementedError as "try another implementation"
+        f"{spec.op}: quantization='fp8' has first derivatives only; take second ones of the layer "
+        "with quantization=None"
+    )
+
+
+def by_flags(
+    name: str, define: Callable[..., Any], cpu: Callable[..., Any], cuda: Callable[..., Any]
+) -> Kernel:
+    """Returns a kernel of functions that take the flags of a `spec`, not the spec."""
+    return Kernel(
+        name,
+        lambda spec, *operands: define(*operands, **spec.flags),
+        {
+            "cpu": lambda spec, *operands: cpu(*operands, **spec.flags),
+            "cuda": lambda target, spec, *operands: cuda(target, *operands, **spec.flags),
+        },
+    )
+
+
+registry.register()
+amax_kernel = Kernel(
+    "quantize_amax",
+    lambda spec, x: define_amax(x),
+    {
+        "cpu": lambda spec, x: cpu_amax(x),
+        "cuda": lambda target, spec, x: cuda_amax(target, x),
+    },
+)
+cast_kernel = by_flags("quantize_cast", define_cast, cpu_cast, cuda_cast)
+quantize_kernel = by_flags("quantize", define_quantize, _cpu_quantize, cuda_quantize)
+"""`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
+
+
+def row_counts(n: int) -> tuple[int, ...]:
+    """Returns numbers of rows of `n` for every layout: few and many, multiples of 16 or not."""
+    many = _LARGE // 2 // n // 16 * 16 + 16
+    return 5, 16, many, many + 5
+
+
+def examples(
+    n: int, dtype: str, *, rows: int
+) -> Iterator[tuple[Kernel, Codes, list[jax.ShapeDtypeStruct]]]:
+    """Yields the kernels as layers call them, of rows of `n`: (kernel, codes, operand types)."""
+    x, maxima = (
+        jax.ShapeDtypeStruct(shape, of) for shape, of in (((rows, n), dtype), ((1,), "float32"))
+    )
+    yield amax_kernel, Codes(), [x]
+    for has_q, has_qt in ((True, False), (False, True), (True, True)):
+        codes = Codes(has_q=has_q, has_qt=has_qt)
+        yield cast_kernel, codes, [x, maxima]
+        yield quantize_kernel, codes, [x]
+
+
+# ---------------------------------------------------------------- the operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """The static description of a quantized array."""
+
+    codes: Codes  # the results for the matrix
+    split: int  # number of leading dimensions that are its rows
+    # vmap's dimension joins the rows, under one scale; otherwise each of the stacked arrays has a
+    # scale of its own.
+    rows: bool
+
+    @property
+    def op(self) -> str:
+        """The function the user called."""
+        return self.codes.op
+
+
+class Quantized(NamedTuple):
+    """`x ≈ scale · decoded(q)`."""
+
+    q: Any  # uint8, of x's shape; None where it was not asked for
+    qt: Any  # its transpose, the columns' dimensions before the rows'; None where not asked for
+    scale: Array  # (), float32, a power of two
+
+
+def _matrix(spec: Quantize, x: Array) -> Array:
+    return x.reshape(math.prod(x.shape[: spec.split]), math.prod(x.shape[spec.split :]))
+
+
+def _restored(spec: Quantize, x: Array, results: list[Array]) -> list[Array]:
+    *codes, scale = results
+    shapes = [x.shape] * spec.codes.has_q
+    shapes += [(*x.shape[spec.split :], *x.shape[: spec.split])] * spec.codes.has_qt
+    return [
+        *[as_bytes(c.reshape(s)) for c, s in zip(codes, shapes, strict=True)],
+        scale.reshape(()),
+    ]
+
+
+def as_bytes(codes: Array) -> Array:
+    """Returns FP8 codes as uint8."""
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def decoded(codes: Array, dtype: str = "float8_e4m3fn") -> Array:
+    """Returns bytes as the FP8 codes that they are; codes of another dtype as they are."""
+    return jax.lax.bitcast_convert_type(codes, dtype) if codes.dtype == jnp.uint8 else codes
+
+
+def define(spec: Quantize, x: Array) -> list[Array]:
+    """`(x,) -> ([q,] [qt,] scale ())` in plain JAX."""
+    return _restored(spec, x, define_quantize(_matrix(spec, x), **spec.codes.flags))
+
+
+def _body(spec: Quantize, split: Split, x: Array, *, order: Order) -> list[Array]:
+    if x.size == 0:
+        return define(spec, x)
+    matrix, every = _matrix(spec, x), range(x.ndim)
+    if not split.over(every):
+        return _restored(spec, x, quantize_kernel(spec.codes, matrix, order=order))
+    (maximum,) = amax_kernel(spec.codes, matrix, order=order)
+    # Bits order non-negative numbers as their values do. XLA joins reductions of one dtype, so it
+    # joins those of all kernels, which wait for nothing, with none that waits for an activation.
+    reduced = jnp.float32 if spec.rows else jnp.int32
+    maximum = split.pmax(jax.lax.bitcast_convert_type(maximum, reduced), every)
+    maximum = jax.lax.bitcast_convert_type(maximum, jnp.float32)
+    return _restored(spec, x, cast_kernel(spec.codes, matrix, maximum, order=order))
+
+
+def _dims(spec: Quantize, ndim: int) -> Dims:
+    every = tuple(range(ndim))
+    qt = (*every[spec.split :], *every[: spec.split])
+    return (every,), (*[every] * spec.codes.has_q, *[qt] * spec.codes.has_qt, ())
+
+
+def _batch(op: Op, args: Any, dims: Any, *, spec: Quantize, order: Order) -> Any:
+    (x,), (dim,) = args, dims
+    codes = spec.codes
+    if not spec.rows:
+        results = jax.vmap(lambda x: define(spec, x), dim)(x)
+        return results, [0] * len(results)
+    columns = x.ndim - 1 - spec.split
+    results = op(replace(spec, split=spec.split + 1), jnp.moveaxis(x, dim, 0), order=order)
+    return results, [*[0] * codes.has_q, *[columns] * codes.has_qt, None]
+
+
+_rules = {"batch": _batch, "jvp": no_second_derivative}
+op = Op("quantize_array", define, dims=_dims, body=_body, **_rules)
+
+
+def kernel_codes_saveable(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of `jax.checkpoint`: keeps the FP8 codes of kernels, two bytes an element.
+
+    Without it a rematerialised layer quantizes its kernel twice a step.
+    """
+    return primitive is op.primitive and not params["spec"].rows
+
+
+def quantize(
+    x: Array, codes: Codes, *, split: int, rows: bool = True, order: Order = BEST
+) -> Quantized:
+    """Returns the codes of `x`, of a kernel where not `rows`; see `Quantize`."""
+    *found, scale = op(Quantize(codes, split, rows), x, order=order)
+    return Quantized(found[0] if codes.has_q else None, found[-1] if codes.has_qt else None, scale)
