@@ -57,12 +57,13 @@ def journeys() -> dict[str, list[str]]:
 
     x = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
     scale = jax.ShapeDtypeStruct((2048,), jnp.float32)
-    linear = Linear(2048, 256, activation="silu", dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(linear)
     total = lambda y: jnp.sum(y.astype(jnp.float32))
 
-    def layer(state, x):
-        return total(nnx.merge(graph, state)(x))
+    def linear(**options):
+        layer = Linear(2048, 256, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
+        graph, state = nnx.split(layer)
+        loss = lambda state, x: total(nnx.merge(graph, state)(x))
+        return entered(functools.partial(lower, jax.grad(loss, (0, 1)), state, x))
 
     def lower(fn, *operands):
         jax.clear_caches()
@@ -74,9 +75,8 @@ def journeys() -> dict[str, list[str]]:
         "rms_norm and gradient": entered(
             functools.partial(lower, jax.grad(norm, (0, 1)), x, scale)
         ),
-        'nnx.Linear(activation="silu") and gradient': entered(
-            functools.partial(lower, jax.grad(layer, (0, 1)), state, x)
-        ),
+        'nnx.Linear(activation="silu") and gradient': linear(activation="silu"),
+        'nnx.Linear(quantization="fp8") and gradient': linear(quantization="fp8"),
     }
 
 

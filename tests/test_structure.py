@@ -25,6 +25,7 @@ def journeys():
         ("rms_norm", 10),
         ("rms_norm and gradient", 10),
         ('nnx.Linear(activation="silu") and gradient', 12),
+        ('nnx.Linear(quantization="fp8") and gradient', 14),
     ],
 )
 def test_few_files_from_an_op_to_its_kernel(journeys, what, limit):
