@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ import numpy as np
 
 from ...native.dtypes import FLOATING
 
-Quantization = Literal["fp8"] | None
+Recipe = Literal["fp8"]
+"""How products are quantized: docs/quantization.md."""
+
+Quantization = Recipe | None
 
 
 def array_of(op: str, argument: str, value: Any) -> jax.Array:
@@ -53,12 +56,13 @@ def check_quantization(op: str, quantization: Any, dtype: Any = None) -> None:
     """Raises ValueError for an unknown `quantization`, TypeError if `dtype` cannot have it."""
     if quantization is None:
         return
-    if not isinstance(quantization, str) or quantization != "fp8":
-        raise ValueError(f"{op}: quantization must be None or 'fp8', got {quantization!r}")
+    if not isinstance(quantization, str) or quantization not in get_args(Recipe):
+        listed = " or ".join(map(repr, (None, *get_args(Recipe))))
+        raise ValueError(f"{op}: quantization must be {listed}, got {quantization!r}")
     if dtype is not None and jnp.dtype(dtype).name == "float64":
         raise TypeError(
-            f"{op}: quantization='fp8' takes float32, bfloat16 and float16, got float64; leave "
-            "quantization out, or set dtype"
+            f"{op}: quantization={quantization!r} takes float32, bfloat16 and float16, got "
+            "float64; leave quantization out, or set dtype"
         )
 
 

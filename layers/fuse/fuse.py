@@ -4,12 +4,13 @@ import collections
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.arguments import Quantization, check_quantization
 from . import attention, indexing, losses, norms, products
 from .activations import Activations
 from .codes import with_codes
@@ -18,7 +19,6 @@ from .report import Report, Row
 from .scores import ScoreForms
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Quantization = Literal["fp8"] | None
 Skip = str | Iterable[str] | Callable[[Row], bool]
 
 
@@ -117,8 +117,7 @@ def check(op: str, function: Any, quantization: Any, report: Any) -> None:
     for name, value in (("function", function), ("report", report)):
         if not callable(value) and (name == "function" or value is not None):
             raise TypeError(f"{op}: {name} must be a function, got {value!r}")
-    if quantization not in (None, "fp8"):
-        raise ValueError(f"{op}: quantization must be None or 'fp8', got {quantization!r}")
+    check_quantization(op, quantization)
 
 
 def _check_unchanged(before: Sequence[Any], args: Any) -> None:

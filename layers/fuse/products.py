@@ -257,9 +257,10 @@ _PASSED = frozenset(
 
 @dataclasses.dataclass(eq=False)
 class Dense(Site):
-    """A product in FP8."""
+    """A quantized product."""
 
     matrix: Matrix
+    quantization: Any
     aval: Any
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
@@ -272,7 +273,7 @@ class Dense(Site):
             activation=None,
             dtype=m.dtype,
             implementation=None,
-            quantization="fp8",
+            quantization=self.quantization,
             contract=int(m.transposed),
             op="dense",
         )
@@ -372,9 +373,10 @@ def found(products: Products, quantization: Any) -> Iterator[Site | tuple[int, s
                     reads=(m.x[0], m.kernel[0]),
                     dead=(),
                     what=f"product {rows} x {features} -> {columns}, {m.dtype.name}",
-                    served="dense, fp8",
+                    served=f"dense, {quantized}",
                     shares=m.x[0],
                     matrix=m,
+                    quantization=quantized,
                     aval=aval,
                 )
             if why:
@@ -428,7 +430,7 @@ def _whole(products: Products, half: Mlp) -> Mlp | None:
         biases=tuple(biases),
         reads=tuple(dict.fromkeys([first.x[0], *kernels, *[v for v, _ in biases]])),
         dead=(*half.dead, *[i.value for i in inner]),
-        served="GatedMLP, fp8",
+        served=f"GatedMLP, {half.quantization}",
         inner=tuple(inner),
         rows=tuple((to[l],) for l in first.rows),
     )
@@ -496,7 +498,7 @@ def _mlp_of(products: Products, m: Matrix, value: int, aval: Any, quantization: 
         return None  # computed in more than the product's dtype
     rows, features, columns = m.sizes
     laid_out = dims == (*[(l,) for l in m.rows], m.features)
-    kind = "gated_product" + (", fp8" if quantization else "")
+    kind = "gated_product" + (f", {quantization}" if quantization else "")
     return Mlp(
         outs=(value,),
         reads=tuple(v for v in (gate, up, m.kernel[0]) if v is not None),
