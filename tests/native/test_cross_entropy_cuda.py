@@ -139,7 +139,7 @@ def test_codes_are_those_of_the_gradient(
     """
     emulator = emulated(LAYOUTS["read twice"][1], shift)
     tile = lambda *_, after_amax: CastLayout(8, 8, 4, group=2, backwards=after_amax)
-    monkeypatch.setattr(softmax.quantization, "cast_layout", tile)
+    monkeypatch.setattr(softmax, "cast_layout", tile)
     z = jnp.asarray(4 * rng.standard_normal(shape), z_dtype)
     labels = rng.integers(-1, shape[1] + 1, shape[0]).astype(np.int32)
     weights = rng.uniform(-1, 2, shape[0]).astype(np.float32)
