@@ -193,3 +193,30 @@ __device__ inline void store_tile(const uint4* slots, Fp8* qt, const Tile& first
     for (int i = 0; own + i * BLOCK_X < left; ++i) store(i);
   }
 }
+
+// Writes the codes of a part in both layouts, as far as HAS_Q and HAS_QT want them: `load(begin)`
+// loads BATCH rows from `begin` on, and `encode_row(step, i, codes)` encodes row step + i, which
+// was loaded as the i % BATCH-th. The first rows are on their way.
+template <bool kVectors, typename Load, typename EncodeRow>
+__device__ inline void write_codes(const Load& load, const EncodeRow& encode_row, Fp8* q, Fp8* qt,
+                                   const Tile& first, const Part& part, long long rows,
+                                   long long columns) {
+  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
+  Codes codes;
+#pragma unroll 1
+  for (int step = 0; step < kRows; step += kStep) {
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) {
+      encode_row(step, i, codes[i % 4]);
+      if (HAS_Q && i % 2 == 1) {
+        store_pair<kVectors>(codes, i % 4 - 1, step + i - 1, q, part, columns);
+      }
+      if (HAS_QT && i % 4 == 3) place_group<kCodeSlots>(codes, (step + i) / 4, slots);
+      if (i % BATCH == BATCH - 1 && step + i + 1 < kRows) load(step + i + 1);
+    }
+  }
+#if HAS_QT
+  __syncthreads();
+  store_tile<kVectors, kCodeSlots>(slots, qt, first, rows, columns);
+#endif
+}

@@ -32,27 +32,13 @@ __device__ inline void run(const Element* x, const float* maxima, Fp8* q, Fp8* q
   // While the first elements are on their way.
   const Scale by = scale_of(largest_of<kThreads>(maxima, count, warps));
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale = by.scale;
-  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
-  Codes codes;
-#pragma unroll 1
-  for (int step = 0; step < kRows; step += kStep) {
+  const auto encode_row = [&](int, int i, unsigned (&codes)[2]) {
+    Wide<float, kColumns> wide = widen_all<float>(loaded[i % BATCH]);
 #pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      Wide<float, kColumns> wide = widen_all<float>(loaded[i % BATCH]);
-#pragma unroll
-      for (int k = 0; k < kColumns; ++k) wide.at[k] *= by.multiplier;
-      encode(wide, codes[i % 4]);
-      if (HAS_Q && i % 2 == 1) {
-        store_pair<kVectors>(codes, i % 4 - 1, step + i - 1, q, part, columns);
-      }
-      if (HAS_QT && i % 4 == 3) place_group<kCodeSlots>(codes, (step + i) / 4, slots);
-      if (i % BATCH == BATCH - 1 && step + i + 1 < kRows) load(step + i + 1);
-    }
-  }
-#if HAS_QT
-  __syncthreads();
-  store_tile<kVectors, kCodeSlots>(slots, qt, first, rows, columns);
-#endif
+    for (int k = 0; k < kColumns; ++k) wide.at[k] *= by.multiplier;
+    encode(wide, codes);
+  };
+  write_codes<kVectors>(load, encode_row, q, qt, first, part, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)

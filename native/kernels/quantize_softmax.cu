@@ -82,34 +82,20 @@ __device__ inline void run(const Element* z, const int* labels, const float* mos
   __syncthreads();
   const Row* const own = shared_rows + threadIdx.x / BLOCK_X * kRows;
   const int column = static_cast<int>(first.column) + threadIdx.x % BLOCK_X * kColumns;
-  uint4* slots = reinterpret_cast<uint4*>(shared_memory());
-  Codes codes;
-#pragma unroll 1
-  for (int step = 0; step < kRows; step += kStep) {
-#pragma unroll
-    for (int i = 0; i < kStep; ++i) {
-      Vector out{};
-      unsigned seed = 0;
-      if (step + i < part.rows) {
-        const Row row = own[step + i];
-        seed = row.seed;
-        if (!(row.a == 0 && row.b == 0)) {
-          const int at = row.label - column;
-          out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap);
-        }
+  const auto encode_row = [&](int step, int i, unsigned (&codes)[2]) {
+    Vector out{};
+    unsigned seed = 0;
+    if (step + i < part.rows) {
+      const Row row = own[step + i];
+      seed = row.seed;
+      if (!(row.a == 0 && row.b == 0)) {
+        const int at = row.label - column;
+        out = gradient(loaded[i % BATCH], row.a, row.b, row.scaled_most, at, softcap);
       }
-      encode_at_random(out, seed, column, codes[i % 4]);
-      if (HAS_Q && i % 2 == 1) {
-        store_pair<kVectors>(codes, i % 4 - 1, step + i - 1, q, part, columns);
-      }
-      if (HAS_QT && i % 4 == 3) place_group<kCodeSlots>(codes, (step + i) / 4, slots);
-      if (i % BATCH == BATCH - 1 && step + i + 1 < kRows) load(step + i + 1);
     }
-  }
-#if HAS_QT
-  __syncthreads();
-  store_tile<kVectors, kCodeSlots>(slots, qt, first, rows, columns);
-#endif
+    encode_at_random(out, seed, column, codes);
+  };
+  write_codes<kVectors>(load, encode_row, q, qt, first, part, rows, columns);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
