@@ -90,10 +90,9 @@ class TransformerConfig:
         raises NotImplementedError on CPUs, which have no kernel for the gated product, where
         `("native", "xla")` runs. Attention has `attention`; embedding and logits are JAX's.
       quantization: "fp8" multiplies in FP8 in the blocks' linear layers, forward and backward, as
-        in `normfuse.dense`; the embedding, norms, attention and logits stay in `dtype`, and so does
-        generation (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
-      loss_quantization: likewise of the loss's gradient, as in `normfuse.linear_cross_entropy`. No
-        longer training has shown yet that it learns as well.
+        in `normfuse.dense`, and in the products of the loss's gradient; the embedding, norms,
+        attention, logits and the loss stay in `dtype`, and so does generation
+        (`Transformer.decode`). The parameters are the same. None: everything in `dtype`.
 
     Raises:
       ValueError: naming the field, its value and the rule it breaks.
@@ -131,7 +130,6 @@ class TransformerConfig:
     attention: AttentionImplementation = "auto"
     implementation: Implementation | tuple[Implementation, ...] | None = None
     quantization: Quantization | None = None
-    loss_quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -156,12 +154,10 @@ class TransformerConfig:
             if field.type is bool or get_origin(field.type) is Literal:
                 allowed = get_args(field.type) or (True, False)
                 _one_of(field.name, getattr(self, field.name), allowed)
-        for name in "quantization", "loss_quantization":
-            value = getattr(self, name)
-            _one_of(name, value, (None, *get_args(Quantization)))
-            if value is not None and self.dtype == "float64":
-                rule = "cannot go with dtype='float64': FP8 products have a narrower compute dtype"
-                raise ValueError(f"{name}={value!r} {rule}.")
+        _one_of("quantization", self.quantization, (None, *get_args(Quantization)))
+        if self.quantization is not None and self.dtype == "float64":
+            rule = "cannot go with dtype='float64': FP8 products have a narrower compute dtype"
+            raise ValueError(f"quantization={self.quantization!r} {rule}.")
         given = self.implementation
         for name in given if isinstance(given, tuple) else () if given is None else (given,):
             _one_of("implementation", name, get_args(Implementation))

@@ -565,9 +565,7 @@ def to_huggingface(config: TransformerConfig) -> dict[str, Any]:
 
 
 # Fields about computing, which no family has.
-_RUN = set(
-    "dtype param_dtype remat attention implementation quantization loss_quantization".split()
-)
+_RUN = set("dtype param_dtype remat attention implementation quantization".split())
 _RUN |= {"rope_scaling", "activation", "layer_pattern"}  # any family has any of them
 
 

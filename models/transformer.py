@@ -97,7 +97,7 @@ def loss(
     # There is no Pallas kernel for it, and none is missed.
     options["implementation"] = tuple(name for name in names if name != "pallas") or None
     options["softcap"] = model.config.logits_softcap
-    options.setdefault("quantization", model.config.loss_quantization)
+    options.setdefault("quantization", model.config.quantization)
     return linear_cross_entropy(x, _unembedding(ops, model), targets, contract=1, **options)
 
 

@@ -224,7 +224,7 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
 
     domains = {
         "attention": lambda: attention.found(scores),
-        "loss": lambda: losses.found(scores),
+        "loss": lambda: losses.found(scores, quantization),
         "norm": lambda: norms.found(parts),
         "indexing": lambda: indexing.found(program),
         "mlp": multiplied,

@@ -1,6 +1,7 @@
 """Losses in a program: log-sum-exps and picked elements of logits, without the logits."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from ..cross_entropy import linear_cross_entropy
 from .labels import Dims, arrange, atoms, expand, size
+from .products import unfit
 from .program import Left, Program, Site
 from .scores import Form, Operands, ScoreForms, Weight
 
@@ -47,6 +49,7 @@ class Loss(Site):
     vocabulary: int
     dtype: Any
     logits_dtype: Any
+    quantization: Any
     aval: Any
     dims: Dims
     key: Any
@@ -155,6 +158,7 @@ class Loss(Site):
             ignore=ignore,
             softcap=self.softcap,
             logits_dtype=self.logits_dtype,
+            quantization=self.quantization,
             **{name: value for name, value in options.items() if value is not None},
         )
 
@@ -197,7 +201,7 @@ def joined(program: Program, sites: list[Site]) -> list[Site]:
     return others
 
 
-def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
+def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> Loss:
     """Returns what computes a value that is made of losses.
 
     Raises:
@@ -252,6 +256,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
     if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
         raise Left(f"operands of {dtype}")
     logits = g.avals[base.dot.outs[0]].dtype
+    why = unfit(base.dot, dtype, size(contract), size(words)) if quantization else ""
     site = Loss(
         outs=(value,),
         reads=tuple(
@@ -281,17 +286,19 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Loss:
         vocabulary=size(words),
         dtype=dtype,
         logits_dtype=jnp.promote_types(logits, dtype),
+        quantization=None if why else quantization,
         aval=g.avals[value],
         dims=form.dims,
         key=(base, axis),
     )
     parts = {"sum": site.total, "a row each": not site.total, f"softcap {softcap}": softcap}
     parts |= {"log-sum-exps": not picked, "label smoothing": total, "weighted": form.weights}
+    parts |= {"gradient in fp8": site.quantization, f"gradient not in fp8 ({why})": why}
     said = ", ".join(name for name, is_so in parts.items() if is_so)
     site.served = f"linear_cross_entropy: {said}"
     return site
 
 
-def found(forms: ScoreForms) -> Iterator[Site | tuple[int, str]]:
+def found(forms: ScoreForms, quantization: Any) -> Iterator[Site | tuple[int, str]]:
     """Yields the sites of losses in a program; a value and the reason where one is left."""
-    yield from forms.ends("is_loss", site_of)
+    yield from forms.ends("is_loss", functools.partial(site_of, quantization=quantization))

@@ -27,6 +27,17 @@ FEW = 16
 quantized: the passes over their kernels take longer than they save."""
 
 
+def unfit(made: Equation, dtype: Any, features: int, columns: int) -> str:
+    """Returns why the product of an equation cannot have FP8 operands, or ""."""
+    if "HIGH" in str(made.params.get("precision")):
+        return "it asks for a higher precision"
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"its operands are {dtype}"
+    if not fits(features, columns):
+        return f"{features if features % 16 else columns} is no multiple of 16"
+    return ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Matrix:
     """A product of rows with a parameter: `(*rows, features) · (features, *columns)`.
@@ -200,18 +211,12 @@ class Products:
 
     def unquantized(self, m: Matrix) -> str:
         """Returns why a product is not computed in FP8, or ""."""
-        rows, features, columns = m.sizes
-        precision = m.made.params.get("precision")
-        if precision is not None and "HIGH" in str(precision):
-            return "it asks for a higher precision"
-        if m.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            return f"its operands are {m.dtype}"
         if m.made in self.softmaxed:
             return "a softmax or a loss reads its result"
         if self.has_few_rows(m):
-            return f"few rows: {rows}, where others have {self.most}"
-        if not fits(features, columns):
-            return f"{features if features % 16 else columns} is no multiple of 16"
+            return f"few rows: {m.sizes[0]}, where others have {self.most}"
+        if why := unfit(m.made, m.dtype, *m.sizes[1:]):
+            return why
         if self._is_one_hot(m.x[0]):
             return "its rows are made of integers, as of a one-hot embedding"
         if (reader := self._chooser(m.value)) is not None:

@@ -297,13 +297,25 @@ def test_meshes_need_no_more_than_without(eight_devices, rng, name, kind):
         assert 0.01 < distance(found, wanted) < 0.06
 
 
-def test_fuse_leaves_the_gradient_of_a_loss_as_it_is(rng):
-    x, kernel, labels = draw(rng, kernel_dtype=bf16)
+@pytest.mark.parametrize(
+    "vocabulary, dtype, said",
+    [
+        (1024, bf16, "sum, gradient in fp8"),
+        (1030, bf16, "sum, gradient not in fp8 (1030 is no multiple of 16)"),
+    ],
+)
+def test_fuse_passes_quantization_on_and_says_so(rng, vocabulary, dtype, said):
+    x, kernel, labels = draw(rng, dtype, kernel_dtype=dtype)
+    kernel, reports = jnp.resize(kernel, (N, vocabulary)), []
 
     def loss(x, kernel):
         log_p = jax.nn.log_softmax((x @ kernel).astype(f32))
         return -jnp.sum(jnp.take_along_axis(log_p, labels[:, None], 1))
 
-    found = jax.jit(jax.grad(fuse(loss, quantization="fp8"), (0, 1)))(x, kernel)
-    _, direct = both_ways(linear_cross_entropy, labels, reduction="sum")(x, kernel)
-    jax.tree.map(np.testing.assert_array_equal, found, direct)
+    run = fuse(loss, quantization="fp8", report=reports.append)
+    found = jax.jit(jax.grad(run, (0, 1)))(x, kernel)
+    (row,) = reports[-1].fused
+    assert row.served == f"linear_cross_entropy: {said}"
+    option = "fp8" if "in fp8" in said and "not" not in said else None
+    direct = both_ways(linear_cross_entropy, labels, reduction="sum", quantization=option)
+    jax.tree.map(np.testing.assert_array_equal, found, direct(x, kernel)[1])

@@ -63,11 +63,11 @@ def test_settings_that_say_how_are_told_by_their_names():
     config = preset_config("tiny")
     text = {"tokenizer": "byte", "sha256": "f00d"}
     record = make_record(config, text)
-    for name in ("attention", "implementation", "quantization", "loss_quantization", "remat"):
+    for name in ("attention", "implementation", "quantization", "remat"):
         record["config"]["model"][name] = "another"
     told = check_resume(record, config, text)
     assert all(line.startswith("  model.") and "saved another" in line for line in told)
-    del record["config"]["model"]["quantization"], record["config"]["model"]["loss_quantization"]
+    del record["config"]["model"]["quantization"]
     assert not any("quantization" in line for line in check_resume(record, config, text))
     for name in "layer_pattern", "gated", "norms", "norm_offset":
         del record["config"]["model"][name]
