@@ -377,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not points:
         raise SystemExit(f"loss_curves.py: {arguments.out / 'loss_curves.csv'} has no curve yet.")
     preset, steps = common["settings"].split("; ")[:2]
-    plot(arguments.out / "loss_curves.png", points, f"{preset} on {common['device']}, {steps}")
+    plot(arguments.out / "loss_curves.png", points, f"{preset}, {steps}")
     say(f"\n{report(points)}")
     if left:
         say(f"{left} runs are not complete: the same command goes on")

@@ -237,7 +237,7 @@ def plot(path: pathlib.Path, points: Sequence[Point], title: str) -> None:
         axes.set_xlabel("tokens")
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            columns = {left: 1, right: 3}[axes]  # one row, above what is drawn
+            columns = {left: 1, right: 2}[axes]  # few rows, above what is drawn
             axes.legend(frameon=False, fontsize=9, loc="upper right", ncols=columns)
     left.set_ylabel("nats per token")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, weight="bold")
