@@ -253,7 +253,7 @@ def short(layout) -> str:
     if hasattr(layout, "unroll"):
         return f"{layout.blocks_each} blocks each, unroll {layout.unroll}"
     text = f"{layout.width}x{layout.height} batch {layout.batch} blocks {layout.min_blocks}"
-    return f"{text} group {layout.group}{' backwards' if layout.backwards else ''}"
+    return f"{text} group {layout.group}"
 
 
 def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = False) -> None:
@@ -343,10 +343,8 @@ def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = Fal
             if us := timed(device, work, call):
                 say(call, "package's choice", us)
             if call == "quantize" and best_cast is not None:
-                for backwards in (False, True):
-                    layout = dataclasses.replace(best_cast, backwards=backwards)
-                    if us := timed(device, work, call, cast_layout=layout):
-                        say(call, short(layout), us)
+                if us := timed(device, work, call, cast_layout=best_cast):
+                    say(call, short(best_cast), us)
             results = []
             options = searched.get(call, {})
             if call.endswith("norm"):

@@ -281,8 +281,7 @@ def cuda_codes(
     if z.dtype == jnp.float64:
         raise Unsupported("logits of float64 have no FP8 codes")
     (rows, vocabulary), flags = z.shape, spec.codes.flags
-    # The pass for the statistics has read the last rows last.
-    chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target, after_amax=True)
+    chosen = cast_layout(rows, vocabulary, z.dtype.itemsize, target)
     of_rows, scale = _scaled(a, b)
     codes = launch(
         "quantize_softmax.cu",
@@ -301,7 +300,7 @@ def cuda_codes(
         grid=chosen.blocks(rows, vocabulary),
         block=chosen.width * chosen.height,
         shared=chosen.shared if spec.codes.has_qt else 0,
-        ints=(rows, vocabulary, chosen.group, chosen.backwards),
+        ints=(rows, vocabulary, chosen.group),
         floats=(spec.softcap or 0.0,),
     )
     return [*codes, scale]

@@ -242,7 +242,7 @@ def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scala
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
         shared=chosen.shared * bounds.size if gradient else 0,
-        ints=(rows, columns, chosen.group, chosen.backwards),
+        ints=(rows, columns, chosen.group),
     )
 
 

@@ -153,7 +153,6 @@ class CastLayout:
     batch: int = 8  # rows of a thread that are loaded together
     min_blocks: int = 6  # registers must suffice for so many blocks of a multiprocessor
     group: int = 8  # rows of tiles that are taken together
-    backwards: bool = False  # start with the last tile
 
     def blocks(self, rows: int, columns: int) -> int:
         """The number of tiles of a matrix."""
@@ -189,19 +188,14 @@ def amax_layout(size: int, itemsize: int, target: Target) -> AmaxLayout:
     return AmaxLayout()
 
 
-def cast_layout(
-    rows: int, columns: int, itemsize: int, target: Target, *, after_amax: bool
-) -> CastLayout:
-    """The layout that was measured to be best on an H200 (benchmarks/results).
-
-    After a pass for the maximum the last elements are in the cache: they are taken first.
-    """
+def cast_layout(rows: int, columns: int, itemsize: int, target: Target) -> CastLayout:
+    """The layout that was measured to be best on an H200 (benchmarks/results)."""
     if target.capability == 90 and rows * columns * itemsize >= _LARGE:
-        return CastLayout(width=32, batch=8, min_blocks=2, group=2, backwards=after_amax)
+        return CastLayout(width=32, batch=8, min_blocks=2, group=2)
     batch = 8 if itemsize == 2 else 4
     # Without an instruction that rounds to FP8 a thread needs more registers.
     blocks = 6 if target.capability >= 90 and itemsize == 2 else 4
-    return CastLayout(batch=batch, min_blocks=blocks, backwards=after_amax)
+    return CastLayout(batch=batch, min_blocks=blocks)
 
 
 def tile_macros(
@@ -255,12 +249,11 @@ def cuda_cast(
     dtype: str,
     has_q: bool,
     has_qt: bool,
-    after_amax: bool = False,
 ) -> list[jax.Array]:
     if x.size == 0:  # there is nothing to launch, but a scale
         return define_cast(x, maxima, dtype=dtype, has_q=has_q, has_qt=has_qt)
     rows, columns = x.shape
-    layout = cast_layout(rows, columns, x.dtype.itemsize, target, after_amax=after_amax)
+    layout = cast_layout(rows, columns, x.dtype.itemsize, target)
     types = code_types(rows, columns, dtype, has_q, has_qt)
     macros = tile_macros(layout, rows, columns, dtype=dtype, has_q=has_q, has_qt=has_qt)
     return launch(
@@ -273,13 +266,13 @@ def cuda_cast(
         grid=layout.blocks(rows, columns),
         block=layout.width * layout.height,
         shared=layout.shared if has_qt else 0,
-        ints=(rows, columns, maxima.size, layout.group, layout.backwards),
+        ints=(rows, columns, maxima.size, layout.group),
     )
 
 
 def cuda_quantize(target: Target, x: jax.Array, **flags) -> list[jax.Array]:
     """Two launches: every block of the second takes the maximum of the first one's maxima."""
-    return cuda_cast(target, x, cuda_maxima(target, x), after_amax=True, **flags)
+    return cuda_cast(target, x, cuda_maxima(target, x), **flags)
 
 
 def cpu_amax(x: jax.Array) -> list[jax.Array]:

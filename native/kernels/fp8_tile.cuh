@@ -6,8 +6,8 @@
 // the thread's 16 rows goes through shared memory.
 //
 // Tiles are taken in groups of `group` rows of tiles, in which they go down before they go right:
-// what is on its way at once is a compact piece of both layouts. With `backwards` the last tile is
-// first: what a pass for the maxima has read last is still in the cache.
+// what is on its way at once is a compact piece of both layouts. Blocks take the tile of their own
+// number as `index`, or count from the end where the pass before has left the end in the cache.
 //
 // kVectors is for shapes that are multiples of 16, and aligned pointers: others are moved one by
 // one.
@@ -24,10 +24,9 @@ struct Tile {
   long long row, column;  // the first element's
 };
 
-__device__ inline Tile tile_of(long long rows, long long columns, int group, bool backwards) {
+__device__ inline Tile tile_of(long long rows, long long columns, int group, int index) {
   const int down = static_cast<int>((rows + kRows * BLOCK_Y - 1) / (kRows * BLOCK_Y));
   const int across = static_cast<int>((columns + kColumns * BLOCK_X - 1) / (kColumns * BLOCK_X));
-  const int index = backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int begin = index / (group * across) * group, within = index % (group * across);
   const int height = down - begin < group ? down - begin : group;
   const long long y = begin + within % height, x = within / height;

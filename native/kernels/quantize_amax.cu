@@ -5,7 +5,9 @@
 //
 // One value a block: nothing is initialised, and no two blocks write one place. Maxima do not
 // depend on an order, so the result depends on x alone. Blocks go through x together, UNROLL
-// vectors of 16 bytes of a thread on their way at once.
+// vectors of 16 bytes of a thread on their way at once, from the last to the first: what made x has
+// most likely left the end in the cache, and the pass for codes, which begins at x's first element,
+// finds the beginning there.
 //
 // Magnitudes are compared as integers. An infinity or NaN has the largest exponent: with one more
 // its sign bit is set, so that as a signed number it is less than any finite element.
@@ -72,13 +74,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long to_boundary = (16 - address % 16) % 16 / sizeof(Element);
   const long long head = to_boundary < size ? to_boundary : size;
   const long long vectors = (size - head) / kVector, tail = head + vectors * kVector;
+  const Element* const last = x + tail - kVector;  // the last whole vector, if there is one
   const long long stride = 1LL * gridDim.x * THREADS;
   long long i = 1LL * blockIdx.x * THREADS + threadIdx.x;
   for (; i + (UNROLL - 1) * stride < vectors; i += UNROLL * stride) {
     Vector loaded[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      loaded[u] = load_packed<kVector>(x + head + (i + u * stride) * kVector);
+      loaded[u] = load_packed<kVector>(last - (i + u * stride) * kVector);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
@@ -87,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   for (; i < vectors; i += stride) {
-    const Vector loaded = load_packed<kVector>(x + head + i * kVector);
+    const Vector loaded = load_packed<kVector>(last - i * kVector);
 #pragma unroll
     for (int k = 0; k < Vector::kUnits; ++k) largest = raise(largest, loaded.units[k]);
   }

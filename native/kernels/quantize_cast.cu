@@ -16,10 +16,9 @@ using Element = X_TYPE;
 
 template <bool kVectors>
 __device__ inline void run(const Element* x, const float* maxima, Fp8* q, Fp8* qt, float* scale,
-                           long long rows, long long columns, long long count, int group,
-                           bool backwards) {
+                           long long rows, long long columns, long long count, int group) {
   __shared__ int warps[kThreads / 32];
-  const Tile first = tile_of(rows, columns, group, backwards);
+  const Tile first = tile_of(rows, columns, group, blockIdx.x);
   const Part part = part_of(first, rows, columns);
   Packed<Element, kColumns> loaded[BATCH];
   const auto load = [&](int begin) {
@@ -49,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HAS_QT
                   Fp8* qt,
 #endif
-                  float* scale, long long rows, long long columns, long long count, long long group,
-                  long long backwards) {
+                  float* scale, long long rows, long long columns, long long count,
+                  long long group) {
 #if !HAS_Q
   Fp8* q = nullptr;
 #endif
@@ -59,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if VECTORS
   if (aligned_16(x) && (q == nullptr || aligned_16(q)) && (qt == nullptr || aligned_16(qt))) {
-    return run<true>(x, maxima, q, qt, scale, rows, columns, count, group, backwards);
+    return run<true>(x, maxima, q, qt, scale, rows, columns, count, group);
   }
 #endif
-  run<false>(x, maxima, q, qt, scale, rows, columns, count, group, backwards);
+  run<false>(x, maxima, q, qt, scale, rows, columns, count, group);
 }

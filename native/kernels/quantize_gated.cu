@@ -72,8 +72,8 @@ __device__ inline uint4* slots_of(int output) {
 template <bool kVectors>
 __device__ inline void run(const Inputs& inputs, const float* bounds,
                            const Outputs (&outputs)[kOutputs], long long rows, long long columns,
-                           int group, bool backwards) {
-  const Tile first = tile_of(rows, columns, group, backwards);
+                           int group) {
+  const Tile first = tile_of(rows, columns, group, blockIdx.x);
   const Part part = part_of(first, rows, columns);
   const auto load = [&](int begin, Loaded& loaded) {
 #pragma unroll
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
                    Fp8* q_a, IF(GRADIENT, Fp8* qt_a,) float* scale_a,
                    IF(HAS_UP, Fp8* q_up, IF(GRADIENT, Fp8* qt_up,) float* scale_up,)
                    IF(GRADIENT, Fp8* qt_h, float* scale_h,)
-                   long long rows, long long columns, long long group, long long backwards) {
+                   long long rows, long long columns, long long group) {
   const Inputs inputs = {IF(GRADIENT, dh, scales,) {a, IF(HAS_UP, up)}};
   const Outputs outputs[kOutputs] = {
       IF_NOT(GRADIENT, {q_h, nullptr, scale_h},)
@@ -176,8 +176,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     aligned = aligned && aligned_16(outputs[o].q) && aligned_16(outputs[o].qt);
   }
   if (aligned) {
-    run<true>(inputs, bounds, outputs, rows, columns, group, backwards);
+    run<true>(inputs, bounds, outputs, rows, columns, group);
   } else {
-    run<false>(inputs, bounds, outputs, rows, columns, group, backwards);
+    run<false>(inputs, bounds, outputs, rows, columns, group);
   }
 }

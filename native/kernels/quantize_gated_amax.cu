@@ -5,8 +5,8 @@
 //   a, up   (size,)               X_TYPE: float, __nv_bfloat16 or __half
 //   maxima  (kMaxima, gridDim.x)  float; without HAS_UP up is 1, and there are the first two rows
 //
-// The text of `activation` comes before this file. As in quantize_amax.cu, nothing is initialised
-// and the order of blocks does not matter.
+// The text of `activation` comes before this file. As in quantize_amax.cu, nothing is initialised,
+// the order of blocks does not matter, and the last elements are read first.
 #include "scalar.cuh"
 #include "vector.cuh"
 
@@ -52,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Packed<Element, kVector> as[UNROLL]{}, ups[UNROLL]{};
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      // Beyond the end the first vector is taken again: it changes no maximum.
-      const long long at = i + u * stride < vectors ? (i + u * stride) * kVector : 0;
+      // Beyond the first vector the last is taken again: it changes no maximum.
+      const long long before = i + u * stride < vectors ? i + u * stride : 0;
+      const long long at = (vectors - 1 - before) * kVector;
       as[u] = load_packed<kVector>(a + at);
 #if HAS_UP
       ups[u] = load_packed<kVector>(up + at);

@@ -448,7 +448,7 @@ __device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , lo
   constexpr long long kWidth = kColumns * BLOCK_X;
   const Tile first = {blockIdx.x / CLUSTER * (long long)kTileRows, blockIdx.x % CLUSTER * kWidth};
 #else
-  const Tile first = tile_of(given.rows, columns, group, false);
+  const Tile first = tile_of(given.rows, columns, group, blockIdx.x);
 #endif
   const Part part = part_of(first, given.rows, columns);
 #if STATISTICS

@@ -63,9 +63,10 @@ __device__ inline void encode_at_random(const Vector& values, unsigned seed, uns
 template <bool kVectors>
 __device__ inline void run(const Element* z, const int* labels, const float* mosts, const float* as,
                            const float* bs, const unsigned* seeds, Fp8* q, Fp8* qt, long long rows,
-                           long long columns, int group, bool backwards, float softcap) {
+                           long long columns, int group, float softcap) {
   __shared__ Row shared_rows[kRows * BLOCK_Y];
-  const Tile first = tile_of(rows, columns, group, backwards);
+  // The pass for the statistics has read the last rows last.
+  const Tile first = tile_of(rows, columns, group, gridDim.x - 1 - blockIdx.x);
   const Part part = part_of(first, rows, columns);
   Packed<Element, kColumns> loaded[BATCH];
   const auto load = [&](int begin) {
@@ -107,8 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HAS_QT
                      Fp8* qt,
 #endif
-                     long long rows, long long columns, long long group, long long backwards,
-                     float softcap) {
+                     long long rows, long long columns, long long group, float softcap) {
 #if !HAS_Q
   Fp8* q = nullptr;
 #endif
@@ -117,9 +117,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
 #if VECTORS
   if (aligned_16(z) && (q == nullptr || aligned_16(q)) && (qt == nullptr || aligned_16(qt))) {
-    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, backwards,
-                     softcap);
+    return run<true>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap);
   }
 #endif
-  run<false>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, backwards, softcap);
+  run<false>(z, labels, mosts, as, bs, seeds, q, qt, rows, columns, group, softcap);
 }
