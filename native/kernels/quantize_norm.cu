@@ -446,7 +446,9 @@ __device__ inline void run(const Operands& given, int group IF(PER_EXAMPLE, , lo
   const long long columns = given.columns;
 #if STATISTICS
   constexpr long long kWidth = kColumns * BLOCK_X;
-  const Tile first = {blockIdx.x / CLUSTER * (long long)kTileRows, blockIdx.x % CLUSTER * kWidth};
+  // The last rows first: of what was written last, the end is still in the cache.
+  const long long row = (gridDim.x - 1 - blockIdx.x) / CLUSTER * (long long)kTileRows;
+  const Tile first = {row, blockIdx.x % CLUSTER * kWidth};
 #else
   const Tile first = tile_of(given.rows, columns, group, blockIdx.x);
 #endif
