@@ -204,10 +204,12 @@ def _gradients_of_codes(
     *codes, scale = g
     wide, found = x.dtype.name, []
     of = functools.partial(Contraction, spec.op)
+    # A scale of the loss is no power of two, and is rounded to the dtype of the sums.
+    multiply = functools.partial(define_product, given=False)
     if spec.wanted[0]:
         kernel, by = w
         dot = of("rv", "nv", "rn", wide, wide)
-        found += define_product(dot, codes[0], kernel, (scale * by).reshape(()))
+        found += multiply(dot, codes[0], kernel, scale.reshape(()), by.reshape(()))
     if spec.wanted[1]:
         if spec.unused:
             x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
@@ -218,7 +220,7 @@ def _gradients_of_codes(
         operands = [("nr", xt), ("vr", codes[-1])]
         (a, first), (b, second) = operands if spec.contract == 0 else operands[::-1]
         dot = of(a, b, a[0] + b[0], dtype, wide)
-        (dw,) = define_product(dot, first, second, (scale * by).reshape(()))
+        (dw,) = multiply(dot, first, second, scale.reshape(()), by.reshape(()))
         found.append(dw.astype(sums))
     return found
 

@@ -59,7 +59,7 @@ def fits(kernel: Any, contract: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
-    """`einsum(f"{a},{b}->{out}")` of codes, times a scale."""
+    """`einsum(f"{a},{b}->{out}")` of codes, times their two scales."""
 
     op: str  # the function the user called
     a: str
@@ -85,14 +85,19 @@ def define_product(
     spec: Contraction,
     a: Array,
     b: Array,
-    scale: Array,
+    a_scale: Array,
+    b_scale: Array,
     *others: Array,
     over: tuple[str, ...] = (),
     scatter: tuple[tuple[str, int], ...] = (),
     arriving: Sequence[int] = (),
     apart: bool | None = None,
+    given: bool = True,
 ) -> list[Array]:
-    """`(a, b, scale, *others) -> (scale · a · b,)`: one FP8 call of cuBLASLt where sizes allow.
+    """`(a, b, a_scale, b_scale, *others) -> (a_scale · b_scale · a · b,)`.
+
+    One FP8 call of cuBLASLt where sizes allow, which is `given` both scales, so that nothing
+    multiplies them before; otherwise it has their product, in the dtype of the sums.
 
     Each device's part of the sum is added `over` mesh axes, and over those of `scatter`, which are
     left to split a dimension of the result. Operands that are `arriving` are made of `others`.
@@ -114,14 +119,22 @@ def define_product(
     sums = compute_dtype(spec.dtype) if spec.dtype == "float16" else jnp.dtype(spec.dtype)
     options = {"out_sharding": spec.out_sharding, "preferred_element_type": sums}
     multiply = functools.partial(jnp.einsum, f"{spec.a},{spec.b}->{spec.out}", **options)
-    widened = lambda a, b: multiply(a.astype(spec.wide), b.astype(spec.wide))
+    scaled = lambda raw, s, t: raw * (s * t).astype(sums)
+    widened = lambda a, b, *by: scaled(multiply(a.astype(spec.wide), b.astype(spec.wide)), *by)
+
+    def in_fp8(a: Array, b: Array, *by: Array) -> Array:
+        a, b = jax.lax.optimization_barrier((a, b)) if apart else (a, b)
+        if not given:
+            return scaled(multiply(a, b), *by)
+        # A scalar's reshape would move behind its conversion to bfloat16, which XLA then does not
+        # see to be undone where cuBLASLt wants float32: each would take a kernel.
+        s, t = jax.lax.optimization_barrier(by)
+        return multiply(a.astype(sums) * s.astype(sums), b.astype(sums) * t.astype(sums))
+
     if dimensions_fit(*spec.sizes(a, b)):
-        hide = jax.lax.optimization_barrier if apart else lambda operands: operands
-        in_fp8 = lambda a, b: multiply(*hide((a, b)))
-        raw = jax.lax.platform_dependent(a, b, cuda=in_fp8, default=widened)
+        y = jax.lax.platform_dependent(a, b, a_scale, b_scale, cuda=in_fp8, default=widened)
     else:
-        raw = widened(a, b)
-    y = raw * scale.astype(sums)
+        y = widened(a, b, a_scale, b_scale)
     for name, dim in scatter:
         y = jax.lax.psum_scatter(y, name, scatter_dimension=dim, tiled=True)
     return [(jax.lax.psum(y, over) if over else y).astype(spec.dtype)]
@@ -129,14 +142,13 @@ def define_product(
 
 def _batch_product(op: Op, args: Any, dims: Any, *, spec: Contraction, order: Order) -> Any:
     """A batch dimension is one more letter, of those operands that have it."""
-    spec, args, dims = replace(spec, others=()), args[:3], dims[:3]
-    a, b, scale = args
-    if dims[2] is not None:
-        results = jax.vmap(functools.partial(define_product, spec), tuple(dims))(*args)
-        return results, [0]
+    spec, args, dims = replace(spec, others=()), args[:4], dims[:4]
+    if any(d is not None for d in dims[2:]):  # cuBLASLt has one scale for an operand
+        each = functools.partial(define_product, spec, given=False)
+        return jax.vmap(each, tuple(dims))(*args), [0]
     sharding = batched_sharding(spec.out_sharding, args, dims)
     fields = dict(zip(("a", "b", "out"), batched((spec.a, spec.b, spec.out), dims)))
-    return op(replace(spec, **fields, out_sharding=sharding), a, b, scale, order=order), [0]
+    return op(replace(spec, **fields, out_sharding=sharding), *args, order=order), [0]
 
 
 def require_fp8(ctx: Any, spec: Any, order: Order) -> Order:
@@ -151,7 +163,7 @@ def require_fp8(ctx: Any, spec: Any, order: Order) -> Order:
 def _product_dims(spec: Contraction, *_: int) -> tuple[list[Any], list[Any]]:
     letters = list(dict.fromkeys(spec.a + spec.b))
     a, b, out = (tuple(map(letters.index, text)) for text in (spec.a, spec.b, spec.out))
-    return [a, b, (), *[Loose(map(letters.index, text)) for _, text in spec.others]], [out]
+    return [a, b, (), (), *[Loose(map(letters.index, text)) for _, text in spec.others]], [out]
 
 
 def _share_product(
@@ -163,7 +175,7 @@ def _share_product(
     Codes are gathered where an operand is split otherwise than the result, which decides. Where
     they are there in two orders, all products gather one of them, once, and transpose it.
     """
-    texts, of = (spec.a, spec.b, "", *[text for _, text in spec.others], spec.out), []
+    texts, of = (spec.a, spec.b, "", "", *[text for _, text in spec.others], spec.out), []
     length = dict(zip(spec.a, shapes[0])) | dict(zip(spec.b, shapes[1]))
     for text, one in zip(texts, specs):
         of.append(dict.fromkeys(length, ()) | dict(zip(text, map(axes_of, whole(one, len(text))))))
@@ -467,15 +479,18 @@ def forward(spec: Fp8, x: Array, xq: Quantized, w: Quantized) -> Array:
     # The backward reads these too, so that nothing more is kept and one gather serves both.
     others = {} if xq.qt is None else {(0, summed + rows): xq.qt}
     others |= {} if other is None else {(1, summed + outs): other}
-    return multiply_codes(dot, xq.q, codes, xq.scale * w.scale, others, spec.order)
+    return multiply_codes(dot, (xq.q, xq.scale), (codes, w.scale), others, spec.order)
+
+
+_Scaled = tuple[Array, Array]  # codes and their scale
 
 
 def multiply_codes(
-    spec: Contraction, a: Array, b: Array, scale: Array, others: dict[Any, Array], order: Order
+    spec: Contraction, a: _Scaled, b: _Scaled, others: dict[Any, Array], order: Order
 ) -> Array:
     """Returns the product of codes, of which `others` are there in another order, too."""
-    spec = replace(spec, others=tuple(others))
-    return product(spec, a, b, scale, *others.values(), order=order)[0]
+    spec, scales = replace(spec, others=tuple(others)), (a[1], b[1])
+    return product(spec, a[0], b[0], *scales, *others.values(), order=order)[0]
 
 
 # ---------------------------------------------------------------- the tangent
@@ -573,7 +588,7 @@ def input_gradient(fp8: Fp8, g: Quantized, w: Array, w_scale: Array, like: Any) 
     rows, summed, outs = fp8.labels
     operands = rows + outs, summed + outs, rows + summed
     dot = fp8.contraction(*operands, like.dtype, _explicit(like))
-    return product(dot, g.q, w, g.scale * w_scale, order=fp8.order)[0]
+    return product(dot, g.q, w, g.scale, w_scale, order=fp8.order)[0]
 
 
 def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any) -> Array:
@@ -581,11 +596,11 @@ def kernel_gradient(fp8: Fp8, x: Array, x_scale: Array, g: Quantized, like: Any)
     rows, summed, outs = fp8.labels
     sums = compute_dtype(fp8.dtype)
     dtype = like.dtype if like.dtype in (jnp.dtype(fp8.dtype), sums) else sums
-    a, b = (x, summed + rows), (g.qt, outs + rows)
+    a, b = ((x, x_scale), summed + rows), ((g.qt, g.scale), outs + rows)
     a, b = (b, a) if fp8.contract else (a, b)  # so that the result needs no transpose
     others = {} if g.q is None else {(0 if fp8.contract else 1, rows + outs): g.q}
     dot = fp8.contraction(a[1], b[1], fp8.product.kernel, dtype, _explicit(like))
-    return multiply_codes(dot, a[0], b[0], x_scale * g.scale, others, fp8.order).astype(like.dtype)
+    return multiply_codes(dot, a[0], b[0], others, fp8.order).astype(like.dtype)
 
 
 def _explicit(aval: Any) -> NamedSharding | None:

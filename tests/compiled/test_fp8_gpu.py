@@ -229,6 +229,14 @@ def test_a_dense_layer_is_three_fp8_products(dtype):
     results = [f"bf16[{TOKENS},{HIDDEN}]", f"bf16[{TOKENS},{DIM}]", f"{name}[{DIM},{HIDDEN}]"]
     assert sorted(calls(program)) == sorted((result, 0, False) for result in results)
     check_quantized(program, [], (X, 2), (KERNEL, dtype(0).itemsize), (H, 2))
+    assert min(moved for _, moved in hlo.passes(program)) > 1000  # nothing multiplies scales
+
+
+def test_kernels_with_a_scale_each_are_one_fp8_product():
+    """The scales of vmapped kernels multiply its result, since cuBLASLt takes one."""
+    x, kernels = struct(4, M, K, dtype=bf16), struct(4, K, N, dtype=f32)
+    program = compiled(jax.vmap(functools.partial(dense, quantization="fp8")), x, kernels)
+    assert calls(program) == [(f"bf16[4,{M},{N}]", 0, False)]
 
 
 def test_what_follows_an_fp8_product_is_one_pass_each_way():
