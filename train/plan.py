@@ -213,8 +213,10 @@ def step_work(c: TransformerConfig, rows: float, seq_len: int, keep: bool = Fals
     gathers = 1 if c.remat == "none" or keep else 2
     # Codes are gathered in one layout, one byte an element, else bfloat16. Gradients are float32.
     sent = (1 if fp8 else 2) * blocks * gathers + 2 * 2 * table + 4 * parameters
+    gradient = 4 * table * rows  # of the loss
     whole = Work(
-        flops=6 * table * rows,
+        flops=2 * table * rows + (0 if fp8 else gradient),
+        fp8=gradient if fp8 else 0,
         attention=scores,
         moved=_LOSS_PASSES * 2 * c.vocab_size * rows,
         fsdp=sent,
