@@ -222,26 +222,27 @@ def cuda_amax(target: Target, *arrays: jax.Array, function: "Scalar") -> list[ja
 def _cuda(gradient: bool, target: Target, *operands: jax.Array, function: "Scalar"):
     if gradient and not function.derivative:
         raise Unsupported(f"the activation {function.name} has no derivative in C++")
-    wide, bounds = operands[0], operands[-1]
-    has_up = bounds.size == 3
+    # One array holds all numbers: a kernel makes them.
+    arrays, numbers = operands[: -1 - gradient], jnp.concatenate(operands[-1 - gradient :])
+    wide, has_up = arrays[0], len(arrays) == 2 + gradient
     if wide.size == 0:
         return (define_gradient if gradient else define_forward)(*operands, function=function)
     chosen = layout(target, gradient=gradient, has_up=has_up)
     rows, columns = wide.shape
     types = functools.partial(code_types, rows, columns)
-    results = types(**(_BOTH if gradient else _AS_IT_LIES)) * (bounds.size - gradient)
+    results = types(**(_BOTH if gradient else _AS_IT_LIES)) * (2 - gradient + has_up)
     results += types(**_TRANSPOSED) if gradient else []
     macros = _macros(wide, has_up) | {"GRADIENT": int(gradient)}
     return launch(
         _source("quantize_gated.cu", function),
         "quantize_gated",
-        operands,
+        [*arrays, numbers],
         results,
         target=target,
         macros=macros | tile_macros(chosen, rows, columns, **_BOTH),
         grid=chosen.blocks(rows, columns),
         block=chosen.width * chosen.height,
-        shared=chosen.shared * bounds.size if gradient else 0,
+        shared=chosen.shared * (2 + has_up) if gradient else 0,
         ints=(rows, columns, chosen.group),
     )
 
@@ -253,7 +254,7 @@ define_gradient = _gradient_by(define_cast)
 amax_kernel = by_flags("quantize_gated_amax", define_maxima, _amax_by(cpu_amax), cuda_amax)
 """`(a[, up]) -> (h, a[, up, activation(a)])`, the maximum of each."""
 forward_kernel = by_flags("quantize_gated", define_forward, _forward_by(cpu_cast), cuda_forward)
-"""`(a[, up], bounds) -> (q, scale)` of h, a and up, each with its own of the bounds."""
+"""`(a[, up], bounds) -> (q, scale)` of h, a and up, each with its own of the first bounds."""
 gradient_kernel = by_flags(
     "quantize_gated_gradient", define_gradient, _gradient_by(cpu_cast), cuda_gradient
 )
@@ -271,7 +272,7 @@ def examples(
     a, q = (jax.ShapeDtypeStruct((rows, n), of) for of in (dtype, "uint8"))
     spec = Gated(function)
     yield amax_kernel, spec, [a, a]
-    yield forward_kernel, spec, [a, a, floats(3)]
+    yield forward_kernel, spec, [a, a, floats(4)]
     yield gradient_kernel, spec, [a, q, q, floats(2), floats(3)]
 
 
@@ -318,7 +319,7 @@ def _hidden(spec: Gated, split: Split, *arrays: jax.Array, order: Order) -> list
 
 def _hidden_by(spec: Gated, kernel, maxima, arrays) -> list[jax.Array]:
     h, *of_arrays = maxima[: 2 + spec.has_up]
-    results = kernel(*_matrices(arrays), jnp.concatenate([h, *of_arrays]))
+    results = kernel(*_matrices(arrays), jnp.concatenate(maxima))
     results = _restored(results, _results(spec, gradient=False), arrays[0])
     scales, value = results[3::2], maxima[-1] if spec.has_up else h
     limits = [limit(value, scales[0], SLOPES[spec.function.name])]

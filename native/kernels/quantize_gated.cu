@@ -6,8 +6,8 @@
 //
 //   dh         (rows, columns)   X_TYPE: float, __nv_bfloat16 or __half; if GRADIENT
 //   a, up      (rows, columns)   X_TYPE; if GRADIENT codes
-//   scales     (1 + HAS_UP,)     float: what the codes of a and up are multiplied with; if GRADIENT
-//   bounds     (2 + HAS_UP,)     float: of the magnitudes of each output
+//   numbers                      float: if GRADIENT, what the codes of a and up are multiplied
+//                                with; then bounds of the magnitudes of each output
 //   q, qt, scale                 as in quantize_cast.cu, of each output
 //
 // The outputs are h, a and up, each q and scale. If GRADIENT they are da and dup, each q, qt and
@@ -154,13 +154,14 @@ __device__ inline void run(const Inputs& inputs, const float* bounds,
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     quantize_gated(IF(GRADIENT, const Element* dh,)
                    const Given* a, IF(HAS_UP, const Given* up,)
-                   IF(GRADIENT, const float* scales,) const float* bounds,
+                   const float* numbers,
                    IF_NOT(GRADIENT, Fp8* q_h, float* scale_h,)
                    Fp8* q_a, IF(GRADIENT, Fp8* qt_a,) float* scale_a,
                    IF(HAS_UP, Fp8* q_up, IF(GRADIENT, Fp8* qt_up,) float* scale_up,)
                    IF(GRADIENT, Fp8* qt_h, float* scale_h,)
                    long long rows, long long columns, long long group) {
-  const Inputs inputs = {IF(GRADIENT, dh, scales,) {a, IF(HAS_UP, up)}};
+  const float* bounds = numbers + GRADIENT * kArrays;
+  const Inputs inputs = {IF(GRADIENT, dh, numbers,) {a, IF(HAS_UP, up)}};
   const Outputs outputs[kOutputs] = {
       IF_NOT(GRADIENT, {q_h, nullptr, scale_h},)
       {q_a, IF(GRADIENT, qt_a) IF_NOT(GRADIENT, nullptr), scale_a},

@@ -275,6 +275,8 @@ def test_a_gated_mlp_keeps_its_hidden_arrays_as_codes(contract):
     gradients = [f"f32[{k.shape[0]},{k.shape[1]}]" for k in kernels]
     assert [r for r, _, _ in found] == sorted([rows] * 3 + [wide] * 3 + gradients)
     assert [call for call in found if call[1]] == [(rows, 1, True)]  # both parts of dx
+    few = [moved for _, moved in hlo.passes(program) if moved < 1000]
+    assert len(few) == 1  # the numbers that the pass over dh takes
     passes = [(name, moved) for name, moved in hlo.passes(program) if moved > SMALL]
     moved = {name: sorted(m // 2**20 for n, m in passes if n == name) for name, _ in passes}
     size = lambda elements, width: elements * width // 2**20
