@@ -193,19 +193,24 @@ def plan(
             rows.append((each, site, row_of(site)))
         told = set()
         for value, what, why, dead in left:
-            if value in each.sites:
+            unread = why.startswith(_UNREAD)
+            if value in each.sites and not unread:
                 continue  # something else serves it
             # The product of a loss that is left has a row of its own: why it is not in FP8.
             key = dead or value, what == "product"
-            if (value in live or any(d in live for d in dead)) and key not in told:
+            if (unread or value in live or any(d in live for d in dead)) and key not in told:
                 told.add(key)
                 rows.append((each, None, Row(each.line(value), what + each.within, "", why)))
     return rows
 
 
+_DOMAINS = "attention", "loss", "norm", "indexing", "mlp"  # as reports list them
+_UNREAD = "it could not be read: "
+
+
 def _found(program: Program, quantization: Quantization) -> tuple[list[Site], list[Any]]:
     """Returns the sites that were found, and (value, what, why, what it needs dead) of others."""
-    sites: list[Site] = []
+    sites: dict[str, list[Site]] = {name: [] for name in _DOMAINS}
     left: list[Any] = []
     scores, parts = ScoreForms(program), norms.Norms(program)
     activations = Activations(program)
@@ -214,18 +219,24 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
             try:
                 domain.read(equation)
             except Exception as error:  # equations that cannot be read stay
-                why = f"it could not be read: {type(error).__name__}: {error}"
+                why = f"{_UNREAD}{type(error).__name__}: {error}"
                 left.append((equation.outs[0], "program", why, ()))
+    # Results of sites are read as they are, by attention and losses, too: what a norm rounds to
+    # its result would keep the norm's own equations alive.
+    made = lambda: {v for of in sites.values() for site in of for v in site.outs}
+
+    def scored(find: Callable[[ScoreForms], Any]) -> Any:
+        scores.made = made()
+        return find(scores)
 
     def multiplied() -> Any:
-        made = {v for site in sites for v in site.outs}  # products read these as they are
-        known = products.Products(program, scores, activations, made)
+        known = products.Products(program, scores, activations, made())
         return products.found(known, quantization)
 
     domains = {
-        "attention": lambda: attention.found(scores),
-        "loss": lambda: losses.found(scores, quantization),
         "norm": lambda: norms.found(parts),
+        "attention": lambda: scored(attention.found),
+        "loss": lambda: scored(functools.partial(losses.found, quantization=quantization)),
         "indexing": lambda: indexing.found(program),
         "mlp": multiplied,
     }
@@ -234,15 +245,15 @@ def _found(program: Program, quantization: Quantization) -> tuple[list[Site], li
         try:
             for one in find():
                 if isinstance(one, Site):
-                    sites.append(one)
+                    sites[name].append(one)
                 else:
                     value, why = one
                     dead = made_of[name](value) if name in made_of else (value,)
                     left.append((value, "product" if name == "mlp" else name, why, dead))
         except Exception as error:
-            why = f"it could not be read: {type(error).__name__}: {error}"
+            why = f"{_UNREAD}{type(error).__name__}: {error}"
             left.append((program.equations[-1].outs[0], name, why, ()))
-    return sites, left
+    return sum(sites.values(), []), left
 
 
 def _choose(program: Program, sites: list[Site], left: list[Any]) -> None:

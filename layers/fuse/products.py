@@ -448,7 +448,8 @@ def _biased(products: Products, v: int, dims: Dims, known: Mapping[int, Any]) ->
     if made is None or made.name != "add":
         return None
     for one, other in (made.ins, made.ins[::-1]):
-        if g.avals[one].shape != g.avals[v].shape:  # that the other one is repeated to
+        shape = g.avals[v].shape  # that the other one is repeated to
+        if g.avals[one].shape != shape or g.avals[other].ndim != len(shape):
             continue
         product, laid_out = _laid_out(g, one, dims, known)
         if product in known:

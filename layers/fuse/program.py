@@ -558,6 +558,7 @@ _PEELED = (
     "dynamic_slice",
     "sharding_constraint",
     "reduce_precision",
+    "stop_gradient",
 )
 _WITH_BODIES = ("while", "scan", "cond", "shard_map", *JIT, *REMAT)
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)

@@ -203,6 +203,7 @@ class ScoreForms:
         self.program = program
         self.of: dict[int, Form] = {}
         self.sides: dict[Equation, list[Dims]] = {}  # the labels of a product's operands
+        self.made: set[int] = set()  # computed by sites of other domains
 
     def read(self, equation: Equation) -> None:
         rule = RULES.get(equation.name)
@@ -241,7 +242,7 @@ class ScoreForms:
         g, factor, dtype = self.program, 1.0, self.program.avals[v].dtype
         dims = tuple(d if n != 1 else () for d, n in zip(dims, g.avals[v].shape, strict=True))
         while (made := g.maker.get(v)) is not None and made.ins:
-            if (form := self.of.get(v)) is not None and form.is_attention:
+            if v in self.made or (form := self.of.get(v)) is not None and form.is_attention:
                 break  # it is replaced as it is
             given, shape = g.avals[made.ins[0]], g.avals[v].shape
             back, source = None, made.ins[0]

@@ -24,6 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import fuse
+from normfuse.layers.fuse import products
 
 pytestmark = pytest.mark.oldest
 
@@ -948,6 +949,20 @@ def test_a_changed_nnx_model():
 def test_it_warns_where_nothing_is_replaced():
     with pytest.warns(UserWarning, match="nothing"):
         fuse(lambda x: x + 1)(jnp.ones(3))
+
+
+def test_what_cannot_be_read_is_said(args, monkeypatch):
+    """Though something else serves the value that the program ends with."""
+
+    def fails(*_):
+        raise IndexError("no such dimension")
+
+    monkeypatch.setattr(products, "found", fails)
+    fused = Fused(loss)
+    fused(*args)
+    rows = [(row.domain, row.reason) for row in fused.reports[-1].left]
+    assert ("mlp", "it could not be read: IndexError: no such dimension") in rows
+    assert fused.served()["loss"] == 1
 
 
 def test_gradients_within(args):

@@ -631,6 +631,34 @@ norm_case(
     (B, E),
 )
 norm_case("adaptive RMS", lambda x, s: low_rms(x) * (1 + s[:, None]), BTE, (B, E))
+
+
+def rounded_rms(x, w):
+    """Rounds its result, once."""
+    wide = x.astype(f32)
+    return (wide * rms(wide) * w.astype(f32)).astype(x.dtype)
+
+
+case(
+    "norm: that a loss reads",
+    lambda: (
+        lambda x, w, kernel, y: integers(rounded_rms(x, w) @ kernel, y),
+        [*draws(BTE, (E,), (E, V), scale=0.5), words()],
+    ),
+    norm=1,
+    loss=1,
+    low=True,
+)
+case(
+    "norm: of queries and keys",
+    lambda: (
+        lambda q, k, v, w: attend()(rounded_rms(q, w), rounded_rms(k, w), v),
+        draws(*QKV, (D,)),
+    ),
+    norm=2,
+    attention=1,
+    low=True,
+)
 norm_case(
     "in a scan",
     lambda x, w: lax.scan(lambda x, w: (x + low_rms(x) * w, None), x, w)[0],
@@ -792,6 +820,7 @@ PRODUCTS = {  # function, shapes, products
     "features first": (lambda x, w: jnp.einsum("ebt,ef->fbt", x, w), ((E, B, T), (E, F)), 1),
     "vmapped rows": (lambda x, w: jax.vmap(jax.vmap(lambda r: w @ r))(x), (BTE, (F, E)), 1),
     "cast kernel": (lambda x, w: x @ w.astype(f32).astype(x.dtype), (BTE, (E, F)), 1),
+    "frozen kernel": (lambda x, w: x @ lax.stop_gradient(w) * w[0], (BTE, (E, F)), 1),
     "conv of width 1": (
         lambda x, w: lax.conv_general_dilated(
             x, w, (1,), "VALID", None, None, ("NWC", "WIO", "NWC")
