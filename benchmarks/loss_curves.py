@@ -50,9 +50,12 @@ from typing import Any
 from loss_curves_table import BASE, Curves, Point, Run, compare, last_losses, plot, report
 from programs import fp8_products
 
-VERSIONS = {BASE: "", "fp8": "--model.quantization fp8"}  # flags of the trainer
+VERSIONS = {BASE: [], "fp8": ["--model.quantization", "fp8"]}  # flags of the trainer
 PER_BLOCK = 3 * 7  # products of a block's kernels: each once forward and twice backward
-NOT_TAKEN = ("--steps", "--seed", "--precision", "--model.quantization", "--out-dir")
+OF_LOSS = 2  # products of the gradient of a loss
+NOT_TAKEN = ("--steps", "--seed", "--out-dir")
+OF_VERSIONS = ("--precision", "--model.quantization")  # flags that versions alone may have
+SHARED = ("data", "batch_size", "seq_len", "mesh", "eval")  # settings of all versions
 
 
 def evenly(steps: int, points: int) -> list[int]:
@@ -60,19 +63,17 @@ def evenly(steps: int, points: int) -> list[int]:
     return sorted({-(-steps * i // points) for i in range(1, points + 1)})
 
 
-def check_products(name: str, fp8: bool, hlo: str, platform: str, blocks: int) -> None:
+def check_products(name: str, least: int, hlo: str, platform: str) -> None:
     """Checks that a compiled step has the FP8 products that it is named for, or has none.
 
     Args:
       name: the version's.
-      fp8: whether its layers are quantized.
+      least: the FP8 products that it must have; 0: it may have none.
       hlo: the compiled program's text.
       platform: of its devices. GPUs have FP8 products, others products of widened codes.
-      blocks: layers of the model.
     """
     gpu = platform == "gpu"
     found = fp8_products(hlo)
-    least = PER_BLOCK * blocks if fp8 else 0
     if found < least or (found and not least):
         raise SystemExit(
             f"loss_curves.py: the step in {name} has {found} "
@@ -130,7 +131,8 @@ class Trainer:
                 seq_len=config.seq_len,
                 batch_size=config.batch_size // config.microbatches,
             )
-            known, fp8 = fallbacks(), config.model.quantization  # bfloat16 is traced first
+            known = fallbacks()  # bfloat16 is traced first
+            fp8 = config.model.quantization or config.model.loss_quantization
             lowered[name] = lower(programs[name], config.batch_size, config.seq_len)
             served = [": ".join(one) for one in fallbacks() if one not in known]
             if fp8 and served:
@@ -143,8 +145,9 @@ class Trainer:
         platform = mesh.devices.flat[0].platform
         for name, step in self._steps.items():
             model = configs[name].model
-            hlo = step.as_text() or ""
-            check_products(name, bool(model.quantization), hlo, platform, model.num_layers)
+            least = PER_BLOCK * model.num_layers * (model.quantization is not None)
+            least += OF_LOSS * (model.loss_quantization is not None)
+            check_products(name, least, step.as_text() or "", platform)
         self.abstract = {name: program.abstract() for name, program in programs.items()}
         inits = {  # quantization changes neither the state nor its first values
             str(self.abstract[name]): jax.jit(program.init, out_shardings=program.shardings())
@@ -232,20 +235,42 @@ def settings_of(config: Any, points: int, text: Any) -> str:
     )
 
 
-def configured(arguments: argparse.Namespace, flags: Sequence[str], version: str = "") -> Any:
-    """Returns the trainer's configuration for so many tokens, or for the next whole step.
+def configured(
+    arguments: argparse.Namespace, flags: Sequence[str], versions: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Returns the trainer's configuration of each version, by the flags of all and its own.
 
-    `version` are more flags, of one version.
+    The steps are those of so many tokens, the last one whole.
+
+    Raises:
+      UsageError: a number that is too small, or a flag that cannot be given there.
     """
     from normfuse.train import UsageError
+    from normfuse.train.checks import require
     from normfuse.train.cli import parse
 
-    for flag in flags:
-        if flag.split("=")[0].replace("_", "-") in NOT_TAKEN:
+    tokens, rule = arguments.tokens, "must be a number above 0, such as 30M, 100k or 3e7."
+    require(0 < tokens < math.inf, "tokens", tokens, rule)
+    for name in "seeds", "points":
+        value = getattr(arguments, name)
+        require(value >= 1, name, value, "must be at least 1.")
+    own = [(flag, NOT_TAKEN) for flags_of_one in versions.values() for flag in flags_of_one]
+    for flag, taken in [*((flag, NOT_TAKEN + OF_VERSIONS) for flag in flags), *own]:
+        if flag.split("=")[0].replace("_", "-") in taken:
             raise UsageError(f"{flag} is set for each run here: leave it out.")
-    given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]
-    config = parse([*given, *shlex.split(version)])
-    return dataclasses.replace(config, steps=math.ceil(arguments.tokens / config.tokens_per_step))
+    configs = {}
+    for name, more in versions.items():
+        given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]
+        config = parse([*given, *more])
+        steps = math.ceil(tokens / config.tokens_per_step)
+        configs[name] = config = dataclasses.replace(config, steps=steps)
+        for field in SHARED:
+            if getattr(config, field) != getattr(configs[BASE], field):
+                raise UsageError(
+                    f"--also {name}: {field} must be that of all versions: give its flag once, "
+                    "outside --also."
+                )
+    return configs
 
 
 def train(configs: dict[str, Any], arguments: argparse.Namespace, deadline: float) -> int:
@@ -325,10 +350,16 @@ def named_run(text: str) -> Run:
     return int(seed), name
 
 
-def version(text: str) -> tuple[str, str]:
+def version(text: str) -> tuple[str, list[str]]:
     """Reads a name and flags, such as `block=--model.remat block`."""
     name, _, flags = text.partition("=")
-    return name, flags
+    if not name or name in VERSIONS:
+        rule = f"must be NAME=FLAGS with another name than {' or '.join(VERSIONS)}"
+        raise argparse.ArgumentTypeError(f"{text!r} {rule}")
+    try:
+        return name, shlex.split(flags)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be read: {error}") from None
 
 
 def say(line: str) -> None:
@@ -364,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := {name for _, name in arguments.runs or ()} - {*versions}:
             parser.error(f"--runs: {', '.join(unknown)} is none of {', '.join(versions)}")
         try:
-            configs = {x: configured(arguments, flags, more) for x, more in versions.items()}
+            configs = configured(arguments, flags, versions)
             left = train(configs, arguments, began + arguments.seconds)
         except UsageError as error:
             parser.error(str(error))

@@ -50,7 +50,8 @@ from benchmarks.sharded_steps import (
     mesh_of,
     milliseconds,
 )
-from normfuse.train import distributed
+from normfuse.train import UsageError, distributed
+from normfuse.train.checks import require
 from normfuse.train.config import Preset
 
 # XLA's options, by the name they have in the tables.
@@ -154,6 +155,7 @@ def versions_of(part: str, arguments) -> list[str]:
 
 
 def parse() -> argparse.Namespace:
+    """Returns the flags; a usage error for numbers that nothing can be measured with."""
     whole = [*LIMITS, *PARTS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     parser.add_argument("--part", nargs="+", choices=whole, default=whole)
@@ -163,7 +165,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["default"])
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
-    parser.add_argument("--dtype", default="bfloat16", help="of the stack's parameters")
+    dtypes = {"choices": ["bfloat16", "float32"], "default": "bfloat16"}
+    parser.add_argument("--dtype", **dtypes, help="of the stack's parameters")
     parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
     parser.add_argument("--preset", choices=get_args(Preset), help="in the place of 1b")
     parser.add_argument("--length", type=int, help="of its sequences, if not its own")
@@ -175,7 +178,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", choices=WORKLOADS, default="full")
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="FILE.csv")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    there = jax.device_count()
+    try:
+        for name in "length", "batch", "steps", "groups", "warmup":
+            value = getattr(arguments, name)
+            require(value is None or value >= 1, name, value, "must be at least 1.")
+        for count in [] if arguments.plot else arguments.gpus or []:
+            rule = f"must be from 1 to {there}, the devices there are."
+            require(1 <= count <= there, "gpus", count, rule)
+    except UsageError as error:
+        parser.error(str(error))
+    return arguments
 
 
 def main() -> None:

@@ -45,10 +45,10 @@ ENVIRONMENT = {
 }
 
 
-def scaling(*arguments) -> None:
+def run_scaling(*arguments) -> subprocess.CompletedProcess:
     """Runs the command as a user would, on four emulated devices."""
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", "benchmarks.scaling", *map(str, arguments)],
         cwd=REPOSITORY,
         env=os.environ | ENVIRONMENT | devices,
@@ -56,6 +56,10 @@ def scaling(*arguments) -> None:
         text=True,
         timeout=300,
     )
+
+
+def scaling(*arguments) -> None:
+    done = run_scaling(*arguments)
     print(done.stdout)  # says what could not be measured
     assert done.returncode == 0, done.stderr[-4000:]
 
@@ -83,6 +87,20 @@ def test_scaling_is_measured_as_asked_and_drawn(tmp_path):
         writer.writerows(row | {"efficiency": apart[row["version"]]} for row in rows)
     scaling("--plot", table, "--out", tmp_path / "drawn")
     check_picture(tmp_path / "drawn" / "scaling.png")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("flag", "value", "rule"),
+    [
+        ("gpus", 16, "must be from 1 to 4, the devices there are"),
+        ("steps", 0, "must be at least 1"),
+    ],
+)
+def test_scaling_refuses_what_it_cannot_measure(tmp_path, flag, value, rule):
+    done = run_scaling(f"--{flag}", value, "--size", "tiny", "--out", tmp_path / "out")
+    assert done.returncode == 2 and f"--{flag} {value} {rule}" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.newest

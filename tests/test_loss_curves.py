@@ -142,6 +142,39 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
     assert rows_of(parts) == rows
 
 
+def test_a_loss_alone_can_be_in_fp8(train, tmp_path, capsys):
+    """Its step has the products that it is named for."""
+    loss = "--also", "loss=--model.loss-quantization fp8", "--runs", "0:loss"
+    assert train(tmp_path, *loss) == 0  # no verdict without bfloat16
+    assert {row["version"] for row in rows_of(tmp_path)} == {"loss"}
+    assert "no verdict yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--tokens", "nan"), "--tokens nan must be a number above 0, such as 30M"),
+        (("--tokens", "0"), "--tokens 0.0 must be a number above 0"),
+        (("--seeds", "0"), "--seeds 0 must be at least 1"),
+        (("--points", "0"), "--points 0 must be at least 1"),
+        (("--steps", "3"), "--steps is set for each run here"),
+        (("--model.quantization", "fp8"), "--model.quantization is set for each run here"),
+        (("--also", "x=--seed 1"), "--seed is set for each run here"),
+        (("--also", "x=--batch-size 16"), "--also x: batch_size must be that of all versions"),
+        (("--also", 'x=--model.remat "'), "cannot be read: No closing quotation"),
+        (("--also", "fp8=--model.remat block"), "with another name than bf16 or fp8"),
+    ],
+    ids=str,
+)
+def test_a_wrong_flag_is_one_error_before_anything_is_trained(
+    loss_curves, tmp_path, capsys, monkeypatch, flags, said
+):
+    monkeypatch.setattr(loss_curves, "train", None)
+    with pytest.raises(SystemExit) as error:
+        loss_curves.main(["--preset", "tiny", "--out", str(tmp_path), *flags])
+    assert error.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_is_not_served_in_fp8_is_an_error(train, tmp_path, monkeypatch):
     monkeypatch.setattr(implementation, "_plain", {})  # each reason is reported once a process
     with pytest.raises(SystemExit, match="not all of it is FP8: .*no multiple of 16"):
@@ -160,12 +193,14 @@ def test_what_is_not_served_in_fp8_is_an_error(train, tmp_path, monkeypatch):
         ("fp8", "%a = f8e4m3fn[4]{0} copy(%b)\n" * 42, "cpu", None),
         ("fp8", "%a = bf16[4]{0} copy(%b)\n" * 42, "cpu", "0 arrays .* at least 42"),
         ("bf16", "%a = f8e4m3fn[4]{0} copy(%b)\n", "cpu", "should have none"),
+        ("loss", '"__cublas$lt$matmul$f8"' * 2, "gpu", None),
+        ("loss", '"__cublas$lt$matmul$f8"', "gpu", "1 products .* at least 2"),
     ],
 )
 def test_programs_without_what_they_are_named_for_are_errors(
     loss_curves, name, hlo, platform, message
 ):
-    given = name, name == "fp8", hlo, platform, 2
+    given = name, {"bf16": 0, "loss": 2, "fp8": 42}[name], hlo, platform
     if message is None:
         loss_curves.check_products(*given)
     else:
