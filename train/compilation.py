@@ -12,8 +12,13 @@ from ..native import cache
 from . import RunError, UsageError
 from .step import Program
 
-# Families of ops, each with a pattern for the names of its kernels, native or Pallas.
-_FAMILIES = {"norms": "rms_norm|^norm_", "activations": "epilogue|dense"}
+# Families of ops, each with patterns for the names of its kernels, native or Pallas, and of the
+# functions that say why plain XLA serves; the last one has all other functions.
+_FAMILIES = {
+    "norms": ("rms_norm|^norm_", "rms_norm"),
+    "loss": ("softmax", "cross_entropy"),
+    "activations": ("epilogue|dense", ""),
+}
 # Custom calls of Pallas kernels: on GPUs by Triton and by Mosaic, and on TPUs.
 _PALLAS = r"__gpu\$xla\.gpu\.triton|mosaic_gpu\w*|tpu_custom_call"
 
@@ -60,14 +65,15 @@ def implementations(hlo: str, reasons: Sequence[tuple[str, str]] = ()) -> dict[s
                 kernels["native"].add(kernel[1] if kernel else target[1])
     if not kernels["Pallas"]:  # on CPUs Pallas interprets: the program has loops, no custom call
         kernels["interpreted Pallas"] = set(re.findall(r"/(pallas_\w+)/while", hlo))
-    served = {}
-    for family, names in _FAMILIES.items():
+    served, reasons = {}, list(reasons)
+    for family, (names, functions) in _FAMILIES.items():
         found = [
             f"{implementation} kernels"
             for implementation, calls in kernels.items()
             if any(re.search(names, call) for call in calls)
         ]
-        why = {reason for op, reason in reasons if ("rms_norm" in op) == (family == "norms")}
+        why = {reason for op, reason in reasons if functions in op}
+        reasons = [(op, reason) for op, reason in reasons if functions not in op]
         if why or not found:
             found.append("plain XLA" + (f" ({'; '.join(sorted(why))})" if why else ""))
         served[family] = ", ".join(found)
