@@ -132,7 +132,7 @@ class Trainer:
                 batch_size=config.batch_size // config.microbatches,
             )
             known = fallbacks()  # bfloat16 is traced first
-            fp8 = config.model.quantization or config.model.loss_quantization
+            fp8 = config.model.quantization
             lowered[name] = lower(programs[name], config.batch_size, config.seq_len)
             served = [": ".join(one) for one in fallbacks() if one not in known]
             if fp8 and served:
@@ -145,8 +145,7 @@ class Trainer:
         platform = mesh.devices.flat[0].platform
         for name, step in self._steps.items():
             model = configs[name].model
-            least = PER_BLOCK * model.num_layers * (model.quantization is not None)
-            least += OF_LOSS * (model.loss_quantization is not None)
+            least = PER_BLOCK * model.num_layers + OF_LOSS if model.quantization else 0
             check_products(name, least, step.as_text() or "", platform)
         self.abstract = {name: program.abstract() for name, program in programs.items()}
         inits = {  # quantization changes neither the state nor its first values

@@ -76,7 +76,7 @@ class TransformerConfig:
       activation: of the MLP.
       gated: the MLP is `down(activation(gate(x)) * up(x))`; if not, `down(activation(up(x)))`.
       scale_embeddings: multiply embeddings by `sqrt(dim)` where they are read (Gemma).
-      logits_softcap: bounds the logits likewise; None: no bound.
+      logits_softcap: bounds the logits as `cap * tanh(logits / cap)`; None: no bound.
       dtype: compute dtype: residual stream, GEMM operands, norms' results. Logits are float32
         (float64 when this is float64).
       param_dtype: dtype the parameters are stored in.

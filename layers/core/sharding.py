@@ -34,7 +34,8 @@ def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: Axi
     Raises:
       TypeError: if it is not a sharding.
       ValueError: for a spec without a mesh, with more entries than the array has dimensions, with
-        axes that the mesh does not have or has as another kind, or that do not divide a dimension.
+        axes that the mesh does not have or has as another kind, that do not divide a dimension, or
+        that stand twice.
     """
     if sharding is None:
         return
@@ -56,9 +57,13 @@ def check(op: str, argument: str, sharding: Any, shape: Sequence[int], kind: Axi
     if (more := len(spec) - len(shape)) > 0:
         raise refusal(f"has more entries than {tuple(shape)} has dimensions; leave out {more}")
     sizes, kinds = dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types))
+    taken: set[str] = set()
     for dim, entry in enumerate(spec):
         axes = () if entry is P.UNCONSTRAINED else axes_of(entry)
         for axis in axes:
+            if axis in taken:
+                raise refusal(f"names the axis {axis!r} twice; leave one of them out")
+            taken.add(axis)
             if axis not in sizes:
                 raise refusal(f"names the axis {axis!r}; name one that the mesh has, of {sizes}")
             if kinds[axis] != kind:

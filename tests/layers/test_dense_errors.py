@@ -23,6 +23,7 @@ SPECS = {
         None, ("data", "tensor")
     ): "over 8 devices, .* leave 'data', 'tensor' out of it, or pad to 16",
     P("model"): "names the axis 'model'; name one that the mesh has, of {'data': 2, 'tensor': 4}",
+    P("data", "data"): "names the axis 'data' twice; leave one of them out",
     P("data", None, None): r"has more entries than \(8, 10\) has dimensions; leave out 1",
 }
 
