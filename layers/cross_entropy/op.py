@@ -29,8 +29,9 @@ from jax.interpreters import ad
 from ...native import jax_private
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Order, report
+from ...native.kernel import Kernel
 from ..core.op import Dims, Op, Split, batch_at, match
-from ..dense.fp8 import FORMAT, Contraction, define_product, require_fp8
+from ..dense.fp8 import CAPABILITY, FORMAT, Contraction, define_product, require_fp8
 from ..quantization.quantize import E5M2, Codes, fits, quantize_kernel
 from . import softmax
 from .softmax import Softmax
@@ -197,6 +198,26 @@ def _of_chunk(spec: Spec, x: Array) -> Spec:
     return replace(spec, softmax=replace(spec.softmax, codes=None))
 
 
+# A scale of the loss is no power of two, and is rounded to the dtype of the sums.
+_multiply = functools.partial(define_product, given=False)
+
+
+def _cuda_addend(target: Any, dot: Contraction, *operands: Array) -> list[Array]:
+    """A product that cuBLAS adds to a sum in place.
+
+    XLA's autotuner takes the product with its addition, as Triton might compute them. Where cuBLAS
+    is faster, it adds FP8's out of place, and a loop copies the sum back: 1 GB for each chunk.
+    Triton does not know this algorithm, the same as the default of cuBLAS. From JAX 0.12 it cannot
+    be compiled for GPUs that are only described, and the integers of `_in_chunks` are enough.
+    """
+    known = jax.__version_info__ < (0, 12) and target.capability >= CAPABILITY
+    fast = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+    return _multiply(dot, *operands, precision=fast if known else None)
+
+
+_addend = Kernel("fp8_addend", _multiply, {"cuda": _cuda_addend})
+
+
 def _gradients_of_codes(
     spec: Spec, order: Order, x: Array, w: Sequence[Array], g: Sequence[Array], *factors: Array
 ) -> list[Array]:
@@ -204,12 +225,10 @@ def _gradients_of_codes(
     *codes, scale = g
     wide, found = x.dtype.name, []
     of = functools.partial(Contraction, spec.op)
-    # A scale of the loss is no power of two, and is rounded to the dtype of the sums.
-    multiply = functools.partial(define_product, given=False)
     if spec.wanted[0]:
         kernel, by = w
         dot = of("rv", "nv", "rn", wide, wide)
-        found += multiply(dot, codes[0], kernel, scale.reshape(()), by.reshape(()))
+        found += _multiply(dot, codes[0], kernel, scale.reshape(()), by.reshape(()))
     if spec.wanted[1]:
         if spec.unused:
             x = jnp.where(_unused(*factors), 0, x)  # they have no say in its scale
@@ -220,7 +239,7 @@ def _gradients_of_codes(
         operands = [("nr", xt), ("vr", codes[-1])]
         (a, first), (b, second) = operands if spec.contract == 0 else operands[::-1]
         dot = of(a, b, a[0] + b[0], dtype, wide)
-        (dw,) = multiply(dot, first, second, scale.reshape(()), by.reshape(()))
+        (dw,) = _kernel(spec, _addend, order, dot)(first, second, scale.reshape(()), by.reshape(()))
         found.append(dw.astype(sums))
     return found
 
@@ -249,6 +268,11 @@ def _part(spec: Spec, split: Split, x: Array, w: Array) -> _Part:
     return _Part(split.over([x.ndim + 1]), w.shape[1 - spec.contract])
 
 
+def _bits(kind: str, arrays: Sequence[Array]) -> list[Array]:
+    """Returns the arrays as "int" or "float" of the same bits."""
+    return [lax.bitcast_convert_type(a, f"{kind}{8 * a.dtype.itemsize}") for a in arrays]
+
+
 def _in_chunks(
     chunk: Callable[..., tuple[list[Array], list[Array]]], arrays: Sequence[Array], size: int
 ) -> list[Array]:
@@ -269,12 +293,12 @@ def _in_chunks(
 
     def step(carry: Any, start: Array) -> tuple[Any, None]:
         every, sums = carry
-        results, sums = chunk(sums, *take(start, size))
-        return ([put(e, r, start) for e, r in zip(every, results)], sums), None
+        results, sums = chunk(_bits("float", sums), *take(start, size))
+        return ([put(e, r, start) for e, r in zip(every, results)], _bits("int", sums)), None
 
     starts = first + size * jnp.arange((rows - first) // size)
-    (every, sums), _ = lax.scan(step, (every, sums), starts)
-    return [*every, *sums]
+    (every, sums), _ = lax.scan(step, (every, _bits("int", sums)), starts)
+    return [*every, *_bits("float", sums)]
 
 
 def _size(spec: Spec, x: Array, w: Array, bytes: int = CHUNK_BYTES) -> int:

@@ -93,6 +93,7 @@ def define_product(
     arriving: Sequence[int] = (),
     apart: bool | None = None,
     given: bool = True,
+    precision: Any = None,
 ) -> list[Array]:
     """`(a, b, a_scale, b_scale, *others) -> (a_scale · b_scale · a · b,)`.
 
@@ -125,7 +126,7 @@ def define_product(
     def in_fp8(a: Array, b: Array, *by: Array) -> Array:
         a, b = jax.lax.optimization_barrier((a, b)) if apart else (a, b)
         if not given:
-            return scaled(multiply(a, b), *by)
+            return scaled(multiply(a, b, precision=precision), *by)
         # A scalar's reshape would move behind its conversion to bfloat16, which XLA then does not
         # see to be undone where cuBLASLt wants float32: each would take a kernel.
         s, t = jax.lax.optimization_barrier(by)
