@@ -21,6 +21,15 @@ from normfuse.train.topology import OPTIONS, devices
 # `.ci/test` puts the plugin here, outside the environment, where JAX would try to start it.
 _FOLDER = os.environ.get("NORMFUSE_GPU_COMPILER", "")
 
+# XLA's choice where users leave it to the autotuner, which finds cuBLAS faster than Triton. Older
+# versions cannot be told so, and then it is Triton for each product that Triton can compute.
+AUTOTUNED = OPTIONS | {"xla_gpu_enable_triton_gemm": True}
+if jax.__version_info__ >= (0, 12):
+    AUTOTUNED |= {
+        "xla_gpu_experimental_enable_fusion_autotuner": False,  # for products alone
+        "xla_force_config": "backend: CUBLASLT_FISSION backend_config { gemm { algorithm: 0 } }",
+    }
+
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:
     """A mesh of H200s on one host; skips the test without a compiler for them."""
@@ -29,9 +38,9 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...], **keywords) -> Mesh:
     return jax.make_mesh(shape, names, devices=found, **keywords)
 
 
-def compile(function, *arguments, **keywords):
+def compile(function, *arguments, options=OPTIONS, **keywords):
     """Compiles a jitted function for the devices of its arguments' shardings."""
-    return function.lower(*arguments, **keywords).compile(compiler_options=OPTIONS)
+    return function.lower(*arguments, **keywords).compile(compiler_options=options)
 
 
 @functools.cache

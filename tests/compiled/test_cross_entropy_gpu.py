@@ -25,7 +25,7 @@ SMALL = 2**25 + 2**21  # cuBLAS's workspace, and all that is a row
 
 
 @functools.cache
-def compiled(what, kernel_dtype=bf16, tokens=TOKENS):
+def compiled(what, kernel_dtype=bf16, tokens=TOKENS, autotuned=False):
     mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, P())
     struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -50,7 +50,8 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS):
         "microbatches": functools.partial(accumulated, parts=4),
     }[what.removeprefix("fp8 ").removeprefix("tied ") if in_fp8 else what]
     with jax.set_mesh(mesh):
-        return gpu_compiler.compile(jax.jit(run), x, kernel, labels)
+        options = gpu_compiler.AUTOTUNED if autotuned else gpu_compiler.OPTIONS
+        return gpu_compiler.compile(jax.jit(run), x, kernel, labels, options=options)
 
 
 def temporaries(program):
@@ -140,6 +141,19 @@ def test_both_products_of_a_gradient_in_fp8_are_calls_of_codes_and_nothing_besid
     passes = rf"= (\w+)\[{size}\]\S* (?:copy|transpose|add|broadcast|convert)\("
     rounding = {"bf16"}  # the kernel's, to the products' dtype
     assert {of for of, _ in re.findall(passes, hlo.text(program))} <= rounding
+    codes = 2 * CHUNK * VOCABULARY + DIM * VOCABULARY
+    assert temporaries(program) <= LOGITS + codes + KERNEL // 2 + SMALL
+
+
+@pytest.mark.parametrize("what", ["fp8 gradients", "fp8 tied gradients", "fp8 gradients later"])
+def test_the_kernels_gradient_in_fp8_is_added_in_place_whatever_xla_may_choose(what):
+    """FP8 products that XLA's autotuner gives back to cuBLAS add out of place, and are copied."""
+    program = compiled(what, f32, autotuned=True)
+    rows, columns = (VOCABULARY, DIM) if "tied" in what else (DIM, VOCABULARY)
+    added = [g for g in hlo.gemms(program) if g.beta]
+    assert added == [Gemm(f"f32[{rows},{columns}]", 1, in_place=True)]
+    copied = rf"= \w32\[({rows},{columns}|{rows * columns})\]\S* copy\("
+    assert not re.search(copied, hlo.text(program))
     codes = 2 * CHUNK * VOCABULARY + DIM * VOCABULARY
     assert temporaries(program) <= LOGITS + codes + KERNEL // 2 + SMALL
 
