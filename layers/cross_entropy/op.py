@@ -38,6 +38,8 @@ from .softmax import Softmax
 
 CHUNK_BYTES = 2**29
 """Bytes of a chunk's logits. Larger chunks add to the sum of the kernel's gradient less often."""
+CODED_CHUNK_BYTES = 7 * 2**27
+"""The same of logits and the codes of their gradient, which are there at one time in FP8."""
 _MULTIPLE = 128  # rows of a GEMM's tile
 
 
@@ -301,8 +303,10 @@ def _in_chunks(
     return [*every, *_bits("float", sums)]
 
 
-def _size(spec: Spec, x: Array, w: Array, bytes: int = CHUNK_BYTES) -> int:
-    rows, itemsize = x.shape[0], jnp.dtype(spec.logits).itemsize
+def _size(spec: Spec, x: Array, w: Array, more: int = 0) -> int:
+    rows, codes, itemsize = x.shape[0], spec.softmax.codes, jnp.dtype(spec.logits).itemsize
+    bytes = (CODED_CHUNK_BYTES if codes else CHUNK_BYTES) + more
+    itemsize += codes.has_q + codes.has_qt if codes else 0
     best = chunk_rows(rows, w.shape[1 - spec.contract], itemsize, bytes)
     return min(rows, spec.chunk or best)
 
@@ -316,8 +320,7 @@ def _parts(spec: Spec, split: Split, lead: int, x: Array, w: Array) -> tuple[Spe
     several = replace(spec, dkernel=None)
     if spec.dkernel is None or split.over(range(spec.groups, lead - 1)):
         return several, _size(spec, x, w)
-    alone = CHUNK_BYTES + w.size * compute_dtype(x.dtype).itemsize
-    if (size := _size(spec, x, w, alone)) == x.shape[0]:
+    if (size := _size(spec, x, w, w.size * compute_dtype(x.dtype).itemsize)) == x.shape[0]:
         return spec, size
     return several, _size(spec, x, w)
 

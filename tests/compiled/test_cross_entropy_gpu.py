@@ -39,7 +39,8 @@ def compiled(what, kernel_dtype=bf16, tokens=TOKENS, autotuned=False):
         return accumulate_gradients(lambda k, b: loss(b[0], k, b[1]), kernel, batches)
 
     if in_fp8 := what.startswith("fp8 "):
-        loss = functools.partial(loss, quantization="fp8", contract=int("tied" in what))
+        options = {"quantization": "fp8", "contract": int("tied" in what), "chunk_rows": CHUNK}
+        loss = functools.partial(loss, **options)
         kernel = struct((VOCABULARY, DIM), kernel_dtype) if "tied" in what else kernel
     rows = functools.partial(loss, reduction="none")
     run = {

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from reference import wide
 
 from normfuse import accumulate_gradients, fuse, linear_cross_entropy
-from normfuse.layers.cross_entropy import softmax
+from normfuse.layers.cross_entropy import op, softmax
 from normfuse.layers.cross_entropy.softmax import Softmax
 from normfuse.layers.quantization.quantize import Codes
 from normfuse.native import implementation
@@ -295,6 +295,16 @@ def test_meshes_need_no_more_than_without(eight_devices, rng, name, kind):
     for found, wanted, place in zip(gradients, exact, places):
         assert found.sharding.is_equivalent_to(place, found.ndim)
         assert 0.01 < distance(found, wanted) < 0.06
+
+
+@pytest.mark.parametrize("has_q, has_qt", [(True, True), (False, True)])
+def test_a_chunk_is_as_many_rows_as_logits_and_codes_make_896_mib(has_q, has_qt):
+    rows, n, words = 16384, 8, 128256
+    x, kernel = jax.ShapeDtypeStruct((rows, n), bf16), jax.ShapeDtypeStruct((words, n), bf16)
+    codes = Codes("float8_e5m2", has_q, has_qt)
+    sizes = [op._size(op.Spec(Softmax(codes=c), contract=1), x, kernel) for c in (None, codes)]
+    assert sizes == [2048, 1664 if has_q else 2432]  # as equal as multiples of 128 allow
+    assert sizes[1] * words * (2 + has_q + has_qt) <= 896 * 2**20
 
 
 @pytest.mark.parametrize(
