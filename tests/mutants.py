@@ -376,6 +376,13 @@ MUTANTS = [
     ),
     Mutant(
         "layers/cross_entropy/op.py",
+        "itemsize += codes.has_q + codes.has_qt if codes else 0",
+        "itemsize += 0",
+        "tests/layers/test_fp8_cross_entropy.py"
+        "::test_a_chunk_is_as_many_rows_as_logits_and_codes_make_896_mib[True-True]",
+    ),
+    Mutant(
+        "layers/cross_entropy/op.py",
         "x = jnp.where(_unused(*factors), 0, x)",
         "x = jnp.where(_unused(*factors) & ~jnp.isfinite(x), 0, x)",
         "tests/layers/test_fp8_cross_entropy.py"

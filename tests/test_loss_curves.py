@@ -142,14 +142,6 @@ def test_curves_are_trained_as_asked_and_resumed_exactly(
     assert rows_of(parts) == rows
 
 
-def test_a_loss_alone_can_be_in_fp8(train, tmp_path, capsys):
-    """Its step has the products that it is named for."""
-    loss = "--also", "loss=--model.loss-quantization fp8", "--runs", "0:loss"
-    assert train(tmp_path, *loss) == 0  # no verdict without bfloat16
-    assert {row["version"] for row in rows_of(tmp_path)} == {"loss"}
-    assert "no verdict yet" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

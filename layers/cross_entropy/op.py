@@ -212,9 +212,11 @@ def _cuda_addend(target: Any, dot: Contraction, *operands: Array) -> list[Array]
     Triton does not know this algorithm, the same as the default of cuBLAS. From JAX 0.12 it cannot
     be compiled for GPUs that are only described, and the integers of `_in_chunks` are enough.
     """
-    known = jax.__version_info__ < (0, 12) and target.capability >= CAPABILITY
+    if jax.__version_info__ >= (0, 12) or target.capability < CAPABILITY:
+        return _multiply(dot, *operands)
     fast = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
-    return _multiply(dot, *operands, precision=fast if known else None)
+    precision = jax.config.jax_default_matmul_precision or fast
+    return _multiply(dot, *operands, precision=precision)
 
 
 _addend = Kernel("fp8_addend", _multiply, {"cuda": _cuda_addend})
