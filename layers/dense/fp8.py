@@ -127,10 +127,11 @@ def define_product(
         a, b = jax.lax.optimization_barrier((a, b)) if apart else (a, b)
         if not given:
             return scaled(multiply(a, b, precision=precision), *by)
-        # A scalar's reshape would move behind its conversion to bfloat16, which XLA then does not
-        # see to be undone where cuBLASLt wants float32: each would take a kernel.
-        s, t = jax.lax.optimization_barrier(by)
-        return multiply(a.astype(sums) * s.astype(sums), b.astype(sums) * t.astype(sums))
+        # bfloat16 holds a code times a power of two: GPUs without FP8 multiply what stands here.
+        meant = lambda q, s: q.astype(jnp.bfloat16) * s.astype(jnp.bfloat16)
+        # A scalar's reshape would move behind its conversion, which XLA then does not see to be
+        # undone where cuBLASLt wants float32: each would take a kernel.
+        return multiply(*map(meant, (a, b), jax.lax.optimization_barrier(by)))
 
     if dimensions_fit(*spec.sizes(a, b)):
         y = jax.lax.platform_dependent(a, b, a_scale, b_scale, cuda=in_fp8, default=widened)
