@@ -16,7 +16,7 @@ from .step import Program
 # functions that say why plain XLA serves; the last one has all other functions.
 _FAMILIES = {
     "norms": ("rms_norm|^norm_", "rms_norm"),
-    "loss": ("softmax", "cross_entropy"),
+    "softmax": ("softmax", "cross_entropy"),  # of the loss
     "activations": ("epilogue|dense", ""),
 }
 # Custom calls of Pallas kernels: on GPUs by Triton and by Mosaic, and on TPUs.

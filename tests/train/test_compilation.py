@@ -62,12 +62,12 @@ def test_kernels_of_gpus_are_told_by_their_names():
     """Lines as XLA writes them for H200s."""
     forward, backward = "rms_norm_forward", "rms_norm_backward"
     native = "\n".join(_NATIVE % name for name in (forward, backward, "epilogue_forward"))
-    served = {"norms": "native kernels", "loss": "plain XLA", "activations": "native kernels"}
+    served = {"norms": "native kernels", "softmax": "plain XLA", "activations": "native kernels"}
     assert implementations(native) == served
     pallas = "\n".join(_TRITON % (2 * (f"pallas_{name}",)) for name in (forward, backward))
-    served = {"norms": "Pallas kernels", "loss": "plain XLA", "activations": "plain XLA"}
+    served = {"norms": "Pallas kernels", "softmax": "plain XLA", "activations": "plain XLA"}
     assert implementations(pallas) == served
-    assert implementations(_NATIVE % "quantize_softmax")["loss"] == "native kernels"
+    assert implementations(_NATIVE % "quantize_softmax")["softmax"] == "native kernels"
     both = implementations(f"{native}\n{_MOSAIC}")
     assert both["activations"] == "native kernels, Pallas kernels"
     # Operations that XLA moved into a kernel's scope are no kernel.
@@ -82,7 +82,7 @@ def test_reasons_follow_their_family():
     reasons += [("linear_cross_entropy", "a chunk has 99 rows")]
     assert implementations(_NATIVE % "rms_norm_backward", reasons) == {
         "norms": "native kernels, plain XLA (float8)",
-        "loss": "plain XLA (a chunk has 99 rows)",
+        "softmax": "plain XLA (a chunk has 99 rows)",
         "activations": "plain XLA (one loop)",
     }
 
