@@ -136,6 +136,17 @@ def in_context(spec: P) -> P | None:
     return None if math.prod(auto.values()) == 1 else on_mesh(spec, auto)
 
 
+def axes_of_words(sharding: Sharding, rows: int, words: int) -> tuple[str, ...]:
+    """Returns the axes of the mesh in context that split the vocabulary when rows are looked up.
+
+    These are "tensor" and, if it splits a table of more words than there are rows to look up,
+    "fsdp": then the rows that are found move between its devices. Otherwise the table does.
+    """
+    mesh = _axes_in_context(AxisType.Auto)
+    split = on_mesh(sharding.embedding, mesh)
+    return axes_of((stored(split, mesh) if rows < words else split)[0])
+
+
 def gather_kernels(block: Any, dtype: str, sharding: Sharding) -> Any:
     """Returns a block's parameters with its kernels gathered over "fsdp", named `GATHERED`.
 

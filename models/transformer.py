@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
+from ..layers.core.sharding import axes_of
 from ..layers.cross_entropy import linear_cross_entropy
 from ..layers.dense.fp8 import products_saveable
 from ..layers.dense.matmul import shared
@@ -21,7 +22,7 @@ from ..layers.quantization import kernel_codes_saveable
 from ..native.implementation import requested
 from .attention import Cache, KeyValue, Rope, attend, rope_table, rotate, soft_capped
 from .config import TransformerConfig
-from .sharding import GATHERED, Sharding, constrain, gather_kernels, in_context
+from .sharding import GATHERED, Sharding, axes_of_words, constrain, gather_kernels, in_context
 from .side_by_side import pause
 
 
@@ -252,41 +253,48 @@ def embed(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
       sharding: of the table, the tokens and the result.
     Returns: `(batch, seq, dim)`.
     """
-    return _look_up(constrain(tokens, sharding.tokens), table, dtype, sharding)
+    # Each device looks up its part of the vocabulary. Rows move between devices, or the table.
+    words = axes_of_words(sharding, tokens.size, table.shape[0])
+    tokens = constrain(tokens, sharding.tokens)
+    return _look_up(tokens, table, dtype, sharding, P(words or None, None))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _look_up(tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P) -> Array:
     """The table's rows, rounded before they move between devices, not after.
 
     In bfloat16 the table's pieces (FSDP) and the sum over the vocabulary's parts then take half the
     bytes. The gradient sums a token's occurrences in the table's own dtype.
     """
-    # Each device looks up its part of the vocabulary.
-    parts = constrain(table.astype(dtype), P(sharding.embedding[0], None))
-    x = jnp.take(parts, tokens, axis=0, mode="clip")
-    # Summed over the parts before it is split along the sequence, with nothing between: XLA makes
-    # one reduce-scatter of a sum and the slice of it.
-    x = constrain(constrain(x, sharding.block_input), sharding.residual)
+    parts, every = constrain(table.astype(dtype), words), _without(sharding, words)
+    x = jnp.take(parts, constrain(tokens, every.tokens), axis=0, mode="clip")
+    # Summed over the parts before it is split along the rows or the sequence, with nothing between:
+    # XLA makes one reduce-scatter of a sum and the slice of it.
+    x = constrain(constrain(x, every.block_input), sharding.residual)
     known = (tokens >= 0) & (tokens < table.shape[0])
     return jnp.where(known[..., None], x, jnp.nan)
 
 
+def _without(sharding: Sharding, words: P) -> Sharding:
+    """Returns the sharding of rows that are there on every device with a part of the words."""
+    return functools.reduce(Sharding.without, axes_of(words[0]), sharding)
+
+
 def _look_up_forward(
-    tokens: Array, table: Array, dtype: str, sharding: Sharding
+    tokens: Array, table: Array, dtype: str, sharding: Sharding, words: P
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(tokens, table, dtype, sharding), (tokens, table)
+    return _look_up(tokens, table, dtype, sharding, words), (tokens, table)
 
 
 def _look_up_backward(
-    dtype: str, sharding: Sharding, residuals: tuple[Array, Array], dx: Array
+    dtype: str, sharding: Sharding, words: P, residuals: tuple[Array, Array], dx: Array
 ) -> tuple[None, Array]:
     del dtype
     tokens, table = residuals
-    place = lambda dtable: constrain(dtable, P(sharding.embedding[0], None))
-    dx = constrain(dx, sharding.block_input).astype(table.dtype)
-    zeros = place(jnp.zeros(table.shape, table.dtype))
-    return None, place(zeros.at[tokens].add(dx, mode="drop"))
+    every = _without(sharding, words)
+    tokens, dx = constrain(tokens, every.tokens), constrain(dx, every.block_input)
+    zeros = constrain(jnp.zeros(table.shape, table.dtype), words)
+    return None, constrain(zeros.at[tokens].add(dx.astype(table.dtype), mode="drop"), words)
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -695,6 +695,12 @@ MUTANTS = [
         "tests/models/test_sharding.py::test_shardings_follow_the_layout_of_each_framework",
     ),
     Mutant(
+        "models/sharding.py",
+        "return axes_of((stored(split, mesh) if rows < words else split)[0])",
+        "return axes_of(split[0])",
+        "tests/models/test_sharding.py::test_a_look_up_moves_the_fewer_of_rows_and_words[4]",
+    ),
+    Mutant(
         "models/parameters.py",
         "own_key = jax.random.fold_in(key, zlib.crc32(name.encode()))",
         "own_key = key",

@@ -194,6 +194,21 @@ def test_fsdp_gathers_one_byte_an_element_of_kernels_in_fp8():
     assert len(reductions) == 2 * 6 + 2  # of what o and down read, and of gradients; of scales
 
 
+def test_fsdp_moves_rows_where_a_table_has_more():
+    """Looked up in each device's part of the words; in the backward their gradients are gathered.
+
+    The table is gathered for the logits alone, and only their part of its gradient is scattered.
+    """
+    program = gradient("nnx", (1, 8, 1), Sharding(), vocab_size=2 * ROWS * SEQ)
+    assert hlo.communicated(program) == {
+        ("all-gather", "s32"): ROWS * SEQ,
+        ("reduce-scatter", "bf16"): ROWS * SEQ * DIM // 8,
+        ("all-gather", "bf16"): KERNELS + 2 * TABLE + ROWS * SEQ * DIM,
+        ("reduce-scatter", "f32"): (KERNELS + 2 * TABLE) // 8,
+        ("all-reduce", "f32"): SCALES + 1,
+    }
+
+
 def test_all_three_axes_gather_codes_once():
     options = {"quantization": "fp8"}
     found = hlo.communicated(gradient("nnx", (2, 2, 2), Sharding.sequence_parallel(), **options))

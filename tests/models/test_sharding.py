@@ -17,6 +17,7 @@ from normfuse.models import parameters
 from normfuse.models.config import PRESETS
 from normfuse.models.functional import build
 from normfuse.models.sharding import BATCH, Sharding, constrain, on_mesh, validate
+from normfuse.models.transformer import embed
 
 pytestmark = pytest.mark.oldest
 
@@ -350,3 +351,35 @@ def test_shardings_name_a_parameter_that_the_mesh_does_not_divide(small, eight_d
 def test_every_preset_fits_common_meshes(preset):
     for mesh in {"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 4}:
         validate(PRESETS[preset], mesh, batch_size=8, seq_len=128)
+
+
+@pytest.mark.parametrize("seq", [4, 16])
+def test_a_look_up_moves_the_fewer_of_rows_and_words(eight_devices, seq, rng):
+    """Over "fsdp"; each token's vector and gradient are those of one device."""
+    words, dim, mesh = 64, 16, _mesh((1, 8, 1))
+    table = rng.standard_normal((words, dim), np.float32)
+    tokens = rng.integers(0, words, (8, seq), np.int32)
+    tokens[0, 0], tokens[3, 1], tokens[5, 2:4] = -1, words, 7
+    weights = rng.standard_normal((8, seq, dim), np.float32)
+
+    def loss(table, tokens):
+        x = embed(tokens, table, "bfloat16", Sharding())
+        known = jnp.where(jnp.isnan(x), 0, x)
+        return jnp.sum(known.astype(jnp.float32) * weights), x
+
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    given = place(table, P("fsdp", None)), place(tokens, P(BATCH, None))
+    step = jax.jit(jax.grad(loss, has_aux=True), out_shardings=(given[0].sharding, None))
+    with jax.set_mesh(mesh):
+        program = step.lower(*given).compile()
+        gradient, x = program(*given)
+    outside = (tokens < 0) | (tokens >= words)
+    expected = np.where(outside[..., None], np.nan, table[tokens % words].astype(x.dtype))
+    np.testing.assert_array_equal(x.astype(jnp.float32), expected.astype(np.float32))
+    added = np.zeros(table.shape)
+    # The loss's gradient is rounded as the vectors are; the sums are float32, of few terms.
+    np.add.at(added, tokens[~outside], weights.astype(x.dtype).astype(np.float64)[~outside])
+    np.testing.assert_allclose(gradient, added, rtol=1e-6, atol=1e-6)
+    moved = {match[1] for match in re.finditer(r"= \w+\[(\d+,[\d,]+)\]\S* all-", program.as_text())}
+    assert (f"{words},{dim}" in moved) == (seq == 16)
+    assert (f"8,{seq},{dim}" in moved) == (seq == 4)
