@@ -589,6 +589,12 @@ MUTANTS = [
         "tests/fuse/test_spellings.py::test_spelling[attention: mask, a constant pattern]",
     ),
     Mutant(
+        "layers/fuse/scores.py",
+        "if v in self.made or (form := self.of.get(v)) is not None and form.is_attention:",
+        "if (form := self.of.get(v)) is not None and form.is_attention:",
+        "tests/fuse/test_spellings.py::test_spelling[norm: that a loss reads]",
+    ),
+    Mutant(
         "layers/fuse/products.py",
         "(self.columns, self.features) if self.transposed else",
         "(self.columns, self.features) if not self.transposed else",

@@ -52,6 +52,13 @@ def at_ends(
         readers = program.readers.get(value, ())
         if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
             continue
+        made = program.maker[value]
+        if made.name == "convert_element_type":  # of what is an end itself, and is no narrower
+            given = made.ins[0]
+            is_end = given in results or len(program.readers.get(given, ())) > 1
+            dtypes = [program.avals[v].dtype for v in (given, value)]
+            if is_end and chain(given) == chain(value) and jnp.promote_types(*dtypes) == dtypes[1]:
+                continue
         why, last = "", value
         while value not in done:
             done.add(value)
@@ -348,10 +355,14 @@ class Program:
         return equation, "" if equation is None else equation.name
 
     def origin(self, v: int) -> Any:
-        """Returns the argument that a value is a part of, cast, cut or laid out anew; else None."""
+        """Returns the argument that a value is a part of, cast, cut, joined to others or laid out
+        anew; else None."""
         if v < 0:
             return None
         while (made := self.maker.get(v)) is not None and made.ins:
+            if made.name in ("concatenate", "stack"):
+                joined = [self.origin(u) for u in made.ins]
+                return None if None in joined else joined[0]
             scaled = made.name in ("mul", "div") and self.number(made.ins[1]) is not None
             if not scaled and made.name not in _PEELED:
                 break

@@ -801,6 +801,23 @@ mlp_case(
 )
 mlp_case("squared relu", lambda x, w, d: jnp.square(jax.nn.relu(x @ w)) @ d, BTE, (E, F), (F, E))
 
+
+def test_a_norm_that_is_read_in_two_dtypes_is_computed_once():
+    """As a router in float32 reads what the layers read in bfloat16."""
+
+    def function(x, w):
+        y = rounded_rms(x, w)
+        return jnp.sin(y), jnp.sin(y.astype(f32))
+
+    args = [a.astype(bf16) for a in draws(BTE, (E,))]
+    fused = fuse_cases.Fused(function)
+    for got, exact in zip(fused(*args), function(*args), strict=True):
+        assert got.dtype == exact.dtype
+        # A bfloat16 y may be rounded to its neighbour, 2^-8 of it; it is below 16.
+        np.testing.assert_allclose(got.astype(f32), exact.astype(f32), rtol=0, atol=2.0**-4)
+    assert fused.served() == {"norm": 1}
+
+
 # ---------------------------------------------------------------- products, in FP8
 
 FP8 = {"quantization": "fp8"}
@@ -820,6 +837,16 @@ PRODUCTS = {  # function, shapes, products
     "features first": (lambda x, w: jnp.einsum("ebt,ef->fbt", x, w), ((E, B, T), (E, F)), 1),
     "vmapped rows": (lambda x, w: jax.vmap(jax.vmap(lambda r: w @ r))(x), (BTE, (F, E)), 1),
     "cast kernel": (lambda x, w: x @ w.astype(f32).astype(x.dtype), (BTE, (E, F)), 1),
+    "joined kernels": (
+        lambda x, v, w: jnp.tanh(x) @ jnp.concatenate([v, w], 1),
+        (BTE, (E, F), (E, F)),
+        1,
+    ),
+    "kernels stacked for a scan": (
+        lambda x, v, w: lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, jnp.stack([v, w]))[0],
+        (BTE, (E, E), (E, E)),
+        1,
+    ),
     "frozen kernel": (lambda x, w: x @ lax.stop_gradient(w) * w[0], (BTE, (E, F)), 1),
     "conv of width 1": (
         lambda x, w: lax.conv_general_dilated(
