@@ -52,8 +52,9 @@ def at_ends(
         readers = program.readers.get(value, ())
         if value not in results and len(readers) == 1 and chain(readers[0].outs[0]) == chain(value):
             continue
-        made = program.maker[value]
-        if made.name == "convert_element_type":  # of what is an end itself, and is no narrower
+        made = program.maker.get(value)
+        if made is not None and made.name == "convert_element_type":
+            # A cast of what ends a chain itself, to a type that holds it: no site of its own.
             given = made.ins[0]
             is_end = given in results or len(program.readers.get(given, ())) > 1
             dtypes = [program.avals[v].dtype for v in (given, value)]
