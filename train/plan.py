@@ -591,7 +591,7 @@ def _print(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
 
 def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]") -> Iterator[str]:
     """Notes about numbers that were not measured."""
-    steps = "of 1b, on 1, 2 and 4 H200s, 1 and 2 H100s"
+    steps = "of 1b, on 1, 2 and 4 H200s and H100s"
     yield f"Times are a model's, within 10 % of the steps measured: {steps}."
     gpu, dim, measured = GPUS[r.kind], r.model.dim, PRESETS["1b"].dim
     if dim != measured:
@@ -604,9 +604,6 @@ def _notes(r: Request, found: list[Candidate], compiled: "dict[Candidate, Needs]
         yield f"Assumed: {rate} from a GPU to other hosts, no latency (--between-hosts)."
     if any(x.mesh.data > 1 for x in found):
         yield 'Assumed: sums over "data" overlap as those over "fsdp" do.'
-    fp8 = [x.mesh for x in found if x.model.quantization]
-    if fp8 and (r.count > 2 or any(mesh.tensor > 1 for mesh in fp8)):
-        yield 'Extrapolated: FP8 over "tensor", or over more than two GPUs.'
     if len(_precisions(r.model)) == 1:
         yield "No FP8: a width of the model is not a multiple of 16."
     if any(sorted(dataclasses.astuple(x.mesh))[1] > 1 for x in found):
