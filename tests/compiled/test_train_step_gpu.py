@@ -120,6 +120,14 @@ def test_a_block_in_fp8_keeps_a_third_less_than_in_bfloat16():
     assert grown["fp8"] < 0.75 * grown["bfloat16"], grown
 
 
+def test_1b_in_fp8_needs_27_5_gib():
+    """Five less than in bfloat16, 1.24 billion parameters and their moments among them."""
+    of = lambda layers: needed(step("1b", mesh(), num_layers=layers, quantization="fp8")[0])
+    two, three = of(2), of(3)
+    needs = two + (preset_config("1b").transformer().num_layers - 2) * (three - two)
+    assert 12 * 1.23e9 < needs < 27.5 * 2**30
+
+
 def test_a_block_in_fp8_quantizes_what_its_norms_write_in_their_pass():
     """Seven products with weights and their gradients; one pass for each norm in each direction."""
     program, _ = step("1b", mesh(), num_layers=1, quantization="fp8")
