@@ -130,7 +130,7 @@ def draw(rng, of: jax.ShapeDtypeStruct, features: int) -> jax.Array:
         return jnp.asarray(rng.integers(0, 64, of.shape), of.dtype)
     if jnp.issubdtype(of.dtype, jnp.integer):
         return jnp.asarray(rng.integers(-1, features + 1, of.shape), of.dtype)
-    if of.shape in ((1,), (3,)):  # bounds of what codes are of
+    if of.shape in ((1,), (3,), (4,)):  # bounds of what codes are of
         return jnp.full(of.shape, 1000, of.dtype)
     if of.dtype == F32 and features not in of.shape:
         return jnp.asarray(rng.uniform(0.5, 2, of.shape), of.dtype)

@@ -602,7 +602,7 @@ MUTANTS = [
     ),
     Mutant(
         "layers/fuse/products.py",
-        'if precision is not None and "HIGH" in str(precision):',
+        'if "HIGH" in str(made.params.get("precision")):',
         "if False:",
         "tests/fuse/test_lookalikes.py::test_fp8_leaves[HIGHEST]",
     ),
