@@ -132,10 +132,9 @@ class Trainer:
                 batch_size=config.batch_size // config.microbatches,
             )
             known = fallbacks()  # bfloat16 is traced first
-            fp8 = config.model.quantization
             lowered[name] = lower(programs[name], config.batch_size, config.seq_len)
             served = [": ".join(one) for one in fallbacks() if one not in known]
-            if fp8 and served:
+            if config.model.quantization and served:
                 raise SystemExit(f"loss_curves.py: not all of it is FP8: {'; '.join(served)}.")
         began = time.perf_counter()
         with ThreadPoolExecutor() as pool:
@@ -253,10 +252,11 @@ def configured(
     for name in "seeds", "points":
         value = getattr(arguments, name)
         require(value >= 1, name, value, "must be at least 1.")
-    own = [(flag, NOT_TAKEN) for flags_of_one in versions.values() for flag in flags_of_one]
-    for flag, taken in [*((flag, NOT_TAKEN + OF_VERSIONS) for flag in flags), *own]:
-        if flag.split("=")[0].replace("_", "-") in taken:
-            raise UsageError(f"{flag} is set for each run here: leave it out.")
+    refused = [(flags, NOT_TAKEN + OF_VERSIONS), *((own, NOT_TAKEN) for own in versions.values())]
+    for some, names in refused:
+        for flag in some:
+            if flag.split("=")[0].replace("_", "-") in names:
+                raise UsageError(f"{flag} is set for each run here: leave it out.")
     configs = {}
     for name, more in versions.items():
         given = ["train", "--preset", arguments.preset, "--precision", "bfloat16", *flags]

@@ -165,8 +165,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--options", nargs="+", choices=OPTIONS, default=["default"])
     parser.add_argument("--gpus", nargs="+", type=int, help="numbers of GPUs, ascending")
-    dtypes = {"choices": ["bfloat16", "float32"], "default": "bfloat16"}
-    parser.add_argument("--dtype", **dtypes, help="of the stack's parameters")
+    dtypes = ["bfloat16", "float32"]
+    parser.add_argument(
+        "--dtype", choices=dtypes, default=dtypes[0], help="of the stack's parameters"
+    )
     parser.add_argument("--remat", choices=["none", "dots", "block"], help="of 1b, if not its own")
     parser.add_argument("--preset", choices=get_args(Preset), help="in the place of 1b")
     parser.add_argument("--length", type=int, help="of its sequences, if not its own")
@@ -179,12 +181,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", nargs="+", type=pathlib.Path, metavar="FILE.csv")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
     arguments = parser.parse_args()
-    there = jax.device_count()
     try:
         for name in "length", "batch", "steps", "groups", "warmup":
             value = getattr(arguments, name)
             require(value is None or value >= 1, name, value, "must be at least 1.")
         for count in [] if arguments.plot else arguments.gpus or []:
+            there = jax.device_count()
             rule = f"must be from 1 to {there}, the devices there are."
             require(1 <= count <= there, "gpus", count, rule)
     except UsageError as error:
