@@ -3,8 +3,9 @@
     gelu_tanh(g) = ½ g + ½ g tanh(.79788 g + .035677 g³)
 
 Each value is a sum of products of atoms: the array g itself, or tanh, logistic, erf or maximum with
-0 of such a polynomial. Two spellings of one function have one polynomial, but for the rounding of
-their numbers, and with that one derivative.
+0 of such a polynomial. Two spellings of one function have one polynomial, and with that one
+derivative, but for their constants: each coefficient has the distance to the numbers that the
+program's constants stand for (`Program.slack`), and is a formula's only within that.
 """
 
 import dataclasses
@@ -14,10 +15,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .program import Equation, Program
+from .program import ARITHMETIC, Equation, Program
 
 Atom = tuple[str, Any]  # a function's name and the polynomial that it is of; ("g", None)
 Monomial = tuple[tuple[Atom, int], ...]  # atoms with their powers, in order
+Coefficient = tuple[float, float]  # a number, and how far it may be from what it stands for
+Terms = tuple[tuple[Monomial, Coefficient], ...]
 _DEGREE = 8
 _DEEPEST = 24  # equations without a function, one before the other
 
@@ -27,60 +30,57 @@ class Polynomial:
     """Σ coefficient · Π atom^power, of one array."""
 
     of: int
-    terms: tuple[tuple[Monomial, float], ...]
+    terms: Terms
 
     @staticmethod
-    def sum_of(of: int, terms: Mapping[Monomial, float]) -> "Polynomial":
-        largest = max(map(abs, terms.values()), default=0.0)
-        kept = {m: c for m, c in terms.items() if abs(c) > 1e-7 * largest}
+    def sum_of(of: int, terms: Mapping[Monomial, Coefficient]) -> "Polynomial":
+        kept = {m: c for m, c in terms.items() if c[0]}
         return Polynomial(of, tuple(sorted(kept.items(), key=repr)))
 
     def plus(self, other: "Polynomial", factor: float = 1.0) -> "Polynomial":
         total = dict(self.terms)
-        for m, c in other.terms:
-            total[m] = total.get(m, 0.0) + factor * c
+        for m, (d, e) in other.terms:
+            c, own = total.get(m, (0.0, 0.0))
+            total[m] = c + factor * d, own + abs(factor) * e
         return Polynomial.sum_of(self.of, total)
 
-    def plus_number(self, n: float) -> "Polynomial":
-        return self.plus(Polynomial(self.of, (((), n),)))
+    def plus_number(self, n: float, slack: float = 0.0) -> "Polynomial":
+        return self.plus(Polynomial(self.of, (((), (n, abs(n) * slack)),)))
 
-    def times_number(self, n: float) -> "Polynomial":
-        return Polynomial.sum_of(self.of, {m: n * c for m, c in self.terms})
+    def times_number(self, n: float, slack: float = 0.0) -> "Polynomial":
+        size = abs(n)
+        terms = {m: (n * c, size * (e + abs(c) * slack)) for m, (c, e) in self.terms}
+        return Polynomial.sum_of(self.of, terms)
 
     def times(self, other: "Polynomial") -> "Polynomial | None":
         if len(self.terms) * len(other.terms) > 64:
             return None
-        total: dict[Monomial, float] = {}
-        for m, c in self.terms:
-            for n, d in other.terms:
+        total: dict[Monomial, Coefficient] = {}
+        for m, (c, c_slack) in self.terms:
+            for n, (d, d_slack) in other.terms:
                 powers = dict(m)
                 for atom, power in n:
                     powers[atom] = powers.get(atom, 0) + power
                 if sum(powers.values()) > _DEGREE:
                     return None
                 key = tuple(sorted(powers.items(), key=repr))
-                total[key] = total.get(key, 0.0) + c * d
+                sum_, slack = total.get(key, (0.0, 0.0))
+                total[key] = sum_ + c * d, slack + abs(c) * d_slack + abs(d) * c_slack
         return Polynomial.sum_of(self.of, total)
 
     def function(self, name: str) -> "Polynomial":
         """Returns tanh, logistic, erf or max0 of it. Odd functions have one sign."""
-        inner = rounded(self)
-        sign = 1.0
-        if name in ("tanh", "erf") and inner and inner[0][1] < 0:
-            inner, sign = tuple((m, -c) for m, c in inner), -1.0
-        return Polynomial(self.of, (((((name, inner), 1),), sign),))
-
-
-def rounded(p: Polynomial) -> tuple[tuple[Monomial, float], ...]:
-    """Returns the terms with coefficients of two digits: bfloat16 has as many."""
-    return tuple((m, float(f"{c:.2g}")) for m, c in p.terms)
+        inner, sign = self.terms, 1.0
+        if name in ("tanh", "erf") and inner and inner[0][1][0] < 0:
+            inner, sign = tuple((m, (-c, e)) for m, (c, e) in inner), -1.0
+        return Polynomial(self.of, (((((name, inner), 1),), (sign, 0.0)),))
 
 
 _G: Monomial = ((("g", None), 1),)
 
 
 def variable(v: int) -> Polynomial:
-    return Polynomial(v, ((_G, 1.0),))
+    return Polynomial(v, ((_G, (1.0, 0.0)),))
 
 
 class Activations:
@@ -141,7 +141,9 @@ class Activations:
             if None in numbers and numbers != [None, None]:
                 i = numbers.index(None)
                 p, n = self.polynomial(made.ins[i]), numbers[1 - i]
-                return None if p is None or n is None else _with_number(name, p, n, i == 0)
+                if p is None or n is None:
+                    return None
+                return _with_number(name, p, n, g.slack(made.ins[1 - i]), i == 0)
             a, b = map(self.polynomial, made.ins)
             if a is None or b is None or a.of != b.of:
                 return None
@@ -170,36 +172,48 @@ class Activations:
         p = self.of.get(v)
         if p is None or p.of == v:
             return None
-        terms = rounded(p)
-        return next(((n, p.of) for n, t in known().items() if _near(t, terms)), None)
+        return next(((n, p.of) for n, t in known().items() if _stands_for(p.terms, t)), None)
 
 
-def _with_number(name: str, p: Polynomial, n: float, first: bool) -> Polynomial | None:
+def _with_number(
+    name: str, p: Polynomial, n: float, slack: float, first: bool
+) -> Polynomial | None:
     """Returns a polynomial combined with a number, which stands second if `first`."""
     if not math.isfinite(n):
         return None
     match name:
         case "add":
-            return p.plus_number(n)
+            return p.plus_number(n, slack)
         case "sub":
-            return p.plus_number(-n) if first else p.times_number(-1.0).plus_number(n)
+            return p.plus_number(-n, slack) if first else p.times_number(-1.0).plus_number(n, slack)
         case "mul":
-            return p.times_number(n) if n else None
+            return p.times_number(n, slack) if n else None
         case "div" if first and n:
-            return p.times_number(1 / n)
+            return p.times_number(1 / n, slack)
         case "max" if n == 0:
             return p.function("max0")
     return None
 
 
-def _near(a: Any, b: Any) -> bool:
-    if len(a) != len(b):
+def _stands_for(terms: Terms | None, formula: Terms | None) -> bool:
+    """Whether a program's polynomial is a formula's, as the program's constants round it."""
+    if terms is None or formula is None:
+        return terms is formula
+    return len(terms) == len(formula) and all(
+        sum(_is_term(m, c, own, want) for own, want in formula) == 1 for m, c in terms
+    )
+
+
+def _is_term(m: Monomial, c: Coefficient, own: Monomial, want: Coefficient) -> bool:
+    if abs(c[0] - want[0]) > c[1] + ARITHMETIC * abs(want[0]) or len(m) != len(own):
         return False
-    b = dict(b)
-    return all(m in b and abs(c - b[m]) <= 0.02 * abs(c) for m, c in a)
+    return all(
+        any(n == name and p == power and _stands_for(t, inner) for (name, inner), power in own)
+        for (n, t), p in m
+    )
 
 
-def known() -> dict[str, Any]:
+def known() -> dict[str, Terms]:
     """The polynomials of the activations that operations have names for."""
     if not _KNOWN:
         g: Any = variable(0)
@@ -217,11 +231,11 @@ def known() -> dict[str, Any]:
             "squared_relu": relu.times(relu),
             "tanh": g.function("tanh"),
         }
-        _KNOWN.update({name: rounded(p) for name, p in found.items()})
+        _KNOWN.update({name: p.terms for name, p in found.items()})
     return _KNOWN
 
 
-_KNOWN: dict[str, Any] = {}
+_KNOWN: dict[str, Terms] = {}
 _FUNCTIONS = frozenset("custom_jvp_call erf erfc logistic max tanh".split())
 _READ = frozenset(
     "add convert_element_type copy custom_jvp_call div erf erfc integer_pow logistic max mul neg "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ..cross_entropy import linear_cross_entropy
 from .labels import Dims, arrange, atoms, expand, size
 from .products import unfit
-from .program import Left, Program, Site
+from .program import ARITHMETIC, Left, Program, Site
 from .scores import Form, Operands, ScoreForms, Weight
 
 SMALLEST = 1024
@@ -57,7 +57,7 @@ class Loss(Site):
     @property
     def total(self) -> bool:
         """Whether it is a multiple of the sum of all rows' cross-entropies."""
-        cross = math.isclose(self.lse, -self.pick, rel_tol=1e-6)
+        cross = self.lse == -self.pick
         return cross and self.outside != "0" and not self.sum and self.summed >= set(self.rows)
 
     def emit(self, read: Callable[[int], Any]) -> Sequence[Any]:
@@ -123,7 +123,7 @@ class Loss(Site):
             if a.cut:
                 x = jax.lax.slice_in_dim(x, a.cut[1], a.cut[1] + a.size, axis=i)
         x = x.astype(self.dtype)
-        if abs(self.factor - 1) > 1e-6:
+        if self.factor != 1:
             x = x * jnp.asarray(self.factor, self.dtype)
         return x, kernel
 
@@ -235,7 +235,9 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     picked = [t for t, _ in form.terms if t.kind == "pick"]
     labels, outside = (picked[0].labels, picked[0].outside) if picked else (None, "")
     total = sum(f for t, f in form.terms if t.kind == "total")
-    if outside == "all 0" and abs(lse + pick + total * size(words)) > 1e-4 * abs(lse):
+    if outside == "all 0" and (
+        abs(lse + pick + total * size(words)) > ARITHMETIC * (abs(lse) + abs(pick))
+    ):
         raise Left("a one-hot product of log-probabilities with other log-sum-exps")
     if total and base.inner is not None:
         raise Left("smoothed labels of logits with a soft cap")

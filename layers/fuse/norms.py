@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..norm import layer_norm, op, rms_norm
 from .labels import Dims, Label, arrange, atoms, expand, fresh, meet, moved, moved_back, size
-from .program import Equation, Left, Program, Site, at_ends, called
+from .program import ARITHMETIC, Equation, Left, Program, Site, at_ends, called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Part:
         stat times a vector; "norm", x times a stat.
       centred: x is without its mean, or the squares are.
       axis: what was summed over.
+      slack: how far a may be, relative to it, from the number that the program's constants stand for.
       stat: of a norm and a weight.
       rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
     """
@@ -52,6 +53,7 @@ class Part:
     a: float = 1.0
     b: float = 0.0
     p: float = 1.0
+    slack: float = 0.0
     stat: "Part | None" = None
     scale: Vector | None = None
     bias: Vector | None = None
@@ -159,8 +161,9 @@ class Norms:
                     a *= n if made.name == "mul" else 1 / n
                 back = dims
             elif made.name == "convert_element_type":
-                given = g.avals[source].dtype
-                back = dims if jnp.issubdtype(given, jnp.floating) else None
+                dtypes = g.avals[source].dtype, g.avals[v].dtype
+                floating = all(jnp.issubdtype(d, jnp.floating) for d in dtypes)
+                back = dims if floating and min(d.itemsize for d in dtypes) > 1 else None
             else:
                 back = moved_back(made, dims, g.avals[source].shape, shape)
             if back is None:
@@ -186,14 +189,14 @@ def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     for one, other in ((a, made.ins[1]), (b, made.ins[0])):
         if one is not None and (n := g.program.number(other)) is not None:
             if tuple(map(size, one.dims)) == g.program.avals[made.outs[0]].shape:
-                return _times(one, n)
+                return _times(one, n, g.program.slack(other))
     if a is None or b is None:
         return None
     if _same(a, b):
         return replace(a, kind="square")
     for one, two, other in ((a, b, made.ins[1]), (b, a, made.ins[0])):
         if one.kind == two.kind == "sum" and one == two:
-            return replace(one, kind="square of sum", a=one.a * one.a)
+            return replace(one, kind="square of sum", a=one.a * one.a, slack=2 * one.slack)
         if one.kind == "x" and two.kind == "stat" and one.x == two.x:
             return _normalised(one, two)
         if one.kind == "x" and two.kind == "stat" and (norm := _weighted_first(g, one, two)):
@@ -204,15 +207,8 @@ def _mul(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
         if two.kind != "x" or two.x == one.x and two.centred:
             continue
         if one.kind == "stat" and one.p < 0 and two.x != one.x:
-            dims = _all_dims(one, two)
-            scale = g.vector(other, two.dims)
-            vector = None if dims is None else _as_vector(g, scale, two, dims[1])
-            if (
-                dims is not None
-                and vector is not None
-                and not set(atoms(vector.dims)) - set(one.axis)
-            ):
-                return replace(one, kind="weight", stat=one, scale=vector, dims=dims[0])
+            if (found := _weight(g, one, other)) is not None:
+                return found
         if one.kind == "norm" and one.scale is None and one.bias is None:
             vector = _vector_of(g, one, other)
             return vector and replace(one, scale=vector)
@@ -238,46 +234,28 @@ def _weighted_first(g: Norms, one: Part, stat: Part) -> Part | None:
             if norm is None:
                 return None
             if n is not None:
-                return _times(norm, n)
+                return _times(norm, n, g.program.slack(other))
             flat = replace(norm, dims=x.dims)
             vector = _vector_of(g, flat, other)
             return vector and replace(norm, scale=vector)
     return None
 
 
-def _all_dims(stat: Part, vector: Part) -> tuple[Dims, Dims] | None:
-    """The labels of a stat times a vector: the axis's, where the stat has none or free ones."""
-    out, of_vector = [], []
-    axis = tuple(stat.axis)
-    for s, v in zip(map(expand, stat.dims), map(expand, vector.dims)):
-        if s and not all(l.free for l in s):
-            if v:
-                return None
-            out.append(s)
-            of_vector.append(())
-        elif v:
-            if len(axis) != 1 or size(v) != axis[0].size or len(v) != 1:
-                return None
-            out.append(axis)
-            of_vector.append(axis)
-        else:
-            out.append(s)
-            of_vector.append(())
-    return tuple(out), tuple(of_vector)
-
-
-def _as_vector(g: Norms, found: Vector, part: Part, dims: Dims) -> Vector | None:
-    """A vector with the labels of what it is multiplied with."""
-    to = {}
-    for own, given in zip(map(expand, part.dims), dims):
-        if own:
-            if len(own) != 1 or len(given) != 1:
-                return None
-            to[own[0]] = given[0]
-    try:
-        return replace(found, dims=tuple(tuple(to[l] for l in d) for d in map(expand, found.dims)))
-    except KeyError:
+def _weight(g: Norms, stat: Part, other: int) -> Part | None:
+    """A stat times a vector along its axis, which one dimension that the stat lacks has to be."""
+    if len(stat.axis) != 1:
         return None
+    axis, shape = tuple(stat.axis), g.program.avals[other].shape
+    dims = tuple(
+        s if not all(l.free for l in s) else axis if n == axis[0].size else ()
+        for s, n in zip(map(expand, stat.dims), shape, strict=True)
+    )
+    if dims.count(axis) != 1:
+        return None
+    vector = g.vector(other, dims)
+    if not set(atoms(vector.dims)) <= stat.axis:
+        return None
+    return replace(stat, kind="weight", stat=stat, scale=vector, dims=dims)
 
 
 def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
@@ -292,18 +270,21 @@ def _vector_of(g: Norms, norm: Part, other: int) -> Vector | None:
     return found
 
 
-def _times(a: Part, n: float) -> Part | None:
+def _times(a: Part, n: float, slack: float) -> Part | None:
+    """Returns a · n, for a constant n with a `Program.slack`."""
     if n == 1:
         return a
     if not math.isfinite(n) or n <= 0:
         return None
+    slack += a.slack
     if a.kind == "stat" and a.p == 1:
-        return replace(a, a=a.a * n, b=a.b * n)
+        return replace(a, a=a.a * n, b=a.b * n, slack=slack)
     if a.kind == "norm" and a.scale is None and a.bias is None and a.stat and a.stat.p == -0.5:
-        stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n))
+        slack = a.stat.slack + 2 * (slack - a.slack)
+        stat = replace(a.stat, a=a.stat.a / (n * n), b=a.stat.b / (n * n), slack=slack)
         return replace(a, stat=stat)
     if a.kind in ("sum", "square of sum", "square"):
-        return replace(a, a=a.a * n, b=a.b * n)
+        return replace(a, a=a.a * n, b=a.b * n, slack=slack)
     return None
 
 
@@ -321,7 +302,7 @@ def _normalised(x: Part, stat: Part) -> Part | None:
 def _div(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | None:
     n = g.program.number(made.ins[1])
     if n is not None:
-        return _times(a, 1 / n) if a is not None and n else None
+        return _times(a, 1 / n, g.program.slack(made.ins[1])) if a is not None and n else None
     if b is not None and b.kind == "stat" and b.p > 0:
         inverse = replace(b, p=-b.p)
         if g.program.number(made.ins[0]) == 1:
@@ -352,18 +333,20 @@ def _sub(g: Norms, made: Equation, a: Part | None, b: Part | None) -> Part | Non
     if a is None or b is None or a.x != b.x:
         return None
     n = math.prod(l.size for l in b.axis)
-    if a.kind == "x" and not a.centred and b.kind == "sum" and _near(b.a * n, 1):
+    if a.kind == "x" and not a.centred and b.kind == "sum" and _is_one(b.a * n, b.slack):
         if meet(a.dims, b.dims) == tuple(map(expand, a.dims)):
             return replace(a, centred=True, axis=b.axis)
     if a.kind == "stat" and b.kind == "square of sum" and not a.centred and a.axis == b.axis:
-        if a.p == 1 and a.b == 0 and _near(a.a * n, 1) and _near(b.a * n * n, 1):
+        means = _is_one(a.a * n, a.slack) and _is_one(b.a * n * n, b.slack)
+        if a.p == 1 and a.b == 0 and means:
             dims = meet(a.dims, b.dims)
             return None if dims is None else replace(a, centred=True, dims=dims)
     return None
 
 
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 4e-3 * abs(b)  # a number rounded to bfloat16
+def _is_one(a: float, slack: float) -> bool:
+    """Whether a product of the program's constants stands for 1."""
+    return abs(a - 1) <= slack + ARITHMETIC
 
 
 def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
@@ -385,7 +368,7 @@ def _power(g: Norms, made: Equation, a: Part | None, *_: Any) -> Part | None:
     if y == 2 and a.kind == "x":
         return replace(a, kind="square")
     if y == 2 and a.kind == "sum":
-        return replace(a, kind="square of sum", a=a.a * a.a)
+        return replace(a, kind="square of sum", a=a.a * a.a, slack=2 * a.slack)
     return replace(a, p=a.p * y) if a.kind == "stat" else None
 
 
@@ -527,11 +510,10 @@ class Normed(Site):
         rows = [*self.rows[: self.examples]] if self.examples else [*self.rows[n - self.heads :]]
         w = arrange(read(vector.value), vector.dims, [*rows, self.features])
         w = jnp.expand_dims(w, range(self.examples, n)) if self.examples else w
-        if vector.a != 1:
-            w = w * jnp.asarray(vector.a, w.dtype)
-        return (
-            w if vector is self.part.scale or not vector.b else w + jnp.asarray(vector.b, w.dtype)
-        )
+        offset = 0.0 if vector is self.part.scale else vector.b
+        if vector.a != 1 or offset:  # they computed it in float32 or wider
+            w = w.astype(jnp.promote_types(w.dtype, jnp.float32)) * vector.a + offset
+        return w
 
 
 @dataclasses.dataclass(eq=False)
@@ -575,7 +557,7 @@ def site_of(norms: Norms, value: int, part: Part) -> Normed:
     if stat.p != -0.5:
         raise Left(f"it is multiplied by the power {stat.p:g} of a sum of squares")
     n = math.prod(l.size for l in part.axis)
-    if not _near(stat.a * n, 1):
+    if not _is_one(stat.a * n, stat.slack):
         raise Left(f"{stat.a * n:g} times the mean of squares")
     if stat.b < 0:
         raise Left("a negative eps")

@@ -8,6 +8,7 @@ loops, branches, remat and shard_map are programs of their own.
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import ClosedJaxpr, Var  # pyright: ignore[reportPrivateImportUsage]
 
 from ...native import jax_private
 from ...native.jaxpr import JIT, REMAT, bodies, line_of, name_of, params_of, results_of
 from ..dense.matmul import shared
 
+ARITHMETIC = 2.0**-48
+"""Relative rounding of what rules compute from constants, in float64; no tolerance on these."""
 LARGEST_CONSTANT = 1 << 22  # elements of a constant array that is worth computing to read it
 
 
@@ -82,6 +85,8 @@ class Equation:
 
     Attributes:
       name: that of its primitive; it is asked for far more often than equations are read.
+      ins: its operands as rules read them, all of the result's shape where it is element-wise.
+      operands: those that it is evaluated with, which JAX may broadcast.
       scope: the named scopes around it, those of the jitted functions that it was taken out of too.
     """
 
@@ -89,6 +94,7 @@ class Equation:
     name: str
     index: int
     ins: list[int]
+    operands: list[int]
     scope: Any
     outs: list[int] = dataclasses.field(default_factory=list)
 
@@ -242,15 +248,16 @@ class Program:
                 return [ins[1 + int(which)]]
         if name == "mul" and (same := self._times_one(eqn, ins)) is not None:
             return [same]
+        operands, ins = ins, self._broadcast(eqn, name, ins, scope)
         shadow: list[int] = []
         if name == "custom_jvp_call" and is_jaxs_own(eqn):
             body, before = params_of(eqn)["call_jaxpr"], len(self.equations)
             shadow = self._add(body.jaxpr, body.consts, ins, scope)
             self.shadowing.update(self.equations[before:])
-        equation = Equation(eqn, name, len(self.equations), ins, scope)
+        equation = Equation(eqn, name, len(self.equations), ins, operands, scope)
         if not eqn.effects and name not in _NEVER_MERGED:
             with contextlib.suppress(TypeError):  # parameters that cannot be hashed
-                key = eqn.primitive.name, *ins, frozenset(eqn.params.items())
+                key = eqn.primitive.name, *operands, frozenset(eqn.params.items())
                 if (outs := self._same.get(key)) is not None:
                     return outs
                 self._same[key] = equation.outs
@@ -295,6 +302,33 @@ class Program:
                     return v
         return None
 
+    def _broadcast(self, eqn: Any, name: str, ins: list[int], scope: Any) -> list[int]:
+        """Returns an element-wise equation's operands, each of its result's shape.
+
+        JAX broadcasts scalars and dimensions of size 1 within such equations. No rule has to know:
+        it reads an equation of its own that does so, which is evaluated where a site needs it.
+        Scalars that are constants stay as they are, because a number has no dimensions to mistake.
+        """
+        if name not in _BROADCASTING:
+            return ins
+        out = eqn.outvars[0].aval
+        whole = list(ins)
+        for i, v in enumerate(ins):
+            aval = self.avals[v]
+            if aval.shape == out.shape or not aval.ndim and self.number(v) is not None:
+                continue
+            dims = tuple(range(out.ndim - aval.ndim, out.ndim))
+            params = dict(shape=out.shape, broadcast_dimensions=dims, sharding=None)
+            result = Var(out.update(dtype=aval.dtype, weak_type=aval.weak_type))
+            explicit = eqn.replace(
+                primitive=jax.lax.broadcast_in_dim_p,
+                params=params,
+                invars=[eqn.invars[i]],
+                outvars=[result],
+            )
+            (whole[i],) = self._equation(explicit, [v], scope)
+        return whole
+
     # ---------------------------------------------------------------- constants
 
     def _compute(self, equation: Equation) -> Any:
@@ -330,6 +364,20 @@ class Program:
                 self._uniform[v] = None
         x = self._uniform.get(v)
         return None if x is None else float(x)
+
+    def slack(self, v: int) -> float:
+        """Returns the relative distance to a constant of the real numbers that it stands for.
+
+        Those are the numbers that the narrowest dtype on its way rounds to it: within half a unit
+        in the last place of 16 bits, and within two units of more, which functions such as rsqrt
+        reach.
+        """
+        dtypes = [self.avals[v].dtype]
+        while (made := self.maker.get(v)) is not None and made.name in _SAME_ELEMENTS:
+            v = made.ins[0]
+            dtypes.append(self.avals[v].dtype)
+        x = self.number(v)
+        return max(_slack(x, dtype) for dtype in dtypes) if x else 0.0
 
     def _uniform_of(self, equation: Equation) -> Any:
         """The number that all elements of a result are, where the operands are such; else None."""
@@ -383,7 +431,7 @@ class Program:
                 if v in sites:
                     live.update(sites[v].reads)
             if equation.eqn.effects or any(v not in sites for v in taken):
-                live.update(equation.ins)
+                live.update(equation.operands)
         return live
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
@@ -411,8 +459,8 @@ class Program:
         for equation in self.equations:
             effects = equation.eqn.effects and equation not in done
             if effects or any(v in live and v not in env and v not in sites for v in equation.outs):
-                self._demand(equation.ins, env, sites)
-                env |= zip(equation.outs, self._bind(equation, [env[v] for v in equation.ins]))
+                self._demand(equation.operands, env, sites)
+                env |= zip(equation.outs, self._bind(equation, [env[v] for v in equation.operands]))
                 done.add(equation)
         self._demand(wanted, env, sites)
         return [env[v] for v in wanted]
@@ -426,13 +474,13 @@ class Program:
                 stack.pop()
                 continue
             site, made = sites.get(v), self.maker[v]
-            missing = [r for r in (site.reads if site else made.ins) if r not in env]
+            missing = [r for r in (site.reads if site else made.operands) if r not in env]
             if missing:
                 stack += missing
             elif site:
                 env |= zip(site.outs, self._emit(site, env), strict=True)
             else:
-                env |= zip(made.outs, self._bind(made, [env[r] for r in made.ins]), strict=True)
+                env |= zip(made.outs, self._bind(made, [env[r] for r in made.operands]), strict=True)
 
     def _emit(self, site: Site, env: dict[int, Any]) -> list[Any]:
         made = self.maker[site.outs[0]]
@@ -573,6 +621,10 @@ _PEELED = (
     "stop_gradient",
 )
 _WITH_BODIES = ("while", "scan", "cond", "shard_map", *JIT, *REMAT)
+_BROADCASTING = frozenset(
+    "add add_any and atan2 complex div eq ge gt le lt max min mul ne nextafter or pow rem "
+    "shift_left shift_right_arithmetic shift_right_logical sub xor".split()
+)
 _NEVER_MERGED = ("optimization_barrier", *_WITH_BODIES)
 
 
@@ -659,6 +711,21 @@ def _united(sets: Sequence[frozenset[Any]]) -> frozenset[Any]:
         if one is not largest and not one <= largest:
             largest = largest | one
     return largest
+
+
+def _slack(x: float, dtype: Any) -> float:
+    if not jnp.issubdtype(dtype, jnp.floating) or not math.isfinite(x):
+        return 0.0
+    mantissa, exponent = math.frexp(abs(x))
+    unit = 2.0 ** (exponent - 1 - _mantissa_bits(dtype)) / abs(x)
+    if dtype.itemsize > 2:
+        return 2 * unit
+    return unit / 4 if mantissa == 0.5 else unit / 2  # a power of two has closer numbers below
+
+
+@functools.cache
+def _mantissa_bits(dtype: Any) -> int:
+    return jnp.finfo(dtype).nmant
 
 
 def _is_real(dtype: Any) -> bool:

@@ -33,7 +33,7 @@ from .labels import (
     moved_back,
     size,
 )
-from .program import COMPARED, ELEMENTWISE, Equation, Left, Program, Site, at_ends
+from .program import ARITHMETIC, COMPARED, ELEMENTWISE, Equation, Left, Program, Site, at_ends
 
 SCORES = "scores"
 
@@ -180,7 +180,7 @@ def plus(a: Terms, b: Terms, factor: float = 1.0) -> Terms:
     for term, f in b:
         total[term] = total.get(term, 0.0) + factor * f
         largest[term] = max(largest.get(term, 0.0), abs(factor * f))
-    stays = lambda t, f: abs(f) > 1e-6 * largest[t] or t.outside.endswith("nan")
+    stays = lambda t, f: abs(f) > ARITHMETIC * largest[t] or t.outside.endswith("nan")
     return frozenset((t, f) for t, f in total.items() if stays(t, f))
 
 
