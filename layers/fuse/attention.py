@@ -103,7 +103,7 @@ def site_of(forms: ScoreForms, value: int, form: Form) -> Attention:
     assert mixed is not None
     if not form.safe:
         raise Left("its exponentials are of scores without their maximum subtracted, and overflow")
-    found = Operands(forms, base, frozenset(mixed.axis))
+    found = Operands(forms, base, frozenset(mixed.axis), scale=True)
     keys, width = found.axis, found.contract
     v, v_dims, factor, v_dtype = forms.peel(mixed.product.ins[mixed.side], mixed.dims, True)
     qa, ka, va = atoms(found.x[1]), atoms(found.w[1]), atoms(v_dims)

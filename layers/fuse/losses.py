@@ -123,7 +123,7 @@ class Loss(Site):
             if a.cut:
                 x = jax.lax.slice_in_dim(x, a.cut[1], a.cut[1] + a.size, axis=i)
         x = x.astype(self.dtype)
-        if self.factor != 1:
+        if self.factor != 1:  # exact, or rounded as the logits would be
             x = x * jnp.asarray(self.factor, self.dtype)
         return x, kernel
 
@@ -209,7 +209,7 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     """
     g, (first, _) = forms.program, next(iter(form.terms))
     base, axis = first.base, first.axis
-    found = Operands(forms, base, axis)
+    found = Operands(forms, base, axis, scale=False)
     words, contract = found.axis, found.contract
     if not any(t.kind == "lse" for t, _ in form.terms):
         raise Left("an element of the logits, and no log-sum-exp")
@@ -247,10 +247,10 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     kernel_to = (words, contract) if transposed else (contract, words)
     if order != (*expand(kernel_to[0]), *expand(kernel_to[1])):
         raise Left("the kernel's features and words are not each in a row")
-    inner, factor = base.inner, base.scale * found.x[2] * found.w[2]
+    inner, factor = base.inner, base.scale
     softcap = None
     if inner is not None:  # scale · tanh(inner · z)
-        softcap, factor = base.scale, base.scale * inner * found.x[2] * found.w[2]
+        softcap, factor = base.scale, base.scale * inner
         if softcap <= 0:
             raise Left("a soft cap that is not positive")
     operands = [found.x[3], found.w[3]]
@@ -258,6 +258,10 @@ def site_of(forms: ScoreForms, value: int, form: Form, *, quantization: Any) -> 
     if dtype not in (jnp.float32, jnp.float64, jnp.bfloat16, jnp.float16):
         raise Left(f"operands of {dtype}")
     logits = g.avals[base.dot.outs[0]].dtype
+    if abs(factor - 1) <= 2 * jnp.finfo(logits).eps * (logits.itemsize > 2):
+        factor = 1.0  # cap · (1 / cap), as its dtype rounds it
+    if math.frexp(factor)[0] != 0.5 and dtype.itemsize < logits.itemsize:
+        raise Left(f"its logits are multiplied by {factor:g}, which {dtype} operands would round")
     why = unfit(base.dot, dtype, size(contract), size(words)) if quantization else ""
     site = Loss(
         outs=(value,),

@@ -812,10 +812,11 @@ class Operands:
     Attributes:
       axis, contract: labels of the softmax's axis, and of what the product sums over.
       left, right: which operand is which.
-      x, w: (value, labels, factor, narrowest dtype) of what they were made of.
+      x, w: (value, labels, factor, narrowest dtype) of what they were made of; without `scale` the
+        factor is 1.
     """
 
-    def __init__(self, forms: ScoreForms, base: Scores, axis: frozenset[Label]):
+    def __init__(self, forms: ScoreForms, base: Scores, axis: frozenset[Label], scale: bool):
         self.sides = forms.sides[base.dot]
         wanted = set(expand(axis))
         on = [i for i in (0, 1) if wanted <= set(atoms(self.sides[i]))]
@@ -824,7 +825,7 @@ class Operands:
         self.right, self.left = on[0], 1 - on[0]
         self.axis = tuple(a for a in atoms(self.sides[self.right]) if a in wanted)
         self.x, self.w = (
-            forms.peel(base.dot.ins[i], self.sides[i], True) for i in (self.left, self.right)
+            forms.peel(base.dot.ins[i], self.sides[i], scale) for i in (self.left, self.right)
         )
         self.axis = expand(self.axis)
         numbers = base.dot.params["dimension_numbers"][0][self.left]
