@@ -40,7 +40,7 @@ class Part:
         stat times a vector; "norm", x times a stat.
       centred: x is without its mean, or the squares are.
       axis: what was summed over.
-      slack: how far a may be, relative to it, from the number that the program's constants stand for.
+      slack: how far a may be from the number that the program's constants stand for, relative.
       stat: of a norm and a weight.
       rounded: the dtype that a norm was rounded to before it was multiplied by its scale.
     """

@@ -480,7 +480,9 @@ class Program:
             elif site:
                 env |= zip(site.outs, self._emit(site, env), strict=True)
             else:
-                env |= zip(made.outs, self._bind(made, [env[r] for r in made.operands]), strict=True)
+                env |= zip(
+                    made.outs, self._bind(made, [env[r] for r in made.operands]), strict=True
+                )
 
     def _emit(self, site: Site, env: dict[int, Any]) -> list[Any]:
         made = self.maker[site.outs[0]]

@@ -79,8 +79,10 @@ def axes_of(eqn, which: int):
             return {"permutation": tuple(p)}
     if name == "broadcast_in_dim" and shape:
         out, dims = params["shape"], list(params["broadcast_dimensions"])
-        if which not in dims and out[which] == out[dims[-1]] and [*dims[:-1], which] == sorted(
-            [*dims[:-1], which]
+        if (
+            which not in dims
+            and out[which] == out[dims[-1]]
+            and [*dims[:-1], which] == sorted([*dims[:-1], which])
         ):
             return {"broadcast_dimensions": (*dims[:-1], which)}
     if name == "concatenate" and which != params["dimension"]:
@@ -218,7 +220,7 @@ def main(kinds) -> int:
     import collections
     import time
 
-    from test_spellings import case as cases
+    from fuse.test_spellings import case as cases
 
     counts, began = collections.Counter(), time.time()
     for case in cases:
