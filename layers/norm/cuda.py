@@ -238,7 +238,7 @@ _RESIDUAL = _Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
 _LONG_RESIDUAL = _Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 
-# For rows enough for every block that fits. Found with benchmarks/layouts.py on an H200
+# For rows enough for every block that fits. Measured on an H200
 # (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
 # 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor
 # have many registers each, so that the scale is there when a sum is, and two rows share it.
@@ -367,7 +367,7 @@ def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
 
 # ---------------------------------------------------------------- layouts of the backward
 
-# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
+# Measured on an H200 (benchmarks/results): each is the best, or within 1 %
 # of it, of some 150 that were timed at 256, 1024, 2048, 4096, 7168, 8192, 12288, 16384, 18432 and
 # 32768 features of bfloat16, or of 20 to 40 at 1280, 1408, 1536, 1792, 2240, 2560, 2880, 3072,
 # 3200, 3584, 4608 and 5120. What they have in common: a multiprocessor has few threads (256 to
@@ -551,7 +551,7 @@ def one_launch_layout(
 ) -> OneLaunch | None:
     """A layout for so many rows; None where another kernel is faster, or rows are too long.
 
-    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the best of some
+    Measured on an H200: within 4 % of the best of some
     50, but for 17 % at 1024 features and as many rows or more. Arguments are `backward_layout`'s.
     """
     vector = vector_size(features, itemsize)

@@ -503,7 +503,7 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 # Elements of x up to which XLA's forward is left alone on a GPU, where no derivative asks for rstd
 # and there is more than a row: as fast as ours, it is free to join the product that follows.
 # Chains of 24 × (norm + product) on 64 rows of 1024 took 1.11 and 1.16 times as long with our
-# launches (benchmarks/results/2026-11-21_h200_rms_norm_tried.md).
+# launches (benchmarks/results/tried_and_lost.md).
 PLAIN_ELEMENTS = 1 << 16
 
 
