@@ -9,8 +9,8 @@ import sys
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ("native", "layers", "models", "train")
 
-# Each limit is what was reached, rounded up; whoever deletes lowers it. The aims are 26,000 lines of
-# package, 29,000 of tests, 3,500 of benchmarks, 15 files of results and 700 lines of a module.
+# Each limit is what was reached, rounded up; whoever deletes lowers it. The aims are 26,000 lines
+# of package, 29,000 of tests, 3,500 of benchmarks, 15 files of results and 700 lines of a module.
 LIMITS = {
     "package": 34_100,
     "tests": 40_000,
@@ -28,7 +28,7 @@ def lines(*folders: str) -> dict[str, int]:
 
 def counts() -> dict[str, int]:
     """The numbers that `LIMITS` bounds."""
-    package = lines(*PACKAGE) | {"__init__.py": len((ROOT / "__init__.py").read_text().splitlines())}
+    package = lines(*PACKAGE)
     return {
         "package": sum(package.values()),
         "tests": sum(lines("tests").values()),

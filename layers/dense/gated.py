@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import BEST, Implementation, Order, choose, native_or_best, requested
+from ...native.implementation import Implementation, Order, choose, native_or_best
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
@@ -117,10 +117,6 @@ def gated_product(
         `jax.lax.with_sharding_constraint`; None: XLA's choice.
       recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
-      implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
-        and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
-        arrays of one device, under shard_map over every axis too. None takes it in programs for one
-        device where it is faster.
       The others are those of `gated_dense`.
 
     Returns:
@@ -183,12 +179,11 @@ def apply_product(
     gate = gate if stacked else placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def kernels(order, gradient):
+    def kernels(order):
         assert function is not None
         producer = Activated(op, function, up is not None, dtype, order, hidden_sharding, stacked)
         args = (gate,) if up is None else (gate, up)
-        how = {"gradient": gradient, "keep": not recompute}
-        y = product(producer, args, kernel, **how, **shared)
+        y = product(producer, args, kernel, keep=not recompute, **shared)
         return finish(y, bias, None, dtype)
 
     def quantized(order: Order) -> Array:
@@ -204,16 +199,7 @@ def apply_product(
     def native(strict):
         if quantization is not None:
             return quantized(native_or_best(strict))
-        asked = requested(implementation)
-        gradient = Order(("native",), strict) if asked else BEST
-        return kernels(native_or_best(strict), gradient)
-
-    def pallas(strict):
-        if quantization is not None:
-            raise NotImplementedError(
-                f"{op}: implementation='pallas' takes no quantization; leave one of them out"
-            )
-        return kernels(BEST, Order(("pallas",), strict))
+        return kernels(native_or_best(strict))
 
     def xla(strict):
         del strict
@@ -223,7 +209,7 @@ def apply_product(
 
     serve = {"xla": xla}
     if function is not None:
-        serve |= {"native": native, "pallas": pallas}
+        serve["native"] = native
     return choose(op, implementation, serve)
 
 

@@ -25,10 +25,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
-from ...native.implementation import BEST, Order
+from ...native.implementation import Order
 from ..core.op import Op, batch_at, match, placed
 from ..core.sharding import whole
-from . import epilogue, product_gradient
+from . import epilogue
 from .epilogue import Epilogue, Scalar
 from .matmul import (
     Product,
@@ -40,7 +40,6 @@ from .matmul import (
     with_main_gradient,
 )
 from .matmul import tangent as product_tangent
-from .product_gradient import Gradient
 
 # ---------------------------------------------------------------- the left operand
 
@@ -118,7 +117,6 @@ class Remat:
     contract: int  # the kernel's summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`
     precision: str | None  # of the product
     out_sharding: NamedSharding | jax.P | None  # of the product
-    gradient: Order  # the kernels that make the left operand's gradient and pull it back
     keep: bool  # whether the left operand is kept after all
 
     def of(self, value: Any, kernel: Any) -> Product:
@@ -133,16 +131,14 @@ def product(
     *,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
-    gradient: Order = BEST,
     keep: bool = False,
 ) -> Array:
     """Returns the product of `value` of args with a kernel, in its dtype.
 
-    Gradients are those of `matmul.matmul`; the value is kept only with `keep`. The kernels of
-    `gradient` make it again and pull its gradient back.
+    Gradients are those of `matmul.matmul`; the value is kept only with `keep`.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
-    spec = Remat(value, contract, precision, out_sharding, gradient, keep)
+    spec = Remat(value, contract, precision, out_sharding, keep)
     *given, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
     return _product(spec, tuple(given), kernel, main)
 
@@ -236,7 +232,8 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
     dargs: list[Any] = []
     value: Any = o.value
     if wanted:
-        dargs = _pull_back(remat, one, dy, o.kernel, args, again)
+        like = remat.value.value_type(args)
+        dargs = remat.value.backward(input_gradient(one, dy, like, o.kernel), args, again)
         value = dargs.pop() if again else value
     elif again:
         value = remat.value.forward(args)
@@ -246,18 +243,6 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
         kernel_gradient(one, dy, value, d.aval) if _is_wanted(d) else None for d in o.dkernels
     ]
     return [None] * known + [g for g, moved in zip(dargs, spec.moves, strict=True) if moved]
-
-
-def _pull_back(
-    remat: Remat, one: Product, dy: Array, kernel: Array, args: Sequence[Array], with_value: bool
-) -> list[Any]:
-    """`Activated.backward` of the gradient that the value has from the product."""
-    spec = Gradient(remat.value.epilogue(args, with_value=with_value), one, remat.value.sharding)
-    if not (reason := product_gradient.unfit(spec, dy, kernel)):
-        return product_gradient.gradient(spec, dy, kernel, *args, order=remat.gradient)
-    product_gradient.report_unfused(spec, reason, remat.gradient)
-    like = remat.value.value_type(args)
-    return remat.value.backward(input_gradient(one, dy, like, kernel), args, with_value)
 
 
 def _is_wanted(tangent: Any) -> bool:

@@ -48,7 +48,7 @@ def temporaries(program):
         ("norm + gelu MLP", "native", 2 * LARGE),  # the product and its activation, or gradients
         ("norm + gelu MLP", "fused forward", 2 * LARGE),
         ("norm + SwiGLU MLP", "native", 3 * LARGE),  # gate, up, and what is made of them
-        ("norm + SwiGLU MLP", "normfuse, hidden kept", 3 * LARGE),
+        ("norm + SwiGLU MLP", "native, hidden kept", 3 * LARGE),
     ],
 )
 def test_temporaries_are_what_must_be_there_together(layer, version, floor):
@@ -69,22 +69,6 @@ def test_nothing_but_our_kernels_passes_over_memory(layer, version):
     wide, large = MOVED[layer, version]
     must = wide * WIDE + large * LARGE
     assert must <= sum(moved for _, moved in passes) <= must + 2 * SMALL
-
-
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("layer, products", [("norm + gelu MLP", 5), ("norm + SwiGLU MLP", 8)])
-def test_a_fused_gradient_is_one_kernel_in_place(layer, products, kept):
-    """It reads dy and the kernel, and of gate (and up) writes gradients, and the hidden array."""
-    program = compiled(layer, "normfuse, hidden kept" if kept else "normfuse")
-    (fused,) = [line for line in program.as_text().splitlines() if "mosaic_gpu" in line]
-    results = 1 + ("SwiGLU" in layer) + (not kept)
-    places = re.findall(r"\{\d?\}: \(\d, \{\}", fused)
-    assert len(places) == results  # all of them are operands, the last an array of any values
-    passes = dict(hlo.passes(program))
-    assert passes["mosaic_gpu"] == WIDE + 2 * DIM * HIDDEN + 2 * results * LARGE
-    norms = {"rms_norm_forward", "rms_norm_backward", "column_sum"}
-    assert passes.keys() - norms == {"mosaic_gpu", "epilogue_forward"}, passes
-    assert len(hlo.gemms(program)) == products  # one less
 
 
 def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
