@@ -41,7 +41,7 @@ def kernels() -> dict[str, dict[str, Example]]:
     import jax.numpy as jnp
 
     from .cross_entropy import softmax
-    from .dense import epilogue, one_kernel
+    from .dense import epilogue, pallas
     from .norm import op as norms
     from .quantization import gated, quantize
     from .quantization import norm as quantized_norm
@@ -63,7 +63,7 @@ def kernels() -> dict[str, dict[str, Example]]:
     return {
         "rms_norm": by_name(norms.examples(*types, rows=8)),
         "layer_norm": by_name(norms.examples(*types, rows=8, centred=True)),
-        "dense": {"dense": (one_kernel.kernel, one_kernel.Dense(), [x, x])},
+        "dense": {"dense": (pallas.kernel, pallas.Dense(), [x, x])},
         "activation": by_name(example for example in silu if example[1].has_up),
         "loss": by_name(itertools.chain(*losses)),
         "quantize": {example[0].name: example for example in quantized},
