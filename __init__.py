@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
-    from .layers.norm import gated_rms_norm as gated_rms_norm
     from .layers.norm import layer_norm as layer_norm
     from .layers.norm import rms_norm as rms_norm
     from .layers.norm import rms_norm_with_rstd as rms_norm_with_rstd
@@ -52,7 +51,6 @@ _HOME = {  # public name -> the module that defines it
     "fuse": ".layers.fuse",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
-    "gated_rms_norm": ".layers.norm",
     "layer_norm": ".layers.norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "rms_norm": ".layers.norm",
@@ -66,6 +64,7 @@ _GONE = {  # since version 0.1: public name -> its replacement
     "add_layer_norm": "normfuse.layer_norm(x, scale, bias, residual=residual)",
     "add_rms_norm": "normfuse.rms_norm(x, scale, bias, residual=residual)",
     "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
+    "gated_rms_norm": "normfuse.rms_norm, times silu(z) before or after it in plain JAX",
     "norm_dense": "normfuse.dense of normfuse.rms_norm, in a function that normfuse.fuse fuses",
     "norm_gated_dense": "normfuse.gated_dense of normfuse.rms_norm, as for norm_dense",
 }

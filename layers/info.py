@@ -107,7 +107,7 @@ def warm(
     """Compiles every kernel for these widths and types into the cache; returns how many.
 
     Afterwards no op of the library compiles one for such arrays, whatever the number of rows,
-    except norms with a gate or with parameters of each example, and RMSNorms with a bias or several
+    except norms with parameters of each example, and RMSNorms with a bias or several
     heads. The ops' own files list the kernels and their operands.
 
     Args:

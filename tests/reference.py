@@ -277,24 +277,3 @@ def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
 
 
 # ---------------------------------------------------------------- gated RMSNorm
-
-
-def gated(dy, x, z, scale=None, *, gate, activation="silu", eps=1e-6, scale_offset=0.0):
-    """y, dx, dz and, if there is a scale, dscale of a gated RMSNorm over the last axis."""
-    dy, x, z = wide(dy), wide(x), wide(z)
-    s = 1 / (1 + np.exp(-z))
-    a, slope = (s, s * (1 - s)) if activation == "sigmoid" else (z * s, s + z * s * (1 - s))
-    options = {"eps": eps, "scale_offset": scale_offset}
-    n = x.shape[-1]
-    if gate == "before":
-        y = forward(x * a, scale, **options)[0]
-        dh, dscale = backward(dy, x * a, scale, **options)
-        dx = Expected(dh.value * a, dh.size * np.abs(a), n)
-        dz = Expected(dh.value * x * slope, dh.size * np.abs(x) * (np.abs(slope) + np.abs(s)), n)
-    else:
-        alone = forward(x, scale, **options)[0]
-        y = Expected(alone.value * a, alone.size * np.abs(a), n)
-        dx, dscale = backward(dy * a, x, scale, **options)
-        size = np.abs(dy) * alone.size * (np.abs(slope) + np.abs(s))
-        dz = Expected(dy * alone.value * slope, size, n)
-    return [y, dx, dz, *[dscale] * (scale is not None)]

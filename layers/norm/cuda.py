@@ -773,8 +773,7 @@ class Call:
             [*(a.dtype for a in operands.values()), *map(jnp.dtype, filter(None, dtypes))]
         )
         self.target = target
-        gated = "gated_" if "Z" in operands else ""
-        self.name = f"{gated}{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
+        self.name = f"{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
         self.compute = compute
         self.operands = {
             name: array.astype(compute) if name in _STATISTICS else array
@@ -885,7 +884,7 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     """Launches norm_forward.cu; None where its rows are too long to be held."""
     if 0 in call.row_shape:
         return call.empty()
-    has_bias, is_gated = "BIAS" in call.operands, "Z" in call.operands
+    has_bias = "BIAS" in call.operands
     macros: dict[str, Any] = {
         "CENTRED": norm.centred,
         "STATISTICS": "RSTD" not in call.operands,
@@ -908,12 +907,12 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
             call.target,
             rows=call.outer,
             compute=call.compute,
-            residual="RESIDUAL" in call.operands or is_gated,
+            residual="RESIDUAL" in call.operands,
             whole_rows=call.whole_rows,
         )
         if layout is None:
             return None
-        if norm.centred or has_bias or is_gated:
+        if norm.centred or has_bias:
             layout = eased_forward(call, layout)
     layout = dataclasses.replace(layout, sums=1 + norm.centred)
     owners = call.heads
@@ -921,7 +920,7 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         owners, tokens = call.examples, call.outer // call.examples
         thread_rows = min(layout.thread_rows, power_of_two(tokens))
         layout = dataclasses.replace(layout, thread_rows=thread_rows, ahead=False)
-    macros |= call.owners() | _gate_macros(call, norm)
+    macros |= call.owners()
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "AHEAD": layout.ahead}
     rows = owners * round_up(call.outer // owners, layout.thread_rows)  # blocks see so many
     grid = min(layout.blocks_for(rows), _MAX_GRID)
@@ -958,9 +957,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
         call.partial_sums(grid, columns)
         done = call.strided("norm_backward_strided.cu", macros, scalars, grid)
     else:
-        read = [
-            call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
-        ]
+        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
         steps = _BACKWARD_CENTRED if norm.centred and columns == 2 else ()
         layout = timed_backward(call, steps, sum(read), 1 + norm.centred)
         if layout is None:
@@ -971,13 +968,13 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
                 rows=call.outer,
                 read_bytes=sum(read),
                 compute=call.compute,
-                residual="DH" in call.operands or "Z" in call.operands,
+                residual="DH" in call.operands,
                 whole_rows=call.whole_rows,
                 sums=1 + norm.centred,
             )
             if layout is None:
                 return None
-            if norm.centred or macros["WITH_DBIAS"] or "Z" in call.operands:
+            if norm.centred or macros["WITH_DBIAS"]:
                 layout = eased_backward(call, columns + norm.has_scale, layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
@@ -990,7 +987,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
-        macros |= call.owners() | _gate_macros(call, norm)
+        macros |= call.owners()
         macros |= {"STAGES": depth, "SHARED_BYTES": shared}
         macros |= {"HOLD": layout.hold, "SHARE_WEIGHT": layout.share}
         sums = grid if call.heads == 1 else grid * layout.block_rows
@@ -1038,7 +1035,7 @@ def timed_layout(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -
 
 
 def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
-    """Leaves a kernel that also has a mean, bias or gate the registers it needs, as
+    """Leaves a kernel that also has a mean or bias the registers it needs, as
     `eased_backward` does."""
 
     def spills() -> bool:
@@ -1108,44 +1105,6 @@ def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
         block=layout.rows.threads,
         shared=layout.shared(call.compute),
     )
-
-
-@by_rows
-def gated_forward(
-    target: Target, norm: Norm, x: Any, z: Any, *scale: Any
-) -> list[jax.Array] | None:
-    """`(x, z[, scale]) -> (y[, rstd])`; None where rows are not contiguous, or too long."""
-    operands = named(scale, X=x, Z=z, SCALE=norm.has_scale)
-    call = Call(target, norm, "forward", operands, norm.out_dtype)
-    if call.inner != 1:
-        return None
-    call.result("Y", x.shape, norm.out_dtype)
-    if norm.with_rstd:
-        call.result("RSTD", call.row_shape, call.compute)
-    return _forward(call, norm, norm.eps)
-
-
-@by_rows
-def gated_backward(
-    target: Target, norm: Norm, dy: Any, x: Any, z: Any, *rest: Any
-) -> list[jax.Array] | None:
-    """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`; None as for `gated_forward`."""
-    operands = named(rest, DY=dy, X=x, Z=z, SCALE=norm.has_scale, RSTD=True)
-    call = Call(target, norm, "backward", operands)
-    if call.inner != 1:
-        return None
-    call.result("DX", x.shape, x.dtype)
-    call.result("DZ", z.shape, z.dtype)
-    return _backward(call, norm)
-
-
-def _gate_macros(call: Call, norm: Norm) -> dict[str, bool]:
-    """What gate.cuh and scalar.cuh want to know; nothing without a gate."""
-    if "Z" not in call.operands:
-        return {}
-    sizes = call.moving_bytes()
-    flags = {"GATE_SIGMOID": norm.activation == "sigmoid", "APPROXIMATE": max(sizes) == 2}
-    return {f"GATE_{norm.gate.upper()}": True, **flags}
 
 
 def named(rest, **present) -> dict[str, Any]:

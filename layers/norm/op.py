@@ -305,7 +305,7 @@ def call(op: Op, norm: Norm, operands: list[Array], implementation: Implementati
     assert op.dims is not None
     (own, *dims), _ = op.dims(norm, x.ndim)
     lead = vary(x, varying_axes(*operands))
-    if (norm.has_residual or norm.gate) and not any(jax.typeof(x).sharding.spec):
+    if norm.has_residual and not any(jax.typeof(x).sharding.spec):
         lead = match(lead, others[0], own)
     operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
     order = order_of(implementation)
