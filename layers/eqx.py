@@ -271,7 +271,7 @@ class GatedMLP(_Options):
         quantization: Quantization = None,
     ):
         options = activation, implementation, quantization
-        modules.set_options(self, "GatedMLP", *options, gated=True)
+        modules.set_options(self, "GatedMLP", *options)
         gate, up, down = jax.random.split(key, 3)
         make = lambda n, m, key: Linear(n, m, use_bias, dtype, key=key, quantization=quantization)
         self.gate = make(in_features, hidden_features, gate)

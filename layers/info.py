@@ -131,7 +131,7 @@ def warm(
     from .norm import op as norms
 
     for name in activations or ():
-        epilogue.resolve(name, "cache warm", gated=True)
+        epilogue.resolve(name, "cache warm")
     for dtype in dtypes:
         check_quantization("cache warm", quantization, dtype)
     cache.check(cache.directory())

@@ -134,9 +134,7 @@ class _Linear:
     def __post_init__(self):
         ours = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
         options = self.activation, self.quantization, f"nn.{ours}" if hasattr(nn, ours) else ours
-        self.implementation = modules.check_options(
-            self.implementation, *options, gated=isinstance(self, GatedMLP)
-        )
+        self.implementation = modules.check_options(self.implementation, *options)
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 
 

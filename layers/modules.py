@@ -33,12 +33,8 @@ def check_options(
     activation: Activation = None,
     quantization: Quantization = None,
     layer: str = "swap",
-    *,
-    gated: bool = False,
 ) -> Implementation:
     """Returns `implementation`, hashable as a static attribute must be.
-
-    With `gated` the activation may be a function of gate and up.
 
     Raises:
       ValueError: for a name or a quantization that is not known.
@@ -46,7 +42,7 @@ def check_options(
     """
     requested(implementation)
     check_quantization(layer, quantization)
-    function: Any = resolve(activation, gated=gated)
+    function: Any = resolve(activation)
     if isinstance(function, functools.partial):
         function = function.func, function.args, function.keywords
     if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(function)):
@@ -63,13 +59,9 @@ def set_options(
     activation: Activation,
     implementation: Implementation,
     quantization: Quantization,
-    *,
-    gated: bool = False,
 ) -> None:
     """Checks and sets the options that our layers have in addition to their framework's."""
-    layer.implementation = check_options(
-        implementation, activation, quantization, name, gated=gated
-    )
+    layer.implementation = check_options(implementation, activation, quantization, name)
     layer.activation, layer.quantization = activation, quantization
 
 

@@ -320,7 +320,7 @@ class GatedMLP(nnx.Module, _Options):
         **kwargs: Any,
     ):
         options = activation, implementation, quantization
-        modules.set_options(self, "GatedMLP", *options, gated=True)
+        modules.set_options(self, "GatedMLP", *options)
         kwargs |= {"use_bias": use_bias, "quantization": quantization, "rngs": rngs}
         make = lambda n, m: Linear(n, m, **kwargs)
         self.gate = make(in_features, hidden_features)

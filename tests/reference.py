@@ -266,14 +266,3 @@ def layer_tangent(x, scale, dx, dscale=None, dbias=None, **options) -> Expected:
     value = w * rstd * along + normal * of(dscale) + of(dbias)
     size = larger * rstd * size + magnitude * np.abs(of(dscale)) + np.abs(of(dbias))
     return Expected(value, size, n)
-
-
-def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
-    """gpt-oss's function of gate and up in NumPy, and its derivatives by both."""
-    c, u = np.minimum(z, limit), np.clip(up, -limit, limit) + 1
-    s = 1 / (1 + np.exp(-alpha * c))
-    slope = s * (1 + alpha * c * (1 - s))
-    return u * c * s, np.where(z > limit, 0, u * slope), np.where(np.abs(up) > limit, 0, c * s)
-
-
-# ---------------------------------------------------------------- gated RMSNorm

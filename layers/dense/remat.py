@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding
 
 from ...native.implementation import Order
 from ..core.op import Op, batch_at, match, placed
-from ..core.sharding import whole
 from . import epilogue
 from .epilogue import Epilogue, Scalar
 from .matmul import (
@@ -46,10 +45,7 @@ from .matmul import tangent as product_tangent
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says.
-
-    If `stacked`, z is `(*rows, 2, in)` and has both.
-    """
+    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says."""
 
     op: str
     function: Scalar
@@ -57,7 +53,6 @@ class Activated:
     dtype: str
     order: Order
     sharding: jax.P | None = None
-    stacked: bool = False
 
     def epilogue(self, args: Sequence[Any], **flags: Any) -> Epilogue:
         """Returns the epilogue of `args`, or a derivative of it."""
@@ -66,7 +61,6 @@ class Activated:
             function=self.function,
             axes=(),
             has_up=self.has_up,
-            stack=args[0].ndim - 2 if self.stacked else None,
             out_dtype=self.dtype,
             **flags,
         )
@@ -92,11 +86,6 @@ class Activated:
     def value_type(self, args: Sequence[Array]) -> Any:
         """Returns the value's type."""
         z = jax.typeof(args[0])
-        if self.stacked:
-            half = lambda entries: (*entries[:-2], entries[-1])
-            spec = jax.P(*half(whole(z.sharding.spec, z.ndim)))
-            sharding = NamedSharding(z.sharding.mesh, spec)
-            z = z.update(shape=half(z.shape), sharding=sharding)
         return z.update(dtype=jnp.dtype(self.dtype), weak_type=False)
 
     def batched(self) -> "Activated":

@@ -107,7 +107,7 @@ __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs,
       const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
       IF(CENTRED, sums.at[0] += g);
       const Compute centred = wide_x.at[k] IF(CENTRED, -mean);
-      sums.at[CENTRED] += g * centred
+      sums.at[CENTRED] += g * centred;
     }
   }
   return sums;

@@ -82,7 +82,7 @@ __device__ inline Compute square_sum(const Chunks<T>& values) {
     const auto wide = widen_all<Compute>(values[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-      const Compute value = wide.at[k]
+      const Compute value = wide.at[k];
       sum += value * value;
     }
   }

@@ -13,7 +13,7 @@ from hlo import Gemm
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, gated_dense, gated_product, rms_norm
+from normfuse import accumulate_gradients, gated_product
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 TOKENS, DIM, HIDDEN = 16384, 4096, 14336
@@ -86,38 +86,6 @@ def test_a_fused_product_has_the_gradient_of_its_activation_from_our_kernel():
 def test_less_passes_over_memory_than_in_plain_jax(layer):
     moved = lambda version: sum(moved for _, moved in hlo.passes(compiled(layer, version)))
     assert moved([*LAYERS[layer]][-1]) < moved("jnp")
-
-
-@pytest.mark.parametrize(
-    "layer, shapes, products",
-    [
-        (
-            lambda x, s, k, d: gated_product(*project(x, s, k), None, d, stacked=True),
-            [(DIM, 2, HIDDEN), (HIDDEN, DIM)],
-            6,
-        ),
-        (
-            lambda x, s, k: gated_dense(rms_norm(x, s), jnp.moveaxis(k, -1, 0)),
-            [(2, HIDDEN, DIM)],
-            3,
-        ),
-    ],
-    ids=["MaxText", "Gemma 3"],
-)
-def test_gate_and_up_in_one_kernel_are_one_product_without_a_copy(layer, shapes, products):
-    mesh = gpu_compiler.mesh((1,), ("a",), axis_types=(AxisType.Auto,))
-    of = functools.partial(struct, NamedSharding(mesh, P()))
-    with jax.set_mesh(mesh):
-        args = of(TOKENS, DIM), of(DIM, dtype=f32), *[of(*shape) for shape in shapes]
-        dy = of(TOKENS, DIM if products == 6 else HIDDEN)
-        program = gpu_compiler.compile(jax.jit(both_ways(layer)), args, dy)
-    assert len(hlo.gemms(program)) == products
-    passes = dict(hlo.passes(program))
-    assert passes.pop("epilogue_forward") == 3 * LARGE
-    # dy, and gate and up with their gradients; and the hidden array once more
-    assert passes.pop("epilogue_backward") == (6 if products == 6 else 5) * LARGE
-    assert all(kernel.startswith(("rms_norm_", "column_sum")) for kernel in passes), passes
-    assert temporaries(program) <= 3 * LARGE + WIDE + SMALL  # and the normalised x
 
 
 def test_products_of_one_input_add_their_gradients_in_the_gemm():

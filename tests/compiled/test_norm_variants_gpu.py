@@ -1,4 +1,4 @@
-"""What an H200 would run for norms with a bias or with parameters of examples: one pass each way."""
+"""What an H200 would run for norms with a bias or with parameters of examples: one pass."""
 
 import functools
 import re

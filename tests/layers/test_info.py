@@ -179,8 +179,6 @@ def test_cache_warm_has_what_every_op_uses(monkeypatch, folder, warmed):
     def layers(x, scale, kernel, bias, activation):
         h = dense(x, kernel, bias, activation=activation)
         h = gated_product(h, gated_dense(rms_norm(h), kernel, kernel), kernel, bias)
-        h = gated_dense(h, both := jnp.stack([kernel, kernel], 1))
-        h = gated_product(dense(h, both), None, kernel, stacked=True)
         return total(dense(h, kernel, activation=activation), gated_dense(h, kernel, kernel))
 
     def quantized(x, scale, kernel):
