@@ -416,8 +416,6 @@ def _source(function: Scalar) -> Source:
 
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
-# One for each layout of arrays without a bias, which depends on how often 2 divides their size.
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def examples(

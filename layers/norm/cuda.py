@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...native.dtypes import CUDA_TYPES, compute_dtype
+from ...native.dtypes import CUDA_TYPES
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from .spec import Norm
 
@@ -570,32 +570,6 @@ def one_launch_layout(
     if vectors > 768:
         lanes = 16 if few or vectors > 1024 else 8 if rows <= 2 * target.multiprocessors else 4
     return OneLaunch(layout, min(WARP, max(lanes, 64 // (vector * itemsize))))
-
-
-def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int]:
-    """Returns numbers of rows of n, one for each combination of layouts that kernels have.
-
-    `x`, `scale` and `out` are dtypes. Every number up to where all multiprocessors have several
-    blocks is looked at, and beyond it none has another layout.
-    """
-    compute = compute_dtype(x, scale, out)
-    sizes = [jnp.dtype(dtype).itemsize for dtype in (x, out)]
-    read, widest = sum(sizes), max(sizes)
-    found: dict[Any, int] = {}
-    for rows in [*range(1, 64 * target.multiprocessors), *(1 << power for power in range(14, 25))]:
-        layouts: list[Any] = []
-        for residual in (False, True):
-            shared: dict[str, Any] = {"rows": rows, "compute": compute, "residual": residual}
-            layouts.append(forward_layout(n, widest, target, whole_rows=True, **shared))
-            shared["read_bytes"] = read + sizes[0] * residual
-            layouts.append(backward_layout(n, widest, target, whole_rows=True, **shared))
-            layouts.append(
-                one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
-            )
-        found.setdefault(tuple(layouts), rows)
-    counts = {*found.values(), target.multiprocessors + 1}  # from here on one of _BACKWARD_CENTRED
-    layout = timed_layout(n, widest, target, _FORWARD_CENTRED)
-    return sorted(counts | ({layout.least_rows(target)} if layout else set()))
 
 
 # ---------------------------------------------------------------- the kernels
