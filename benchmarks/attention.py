@@ -257,7 +257,7 @@ def walls(runs: dict[str, tuple[Any, Any]], seconds: float) -> dict[str, float]:
 
 @dataclasses.dataclass
 class Measured:
-    """What is found of a case, by the names of its versions."""
+    """Measurements of a case, by the names of its versions."""
 
     runs: dict[str, tuple[Any, Any]]  # programs, and what they are called with
     errors: dict[str, list[float]]

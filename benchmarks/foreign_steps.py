@@ -99,7 +99,7 @@ def placed(tree: Any, gpus: int) -> Any:
 
 
 def is_matrix(x: Any) -> bool:
-    """Whether a parameter is drawn: not if it is a vector, or a vector of each layer."""
+    """Returns True for a parameter that is drawn: no vector, nor a vector of each layer."""
     return x.ndim > 2 or (x.ndim == 2 and x.shape[0] >= STACKED)
 
 

@@ -283,7 +283,7 @@ class GatedMLP(_Options):
         linears = modules.layers_of(self)
 
         def as_made(linear: Any) -> bool:
-            """Whether a part may be computed together with the others."""
+            """Returns True for a part that may be computed together with the others."""
             if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
                 return False
             return not linear._unserved(jnp.asarray(x))

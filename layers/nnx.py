@@ -348,7 +348,7 @@ class GatedMLP(nnx.Module, _Options):
         return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
 
     def _is_quantized(self, x: Array) -> bool:
-        """Whether all parts, as they were made, may be computed together in FP8."""
+        """Returns True if all parts, as they were made, may be computed together in FP8."""
         linears = [*modules.layers_of(self).values()]
 
         def as_made(linear: Any) -> bool:
@@ -476,13 +476,13 @@ def _held(modules: Any) -> tuple[Any, list[Any]]:
 
 
 def _same(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
-    """Whether a call has left modules as they were."""
+    """Returns True if a call has left modules as they were."""
     (graph, leaves), (graph_after, leaves_after) = before, after
     return graph == graph_after and all(map(operator.is_, leaves, leaves_after))
 
 
 def _has_nodes(results: Any) -> bool:
-    """Whether there are modules or Variables among the results."""
+    """Returns True if there are modules or Variables among the results."""
     return any(isinstance(node, nnx.Pytree | nnx.Variable) for _, node in nnx.iter_graph(results))
 
 

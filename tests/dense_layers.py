@@ -68,7 +68,7 @@ MOVED = {
 
 
 def kernel_shapes(layer: str, dim: int, hidden: int) -> list[tuple[int, int]]:
-    """Of the kernels, in the order in which the layer takes them."""
+    """Returns the kernels' shapes, in the order in which the layer takes them."""
     ups = [(dim, hidden)] * (1 + ("SwiGLU" in layer))
     return ups + [(hidden, dim)] * ("MLP" in layer)
 

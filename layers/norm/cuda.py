@@ -65,7 +65,7 @@ class RowLayout:
 
     @property
     def registers(self) -> int:
-        """Of 4 bytes, that each thread can have."""
+        """Registers, of 4 bytes, that each thread can have."""
         threads = self.min_blocks * round_up(self.threads, 4 * WARP)
         return min(248, REGISTERS // threads // 8 * 8)
 
@@ -103,7 +103,7 @@ class RowLayout:
         return round_up(self.sum_bytes(compute, cluster=True), _LINE) + elements * itemsize
 
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
-        """Whether shared memory has two rows of every block, `read_bytes` for one element."""
+        """Returns True if two rows of every block fit in shared memory, `read_bytes` an element."""
         most = target.shared_memory_of(self.min_blocks)
         return self._shared(2, read_bytes, compute, cluster) <= most
 
@@ -226,7 +226,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What threads of the forward kernel have in registers."""
+    """Registers and vectors of the forward kernel's threads."""
 
     registers: tuple[int, ...]  # a thread's for 1, 2, ... vectors of a row, unspilled
     steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
@@ -281,7 +281,7 @@ _FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
 
 
 def _held_for(vectors: int, compute: np.dtype, residual: bool) -> _Held:
-    """What threads hold of rows of so many vectors that have no step of their own.
+    """Returns the part of rows of so many vectors, which have no step of their own, in threads.
 
     With a residual three vectors a thread were best, or within 2 % of it, up to 12288 features of
     bfloat16, and fewer blocks that hold the scale 1 to 2 % faster. Longer rows need more vectors to
@@ -357,7 +357,7 @@ def _held_layout(features: int, vector: int, slices: int, held: _Held) -> RowLay
 
 
 def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
-    """As many blocks to a multiprocessor as its registers allow."""
+    """Gives a multiprocessor as many blocks as its registers allow."""
     needed = registers[layout.chunks - 1]
     layout = dataclasses.replace(layout, min_blocks=MOST_THREADS // layout.threads)
     while layout.min_blocks > 1 and layout.registers < needed:

@@ -289,7 +289,7 @@ def aligned(
 
 
 def _remedy(name: str, value: Array, x: Array, size: tuple[int, ...]) -> str:
-    """What to write for a parameter that broadcasts, but not as ours do; or ""."""
+    """Returns the cure for a parameter that broadcasts, but not as ours do; or ""."""
     count = value.ndim - len(size)
     if 0 < count < x.ndim - len(size) and value.shape == (*x.shape[:count], *size):
         index = ", ".join([":"] * count + ["None"] * (x.ndim - value.ndim))
@@ -704,7 +704,7 @@ def _parts(norm: Norm, ndim: int) -> tuple[Sequence[int], ...]:
 
 
 def are_examples(norm: Norm) -> bool:
-    """Whether scale has the first dimensions of x, and others of x are between them and `axes`.
+    """Returns True if scale has x's first dimensions, with others of x between them and `axes`.
 
     LayerNorm's kernels take examples alone: there vmap may have put rows before them, or none is
     between.

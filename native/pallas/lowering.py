@@ -1,4 +1,4 @@
-"""What a Pallas kernel is lowered for, and what JAX has to be told so that it can be."""
+"""Describes the targets of Pallas kernels, and tells JAX what it needs to lower them."""
 
 import contextlib
 import dataclasses

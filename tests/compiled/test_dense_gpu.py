@@ -1,4 +1,4 @@
-"""What an H200 would run for dense layers, from programs compiled for it: memory and passes."""
+"""Programs of dense layers compiled for an H200: memory and passes."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What an H200 would run for norms with a bias or with parameters of examples: one pass."""
+"""Norms with a bias or with parameters of examples, compiled for an H200: one pass each way."""
 
 import functools
 import re

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def found(pattern: str, documents: list[pathlib.Path]) -> set[str]:
-    """What the first group of a pattern matches in the documents."""
+    """Returns the matches of a pattern's first group in the documents."""
     return {match for path in documents for match in re.findall(pattern, path.read_text())}
 
 

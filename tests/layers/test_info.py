@@ -1,4 +1,4 @@
-"""What `normfuse info` and `normfuse cache` print and do."""
+"""`normfuse info` and `normfuse cache`: what they print and do."""
 
 import re
 import sys

@@ -86,7 +86,7 @@ def summed(e: Expected, shape) -> Expected:
     "op, own, implementation", half(["residual_rms_norm", "layer_norm"], OWN, ["native", "xla"])
 )
 def test_values_and_gradients(op, own, implementation):
-    """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
+    """The gradient of "xla" is JAX's own, which rounds its parts to the dtype of x."""
     dtype = "bfloat16" if implementation == "native" else "float32"
     args, cts = drawn(SHAPE, *OWN[own], dtype, residual=op.startswith("residual_"))
     case = case_of(op, *OWN[own])

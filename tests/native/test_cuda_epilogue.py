@@ -1,4 +1,4 @@
-"""What follows a dense layer's product on CUDA: run by the emulator, and compiled for real."""
+"""The epilogue of a dense layer's product on CUDA: run by the emulator, and compiled for real."""
 
 import dataclasses
 import functools

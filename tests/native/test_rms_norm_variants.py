@@ -269,7 +269,7 @@ def test_cuda_examples_compile_and_spill_no_registers(spilled, op, where):
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(9000, 8, 64), (9000, 512)])
 def test_short_rows_are_stored_by_16_bytes(monkeypatch, shape, kernel):
-    """Of the first vector of a thread the compiler would make four stores, one for each word."""
+    """The compiler would make four stores of a thread's first vector, one for each word."""
     pytest.importorskip("cuda.bindings.nvrtc")
     texts = []
 
