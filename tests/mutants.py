@@ -254,6 +254,12 @@ MUTANTS = [
         "tests/layers/test_shared.py::test_sums_grow_on_the_right",
     ),
     Mutant(
+        "layers/dense/pallas.py",
+        "x, w = before(x, k - step * tk, 1), before(w, k - step * tk, 0)",
+        "x, w = x, w",
+        "tests/native/test_pallas.py::test_products_match_float64[blocks-(33, 600, 130)]",
+    ),
+    Mutant(
         "layers/dense/epilogue.py",
         "return sigmoid_of(u) + x * du * sigmoid_slope(u);",
         "return sigmoid_of(u) + du * sigmoid_slope(u);",
@@ -611,12 +617,6 @@ MUTANTS = [
         "tests/fuse/test_compare.py::test_results_that_are_not_finite",
     ),
     # ---------------------------------------------------------------- layers: modules
-    Mutant(
-        "layers/modules.py",
-        "return MatrixProduct(count, 1, ndims)",
-        "return MatrixProduct(count, 0, ndims)",
-        "tests/layers/test_einsum.py::test_einsum_is_one_product[BTD,VD->BTV]",
-    ),
     Mutant(
         "layers/nnx.py",
         "given = {key: rounded(p.reshape(shape), dtype) for key, p in given.items()}",
