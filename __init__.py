@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from .layers.accumulate import accumulate_gradients as accumulate_gradients
     from .layers.attention import attention as attention
     from .layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
-    from .layers.dense import clamped_swiglu as clamped_swiglu
     from .layers.dense import dense as dense
     from .layers.dense import gated_dense as gated_dense
     from .layers.dense import gated_product as gated_product
     from .layers.elementwise import elementwise as elementwise
     from .layers.fuse import fuse as fuse
     from .layers.fuse.compare import compare as compare
-    from .layers.norm import gated_rms_norm as gated_rms_norm
     from .layers.norm import layer_norm as layer_norm
     from .layers.norm import rms_norm as rms_norm
     from .layers.norm import rms_norm_with_rstd as rms_norm_with_rstd
@@ -44,7 +42,6 @@ _HOME = {  # public name -> the module that defines it
     "CompileError": ".native.compiler",
     "accumulate_gradients": ".layers.accumulate",
     "attention": ".layers.attention",
-    "clamped_swiglu": ".layers.dense",
     "compare": ".layers.fuse.compare",
     "dense": ".layers.dense",
     "elementwise": ".layers.elementwise",
@@ -52,7 +49,6 @@ _HOME = {  # public name -> the module that defines it
     "fuse": ".layers.fuse",
     "gated_dense": ".layers.dense",
     "gated_product": ".layers.dense",
-    "gated_rms_norm": ".layers.norm",
     "layer_norm": ".layers.norm",
     "linear_cross_entropy": ".layers.cross_entropy",
     "rms_norm": ".layers.norm",
@@ -65,7 +61,9 @@ _GONE = {  # since version 0.1: public name -> its replacement
     "adaptive_rms_norm": "normfuse.rms_norm(x, scale[:, None], shift[:, None], scale_offset=1)",
     "add_layer_norm": "normfuse.layer_norm(x, scale, bias, residual=residual)",
     "add_rms_norm": "normfuse.rms_norm(x, scale, bias, residual=residual)",
+    "clamped_swiglu": "a function of gate and up in plain JAX, between normfuse.dense and another",
     "fuse_norms": "normfuse.fuse(function, quantization='fp8')",
+    "gated_rms_norm": "normfuse.rms_norm, times silu(z) before or after it in plain JAX",
     "norm_dense": "normfuse.dense of normfuse.rms_norm, in a function that normfuse.fuse fuses",
     "norm_gated_dense": "normfuse.gated_dense of normfuse.rms_norm, as for norm_dense",
 }

@@ -1,4 +1,4 @@
-"""Attention forward and backward on one GPU, compared with einsum, jax.nn and torch.
+"""Attention forward and backward on one GPU, compared with einsum and jax.nn.
 
     python benchmarks/attention.py           # the table, two minutes at most
     python benchmarks/attention.py --tiny    # small shapes, to see on a CPU that it runs
@@ -6,7 +6,7 @@
 Each row has two times of a call, which returns out and the gradients of q, k and v: "device" is the
 sum of its kernels (CUPTI, the median of calls by turns), and "wall" the time of many calls back to
 back, by the clock, divided by their number, the least of turns; this has what the device waits for.
-torch runs in a process of its own and has "wall" alone. Errors are relative distances (of norms)
+Errors are relative distances (of norms)
 from einsum in float32, of out, dq, dk and dv. Temporaries are what a program needs beyond inputs
 and results.
 """
@@ -19,8 +19,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +38,6 @@ class Case:
     heads: int
     kv_heads: int
     width: int
-    must: str = ""  # the longest time that "device" may show
     dtype: str = "bfloat16"
     mask: bool = False
     prefix: int = 0
@@ -65,19 +62,16 @@ class Case:
 
 
 CASES = (
-    Case("4 x 2048, 32/8 x 64", 4, 2048, 32, 8, 64, must="1.0 ms"),
-    Case("4 x 2048, 32/8 x 64, mask operand", 4, 2048, 32, 8, 64, must="1.1 ms", mask=True),
-    Case("1 x 8192, 16/8 x 128", 1, 8192, 16, 8, 128, must="2.2 ms"),
-    Case("8192 in 8 documents, 32/8 x 128", 1, 8192, 32, 8, 128, documents=DOCUMENTS,
-         must="a third of einsum, 1.3 x eight calls"),
-    Case("2 x 2048, 8/1 x 256", 2, 2048, 8, 1, 256, must="0.65 ms"),
-    Case("2 x 2048, 8/1 x 256, softcap 50", 2, 2048, 8, 1, 256, must="1.2 ms", softcap=50.0),
-    Case("1 x 8192, 16/8 x 128, window 1024", 1, 8192, 16, 8, 128, window=1024,
-         must=".6 of the full causal"),
-    Case("8 x 867, 8/1 x 256, mask with a prefix", 8, 867, 8, 1, 256, mask=True, prefix=816,
-         must="einsum"),
+    Case("4 x 2048, 32/8 x 64", 4, 2048, 32, 8, 64),
+    Case("4 x 2048, 32/8 x 64, mask operand", 4, 2048, 32, 8, 64, mask=True),
+    Case("1 x 8192, 16/8 x 128", 1, 8192, 16, 8, 128),
+    Case("8192 in 8 documents, 32/8 x 128", 1, 8192, 32, 8, 128, documents=DOCUMENTS),
+    Case("2 x 2048, 8/1 x 256", 2, 2048, 8, 1, 256),
+    Case("2 x 2048, 8/1 x 256, softcap 50", 2, 2048, 8, 1, 256, softcap=50.0),
+    Case("1 x 8192, 16/8 x 128, window 1024", 1, 8192, 16, 8, 128, window=1024),
+    Case("8 x 867, 8/1 x 256, mask with a prefix", 8, 867, 8, 1, 256, mask=True, prefix=816),
     Case("4 x 2048, 32/8 x 64, float32", 4, 2048, 32, 8, 64, dtype="float32"),
-)  # fmt: skip
+)
 
 
 # ---------------------------------------------------------------- JAX
@@ -263,7 +257,7 @@ def walls(runs: dict[str, tuple[Any, Any]], seconds: float) -> dict[str, float]:
 
 @dataclasses.dataclass
 class Measured:
-    """What is found of a case, by the names of its versions."""
+    """Measurements of a case, by the names of its versions."""
 
     runs: dict[str, tuple[Any, Any]]  # programs, and what they are called with
     errors: dict[str, list[float]]
@@ -316,7 +310,7 @@ def table(cases: list[Case], iterations: int, until: float) -> None:
     for at, case in enumerate(cases):
         each = max(1.0, (until - NOISE - time.perf_counter()) / (len(cases) - at))
         its = found[case]
-        print(f"\n{case.name}" + (f"  (must: {case.must})" if case.must else ""), flush=True)
+        print(f"\n{case.name}", flush=True)
         samples = by_turns(its.runs, iterations, warm=0.1, until=time.perf_counter() + 0.8 * each)
         base, devices = its.wall.get("einsum"), {}
         for name, (program, _) in its.runs.items():
@@ -335,85 +329,16 @@ def table(cases: list[Case], iterations: int, until: float) -> None:
         print(json.dumps({"case": case.name, "device_ms": devices}), flush=True)
 
 
-# ---------------------------------------------------------------- torch
-
-
-def torch_table(cases: list[Case]) -> None:
-    """Times of torch's scaled_dot_product_attention, where torch and a GPU are."""
-    try:
-        import torch
-    except ImportError as error:
-        print(f"without torch: {error}", flush=True)
-        return
-    if not torch.cuda.is_available():
-        print("without torch: it has no GPU", flush=True)
-        return
-    print(f"torch {torch.__version__}, scaled_dot_product_attention", flush=True)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    for case in cases:
-        if case.softcap is not None:
-            print(f"  {case.name:36} has no softcap", flush=True)
-            continue
-        dtype = getattr(torch, case.dtype)
-        heads = case.heads, case.kv_heads, case.kv_heads, case.heads
-        shapes = [(case.batch, case.length, n, case.width) for n in heads]
-        q, k, v, dout = (torch.randn(s, device="cuda", dtype=dtype).transpose(1, 2) for s in shapes)
-        moving = [a.detach().requires_grad_() for a in (q, k, v)]
-        options: dict[str, Any] = {"is_causal": True}
-        if case.mask or case.documents or case.window is not None:
-            rows = torch.arange(case.length, device="cuda")
-            behind = rows[:, None] - rows
-            mask = (behind >= 0) | (rows < case.prefix)
-            if case.window is not None:
-                mask &= behind < case.window
-            if case.documents:
-                sizes = torch.tensor(case.documents, device="cuda")
-                ids = torch.repeat_interleave(torch.arange(len(sizes), device="cuda"), sizes)
-                mask &= ids[:, None] == ids
-            options = {"attn_mask": mask[None, None]}
-        try:
-
-            def step(moving: Any = moving, dout: Any = dout, options: Any = options) -> None:
-                out = attend(*moving, enable_gqa=True, **options)
-                torch.autograd.grad(out, moving, dout)
-
-            for _ in range(3):
-                step()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            times = []
-            for _ in range(3):
-                begin.record()
-                for _ in range(10):
-                    step()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(begin.elapsed_time(end) / 10)
-            print(f"  {case.name:36} wall {min(times):8.3f} ms", flush=True)
-        except Exception as error:
-            print(f"  {case.name:36} {type(error).__name__}: {str(error)[:120]}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a CPU")
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--seconds", type=float, default=110, help="of the whole")
     parser.add_argument("--iterations", type=int, default=11)
-    parser.add_argument("--torch", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     until = time.perf_counter() + arguments.seconds
     chosen = [case for case in CASES if arguments.only in case.name]
     cases = [case.tiny() if arguments.tiny else case for case in chosen]
-    if arguments.torch:
-        torch_table(cases)
-        return
-    # In a process of its own: JAX takes the GPU's memory.
-    command = [sys.executable, __file__, "--torch", "--only", arguments.only]
-    command += ["--tiny"] * arguments.tiny
-    try:
-        subprocess.run(command, check=False, timeout=30)
-    except subprocess.TimeoutExpired:
-        print("torch took more than 30 s", flush=True)
     import jax
 
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)

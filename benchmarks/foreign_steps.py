@@ -9,17 +9,8 @@
 Models without a package are checkouts in a further `--folder`: `foreign_zoo.py` says which.
 
 Programs of so many layers compile for minutes on a GPU, where XLA times ways to compute each
-product. Where a run may not take that long, compile first, a process a model, beside each other;
-runs then take the programs from JAX's cache, and say which of them were not there. (XLA's timings
-disturb one another then. One process after another chooses best.) Without Triton's ways among them,
-by `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, they compile in less than half a minute.
-
-    export JAX_COMPILATION_CACHE_DIR=build/programs
-    python benchmarks/foreign_steps.py --folder build/foreign --only Llama --compile-only &
-    python benchmarks/foreign_steps.py --folder build/foreign --only DantinoX --compile-only &
-    wait
-    python benchmarks/foreign_steps.py --folder build/foreign --only Llama
-    python benchmarks/foreign_steps.py --folder build/foreign --only DantinoX
+product. Without Triton's ways among them, by `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false`, they
+compile in less than half a minute.
 
 Every version is the same step but for the user's one line: float32 parameters, a forward in
 bfloat16 (by the model's own settings where it has them, else of parameters that were cast), the
@@ -49,7 +40,6 @@ import os
 import pathlib
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,10 +52,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from device_time import emit
 from flax import nnx
 from foreign_zoo import MODELS, Batch, Case, Model, look_in
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from parts import emit
 from programs import fp8_products, our_kernels
 from step import breakdown, taker
 
@@ -109,7 +99,7 @@ def placed(tree: Any, gpus: int) -> Any:
 
 
 def is_matrix(x: Any) -> bool:
-    """Whether a parameter is drawn: not if it is a vector, or a vector of each layer."""
+    """Returns True for a parameter that is drawn: no vector, nor a vector of each layer."""
     return x.ndim > 2 or (x.ndim == 2 and x.shape[0] >= STACKED)
 
 
@@ -258,19 +248,10 @@ def traced(built: Built, case: Case, name: str, optimizer: Any, batch: Batch, gp
     return Version(name, built.rest, lowered, report=reports[-1] if reports else None)
 
 
-_hits: collections.Counter[int] = collections.Counter()  # programs found in JAX's cache, by thread
-
-
-def count_hit(event: str, **_: Any) -> None:
-    _hits[threading.get_ident()] += event == "/jax/compilation_cache/cache_hits"
-
-
-def compiled(lowered: Any, after: list[concurrent.futures.Future]) -> tuple[Any, bool]:
-    """Returns the program, compiled after others, and whether it was in JAX's cache."""
+def compiled(lowered: Any, after: list[concurrent.futures.Future]) -> Any:
+    """Returns the program, compiled after others."""
     concurrent.futures.wait(after)
-    before = _hits[threading.get_ident()]
-    program = lowered.compile()
-    return program, _hits[threading.get_ident()] > before
+    return lowered.compile()
 
 
 def say(began: float, what: str) -> None:
@@ -280,11 +261,7 @@ def say(began: float, what: str) -> None:
 def trace(built: Built, case: Case, batch: Batch, versions: list[str]) -> None:
     """Prints the report of `fuse`, and the time to trace each version's gradient."""
     theirs = 0.0
-    for name in (
-        "theirs",
-        "theirs",
-        *versions[1:],
-    ):  # the first time for what JAX keeps from then on
+    for name in ("theirs", *versions):  # the first time for what JAX keeps from then on
         loss, reports = loss_of(built, case, name)
         gradient = jax.jit(jax.value_and_grad(loss))
         began = time.perf_counter()
@@ -331,17 +308,11 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> list[str]:
             futures.append(pool.submit(compiled, versions[-1].lowered, after))
             say(began, f"{each}: traced")
         for version, future in zip(versions, futures):
-            program, found = future.result()
-            version.problem = version.compiled(program)
-            how = "found in the cache" if found else "compiled"
-            say(began, f"{version.name}: {how}, {version.gib:.1f} GiB. {version.problem}")
-            if not found and jax.config.jax_compilation_cache_dir and not options.compile_only:
-                print(f"{name}, {version.name}: was not in the cache, so compiled here", flush=True)
+            version.problem = version.compiled(future.result())
+            say(began, f"{version.name}: compiled, {version.gib:.1f} GiB. {version.problem}")
     for op, reason in normfuse.fallbacks()[plain:]:
         print(f"plain XLA serves {op}: {reason}", flush=True)
     problems = [f"{name}, {v.name}: not measured: {v.problem}" for v in versions if v.problem]
-    if options.compile_only:
-        return problems
     versions = [version for version in versions if not version.problem]
     state: list[Any] = []
     gc.collect()  # models may refer to themselves
@@ -424,18 +395,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--layers", type=int, help="only so many layers")
     parser.add_argument("--vocabulary", type=int, help="only so many tokens, or classes")
-    parser.add_argument("--compile-only", action="store_true", help="into JAX's cache")
     parser.add_argument("--profile", action="store_true", help="print what steps' time goes to")
     parser.add_argument("--trace-only", action="store_true", help="what `fuse` does, and its time")
     parser.add_argument("--at-once", action="store_true", help="compile versions beside each other")
     parser.add_argument("--kernels", action="store_true", help="print kernels and reports")
     options = parser.parse_args()
     options.versions = list(dict.fromkeys(["theirs", *options.versions]))  # all are beside it
-    if options.compile_only:
-        if not jax.config.jax_compilation_cache_dir:
-            parser.error("--compile-only is for runs after it: set JAX_COMPILATION_CACHE_DIR")
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # others compile beside it
-    jax.monitoring.register_event_listener(count_hit)
     look_in(options.folder)
     chosen = {name: case for name, case in MODELS.items() if options.only in name}
     if not chosen:

@@ -1,4 +1,4 @@
-"""Draws the pictures of README.md and docs/performance.md and prints their tables.
+"""Prints the tables of README.md and docs/performance.md that a test compares with them.
 
     python benchmarks/headline.py
 
@@ -12,15 +12,12 @@ import statistics
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-IMAGES = ROOT / "docs" / "images"
 
-OURS, THEIRS = "#c0392b", "#9aa5ae"
-NAMES = {  # in the pictures
-    "XLA": "XLA, best jnp",
-    "nnx": "nnx.RMSNorm",
-    "plain jnp": "plain jnp, bfloat16",
-    "torch.compile": "torch.compile, bfloat16",
-}
+
+def recorded(name: str) -> list[dict[str, str]]:
+    """Rows of a CSV file; "report" names the run."""
+    with open(RESULTS / f"{name}.csv", newline="") as lines:
+        return [*csv.DictReader(lines)]
 
 
 def norm(
@@ -31,25 +28,23 @@ def norm(
     One run timed all but TransformerEngine, of whose two backends the faster counts.
     """
     times: dict[str, float] = {}
-    files = [f"2026-11-25_h200_{of}_{part}"]
-    files += ["2026-11-21_h200_transformer_engine"] * (of == "rms_norm")
-    for file in files:
-        with open(RESULTS / f"{file}.csv", newline="") as lines:
-            for row in csv.DictReader(lines):
-                shape = (row["mode"], int(row["rows"]), int(row["features"]))
-                if shape == (mode, rows, features) and row["dtype"] == "bfloat16":
-                    library, time = row["library"].removesuffix(", cuDNN"), float(row["us"])
-                    times[library] = min(time, times.get(library, time))
+    reports = [f"2026-11-25_h200_{of}_{part}"]
+    reports += ["2026-11-21_h200_transformer_engine"] * (of == "rms_norm")
+    for row in recorded("norms"):
+        shape = (row["mode"], int(row["rows"]), int(row["features"]))
+        same = shape == (mode, rows, features) and row["dtype"] == "bfloat16"
+        if row["report"] in reports and same:
+            library, time = row["library"].removesuffix(", cuDNN"), float(row["us"])
+            times[library] = min(time, times.get(library, time))
     return times
 
 
-def whole(part: str, file: str = "2026-11-22_h200_step") -> dict[str, float]:
+def whole(part: str, report: str) -> dict[str, float]:
     """Milliseconds by library, of the run whose ratio to plain XLA is the median."""
     runs: dict[str, dict[str, float]] = {}
-    with open(RESULTS / f"{file}.csv", newline="") as lines:
-        for row in csv.DictReader(lines):
-            if row["part"] == part:
-                runs.setdefault(row.get("run", ""), {})[row["library"]] = float(row["ms"])
+    for row in recorded("times"):
+        if (row["part"], row["report"]) == (part, report):
+            runs.setdefault(row["run"], {})[row["library"]] = float(row["ms"])
     ratio = lambda run: list(run.values())[1] / list(run.values())[0]
     middle = statistics.median_low(map(ratio, runs.values()))
     return next(run for run in runs.values() if ratio(run) == middle)
@@ -60,7 +55,6 @@ def table() -> str:
     forward, backward = norm("forward", 32768, 4096), norm("backward", 32768, 4096)
     both = {name: forward[name] + backward[name] for name in forward if name in backward}
     few = norm("backward", 64, 4096, "small")
-    mlp, step = whole("SwiGLU MLP"), whole("1b step")
     mlp_fp8 = whole("norm + SwiGLU MLP 4096 -> 14336, 16384 tokens", "2026-11-24_h200_fp8")
     step_fp8 = whole("1b step in FP8", "2026-11-27_h200_step")
     torchao = whole("1b step beside torchao", "2026-11-25_h200_step")
@@ -79,22 +73,7 @@ def table() -> str:
             "{:.1f} µs",
         ),
         (
-            "SwiGLU MLP with its norm, forward and backward, 16384 tokens, 4096 / 14336",
-            {"plain jnp": mlp["plain jnp"]},
-            mlp["normfuse"],
-            "{:.1f} ms",
-        ),
-        (
-            "Whole training step, 1.24 billion parameters, 16384 tokens",
-            {
-                "same model, XLA's norms": step["normfuse with --implementation xla"],
-                "`torch.compile`": step["torch.compile"],
-            },
-            step["normfuse"],
-            "{:.1f} ms",
-        ),
-        (
-            "The same MLP in FP8",
+            "SwiGLU MLP with its norm in FP8, forward and backward, 16384 tokens, 4096 / 14336",
             {
                 "plain jnp, bfloat16": mlp_fp8["plain jnp"],
                 "Flax's `fp8_ops`": mlp_fp8["Flax's fp8_ops"],
@@ -103,7 +82,7 @@ def table() -> str:
             "{:.1f} ms",
         ),
         (
-            "The same training step in FP8",
+            "Training step in FP8, 1.24 billion parameters, 16384 tokens",
             {"ours, bfloat16": step_fp8["normfuse in bfloat16"]},
             step_fp8["normfuse"],
             "{:.1f} ms",
@@ -125,7 +104,7 @@ def table() -> str:
     for what, theirs, ours, unit in rows:
         named = "<br>".join(f"{unit.format(time)} {name}" for name, time in theirs.items())
         ratios = "<br>".join(f"{time / ours:.2f}×" for time in theirs.values())
-        lines.append(f"| {what} | {named} | **{unit.format(ours)}** | {ratios} |")
+        lines.append(f"| {what} | {named} | {unit.format(ours)} | {ratios} |")
     return "\n".join(lines)
 
 
@@ -169,75 +148,5 @@ def tables() -> list[str]:
     ]
 
 
-def bars(axes, title: str, times: dict[str, float], unit: str) -> None:
-    """Horizontal bars, shortest first, each labelled with its name, time and ratio to ours."""
-    ours = times["normfuse"]
-    ordered = sorted(times.items(), key=lambda item: item[1], reverse=True)
-    for place, (name, time) in enumerate(ordered):
-        mine = name == "normfuse"
-        axes.barh(place, time, color=OURS if mine else THEIRS, height=0.72)
-        label = f"{time:.1f} {unit}" + ("" if mine else f"   {time / ours:.2f}×")
-        axes.text(time, place, f"  {label}", va="center", weight="bold" if mine else "normal")
-    axes.set_yticks(range(len(ordered)), [NAMES.get(name, name) for name, _ in ordered])
-    axes.set_xlim(0, 1.32 * max(times.values()))
-    axes.set_ylim(len(ordered) - 5.5, len(ordered) - 0.5)  # bars of one thickness, at the top
-    axes.set_title(title, loc="left", fontsize=10.5, pad=6)
-    axes.xaxis.set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-
-
-def draw(path: pathlib.Path, title: str, panels: list) -> None:
-    """One row of panels: (title, times, unit)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 2.5), squeeze=False)
-    for one, (name, times, unit) in zip(axes[0], panels, strict=True):
-        bars(one, name, times, unit)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11.5, weight="bold")
-    figure.tight_layout(w_pad=2.5)
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    plt.close(figure)
-
-
-def among(times: dict[str, float], *names: str) -> dict[str, float]:
-    return {name: times[name] for name in ("normfuse", *names)}
-
-
-def main() -> None:
-    rivals = ("nnx", "XLA", "Liger", "TransformerEngine")
-    draw(
-        IMAGES / "rms_norm_h200.png",
-        "RMSNorm on one NVIDIA H200, bfloat16: device time, shorter is better",
-        [
-            ("forward, 32768 × 4096", among(norm("forward", 32768, 4096), *rivals), "µs"),
-            ("backward, 32768 × 4096", among(norm("backward", 32768, 4096), *rivals), "µs"),
-        ],
-    )
-    mlp = whole("norm + SwiGLU MLP 4096 -> 14336, 16384 tokens", "2026-11-24_h200_fp8")
-    step = whole("1b step in FP8", "2026-11-25_h200_step")
-    draw(
-        IMAGES / "whole_h200.png",
-        "In a model, one NVIDIA H200, normfuse in FP8: time, shorter is better",
-        [
-            (
-                "SwiGLU MLP with its norm, forward and backward",
-                among(mlp, "XLA's best FP8", "Flax's fp8_ops", "plain jnp"),
-                "ms",
-            ),
-            (
-                "training step, 1.24 billion parameters",
-                among(step, "normfuse in bfloat16", "torch.compile"),
-                "ms",
-            ),
-        ],
-    )
-    print(table(), *tables(), sep="\n\n")
-
-
 if __name__ == "__main__":
-    main()
+    print(table(), *tables(), sep="\n\n")

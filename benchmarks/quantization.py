@@ -1,591 +1,512 @@
-"""Device times of the FP8 quantizing kernels: other layouts, and XLA's best for the same.
+"""Layers in FP8, in bfloat16 and in other FP8, forward and backward, on one GPU.
 
-    python benchmarks/quantization.py                    # the first two parts, about a minute
-    python benchmarks/quantization.py --part layouts     # through the CUDA driver, without XLA
-    python benchmarks/quantization.py --part xla         # as a jitted program, CUPTI's times
-    python benchmarks/quantization.py --part layers      # layers, beside Flax's and XLA's FP8
-    python benchmarks/quantization.py --part layers --rows mlp blocks --seconds 300
-    python benchmarks/quantization.py --part layers --size tiny    # to try it on a CPU
+    python benchmarks/quantization.py
+    python benchmarks/quantization.py --rows mlp gelu --seconds 300 --json lines.jsonl
+    python benchmarks/quantization.py --size tiny    # to try it on a CPU
 
-A fraction is the time in which the driver's own copy would move the same bytes over the time taken.
-`cast` reads a matrix and writes codes in both layouts; `amax` reads it; `quantize` does both, so
-reads it twice, and its bytes are counted twice. `norm` reads rows and writes codes of their
-RMSNorm; `add norm` adds a residual before, and writes the sum too. Every line of the tables is a
-JSON line too, for other programs to read (`--json FILE`).
-
-`layers` has a row for each layer and size (`fp8_rows.py`): SwiGLU and gelu MLPs and a dense layer
-behind a norm, a foreign model's Linears after `swap`, and eight layers of the `8b` preset. All
-programs are compiled first, beside one another and without Triton's products; then the versions of
-one row after another take turns, until `--seconds` are over. What was not measured is said, and
-why: a version without the FP8 products or the kernels of ours that it is named for is not.
+A row is a layer at a size: MLPs and a dense layer behind a norm, and a foreign model's Linears in
+`fuse`. Its versions are of the same bfloat16 x and parameters (float32, but for the row of few
+tokens), whose casts and codes are made in each call, and take turns. All programs are compiled
+first, beside one another. Every product of "FP8, normfuse" must be one of FP8 codes in its compiled
+program; a version without what it is named for is not measured. Nor is one whose results are far
+from bfloat16's: codes of too small a gradient are all zero, and a GPU multiplies zeros faster than
+numbers. Every line of the table is a JSON line too, for other programs to read.
 """
 
 import argparse
 import concurrent.futures
-import contextlib
-import ctypes
 import dataclasses
 import functools
-import itertools
-import multiprocessing
+import json
+import math
 import os
 import pathlib
 import statistics
 import sys
 import time
-import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from parts import emit, run_parts
-
+# The blocks take most of the memory; JAX reads this when it first looks for a device.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 
-ROWS, WIDTHS = (16384, 2048), (2048, 4096, 8192, 14336)
-KERNELS = ((2048, 8192), (4096, 14336))  # parameters, float32
-MAIN = (16384 * 4096, 16384 * 14336, 2048 * 14336)
-REGISTERS = 65536  # registers of a multiprocessor
+import foreign_blocks
+import jax
+import jax.numpy as jnp
+from dense_layers import both_ways, kernel_shapes
+from device_time import GEMM, by_turns, emit
+from flax import nnx
+from flax.linen import fp8_ops
+from fp8_layers import gated, linears, rms_norm
+from programs import fp8_products, other_products, our_kernels
+
+import normfuse
+from normfuse.layers.dense import gated as gated_layers
+from normfuse.layers.quantization.quantize import Quantized
+from normfuse.train.step import GPU_OPTIONS
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+OURS, PLAIN, FP8 = "bf16, normfuse", "bf16, jnp", "FP8, normfuse"
+XLA, FLAX = "FP8, XLA's best", "FP8, Flax's fp8_ops"
+Multiply = Callable[[jax.Array, Sequence[jax.Array]], list[jax.Array]]
+FAR = 0.5  # relative error: FP8's are .07 to .3, that of a gradient of zeros is 1
 
 
-def layouts() -> list:
-    """Candidates for fp8_tile.cuh; registers for each thread say how many blocks fit."""
-    from normfuse.layers.quantization.quantize import CastLayout
+@dataclasses.dataclass(eq=False)
+class Version:
+    """A program that computes a row.
 
-    found = []
-    registers = {2: (48, 64), 4: (64, 80), 8: (80, 128), 16: (128,)}
-    for (width, height), batch in itertools.product([(16, 8), (8, 16), (32, 8)], registers):
-        for each in registers[batch]:
-            blocks = REGISTERS // (width * height * each)
-            found.append(CastLayout(width, height, batch, max(1, blocks)))
-    return found
-
-
-def gated_layouts() -> list:
-    """Candidates for the kernels that read two or three arrays."""
-    from normfuse.layers.quantization.quantize import CastLayout
-
-    found = []
-    for (width, height), batch in itertools.product([(16, 8), (8, 16), (8, 8), (32, 8)], (2, 4, 8)):
-        for registers in (72, 80, 96, 128):
-            blocks = REGISTERS // (width * height * registers)
-            found.append(CastLayout(width, height, batch, max(1, blocks)))
-    return found
-
-
-def norm_layouts(columns: int) -> list:
-    """Candidates for the norm, whose blocks side by side have whole rows: at most eight."""
-    from normfuse.layers.quantization import norm
-    from normfuse.layers.quantization.quantize import CastLayout
-    from normfuse.native.launch import named_target
-
-    found = []
-    for width, height, batch in itertools.product(
-        (32, 64, 96, 128, 192, 224, 256, 448), (1, 2, 4, 8), (2, 4)
-    ):
-        blocks, threads = -(-columns // (8 * width)), width * height
-        if blocks in (1, 2, 4, 8) and 64 <= threads <= 512:
-            for registers in (64, 72, 80, 128):
-                layout = CastLayout(width, height, batch, group=1)
-                room = named_target("sm_90").blocks_with(norm.shared_bytes(layout, blocks, 2))
-                fit = min(REGISTERS // registers // threads, room)
-                found.append(dataclasses.replace(layout, min_blocks=max(1, fit)))
-    return list(dict.fromkeys(found))
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One matrix to be cast, or the two of a gated activation."""
-
-    rows: int
-    columns: int
-    dtype: str
-
-    @property
-    def itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 2
-
-    @property
-    def elements(self) -> int:
-        return self.rows * self.columns
-
-    def launches(self, target, call: str, **chosen) -> list[dict]:
-        """What a function of `quantization.quantize`, or `gated`, launches, with layouts given."""
-        import jax
-        import jax.numpy as jnp
-
-        from normfuse.layers.dense.epilogue import SCALARS
-        from normfuse.layers.norm.spec import Norm
-        from normfuse.layers.quantization import gated, norm, quantize
-        from normfuse.layers.quantization.norm import NormCodes
-
-        found = []
-
-        def launch(source, kernel, operands, results, **sizes):
-            sizes |= {"source": source, "kernel": kernel}
-            found.append(sizes | {"operands": list(operands), "results": list(results)})
-            return [jnp.zeros(r.shape, r.dtype) for r in results]
-
-        small = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-        x, q = (
-            jax.ShapeDtypeStruct((self.rows, self.columns), jnp.dtype(of))
-            for of in (self.dtype, "uint8")
-        )
-        flags = {"dtype": "float8_e4m3fn", "has_q": True, "has_qt": True}
-        silu = {"function": SCALARS["silu"]}
-        row, base = small(self.columns), Norm(eps=1e-6, has_scale=True, with_rstd=True)
-
-        def normalised(target, *arrays, has_residual):
-            spec = NormCodes(dataclasses.replace(base, has_residual=has_residual))
-            return norm.cuda_codes(target, spec, *arrays)
-
-        run, operands, flags = {
-            "norm": (normalised, [x, row, small(1)], {"has_residual": False}),
-            "add norm": (normalised, [x, x, row, small(1)], {"has_residual": True}),
-            "amax": (quantize.cuda_maxima, [x], {}),
-            "cast": (quantize.cuda_cast, [x, small(1)], flags),
-            "quantize": (quantize.cuda_quantize, [x], flags),
-            "gated amax": (gated.cuda_amax, [x, x], silu),
-            "gated": (gated.cuda_forward, [x, x, small(3)], silu),
-            "gated gradient": (gated.cuda_gradient, [x, q, q, small(2), small(3)], silu),
-        }[call]
-        with contextlib.ExitStack() as stack:
-            replace = lambda *what: stack.enter_context(unittest.mock.patch.object(*what))
-            replace(quantize, "launch", launch)
-            replace(gated, "launch", launch)
-            replace(norm, "launch", launch)
-            for name, layout in chosen.items():
-                modules = {"layout": norm if call.endswith("norm") else gated}
-                module = modules.get(name, quantize)
-                replace(module, name, lambda *_, _layout=layout, **__: _layout)
-            jax.eval_shape(lambda *arrays: run(target, *arrays, **flags), *operands)
-        return found
-
-    def bytes(self, call: str) -> int:
-        """That a kernel must move: arrays as wide as x, and codes."""
-        of = {"amax": (1, 0), "cast": (1, 2), "quantize": (2, 2), "gated amax": (2, 0)}
-        of |= {"norm": (1, 2), "add norm": (3, 2)}  # the sum is as large as x
-        wide, codes = (of | {"gated": (2, 3), "gated gradient": (1, 7)})[call]
-        return self.elements * (wide * self.itemsize + codes)
-
-
-def compile_one(job: tuple) -> tuple[tuple, bytes | str]:
-    """(job, image), or (job, the compiler's message)."""
-    from normfuse.native import compiler
-
-    source, macros, arch = job
-    source = compiler.kernel_source(source) if isinstance(source, str) else source
-    try:
-        return job, compiler.compile_image(source, dict(macros), arch).data
-    except Exception as error:
-        return job, str(error)[-300:]
-
-
-def job_of(launch: dict, target) -> tuple:
-    return launch["source"], tuple(sorted(launch["macros"].items())), target.arch
-
-
-class Device:
-    """Arrays on the device, and the times of launches on them."""
-
-    def __init__(self, gpu, work: Work):
-        import numpy as np
-        from device_time import sets_for
-
-        self.gpu = gpu
-        self.count = min(12, sets_for(work.elements * (work.itemsize + 2)))
-        bits = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
-        if work.itemsize == 2:
-            bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
-        # Codes of about a quarter: with the scale below, 4, no gradient exceeds its bound.
-        codes = np.random.default_rng(0).integers(0x10, 0x2C, 1 << 21, dtype=np.uint8)
-        self.fill, self.large = {work.itemsize: bits, 1: codes}, {}
-        self.small = gpu.array(1 << 16, np.full(1 << 14, 4, np.float32))  # maxima, scales, bounds
-        self.sink = gpu.array(1 << 16)  # small results
-
-    def free(self) -> None:
-        for pointer in [*self.large.values(), self.small, self.sink]:
-            self.gpu("cuMemFree", pointer)
-
-    def pointer(self, turn: int, index: int, array, is_result: bool) -> int:
-        size = array.size * array.dtype.itemsize
-        if size <= 1 << 16:
-            return self.sink if is_result else self.small
-        key = turn, index, is_result
-        if key not in self.large:
-            self.large[key] = to = self.gpu.array(size)
-            fill = self.fill.get(array.dtype.itemsize, self.fill[1])
-            for offset in range(0, 0 if is_result else size, fill.nbytes):
-                count = min(fill.nbytes, size - offset)
-                self.gpu("cuMemcpyHtoD", to + offset, fill.ctypes.data, count)
-        return self.large[key]
-
-    def microseconds(self, launches: list[dict], images: list[bytes]) -> float:
-        from cuda_launches import launch_config
-
-        calls, libraries = [], []
-        for launch, image in zip(launches, images, strict=True):
-            shared = launch.get("shared", 0)
-            library, function = self.gpu.function(image, launch["kernel"], shared)
-            libraries.append(library)
-            grid, block, stream = launch["grid"], launch["block"], self.gpu.stream
-            cluster = launch.get("cluster", 1)
-            config = launch_config(self.gpu.cu, grid, block, cluster, shared, stream)
-            turns = [self._parameters(launch, turn) for turn in range(self.count)]
-            calls.append((config, function, turns))
-
-        def run(turn: int) -> None:
-            for config, function, turns in calls:
-                self.gpu("cuLaunchKernelEx", config, function, turns[turn % self.count], 0)
-
-        us = self.gpu.microseconds(run, max(10, self.count))
-        for library in libraries:
-            self.gpu("cuLibraryUnload", library)
-        return us
-
-    def _parameters(self, launch: dict, turn: int) -> tuple[tuple, tuple]:
-        pointers = [self.pointer(turn, i, a, False) for i, a in enumerate(launch["operands"])]
-        pointers += [self.pointer(turn, i, r, True) for i, r in enumerate(launch["results"])]
-        ints = [int(n) for n in launch["ints"]]
-        floats = [float(n) for n in launch.get("floats", ())]
-        types = [ctypes.c_void_p] * len(pointers) + [ctypes.c_longlong] * len(ints)
-        return (*pointers, *ints, *floats), (*types, *[ctypes.c_float] * len(floats))
-
-
-def short(layout) -> str:
-    if hasattr(layout, "unroll"):
-        return f"{layout.blocks_each} blocks each, unroll {layout.unroll}"
-    text = f"{layout.width}x{layout.height} batch {layout.batch} blocks {layout.min_blocks}"
-    return f"{text} group {layout.group}"
-
-
-def sweep(seconds: float, only: list[str], widths: list[int], chosen: bool = False) -> None:
-    """Times the layouts of all kernels, or of some, for as long as there is time.
-
-    With `chosen` those only that the package takes.
+    Attributes:
+      run: of the row's operands and of `extra()`.
+      extra: makes what it needs beside them.
+      products: how many FP8 products its program must have; 0 for bfloat16, and None where as many
+        as XLA makes of it will do.
+      ours: whether it must call kernels of ours; others must not.
+      norms: how many norms write codes, where `fuse` says so.
+      program: its compiled step.
+      problem: why it is not measured.
+      error: of the result or gradient that is furthest from bfloat16's by plain JAX, relative.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # JAX only shapes the calls: the GPU's memory is ours
-    from cuda_launches import Gpu, copy_rate
 
-    from normfuse.layers.quantization.quantize import AmaxLayout
+    name: str
+    run: Callable
+    extra: Callable[[], Any] = tuple
+    products: int | None = 0
+    ours: bool = False
+    norms: Callable[[], int] = lambda: 1
+    program: Any = None
+    problem: str = ""
+    error: float = math.nan
+    fp8: int = 0
+    others: int = 0
+    kernels: dict[str, int] = dataclasses.field(default_factory=dict)
 
-    began = time.perf_counter()
-    gpu = Gpu()
-    target, rate = gpu.target(), copy_rate(gpu)
-    emit(part="layouts", device=target.name, copy_tb_s=round(rate / 1e6, 3))
-    works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
-    works += [Work(r, w, "float32") for r, w in KERNELS]
-    works = [work for work in works if work.columns in (widths or WIDTHS)]
-    works.sort(key=lambda work: work.rows * work.columns not in MAIN)  # the main ones first
-    casts = {"cast_layout": layouts()}
-    maxima = {"amax_layout": [AmaxLayout(b, u) for b in (2, 4) for u in (2, 4, 8)]}
-    gates = {"layout": gated_layouts()}
-    searched = {
-        "cast": casts,
-        "amax": maxima,
-        "gated": gates,
-        "gated gradient": gates,
-    }
-    searched = {} if chosen else searched
-    of_norm = lambda work: [] if chosen else norm_layouts(work.columns)
-    wanted = lambda call: not only or call in only
-    images: dict = {}
-    jobs = set()
-    for work, (call, options) in itertools.product((works[0], works[-1]), searched.items()):
-        if work.itemsize == 4 and call.startswith("gated") or not wanted(call):
-            continue
-        for name, candidates in options.items():  # these programs do not depend on the shape
-            for layout in candidates:
-                jobs |= {job_of(n, target) for n in work.launches(target, call, **{name: layout})}
-    for work, call in itertools.product(works, filter(wanted, ("norm", "add norm"))):
-        for layout in of_norm(work) if work.itemsize == 2 else ():  # these do
-            jobs |= {job_of(n, target) for n in work.launches(target, call, layout=layout)}
-    with concurrent.futures.ProcessPoolExecutor(
-        os.cpu_count(), multiprocessing.get_context("spawn")
-    ) as pool:
-        images.update(pool.map(compile_one, jobs))
-    emit(part="layouts", compiled=len(images), seconds=round(time.perf_counter() - began, 1))
+    def read(self, text: str, exact: bool) -> None:
+        """Reads the program's text; notes the parts that it lacks of its name's promise.
 
-    def timed(device, work, call, **chosen) -> float | None:
-        try:
-            launches = work.launches(target, call, **chosen)
-            jobs = [job_of(launch, target) for launch in launches]
-            images.update(compile_one(job) for job in jobs if job not in images)
-            found = [images[job] for job in jobs]
-            failed = [image for image in found if isinstance(image, str)]
-            if failed:
-                raise RuntimeError(failed[0])
-            return device.microseconds(launches, found)
-        except Exception as error:
-            emit(part="layouts", call=call, error=repr(error)[:300])
-            return None
-
-    for work in works:
-        line = {"part": "layouts", "rows": work.rows, "columns": work.columns, "x": work.dtype}
-        try:
-            device = Device(gpu, work)
-        except Exception as error:
-            emit(**line, error=repr(error)[:300])
-            continue
-
-        def say(call, layout, us, work=work, line=line) -> None:
-            of_copy = round(work.bytes(call) / rate / us, 3)
-            emit(**line, kernel=call, layout=layout, us=round(us, 1), of_copy=of_copy)
-
-        calls = ["norm", "add norm", "cast", "amax", "quantize"]
-        calls += ["gated amax", "gated", "gated gradient"]
-        best_cast = None
-        for call in filter(wanted, calls):
-            if time.perf_counter() - began > seconds:
-                emit(part="layouts", out_of_time=True)
-                return
-            if call.startswith("gated") and (work.itemsize == 4 or work.columns < 8192):
-                continue
-            if call.endswith("norm") and work.itemsize == 4:
-                continue
-            if us := timed(device, work, call):
-                say(call, "package's choice", us)
-            if call == "quantize" and best_cast is not None:
-                if us := timed(device, work, call, cast_layout=best_cast):
-                    say(call, short(best_cast), us)
-            results = []
-            options = searched.get(call, {})
-            if call.endswith("norm"):
-                options = {"layout": of_norm(work)}
-            for name, candidates in options.items():
-                for layout in candidates:
-                    if us := timed(device, work, call, **{name: layout}):
-                        results.append((us, layout))
-                results.sort(key=lambda one: one[0])
-                if results and hasattr(results[0][1], "group") and not call.endswith("norm"):
-                    for group in (1, 2, 4, 16, 32):
-                        layout = dataclasses.replace(results[0][1], group=group)
-                        if us := timed(device, work, call, **{name: layout}):
-                            results.append((us, layout))
-                    results.sort(key=lambda one: one[0])
-            for us, layout in results[:4]:
-                say(call, short(layout), us)
-            if call == "cast" and results:
-                best_cast = results[0][1]
-        device.free()
+        Products are counted where `exact`: programs for CPUs only have codes.
+        """
+        self.fp8, self.others = fp8_products(text), other_products(text)
+        self.kernels = our_kernels(text)
+        quantizes = any(name.startswith("quantize") for name in self.kernels)
+        if bool(self.kernels) != self.ours:
+            self.problem = f"its program calls {sorted(self.kernels) or 'no kernel'} of ours"
+        elif self.products != 0 and self.ours and not quantizes:
+            self.problem = "its program calls no quantizer of ours"
+        elif bool(self.fp8) != (self.products != 0):
+            self.problem = f"its program has {self.fp8 or 'no'} products of FP8 codes"
+        elif exact and self.products and (self.fp8, self.others) != (self.products, 0):
+            self.problem = (
+                f"its program has {self.fp8} products of FP8 codes and {self.others} others, "
+                f"must have {self.products} and none"
+            )
+        elif not self.norms():
+            self.problem = "no norm writes codes"
 
 
-def check() -> dict[str, int]:
-    """How many bytes of the kernels' results differ from those of the plain definition: none."""
-    import jax
-    import jax.numpy as jnp
-    from fp8_layers import quantize
+@dataclasses.dataclass
+class Row:
+    """A layer at a size.
 
-    from normfuse.layers.quantization.quantize import define_quantize
-    from normfuse.native.implementation import NATIVE
+    Attributes:
+      operands: shapes and dtypes of what all versions take: parameters, and what these meet.
+    """
 
-    found = {}
-    for dtype in ("float8_e4m3fn", "float8_e5m2"):
-        for x in ("float32", "bfloat16", "float16"):
-            for shape in ((272, 4112), (131, 77)):
-                array = jax.random.normal(jax.random.key(0), shape, jnp.dtype(x))
-                array = array.at[3, 5].set(jnp.nan).at[7, 6].set(jnp.inf).at[:, 2].mul(1e3)
-                array = array.at[9, 9].set(-0.0).at[8].mul(1e-5)
-                ours = quantize(array, dtype, order=NATIVE)
-                define = jax.jit(lambda a, d=dtype: define_quantize(a, dtype=d, has_q=1, has_qt=1))
-                bits = lambda a: jax.lax.bitcast_convert_type(a.reshape(-1), jnp.uint8)
-                pairs = zip(ours, define(array), strict=True)
-                differ = sum(int(jnp.sum(bits(a) != bits(b))) for a, b in pairs)
-                found[f"{x} {shape} {dtype}"] = differ
+    name: str
+    title: str
+    operands: Any
+    versions: list[Version]
+
+    def draw(self) -> Any:
+        """Random operands; products of theirs are about 1."""
+
+        @functools.partial(jax.jit, static_argnums=(1, 2))
+        def draw(key: jax.Array, x: Any, is_parameter: bool) -> jax.Array:
+            if x.ndim < 2:
+                return jnp.ones(x.shape, x.dtype)
+            size = x.shape[0] ** -0.5 if is_parameter else 1
+            return jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(size, x.dtype)
+
+        leaves, tree = jax.tree.flatten(self.operands)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        parameters = len(jax.tree.leaves(self.operands[0]))
+        found = [draw(key, x, i < parameters) for i, (key, x) in enumerate(zip(keys, leaves))]
+        return jax.tree.unflatten(tree, found)
+
+
+# ---------------------------------------------------------------- products of others
+
+
+def xla_quantize(x: jax.Array, dtype: Any = None, *, bound: Any = None) -> Quantized:
+    """Codes in both layouts by XLA alone, their scale given: with delayed scaling it is a state."""
+    del bound
+    dtype, scale = jnp.dtype(dtype or jnp.float8_e4m3fn), 2.0**-4
+    largest = float(jnp.finfo(dtype).max)
+    q = (x.astype(f32) / scale).clip(-largest, largest).astype(dtype)
+    q = jax.lax.optimization_barrier(q)  # or codes are made twice, and what is transposed is x
+    return Quantized(q, q.T, f32(scale))
+
+
+def jnp_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x @ kernel.astype(x.dtype) for kernel in kernels]
+
+
+def xla_products(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    """Codes of x are made once for all."""
+    return linears(x, kernels, quantize=xla_quantize)
+
+
+FLAX_STATE = "_overwrite_with_gradient"
+
+
+def flax_products(states: Iterator[Any]) -> Multiply:
+    """Those of Flax's layers with its FP8 products, each with the next of the `states`."""
+
+    def multiply(x: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+        op, dims = fp8_ops.Fp8DirectDotGeneralOp(), (((1,), (0,)), ((), ()))
+
+        def one(kernel: jax.Array) -> Any:
+            return op.apply({FLAX_STATE: next(states)}, x, kernel.astype(x.dtype), dims)
+
+        return [one(kernel) for kernel in kernels]
+
+    return multiply
+
+
+def flax_states(count: int) -> list[Any]:
+    small = jnp.ones((16, 16), bf16)
+    init = fp8_ops.Fp8DirectDotGeneralOp().init
+    state = lambda: init(jax.random.key(0), small, small, (((1,), (0,)), ((), ())))[FLAX_STATE]
+    return [state() for _ in range(count)]
+
+
+# ---------------------------------------------------------------- an MLP, or a dense layer
+
+
+def plain_layer(multiply: Multiply) -> Callable:
+    """A layer of x, the norm's scale and kernels, in plain JAX but for the products."""
+
+    def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+        *ups, down = kernels
+        y = rms_norm(x, scale)
+        if not ups:
+            return multiply(y, [down])[0]
+        a, *up = multiply(y, ups)
+        h = gated(a, *up) if up else jax.nn.gelu(a.astype(f32)).astype(a.dtype)
+        return multiply(h, [down])[0]
+
+    return run
+
+
+def our_layer(quantization: str | None, fused: bool = True) -> Callable:
+    """The same of ours, as in the transformer: in FP8, if `fused`, the norm writes codes."""
+
+    def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+        y = normfuse.rms_norm(x, scale)
+        if len(kernels) == 1:
+            return normfuse.dense(y, *kernels, quantization=quantization)
+        names = ("gate", "up", "down")[-len(kernels) :]
+        named: dict[str, jax.Array] = dict(zip(names, kernels))
+        options: dict[str, Any] = {"dtype": x.dtype, "implementation": None}
+        options |= {"activation": "silu" if "gate" in named else "gelu_tanh"}
+        return gated_layers.mlp(y, named, {}, quantization=quantization, **options)
+
+    if not fused or quantization is None:
+        return run
+    return normfuse.fuse(run, quantization=quantization, report=lambda _: None)
+
+
+def on_operands(layer: Callable) -> Callable:
+    """`(((scale, *kernels), (x, dy)), ()) -> (y, gradients of x, scale and kernels)`."""
+    run = both_ways(layer)
+
+    def on(operands: Any, _: Any) -> Any:
+        params, (x, dy) = operands
+        return run((x, *params), dy)
+
+    return on
+
+
+@functools.cache
+def layer_operands(layer: str, tokens: int, dim: int, hidden: int, dtype: Any = f32) -> Any:
+    struct = jax.ShapeDtypeStruct
+    kernels = [struct(shape, dtype) for shape in kernel_shapes(layer, dim, hidden)]
+    out = kernels[-1].shape[1]
+    x, dy = struct((tokens, dim), bf16), struct((tokens, out), bf16)
+    return (struct((dim,), f32), *kernels), (x, dy)
+
+
+@functools.cache  # rows of the same operands share them, and their programs
+def rivals(layer: str, operands: Any) -> list[Version]:
+    count = len(kernel_shapes(layer, 1, 1))
+    del operands
+
+    def with_flax(operands: Any, states: Any) -> Any:
+        params, (x, dy) = operands
+        run = lambda states, *args: plain_layer(flax_products(iter(states)))(*args)
+        return both_ways(run)((states, x, *params), dy)
+
+    return [
+        Version(PLAIN, on_operands(plain_layer(jnp_products))),
+        Version(XLA, on_operands(plain_layer(xla_products)), products=None),
+        Version(FLAX, with_flax, functools.partial(flax_states, count), None),
+    ]
+
+
+def layer_row(
+    name: str,
+    layer: str,
+    tokens: int,
+    dim: int,
+    hidden: int,
+    kernels: Any,
+) -> Row:
+    """A row of functions of ours; `kernels` is their dtype."""
+    operands = layer_operands(layer, tokens, dim, hidden, kernels)
+    products = 3 * len(kernel_shapes(layer, dim, hidden))
+    of_fp8 = {"products": products, "ours": True}
+    versions = [
+        Version(OURS, on_operands(our_layer(None)), ours=True),
+        Version(FP8, on_operands(our_layer("fp8")), **of_fp8),
+    ]
+    if "SwiGLU" in layer:
+        apart = on_operands(our_layer("fp8", fused=False))
+        versions.append(Version(f"{FP8}, norm apart", apart, **of_fp8))
+    versions += rivals(layer, operands)
+    title = f"{layer} {dim} -> {hidden}, {tokens} tokens"
+    title += "" if kernels == f32 else f", {jnp.dtype(kernels)} kernels"
+    return Row(name, title, operands, versions)
+
+
+# ---------------------------------------------------------------- a foreign model's Linears
+
+
+def linears_row(name: str, tokens: int, dim: int, hidden: int) -> Row:
+    """A row of `fuse`: a foreign module's norm and Linears, its activation between."""
+    layer = "norm + SwiGLU MLP"
+    operands = layer_operands(layer, tokens, dim, hidden)
+
+    def fused(quantization: Any) -> tuple[Callable, list[int]]:
+        make = lambda: foreign_blocks.Mlp(dim, hidden, rngs=nnx.Rngs(0))
+        graph, _ = nnx.split(nnx.eval_shape(make))
+        norms: list[int] = []
+
+        def run(x: jax.Array, scale: jax.Array, *kernels: jax.Array) -> jax.Array:
+            params: dict[str, Any] = {"norm": {"w": scale}}
+            params |= {k: {"kernel": w} for k, w in zip(("gate", "up", "down"), kernels)}
+            y = nnx.merge(graph, params)(x)
+            return jax.lax.optimization_barrier(y)  # a product that is a result may be logits
+
+        def report(report: Any) -> None:
+            norms.append(sum(row.domain == "codes" for row in report.fused))
+
+        options = {"quantization": quantization, "report": report}
+        return on_operands(normfuse.fuse(run, **options)), norms
+
+    in_fp8, norms = fused("fp8")
+    versions = [
+        Version(OURS, fused(None)[0], ours=True),
+        Version(FP8, in_fp8, products=9, ours=True, norms=lambda: sum(norms)),
+        *rivals(layer, operands),
+    ]
+    title = f"the same from Linears, {dim} -> {hidden}, {tokens} tokens"
+    return Row(name, title, operands, versions)
+
+
+# ---------------------------------------------------------------- the table
+
+LAYERS: dict[str, tuple] = {  # the layer, tokens, features, hidden features, the kernels' dtype
+    "mlp": ("norm + SwiGLU MLP", 16384, 4096, 14336, f32),
+    "linears": ("", 16384, 4096, 14336, f32),
+    "gelu": ("norm + gelu MLP", 16384, 4096, 14336, f32),
+    "dense": ("norm + dense", 16384, 4096, 14336, f32),
+    "mlp-2048-tokens": ("norm + SwiGLU MLP", 2048, 4096, 14336, bf16),
+    "mlp-2048": ("norm + SwiGLU MLP", 16384, 2048, 8192, f32),
+}
+
+
+def rows(chosen: Sequence[str], *, tiny: bool = False) -> list[Row]:
+    """The chosen rows, in their order; `tiny` for trying this on a CPU."""
+    found = []
+    for name in chosen:
+        layer, *sizes, dtype = LAYERS[name]
+        sizes = [size // (64 if tiny else 1) for size in sizes]
+        found.append(layer_row(name, layer, *sizes, dtype) if layer else linears_row(name, *sizes))
     return found
 
 
-def beside_xla(seconds: float) -> None:
-    """Our programs and XLA's, jitted."""
-    import jax
-    import jax.numpy as jnp
-    from device_time import Copies, kernels, sets_for
-    from fp8_layers import quantize
+# ---------------------------------------------------------------- measuring
 
-    from normfuse import rms_norm
-    from normfuse.layers.dense.epilogue import SCALARS
-    from normfuse.layers.norm.spec import Norm
-    from normfuse.layers.quantization import gated
-    from normfuse.layers.quantization import norm as norms
-    from normfuse.layers.quantization.norm import NormCodes
-    from normfuse.native.implementation import NATIVE
 
-    began, rate = time.perf_counter(), Copies().rate
-    e4m3, f32 = jnp.float8_e4m3fn, jnp.float32
+def compile_all(found: Sequence[Row], threads: int, until: float) -> list[str]:
+    """Compiles all versions in parallel; returns those not compiled at `until`.
+
+    Flax's come last: XLA has been seen to take minutes for products that accumulate in full.
+    """
+    options = GPU_OPTIONS if jax.default_backend() == "gpu" else None
+    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    futures: dict[Version, concurrent.futures.Future] = {}
+    names = {}
+    every = [(row, version) for row in found for version in row.versions]
+    for row, version in sorted(every, key=lambda pair: pair[1].name == FLAX):
+        if version in futures:
+            continue
+        names[version] = f"{row.name}: {version.name}"
+        try:
+            traced = jax.jit(version.run).trace(row.operands, jax.eval_shape(version.extra))
+        except Exception as error:
+            version.problem = f"tracing: {said(error)}"
+            continue
+        futures[version] = pool.submit(lambda traced=traced: traced.lower().compile(options))
+    concurrent.futures.wait(futures.values(), max(0, until - time.perf_counter()))
+    pool.shutdown(wait=False, cancel_futures=True)
+    for version, future in futures.items():
+        if not future.done() or future.cancelled():
+            version.problem = "was not compiled in time"
+        elif error := future.exception():
+            version.problem = f"compiling: {said(error)}"
+        else:
+            version.program = future.result()
+            version.read(version.program.as_text(), jax.default_backend() == "gpu")
+    return [names[version] for version, future in futures.items() if not future.done()]
+
+
+def said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+def measure(
+    chosen: Sequence[str], *, seconds: float, turns: int, threads: int, tiny: bool
+) -> list[dict]:
+    """Emits and returns a line for each version of each row, in the time that there is."""
+    began = time.perf_counter()
+    until = began + seconds
     device = jax.devices()[0].device_kind
-    emit(part="xla", device=device, jax=jax.__version__, copy_tb_s=round(rate / 1e6, 3))
+    found = rows(chosen, tiny=tiny)
+    compiling = compile_all(found, threads, began + 0.6 * seconds)
+    took = round(time.perf_counter() - began, 1)
+    lines = [emit(device=device, jax=jax.__version__, compiled_s=took, compiling=compiling)]
+    for op, reason in normfuse.fallbacks():
+        lines.append(emit(plain_xla_serves=op, reason=reason))
+    for row in found:
+        try:
+            lines += measure_row(row, turns, until)
+        except Exception as error:  # the other rows can be measured
+            lines.append(emit(row=row.name, not_measured=said(error)))
+    return lines
 
-    def plain(x, multiplier, barrier):
-        q = (x.astype(f32) * multiplier).clip(-448, 448).astype(e4m3)
-        if barrier:  # a transpose of codes, not of what they are made of
-            q = jax.lax.optimization_barrier(q)
-        return q, q.T
 
-    def with_amax(x, barrier):
-        largest = jnp.max(jnp.abs(x)).astype(f32)
-        multiplier = jnp.exp2(jnp.floor(jnp.log2(448 / largest)))
-        return *plain(x, multiplier, barrier), 1 / multiplier
-
-    emit(part="xla", check=check())
-    bound = jnp.float32(8)
-    versions = {
-        "cast": {
-            "normfuse": lambda x: quantize(x, bound=bound, order=NATIVE),
-            "XLA": lambda x: plain(x, jnp.float32(32), False),
-            "XLA, codes transposed": lambda x: plain(x, jnp.float32(32), True),
-        },
-        "quantize": {
-            "normfuse": lambda x: quantize(x, order=NATIVE),
-            "XLA": lambda x: with_amax(x, False),
-            "XLA, codes transposed": lambda x: with_amax(x, True),
-        },
+def measure_row(row: Row, turns: int, until: float) -> list[dict]:
+    """Emits and returns the lines of a row."""
+    if time.perf_counter() < until:
+        operands = row.draw()
+        calls = {v: (v.program, (operands, v.extra())) for v in row.versions if not v.problem}
+        found: list[jax.Array] = []
+        expected = found
+        for version in sorted(calls, key=lambda version: version.name != PLAIN):
+            program, args = calls[version]
+            try:
+                found = arrays(program(*args))
+            except jax.errors.JaxRuntimeError as error:
+                version.problem = said(error)
+            else:
+                expected = expected or found
+                errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+                version.error = float(jnp.max(jnp.stack(errors)))  # NaN if one is
+                if not version.error <= FAR:
+                    version.problem = f"its results are {version.error:.2g} from bfloat16's"
+        found = expected = []
+        calls = {version: call for version, call in calls.items() if not version.problem}
+        named = {version.name: call for version, call in calls.items()}
+        warm = 1.5 if jax.default_backend() == "gpu" else 0
+        samples = by_turns(named, turns, warm, until)
+    else:
+        samples = {}
+    times = {
+        name: [sum(us for _, us in call) / 1e3 for call in found]
+        for name, found in samples.items()
+        if found
     }
-    silu = gated.Gated(SCALARS["silu"])
-    bounds = jnp.full(3, bound)
-    codes = lambda x: x.astype(e4m3)
-
-    def activation(a, b):
-        a, b = a.astype(f32), b.astype(f32)
-        return [plain(r, jnp.float32(8), True)[0] for r in (jax.nn.silu(a) * b, a, b)]
-
-    def gradients(dh, a, b):
-        h = lambda a, b: jax.nn.silu(a) * b
-        h, pull = jax.vjp(h, a.astype(f32) * 0.5, b.astype(f32) * 0.5)
-        da, db = pull(dh.astype(f32))
-        return [plain(r, jnp.float32(8), True) for r in (da, db)], plain(h, jnp.float32(8), True)[1]
-
-    def own_gradients(dh, a, b):
-        a, b = (jax.lax.bitcast_convert_type(q, jnp.uint8) for q in (a, b))
-        return gated.gradient_kernel(silu, dh, a, b, jnp.full(2, 0.5), bounds, order=NATIVE)
-
-    weight = lambda x: jnp.ones(x.shape[1], f32)
-
-    def norm(x, *residual):
-        h = functools.reduce(jnp.add, residual, x)
-        wide = h.astype(f32)
-        rstd = jax.lax.rsqrt(jnp.mean(wide * wide, 1, keepdims=True) + 1e-6)
-        multiplier = jnp.float32(448 // x.shape[1] ** 0.5)
-        return plain(wide * rstd * weight(x), multiplier, True), h, rstd
-
-    def apart(x, *residual):  # our norm, then our quantizer with the norm's bound
-        run = functools.partial(rms_norm, implementation="native")
-        y, h = run(x, weight(x), residual=residual[0]) if residual else (run(x, weight(x)), x)
-        return quantize(y, bound=jnp.float32(x.shape[1] ** 0.5), order=NATIVE), h
-
-    def quantized_norm(x, *residual):
-        of = Norm(axes=(1,), eps=1e-6, has_scale=True, with_rstd=True, has_residual=bool(residual))
-        return norms.quantize(NormCodes(of), x, *residual, weight(x), order=NATIVE)
-
-    norm_versions = {"normfuse": quantized_norm, "normfuse, norm and cast": apart, "XLA": norm}
-    gated_versions = {
-        "gated amax": {"normfuse": lambda a, b: gated.amax_kernel(silu, a, b, order=NATIVE)},
-        "gated": {
-            "normfuse": lambda a, b: gated.forward_kernel(silu, a, b, bounds, order=NATIVE),
-            "XLA": activation,
-        },
-        "gated gradient": {
-            "normfuse": own_gradients,
-            "XLA": gradients,
-        },
-    }
-    works = [Work(r, w, "bfloat16") for r in ROWS for w in WIDTHS]
-    works += [Work(r, w, "float32") for r, w in KERNELS]
-    works.sort(key=lambda work: work.rows * work.columns not in MAIN)
-    for work in works:
-        keys = jax.random.split(jax.random.key(0), max(3, min(4, sets_for(4 * work.elements))))
-        shape = work.rows, work.columns
-        make = lambda key, shape=shape, work=work: jax.random.normal(key, shape, work.dtype)
-        xs = [make(key) for key in keys]
-        with_gated = work.itemsize == 2 and work.columns >= 8192
-        of_norms = {"norm": norm_versions, "add norm": norm_versions} if work.itemsize == 2 else {}
-        every = of_norms | versions | (gated_versions if with_gated else {})
-        for kernel, ways in every.items():
-            floor = work.bytes(kernel) / rate
-            needs = {"gated amax": 2, "gated": 2, "gated gradient": 3, "add norm": 2}
-            needs = needs.get(kernel, 1)
-            sets = [tuple(xs[(i + n) % len(xs)] for n in range(needs)) for i in range(len(xs))]
-            if kernel == "gated gradient":
-                sets = [(dh, codes(a), codes(b)) for dh, a, b in sets]
-            for name, run in ways.items():
-                if time.perf_counter() - began > seconds:
-                    emit(part="xla", out_of_time=True)
-                    return
-                try:
-                    runs = kernels(run, sets, 7)[2:]
-                    us = statistics.median(sum(t for _, t in run) for run in runs)
-                except Exception as error:
-                    emit(part="xla", kernel=kernel, version=name, error=repr(error)[:300])
-                    continue
-                emit(
-                    part="xla",
-                    rows=work.rows,
-                    columns=work.columns,
-                    x=work.dtype,
-                    kernel=kernel,
-                    version=name,
-                    us=round(us, 1),
-                    of_copy=round(floor / us, 3),
-                    kernels={n[:40]: round(t, 1) for n, t in runs[-1]},
-                )
+    base = statistics.median(times[OURS]) if OURS in times else math.nan
+    lines = []
+    for version in row.versions:
+        line: dict[str, Any] = {"row": row.name, "title": row.title}
+        line["version"] = version.name
+        if version.name not in times:
+            lines.append(emit(**line, not_measured=version.problem or "out of time"))
+            continue
+        ms = statistics.median(times[version.name])
+        line |= {"ms": round(ms, 3), "ratio": None if math.isnan(base) else round(base / ms, 3)}
+        multiplied = [
+            sum(us for kernel, us in call if GEMM.search(kernel)) / 1e3
+            for call in samples[version.name]
+        ]
+        line |= {
+            "products_ms": round(statistics.median(multiplied), 3),
+            "error": round(version.error, 4),
+            "fp8": version.fp8,
+            "other_products": version.others,
+            "turns": [round(ms, 3) for ms in times[version.name]],
+            "kernels": version.kernels,
+            "rest": rest(samples[version.name][-1]),
+        }
+        lines.append(emit(**line))
+    return lines
 
 
-def table(lines: list[dict]) -> None:
-    for line in lines:
-        if line.get("compiling"):
-            print(f"compiling went on beside all rows, of {', '.join(line['compiling'])}")
-        if "row" in line:
-            print(layer_line(line))
-        if "us" in line:
-            what = line.get("version") or line.get("layout")
-            print(
-                f"{line['rows']:6} x {line['columns']:5} {line['x']:9} {line['kernel']:9}"
-                f"{line['us']:9.1f} us {line['of_copy']:6.3f} of copy  {what}"
-            )
+def arrays(results: Any) -> list[jax.Array]:
+    """A layer's result and the gradients of x and of kernels, as far as all versions have them."""
+    return [leaf for leaf in jax.tree.leaves(results) if leaf.ndim >= 2]
 
 
-def layer_line(line: dict) -> str:
-    """A version of a row of layers, with our bfloat16 and our goal in FP8."""
+@jax.jit
+def relative_error(found: jax.Array, expected: jax.Array) -> jax.Array:
+    """‖found - expected‖ / ‖expected‖, and 0 where both are zero; NaN is kept."""
+    size = lambda x: jnp.sqrt(jnp.sum(jnp.square(x.astype(f32))))
+    far, full = size(found.astype(f32) - expected.astype(f32)), size(expected)
+    return jnp.where(far == 0, 0.0, far / full)
+
+
+def rest(call: list[tuple[str, float]]) -> dict[str, tuple[int, float]]:
+    """The calls and microseconds of each kernel that is not a product: the largest."""
+    found: dict[str, tuple[int, float]] = {}
+    for kernel, us in call:
+        if not GEMM.search(kernel):
+            count, total = found.get(kernel[:60], (0, 0.0))
+            found[kernel[:60]] = count + 1, round(total + us, 1)
+    return dict(sorted(found.items(), key=lambda entry: -entry[1][1])[:12])
+
+
+def show(line: dict[str, Any]) -> None:
+    """Prints a version of a row."""
     begin = f"{line['row']:16}{line.get('version', ''):28}"
     if "not_measured" in line:
-        return f"{begin}not measured: {line['not_measured']}"
+        print(f"{begin}not measured: {line['not_measured']}")
+        return
     ratio = "-" if line["ratio"] is None else f"{line['ratio']:.3f}"
-    text = f"{begin}{line['ms']:9.3f} ms {ratio:>6} x  {line['fp8']:3} FP8 products"
-    if "must" not in line:
-        return text
-    unit, is_ratio = ("x", True) if line["relative"] else ("ms", False)
-    reached = (line["ratio"] or 0) >= line["must"] if is_ratio else line["ms"] <= line["must"]
-    wanted = f"must {line['must']} {unit}, aim {line['aim']} {unit}"
-    return f"{text}  {wanted}: {'reached' if reached else 'not reached'}"
+    print(f"{begin}{line['ms']:9.3f} ms {ratio:>6} x  {line['fp8']:3} FP8 products")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, help="for each part: 28, for layers 540")
-    parser.add_argument("--kernels", nargs="+", default=[], help="whose layouts: all")
-    parser.add_argument("--widths", nargs="+", type=int, default=[], help="of their rows: all")
-    parser.add_argument("--chosen", action="store_true", help="time the package's choices alone")
-    parser.add_argument("--rows", nargs="+", default=[], help="of layers, by name: all")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rows", nargs="+", choices=LAYERS, default=list(LAYERS))
+    parser.add_argument("--seconds", type=float, default=540)
     parser.add_argument("--turns", type=int, default=9, help="of each version of a row")
-    parser.add_argument("--threads", type=int, help="that compile layers: as many as CPU cores")
-    parser.add_argument("--size", choices=["full", "tiny"], default="full", help="of layers")
-    parts = {
-        "layouts": lambda given: sweep(
-            given.seconds or 28, given.kernels, given.widths, given.chosen
-        ),
-        "xla": lambda given: beside_xla(given.seconds or 28),
-        "layers": layers,
-    }
-    run_parts(parser, parts, ["layouts", "xla"], table)
-
-
-def layers(given: argparse.Namespace) -> None:
-    """Whole layers, forward and backward, ours and other FP8."""
-    import fp8_rows
-
-    fp8_rows.measure(
-        given.rows or fp8_rows.NAMES,
-        seconds=given.seconds or 540,
-        turns=given.turns,
-        threads=given.threads or os.cpu_count() or 1,
-        tiny=given.size == "tiny",
-    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="that compile")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full")
+    parser.add_argument("--json", type=pathlib.Path, help="also write all lines there")
+    given = parser.parse_args()
+    sizes = {"turns": given.turns, "threads": given.threads, "tiny": given.size == "tiny"}
+    lines = measure(given.rows, seconds=given.seconds, **sizes)
+    for line in lines:
+        if "row" in line:
+            show(line)
+    if given.json:
+        given.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if lines[0]["compiling"]:  # threads that compile cannot be stopped
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
     python benchmarks/step.py                         # 1b: 16384 tokens a step on one GPU
     python benchmarks/step.py --versions bf16 fp8 torch torchao
     python benchmarks/step.py --preset small --versions bf16 fp8
-    python benchmarks/step.py --blocks 8 --preset 8b  # eight of its blocks, forward and backward
     python benchmarks/step.py --profile fp8           # and where a version spends its time
 
 Every version is forward to update: float32 parameters, products with bfloat16 or FP8 operands,
 AdamW, clipping by the global norm, no rematerialisation, the same random tokens. "torch" is the
 same transformer under torch.compile with autocast, `scaled_dot_product_attention` and fused AdamW,
 "torchao" that with its linear layers in FP8 by torchao's default recipe: a scale for each array,
-from its largest element. With --blocks there is no embedding, no loss over a vocabulary and no
-optimizer.
+from its largest element.
 
 Times are the host's for several steps in a row, which end with the device idle; the versions take
 turns, so that all see the same clocks. Prints the median of the turns.
@@ -20,6 +18,7 @@ turns, so that all see the same clocks. Prints the median of the turns.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -54,12 +53,9 @@ def jax_versions(names: list[str], arguments: argparse.Namespace) -> tuple[dict[
 
     config = preset_config(arguments.preset)
     shape = dataclasses.replace(config.transformer(), remat="none", dtype="bfloat16")
-    if arguments.blocks:
-        shape = dataclasses.replace(shape, num_layers=arguments.blocks, vocab_size=256)
     makers = {name: dataclasses.replace(shape, **JAX_VERSIONS[name]) for name in names}
     size = arguments.batch or config.batch_size, arguments.seq or config.seq_len
-    lower = blocks if arguments.blocks else whole_step
-    lowered = {name: lower(config, model, size) for name, model in makers.items()}
+    lowered = {name: whole_step(config, model, size) for name, model in makers.items()}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = {name: pool.submit(program.compile) for name, (program, _) in lowered.items()}
     state: Any = None
@@ -91,13 +87,13 @@ def whole_step(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Cal
     """The trainer's own step."""
     import jax
     import jax.numpy as jnp
-    from sharded_steps import filled, mesh_of
 
     from normfuse.models.functional import build
-    from normfuse.train.mesh import batch_sharding
+    from normfuse.train.mesh import AXES, batch_sharding
     from normfuse.train.step import Program, make_optimizer, schedule
 
-    mesh, settings = mesh_of("data", 1), (config.optim, config.steps)
+    one = {"axis_types": (jax.sharding.AxisType.Auto,) * len(AXES), "devices": jax.devices()[:1]}
+    mesh, settings = jax.make_mesh((1,) * len(AXES), AXES, **one), (config.optim, config.steps)
     program = Program(
         build(config.framework, model),
         make_optimizer(*settings),
@@ -121,45 +117,20 @@ def whole_step(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Cal
     return lowered, draw
 
 
-def blocks(config: Any, model: Any, size: tuple[int, int]) -> tuple[Any, Callable[[], list]]:
-    """`((params, gradients), x) -> ((params, gradients), loss)` of a model's blocks alone."""
+def filled(tree: Any) -> Any:
+    """Random arrays in the place of abstract ones, for power depends on values; vectors are 1."""
     import jax
     import jax.numpy as jnp
-    from sharded_steps import filled
 
-    from normfuse.models.functional import build
+    @functools.cache
+    def draw(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+        if len(shape) < 2:
+            return jax.jit(lambda key: jnp.ones(shape, dtype), out_shardings=sharding)
+        make = lambda key: (0.02 * jax.random.normal(key, shape)).astype(dtype)
+        return jax.jit(make, out_shardings=sharding)
 
-    functional = build(config.framework, model)
-    loss = blocks_loss(functional)
-
-    def step(state, x):
-        value, gradients = jax.value_and_grad(loss)(state[0], x)
-        return (state[0], gradients), value
-
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
-    params = jax.tree.map(place, functional.abstract)
-    x = place(jax.ShapeDtypeStruct((*size, model.dim), jnp.bfloat16))
-    lowered = jax.jit(step, donate_argnums=0).lower((params, params), x)
-    return lowered, lambda: [(filled(params), filled(params)), filled(x, 1.0)]
-
-
-def blocks_loss(functional: Any) -> Callable[[Any, Any], Any]:
-    """`(parameters, x) -> loss` of a model's blocks alone.
-
-    A sum, not a mean: gradients are about 1, which FP8 of fixed scales does not round to zero.
-    """
-    import jax.numpy as jnp
-
-    from normfuse.models.attention import rope_table
-
-    def loss(params, x):
-        rope = rope_table(functional.config, 0, x.shape[1])
-        for layer in functional.model(params).layers:
-            x, _ = layer(x, rope, None)
-        return jnp.sum(jnp.square(x.astype(jnp.float32))) / 2
-
-    return functional._fused(loss, functional.config.quantization)
+    keys = (jax.random.key(i) for i in itertools.count())
+    return jax.tree.map(lambda x: draw(x.shape, x.dtype, x.sharding)(next(keys)), tree)
 
 
 def breakdown(name: str, take: Take) -> str:
@@ -191,7 +162,6 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
 
     config, c = preset_config(arguments.preset), PRESETS[arguments.preset]
     batch, seq = arguments.batch or config.batch_size, arguments.seq or config.seq_len
-    layers = arguments.blocks or c.num_layers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
 
@@ -232,7 +202,7 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
             super().__init__()
             self.embed = nn.Embedding(c.vocab_size, c.dim)
             nn.init.normal_(self.embed.weight, std=0.02)
-            self.blocks = nn.ModuleList(Block() for _ in range(layers))
+            self.blocks = nn.ModuleList(Block() for _ in range(c.num_layers))
             self.norm = nn.Parameter(torch.ones(c.dim))
 
         def forward(self, tokens, targets, cos, sin):
@@ -243,30 +213,18 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
             logits = F.linear(x, self.embed.weight)
             return F.cross_entropy(logits.view(-1, c.vocab_size), targets.reshape(-1))
 
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(layers))
-
-        def forward(self, x, targets, cos, sin):
-            for block in self.blocks:
-                x = block(x, cos, sin)
-            return x.float().square().mean()
-
-    model = (Blocks if arguments.blocks else Transformer)().to(device)
+    model = Transformer().to(device)
     if name == "torchao":
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
         convert_to_float8_training(model)
-        assert sum(isinstance(m, Float8Linear) for m in model.modules()) == 7 * layers
+        assert sum(isinstance(m, Float8Linear) for m in model.modules()) == 7 * c.num_layers
     frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2, device=device) / c.head_dim)
     angles = torch.arange(seq, device=device)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     tokens = torch.randint(c.vocab_size, (batch, seq + 1), device=device)
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    if arguments.blocks:
-        inputs = torch.randn(batch, seq, c.dim, device=device, dtype=torch.bfloat16)
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
@@ -279,10 +237,9 @@ def torch_version(name: str, arguments: argparse.Namespace) -> tuple[Take, Calla
         with torch.autocast(device, torch.bfloat16):
             loss = compiled(inputs, targets, cos, sin)
         loss.backward()
-        if not arguments.blocks:
-            if o.clip:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip, foreach=True)
-            optimizer.step()
+        if o.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip, foreach=True)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -367,7 +324,6 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--preset", default="1b")
-    parser.add_argument("--blocks", type=int, default=0, help="only so many blocks of the model")
     parser.add_argument("--versions", nargs="+", choices=VERSIONS, default=["bf16", "fp8"])
     parser.add_argument("--batch", type=int, help="sequences of a step; the preset's")
     parser.add_argument("--seq", type=int, help="tokens of a sequence; the preset's")

@@ -271,7 +271,7 @@ class GatedMLP(_Options):
         quantization: Quantization = None,
     ):
         options = activation, implementation, quantization
-        modules.set_options(self, "GatedMLP", *options, gated=True)
+        modules.set_options(self, "GatedMLP", *options)
         gate, up, down = jax.random.split(key, 3)
         make = lambda n, m, key: Linear(n, m, use_bias, dtype, key=key, quantization=quantization)
         self.gate = make(in_features, hidden_features, gate)
@@ -283,7 +283,7 @@ class GatedMLP(_Options):
         linears = modules.layers_of(self)
 
         def as_made(linear: Any) -> bool:
-            """Whether a part may be computed together with the others."""
+            """Returns True for a part that may be computed together with the others."""
             if modules.replaced(linear, Linear) or linear.quantization != self.quantization:
                 return False
             return not linear._unserved(jnp.asarray(x))

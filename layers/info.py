@@ -1,23 +1,20 @@
 """The commands `normfuse info` and `normfuse cache`; nothing here needs a GPU."""
 
 import collections
-import functools
 import importlib.metadata
 import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..native import cache, compiler, host_compiler, implementation, registry
-from ..native.implementation import Order, Unsupported
+from ..native.implementation import Unsupported
 from ..native.kernel import Kernel
 from ..native.launch import PORTABLE, attached_target, compute_capability, named_target
-from .core.arguments import Quantization, check_quantization
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-Example = tuple[Kernel, Any, list[Any]]  # kernel, static parameters, operand types
 
 
 def info(every_platform: bool = False) -> str:
@@ -27,7 +24,7 @@ def info(every_platform: bool = False) -> str:
     """
     platforms = PLATFORMS if every_platform else _platforms_here()
     lines = ["normfuse " + _version("normfuse"), *_environment(), "", *_cuda(), "", *_cache()]
-    lines += ["", "implementations per op, default first:", *_support_table(platforms)]
+    lines += ["", "implementations per op, default first:", *_implementations(platforms)]
     lines += ["", 'products with quantization="fp8":', *_fp8_products()]
     lines += ["", "attention:", *_attention()]
     if seen := implementation.fallbacks():
@@ -35,146 +32,42 @@ def info(every_platform: bool = False) -> str:
     return "\n".join(lines + [f"  {op}: {reason}" for op, reason in seen])
 
 
-def kernels() -> dict[str, dict[str, Example]]:
-    """Returns a small example of every kernel, by operation and kernel."""
-    import jax
-    import jax.numpy as jnp
-
+def kernels() -> dict[str, list[Kernel]]:
+    """Returns the kernels of each operation."""
     from .cross_entropy import softmax
-    from .dense import epilogue, one_kernel
+    from .dense import epilogue, pallas
     from .norm import op as norms
-    from .quantization import gated, quantize
-    from .quantization import norm as quantized_norm
+    from .quantization import gated, norm, quantize
 
-    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-
-    def by_name(examples: Iterable[Example]) -> dict[str, Example]:
-        found: dict[str, Example] = {}
-        for example in examples:  # keeps the first of each
-            found.setdefault(example[0].name, example)
-        return found
-
-    types = 128, "bfloat16", "float32", "bfloat16"
-    silu = epilogue.examples(128, "bfloat16", rows=8, activations=["silu"])
-    gated_silu = gated.examples(64, "bfloat16", rows=64, function=epilogue.SCALARS["silu"])
-    norm = quantized_norm.examples(64, "bfloat16", "float32", rows=64)
-    losses = [of(128, "bfloat16", rows=8) for of in (softmax.examples, softmax.code_examples)]
-    quantized = *quantize.examples(64, "bfloat16", rows=64), *gated_silu, *norm
     return {
-        "rms_norm": by_name(norms.examples(*types, rows=8)),
-        "layer_norm": by_name(norms.examples(*types, rows=8, centred=True)),
-        "dense": {"dense": (one_kernel.kernel, one_kernel.Dense(), [x, x])},
-        "activation": by_name(example for example in silu if example[1].has_up),
-        "loss": by_name(itertools.chain(*losses)),
-        "quantize": {example[0].name: example for example in quantized},
+        "norms": [norms.forward_kernel, norms.backward_kernel],
+        "dense": [pallas.kernel],
+        "activation": [epilogue.forward_kernel, epilogue.backward_kernel],
+        "loss": [softmax.statistics, softmax.gradient, softmax.both, softmax.codes],
+        "quantize": [
+            *(quantize.amax_kernel, quantize.cast_kernel, quantize.quantize_kernel),
+            *(gated.amax_kernel, gated.forward_kernel, gated.gradient_kernel, norm.codes_kernel),
+        ],
     }
 
 
-def support(
-    platforms: Iterable[str] = PLATFORMS, name: implementation.Name = "native"
-) -> dict[tuple[str, str, str], str | None]:
-    """Returns (op, kernel, platform) -> None where implementation `name` serves, else why not.
+def _implementations(platforms: Sequence[str]) -> list[str]:
+    """Returns a line for each platform and op: what serves unasked, XLA, what serves on request.
 
-    Each kernel is lowered for each platform with small bfloat16 arrays, as a program's would be.
+    Pallas's kernels are for TPUs; its dense is for Hopper GPUs too, and serves on request alone.
     """
-    import jax
-
-    order = Order((name,), strict=True)
-    found: dict[tuple[str, str, str], str | None] = {}
-    for op, examples in kernels().items():
-        for kernel, spec, structs in examples.values():
-            traced = jax.jit(functools.partial(kernel, spec, order=order)).trace(*structs)
-            for where in platforms:
-                try:
-                    traced.lower(lowering_platforms=(where,))
-                    found[op, kernel.name, where] = None
-                except NotImplementedError as error:
-                    found[op, kernel.name, where] = _reason(error)
-    return found
-
-
-def warm(
-    features: Sequence[int],
-    archs: Sequence[str],
-    *,
-    dtypes: Sequence[str] = ("bfloat16",),
-    scales: Sequence[str] = ("float32",),
-    outs: Sequence[str] | None = None,
-    scale_offset: float = 0.0,
-    activations: Sequence[str] | None = None,
-    quantization: Quantization = None,
-) -> int:
-    """Compiles every kernel for these widths and types into the cache; returns how many.
-
-    Afterwards no op of the library compiles one for such arrays, whatever the number of rows,
-    except norms with a gate or with parameters of each example, and RMSNorms with a bias or several
-    heads. The ops' own files list the kernels and their operands.
-
-    Args:
-      features: lengths of the rows: of norms and hidden layers, and of logits.
-      archs: as `NORMFUSE_CUDA_ARCH` names them.
-      dtypes, scales, outs: dtypes of x, scale and y; with None for `outs`, x's.
-      scale_offset: only zero or not zero matters.
-      activations: of dense layers, by name; None for all.
-      quantization: "fp8" for the kernels of quantized layers too.
-
-    Raises:
-      CompilerMissing: if NVRTC or CUDA's headers are not installed.
-      Refused: if the cache folder cannot be used.
-      ValueError: for an unknown architecture or activation.
-    """
-    import jax
-
-    from .cross_entropy import softmax
-    from .dense import epilogue
-    from .norm import cuda
-    from .norm import op as norms
-
-    for name in activations or ():
-        epilogue.resolve(name, "cache warm", gated=True)
-    for dtype in dtypes:
-        check_quantization("cache warm", quantization, dtype)
-    cache.check(cache.directory())
-    before = compiler.compilations()
-    for arch, n, x, scale in itertools.product(archs, features, dtypes, scales):
-        target = named_target(arch, "archs")
-        for out in outs or (x,):
-            examples: list[Example] = []  # every kernel in each of its layouts
-            with jax.enable_x64("float64" in (x, scale, out)):
-                counts = cuda.row_counts(n, target, x, scale, out)
-                for rows, centred in itertools.product(counts, (False, True)):
-                    options = {"scale_offset": scale_offset, "centred": centred}
-                    examples += norms.examples(n, x, scale, out, rows=rows, **options)
-                for rows in epilogue.ROW_COUNTS:
-                    examples += epilogue.examples(n, x, rows=rows, activations=activations)
-                if quantization is not None:
-                    examples += _quantized(n, x, scale, scale_offset, activations)
-                examples += softmax.examples(n, x, rows=8)
-                for kernel, spec, structs in examples:
-                    jax.eval_shape(functools.partial(kernel.bodies["cuda"], target, spec), *structs)
-    return compiler.compilations() - before
-
-
-def _quantized(
-    n: int, dtype: str, scale: str, scale_offset: float, activations: Sequence[str] | None
-) -> Iterator[Example]:
-    """Yields the kernels of layers in FP8, of norms, activations and kernels with rows of `n`."""
-    import jax
-
-    from .cross_entropy import softmax
-    from .dense.epilogue import SCALARS, scalar_of
-    from .dense.fp8_mlp import has_slope
-    from .quantization import gated, norm, quantize
-
-    for rows in quantize.row_counts(n):
-        if norm.serves(*(jax.ShapeDtypeStruct((), of) for of in (dtype, scale))):
-            yield from norm.examples(n, dtype, scale, rows=rows, scale_offset=scale_offset)
-        yield from softmax.code_examples(n, dtype, rows=rows)
-        for of in dict.fromkeys((dtype, "float32")):  # activations, and stored kernels
-            yield from quantize.examples(n, of, rows=rows)
-        for function in set(map(scalar_of, activations or SCALARS)):
-            if function and has_slope(function):
-                yield from gated.examples(n, dtype, rows=rows, function=function)
+    lines = []
+    for where, (op, those) in itertools.product(platforms, kernels().items()):
+        have = set.intersection(*[{*kernel.bodies} for kernel in those])
+        serves = ["native"] * (where in have)
+        if "pallas" in have and (where in ("cpu", "tpu") or (where, op) == ("cuda", "dense")):
+            pallas = "pallas (interpreted)" if where == "cpu" else "pallas"
+            unasked = where == "tpu" and op != "dense"
+            serves = [pallas, "xla"] if unasked else [*serves, "xla", pallas]
+        else:
+            serves.append("xla")
+        lines.append(f"  {where:5} {op:10} {', '.join(serves)}")
+    return lines
 
 
 def _platforms_here() -> Sequence[str]:
@@ -184,26 +77,6 @@ def _platforms_here() -> Sequence[str]:
     device = jax.local_devices()[0]
     gpu = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     return list(dict.fromkeys(["cpu", gpu if device.platform == "gpu" else device.platform]))
-
-
-def _support_table(platforms: Sequence[str]) -> list[str]:
-    """A line for each platform and op, and one for each reason why something does not serve."""
-    found = {name: support(platforms, name=name) for name in ("native", "pallas")}
-    lines: list[str] = []
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for where, (op, examples) in itertools.product(platforms, kernels().items()):
-        serves = []
-        for name, why in found.items():
-            missing: dict[str, list[str]] = {}
-            for kernel in examples:
-                if reason := why[op, kernel, where]:
-                    missing.setdefault(reason, []).append(kernel.removeprefix(f"{op}_"))
-            for reason, those in missing.items():
-                what = op if len(those) in (1, len(examples)) else ", ".join(those)
-                reasons.setdefault((name, reason), []).append(f"{where} {what}")
-            serves += [name] * (not missing)
-        lines.append(f"  {where:5} {op:10} {', '.join(_in_order(serves, where, op))}")
-    return lines + [f"  not {name}: {'; '.join(at)} ({why})" for (name, why), at in reasons.items()]
 
 
 def _fp8_products() -> list[str]:
@@ -257,13 +130,6 @@ def _attention() -> list[str]:
     return lines
 
 
-def _in_order(serves: list[str], where: str, op: str) -> list[str]:
-    """First what serves unasked: a product is XLA's, and Pallas's kernels are for TPUs."""
-    unasked = [name for name in serves if op != "dense" and (name == "native" or where == "tpu")]
-    asked = [name for name in serves if name not in unasked]
-    return [*unasked, "xla", *[f"{a} (interpreted)" if where == "cpu" else a for a in asked]]
-
-
 def show() -> str:
     """Returns the cache folder, its size, and every kernel in it."""
     from .fuse.report import aligned
@@ -299,6 +165,15 @@ def _environment() -> list[str]:
 
 
 def _cuda() -> list[str]:
+    import jax
+
+    def arch() -> str:
+        """The architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
+        for one in jax.local_devices():
+            if (capability := compute_capability(one)) is not None:
+                return attached_target(one, capability).arch
+        return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE).arch
+
     def found(find: Callable[[], str], otherwise: str = "missing") -> str:
         try:
             return find()
@@ -308,21 +183,10 @@ def _cuda() -> list[str]:
     headers = lambda: f"{_dotted(compiler.version())}, headers in {compiler.include_directory()}"
     host = found(lambda: f"{host_compiler.find()[1]}, for {host_compiler.host()}")
     return [
-        f"CUDA kernels are compiled for: {found(attached_arch, 'none')}",
+        f"CUDA kernels are compiled for: {found(arch, 'none')}",
         f"NVRTC: {found(headers)}",
         f"C++ compiler, for element-wise ops on the CPU: {host}",
     ]
-
-
-def attached_arch() -> str:
-    """Returns the architecture of the GPU here, of `NORMFUSE_CUDA_ARCH`, or PTX for any."""
-    import jax
-
-    for one in jax.local_devices():
-        capability = compute_capability(one)
-        if capability is not None:
-            return attached_target(one, capability).arch
-    return named_target(os.environ.get("NORMFUSE_CUDA_ARCH") or PORTABLE).arch
 
 
 def _cache() -> list[str]:
@@ -335,12 +199,6 @@ def _cache() -> list[str]:
         except cache.Refused as error:
             lines.append(f"  not used: {error}")
     return lines
-
-
-def _reason(error: NotImplementedError) -> str:
-    """The cause within a strict refusal's message."""
-    text = str(error).split("cannot serve here: ", 1)[-1].split(". Use implementation", 1)[0]
-    return text.split(", ", 1)[-1] if text.startswith("on ") else text
 
 
 def _version(package: str) -> str:

@@ -22,7 +22,7 @@ from ..native.implementation import Implementation
 from . import modules
 from .core.arguments import Quantization, dimensions_of, options_of, unserved
 from .dense.dense import apply as apply_dense
-from .dense.epilogue import Activation, finish
+from .dense.epilogue import Activation
 from .dense.gated import mlp as gated_mlp
 from .fuse import fuse
 from .fuse.model import call_of, missing, swapped
@@ -134,9 +134,7 @@ class _Linear:
     def __post_init__(self):
         ours = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__ == __name__)
         options = self.activation, self.quantization, f"nn.{ours}" if hasattr(nn, ours) else ours
-        self.implementation = modules.check_options(
-            self.implementation, *options, gated=isinstance(self, GatedMLP)
-        )
+        self.implementation = modules.check_options(self.implementation, *options)
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -187,92 +185,6 @@ class Dense(_Linear, nn.Dense):
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
         dtype = dtypes.canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype)
         return apply_dense(inputs, kernel, bias, **options_of("nn.Dense", self, dtype))
-
-
-class DenseGeneral(_Linear, nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` computed by `normfuse.dense`, with an optional activation.
-
-    Takes everything `nn.DenseGeneral` does and has the same parameters, initial values and result
-    dtype. A product over the last axes of the input is one matrix product: axes are merged and
-    split, and nothing is moved. Flax's own product serves over other axes, with `batch_dims`, where
-    axes to be merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and
-    while the parameters are made.
-
-    Attributes:
-      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
-        `nn.DenseGeneral`'s.
-
-    Raises:
-      ValueError: for an unknown activation or quantization, or a quantization where only Flax
-        serves.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse.layers.linen import DenseGeneral
-    >>> layer = DenseGeneral((2, 4), activation="gelu")
-    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
-    (5, 2, 4)
-    """
-
-    @nn.compact
-    def __call__(self, inputs: Array) -> Array:
-        """Multiplies `axis` of the inputs by the kernel."""
-        inputs = jnp.asarray(inputs)
-        call = lambda: super(DenseGeneral, self).__call__(inputs)
-        axes = (self.axis,) if isinstance(self.axis, int) else self.axis
-        found = modules.product_over(axes, inputs.ndim, bool(self.batch_dims))
-        return _multiply("nn.DenseGeneral", self, inputs, found, call)
-
-
-class Einsum(_Linear, nn.Einsum):
-    """`flax.linen.Einsum` computed by `normfuse.dense`, with an optional activation.
-
-    Takes everything `nn.Einsum` does and has the same parameters, initial values and result dtype.
-    An equation that is one matrix product of the input and the kernel as they are stored
-    (`"BTD,DNH->BTNH"`, `"BTNH,NHD->BTD"`, `"...D,VD->...V"`) is computed as one: axes are merged
-    and split, and nothing is moved. Flax's own product serves for other equations, where axes to be
-    merged are split on an Explicit mesh, for the options that `Dense` leaves to it, and while the
-    parameters are made.
-
-    Attributes:
-      activation, implementation, quantization: as for `normfuse.dense`; keyword only. The rest are
-        `nn.Einsum`'s.
-
-    Raises:
-      ValueError: for an unknown activation or quantization, or a quantization where only Flax
-        serves.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from normfuse.layers.linen import Einsum
-    >>> layer = Einsum((3, 2, 4), "TD,DNH->TNH", use_bias=False)
-    >>> layer.apply(layer.init(jax.random.key(0), jnp.ones((5, 3))), jnp.ones((5, 3))).shape
-    (5, 2, 4)
-    """
-
-    @nn.compact
-    def __call__(self, inputs: Array, einsum_str: str | None = None) -> Array:
-        """Multiplies the inputs by the kernel; `einsum_str` is Flax's."""
-        inputs = jnp.asarray(inputs)
-        call = lambda: super(Einsum, self).__call__(inputs, einsum_str)
-        found = modules.product_of_einsum(einsum_str or self.einsum_str or "")
-        return _multiply("nn.Einsum", self, inputs, found, call)
-
-
-def _multiply(
-    name: str,
-    module: Any,
-    inputs: Array,
-    found: modules.MatrixProduct | str,
-    call: Callable[[], Array],
-) -> Array:
-    """Computes a DenseGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
-    if module.is_initializing() or not module.has_variable("params", "kernel"):
-        y = call()
-        return finish(y, None, module.activation, y.dtype)
-    read = lambda parameter: nn.unbox(module.get_variable("params", parameter))
-    operands = inputs, read("kernel"), read("bias") if module.use_bias else None
-    dtype = functools.partial(dtypes.canonicalize_dtype, dtype=module.dtype)
-    reason = _unserved(module, inputs)
-    return modules.multiply(name, module, found, operands, dtype, call, reason)
 
 
 def _unserved(module: Any, inputs: Array) -> str:

@@ -71,19 +71,9 @@ class _Product(_Layer, total=False):
     bias_metadata: Mapping[str, Any]
 
 
-class _Einsum(_Product, total=False):
-    einsum_op: Any
-
-
 class _Linear(_Product, total=False):
     use_bias: bool
     dot_general: Any
-
-
-class _LinearGeneral(_Linear, total=False):
-    axis: int | Sequence[int]
-    batch_axis: Mapping[int, int]
-    dot_general_cls: Any
 
 
 class _Norm:
@@ -273,121 +263,6 @@ class Linear(nnx.Linear, _Options):
         return apply_dense(inputs, kernel, bias, out_sharding=out_sharding, **options)
 
 
-class LinearGeneral(nnx.LinearGeneral, _Options):
-    """`flax.nnx.LinearGeneral` computed by `normfuse.dense`, with an optional activation.
-
-    Takes everything `nnx.LinearGeneral` does and has the same parameters, initial values, state and
-    result dtype. A product over the last axes of the input is one matrix product: axes are merged
-    and split, and nothing is moved. Flax's own product serves over other axes, with `batch_axis`,
-    where axes to be merged are split on an Explicit mesh, and for the options that `Linear` leaves
-    to it.
-
-    Args:
-      in_features, out_features: the lengths of the axes that are summed over, and of the output's.
-      activation, implementation, quantization: as for `normfuse.dense`.
-      **kwargs: `nnx.LinearGeneral`'s.
-
-    Raises:
-      ValueError: for an unknown activation or quantization; when called, for a quantization where
-        only Flax serves.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import LinearGeneral
-    >>> LinearGeneral((2, 3), 4, axis=(-2, -1), rngs=nnx.Rngs(0))(jnp.ones((5, 2, 3))).shape
-    (5, 4)
-    """
-
-    def __init__(
-        self,
-        in_features: Any,
-        out_features: Any,
-        *,
-        activation: Activation = None,
-        implementation: Implementation = None,
-        quantization: Quantization = None,
-        **kwargs: Unpack[_LinearGeneral],
-    ):
-        modules.set_options(self, "nnx.LinearGeneral", activation, implementation, quantization)
-        super().__init__(in_features, out_features, **kwargs)
-
-    def __call__(self, inputs: Array, out_sharding: Any = None) -> Array:
-        """Multiplies `axis` of the inputs by the kernel; `out_sharding` is Flax's."""
-        inputs = jnp.asarray(inputs)
-        found = modules.product_over(self.axis, inputs.ndim, bool(self.batch_axis))
-        call = lambda: super(LinearGeneral, self).__call__(inputs, out_sharding=out_sharding)
-        return _multiply("nnx.LinearGeneral", self, inputs, found, out_sharding, call)
-
-
-class Einsum(nnx.Einsum, _Options):
-    """`flax.nnx.Einsum` computed by `normfuse.dense`, with an optional activation.
-
-    Takes everything `nnx.Einsum` does and has the same parameters, initial values, state and result
-    dtype. An equation that is one matrix product of the input and the kernel as they are stored
-    (`"BTD,DNH->BTNH"`, `"BTNH,NHD->BTD"`, `"...D,VD->...V"`) is computed as one: axes are merged
-    and split, and nothing is moved. Flax's own product serves for other equations, where axes to be
-    merged are split on an Explicit mesh, for an `einsum_op` of your own, and for the options that
-    `Linear` leaves to it.
-
-    Args:
-      einsum_str, kernel_shape, bias_shape: `nnx.Einsum`'s.
-      activation, implementation, quantization: as for `normfuse.dense`.
-      **kwargs: `nnx.Einsum`'s.
-
-    Raises:
-      ValueError: for an unknown activation or quantization; when called, for a quantization where
-        only Flax serves.
-
-    >>> import jax.numpy as jnp
-    >>> from flax import nnx
-    >>> from normfuse.layers.nnx import Einsum
-    >>> Einsum("TD,DNH->TNH", (3, 2, 4), rngs=nnx.Rngs(0))(jnp.ones((5, 3))).shape
-    (5, 2, 4)
-    """
-
-    def __init__(
-        self,
-        einsum_str: str,
-        kernel_shape: Any,
-        bias_shape: Any = None,
-        *,
-        activation: Activation = None,
-        implementation: Implementation = None,
-        quantization: Quantization = None,
-        **kwargs: Unpack[_Einsum],
-    ):
-        modules.set_options(self, "nnx.Einsum", activation, implementation, quantization)
-        super().__init__(einsum_str, kernel_shape, bias_shape, **kwargs)
-
-    def __call__(
-        self, inputs: Array, einsum_str: str | None = None, out_sharding: Any = None
-    ) -> Array:
-        """Multiplies the inputs by the kernel; `einsum_str` and `out_sharding` are Flax's."""
-        inputs = jnp.asarray(inputs)
-        found = modules.product_of_einsum(einsum_str or self.einsum_str)
-        call = lambda: super(Einsum, self).__call__(inputs, einsum_str, out_sharding=out_sharding)
-        return _multiply("nnx.Einsum", self, inputs, found, out_sharding, call)
-
-
-def _multiply(
-    name: str,
-    layer: Any,
-    inputs: Array,
-    found: modules.MatrixProduct | str,
-    out_sharding: Any,
-    call: Callable[[], Array],
-) -> Array:
-    """Computes a LinearGeneral or an Einsum by `normfuse.dense`, or by Flax where it must serve."""
-    kernel, bias = _parameters(layer)
-    reason = _unserved(layer, inputs)
-    if not isinstance(found, str) and found.contract and out_sharding is not None:
-        reason = reason or ("an out_sharding" if kernel.ndim - found.count > 1 else "")
-    dtype = functools.partial(dtypes.canonicalize_dtype, dtype=layer.dtype)
-    return modules.multiply(
-        name, layer, found, (inputs, kernel, bias), dtype, call, reason, out_sharding=out_sharding
-    )
-
-
 def _unserved(layer: Any, inputs: Array) -> str:
     """Returns the part of a linear layer and its inputs that only Flax serves, or ""."""
     kernel, bias = _parameters(layer)
@@ -397,7 +272,6 @@ def _unserved(layer: Any, inputs: Array) -> str:
         "a precision": layer.precision is not None,
         "a preferred_element_type": layer.preferred_element_type is not None,
         "a dot_general of its own": not products <= {None, jax.lax.dot_general},
-        "an einsum_op of its own": getattr(layer, "einsum_op", jnp.einsum) is not jnp.einsum,
         "a promote_dtype of its own": layer.promote_dtype is not dtypes.promote_dtype,
     }
     return unserved(reasons, inputs.dtype, *own)
@@ -446,7 +320,7 @@ class GatedMLP(nnx.Module, _Options):
         **kwargs: Any,
     ):
         options = activation, implementation, quantization
-        modules.set_options(self, "GatedMLP", *options, gated=True)
+        modules.set_options(self, "GatedMLP", *options)
         kwargs |= {"use_bias": use_bias, "quantization": quantization, "rngs": rngs}
         make = lambda n, m: Linear(n, m, **kwargs)
         self.gate = make(in_features, hidden_features)
@@ -474,7 +348,7 @@ class GatedMLP(nnx.Module, _Options):
         return gated_mlp(x, kernels, biases, hidden_sharding=hidden_sharding, **options)
 
     def _is_quantized(self, x: Array) -> bool:
-        """Whether all parts, as they were made, may be computed together in FP8."""
+        """Returns True if all parts, as they were made, may be computed together in FP8."""
         linears = [*modules.layers_of(self).values()]
 
         def as_made(linear: Any) -> bool:
@@ -602,13 +476,13 @@ def _held(modules: Any) -> tuple[Any, list[Any]]:
 
 
 def _same(before: tuple[Any, list[Any]], after: tuple[Any, list[Any]]) -> bool:
-    """Whether a call has left modules as they were."""
+    """Returns True if a call has left modules as they were."""
     (graph, leaves), (graph_after, leaves_after) = before, after
     return graph == graph_after and all(map(operator.is_, leaves, leaves_after))
 
 
 def _has_nodes(results: Any) -> bool:
-    """Whether there are modules or Variables among the results."""
+    """Returns True if there are modules or Variables among the results."""
     return any(isinstance(node, nnx.Pytree | nnx.Variable) for _, node in nnx.iter_graph(results))
 
 

@@ -41,7 +41,6 @@ class Kernel:
         kernel with "cuda" and without "cpu" is one that XLA fuses into one loop on a CPU.
       plain_on_cuda: `(spec, *operand types) -> bool`: True if the definition was measured to be the
         fastest on a GPU, and serves by default; None for never.
-      pallas_on_cuda: `(target, spec, *operand types) -> bool`: the same of the Pallas kernel.
 
     A body raises `Unsupported` when it cannot serve. The `Order` of a call says which bodies to
     try. If none serves, the definition does and the reason is logged once; a strict order raises
@@ -55,10 +54,9 @@ class Kernel:
         bodies: Mapping[Backend, Body],
         *,
         plain_on_cuda: Callable[..., bool] | None = None,
-        pallas_on_cuda: Callable[..., bool] | None = None,
     ):
         self.name, self.definition, self.bodies = name, definition, dict(bodies)
-        self._plain_on_cuda, self._pallas_on_cuda = plain_on_cuda, pallas_on_cuda
+        self._plain_on_cuda = plain_on_cuda
         self.primitive = Primitive(f"normfuse_{name}")
         self.primitive.multiple_results = True
         self.primitive.def_abstract_eval(self._abstract_eval)
@@ -89,16 +87,11 @@ class Kernel:
             return plain(*values)
         where, reasons = "/".join(ctx.module_context.platforms), {}
         bodies = {"native": self._native_body, "pallas": self._pallas_body}
-        for name in order.names or self._fastest(platform, ctx, spec):
+        for name in order.names or self._fastest(platform):
             try:
                 results = bodies[name](platform, ctx, spec)(*values)
             except Unsupported as error:
                 reasons[name] = f"on {where}, {error}"
-                continue
-            except Exception as error:  # Pallas changes from version to version
-                if order.names or (platform, name) != ("cuda", "pallas"):
-                    raise
-                reasons[name] = f"on {where}, Pallas failed with {error!r}"
                 continue
             if reasons:
                 report(spec.op, reasons, by=name)
@@ -116,28 +109,12 @@ class Kernel:
             return False
         return self._plain_on_cuda(spec, *ctx.avals_in)
 
-    def _fastest(self, platform: str | None, ctx: Any, spec: Any) -> tuple[str, ...]:
-        """Returns what is tried where nothing was asked for.
+    def _fastest(self, platform: str | None) -> tuple[str, ...]:
+        """Returns the implementation that is tried where none was asked for.
 
-        Pallas is not where it would be interpreted (on CPUs), nor where it would be Triton, which
-        JAX will remove: what serves unasked must not change then.
+        On CPUs Pallas is interpreted, and on GPUs its kernels serve on request alone.
         """
-        if platform == "tpu" and "pallas" in self.bodies:
-            return ("pallas",)
-        if platform == "cuda" and self._is_pallas_fastest(ctx, spec):
-            return ("pallas", "native")
-        return ("native",)
-
-    def _is_pallas_fastest(self, ctx: Any, spec: Any) -> bool:
-        # JAX gives no guarantee for a Pallas kernel in an export for GPUs.
-        export = ctx.module_context.lowering_parameters.for_export
-        if self._pallas_on_cuda is None or export or not _has_static_shapes(ctx):
-            return False
-        from .launch import target_for  # only a CUDA lowering needs the CUDA engine
-
-        with contextlib.suppress(Unsupported):  # the GPU is too old for our CUDA kernels
-            return self._pallas_on_cuda(target_for(ctx), spec, *ctx.avals_in)
-        return False
+        return ("pallas" if platform == "tpu" and "pallas" in self.bodies else "native",)
 
     def native(self, platform: str | None, ctx: Any) -> Body:
         """Returns the native body for a lowering, as a function of `(spec, *operands)`."""

@@ -46,24 +46,11 @@ LAYERS: dict[str, dict[str, Callable]] = {
     },
 }
 
-# On Hopper GPUs a product's epilogue may compute the activation, or its gradient (by default, where
-# that is faster).
+# On Hopper GPUs a product's epilogue may compute the activation.
 FUSED: dict[str, dict[str, Callable]] = {
     "norm + gelu MLP": {
         "fused forward": lambda x, s, w, d: dense(
             dense(rms_norm(x, s), w, activation="gelu_tanh", implementation="pallas"), d
-        ),
-        "normfuse": lambda x, s, w, d: gated_product(
-            *project(x, s, w), None, d, activation="gelu_tanh"
-        ),
-        "normfuse, hidden kept": lambda x, s, w, d: gated_product(
-            *project(x, s, w), None, d, activation="gelu_tanh", recompute=False
-        ),
-    },
-    "norm + SwiGLU MLP": {
-        "normfuse": lambda x, s, w, u, d: gated_product(*project(x, s, w, u), d),
-        "normfuse, hidden kept": lambda x, s, w, u, d: gated_product(
-            *project(x, s, w, u), d, recompute=False
         ),
     },
 }
@@ -81,7 +68,7 @@ MOVED = {
 
 
 def kernel_shapes(layer: str, dim: int, hidden: int) -> list[tuple[int, int]]:
-    """Of the kernels, in the order in which the layer takes them."""
+    """Returns the kernels' shapes, in the order in which the layer takes them."""
     ups = [(dim, hidden)] * (1 + ("SwiGLU" in layer))
     return ups + [(hidden, dim)] * ("MLP" in layer)
 

@@ -266,35 +266,3 @@ def layer_tangent(x, scale, dx, dscale=None, dbias=None, **options) -> Expected:
     value = w * rstd * along + normal * of(dscale) + of(dbias)
     size = larger * rstd * size + magnitude * np.abs(of(dscale)) + np.abs(of(dbias))
     return Expected(value, size, n)
-
-
-def clamped_swiglu(z, up, alpha=1.702, limit=7.0):
-    """gpt-oss's function of gate and up in NumPy, and its derivatives by both."""
-    c, u = np.minimum(z, limit), np.clip(up, -limit, limit) + 1
-    s = 1 / (1 + np.exp(-alpha * c))
-    slope = s * (1 + alpha * c * (1 - s))
-    return u * c * s, np.where(z > limit, 0, u * slope), np.where(np.abs(up) > limit, 0, c * s)
-
-
-# ---------------------------------------------------------------- gated RMSNorm
-
-
-def gated(dy, x, z, scale=None, *, gate, activation="silu", eps=1e-6, scale_offset=0.0):
-    """y, dx, dz and, if there is a scale, dscale of a gated RMSNorm over the last axis."""
-    dy, x, z = wide(dy), wide(x), wide(z)
-    s = 1 / (1 + np.exp(-z))
-    a, slope = (s, s * (1 - s)) if activation == "sigmoid" else (z * s, s + z * s * (1 - s))
-    options = {"eps": eps, "scale_offset": scale_offset}
-    n = x.shape[-1]
-    if gate == "before":
-        y = forward(x * a, scale, **options)[0]
-        dh, dscale = backward(dy, x * a, scale, **options)
-        dx = Expected(dh.value * a, dh.size * np.abs(a), n)
-        dz = Expected(dh.value * x * slope, dh.size * np.abs(x) * (np.abs(slope) + np.abs(s)), n)
-    else:
-        alone = forward(x, scale, **options)[0]
-        y = Expected(alone.value * a, alone.size * np.abs(a), n)
-        dx, dscale = backward(dy * a, x, scale, **options)
-        size = np.abs(dy) * alone.size * (np.abs(slope) + np.abs(s))
-        dz = Expected(dy * alone.value * slope, size, n)
-    return [y, dx, dz, *[dscale] * (scale is not None)]

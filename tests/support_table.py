@@ -24,7 +24,8 @@ counts the kernels in the compiled program; the first section has the other oper
 - **native + plain**: kernels, and plain HLO for what is plain HLO by definition: tangents, higher
   derivatives, and the parts of `vmap` that belong to each example's own parameters.
 - **pallas**: Pallas kernels, interpreted on CPUs.
-- **native or pallas or xla**: each of them, as `implementation=` asks; `dense` by the last two.
+- **native or pallas or xla**: each of them, as `implementation=` asks; `dense` by the
+  last two, by Pallas on one device.
 - **plain HLO**: correct, but computed by XLA alone; `implementation="native"` raises
   `NotImplementedError` here and names the alternative.
 - **refused**: raises an error; see the notes below.

@@ -4,6 +4,7 @@ import pathlib
 import subprocess
 import sys
 
+import lines
 import mutants
 import pytest
 import structure
@@ -38,6 +39,13 @@ def test_few_modules():
     """90 at first; then came FP8 (9), swap (4), its norms, gated norms and plans (1 each), the loss
     (4), attention (6) and fuse (14)."""
     assert 50 < len(structure.MODULES) <= 130
+
+
+def test_no_folder_grows(monkeypatch):
+    assert lines.exceeded() == []
+    monkeypatch.setitem(lines.LIMITS, "package", lines.counts()["package"] - 1)
+    (said,) = lines.exceeded()
+    assert said.startswith("package: ")
 
 
 def test_no_import_circles():

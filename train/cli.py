@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +24,6 @@ from typing import Annotated, Any, NoReturn
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
-from ..models.config import Dtype, Quantization
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
 from .config import ModelConfig, MuDtype, Preset, TrainConfig, defaults, located
@@ -134,39 +132,13 @@ class CacheClear:
     """Remove all cached kernels."""
 
 
-_ARCH_HERE = "(default: the GPU here, else NORMFUSE_CUDA_ARCH or PTX)"
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheWarm:
-    """Compile kernels into the cache; needs no GPU."""
-
-    features: Annotated[Positional[tuple[int, ...]], arg(metavar="N...", help_behavior_hint="")]
-    """Lengths of the rows: 4096 8192."""
-    arch: Annotated[tuple[str, ...], arg(help_behavior_hint=_ARCH_HERE)] = ()
-    """CUDA architectures: sm_90, 9.0, compute_80 …"""
-    dtype: tuple[Dtype, ...] = ("bfloat16",)
-    """Dtypes of x."""
-    scale: tuple[Dtype, ...] = ("float32",)
-    """Dtypes of scale."""
-    out: Annotated[tuple[Dtype, ...], arg(help_behavior_hint="(default: that of x)")] = ()
-    """Dtypes of y."""
-    activation: Annotated[tuple[str, ...], arg(help_behavior_hint="(default: all)")] = ()
-    """Activations of dense layers: silu gelu …"""
-    quantization: Quantization | None = None
-    """fp8: the kernels of quantized layers too."""
-    offset: Annotated[bool, FlagCreatePairsOff] = False
-    """Compile the kernels with a scale_offset."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Show, clear or warm the cache of compiled kernels."""
+    """Show or clear the cache of compiled kernels."""
 
     action: Annotated[
         Annotated[CacheShow, subcommand("show", prefix_name=False)]
-        | Annotated[CacheClear, subcommand("clear", prefix_name=False)]
-        | Annotated[CacheWarm, subcommand("warm", prefix_name=False)],
+        | Annotated[CacheClear, subcommand("clear", prefix_name=False)],
         arg(name=""),
     ] = CacheShow()
 
@@ -311,8 +283,6 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
                 between_hosts=command.between_hosts,
                 compile=command.compile,
             )
-        case Cache(CacheWarm(features)) if min(features, default=0) < 1:
-            raise UsageError("cache warm needs lengths of rows, each at least 1: 4096 8192.")
         case Info() | Cache():
             _inspect(command)
 
@@ -338,21 +308,6 @@ def _inspect(command: Info | Cache) -> None:
                 text = _fitting(info.info(every_platform))
             case Cache(CacheClear()):
                 text = f"removed {cache.clear()} files from {cache.directory()}"
-            case Cache(CacheWarm() as given):
-                began, archs = time.perf_counter(), given.arch or (info.attached_arch(),)
-                count = info.warm(
-                    given.features,
-                    archs,
-                    dtypes=given.dtype,
-                    scales=given.scale,
-                    outs=given.out or None,
-                    scale_offset=float(given.offset),
-                    activations=given.activation or None,
-                    quantization=given.quantization,
-                )
-                seconds = time.perf_counter() - began
-                text = f"compiled {count} kernels for {', '.join(archs)} in {seconds:.1f} s\n"
-                text += info.show()
             case _:
                 text = info.show()
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:

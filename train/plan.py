@@ -57,13 +57,13 @@ _SHOWN = 6  # meshes of each precision
 _STEP_TOKENS = 16_384  # tokens a GPU computes in a step by default, as in the reports
 _USABLE = 0.75  # part of a GPU's memory that JAX takes (XLA_PYTHON_CLIENT_MEM_FRACTION)
 # Rate of products in a training step, relative to their rate alone: GPUs that run for seconds reach
-# their power limit, and wait between kernels. Fitted on steps of one GPU (2026-11-21_h200_scaling).
+# their power limit, and wait between kernels. Fitted on steps of one GPU (scaling.csv).
 _SUSTAINED = 0.857
 # A step's extra time, per second that its collectives would take alone: fitted on steps of two
 # GPUs. Collectives over "fsdp" overlap with products, but slow these down; a step waits for those
 # over "tensor", which run slower than alone.
 _EXPOSED = {"fsdp": 0.75, "tensor": 1.26}
-# Reads and writes of the logits beyond the products: 40.5 ms and 35.7 (2026-11-22_h200_loss).
+# Reads and writes of the logits beyond the products: 40.5 ms and 35.7 (loss_and_attention.md).
 _LOSS_PASSES = 4.8
 
 
@@ -90,13 +90,13 @@ class Gpu:
     assumed: str = ""
 
 
-# Products: 2026-11-22_h200_fp8 (jnp, and "as one function"). Attention: 13.2 TFLOP in 25.7 ms
-# (2026-11-22_h200_step). Copy: 2026-11-22_h200_fp8. Links: the mean of gathers and scatters of
-# 1 GiB, 2026-11-21_h200_scaling.
+# Products: fp8.md (jnp, and "as one function"). Attention: 13.2 TFLOP in 25.7 ms
+# (steps.md). Copy: fp8.md. Links: the mean of gathers and scatters of
+# 1 GiB, scaling.csv.
 _H200 = Gpu(139 * 2**30, 789e12, 1.54e15, 513e12, 4.18e12, {2: 253e9, 4: 309e9})
 GPUS = {
     "H200": _H200,
-    # 2026-11-22_h100: its copy rate; its products take as long as the H200's.
+    # norms.md, an H100: its copy rate; its products take as long as the H200's.
     "H100": dataclasses.replace(
         _H200,
         memory=78 * 2**30,

@@ -495,12 +495,6 @@ def devices_of(ctx: Any) -> Sequence[jax.Device]:
     return context.mesh.devices.flat if hasattr(context, "mesh") else context.device_assignment
 
 
-def is_for_one_device(ctx: Any) -> bool:
-    """Returns whether the whole program runs on one device."""
-    context = ctx.module_context.axis_context
-    return (context.mesh.size if hasattr(context, "mesh") else context.num_devices) == 1
-
-
 def shardy_rule(inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> str:
     """Returns the propagation rule of an operation, in custom_partitioning's notation.
 

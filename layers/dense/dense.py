@@ -34,9 +34,9 @@ def dense(
     product; nothing of its size is kept in float32.
 
     The product is XLA's, and is partitioned as `jnp.matmul` is; with `implementation="pallas"` it
-    is one kernel with the bias and the activation, and only the gradients' products are XLA's. On
-    Explicit meshes a kernel split (as FSDP stores it) over axes that split x's rows is gathered, in
-    `dtype`.
+    is one kernel with the bias and the activation, for arrays of one device, and only the
+    gradients' products are XLA's. On Explicit meshes a kernel split (as FSDP stores it) over axes
+    that split x's rows is gathered, in `dtype`.
 
     Args:
       x: `(*rows, in)`; float64, float32, bfloat16 or float16, as all operands.
@@ -45,7 +45,7 @@ def dense(
       activation: None; a name: "gelu" (the exact one; `jax.nn.gelu`'s default is "gelu_tanh"),
         "relu", "silu", "squared_relu", "tanh" and the rest of
         `normfuse.layers.dense.epilogue.ACTIVATIONS`; or a pure function, which is given float32.
-        For "pallas" it must be element-wise.
+        "pallas" takes those with names.
       dtype: the dtype of the product and the result; None: x's.
       quantization: "fp8" for products of FP8 operands, forward and backward
         (docs/quantization.md); parameters, results and gradients keep their dtypes.
@@ -116,19 +116,19 @@ def apply(
         del strict
         return finish(product(), bias, activation, dtype)
 
-    def pallas(strict: bool) -> Array:
+    def in_pallas(strict: bool) -> Array:
         for name, value in (("out_sharding", out_sharding), ("quantization", quantization)):
             if value is not None:
                 raise NotImplementedError(
                     f"{op}: implementation='pallas' takes no {name}; leave it out, or use 'xla'"
                 )
-        from .one_kernel import dense_in_one_kernel
 
-        order = Order(("pallas",), strict)
+        from . import pallas  # imported when it is first used
+
         options = {"activation": activation, "dtype": dtype, "contract": contract}
-        return dense_in_one_kernel(x, kernel, bias, order=order, **options)
+        return pallas.dense(x, kernel, bias, order=Order(("pallas",), strict), **options)
 
-    return choose(op, implementation, {"native": native, "pallas": pallas, "xla": xla})
+    return choose(op, implementation, {"native": native, "pallas": in_pallas, "xla": xla})
 
 
 def check_shapes(

@@ -2,11 +2,9 @@
 
     y = activation(z + bias) · up
 
-`up` is the second product of a gated layer; it has all dimensions of z, the bias its last ones. Or
-z has both, gate and up, along one of its dimensions, of length 2 (`stack`). An activation may also
-be a function of both (`GatedScalar`), y = activation(z + bias, up). On CUDA the forward is one
-pass, and so are all gradients together; on CPUs and elsewhere both are plain JAX, which XLA fuses
-into one loop itself. Forward mode and higher orders are plain HLO.
+`up` is the second product of a gated layer; it has all dimensions of z, the bias its last ones. On
+CUDA the forward is one pass, and so are all gradients together; on CPUs and elsewhere both are
+plain JAX, which XLA fuses into one loop itself. Forward mode and higher orders are plain HLO.
 """
 
 import dataclasses
@@ -26,7 +24,6 @@ from ...native.dtypes import CUDA_TYPES, compute_dtype, rounded
 from ...native.implementation import BEST, Order, Unsupported, native_or_best
 from ...native.kernel import Kernel
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
-from ..core.arguments import finite
 from ..core.op import Dims, Loose, Op, Split, match, vary, varying_axes
 from .matmul import equally_varying
 
@@ -50,8 +47,6 @@ class Scalar:
     function: Callable[..., Array] = dataclasses.field(repr=False)
     parameters: tuple[tuple[str, float], ...] = ()  # (name, value) of the constants that follow x
 
-    operands = ("x",)  # arguments of the texts before the parameters
-
     def __post_init__(self):
         if not _NAME.fullmatch(self.name):
             raise ValueError(f"Scalar: name must be a C++ identifier, got {self.name!r}")
@@ -60,47 +55,16 @@ class Scalar:
         """The function in plain JAX."""
         return self.function(x)
 
-    def gated(self, x: Array, up: Array) -> Array:
-        """A gated layer's function of both its products, in plain JAX."""
-        return self(x) * up
-
-    def _texts(self) -> dict[str, str]:
-        """The texts by the suffix of the name."""
-        return {"": self.source, "_derivative": self.derivative}
-
     def code(self, alias: str = "activation") -> str:
         """Returns C++ text of `alias(x)` and, with a derivative, of `alias_derivative(x)`."""
-        takes = ", ".join(f"T {operand}" for operand in self.operands)
-        values = ", ".join([*self.operands, *(f"T({value!r})" for _, value in self.parameters)])
+        values = ", ".join(["x", *(f"T({value!r})" for _, value in self.parameters)])
         parts = []
-        for end, text in self._texts().items():
+        for end, text in {"": self.source, "_derivative": self.derivative}.items():
             if text:
                 call = f"return {self.name}{end}({values});"
-                head = f"template <typename T>\n__device__ inline T {alias}{end}({takes})"
+                head = f"template <typename T>\n__device__ inline T {alias}{end}(T x)"
                 parts += [text.strip(), f"{head} {{ {call} }}"]
         return "\n".join(parts) + "\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class GatedScalar(Scalar):
-    """A function of two numbers, x and up, which gated layers take instead of `activation(x) · up`.
-
-    Its texts take `(T x, T up, T parameter, ...)`, and `function` the parameters by name.
-    `derivative` is that with respect to x.
-    """
-
-    up_derivative: str = ""  # the text of `name_up_derivative`, as `derivative`
-
-    operands = ("x", "up")
-
-    def __call__(self, x: Array, up: Array) -> Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The function in plain JAX."""
-        return self.function(x, up, **dict(self.parameters))
-
-    gated = __call__
-
-    def _texts(self) -> dict[str, str]:
-        return super()._texts() | {"_up_derivative": self.up_derivative}
 
 
 def _text(name: str, body: str, takes: Iterable[str]) -> str:
@@ -197,62 +161,6 @@ SCALARS["tanh"] = SCALARS.pop("hyperbolic_tangent")
 Activation = str | Callable[..., Array] | None
 
 
-def _clamped_swiglu(x: Array, up: Array, alpha: float, limit: float) -> Array:
-    # Not jnp.clip, whose gradient is halved at the limit.
-    x, up = (jnp.where(a > limit, limit, a) for a in (x, up))
-    return (jnp.where(up < -limit, -limit, up) + 1) * x * jax.nn.sigmoid(alpha * x)
-
-
-_CLAMPED = "const T c = x > limit ? limit : x;\n  "
-_SHIFTED = "(up > limit ? limit : up < -limit ? -limit : up) + T(1)"
-
-
-def clamped_swiglu(*, alpha: float = 1.702, limit: float = 7.0) -> GatedScalar:
-    """The activation of gpt-oss, for gated layers: a clamped SwiGLU with 1 added to up.
-
-        c = min(gate, limit)        y = (clip(up, -limit, limit) + 1) · c · sigmoid(alpha · c)
-
-    `activation="clamped_swiglu"` is the same with these defaults. A number that is clamped has no
-    gradient; one at the limit has.
-
-    Args:
-      alpha: a number.
-      limit: a positive number.
-
-    Returns:
-      What `gated_dense`, `gated_product` (with an `up`) and `GatedMLP` take as
-      `activation`.
-
-    Raises:
-      ValueError: for an alpha that is not finite, or a limit that is not finite and positive.
-
-    References:
-      OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
-
-    >>> import jax.numpy as jnp
-    >>> from normfuse import clamped_swiglu, gated_dense
-    >>> one = jnp.eye(1)
-    >>> gated_dense(jnp.array([[2.0]]), one, one, activation=clamped_swiglu(alpha=0.0, limit=1.5))
-    Array([[1.875]], dtype=float32)
-    """
-    name, takes = "clamped_swiglu", ("x", "up", "alpha", "limit")
-    alpha, limit = finite(name, "alpha", alpha), finite(name, "limit", limit)
-    if limit <= 0:
-        raise ValueError(f"{name}: limit must be positive, got {limit}")
-    slope = "sigmoid_of(alpha * c) + alpha * c * sigmoid_slope(alpha * c)"
-    derivative = f"{_CLAMPED}return x > limit ? T(0) : ({_SHIFTED}) * ({slope});"
-    of_up = f"{_CLAMPED}return up > limit || up < -limit ? T(0) : c * sigmoid_of(alpha * c);"
-    return GatedScalar(
-        name,
-        _text(name, f"{_CLAMPED}return ({_SHIFTED}) * c * sigmoid_of(alpha * c);", takes),
-        _text(f"{name}_derivative", derivative, takes),
-        _clamped_swiglu,
-        (("alpha", alpha), ("limit", limit)),
-        _text(f"{name}_up_derivative", of_up, takes),
-    )
-
-
-GATED: dict[str, GatedScalar] = {"clamped_swiglu": clamped_swiglu()}
 """The functions of gate and up that kernels know, by name."""
 
 
@@ -262,15 +170,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """By name. "gelu" is the exact one, of the error function; "gelu_tanh" its usual approximation."""
 
 
-def resolve(
-    activation: Activation, op: str = "", *, gated: bool = False
-) -> Callable[..., Array] | None:
+def resolve(activation: Activation, op: str = "") -> Callable[[Array], Array] | None:
     """Returns the function that `activation` names or is; None for none. Errors name `op`.
 
-    With `gated` it may be one of two numbers.
-
     Raises:
-      ValueError: for an unknown name, or a function of two numbers where there is one.
+      ValueError: for an unknown name.
       TypeError: for anything but None, a name or a callable.
     """
     prefix = op and f"{op}: "
@@ -279,18 +183,12 @@ def resolve(
             f"{prefix}activation must be None, a name or a function, got "
             f"{type(activation).__name__}"
         )
-    known = ACTIVATIONS | GATED if gated else ACTIVATIONS
-    if isinstance(activation, str) and activation not in {*known, *GATED}:
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(
-            f"{prefix}activation must be one of {', '.join(map(repr, known))}, or a function, got "
-            f"{activation!r}"
+            f"{prefix}activation must be one of {names}, or a function, got {activation!r}"
         )
-    if not gated and isinstance(scalar := scalar_of(activation), GatedScalar):
-        raise ValueError(
-            f"{prefix}activation {scalar.name!r} is a function of gate and up, and there is no up; "
-            "use gated_dense, gated_product with up=, or GatedMLP"
-        )
-    return known[activation] if isinstance(activation, str) else activation
+    return ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
 
 def scalar_of(activation: Activation) -> Scalar | None:
@@ -299,7 +197,7 @@ def scalar_of(activation: Activation) -> Scalar | None:
     A function that comes with its C++ has it as an attribute `scalar`.
     """
     if isinstance(activation, str):
-        return GATED.get(activation) or SCALARS[activation]
+        return SCALARS[activation]
     return activation if isinstance(activation, Scalar) else getattr(activation, "scalar", None)
 
 
@@ -314,7 +212,6 @@ class Epilogue:
     function: Scalar  # the activation
     axes: tuple[int, ...] = (1,)  # the bias's dimensions of z; kernels see (rows, columns)
     has_up: bool = False
-    stack: int | None = None  # z's dimension for gate and up, if z has both; then no bias
     has_bias: bool = False
     out_dtype: str = ""  # y's dtype
     with_dbias: bool = False  # a backward also returns the bias's gradient,
@@ -325,24 +222,19 @@ class Epilogue:
 # ---------------------------------------------------------------- definitions, in plain JAX
 
 
-def _halves(z: Array, stack: int) -> list[Array]:
-    return [jax.lax.index_in_dim(z, i, stack, keepdims=False) for i in range(2)]
-
-
 def _inputs(spec: Epilogue, operands: Any, dtype: jnp.dtype) -> list[Array]:
     """`[z + bias]` or `[z + bias, up]`, in `dtype`."""
     z, *rest = [a.astype(dtype) for a in operands]
-    if spec.stack is not None:
-        return _halves(z, spec.stack)
     bias = jnp.zeros((), dtype)
     if spec.has_bias:
         bias = jnp.expand_dims(rest[-1], _rows(spec, z.ndim))
     return [z + bias, *rest[: spec.has_up]]
 
 
-def _function(spec: Epilogue) -> Callable[..., Array]:
-    gated = spec.has_up or spec.stack is not None
-    return spec.function.gated if gated else spec.function
+def _value(spec: Epilogue) -> Callable[..., Array]:
+    """Returns y of `_inputs`."""
+    function = spec.function
+    return (lambda x, up: function(x) * up) if spec.has_up else function
 
 
 def _rows(spec: Epilogue, ndim: int) -> list[int]:
@@ -352,16 +244,14 @@ def _rows(spec: Epilogue, ndim: int) -> list[int]:
 def define_forward(spec: Epilogue, *operands: Array) -> list[Array]:
     """`(z[, up][, bias]) -> (y,)`."""
     dtype = compute_dtype(*(a.dtype for a in operands), spec.out_dtype)
-    return [_function(spec)(*_inputs(spec, operands, dtype)).astype(spec.out_dtype)]
+    return [_value(spec)(*_inputs(spec, operands, dtype)).astype(spec.out_dtype)]
 
 
 def define_backward(spec: Epilogue, dy: Array, *operands: Array) -> list[Array]:
     """`(dy, z[, up][, bias]) -> (dz[, dup][, dbias][, value])`; value is y, in dy's dtype."""
     dtype = compute_dtype(dy.dtype, *(a.dtype for a in operands))
-    y, pull = jax.vjp(_function(spec), *_inputs(spec, operands, dtype))
+    y, pull = jax.vjp(_value(spec), *_inputs(spec, operands, dtype))
     gradients = pull(dy.astype(dtype))
-    if spec.stack is not None:
-        gradients = [jnp.stack(gradients, spec.stack)]
     results = [d.astype(a.dtype) for d, a in zip(gradients, operands)]
     if spec.with_dbias:
         results.append(jnp.sum(gradients[0], _rows(spec, dy.ndim)))
@@ -380,17 +270,15 @@ def define_tangent(spec: Epilogue, *operands: Array) -> list[Array]:
     if dbias is not None:
         shift = shift + jnp.expand_dims(dbias, _rows(spec, z.ndim))
     at, moving = _inputs(spec, operands[:count], dtype), [shift, *[dup] * (dup is not None)]
-    if spec.stack is not None:
-        moving = _halves(shift, spec.stack)
     fixed = at[len(moving) :]
-    moved = lambda *moving: _function(spec)(*moving, *fixed)
+    moved = lambda *moving: _value(spec)(*moving, *fixed)
     _, dy = jax.jvp(moved, at[: len(moving)], moving)
     return [dy.astype(spec.out_dtype)]
 
 
 # ---------------------------------------------------------------- kernels, on (rows, columns)
-# or on arrays of any shape where there is no bias; z with gate and up is (rows, 2, columns). The
-# activation's text becomes part of the kernel's.
+# or on arrays of any shape where there is no bias. The activation's text becomes part of the
+# kernel's.
 
 
 _MAX_GRID_Y = 65535
@@ -431,8 +319,7 @@ def flat_layout(size: int, itemsize: int, kernel: str, arrays: int) -> Layout:
 
 
 def column_layout(rows: int, columns: int, itemsize: int, target: Target) -> Layout:
-    """With a bias, or gate and up in one array, a thread keeps its columns, and blocks go through
-    the rows."""
+    """With a bias a thread keeps its columns, and blocks go through the rows."""
     vector = math.gcd(columns, 16 // itemsize)
     width = min(32, 1 << (columns // vector - 1).bit_length())
     layout = Layout(rows, columns, vector, width, 256 // width, 1, 1, 2)
@@ -445,8 +332,7 @@ def forward_on_cuda(target: Target, spec: Epilogue, z: Any, *rest: Any) -> list[
     """`(z[, up][, bias]) -> (y,)`."""
     names = ["Z"] + ["UP"] * spec.has_up + ["BIAS"] * spec.has_bias
     operands = dict(zip(names, (z, *rest), strict=True))
-    shape = tuple(n for d, n in enumerate(z.shape) if d != spec.stack)
-    results = {"Y": jax.ShapeDtypeStruct(shape, jnp.dtype(spec.out_dtype))}
+    results = {"Y": jax.ShapeDtypeStruct(z.shape, jnp.dtype(spec.out_dtype))}
     return _launch(target, "forward", spec, operands, results)
 
 
@@ -473,17 +359,14 @@ def _launch(
     dtypes = [a.dtype for a in (*operands.values(), *filter(None, results.values()))]
     compute = cuda_compute_dtype(dtypes)
     itemsize = max(d.itemsize for d in dtypes)
-    if "BIAS" in operands or spec.stack is not None:
-        rows, *_, columns = operands["Z"].shape
+    if "BIAS" in operands:
+        rows, columns = operands["Z"].shape
         layout = column_layout(rows, columns, itemsize, target)
     else:
         layout = flat_layout(operands["Z"].size, itemsize, kernel, len(dtypes))
     if "PARTIAL" in results:
         results["PARTIAL"] = jax.ShapeDtypeStruct((layout.grid_y, layout.columns), compute)
     macros = type_macros(operands) | type_macros(results)
-    macros |= {"GATED": "1"} if isinstance(spec.function, GatedScalar) else {}
-    if spec.stack is not None:
-        macros |= {"STACKED": "1", "UP_TYPE": macros["Z_TYPE"]}
     macros |= {
         "KERNEL": f"epilogue_{kernel}",
         "COMPUTE_TYPE": CUDA_TYPES[compute.name],
@@ -533,8 +416,6 @@ def _source(function: Scalar) -> Source:
 
 forward_kernel = Kernel("epilogue_forward", define_forward, {"cuda": forward_on_cuda})
 backward_kernel = Kernel("epilogue_backward", define_backward, {"cuda": backward_on_cuda})
-# One for each layout of arrays without a bias, which depends on how often 2 divides their size.
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def examples(
@@ -543,10 +424,9 @@ def examples(
     """Yields every kernel on rows of `n` as dense layers call it: (kernel, spec, operand types)."""
     z = jax.ShapeDtypeStruct((rows, n), jnp.dtype(dtype))
     b = jax.ShapeDtypeStruct((n,), compute_dtype(dtype))
-    chosen = map(scalar_of, [*SCALARS, *GATED] if activations is None else activations)
+    chosen = map(scalar_of, SCALARS if activations is None else activations)
     for function in {scalar.name: scalar for scalar in chosen if scalar}.values():
-        gated = isinstance(function, GatedScalar)
-        for up, bias in [([z], [])] if gated else (([], []), ([z], []), ([], [b])):
+        for up, bias in (([], []), ([z], []), ([], [b])):
             flags = {"has_up": bool(up), "has_bias": bool(bias), "axes": (1,) if bias else ()}
             spec = Epilogue(function=function, out_dtype=dtype, **flags)
             yield forward_kernel, spec, [z, *up, *bias]
@@ -554,11 +434,6 @@ def examples(
                 for value in (False, True) if not bias else (False,):
                     gradient = replace(spec, with_dbias=dbias, with_value=value)
                     yield backward_kernel, gradient, [z, z, *up, *bias]
-        stacked = Epilogue(function=function, out_dtype=dtype, axes=(), stack=1)
-        both = jax.ShapeDtypeStruct((rows, 2, n), z.dtype)
-        yield forward_kernel, stacked, [both]
-        for value in (False, True):
-            yield backward_kernel, replace(stacked, with_value=value), [z, both]
 
 
 # ---------------------------------------------------------------- one device's share
@@ -569,11 +444,6 @@ def _flattened(spec: Epilogue, large: Sequence[Array], rest: Sequence[Array]) ->
 
     Without a bias arrays stay as they are.
     """
-    if spec.stack is not None:
-        *others, z = large
-        rows = math.prod(z.shape[: spec.stack])
-        flat = [a.reshape(rows, -1) for a in others]
-        return [replace(spec, stack=1), *flat, z.reshape(rows, 2, -1)]
     large, bias = [*large, *rest[: spec.has_up]], rest[spec.has_up :]
     if not spec.axes:
         return [spec, *large]
@@ -584,10 +454,7 @@ def _flattened(spec: Epilogue, large: Sequence[Array], rest: Sequence[Array]) ->
 
 
 def _restored(spec: Epilogue, array: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_flattened`, for an array as large as z, or half as large."""
-    if spec.stack is not None:
-        one = tuple(n for d, n in enumerate(shape) if d != spec.stack)
-        return array.reshape(shape if array.ndim == 3 else one)
+    """The inverse of `_flattened`, for an array as large as z."""
     if not spec.axes:
         return array
     others = [n for d, n in enumerate(shape) if d not in spec.axes]
@@ -631,34 +498,24 @@ def _operands(spec: Epilogue, ndim: int) -> tuple[tuple[int, ...], ...]:
     return (z, *[z] * spec.has_up, *[Loose(spec.axes)] * spec.has_bias)
 
 
-def _result(spec: Epilogue, ndim: int) -> tuple[int, ...]:
-    """y's dimensions."""
-    return tuple(d for d in range(ndim) if d != spec.stack)
-
-
 def _forward_dims(spec: Epilogue, ndim: int) -> Dims:
-    return _operands(spec, ndim), (_result(spec, ndim),)
+    return _operands(spec, ndim), (tuple(range(ndim)),)
 
 
 def _backward_dims(spec: Epilogue, ndim: int) -> Dims:
-    z, y = tuple(range(ndim)), _result(spec, ndim)
-    more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[y] * spec.with_value]
-    return (y, *_operands(spec, ndim)), (z, *more)
+    z = tuple(range(ndim))
+    more = [*[z] * spec.has_up, *[Loose(spec.axes)] * spec.with_dbias, *[z] * spec.with_value]
+    return (z, *_operands(spec, ndim)), (z, *more)
 
 
 def _tangent_dims(spec: Epilogue, ndim: int) -> Dims:
     z = tuple(range(ndim))
     tangents = [dims for dims, moved in zip((z, z, Loose(spec.axes)), spec.moves) if moved]
-    return (*_operands(spec, ndim), *tangents), (_result(spec, ndim),)
-
-
-def _stack(spec: Epilogue, ndim: int) -> tuple[int, ...]:
-    return () if spec.stack is None else (spec.stack,)
+    return (*_operands(spec, ndim), *tangents), (z,)
 
 
 def _batched(spec: Epilogue, at: int) -> Epilogue:
-    stack = None if spec.stack is None else spec.stack + (spec.stack >= at)
-    return replace(spec, axes=tuple(a + (a >= at) for a in spec.axes), stack=stack)
+    return replace(spec, axes=tuple(a + (a >= at) for a in spec.axes))
 
 
 # ---------------------------------------------------------------- derivative
@@ -722,7 +579,6 @@ backward = Op(
     "epilogue_gradient",
     define_backward,
     dims=_backward_dims,
-    undivided=_stack,
     body=_backward_body,
     leads=(1,),
     batched=_batched,
@@ -732,7 +588,6 @@ forward = Op(
     "epilogue",
     define_forward,
     dims=_forward_dims,
-    undivided=_stack,
     body=_forward_body,
     batched=_batched,
     jvp=_forward_jvp,
@@ -752,11 +607,8 @@ def finish_natively(
     dtype: jax.typing.DTypeLike,
     *,
     strict: bool,
-    stack: int | None = None,
 ) -> Array:
     """`activation(z + bias) · up` on kernels, in one pass in each direction.
-
-    Where z has gate and up, `stack` is its dimension of length 2.
 
     Raises:
       NotImplementedError: if there is nothing to do or no kernel knows the activation.
@@ -770,7 +622,6 @@ def finish_natively(
         function=function,
         axes=(),
         has_up=up is not None,
-        stack=stack,
         has_bias=bias is not None,
         out_dtype=jnp.dtype(dtype).name,
     )
@@ -820,23 +671,15 @@ def finish(
     activation: Activation,
     dtype: jax.typing.DTypeLike,
     up: Array | None = None,
-    *,
-    stack: int | None = None,
 ) -> Array:
     """`activation(y + bias) · up`: one pass in float32 (or wider), rounded once, to `dtype`.
 
-    Where y has gate and up, `stack` is its dimension of length 2.
-
     The activation's derivative is recomputed from y: nothing of y's size is kept in float32.
     """
-    if up is not None or stack is not None:
-        wide, scalar = compute_dtype(dtype), scalar_of(activation)
+    if up is not None:
+        wide = compute_dtype(dtype)
         gate = lambda y, up: finish(y, bias, activation, wide) * up.astype(wide)
-        if isinstance(scalar, GatedScalar):
-            gate = lambda y, up: scalar(y.astype(wide), up.astype(wide))
         gated = lambda y, up: gate(y, up).astype(dtype)
-        if stack is not None:
-            return jax.checkpoint(lambda y: gated(*_halves(y, stack)), prevent_cse=False)(y)
         return jax.checkpoint(gated, prevent_cse=False)(y, up)
     function = resolve(activation)
     if bias is None and function is None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, NamedSharding
 
-from ...native.implementation import BEST, Implementation, Order, choose, native_or_best, requested
+from ...native.implementation import Implementation, Order, choose, native_or_best
 from ..core import sharding
 from ..core.arguments import Quantization, check_quantization, floating, floating_dtype
 from ..core.op import match, placed
@@ -21,7 +21,7 @@ from .remat import Activated, product
 def gated_dense(
     x: Array,
     kernel_gate: Array,
-    kernel_up: Array | None = None,
+    kernel_up: Array,
     *,
     activation: Activation = "silu",
     dtype: jax.typing.DTypeLike | None = None,
@@ -38,12 +38,8 @@ def gated_dense(
 
     Args:
       x: `(*rows, in)`.
-      kernel_gate, kernel_up: `(in, *out)`, of one shape. Or `kernel_gate` alone has both,
-        the gate's first: `(in, 2, *out)`, as MaxText stores them; Gemma 3's `(2, out, in)` is
-        `jnp.moveaxis(kernel, -1, 0)`. That is one product with one gradient, and no copy.
-      activation: a name or a function, as for `dense`; or a function of both products, whose
-        value is y: "clamped_swiglu" (`normfuse.clamped_swiglu`), or an op of
-        `normfuse.elementwise` with two inputs of one type.
+      kernel_gate, kernel_up: `(in, *out)`, of one shape.
+      activation: a name or a function, as for `dense`.
       dtype, quantization, out_sharding: as for `dense`.
       implementation: None, "native" or "xla", for the operations after XLA's products.
 
@@ -72,12 +68,11 @@ def gated_dense(
     dtype = floating_dtype(op, dtype, x.dtype)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "out_sharding": out_sharding, "quantization": quantization}
-    z, *rest = (multiply(op, x, k, **options) for k in kernels)
-    up, stack = (rest[0], None) if rest else (None, x.ndim - 1)
-    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up, stack=stack)}
+    z, up = (multiply(op, x, k, **options) for k in kernels)
+    serve = {"xla": lambda strict: finish(z, None, activation, dtype, up)}
     if scalar_of(activation) is not None:
         serve["native"] = lambda strict: finish_natively(
-            op, z, up, None, activation, dtype, strict=strict, stack=stack
+            op, z, up, None, activation, dtype, strict=strict
         )
     return choose(op, implementation, serve)
 
@@ -89,7 +84,6 @@ def gated_product(
     bias: Array | None = None,
     *,
     activation: Activation = "silu",
-    stacked: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     recompute: bool = True,
     quantization: Quantization = None,
@@ -108,19 +102,13 @@ def gated_product(
     Args:
       gate: `(*rows, in)`, before its activation.
       up: `(*rows, in)`; None for an MLP without a gate.
-      stacked: whether `gate` has both, `(*rows, 2, in)`, as `dense` makes them of a kernel
-        `(in, 2, *out)`; `up` is None then.
       kernel: `(in, *out)`.
       bias: `(*out,)`.
-      hidden_sharding: on a mesh of Auto axes, the sharding of `gate` and `up` (unless `stacked`),
+      hidden_sharding: on a mesh of Auto axes, the sharding of `gate` and `up`,
         of their gated activation and of their gradients, as for
         `jax.lax.with_sharding_constraint`; None: XLA's choice.
       recompute: False keeps the gated activation instead: one array less to write in the backward.
       quantization: as for `dense`; with "fp8" the codes of the gated activation are kept.
-      implementation: as for `gated_dense`; or "pallas": in the backward, the product with `kernel`
-        and the activation's gradient are one kernel. That is for Hopper GPUs, 16-bit operands and
-        arrays of one device, under shard_map over every axis too. None takes it in programs for one
-        device where it is faster.
       The others are those of `gated_dense`.
 
     Returns:
@@ -139,23 +127,15 @@ def gated_product(
     up = None if up is None else floating(op, "up", up)
     dtype = floating_dtype(op, dtype, gate.dtype)
     bias = None if bias is None else floating(op, "bias", bias)
-    hidden: Any = gate
-    if stacked:
-        if up is not None or gate.ndim < 2 or gate.shape[-2] != 2:
-            raise ValueError(
-                f"{op}: with stacked=True gate must be (*rows, 2, in) and up None, got gate of "
-                f"shape {gate.shape} and {'no up' if up is None else 'an up'}"
-            )
-        hidden = jax.ShapeDtypeStruct((*gate.shape[:-2], gate.shape[-1]), gate.dtype)
-    check_shapes(op, hidden, kernel, bias, x_name="gate", out_sharding=out_sharding)
-    sharding.check(op, "hidden_sharding", hidden_sharding, hidden.shape, AxisType.Auto)
+    check_shapes(op, gate, kernel, bias, x_name="gate", out_sharding=out_sharding)
+    sharding.check(op, "hidden_sharding", hidden_sharding, gate.shape, AxisType.Auto)
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"{op}: up must have gate's shape {gate.shape}, got {up.shape}")
-    check_activated(op, activation, stacked or up is not None)
+    check_activated(op, activation)
     check_quantization(op, quantization, dtype)
     options = {"dtype": dtype, "implementation": implementation, "out_sharding": out_sharding}
     options["quantization"] = quantization
-    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute, "stacked": stacked}
+    options |= {"hidden_sharding": hidden_sharding, "recompute": recompute}
     return apply_product(gate, up, kernel, bias, activation, **options)
 
 
@@ -173,30 +153,27 @@ def apply_product(
     hidden_sharding: jax.P | None = None,
     out_sharding: NamedSharding | jax.P | None = None,
     contract: int = 0,
-    stacked: bool = False,
 ) -> Array:
     """`gated_product` for operands known to fit; `contract=1` for a kernel stored `(out, in)`."""
     op = "gated_product"
     function, dtype = scalar_of(activation), jnp.dtype(dtype).name
     shared = {"contract": contract, "out_sharding": out_sharding}
-    stack = gate.ndim - 2 if stacked else None
-    gate = gate if stacked else placed(gate, hidden_sharding)
+    gate = placed(gate, hidden_sharding)
     up = None if up is None else placed(match(up, gate, range(gate.ndim)), hidden_sharding)
 
-    def kernels(order, gradient):
+    def kernels(order):
         assert function is not None
-        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding, stacked)
+        producer = Activated(op, function, up is not None, dtype, order, hidden_sharding)
         args = (gate,) if up is None else (gate, up)
-        how = {"gradient": gradient, "keep": not recompute}
-        y = product(producer, args, kernel, **how, **shared)
+        y = product(producer, args, kernel, keep=not recompute, **shared)
         return finish(y, bias, None, dtype)
 
     def quantized(order: Order) -> Array:
         if function is None:
-            hidden = finish(gate, None, activation, dtype, up, stack=stack)
+            hidden = finish(gate, None, activation, dtype, up)
         else:
-            flags = {"strict": order.strict, "stack": stack}
-            hidden = finish_natively(op, gate, up, None, activation, dtype, **flags)
+            strict = order.strict
+            hidden = finish_natively(op, gate, up, None, activation, dtype, strict=strict)
         hidden = placed(hidden, hidden_sharding)
         options = {"dtype": dtype, "quantization": quantization, "order": order}
         return finish(multiply(op, hidden, kernel, **options, **shared), bias, None, dtype)
@@ -204,26 +181,17 @@ def apply_product(
     def native(strict):
         if quantization is not None:
             return quantized(native_or_best(strict))
-        asked = requested(implementation)
-        gradient = Order(("native",), strict) if asked else BEST
-        return kernels(native_or_best(strict), gradient)
-
-    def pallas(strict):
-        if quantization is not None:
-            raise NotImplementedError(
-                f"{op}: implementation='pallas' takes no quantization; leave one of them out"
-            )
-        return kernels(BEST, Order(("pallas",), strict))
+        return kernels(native_or_best(strict))
 
     def xla(strict):
         del strict
-        hidden = placed(finish(gate, None, activation, dtype, up, stack=stack), hidden_sharding)
+        hidden = placed(finish(gate, None, activation, dtype, up), hidden_sharding)
         product = multiply(op, hidden, kernel, dtype=dtype, quantization=quantization, **shared)
         return finish(product, bias, None, dtype)
 
     serve = {"xla": xla}
     if function is not None:
-        serve |= {"native": native, "pallas": pallas}
+        serve["native"] = native
     return choose(op, implementation, serve)
 
 
@@ -273,39 +241,32 @@ def mlp(
 
 
 def _names(kernels: dict[str, Array]) -> list[str]:
-    """Of an MLP's kernels, "down" last."""
+    """Returns an MLP's kernel names, "down" last."""
     return [name for name in ("gate", "up", "down") if name in kernels]
 
 
 def gate_and_up(
-    op: str, x: Array, gate: Array, up: Array | None, activation: Activation, out_sharding: Any
+    op: str, x: Array, gate: Array, up: Array, activation: Activation, out_sharding: Any
 ) -> list[Array]:
-    """Returns a gated layer's kernels: two, or one that has both.
+    """Returns a gated layer's two kernels.
 
     Raises:
       TypeError: for integer or complex kernels.
       ValueError: unless kernels and `out_sharding` fit and there is an activation.
     """
-    kernels = [floating(op, "kernel_gate", gate)]
-    check_shapes(op, x, kernels[0], None, "kernel_gate", out_sharding=out_sharding)
-    shape = kernels[0].shape
-    if up is not None:
-        kernels.append(floating(op, "kernel_up", up))
-        if kernels[1].shape != shape:
-            raise ValueError(
-                f"{op}: kernel_up must have kernel_gate's shape {shape}, got {kernels[1].shape}"
-            )
-    elif len(shape) < 3 or shape[1] != 2:
+    gate, up = floating(op, "kernel_gate", gate), floating(op, "kernel_up", up)
+    check_shapes(op, x, gate, None, "kernel_gate", out_sharding=out_sharding)
+    if up.shape != gate.shape:
         raise ValueError(
-            f"{op}: kernel_gate without kernel_up must have both, (in, 2, *out), got shape {shape}"
+            f"{op}: kernel_up must have kernel_gate's shape {gate.shape}, got {up.shape}"
         )
-    check_activated(op, activation, True)
-    return kernels
+    check_activated(op, activation)
+    return [gate, up]
 
 
-def check_activated(op: str, activation: Activation, gated: bool) -> None:
-    """Raises ValueError unless there is an activation, of one number or with `gated` of two."""
-    if resolve(activation, op, gated=gated) is None:
+def check_activated(op: str, activation: Activation) -> None:
+    """Raises ValueError unless there is an activation."""
+    if resolve(activation, op) is None:
         raise ValueError(
             f"{op}: activation must be a name or a function, got None; for a bilinear layer pass "
             "lambda z: z"

@@ -25,10 +25,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 from jax.sharding import NamedSharding
 
-from ...native.implementation import BEST, Order
+from ...native.implementation import Order
 from ..core.op import Op, batch_at, match, placed
-from ..core.sharding import whole
-from . import epilogue, product_gradient
+from . import epilogue
 from .epilogue import Epilogue, Scalar
 from .matmul import (
     Product,
@@ -40,17 +39,13 @@ from .matmul import (
     with_main_gradient,
 )
 from .matmul import tangent as product_tangent
-from .product_gradient import Gradient
 
 # ---------------------------------------------------------------- the left operand
 
 
 @dataclasses.dataclass(frozen=True)
 class Activated:
-    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says.
-
-    If `stacked`, z is `(*rows, 2, in)` and has both.
-    """
+    """`function(z) · up`, or without up, in `dtype`, placed as `sharding` says."""
 
     op: str
     function: Scalar
@@ -58,7 +53,6 @@ class Activated:
     dtype: str
     order: Order
     sharding: jax.P | None = None
-    stacked: bool = False
 
     def epilogue(self, args: Sequence[Any], **flags: Any) -> Epilogue:
         """Returns the epilogue of `args`, or a derivative of it."""
@@ -67,7 +61,6 @@ class Activated:
             function=self.function,
             axes=(),
             has_up=self.has_up,
-            stack=args[0].ndim - 2 if self.stacked else None,
             out_dtype=self.dtype,
             **flags,
         )
@@ -93,11 +86,6 @@ class Activated:
     def value_type(self, args: Sequence[Array]) -> Any:
         """Returns the value's type."""
         z = jax.typeof(args[0])
-        if self.stacked:
-            half = lambda entries: (*entries[:-2], entries[-1])
-            spec = jax.P(*half(whole(z.sharding.spec, z.ndim)))
-            sharding = NamedSharding(z.sharding.mesh, spec)
-            z = z.update(shape=half(z.shape), sharding=sharding)
         return z.update(dtype=jnp.dtype(self.dtype), weak_type=False)
 
     def batched(self) -> "Activated":
@@ -118,7 +106,6 @@ class Remat:
     contract: int  # the kernel's summed axis: 0 for Flax's `(in, out)`, 1 for Equinox's `(out, in)`
     precision: str | None  # of the product
     out_sharding: NamedSharding | jax.P | None  # of the product
-    gradient: Order  # the kernels that make the left operand's gradient and pull it back
     keep: bool  # whether the left operand is kept after all
 
     def of(self, value: Any, kernel: Any) -> Product:
@@ -133,16 +120,14 @@ def product(
     *,
     contract: int = 0,
     out_sharding: NamedSharding | jax.P | None = None,
-    gradient: Order = BEST,
     keep: bool = False,
 ) -> Array:
     """Returns the product of `value` of args with a kernel, in its dtype.
 
-    Gradients are those of `matmul.matmul`; the value is kept only with `keep`. The kernels of
-    `gradient` make it again and pull its gradient back.
+    Gradients are those of `matmul.matmul`; the value is kept only with `keep`.
     """
     precision = jax.config.jax_default_matmul_precision  # the backward's too
-    spec = Remat(value, contract, precision, out_sharding, gradient, keep)
+    spec = Remat(value, contract, precision, out_sharding, keep)
     *given, kernel, main = equally_varying(*args, *with_main_gradient(kernel))
     return _product(spec, tuple(given), kernel, main)
 
@@ -236,7 +221,8 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
     dargs: list[Any] = []
     value: Any = o.value
     if wanted:
-        dargs = _pull_back(remat, one, dy, o.kernel, args, again)
+        like = remat.value.value_type(args)
+        dargs = remat.value.backward(input_gradient(one, dy, like, o.kernel), args, again)
         value = dargs.pop() if again else value
     elif again:
         value = remat.value.forward(args)
@@ -246,18 +232,6 @@ def _transpose(cts: Any, *operands: Any, spec: Linear, order: Order) -> list[Any
         kernel_gradient(one, dy, value, d.aval) if _is_wanted(d) else None for d in o.dkernels
     ]
     return [None] * known + [g for g, moved in zip(dargs, spec.moves, strict=True) if moved]
-
-
-def _pull_back(
-    remat: Remat, one: Product, dy: Array, kernel: Array, args: Sequence[Array], with_value: bool
-) -> list[Any]:
-    """`Activated.backward` of the gradient that the value has from the product."""
-    spec = Gradient(remat.value.epilogue(args, with_value=with_value), one, remat.value.sharding)
-    if not (reason := product_gradient.unfit(spec, dy, kernel)):
-        return product_gradient.gradient(spec, dy, kernel, *args, order=remat.gradient)
-    product_gradient.report_unfused(spec, reason, remat.gradient)
-    like = remat.value.value_type(args)
-    return remat.value.backward(input_gradient(one, dy, like, kernel), args, with_value)
 
 
 def _is_wanted(tangent: Any) -> bool:

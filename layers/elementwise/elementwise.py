@@ -11,7 +11,7 @@ from jax import Array
 
 from ...native.implementation import Implementation, Order, choose, requested
 from ..core.arguments import array_of
-from ..dense.epilogue import GatedScalar, Scalar
+from ..dense.epilogue import Scalar
 from .code import DTYPES, Pairs
 from .function import Plain, Primal, called, key_of, of_some
 from .op import Loop, by_jax, call, compute_dtype
@@ -159,22 +159,19 @@ class Elementwise:
     @functools.cached_property
     def scalar(self) -> Scalar | None:
         """The function for kernels of other ops, with its scalars' defaults; None unless it
-        is `template <class T> T name(T x, scalars)`, or `(T x, T up, scalars)`."""
+        is `template <class T> T name(T x, scalars)`."""
         signature, own, count = self._signature, self._signature.parameters, len(self.inputs)
         types = {p.type for p in own if not p.output and p.name not in self.scalars}
         first = tuple(p.name for p in own[:count])
-        fits = count <= 2 and {*types, signature.result} == set(signature.template)
+        fits = count == 1 and {*types, signature.result} == set(signature.template)
         if not fits or self.inputs != first:
             return None
-        texts = list(map(self._slope_on_device, range(count), ("derivative", "up_derivative")))
         parameters = tuple((p.name, float(self.scalars[p.name])) for p in own[count:])
-        slope, *of_up = texts if all(texts) else [""] * count
-        kind = GatedScalar if of_up else Scalar
-        return kind(self.name, _device(self.source), slope, self, parameters, *of_up)
+        return Scalar(self.name, _device(self.source), self._slope_on_device(), self, parameters)
 
-    def _slope_on_device(self, k: int, end: str) -> str:
-        """Returns C++ of the derivative with respect to input k, as `name_end`; or ""."""
-        partial, name = dict(self._function.partials).get(k), f"{self.name}_{end}"
+    def _slope_on_device(self) -> str:
+        """Returns C++ of the derivative with respect to the input; or ""."""
+        partial, name = dict(self._function.partials).get(0), f"{self.name}_derivative"
         if not isinstance(partial, tuple):
             return ""
         *before, (_, source) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]

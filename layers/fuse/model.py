@@ -109,6 +109,9 @@ def swapped(model: Any, home: str, call: Call) -> Any:
 
 
 _GONE = {  # since version 0.1: what to use in place of a name
+    "DenseGeneral": "Flax's, in a function that fuse fuses",
+    "Einsum": "Flax's, in a function that fuse fuses",
+    "LinearGeneral": "Flax's, in a function that fuse fuses",
     "NormDense": "RMSNorm, then Linear or Dense, in a function that fuse fuses",
     "fuse_norms": "fuse(function, quantization='fp8')",
     "unswap": "the model that was given to swap, which stays as it was",

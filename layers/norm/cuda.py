@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...native.dtypes import CUDA_TYPES, compute_dtype
+from ...native.dtypes import CUDA_TYPES
 from ...native.launch import Target, column_sum, cuda_compute_dtype, launch, type_macros
 from .spec import Norm
 
@@ -65,7 +65,7 @@ class RowLayout:
 
     @property
     def registers(self) -> int:
-        """Of 4 bytes, that each thread can have."""
+        """Registers, of 4 bytes, that each thread can have."""
         threads = self.min_blocks * round_up(self.threads, 4 * WARP)
         return min(248, REGISTERS // threads // 8 * 8)
 
@@ -103,7 +103,7 @@ class RowLayout:
         return round_up(self.sum_bytes(compute, cluster=True), _LINE) + elements * itemsize
 
     def fits(self, target: Target, *, read_bytes: int, compute: np.dtype, cluster: bool) -> bool:
-        """Whether shared memory has two rows of every block, `read_bytes` for one element."""
+        """Returns True if two rows of every block fit in shared memory, `read_bytes` an element."""
         most = target.shared_memory_of(self.min_blocks)
         return self._shared(2, read_bytes, compute, cluster) <= most
 
@@ -226,7 +226,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What threads of the forward kernel have in registers."""
+    """Registers and vectors of the forward kernel's threads."""
 
     registers: tuple[int, ...]  # a thread's for 1, 2, ... vectors of a row, unspilled
     steps: tuple[tuple[int, int], ...]  # vectors to a thread for rows of at most so many vectors
@@ -238,7 +238,7 @@ _RESIDUAL = _Held((48, 64, 80, 64), ((128, 2), (1056, 3)), scale=1056)
 _LONG_RESIDUAL = _Held((40, 48, 56, 64), ((1536, 3), (4096, 4)))
 _DOUBLE = _Held((64, 64, 80, 96), ((128, 2), (1536, 3), (4096, 4)))
 
-# For rows enough for every block that fits. Found with benchmarks/layouts.py on an H200
+# For rows enough for every block that fits. Measured on an H200
 # (benchmarks/results): each is the best, or within 1 % of it, of 100 to 300 that were timed at some
 # 20 lengths of bfloat16 rows. What they have in common: 512 to 1024 threads of a multiprocessor
 # have many registers each, so that the scale is there when a sum is, and two rows share it.
@@ -281,7 +281,7 @@ _FORWARD_FEW_ROWS = Step(1056, chunks=3, hold=True, fill=128, threads=1024)
 
 
 def _held_for(vectors: int, compute: np.dtype, residual: bool) -> _Held:
-    """What threads hold of rows of so many vectors that have no step of their own.
+    """Returns the part of rows of so many vectors, which have no step of their own, in threads.
 
     With a residual three vectors a thread were best, or within 2 % of it, up to 12288 features of
     bfloat16, and fewer blocks that hold the scale 1 to 2 % faster. Longer rows need more vectors to
@@ -357,7 +357,7 @@ def _held_layout(features: int, vector: int, slices: int, held: _Held) -> RowLay
 
 
 def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
-    """As many blocks to a multiprocessor as its registers allow."""
+    """Gives a multiprocessor as many blocks as its registers allow."""
     needed = registers[layout.chunks - 1]
     layout = dataclasses.replace(layout, min_blocks=MOST_THREADS // layout.threads)
     while layout.min_blocks > 1 and layout.registers < needed:
@@ -367,7 +367,7 @@ def _fill(layout: RowLayout, registers: tuple[int, ...]) -> RowLayout:
 
 # ---------------------------------------------------------------- layouts of the backward
 
-# Found with benchmarks/layouts.py on an H200 (benchmarks/results): each is the best, or within 1 %
+# Measured on an H200 (benchmarks/results): each is the best, or within 1 %
 # of it, of some 150 that were timed at 256, 1024, 2048, 4096, 7168, 8192, 12288, 16384, 18432 and
 # 32768 features of bfloat16, or of 20 to 40 at 1280, 1408, 1536, 1792, 2240, 2560, 2880, 3072,
 # 3200, 3584, 4608 and 5120. What they have in common: a multiprocessor has few threads (256 to
@@ -551,7 +551,7 @@ def one_launch_layout(
 ) -> OneLaunch | None:
     """A layout for so many rows; None where another kernel is faster, or rows are too long.
 
-    Found with `benchmarks/layouts.py --kernel at_once` on an H200: within 4 % of the best of some
+    Measured on an H200: within 4 % of the best of some
     50, but for 17 % at 1024 features and as many rows or more. Arguments are `backward_layout`'s.
     """
     vector = vector_size(features, itemsize)
@@ -570,32 +570,6 @@ def one_launch_layout(
     if vectors > 768:
         lanes = 16 if few or vectors > 1024 else 8 if rows <= 2 * target.multiprocessors else 4
     return OneLaunch(layout, min(WARP, max(lanes, 64 // (vector * itemsize))))
-
-
-def row_counts(n: int, target: Target, x: str, scale: str, out: str) -> list[int]:
-    """Returns numbers of rows of n, one for each combination of layouts that kernels have.
-
-    `x`, `scale` and `out` are dtypes. Every number up to where all multiprocessors have several
-    blocks is looked at, and beyond it none has another layout.
-    """
-    compute = compute_dtype(x, scale, out)
-    sizes = [jnp.dtype(dtype).itemsize for dtype in (x, out)]
-    read, widest = sum(sizes), max(sizes)
-    found: dict[Any, int] = {}
-    for rows in [*range(1, 64 * target.multiprocessors), *(1 << power for power in range(14, 25))]:
-        layouts: list[Any] = []
-        for residual in (False, True):
-            shared: dict[str, Any] = {"rows": rows, "compute": compute, "residual": residual}
-            layouts.append(forward_layout(n, widest, target, whole_rows=True, **shared))
-            shared["read_bytes"] = read + sizes[0] * residual
-            layouts.append(backward_layout(n, widest, target, whole_rows=True, **shared))
-            layouts.append(
-                one_launch_layout(n, widest, target, rows=rows, read_bytes=read, residual=residual)
-            )
-        found.setdefault(tuple(layouts), rows)
-    counts = {*found.values(), target.multiprocessors + 1}  # from here on one of _BACKWARD_CENTRED
-    layout = timed_layout(n, widest, target, _FORWARD_CENTRED)
-    return sorted(counts | ({layout.least_rows(target)} if layout else set()))
 
 
 # ---------------------------------------------------------------- the kernels
@@ -773,8 +747,7 @@ class Call:
             [*(a.dtype for a in operands.values()), *map(jnp.dtype, filter(None, dtypes))]
         )
         self.target = target
-        gated = "gated_" if "Z" in operands else ""
-        self.name = f"{gated}{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
+        self.name = f"{'layer_norm' if norm.centred else 'rms_norm'}_{kernel}"
         self.compute = compute
         self.operands = {
             name: array.astype(compute) if name in _STATISTICS else array
@@ -885,7 +858,7 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
     """Launches norm_forward.cu; None where its rows are too long to be held."""
     if 0 in call.row_shape:
         return call.empty()
-    has_bias, is_gated = "BIAS" in call.operands, "Z" in call.operands
+    has_bias = "BIAS" in call.operands
     macros: dict[str, Any] = {
         "CENTRED": norm.centred,
         "STATISTICS": "RSTD" not in call.operands,
@@ -908,12 +881,12 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
             call.target,
             rows=call.outer,
             compute=call.compute,
-            residual="RESIDUAL" in call.operands or is_gated,
+            residual="RESIDUAL" in call.operands,
             whole_rows=call.whole_rows,
         )
         if layout is None:
             return None
-        if norm.centred or has_bias or is_gated:
+        if norm.centred or has_bias:
             layout = eased_forward(call, layout)
     layout = dataclasses.replace(layout, sums=1 + norm.centred)
     owners = call.heads
@@ -921,7 +894,7 @@ def _forward(call: Call, norm: Norm, eps: float = 0.0) -> list[jax.Array] | None
         owners, tokens = call.examples, call.outer // call.examples
         thread_rows = min(layout.thread_rows, power_of_two(tokens))
         layout = dataclasses.replace(layout, thread_rows=thread_rows, ahead=False)
-    macros |= call.owners() | _gate_macros(call, norm)
+    macros |= call.owners()
     macros |= {"HOLD": layout.hold, "THREAD_ROWS": layout.thread_rows, "AHEAD": layout.ahead}
     rows = owners * round_up(call.outer // owners, layout.thread_rows)  # blocks see so many
     grid = min(layout.blocks_for(rows), _MAX_GRID)
@@ -958,9 +931,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
         call.partial_sums(grid, columns)
         done = call.strided("norm_backward_strided.cu", macros, scalars, grid)
     else:
-        read = [
-            call.operands[k].dtype.itemsize for k in ("DY", "X", "Z", "DH") if k in call.operands
-        ]
+        read = [call.operands[k].dtype.itemsize for k in ("DY", "X", "DH") if k in call.operands]
         steps = _BACKWARD_CENTRED if norm.centred and columns == 2 else ()
         layout = timed_backward(call, steps, sum(read), 1 + norm.centred)
         if layout is None:
@@ -971,13 +942,13 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
                 rows=call.outer,
                 read_bytes=sum(read),
                 compute=call.compute,
-                residual="DH" in call.operands or "Z" in call.operands,
+                residual="DH" in call.operands,
                 whole_rows=call.whole_rows,
                 sums=1 + norm.centred,
             )
             if layout is None:
                 return None
-            if norm.centred or macros["WITH_DBIAS"] or "Z" in call.operands:
+            if norm.centred or macros["WITH_DBIAS"]:
                 layout = eased_backward(call, columns + norm.has_scale, layout)
         grid = layout.persistent_blocks(call.target, cluster=call.whole_rows)
         grid = min(layout.blocks_for(call.outer), grid, most)
@@ -990,7 +961,7 @@ def _backward(call: Call, norm: Norm, count: float | None = None) -> list[jax.Ar
         depth, shared = layout.pipeline(
             call.target, sum(read), call.compute, cluster=call.whole_rows
         )
-        macros |= call.owners() | _gate_macros(call, norm)
+        macros |= call.owners()
         macros |= {"STAGES": depth, "SHARED_BYTES": shared}
         macros |= {"HOLD": layout.hold, "SHARE_WEIGHT": layout.share}
         sums = grid if call.heads == 1 else grid * layout.block_rows
@@ -1038,7 +1009,7 @@ def timed_layout(n: int, itemsize: int, target: Target, steps: Sequence[Step]) -
 
 
 def eased_forward(call: Call, layout: RowLayout) -> RowLayout:
-    """Leaves a kernel that also has a mean, bias or gate the registers it needs, as
+    """Leaves a kernel that also has a mean or bias the registers it needs, as
     `eased_backward` does."""
 
     def spills() -> bool:
@@ -1108,44 +1079,6 @@ def _backward_in_one_launch(call: Call, scale_offset) -> list[jax.Array] | None:
         block=layout.rows.threads,
         shared=layout.shared(call.compute),
     )
-
-
-@by_rows
-def gated_forward(
-    target: Target, norm: Norm, x: Any, z: Any, *scale: Any
-) -> list[jax.Array] | None:
-    """`(x, z[, scale]) -> (y[, rstd])`; None where rows are not contiguous, or too long."""
-    operands = named(scale, X=x, Z=z, SCALE=norm.has_scale)
-    call = Call(target, norm, "forward", operands, norm.out_dtype)
-    if call.inner != 1:
-        return None
-    call.result("Y", x.shape, norm.out_dtype)
-    if norm.with_rstd:
-        call.result("RSTD", call.row_shape, call.compute)
-    return _forward(call, norm, norm.eps)
-
-
-@by_rows
-def gated_backward(
-    target: Target, norm: Norm, dy: Any, x: Any, z: Any, *rest: Any
-) -> list[jax.Array] | None:
-    """`(dy, x, z[, scale], rstd) -> (dx, dz[, dscale])`; None as for `gated_forward`."""
-    operands = named(rest, DY=dy, X=x, Z=z, SCALE=norm.has_scale, RSTD=True)
-    call = Call(target, norm, "backward", operands)
-    if call.inner != 1:
-        return None
-    call.result("DX", x.shape, x.dtype)
-    call.result("DZ", z.shape, z.dtype)
-    return _backward(call, norm)
-
-
-def _gate_macros(call: Call, norm: Norm) -> dict[str, bool]:
-    """What gate.cuh and scalar.cuh want to know; nothing without a gate."""
-    if "Z" not in call.operands:
-        return {}
-    sizes = call.moving_bytes()
-    flags = {"GATE_SIGMOID": norm.activation == "sigmoid", "APPROXIMATE": max(sizes) == 2}
-    return {f"GATE_{norm.gate.upper()}": True, **flags}
 
 
 def named(rest, **present) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def aligned(
 
 
 def _remedy(name: str, value: Array, x: Array, size: tuple[int, ...]) -> str:
-    """What to write for a parameter that broadcasts, but not as ours do; or ""."""
+    """Returns the cure for a parameter that broadcasts, but not as ours do; or ""."""
     count = value.ndim - len(size)
     if 0 < count < x.ndim - len(size) and value.shape == (*x.shape[:count], *size):
         index = ", ".join([":"] * count + ["None"] * (x.ndim - value.ndim))
@@ -305,7 +305,7 @@ def call(op: Op, norm: Norm, operands: list[Array], implementation: Implementati
     assert op.dims is not None
     (own, *dims), _ = op.dims(norm, x.ndim)
     lead = vary(x, varying_axes(*operands))
-    if (norm.has_residual or norm.gate) and not any(jax.typeof(x).sharding.spec):
+    if norm.has_residual and not any(jax.typeof(x).sharding.spec):
         lead = match(lead, others[0], own)
     operands = [lead, *[match(a, lead, d) for a, d in zip(others, dims, strict=True)]]
     order = order_of(implementation)
@@ -503,7 +503,7 @@ def define_tangent(norm: Norm, x: Array, *rest: Array) -> list[Array]:
 # Elements of x up to which XLA's forward is left alone on a GPU, where no derivative asks for rstd
 # and there is more than a row: as fast as ours, it is free to join the product that follows.
 # Chains of 24 × (norm + product) on 64 rows of 1024 took 1.11 and 1.16 times as long with our
-# launches (benchmarks/results/2026-11-21_h200_rms_norm_tried.md).
+# launches (benchmarks/results/tried_and_lost.md).
 PLAIN_ELEMENTS = 1 << 16
 
 
@@ -704,7 +704,7 @@ def _parts(norm: Norm, ndim: int) -> tuple[Sequence[int], ...]:
 
 
 def are_examples(norm: Norm) -> bool:
-    """Whether scale has the first dimensions of x, and others of x are between them and `axes`.
+    """Returns True if scale has x's first dimensions, with others of x between them and `axes`.
 
     LayerNorm's kernels take examples alone: there vmap may have put rows before them, or none is
     between.

@@ -16,7 +16,7 @@ from jax import Array
 
 from ...native.dtypes import compute_dtype
 from ...native.implementation import Unsupported
-from ...native.pallas import lowering
+from ...native.pallas import blocks, lowering
 from ...native.pallas.lowering import Target
 from ...native.pallas.tiles import Arrays, Call, Out, before
 from .spec import Norm
@@ -40,6 +40,8 @@ def _kernel_of(run: Callable[..., list[Array]], lead: int, with_columns: bool = 
     def call(target: Target, norm: Norm, *operands: Array) -> list[Array]:
         if norm.heads:
             raise Unsupported("Pallas kernels take one scale for all heads")
+        if target.gpu:
+            raise Unsupported("the Pallas kernels of norms are for TPUs")
         dtypes = [a.dtype for a in operands]
         dtypes += [norm.out_dtype, norm.residual_dtype] if lead == 0 else []
         dtypes = [dtype for dtype in dtypes if dtype]
@@ -71,15 +73,7 @@ class Rows:
 
     def fit(self) -> bool:
         """Returns whether a kernel can hold whole rows."""
-        return self._backend.fits(self.n)
-
-    @property
-    def _backend(self) -> Any:
-        if self.target.gpu:
-            from ...native.pallas import triton as backend
-        else:
-            from ...native.pallas import blocks as backend
-        return backend
+        return blocks.fits(self.n)
 
     def __call__(
         self,
@@ -91,7 +85,7 @@ class Rows:
         whole: bool = False,
     ) -> list[Array]:
         call = Call(self.name, body, tiles, columns, rows, outs, self.compute, whole)
-        return self._backend.run(self.target, call)
+        return blocks.run(self.target, call)
 
 
 def _weight_of(columns: Arrays, norm: Norm) -> Any:

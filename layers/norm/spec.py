@@ -1,9 +1,6 @@
 """The static parameters of a normalisation: all that is known of it when it is traced."""
 
 import dataclasses
-from typing import Literal
-
-Gate = Literal["", "before", "after"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,9 +23,7 @@ class Norm:
       has_scale, has_bias: whether there is a scale, a bias.
       centred: whether the mean is subtracted first, and rows have two statistics: mean and rstd.
       with_mean, with_rstd, with_dscale, with_dbias: whether these are results.
-      moves: of x, scale and bias (gated: x, scale and z), which have a tangent.
-      gate: whether a gate multiplies what is normalised ("before") or the result ("after").
-      activation: of the gate.
+      moves: of x, scale and bias, which have a tangent.
       count: features of a whole row, where devices have parts of it.
     """
 
@@ -50,6 +45,4 @@ class Norm:
     with_dscale: bool = False
     with_dbias: bool = False
     moves: tuple[bool, bool, bool] = (False, False, False)
-    gate: Gate = ""
-    activation: str = ""
     count: float = 0.0

@@ -348,12 +348,6 @@ quantize_kernel = by_flags("quantize", define_quantize, _cpu_quantize, cuda_quan
 """`(x,) -> ([q,] [qt,] scale (1,))` with the maximum of x as its bound."""
 
 
-def row_counts(n: int) -> tuple[int, ...]:
-    """Returns numbers of rows of `n` for every layout: few and many, multiples of 16 or not."""
-    many = _LARGE // 2 // n // 16 * 16 + 16
-    return 5, 16, many, many + 5
-
-
 def examples(
     n: int, dtype: str, *, rows: int
 ) -> Iterator[tuple[Kernel, Codes, list[jax.ShapeDtypeStruct]]]:

@@ -10,10 +10,7 @@
 //
 // The text of `activation` and `activation_derivative` comes before this file. GRADIENT chooses the
 // second line, HAS_UP whether there is an up, WITH_DBIAS and WITH_VALUE (y again) what else is
-// written. If GATED, activation is a function of both, y = activation(z, up), and so are its
-// derivatives, the second of which is `activation_up_derivative`.
-//
-// If STACKED, z and up are one array (rows, 2, columns), and so are dz and dup.
+// written.
 //
 // A block has BLOCK_X vectors of VECTOR columns and goes through the rows BLOCK_Y at a time, UNROLL
 // of those on their way together; without a bias an array is one long row. dz, dup and value may be
@@ -25,19 +22,7 @@
 using Compute = COMPUTE_TYPE;
 using Vector = Wide<Compute, VECTOR>;
 
-#if GATED
-#define VALUE_AT(k) activation(wide_z.at[k], wide_up.at[k])
-#else
 #define VALUE_AT(k) activation(wide_z.at[k]) IF(HAS_UP, *wide_up.at[k])
-#endif
-
-#if STACKED
-#define APART 0
-#define PLACE_OF_Z (2 * (row + i * step) * columns + column)
-#else
-#define APART HAS_UP
-#define PLACE_OF_Z at
-#endif
 
 constexpr int kThreads = BLOCK_X * BLOCK_Y;
 IF(WITH_DBIAS, constexpr int kColumns = BLOCK_X * VECTOR);
@@ -62,17 +47,13 @@ __device__ inline void store(T* to, const Vector& values, bool aligned) {
 // clang-format off
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(IF(GRADIENT, const DY_TYPE* dy,)
-           const Z_TYPE* z, IF(APART, const UP_TYPE* up,) IF(HAS_BIAS, const BIAS_TYPE* bias,)
-           IF(GRADIENT, Z_TYPE* dz, IF(APART, UP_TYPE* dup,))
+           const Z_TYPE* z, IF(HAS_UP, const UP_TYPE* up,) IF(HAS_BIAS, const BIAS_TYPE* bias,)
+           IF(GRADIENT, Z_TYPE* dz, IF(HAS_UP, UP_TYPE* dup,))
            IF(WITH_DBIAS, Compute* partial,)
            IF(WITH_VALUE, VALUE_TYPE* value,)
            IF_NOT(GRADIENT, Y_TYPE* y,)
            long long rows, long long columns) {
   // clang-format on
-#if STACKED
-  const Z_TYPE* up = z + columns;
-  IF(GRADIENT, Z_TYPE* dup = dz + columns);
-#endif
   bool aligned = IF(GRADIENT, aligned_16(dy, z, dz)) IF_NOT(GRADIENT, aligned_16(z, y));
   IF(HAS_UP, aligned = aligned && aligned_16(up));
   IF(HAS_UP, IF(GRADIENT, aligned = aligned && aligned_16(dup)));
@@ -95,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     for (int i = 0; i < UNROLL; ++i) {
       if (!inside || row + i * step >= rows) continue;
       const long long at = (row + i * step) * columns + column;
-      zs[i] = load(z + PLACE_OF_Z, aligned);
-      IF(HAS_UP, ups[i] = load(up + PLACE_OF_Z, aligned));
+      zs[i] = load(z + at, aligned);
+      IF(HAS_UP, ups[i] = load(up + at, aligned));
       IF(GRADIENT, dys[i] = load(dy + at, aligned));
     }
 #pragma unroll
@@ -111,10 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       for (int k = 0; k < VECTOR; ++k) {
         IF(HAS_BIAS, wide_z.at[k] += shift.at[k]);
         [[maybe_unused]] const Compute x = wide_z.at[k];
-#if GRADIENT && GATED
-        out.at[k] = wide_dy.at[k] * activation_derivative(x, wide_up.at[k]);
-        more.at[k] = wide_dy.at[k] * activation_up_derivative(x, wide_up.at[k]);
-#elif GRADIENT
+#if GRADIENT
         const Compute dh = wide_dy.at[k] IF(HAS_UP, *wide_up.at[k]);
         out.at[k] = dh * activation_derivative(x);
         IF(HAS_UP, more.at[k] = wide_dy.at[k] * activation(x));
@@ -124,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
         IF(WITH_DBIAS, sums.at[k] += out.at[k]);
       }
       IF_NOT(GRADIENT, store(y + at, out, aligned));
-      IF(GRADIENT, store(dz + PLACE_OF_Z, out, aligned));
-      IF(GRADIENT, IF(HAS_UP, store(dup + PLACE_OF_Z, more, aligned)));
+      IF(GRADIENT, store(dz + at, out, aligned));
+      IF(GRADIENT, IF(HAS_UP, store(dup + at, more, aligned)));
 #if WITH_VALUE
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {

@@ -6,14 +6,11 @@
 //   dx = rstd · (g - a - normal · rstd · b) (+ dh)
 //   dscale = Σ_rows dy · normal   dbias = Σ_rows dy
 //
-// (mean and a are 0 unless CENTRED; with a = activation(z) of a gate: if GATE_AFTER dy above stands
-// for dy · a, and dz = dy · a' · normal · (scale + offset); if GATE_BEFORE x stands for x · a, and
-// dx for dh, of which dx = dh · a, dz = dh · a' · x), and its two halves, for rows that lie on
-// several devices or in no single block: the sums over rows alone (GRADIENT 0), and dx, dscale and
-// dbias for given sums (DOTS 0).
+// (mean and a are 0 unless CENTRED), and its two halves, for rows that lie on several devices or in
+// no single block: the sums over rows alone (GRADIENT 0), and dx, dscale and dbias for given sums
+// (DOTS 0).
 //
 //   dy, x, dh, dx  (rows, FEATURES)      DY_TYPE, X_TYPE, DH_TYPE (if HAS_RESIDUAL), X_TYPE
-//   z, dz          (rows, FEATURES)      Z_TYPE, if gated
 //   scale          (HEADS, FEATURES)     SCALE_TYPE, if HAS_SCALE
 //   mean, rstd     (rows,)               COMPUTE_TYPE; mean if CENTRED
 //   [sums,] dots   (rows, SLICES)        COMPUTE_TYPE   a if CENTRED, and b, of each slice, times
@@ -38,7 +35,6 @@
 // SHARE_WEIGHT the scale is in shared memory, for registers have no room for three vectors of long
 // rows. Every block adds its rows in order, and column_sum.cu adds the blocks in order: the result
 // does not depend on timing.
-#include "gate.cuh"
 #include "stage.cuh"
 #include "sums.cuh"
 
@@ -47,13 +43,11 @@ using Compute = COMPUTE_TYPE;
 // One row's slots: dy, x and z, which the sum is of, and dh.
 constexpr int kDy = 0;
 constexpr int kX = kDy + kSlots<DY_TYPE>;
-IF(HAS_GATE, constexpr int kZ = kX + kSlots<X_TYPE>;)
-constexpr int kDh = IF(HAS_GATE, kZ + kSlots<Z_TYPE>) IF_NOT(HAS_GATE, kX + kSlots<X_TYPE>);
+constexpr int kDh = kX + kSlots<X_TYPE>;
 constexpr int kStageBytes = kDh IF(GRADIENT, IF(HAS_RESIDUAL, +kSlots<DH_TYPE>));
 
 using PartDy = Part<DY_TYPE, HOLD>;
 using PartX = Part<X_TYPE, HOLD>;
-IF(HAS_GATE, using PartZ = Part<Z_TYPE, HOLD>;)
 
 using Columns = ColumnsOf<Compute>;
 using Sums = Wide<Compute, 1 + CENTRED>;  // Σ g if CENTRED, and Σ g · (x - mean)
@@ -98,23 +92,22 @@ struct Weight {
 constexpr int kWeightBytes = 0;
 #endif
 
-// Over this thread's part of a row; beyond the row's end dy is zero. Gated, x or dy times the gate.
+// Over this thread's part of a row; beyond the row's end dy is zero.
 __device__ inline Sums sums_of(const PartDy& dys, const PartX& xs,
-                               IF(HAS_GATE, const PartZ& zs, ) IF(CENTRED, Compute mean, )
+                               IF(CENTRED, Compute mean, )
                                    [[maybe_unused]] const Weight& weight) {
   Sums sums{};
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide_dy = widen_all<Compute>(dys[i]);
     const auto wide_x = widen_all<Compute>(xs[i]);
-    IF(HAS_GATE, const auto wide_z = widen_all<Compute>(zs[i]));
     IF(HAS_SCALE, const auto of_columns = weight[i]);
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
       const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
       IF(CENTRED, sums.at[0] += g);
       const Compute centred = wide_x.at[k] IF(CENTRED, -mean);
-      sums.at[CENTRED] += g * centred IF(HAS_GATE, *gate_of(wide_z.at[k]));
+      sums.at[CENTRED] += g * centred;
     }
   }
   return sums;
@@ -136,18 +129,16 @@ static_assert(BLOCK_ROWS == 1 || BLOCK_ROWS * kTile * sizeof(Compute) <= SHARED_
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const DY_TYPE* dy, const X_TYPE* x,
            // clang-format off
-           IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(CENTRED, const Compute* mean,)
            IF(GRADIENT, const Compute* rstd, IF(HAS_RESIDUAL, const DH_TYPE* dh,))
            IF_NOT(DOTS, IF(CENTRED, const Compute* sums,) const Compute* dots,)
-           IF(GRADIENT, X_TYPE* dx, IF(HAS_GATE, Z_TYPE* dz,))
+           IF(GRADIENT, X_TYPE* dx,)
            IF(GRADIENT, IF(HAS_PARTIAL, Compute* partial,))
            IF_NOT(GRADIENT, IF(CENTRED, Compute* sums,) Compute* dots,)
            long long rows, IF(PER_EXAMPLE, long long tokens,) Compute scale_offset, Compute count) {
   // clang-format on
   bool aligned = aligned_16(dy, x);
-  IF(HAS_GATE, aligned = aligned && aligned_16(z, dz));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
 #if GRADIENT
   aligned = aligned && aligned_16(dx);
@@ -174,7 +165,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     unsigned char* const to = stages + stage * kStageBytes;
     Slots<DY_TYPE>{to + kDy}.fetch(dy + which * FEATURES, aligned);
     Slots<X_TYPE>{to + kX}.fetch(x + which * FEATURES, aligned);
-    IF(HAS_GATE, Slots<Z_TYPE>{to + kZ}.fetch(z + which * FEATURES, aligned));
   };
   const auto fetch_rest = [&](long long which, int stage) {
 #if GRADIENT && HAS_RESIDUAL
@@ -221,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if AHEAD
   wait_copies<STAGES - 1>();
   row_sums.post(sums_of(PartDy(stages + kDy, row < rows), PartX(stages + kX, row < rows),
-                        IF(HAS_GATE, PartZ(stages + kZ, row < rows), ) IF(CENTRED, mean_row, )
+                        IF(CENTRED, mean_row, )
                             weight));
 #endif
   // All threads of the block leave together: `row - row_group()` is the same for each.
@@ -236,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       unsigned char* const next = stages + (stage + 1 == STAGES ? 0 : stage + 1) * kStageBytes;
       const bool there = row + stride < rows;
       row_sums.post(sums_of(PartDy(next + kDy, there), PartX(next + kX, there),
-                            IF(HAS_GATE, PartZ(next + kZ, there), ) IF(CENTRED, next_mean, )
+                            IF(CENTRED, next_mean, )
                                 weight));
     }
 #else
@@ -244,7 +234,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #endif
     const PartDy dys(from + kDy, active);
     const PartX xs(from + kX, active);
-    IF(HAS_GATE, const PartZ zs(from + kZ, active));
 #if GRADIENT
     IF(HAS_RESIDUAL, const Part<DH_TYPE, HOLD> dhs(from + kDh, active));
     const Compute rstd_row = next_rstd;
@@ -254,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     const Sums totals = next_sums;
     next_sums = Sums{{IF(CENTRED, of_row(sums, row + stride), ) of_row(dots, row + stride)}};
 #elif !AHEAD
-    row_sums.post(sums_of(dys, xs, IF(HAS_GATE, zs, ) IF(CENTRED, mean_row, ) weight));
+    row_sums.post(sums_of(dys, xs, IF(CENTRED, mean_row, ) weight));
     const Sums totals = row_sums.total();
     if (kEarly) fetch_terms(row + STAGES * stride, stage);
 #endif
@@ -274,28 +263,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
       IF(HAS_RESIDUAL, const auto wide_dh = widen_all<Compute>(dhs[i]));
       IF(HAS_SCALE, const auto of_columns = weight[i]);
       Wide<Compute, VECTOR> out;
-      IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[i]); Wide<Compute, VECTOR> of_z);
 #pragma unroll
       for (int k = 0; k < VECTOR; ++k) {
-        IF(HAS_GATE, const Compute gate = gate_of(wide_z.at[k]));
-        IF(HAS_GATE, const Compute slope = gate_slope(wide_z.at[k]));
-        const Compute centred = wide_x.at[k] IF(GATE_BEFORE, *gate) IF(CENTRED, -mean_row);
+        const Compute centred = wide_x.at[k] IF(CENTRED, -mean_row);
         const Compute normal = centred * rstd_row;
-        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] IF(GATE_AFTER, *gate) * normal);
+        IF(WITH_DSCALE, dscale[i].at[k] += wide_dy.at[k] * normal);
         IF(WITH_DBIAS, dbias[i].at[k] += wide_dy.at[k]);
-        const Compute g = wide_dy.at[k] IF(GATE_AFTER, *gate) IF(HAS_SCALE, *of_columns.at[k]);
+        const Compute g = wide_dy.at[k] IF(HAS_SCALE, *of_columns.at[k]);
         out.at[k] =
             rstd_row * g - IF_NOT(CENTRED, normal * pull) IF(CENTRED, (normal * pull + rest));
         IF(HAS_RESIDUAL, out.at[k] += wide_dh.at[k]);
-        IF(GATE_AFTER,
-           of_z.at[k] = wide_dy.at[k] * normal IF(HAS_SCALE, *of_columns.at[k]) * slope);
-        IF(GATE_BEFORE, of_z.at[k] = out.at[k] * wide_x.at[k] * slope);
-        IF(GATE_BEFORE, out.at[k] *= gate);
       }
       if (active) store_chunk(dx + row * FEATURES, i, aligned, narrow_all<X_TYPE>(out));
-      IF(
-          HAS_GATE,
-          if (active) { store_chunk(dz + row * FEATURES, i, aligned, narrow_all<Z_TYPE>(of_z)); })
     }
 #endif
     // All that was read has been used, so the slots are free again.

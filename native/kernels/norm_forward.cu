@@ -4,14 +4,12 @@
 //   h = x + residual (or x)    rstd = 1 / sqrt(mean((h - mean)²) + eps)
 //   y = (h - mean) · rstd · (scale + offset) (+ bias)
 //
-// (mean is 0 unless CENTRED; x̂ = (h - mean) · rstd is rounded to the type of h if CAST_BEFORE; with
-// a = activation(z), h is x · a if GATE_BEFORE, and y is times a if GATE_AFTER),
-// and its two halves, for rows that lie on several devices or do not fit in one block's registers:
+// (mean is 0 unless CENTRED; x̂ = (h - mean) · rstd is rounded to the type of h if CAST_BEFORE), and
+// its two halves, for rows that lie on several devices or do not fit in one block's registers:
 // each slice's statistics alone (NORMALIZE 0), and y for given ones (STATISTICS 0).
 //
 //   x, y     (rows, FEATURES)  X_TYPE, Y_TYPE
 //   residual (rows, FEATURES)  RESIDUAL_TYPE, h (rows, FEATURES) H_TYPE     if HAS_RESIDUAL
-//   z        (rows, FEATURES)  Z_TYPE                                       if gated
 //   scale    (HEADS, FEATURES) SCALE_TYPE                                   if HAS_SCALE
 //   bias     (HEADS, FEATURES) BIAS_TYPE                                    if HAS_BIAS
 //   mean     (rows,)           COMPUTE_TYPE   if CENTRED: operand, or result if WITH_MEAN
@@ -29,14 +27,13 @@
 //
 // If AHEAD, blocks go through the rows, and the next ones are on their way to shared memory while
 // these are worked on.
-#include "gate.cuh"
 #include "stage.cuh"
 
 using Compute = COMPUTE_TYPE;
 using Normalised = IF(HAS_RESIDUAL, H_TYPE) IF_NOT(HAS_RESIDUAL, X_TYPE);
 
 constexpr int kRows = BLOCK_ROWS * THREAD_ROWS;  // a block's rows
-static_assert(!AHEAD || !(HAS_RESIDUAL || HAS_GATE || PER_EXAMPLE || HEADS > 1), "x in order");
+static_assert(!AHEAD || !(HAS_RESIDUAL || PER_EXAMPLE || HEADS > 1), "x in order");
 
 #if CENTRED
 // Set if the mean may be so large that its rounding shows in y. Elements of 16 bits that differ
@@ -77,17 +74,15 @@ __device__ inline Compute square_sum(const Chunks<T>& values, Compute mean) {
 using Statistics = RowSums<Compute, THREAD_ROWS>;
 
 // The sum of squares of h.
-template <typename T IF(GATE_BEFORE, , typename Z)>
-__device__ inline Compute square_sum(const Chunks<T>& values IF(GATE_BEFORE, ,
-                                                                const Chunks<Z>& zs)) {
+template <typename T>
+__device__ inline Compute square_sum(const Chunks<T>& values) {
   Compute sum = 0;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     const auto wide = widen_all<Compute>(values[i]);
-    IF(GATE_BEFORE, const auto wide_z = widen_all<Compute>(zs[i]));
 #pragma unroll
     for (int k = 0; k < VECTOR; ++k) {
-      const Compute value = wide.at[k] IF(GATE_BEFORE, *gate_of(wide_z.at[k]));
+      const Compute value = wide.at[k];
       sum += value * value;
     }
   }
@@ -101,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     KERNEL(const X_TYPE* x,
            // clang-format off
            IF(HAS_RESIDUAL, const RESIDUAL_TYPE* residual,)
-           IF(HAS_GATE, const Z_TYPE* z,)
            IF(HAS_SCALE, const SCALE_TYPE* scale,)
            IF(HAS_BIAS, const BIAS_TYPE* bias,)
            IF_NOT(STATISTICS, IF(CENTRED, const Compute* mean,) const Compute* rstd,)
@@ -113,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   // clang-format on
   bool aligned = aligned_16(x);
   IF(HAS_RESIDUAL, aligned = aligned && aligned_16(residual, h));
-  IF(HAS_GATE, aligned = aligned && aligned_16(z));
   IF(HAS_SCALE, aligned = aligned && aligned_16(scale));
   IF(HAS_BIAS, aligned = aligned && aligned_16(bias));
   IF(NORMALIZE, aligned = aligned && aligned_16(y));
@@ -203,13 +196,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #if HELD && HEADS > 1
     hold(owner);
 #endif
-#if HAS_GATE
-    Chunks<Z_TYPE> zs[THREAD_ROWS];
-#pragma unroll
-    for (int r = 0; r < THREAD_ROWS; ++r) {
-      load_row(z + row(r) * FEATURES, row(r) < rows, aligned, zs[r]);
-    }
-#endif
 #if HAS_RESIDUAL
     Chunks<RESIDUAL_TYPE> residuals[THREAD_ROWS];
 #pragma unroll
@@ -243,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #elif STATISTICS
 #pragma unroll
     for (int r = 0; r < THREAD_ROWS; ++r)
-      inverse.at[r] = square_sum(hs[r] IF(GATE_BEFORE, , zs[r]));
+      inverse.at[r] = square_sum(hs[r]);
     row_sums.post(inverse);
     inverse = row_sums.total();
 #endif
@@ -285,17 +271,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
 #pragma unroll
       for (int r = 0; r < THREAD_ROWS; ++r) {
         auto out = widen_again<Compute>(hs[r][i]);
-        IF(HAS_GATE, const auto wide_z = widen_again<Compute>(zs[r][i]));
 #pragma unroll
         for (int k = 0; k < VECTOR; ++k) {
-          IF(GATE_BEFORE, out.at[k] *= gate_of(wide_z.at[k]));
           IF(CENTRED, out.at[k] -= means.at[r]);
           out.at[k] *= inverse.at[r];
           IF(CENTRED, IF(STATISTICS, if (kShifted) out.at[k] += rest.at[r]));
           IF(CAST_BEFORE, out.at[k] = widen<Compute>(Normalised(out.at[k])));
           IF(HAS_SCALE, out.at[k] *= weight.at[k]);
           IF(HAS_BIAS, out.at[k] += shift.at[k]);
-          IF(GATE_AFTER, out.at[k] *= gate_of(wide_z.at[k]));
         }
         if (row(r) < rows) {
           store_chunk(y + row(r) * FEATURES, i, aligned, narrow_all<Y_TYPE>(out));

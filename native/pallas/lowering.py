@@ -1,4 +1,4 @@
-"""What a Pallas kernel is lowered for, and what JAX has to be told so that it can be."""
+"""Describes the targets of Pallas kernels, and tells JAX what it needs to lower them."""
 
 import contextlib
 import dataclasses
@@ -13,24 +13,21 @@ from ..dtypes import FLOATING
 from ..implementation import Unsupported
 from ..jax_private import AbstractDevice
 
-# JAX's names for a GPU of each compute capability: it asks for one when a kernel is lowered, also
-# without a GPU.
-_NAMES = {80: "NVIDIA A100", 86: "NVIDIA A10", 89: "NVIDIA L4", 90: "NVIDIA H100"}
-_NEWEST = "NVIDIA B200"
-_ROCM = "gfx942"
+# JAX asks for the name of a GPU when a kernel is lowered, also without one. Kernels are for Hopper.
+_NAME = "NVIDIA H100"
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A platform, and the GPU where it is one."""
 
-    platform: str  # "cpu" (interpreted), "cuda", "rocm" or "tpu"
-    cores: int = 1  # multiprocessors of a GPU, or as many as are assumed
-    capability: int = 0  # compute capability times ten of an NVIDIA GPU, 0 for others
+    platform: str  # "cpu" (interpreted), "cuda" or "tpu"
+    cores: int = 1  # multiprocessors of a GPU
+    capability: int = 0  # compute capability times ten of a GPU, 0 for others
 
     @property
     def gpu(self) -> bool:
-        return self.platform in ("cuda", "rocm")
+        return self.platform == "cuda"
 
     @property
     def interpret(self) -> bool:
@@ -45,17 +42,16 @@ def target_for(platform: str | None, ctx: Any) -> Target:
     if platform == "cuda":
         found = launch.target_for(ctx)
         return Target(platform, found.multiprocessors, found.capability)
-    if platform not in ("cpu", "rocm", "tpu"):
-        raise Unsupported("Pallas has no backend for this platform")
-    return Target(platform, cores=128 if platform == "rocm" else 1)
+    if platform not in ("cpu", "tpu"):
+        raise Unsupported("there are no Pallas kernels for this platform")
+    return Target(platform)
 
 
 def mesh(target: Target) -> AbstractMesh:
     """Returns a mesh without axes that says which device the program is for."""
     if not target.gpu:
         return AbstractMesh((), ())
-    kind = _NAMES.get(target.capability, _NEWEST) if target.platform == "cuda" else _ROCM
-    named = AbstractDevice(device_kind=kind, num_cores=target.cores, platform=target.platform)
+    named = AbstractDevice(device_kind=_NAME, num_cores=target.cores, platform=target.platform)
     return AbstractMesh((), (), abstract_device=named)
 
 

@@ -4,7 +4,7 @@ A `Body` is a function of values in registers, in the compute type:
 
     (tiles (rows, n), columns (1, n), rows (rows, 1)) -> results, one for each `Out`
 
-`blocks` runs it on TPUs and, interpreted, on CPUs; `triton` on GPUs. Elements beyond the matrix are
+`blocks` runs it on TPUs and, interpreted, on CPUs. Elements beyond the matrix are
 zero where they are summed, whatever they are elsewhere.
 """
 

@@ -287,7 +287,12 @@ def test_removed_names_say_what_replaces_them():
         (normfuse, "add_rms_norm"),
         (normfuse, "norm_dense"),
         (normfuse, "norm_gated_dense"),
+        (normfuse, "clamped_swiglu"),
+        (normfuse, "gated_rms_norm"),
         (ours_nnx, "fuse_norms"),
+        (ours_nnx, "LinearGeneral"),
+        *((module, "Einsum") for module in (ours_nnx, ours_linen)),
+        (ours_linen, "DenseGeneral"),
         *((module, "unswap") for module in (ours_nnx, ours_eqx, ours_linen)),
         *((module, "NormDense") for module in (ours_nnx, ours_eqx, ours_linen)),
     ):

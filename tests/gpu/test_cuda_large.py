@@ -57,7 +57,6 @@ def equal(whole, part, rounding=0.0):
 NORMS = {
     "rms_norm": lambda x, w: normfuse.rms_norm(x, w, implementation="native"),
     "layer_norm": lambda x, w: normfuse.layer_norm(x, w, w, implementation="native"),
-    "gated_rms_norm": lambda x, w: normfuse.gated_rms_norm(x, x, w, implementation="native"),
 }
 
 

@@ -196,18 +196,6 @@ def test_as_a_scalar_of_other_kernels():
     assert phase.scalar is None and sine_and_cosine.scalar is None
 
 
-def test_as_a_function_of_gate_and_up(rng):
-    assert "T activation_up_derivative(T x, T up) { return gated_up" in gated.scalar.code()
-    a, b, kernel = (jnp.asarray(rng.normal(size=(8, 8)), jnp.float32) for _ in range(3))
-    loss = lambda a, b: jnp.sum(normfuse.gated_product(a, b, kernel, activation=gated))
-    plain = lambda a, b: jnp.sum(twin(a, b, gated.scalars["limit"]) @ kernel)
-    # Values near 1, from the same float32 operations, which XLA may fuse differently.
-    actual, expected = (jax.value_and_grad(f, (0, 1))(a, b) for f in (loss, plain))
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5), actual, expected
-    )
-
-
 # ---------------------------------------------------------------- unserved contexts
 
 

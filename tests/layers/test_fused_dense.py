@@ -10,9 +10,8 @@ import pytest
 from combinations import half
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference import clamped_swiglu as clamped
 
-from normfuse import clamped_swiglu, dense, gated_dense, gated_product, rms_norm
+from normfuse import dense, gated_dense, gated_product, rms_norm
 from normfuse.layers.dense.epilogue import SCALARS
 
 pytestmark = pytest.mark.optimized
@@ -52,22 +51,10 @@ OPS = {
         [(IN, OUT), (IN, OUT)],
         lambda x, g, u: silu(x @ g) * (x @ u),
     ),
-    "gated_dense, stacked": (
-        functools.partial(gated_dense, activation=clamped_swiglu(limit=0.75)),
-        [(IN, 2, OUT)],
-        lambda x, k: clamped(x @ k[:, 0], x @ k[:, 1], limit=0.75)[0],
-    ),
     "gated_product, kept": (
-        lambda x, g, u, d, **o: gated_product(
-            dense(x, g), dense(x, u), d, activation="clamped_swiglu", recompute=False, **o
-        ),
+        lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, recompute=False, **o),
         [(IN, OUT), (IN, OUT), (OUT, IN)],
-        lambda x, g, u, d: clamped(x @ g, x @ u)[0] @ d,
-    ),
-    "gated_product, stacked": (
-        lambda x, k, d, **o: gated_product(dense(x, k), None, d, stacked=True, **o),
-        [(IN, 2, OUT), (OUT, IN)],
-        lambda x, k, d: (silu(x @ k[:, 0]) * (x @ k[:, 1])) @ d,
+        lambda x, g, u, d: (silu(x @ g) * (x @ u)) @ d,
     ),
     "gated_product": (
         lambda x, g, u, d, **o: gated_product(dense(x, g), dense(x, u), d, **o),
@@ -145,12 +132,6 @@ def test_parameters_in_float32_get_unrounded_gradients(rng, name):
     assert [g.dtype for g in got] == [a.dtype for a in args]
     assert_close(got, want, COARSE)
     assert np.any(f64(got[-1]) != f64(got[-1].astype(bf16)))
-
-
-def test_a_clamped_number_has_no_gradient_and_one_at_the_limit_has():
-    z, up = jnp.meshgrid(*[jnp.array([-8.0, -7.0, -1.0, 7.0, 7.5])] * 2)
-    y, pull = jax.vjp(clamped_swiglu(), z, up)
-    assert_close((y, *pull(jnp.ones_like(z))), clamped(f64(z), f64(up)), TIGHT)
 
 
 # ---------------------------------------------------------------- what is kept
@@ -256,36 +237,6 @@ def test_auto_mesh_has_the_collectives_of_plain_jax(rng, eight_devices, split):
     assert bytes_of(compiled, "all-reduce") <= bytes_of(plain, "all-reduce") + 2 * rows
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_gate_and_up_in_one_kernel_on_a_mesh(rng, eight_devices, kind):
-    """As two kernels; only what sums over split dimensions communicates."""
-    del eight_devices
-    x, scale = operands(rng, "a norm, gated_dense", rows=(8,))[:2]
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, f32)
-    kernels = draw(IN, 2, 3, 4), draw(IN, 2, OUT), draw(OUT, IN)  # the first with two output axes
-
-    def apart(x, s, k, up, down):
-        hidden = gated_product(dense(x, up[:, 0]), dense(x, up[:, 1]), down)
-        return gated_norm(hidden, s, k[:, 0], k[:, 1])
-
-    def together(x, s, k, up, down):
-        hidden = gated_product(dense(x, up), None, down, stacked=True, out_sharding=rows)
-        return gated_norm(hidden, s, k)
-
-    rows = None
-    want = jax.grad(loss(apart), every(range(5)))(x, scale, *kernels)
-    with jax.set_mesh(mesh := on_mesh(kind)):
-        rows = P("data", None) if kind == AxisType.Explicit else None
-        columns = P(None, None, None, "tensor"), P(None, None, "tensor"), P("tensor", None)
-        specs = P("data"), P(), *columns
-        places = [NamedSharding(mesh, spec) for spec in specs]
-        args = [jax.device_put(a, s) for a, s in zip((x, scale, *kernels), places)]
-        run = jax.jit(jax.grad(loss(together), every(args)), out_shardings=tuple(places))
-        program = run.lower(*args).compile()
-        assert_close(program(*args), want, TIGHT)
-    assert {c.kind for c in hlo.collectives(program)} == {"all-reduce"}
-
-
 @pytest.mark.parametrize("split, kind", [(0, AxisType.Auto), (1, AxisType.Explicit)])
 def test_gate_and_up_may_lie_differently(rng, eight_devices, kind, split):
     """One is whole everywhere, the other is not."""
@@ -344,21 +295,8 @@ X, K = jnp.ones((2, 3)), jnp.ones((3, 4))
     "call, error, message",
     [
         (lambda: gated_dense(X, K, K[:, :2]), ValueError, r"kernel_up must .* \(3, 4\), got"),
-        (
-            lambda: gated_dense(X, K),
-            ValueError,
-            r"must have both, \(in, 2, \*out\), got .*\(3, 4\)",
-        ),
         (lambda: gated_dense(X, K, K, activation=None), ValueError, "activation must .* got None"),
         (lambda: gated_dense(X, K.T, K.T), ValueError, r"kernel_gate's first axis .*kernel_gate.T"),
-        (
-            lambda: gated_product(X, None, K, activation="clamped_swiglu"),
-            ValueError,
-            "'clamped_swiglu' is a function of gate and up, and there is no up; use gated_dense",
-        ),
-        (lambda: gated_product(X, X, K, stacked=True), ValueError, r"\(2, 3\) and an up"),
-        (lambda: gated_product(K, None, K, stacked=True), ValueError, r"shape \(3, 4\) and no up"),
-        (lambda: clamped_swiglu(limit=0), ValueError, "limit must be positive, got 0.0"),
         (lambda: gated_product(X, X[:1], K), ValueError, r"up must have gate's shape \(2, 3\)"),
         (lambda: gated_product(X, X, K.T), ValueError, "kernel's first axis must .* gate's last"),
         (lambda: gated_product(X, X, K, activation=None), ValueError, "activation must be a name"),

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from reference import clamped_swiglu
 
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
@@ -56,28 +55,6 @@ def test_eqx_gated_mlp_is_three_linears(x):
 class Doubled(nnx.Linear):
     def __call__(self, inputs, out_sharding=None):
         return 2 * super().__call__(inputs, out_sharding)
-
-
-def test_a_function_of_gate_and_up(x):
-    """In FP8 too, where the activation is a pass of its own."""
-    clamped = {"activation": "clamped_swiglu"}
-    mlp = ours_nnx.GatedMLP(DIM, HIDDEN, **clamped, rngs=nnx.Rngs(0))
-    want = mlp.down(clamped_swiglu(*map(np.asarray, (mlp.gate(x), mlp.up(x))))[0])
-    np.testing.assert_allclose(mlp(x), want, **CLOSE)
-    kernels = {name: getattr(mlp, name).kernel[...] for name in ("gate", "up", "down")}
-    linen = ours_linen.GatedMLP(HIDDEN, **clamped)
-    np.testing.assert_allclose(linen.apply({"params": kernels}, x), want, **CLOSE)
-    theirs = ours_eqx.GatedMLP(DIM, HIDDEN, **clamped, key=jax.random.key(0))
-    weights = lambda m: [m.gate.weight, m.up.weight, m.down.weight]
-    theirs = eqx.tree_at(weights, theirs, [k.T for k in kernels.values()])
-    np.testing.assert_allclose(jax.vmap(jax.vmap(theirs))(x), want, **CLOSE)
-    mlp = ours_nnx.GatedMLP(64, 96, **clamped, rngs=nnx.Rngs(0))
-    want = mlp(rows := jnp.tile(x, 8))
-    options = clamped | {"quantization": "fp8"}
-    quantized = ours_nnx.GatedMLP(64, 96, **options, rngs=nnx.Rngs(0))(rows)
-    assert 1e-3 < jnp.linalg.norm(quantized - want) / jnp.linalg.norm(want) < 0.1
-    with pytest.raises(ValueError, match="'clamped_swiglu' is a function of gate and up"):
-        ours_nnx.Linear(DIM, HIDDEN, **clamped, rngs=nnx.Rngs(0))
 
 
 def test_an_nnx_module_calls_what_has_taken_a_place(x):

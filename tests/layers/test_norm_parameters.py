@@ -15,7 +15,7 @@ from reference import Expected
 from rms_norm_cases import Case, stack
 
 import normfuse
-from normfuse import gated_rms_norm, rms_norm
+from normfuse import rms_norm
 
 NORMS = ["rms_norm", "layer_norm"]
 SHAPE = (2, 3, 5, 24)
@@ -86,7 +86,7 @@ def summed(e: Expected, shape) -> Expected:
     "op, own, implementation", half(["residual_rms_norm", "layer_norm"], OWN, ["native", "xla"])
 )
 def test_values_and_gradients(op, own, implementation):
-    """Of "xla" the gradient is JAX's own, which rounds its parts to the dtype of x."""
+    """The gradient of "xla" is JAX's own, which rounds its parts to the dtype of x."""
     dtype = "bfloat16" if implementation == "native" else "float32"
     args, cts = drawn(SHAPE, *OWN[own], dtype, residual=op.startswith("residual_"))
     case = case_of(op, *OWN[own])
@@ -95,21 +95,6 @@ def test_values_and_gradients(op, own, implementation):
     case.check(out, values)
     case.check(grads, gradients)
     assert [g.dtype for g in grads] == [a.dtype for a in args] and out[0].dtype == dtype
-
-
-@pytest.mark.parametrize("own, gate", [(EXAMPLE, "after"), ((5, 24), "before")], ids=str)
-def test_a_gated_norm_of_each_owner(own, gate):
-    """The gate is plain JAX here: around it, the norm is that of the tests above."""
-    args, (dy, _) = drawn(SHAPE, own, None, residual=True)
-
-    def apart(x, z, scale):
-        a, norm = jax.nn.silu(z), functools.partial(rms_norm, implementation="xla")
-        return norm(x * a, scale) if gate == "before" else norm(x, scale) * a
-
-    fn = functools.partial(gated_rms_norm, gate=gate, implementation="native")
-    got, want = jax.tree.leaves(both(fn, args, dy)), jax.tree.leaves(both(apart, args, dy))
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

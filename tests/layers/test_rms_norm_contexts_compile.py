@@ -198,7 +198,7 @@ def test_rocm_text(case, serve):
     targets, text = calls_for(case, ["rocm"])
     assert targets == [] and "custom_call" not in text
     refuses_native(case, "rocm")
-    serve.record("plain HLO", "there is no native kernel; Pallas's serves on request.")
+    serve.record("plain HLO", "there is no kernel.")
 
 
 def test_several_platforms(case, serve):

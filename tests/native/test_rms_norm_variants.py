@@ -10,18 +10,15 @@ import reference
 from combinations import half
 from cuda_cases import EPS, Case
 from cuda_emulator import Emulator
-from norm_kernels import KERNELS as PLAIN
-from norm_kernels import norm_of
+from norm_kernels import KERNELS, norm_of
 from reference import assert_close
 
-from normfuse.layers.norm import cuda, gated
+from normfuse.layers.norm import cuda
 from normfuse.native import compiler
 from normfuse.native.launch import Target
 
 SM90 = Target("sm_90", multiprocessors=1)  # persistent grids go round several times
 SM80 = Target("sm_80", multiprocessors=1)
-GATED = gated.forward_kernel, gated.backward_kernel
-KERNELS = PLAIN | {kernel.name.replace("rms_norm_", ""): kernel for kernel in GATED}
 
 
 @pytest.fixture
@@ -131,78 +128,6 @@ def test_cuda_bias_of_unaligned_and_of_long_rows(emulated):
     run, launches = emulated(SM90)
     check_bias(run, Case((3, 12296, 1)))
     assert {"rms_norm_forward", "rms_norm_backward"} <= {one["kernel"] for one in launches}
-
-
-# ---------------------------------------------------------------- gates
-
-
-def check_gate(run, case: Case, gate, activation="silu", heads=1, examples=False) -> None:
-    """Both kernels, of each head or example alone against the reference; `other` is z's dtype."""
-    outer, n, _ = case.shape
-    x, dy, z, _ = dataclasses.replace(case, shape=(outer, heads * n, case.shape[2])).draw(8)
-    scale = np.random.default_rng(n).standard_normal((heads, n))
-    scale = scale.astype(jnp.dtype(case.scale or "float32"))
-    flags = {**case.flags, "eps": EPS, "gate": gate, "activation": activation}
-    if heads > 1:
-        shape = (heads, outer, n) if examples else (outer, heads, n)
-        x, dy, z = (a.reshape(shape) for a in (x, dy, z))
-        flags |= {"axes": (2,), "heads": (1 - examples,), "per_example": examples}
-    else:
-        scale = scale[0]
-    scales = [scale] * (case.scale is not None)
-    y, rstd = run("gated_forward", [x, z, *scales], **flags, out_dtype=case.out, with_rstd=True)
-    asked = {"with_dscale": case.scale is not None}
-    dx, dz, *dscale = run("gated_backward", [dy, x, z, *scales, rstd], **flags, **asked)
-    assert [a.dtype for a in (y, dx, dz)] == [case.out, case.x, case.other]
-    last = lambda a: np.moveaxis(a, 1, -1)  # the features of (outer, n, inner)
-    options = {"gate": gate, "activation": activation, "eps": EPS, "scale_offset": case.offset}
-    used = (case.x, case.scale, case.out, case.other)
-    for i in range(heads):
-        mine = (lambda a, i=i: a[i]) if heads > 1 else lambda a: a
-        pick = (lambda a, i=i: a[:, i]) if heads > 1 else last
-        pick = mine if examples else pick
-        given = [pick(a) for a in (dy, x, z)]
-        want = reference.gated(*given, mine(scale) if scales else None, **options)
-        got = [*map(pick, (y, dx, dz)), *map(mine, dscale)]
-        for one, expected in zip(got, want, strict=True):
-            assert_close(one, expected, "float64" if "float64" in used else "float32")
-
-
-GATED = [
-    (Case((37, 24, 1)), "after", "silu", (1,)),  # several rows to a warp, the last block not full
-    (Case((20, 1000, 1), offset=0.5), "before", "silu", (1,)),  # several rows to a block
-    (Case((9, 257, 1), "float32", "float64", "float16"), "before", "sigmoid", (1,)),
-    (Case((9, 20, 40)), "after", "sigmoid", (1,)),  # strided: by RMSNorm's own kernels
-    (Case((5, 128, 1), scale=None), "after", "silu", (1,)),
-    (Case((7, 64, 1), other="float32"), "before", "silu", (6,)),
-    (Case((7, 64, 1)), "after", "silu", (3, True)),  # of examples
-]
-
-
-@pytest.mark.parametrize("case, gate, activation, owners", GATED[::2], ids=str)
-def test_cuda_gates_match_reference(emulated, case, gate, activation, owners):
-    run, launches = emulated(SM90)
-    check_gate(run, case, gate, activation, *owners)
-    names = {launch["kernel"] for launch in launches} - {"column_sum"}
-    prefix = "gated_" if case.shape[2] == 1 else ""
-    assert names == {f"{prefix}rms_norm_forward", f"{prefix}rms_norm_backward"}
-
-
-@pytest.mark.parametrize("case, gate, activation, owners", GATED[1:], ids=str)
-def test_host_gates_match_reference(host, case, gate, activation, owners):
-    check_gate(host, case, gate, activation, *owners)
-
-
-def test_cuda_gates_of_unaligned_and_of_long_rows(emulated):
-    gate = "before"
-    check_gate(emulated(SM90, shift=1)[0], Case((3, 136, 1)), gate)
-    run, launches = emulated(SM80)
-    check_gate(run, Case((2, 16392, 1), "float32", "float32", "float32", "float32"), gate)
-    assert not [launch for launch in launches if "gated" in launch["kernel"]]
-    run, launches = emulated(SM90)
-    check_gate(run, Case((3, 12296, 1)), gate)
-    (backward,) = [one for one in launches if one["kernel"] == "gated_rms_norm_backward"]
-    assert backward["macros"]["CLUSTER"] > 1
 
 
 # ---------------------------------------------------------------- parameters of each example
@@ -326,18 +251,6 @@ def test_cuda_bias_compiles_and_spills_no_registers(spilled, arch, shape):
     assert max(spilled.values()) <= 8, spilled
 
 
-@pytest.mark.parametrize("gate, where", half(["after", "before"], ARCHS[:-1]), ids=str)
-def test_cuda_gates_compile_and_spill_no_registers(spilled, gate, where):
-    arch, shape = where
-    x, w = jax.ShapeDtypeStruct(shape, "bfloat16"), jax.ShapeDtypeStruct(shape[1:2], "float32")
-    row = jax.ShapeDtypeStruct((shape[0], shape[2]), "float32")
-    flags = {"gate": gate, "activation": "silu", "has_scale": True}
-    compiled("gated_forward", arch, {**flags, "out_dtype": "bfloat16"}, x, x, w)
-    compiled("gated_backward", arch, {**flags, "with_dscale": True}, x, x, x, w, row)
-    assert list(spilled) == ["gated_rms_norm_forward", "gated_rms_norm_backward"]
-    assert max(spilled.values()) <= 8, spilled
-
-
 @pytest.mark.parametrize("op, where", half(NORMS, ARCHS[:-1]), ids=str)
 def test_cuda_examples_compile_and_spill_no_registers(spilled, op, where):
     arch, shape = where
@@ -356,7 +269,7 @@ def test_cuda_examples_compile_and_spill_no_registers(spilled, op, where):
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(9000, 8, 64), (9000, 512)])
 def test_short_rows_are_stored_by_16_bytes(monkeypatch, shape, kernel):
-    """Of the first vector of a thread the compiler would make four stores, one for each word."""
+    """The compiler would make four stores of a thread's first vector, one for each word."""
     pytest.importorskip("cuda.bindings.nvrtc")
     texts = []
 

@@ -44,8 +44,8 @@ VERSIONS = {"normfuse": False, "normfuse, gathered once": True, "normfuse, fp8":
 
 def recorded(run: str = "2026-11-21_h200_scaling") -> list[dict]:
     """Steps of this library over several GPUs and on one, as the trainer runs them."""
-    with open(RESULTS / f"{run}.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    with open(RESULTS / "scaling.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["report"] == run]
     return [
         row
         for row in rows
@@ -131,9 +131,10 @@ def test_steps_that_were_measured_after_the_model_was_made():
 
 @pytest.mark.parametrize("run", ["2026-11-24_h200", "2026-11-25_h200_step", "2026-11-27_h200_step"])
 def test_fp8_on_one_gpu(run):
-    """The step of 1b, and its memory, as the newest runs and 2026-11-22_h200_fp8.md have it."""
-    with open(RESULTS / f"{run}.csv", newline="") as file:
-        steps = {(row["part"], row["library"]): float(row["ms"]) for row in csv.DictReader(file)}
+    """The step of 1b, and its memory, as the newest runs have it."""
+    with open(RESULTS / "times.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["report"] == run]
+    steps = {(row["part"], row["library"]): float(row["ms"]) for row in rows}
     for quantization, name, gib in (None, "normfuse in bfloat16", 32.3), ("fp8", "normfuse", 27.0):
         c = dataclasses.replace(PRESETS["1b"], quantization=quantization)
         time = seconds(step_work(c, 16384, 2048), update_bytes(c), Mesh(), H200)
@@ -158,7 +159,7 @@ def test_a_first_moment_in_bfloat16_takes_two_bytes_a_parameter_less():
 
 
 def test_narrow_layers_are_slower_than_the_model_says():
-    """`small`, 500,000 tokens/s in 2026-11-22_h200_step.md, misses the tenth: 16 % too fast."""
+    """`small`, 500,000 tokens/s in steps.md of the results, misses the tenth: 16 % too fast."""
     c = PRESETS["small"]
     time = seconds(step_work(c, 32_768, 1024), update_bytes(c), Mesh(), H200)
     assert time * 500_000 / 32_768 == pytest.approx(0.84, abs=0.02)
@@ -167,8 +168,8 @@ def test_narrow_layers_are_slower_than_the_model_says():
 @pytest.mark.parametrize(
     ("gpu", "rows", "fp8", "ms"),
     [
-        (H200, 16384, True, 13.59),  # 2026-11-22_h200_fp8.md, "as one function": float32 kernels
-        (H100, 16384, False, 23.578),  # 2026-11-22_h100.md, SwiGLU MLP: bfloat16 kernels
+        (H200, 16384, True, 13.59),  # fp8.md, "as one function": float32 kernels
+        (H100, 16384, False, 23.578),  # layers.md, an H100's SwiGLU MLP: bfloat16 kernels
         (H100, 2048, False, 2.872),
     ],
 )
