@@ -1,4 +1,4 @@
-"""The command `normfuse`: `train`, `generate`, `report`, `plan`, `info` and `cache`.
+"""The command `normfuse`: `train`, `generate`, `export`, `report`, `plan`, `info` and `cache`.
 
 Nothing here imports JAX before the flags are read, nor packages of the extra `train` before a
 command needs them.
@@ -66,6 +66,21 @@ class Generate:
     """Draw only from the likeliest tokens that together have this probability."""
     seed: int = 0
     """Seed of the draws."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run's newest checkpoint as a Hugging Face model, with its tokenizer.
+
+    `normfuse generate` and the transformers library take the folder.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run, its --out-dir."""
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """Folder to write; it must not exist, or be empty."""
+    dtype: Dtype = "float32"
+    """Dtype to store the parameters in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +186,10 @@ class Cache:
     ] = CacheShow()
 
 
-_COMMANDS = ("train", "generate", "report", "plan", "info", "cache")
+_COMMANDS = ("train", "generate", "export", "report", "plan", "info", "cache")
 
 
-def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Cache:
+def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | Info | Cache:
     """Parses a command line.
 
     Raises:
@@ -197,6 +212,7 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
     commands: Any = (
         Annotated[TrainConfig, subcommand("train", default=config)]
         | Annotated[Generate, subcommand("generate")]
+        | Annotated[Export, subcommand("export")]
         | Annotated[Report, subcommand("report")]
         | Annotated[Plan, subcommand("plan", default=planned)]
         | Annotated[Info, subcommand("info")]
@@ -273,7 +289,7 @@ def _without_frame(message: str) -> str:
     return ". ".join(x.strip().rstrip(".") for x in sentences if x) + "."
 
 
-def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
+def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache) -> None:
     """Runs a parsed command, and prints its result; UsageError or RunError if it failed."""
     match command:
         case TrainConfig():
@@ -291,6 +307,11 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
             tokens = _TOKENS if command.tokens is None else command.tokens
             text = "\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens}))
             print(printable(text) if sys.stdout.isatty() else text, flush=True)
+        case Export():
+            with _explained_imports():
+                from .generation import export
+            export(command.run, command.folder, command.dtype)
+            print(f"wrote {command.folder}")
         case Report():
             with _explained_imports():
                 from .report import report

@@ -352,7 +352,7 @@ def _check_vocabulary(source: str, tokenizer: Tokenizer, largest: int, vocab_siz
                 f"{source} holds the token {largest}, but --model.vocab-size {vocab_size} allows "
                 f"only those below {vocab_size}: bytes need 256."
             )
-    elif (needed := max(tokenizer.vocab_size, largest + 1)) > vocab_size:
+    elif (needed := tokenizer.vocab_size) > vocab_size:
         raise UsageError(
             f"--data.tokenizer {tokenizer.name} has {needed} tokens, but --model.vocab-size is "
             f"{vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."
