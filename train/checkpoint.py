@@ -15,6 +15,8 @@ import json
 import logging
 import re
 import shutil
+import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +47,7 @@ class Checkpoints:
     def __init__(
         self, folder: Path, *, report: Callable[[str], None], keep: int | None = None
     ) -> None:
-        logging.getLogger("absl").addFilter(_is_not_of_orbax)
+        _filter_logs()
         self.folder = folder.absolute()
         self._report = report
         self._closed = False
@@ -330,6 +332,30 @@ def _finished_reads() -> Iterator[None]:
         asyncio.new_event_loop = made
 
 
+def _filter_logs() -> None:
+    """Drops, from now on, everything that follows a failed read or write except the exception.
+
+    That is orbax's own log of it; errors of other arrays of the same checkpoint, which asyncio logs
+    because orbax 0.12 awaits only the first; and callbacks of TensorStore that find their event
+    loop closed, which the interpreter's hooks print because nobody can catch them.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    if _is_not_of_orbax in loggers[0].filters:
+        return
+    for logger in loggers:
+        logger.addFilter(_is_not_of_orbax)
+    unraisable, uncaught = sys.unraisablehook, sys.excepthook
+    closed = lambda e: isinstance(e, RuntimeError) and str(e) == "Event loop is closed"
+    sys.unraisablehook = lambda args: None if closed(args.exc_value) else unraisable(args)
+    sys.excepthook = lambda kind, error, trace: (
+        None if closed(error) else uncaught(kind, error, trace)
+    )
+
+
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Drops orbax's own log of what it raises."""
-    return "orbax" not in record.pathname
+    files = [record.pathname]
+    if record.name == "asyncio" and record.exc_info:
+        frames = traceback.extract_tb(record.exc_info[2])
+        # No Python raised one without a frame: TensorStore sets its futures from C++.
+        files += [frame.filename for frame in frames] or ["orbax"]
+    return not any("orbax" in file for file in files)

@@ -51,8 +51,8 @@ class DataConfig:
     tokenizer.json. Unless --model.vocab-size is given, the model has its tokens, and is rounded up
     to a multiple of 128."""
     documents: bool = False
-    """Each file is a document, and each line of a .jsonl file is one, its "text". Rows are packed
-    with documents, and no token attends to, or is predicted from, another document."""
+    """Each file is a document, and each line of a .jsonl or .ndjson file is one, its "text". Rows
+    are packed with documents, and no token attends to, or is predicted from, another document."""
 
 
 @dataclasses.dataclass(frozen=True)
