@@ -35,6 +35,7 @@ exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
+highlight_language = "none"  # a fence without a language is output
 default_role = "code"  # docstrings write `name` as Markdown does
 suppress_warnings = ["myst.header"]  # a page may begin below its first heading
 

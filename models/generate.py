@@ -35,7 +35,7 @@ def generate(
         different lengths, a row's likeliest text is still that of its prompt alone.
       num_tokens: how many to add.
       temperature: divides the logits; 0 always takes the likeliest token.
-      top_k: draw from the k likeliest tokens only.
+      top_k: draw from the k likeliest tokens only; of equally likely ones the first come first.
       top_p: draw from the likeliest tokens that together have at least this probability.
       stop_tokens: a row ends when it draws one of them.
       seed: the same seed draws the same text, whether or not rows end.
@@ -121,14 +121,15 @@ def _compiled(model: Functional, num_tokens: int, top_k: int | None) -> Callable
 def _draw(logits: Array, key: Array, temperature: Array, top_p: Array, top_k: int | None) -> Array:
     likeliest = jnp.argmax(logits, axis=-1)
     logits = logits / jnp.maximum(temperature, 1e-6)
-    if top_k is not None:
-        kept, _ = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))
-        logits = jnp.where(logits < kept[..., -1:], -jnp.inf, logits)
-    descending = jnp.sort(logits, axis=-1, descending=True)
-    probabilities = jax.nn.softmax(descending, axis=-1)
+    order = jnp.argsort(logits, axis=-1, descending=True)  # the first of equal ones before others
+    descending = jnp.take_along_axis(logits, order, axis=-1)
+    among = jnp.arange(logits.shape[-1]) < (logits.shape[-1] if top_k is None else top_k)
+    probabilities = jax.nn.softmax(jnp.where(among, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # the sum over all likelier tokens
-    lowest = jnp.min(jnp.where(before < top_p, descending, jnp.inf), axis=-1, keepdims=True)
-    drawn = jax.random.categorical(key, jnp.where(logits < lowest, -jnp.inf, logits), axis=-1)
+    nothing = jnp.full_like(logits, -jnp.inf)
+    kept = jnp.where(among & (before < top_p), descending, nothing)
+    logits = jnp.put_along_axis(nothing, order, kept, axis=-1, inplace=False)
+    drawn = jax.random.categorical(key, logits, axis=-1)
     return jnp.where(temperature == 0, likeliest, drawn).astype(jnp.int32)
 
 

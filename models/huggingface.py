@@ -6,18 +6,17 @@ model, params = load("path/to/Llama-3.2-1B", "nnx", dtype="bfloat16")
 save("path/to/copy", model, params)
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import jax
@@ -35,8 +34,6 @@ from .sharding import Sharding
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_SAVING = ".saving-*"  # a checkpoint on its way into the folder; complete if it has a config.json
-_STALE_SECONDS = 86400.0  # for file systems whose locks do not show a writer
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 # Canonical module to theirs; the last part is always `weight` or `bias` there.
@@ -150,10 +147,9 @@ def load(
 ) -> tuple[Functional, Params]:
     """Loads a checkpoint folder: `config.json` and one or several safetensors files.
 
-    A checkpoint whose `save` was cut off while it replaced another is read from where its files
-    are. Each device reads its own shard of each array, straight from the files. Files are opened
-    only in the folder itself: an index that names another place and a link that leads out are
-    refused. (A folder of the Hugging Face cache may link to the `blobs` of its own repository.)
+    `model.safetensors` is read where it exists, else the files that the index names. Each device
+    reads its own shard of each array, straight from the files. A head of its own that is stored
+    with a model whose embeddings are tied is kept, with a warning.
 
     Args:
       path: the folder.
@@ -164,20 +160,27 @@ def load(
         float32 unless set, whatever dtype the files hold.
 
     Raises:
-      FileNotFoundError: if a file is missing, or somebody saves to the folder now.
+      FileNotFoundError: if a file is missing.
       ValueError: naming the file and the field, for a file that is damaged or malformed, a model
         that this transformer cannot express, or arrays that are missing, left over or of another
         shape.
     """
     folder = Path(path)
-    homes = _homes(folder)
-    settings = _read_json(homes[0], _CONFIG)
+    settings = _read_json(folder / _CONFIG)
     try:
         config = from_huggingface(settings)
     except ValueError as error:
-        raise _malformed(homes[0] / _CONFIG, str(error)) from None
+        raise _malformed(folder / _CONFIG, str(error)) from None
+    stored = _stored(folder)
+    if config.tie_embeddings and "tie_embeddings" not in overrides and _has_own_head(stored):
+        warnings.warn(
+            f"{folder}: the configuration ties the embeddings, but lm_head.weight is not "
+            "model.embed_tokens.weight. It is kept: the model is not tied. Write "
+            '"tie_word_embeddings": false in config.json, or pass tie_embeddings=True to drop it.',
+            stacklevel=2,
+        )
+        overrides["tie_embeddings"] = False
     config = dataclasses.replace(config, **overrides)
-    stored = _stored(homes)
     _check(folder, config, stored)
     model = build(framework, config, sharding)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -208,22 +211,22 @@ def save(
     *,
     dtype: str | None = None,
     max_file_bytes: int = 5 * 2**30,
+    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Writes a checkpoint folder that Hugging Face transformers reads.
+    """Writes a new checkpoint folder that Hugging Face transformers reads.
 
-    A checkpoint that is there already is replaced when the new one is complete on disk, beside it
-    in a subfolder `.saving-*`; other files in the folder are kept. If the process is killed while
-    files are being replaced, the rest of the new checkpoint is in that subfolder, where `load`
-    finds it. What killed saves have left is removed by the next.
+    It is written beside its place, as `.NAME.…`, and renamed when it is complete on disk.
 
     Args:
-      path: the folder; made if it does not exist.
+      path: the folder, which must not exist, or be empty.
       model: the transformer.
       params: its parameters; every array must be readable from this process.
       dtype: to store; `config.param_dtype` when None.
       max_file_bytes: arrays beyond it go to further files, named in an index.
+      files: further files of the folder, text by name: a tokenizer.json.
 
     Raises:
+      FileExistsError: if the folder holds anything.
       ValueError: for a configuration that no family can express, or another dtype than
         `TransformerConfig.param_dtype` may have.
       OSError: if the files cannot be written.
@@ -232,111 +235,55 @@ def save(
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(map(repr, get_args(Dtype)))}.")
     config = {**to_huggingface(model.config), "torch_dtype": dtype}
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        with contextlib.closing(_Lock(folder, wait=True)):  # nobody takes a new subfolder for stale
-            _remove_left_over(folder, complete=(folder / _CONFIG).exists())
-            # Not next to the folder, which may be a mounted volume, or its parent read-only.
-            new = Path(tempfile.mkdtemp(prefix=_SAVING.rstrip("*"), dir=folder))
-            stack.enter_context(contextlib.closing(_Lock(new)))
-        try:
-            their_name = lambda name: _their_name(name, model.config)
-            _write(new, config, model.to_dict(params), their_name, max_file_bytes)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-        # Until its config.json is back, the folder is no checkpoint, rather than a mixture of two.
-        for old in (_CONFIG, _INDEX, _SINGLE, "model-*-of-*.safetensors"):
-            for file in folder.glob(old):
-                file.unlink()
-        for file in sorted(new.iterdir(), key=lambda file: file.name == _CONFIG):
-            file.replace(folder / file.name)
-        new.rmdir()
-    _remove_left_over(folder, complete=True)
+    folder = Path(os.path.abspath(path))
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists already: save to a new folder, or remove it first.")
+    new = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    new.mkdir(parents=True)
+    try:
+        _write_arrays(new, model, params, np.dtype(dtype), max_file_bytes)
+        for name, content in {_CONFIG: json.dumps(config, indent=2), **files}.items():
+            (new / name).write_text(content, encoding="utf-8")
+        mode = (new / _CONFIG).stat().st_mode
+        for file in new.iterdir():
+            file.chmod(mode)  # safetensors makes files that only their owner reads
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+        new.rename(folder)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
-class _Lock:
-    """flock(2) on a folder, which the system releases when the process ends, however it does.
-
-    Attributes:
-      taken: whether this is the one that has it; None on a file system without locks.
-    """
-
-    def __init__(self, folder: Path, *, wait: bool = False) -> None:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW * (not wait) | os.O_CLOEXEC
-        self._file, self.taken = os.open(folder, flags), True
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB * (not wait))
-        except BlockingIOError:
-            self.taken = False
-        except OSError:
-            self.taken = None
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _being_saved(folder: Path) -> list[Path]:
-    """Returns the subfolders that saves have written to, or still do."""
-    return [path for path in folder.glob(_SAVING) if path.is_dir() and not path.is_symlink()]
-
-
-def _remove_left_over(folder: Path, complete: bool) -> None:
-    """Removes what killed saves have left; of whole checkpoints only if the folder has its own."""
-    for path in _being_saved(folder):
-        with contextlib.suppress(OSError), contextlib.closing(_Lock(path)) as lock:
-            old = lock.taken is None and time.time() - path.stat().st_mtime > _STALE_SECONDS
-            if (lock.taken or old) and (complete or not (path / _CONFIG).exists()):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _write(
-    folder: Path,
-    config: dict[str, Any],
-    values: Mapping[str, Array],
-    their_name: Callable[[str], str],
-    max_file_bytes: int,
+def _write_arrays(
+    folder: Path, model: Functional, params: Params, dtype: np.dtype, limit: int
 ) -> None:
-    last = folder / f"{_CONFIG}.part"
-    last.write_text(json.dumps(config, indent=2))
-    mode = last.stat().st_mode
-    dtype = np.dtype(config["torch_dtype"])
-    groups = list(_groups(values, dtype.itemsize, max_file_bytes))
+    """Writes the safetensors files; where there are several, their index too."""
+    values = model.to_dict(params)
+    groups, size = [[]], 0
+    for name, value in values.items():
+        size += value.size * dtype.itemsize
+        if groups[-1] and size > limit:
+            groups.append([])
+            size = value.size * dtype.itemsize
+        groups[-1].append(name)
     where = {}
     for i, names in enumerate(groups, 1):
-        several = len(groups) > 1
-        file = folder / (f"model-{i:05}-of-{len(groups):05}.safetensors" if several else _SINGLE)
+        file = f"model-{i:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else _SINGLE
         arrays = {}
         for name in names:
             array = np.asarray(values[name]).astype(dtype)
             array = array.T if name.endswith(".kernel") else array
-            arrays[their_name(name)] = np.ascontiguousarray(array)
+            arrays[_their_name(name, model.config)] = np.ascontiguousarray(array)
         try:
-            save_file(arrays, file, metadata={"format": "pt"})  # without it, readers refuse
+            save_file(arrays, folder / file, metadata={"format": "pt"})  # else readers refuse
         except SafetensorError as error:
-            raise OSError(f"{file} cannot be written: {error}") from None
-        file.chmod(mode)  # the library makes files that only their owner reads
-        where.update(dict.fromkeys(arrays, file.name))
+            raise OSError(f"{folder / file} cannot be written: {error}") from None
+        where |= dict.fromkeys(arrays, file)
     if len(groups) > 1:
         total = sum(value.size for value in values.values()) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / _INDEX).write_text(json.dumps(index, indent=2))
-    for file in folder.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    last.rename(folder / _CONFIG)  # complete
-
-
-def _groups(values: Mapping[str, Any], itemsize: int, limit: int) -> Iterator[list[str]]:
-    group, size = [], 0
-    for name, value in values.items():
-        if group and size + value.size * itemsize > limit:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += value.size * itemsize
-    yield group
 
 
 def _their_name(name: str, config: TransformerConfig) -> str:
@@ -358,56 +305,17 @@ def _malformed(file: Path, trouble: str) -> ValueError:
     return ValueError(f"{file}: {printable if len(printable) <= 500 else printable[:500] + '…'}")
 
 
-def _file(folder: Path, name: str) -> Path:
-    """The path of a regular file of the folder.
-
-    A link may lead to a file of the folder or, in `snapshots/REVISION` of the Hugging Face cache,
-    to the `blobs` that all revisions of a repository share.
-    """
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(folder / name))
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
-    if target.parent not in (home, blobs):
-        raise _malformed(folder / name, f"is a link out of the folder, to {target}.")
-    if not stat.S_ISREG(target.stat().st_mode):
-        raise _malformed(folder / name, "is not a regular file.")
-    return folder / name
-
-
-def _homes(folder: Path) -> list[Path]:
-    """Returns the folders that hold a checkpoint's files; the first that has one has the new one.
-
-    They are the folder itself, and before it the subfolder of a save that was cut off while it
-    replaced an older checkpoint. Files move one by one, config.json last, once all old ones are
-    gone: what is no longer in the subfolder is in the folder.
-    """
-    if (folder / _CONFIG).exists() or not (left := _being_saved(folder)):
-        return [folder]
-    whole = [path for path in left if (path / _CONFIG).exists()]
-    for path in left:
-        with contextlib.closing(_Lock(path)) as lock:
-            if lock.taken is False:
-                raise FileNotFoundError(f"{folder} is being saved to. Load it when that has ended.")
-    if not whole:
-        raise FileNotFoundError(
-            f"{folder} holds no {_CONFIG}: its save was cut off before it was complete. What there "
-            f"is of it is in {left[0].name}, and the next save there removes it."
-        )
-    return [max(whole, key=lambda path: (path / _CONFIG).stat().st_mtime), folder]
-
-
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    file = _file(folder, name)
-
+def _read_json(file: Path) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key!r} occurs twice")
-            found[key] = value
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"{twice!r} occurs twice")
         return found
 
     try:
-        value = json.loads(file.read_bytes(), object_pairs_hook=unique)
+        value = json.loads(_regular(file).read_bytes(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise _malformed(file, f"is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -415,39 +323,38 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     return value
 
 
-def _stored(homes: list[Path]) -> dict[str, Any]:
+def _regular(file: Path) -> Path:
+    """Refuses what is missing or no file: a FIFO would be waited for."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise OSError(f"{file} is not a regular file.")
+    return file
+
+
+def _stored(folder: Path) -> dict[str, Any]:
     """Every array of the checkpoint by its name there, to be sliced: nothing is read yet."""
-    for home in homes:
-        if (home / _INDEX).exists():
-            return _indexed(homes, home)
-        if (home / _SINGLE).exists():
-            return _open(_file(home, _SINGLE))
-    raise FileNotFoundError(f"{homes[-1]} holds neither {_SINGLE} nor {_INDEX}.")
-
-
-def _indexed(homes: list[Path], home: Path) -> dict[str, Any]:
-    where = _read_json(home, _INDEX).get("weight_map")
+    single, index = folder / _SINGLE, folder / _INDEX
+    if single.exists():
+        return _open(single)
+    if not index.exists():
+        raise FileNotFoundError(f"{folder} holds neither {_SINGLE} nor {_INDEX}.")
+    where = _read_json(index).get("weight_map")
     if not isinstance(where, dict):
-        raise _malformed(home / _INDEX, f"weight_map={where!r} must be an object.")
+        raise _malformed(index, f"weight_map={where!r} must be an object.")
     for name, file in where.items():
-        plain = isinstance(file, str) and file.isprintable() and not {"/", "\\"} & set(file)
-        if not plain or file in ("", ".", ".."):
+        if not isinstance(file, str) or not file.isprintable() or Path(file).name != file:
             text = f"weight_map has {name!r} in {file!r}, which must be the name of a file here."
-            raise _malformed(home / _INDEX, text)
-    has = lambda file: next((home for home in homes if (home / file).exists()), home)
-    files = {file: _open(_file(has(file), file)) for file in sorted(set(where.values()))}
+            raise _malformed(index, text)
+    files = {file: _open(folder / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
-            raise _malformed(home / _INDEX, f"weight_map has {name!r} in {file!r}; it is not.")
+            raise _malformed(index, f"weight_map has {name!r} in {file!r}; it is not.")
     return {name: files[file][name] for name, file in where.items()}
 
 
 def _open(file: Path) -> dict[str, Any]:
     try:
-        handle = safe_open(file, framework="np")
+        handle = safe_open(_regular(file), framework="np")
         arrays = {name: handle.get_slice(name) for name in handle.keys()}
-    except OSError as error:
-        raise OSError(f"{file} cannot be read: {error}") from None
     except SafetensorError as error:
         raise _malformed(file, f"is not a safetensors file, or is damaged: {error}.") from None
     for name, array in arrays.items():
@@ -455,6 +362,18 @@ def _open(file: Path) -> dict[str, Any]:
             kinds = ", ".join(_DTYPES)
             raise _malformed(file, f"holds {name} as {array.get_dtype()}; {kinds} can be read.")
     return arrays
+
+
+def _has_own_head(stored: dict[str, Any]) -> bool:
+    """Whether a head is stored that is not the embedding; older files store a tied one twice."""
+    head, embed = (stored.get(f"{name}.weight") for name in ("lm_head", "model.embed_tokens"))
+    if head is None or embed is None:
+        return False
+    if head.get_shape() != embed.get_shape() or len(head.get_shape()) != 2:
+        return True
+    count = head.get_shape()[0]
+    parts = [slice(i, min(i + 4096, count)) for i in range(0, count, 4096)]
+    return not all(np.array_equal(head[part], embed[part]) for part in parts)
 
 
 def _check(folder: Path, config: TransformerConfig, stored: dict[str, Any]) -> None:

@@ -2,15 +2,13 @@
 
 An event is a signal that the run's process sends to itself as the phase begins (`SIGTERM`), or two
 (`SIGTERM+SIGTERM`), or its end without notice (`SIGKILL`, or so many seconds later, `SIGKILL 0.1`),
-or an error of this process alone (`failure`), or that its files may not grow any more (`full
-disk`). A phase is one of `PHASES`, or `saved`, as a save has returned, or `exiting`; `stepping@7`
-is its seventh time.
+or an error of this process alone (`failure`). A phase is one of `PHASES`, or `saved`, as a save has
+returned, or `exiting`; `stepping@7` is its seventh time.
 """
 
 import atexit
 import itertools
 import os
-import resource
 import signal
 import sys
 import threading
@@ -52,8 +50,6 @@ def happen(event: str):
     """Makes an event happen."""
     if event == "failure":
         raise RunError("a disk of this process is gone")
-    if event == "full disk":
-        return resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     if event.startswith("SIGKILL"):
         seconds = float(event.removeprefix("SIGKILL") or 0)
         end = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))

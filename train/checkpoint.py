@@ -16,7 +16,6 @@ import logging
 import re
 import shutil
 import sys
-import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,10 +33,6 @@ from .arguments import reason
 from .run_dir import is_step
 from .step import State
 
-# Exceptions of this process's background saves. Orbax logs them at once; with several processes it
-# raises them only minutes later, when the others have given up waiting.
-_failed_saves: list[BaseException] = []
-
 
 class Damaged(Exception):
     """A checkpoint that does not hold the data written to it."""
@@ -53,12 +48,10 @@ class Checkpoints:
         self, folder: Path, *, report: Callable[[str], None], keep: int | None = None
     ) -> None:
         _filter_logs()
-        _time_by_monotonic_clock()
         self.folder = folder.absolute()
         self._report = report
         self._closed = False
         self._saved = -1
-        self._failed_before = len(_failed_saves)
         # In the background, threads would wait for a folder that cannot be created, and outlive the
         # run by five minutes.
         at_once = ocp.AsyncOptions(create_directories_asynchronously=False)
@@ -108,18 +101,18 @@ class Checkpoints:
             **{name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()},
             record=ocp.args.JsonSave(record | {"crc32": _crc32(record)}),
         )
-        self._or_fail(self._finish, self._saved)  # the one before
+        self._or_fail(self._manager.wait_until_finished, self._saved)  # the one before
         self._or_fail(lambda: self._manager.save(step, args=items, force=True), step)
         self._saved = step
 
     def check(self) -> None:
         """Raises a RunError if a save in the background has failed."""
-        self._or_fail(self._check, self._saved)
+        self._or_fail(self._manager.check_for_errors, self._saved)
 
     def close(self) -> None:
         """Waits until everything is written; raises a RunError if it cannot be."""
         if not self._closed:
-            self._or_fail(self._finish, self._saved)
+            self._or_fail(self._manager.wait_until_finished, self._saved)
             self._manager.close()
             self._closed = True
 
@@ -211,18 +204,6 @@ class Checkpoints:
         if steps:
             distributed.anywhere(False)  # the others wait until the first process has moved them
             self._manager.reload()
-
-    def _finish(self) -> None:
-        """Waits for the save in the background, unless it has failed and others wait for it."""
-        while jax.process_count() > 1 and self._manager.is_saving_in_progress():
-            self._check()
-            time.sleep(0.01)
-        self._manager.wait_until_finished()
-
-    def _check(self) -> None:
-        self._manager.check_for_errors()
-        if jax.process_count() > 1 and len(_failed_saves) > self._failed_before:
-            raise _failed_saves[-1]
 
     def _or_fail(self, action: Callable[[], Any], step: int) -> None:
         try:
@@ -351,27 +332,6 @@ def _finished_reads() -> Iterator[None]:
         asyncio.new_event_loop = made
 
 
-class _MonotonicClock:
-    """The module `time` for code that measures durations by `time.time()`."""
-
-    time = staticmethod(time.monotonic)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-def _time_by_monotonic_clock() -> None:
-    """Makes orbax measure its timeouts by a clock that nobody sets.
-
-    Orbax 0.12 takes a step of the system's clock by more than its timeout (ten minutes) for a save
-    that hangs, and fails it.
-    """
-    for name in "future", "signaling_client":
-        module = sys.modules.get(f"orbax.checkpoint._src.futures.{name}")
-        if getattr(module, "time", None) is time:
-            vars(module)["time"] = _MonotonicClock()
-
-
 def _filter_logs() -> None:
     """Drops, from now on, everything that follows a failed read or write except the exception.
 
@@ -379,10 +339,11 @@ def _filter_logs() -> None:
     because orbax 0.12 awaits only the first; and callbacks of TensorStore that find their event
     loop closed, which the interpreter's hooks print because nobody can catch them.
     """
-    if any(isinstance(old, _OrbaxFilter) for old in logging.getLogger("absl").filters):
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    if _is_not_of_orbax in loggers[0].filters:
         return
-    for logger in "absl", "asyncio":
-        logging.getLogger(logger).addFilter(_OrbaxFilter())
+    for logger in loggers:
+        logger.addFilter(_is_not_of_orbax)
     unraisable, uncaught = sys.unraisablehook, sys.excepthook
     closed = lambda e: isinstance(e, RuntimeError) and str(e) == "Event loop is closed"
     sys.unraisablehook = lambda args: None if closed(args.exc_value) else unraisable(args)
@@ -391,13 +352,10 @@ def _filter_logs() -> None:
     )
 
 
-class _OrbaxFilter(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.threadName == "async_save" and record.exc_info and record.exc_info[1]:
-            _failed_saves.append(record.exc_info[1])
-        files = [record.pathname]
-        if record.name == "asyncio" and record.exc_info:
-            frames = traceback.extract_tb(record.exc_info[2])
-            # No Python raised one without a frame: TensorStore sets its futures from C++.
-            files += [frame.filename for frame in frames] or ["orbax"]
-        return not any("orbax" in file for file in files)
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    files = [record.pathname]
+    if record.name == "asyncio" and record.exc_info:
+        frames = traceback.extract_tb(record.exc_info[2])
+        # No Python raised one without a frame: TensorStore sets its futures from C++.
+        files += [frame.filename for frame in frames] or ["orbax"]
+    return not any("orbax" in file for file in files)

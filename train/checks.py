@@ -15,7 +15,7 @@ from .config import ModelConfig, MuDtype, OptimConfig, TrainConfig, as_dict, fla
 # A resumed run must have the same values of these ...
 _FIXED = ("framework", "model", "precision", "seed", "batch_size", "seq_len", "optim.mu_dtype")
 # ... but of a model's settings those that only say how it is computed may change ...
-_COMPUTED = ("attention", "implementation", "quantization", "remat")
+COMPUTED = ("attention", "implementation", "quantization", "remat")
 # ... and may change these without a word: where and how fast a run computes, and what it writes.
 _FREE = (
     "distributed",
@@ -152,7 +152,7 @@ def check_format(record: dict[str, Any]) -> None:
 
 def _is_fixed(name: str) -> bool:
     group, _, field = name.partition(".")
-    return not {group, name}.isdisjoint(_FIXED) and not (group == "model" and field in _COMPUTED)
+    return not {group, name}.isdisjoint(_FIXED) and not (group == "model" and field in COMPUTED)
 
 
 def require(valid: bool, flag: str, value: object, rule: str) -> None:

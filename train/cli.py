@@ -1,4 +1,4 @@
-"""The command `normfuse`: `train`, `generate`, `report`, `plan`, `info` and `cache`.
+"""The command `normfuse`: `train`, `generate`, `export`, `report`, `plan`, `info` and `cache`.
 
 Nothing here imports JAX before the flags are read, nor packages of the extra `train` before a
 command needs them.
@@ -10,23 +10,20 @@ import difflib
 import io
 import itertools
 import os
-import re
 import resource
-import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg, subcommand
 
+from ..models.config import Dtype
 from . import RunError, UsageError
 from .arguments import one_line, printable, reason
-from .config import ModelConfig, MuDtype, Preset, TrainConfig, defaults, located
+from .config import TrainConfig, defaults, parsed
 from .shutdown import StopRequest
 
 _TOKENS = 240  # tokens that `generate` adds by default
@@ -67,6 +64,21 @@ class Generate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Export:
+    """Write a run's newest checkpoint as a Hugging Face model, with its tokenizer.
+
+    `normfuse generate` and the transformers library take the folder.
+    """
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Folder of the run, its --out-dir."""
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER")]
+    """Folder to write; it must not exist, or be empty."""
+    dtype: Dtype = "float32"
+    """Dtype to store the parameters in."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Compare training runs: a table, and a page with plots of loss, throughput and profile."""
 
@@ -79,11 +91,11 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Choose a mesh: step time and memory of a model on GPUs that need not be here.
+class Plan(TrainConfig):
+    """Compile the step of a run for GPUs that need not be here: its memory and collectives.
 
-    The model is a preset, with any of its flags changed, or that of a Hugging Face folder. Tries
-    every mesh, remat and precision; prints the fastest that fit, and the command to run.
+    Takes the flags of `normfuse train`, whose values those of the printed run are. Needs
+    normfuse[cuda13], but no GPU, and a minute or more.
     """
 
     gpu: Annotated[str, arg(metavar="H200|H100")] = "H200"
@@ -91,27 +103,7 @@ class Plan:
     gpus: int = 8
     """Number of GPUs, from 1 to 1024; more than 8 must be whole hosts of 8."""
     huggingface: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Folder with the config.json of a Hugging Face model, instead of a preset."""
-    preset: Preset = "1b"
-    """Model, and the defaults shown here."""
-    config: Annotated[Path | None, arg(metavar="FILE.yaml", help_behavior_hint="")] = None
-    """YAML file of `normfuse train`, for the model and the sequences."""
-    batch_size: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 16384 tokens a GPU)")
-    ] = None
-    """Sequences per step, over all GPUs."""
-    seq_len: int
-    """Tokens per sequence."""
-    documents: bool = False
-    """Sequences are packed documents, as with --data.documents."""
-    mu_dtype: MuDtype = "float32"
-    """Dtype of the first moment, as with --optim.mu-dtype."""
-    between_hosts: float = 50.0
-    """GB/s that each GPU can send to other hosts; 50 is one port of 400 Gb/s for each."""
-    compile: int = 0
-    """Compile so many of the meshes for GPUs that are only described, and show XLA's own memory and
-    collectives. Takes a minute or more for each, and normfuse[cuda13], but no GPU."""
-    model: ModelConfig
+    """Folder with the config.json of a Hugging Face model, instead of the preset's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +135,10 @@ class Cache:
     ] = CacheShow()
 
 
-_COMMANDS = ("train", "generate", "report", "plan", "info", "cache")
+_COMMANDS = ("train", "generate", "export", "report", "plan", "info", "cache")
 
 
-def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Cache:
+def parse(argv: list[str]) -> TrainConfig | Generate | Export | Report | Plan | Info | Cache:
     """Parses a command line.
 
     Raises:
@@ -159,59 +151,18 @@ def parse(argv: list[str]) -> TrainConfig | Generate | Report | Plan | Info | Ca
         if argv[0] == "plan" and not any(word.startswith("--config") for word in given):
             given = ["--preset=1b", *given]
         config = defaults(given)
-    planned = Plan(
-        preset=config.preset,
-        seq_len=config.seq_len,
-        documents=config.data.documents,
-        mu_dtype=config.optim.mu_dtype,
-        model=config.model,
-    )
+    planned = Plan(**vars(config))
     commands: Any = (
         Annotated[TrainConfig, subcommand("train", default=config)]
         | Annotated[Generate, subcommand("generate")]
+        | Annotated[Export, subcommand("export")]
         | Annotated[Report, subcommand("report")]
         | Annotated[Plan, subcommand("plan", default=planned)]
         | Annotated[Info, subcommand("info")]
         | Annotated[Cache, subcommand("cache")]
     )
     about = "Native RMSNorm and fused Dense layers for JAX, and a trainer that uses them."
-    said, help_text = io.StringIO(), _Help(sys.stdout)
-    width = os.environ.get("COLUMNS")
-    if not {"-h", "--help"}.intersection(argv):
-        os.environ["COLUMNS"] = "100000"  # for a message without line breaks
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(help_text):
-            return tyro.cli(commands, prog="normfuse", description=about, args=argv)
-    except SystemExit as exit:
-        if not exit.code:
-            print(help_text.wrapped(), end="")
-            raise
-        raise UsageError(_without_frame(said.getvalue())) from None
-    finally:
-        os.environ.pop("COLUMNS", None)
-        if width is not None:
-            os.environ["COLUMNS"] = width
-
-
-class _Help(io.StringIO):
-    """A help text for a stream. tyro wraps framed text, but not a command's description."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__()
-        self._stream = stream
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self._stream, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def wrapped(self) -> str:
-        width = shutil.get_terminal_size().columns
-        fits = lambda line: len(line) <= width or not line[0].isalnum()
-        lines = self.getvalue().splitlines()
-        return "".join(f"{line if fits(line) else textwrap.fill(line, width)}\n" for line in lines)
+    return parsed(commands, argv, "normfuse", description=about)
 
 
 def _refuse_empty(argv: list[str]) -> None:
@@ -228,33 +179,17 @@ def _refuse_empty(argv: list[str]) -> None:
             raise UsageError(f"{what} is empty: give a value, or leave it out.")
 
 
-def _without_frame(message: str) -> str:
-    """Returns tyro's message about a command line in one line, without frame and help."""
-    sentences, listing = [""], False
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", message)
-    # tyro draws a frame where the output's encoding has its characters, else it indents.
-    for row in re.findall(r"^(?:│ |  )(.*?) *│?$", plain, re.MULTILINE):
-        if row.startswith(("For full helptext", "Argument helptext")):
-            break
-        if set(row) <= {"─", "-"}:
-            sentences.append("")
-        elif not row.startswith(8 * " "):  # a flag's help
-            flag = row.startswith(4 * " ")
-            sentences[-1] += (", " if flag and listing else " ") + row.strip()
-            listing = flag
-    return ". ".join(x.strip().rstrip(".") for x in sentences if x) + "."
-
-
-def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
+def run(command: TrainConfig | Generate | Export | Report | Plan | Info | Cache) -> None:
     """Runs a parsed command, and prints its result; UsageError or RunError if it failed."""
     match command:
+        case Plan():
+            with _explained_imports():
+                from .plan import plan
+            plan(command.gpu, command.gpus, command.huggingface, command)
         case TrainConfig():
             with _explained_imports():
                 from .run import train
-            try:
-                train(command)
-            except UsageError as error:
-                raise UsageError(located(str(error), command)) from None
+            train(command)
         case Generate():
             with _explained_imports():
                 from .generation import continue_prompts
@@ -263,26 +198,15 @@ def run(command: TrainConfig | Generate | Report | Plan | Info | Cache) -> None:
             tokens = _TOKENS if command.tokens is None else command.tokens
             text = "\n\n".join(continue_prompts(folder, prompts, **options | {"tokens": tokens}))
             print(printable(text) if sys.stdout.isatty() else text, flush=True)
+        case Export():
+            with _explained_imports():
+                from .generation import export
+            export(command.run, command.folder, command.dtype)
+            print(f"wrote {command.folder}")
         case Report():
             with _explained_imports():
                 from .report import report
             report(command.runs, command.html, command.pictures)
-        case Plan():
-            with _explained_imports():
-                from .plan import plan
-            plan(
-                command.gpu,
-                command.gpus,
-                command.model,
-                preset=command.preset,
-                folder=command.huggingface,
-                batch_size=command.batch_size,
-                seq_len=command.seq_len,
-                documents=command.documents,
-                mu_dtype=command.mu_dtype,
-                between_hosts=command.between_hosts,
-                compile=command.compile,
-            )
         case Info() | Cache():
             _inspect(command)
 
@@ -305,7 +229,7 @@ def _inspect(command: Info | Cache) -> None:
     try:
         match command:
             case Info(every_platform):
-                text = _fitting(info.info(every_platform))
+                text = info.info(every_platform)
             case Cache(CacheClear()):
                 text = f"removed {cache.clear()} files from {cache.directory()}"
             case _:
@@ -313,16 +237,6 @@ def _inspect(command: Info | Cache) -> None:
     except (cache.Refused, Unsupported, compiler.CompileError, ValueError) as error:
         raise RunError(str(error)) from error
     print(text)
-
-
-def _fitting(text: str) -> str:
-    """Returns the text in lines that fit the terminal; unchanged for a file or a pipe."""
-    if not sys.stdout.isatty():
-        return text
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    options["subsequent_indent"] = "    "
-    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, **options)
-    return "\n".join(wrapper.fill(line) for line in text.split("\n"))
 
 
 _ADDRESS_SPACE = 2 << 30  # with less, XLA aborts the process when it starts its threads

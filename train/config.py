@@ -5,19 +5,21 @@ file, and these by flags. Nothing here imports JAX, so that `--help` and a misty
 once.
 """
 
+import contextlib
 import dataclasses
-import difflib
+import io
 import os
 import re
-import types
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
 from ..models.config import PRESETS, TransformerConfig, num_parameters
 from . import UsageError
-from .arguments import expanded, named, one_line, read_bytes, shown
+from .arguments import expanded, named, one_line, printable, read_bytes, shown
 from .tokenizer import vocabulary_of
 
 Preset = Literal["tiny", "small", "medium", "1b", "8b"]
@@ -49,8 +51,8 @@ class DataConfig:
     tokenizer.json. Unless --model.vocab-size is given, the model has its tokens, and is rounded up
     to a multiple of 128."""
     documents: bool = False
-    """Each file is a document, and each line of a .jsonl file is one, its "text". Rows are packed
-    with documents, and no token attends to, or is predicted from, another document."""
+    """Each file is a document, and each line of a .jsonl or .ndjson file is one, its "text". Rows
+    are packed with documents, and no token attends to, or is predicted from, another document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,45 +285,57 @@ def preset_config(preset: Preset) -> TrainConfig:
 def defaults(argv: list[str]) -> TrainConfig:
     """Returns the settings that flags override: the preset, changed by the file of `--config`.
 
-    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`). The
-    file that a run keeps in its folder means the run in that folder, wherever it has been moved to.
+    The file's keys are the flags' names, nested (`mesh: {data: 2}`) or dotted (`mesh.data: 2`), and
+    are read as flags. The file that a run keeps in its folder means the run in that folder,
+    wherever it has been moved to.
 
     Raises:
-      UsageError: the file cannot be read, or a key is unknown or its value of another type; the
-        message begins with `FILE:LINE`.
+      UsageError: the file cannot be read, or has a key or a value that no flag has; tyro has
+        printed which.
     """
     path, preset = _flag(argv, "--config"), _flag(argv, "--preset")
-    entries = {} if path is None else _read_yaml(path)
-    if preset not in get_args(Preset):  # tyro reports an unknown one
-        preset = _convert(*entries.get("preset", ("tiny", "")), Preset, "preset")
-    config, known = preset_config(cast(Preset, preset)), _types(TrainConfig)
-    for name, (value, where) in entries.items():
-        if name not in known:
-            raise UsageError(_unknown(name, where))
-        config = _replace(config, name.split("."), _convert(value, where, known[name], name))
-    if "model.vocab_size" not in entries and _flag(argv, "--model.vocab-size") is None:
+    settings = {} if path is None else _read_yaml(expanded(path, "--config"))
+    preset = preset or settings.get("preset")
+    # tyro reports an unknown one
+    config = preset_config(preset if preset in get_args(Preset) else "tiny")
+    if path is not None:
+        before = flat(as_dict(config))
+        words = [_word(name, value, before.get(name, ...)) for name, value in settings.items()]
+        try:
+            config = parsed(TrainConfig, filter(None, words), default=config)
+        except SystemExit:
+            raise UsageError(f"--config {path} has a mistake, see above.") from None
+    if "model.vocab_size" not in settings and _flag(argv, "--model.vocab-size") is None:
         vocabulary = vocabulary_of(_flag(argv, "--data.tokenizer") or config.data.tokenizer)
         if vocabulary is not None:
-            config = _replace(config, ["model", "vocab_size"], vocabulary)
+            model = dataclasses.replace(config.model, vocab_size=vocabulary)
+            config = dataclasses.replace(config, model=model)
     return config if path is None else _in_its_folder(config, expanded(path, "--config"))
 
 
-def located(message: str, config: TrainConfig) -> str:
-    """Returns a message that begins with a flag, after `FILE:LINE: ` if `--config` has its value.
+def parsed(kind: Any, words: Iterable[str], prog: str = "normfuse train", **options: Any) -> Any:
+    """Parses a command line with tyro, whose messages are printed without what terminals obey.
 
-    A user who wrote `lr: nan` to a file finds no --optim.lr in the command.
+    Raises:
+      SystemExit: after `--help`, or tyro has printed what is wrong.
     """
-    found = re.match(r"--([a-z0-9_.-]+)", message)
-    name = found[1].replace("-", "_") if found else ""
-    entries = {} if config.config is None else _read_yaml(str(config.config))
-    if name not in entries:
-        return message
-    value, where = entries[name]
-    used: Any = config
-    for part in name.split("."):
-        used = getattr(used, part)
-    same = shown(_convert(value, where, _types(TrainConfig)[name], name)) == shown(used)
-    return f"{where}: {message}" if same else message
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=list(words), prog=prog, **options)
+    except SystemExit:
+        print(printable(said.getvalue()), end="", file=sys.stderr)
+        raise
+
+
+def _word(name: str, value: Any, before: Any) -> str:
+    """Returns a setting of a file as a flag; "" for one that says nothing new."""
+    if value is None and before is None:
+        return ""
+    group, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool) and isinstance(before, bool):
+        return f"--{group}{dot}{last if value else f'no-{last}'}"
+    return f"--{group}{dot}{last}={value}"
 
 
 def absolute(data: DataConfig) -> DataConfig:
@@ -382,102 +396,25 @@ def _flag(argv: list[str], name: str) -> str | None:
     return found
 
 
-def _read_yaml(name: str) -> dict[str, tuple[Any, str]]:
-    """Reads a YAML file as dotted names, each with its value and its place, `FILE:LINE`."""
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML file as dotted names and single values."""
     import yaml
 
-    path = expanded(name, "--config")
     with named("--config", path):
         content = read_bytes(path).decode()
     try:
-        root = yaml.compose(content, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+        found = yaml.safe_load(content)
+        if not isinstance(found, dict | None):
+            raise ValueError("it must hold `name: value` lines at its top level")
+        settings = {name.replace("-", "_"): value for name, value in flat(found or {}).items()}
+    except Exception as error:  # anything, of a tag, a date, a number or a thousand brackets
         nested = isinstance(error, RecursionError)
         why = "it is nested too deeply" if nested else one_line(error)
-        raise UsageError(f"--config {path} is not YAML: {why}") from None
-    found: dict[str, tuple[Any, str]] = {}
-    loader = yaml.SafeLoader("")
-
-    def collect(node: Any, prefix: str) -> None:
-        for key, value in node.value:
-            where = f"{path}:{key.start_mark.line + 1}"
-            if not isinstance(key, yaml.ScalarNode):
-                raise UsageError(f"{where}: the name of a setting must be a plain word.")
-            name = prefix + str(key.value).replace("-", "_")
-            if name in found:
-                raise UsageError(f"{where}: {shown(name)} is set twice, first at {found[name][1]}.")
-            if isinstance(value, yaml.SequenceNode):
-                raise UsageError(f"{where}: {shown(name)} is a list; it must be a single value.")
-            if isinstance(value, yaml.ScalarNode):
-                found[name] = (construct(value, name, where), where)
-            elif any(known.startswith(f"{name}.") for known in _types(TrainConfig)):
-                collect(value, f"{name}.")
-            else:
-                raise UsageError(_unknown(name, where))
-
-    def construct(node: Any, name: str, where: str) -> Any:
-        try:
-            return loader.construct_object(node)
-        except Exception as error:  # anything, of a tag, a date or a number
-            why = getattr(error, "problem", None) or error
-            raise UsageError(
-                f"{where}: {shown(name)} is {shown(node.value)}, which is no value: {one_line(why)}"
-            ) from None
-
-    if isinstance(root, yaml.MappingNode):
-        collect(root, "")
-    elif root is not None:  # the file is not empty
-        raise UsageError(f"--config {path} must hold `name: value` lines at its top level.")
-    return found
-
-
-def _replace(config: Any, path: list[str], value: Any) -> Any:
-    """Returns `config` with the field at the path replaced by `value`."""
-    name, *rest = path
-    new = _replace(getattr(config, name), rest, value) if rest else value
-    return dataclasses.replace(config, **{name: new})
-
-
-def _convert(value: Any, where: str, hint: Any, name: str) -> Any:
-    """Converts one YAML value to a field's type."""
-    options = get_args(hint)
-    if isinstance(hint, types.UnionType) or type(None) in options:
-        (hint,) = (option for option in options if option is not type(None))
-        return None if value is None else _convert(value, where, hint, name)
-    if options:
-        if value in options:
-            return value
-        listed = ", ".join(map(str, options))
-        raise UsageError(f"{where}: {name} is {shown(value)}; it must be one of {listed}.")
-    if hint is float and type(value) in (int, float, str):
-        try:
-            return float(value)  # YAML 1.1 reads 1e-3 as a string
-        except (ValueError, OverflowError):
-            pass
-    if hint is Path and isinstance(value, str):
-        if not value:  # Path("") is the current folder
-            raise UsageError(f"{where}: {name} is empty; it must be a path.")
-        return Path(value)
-    if type(value) is hint and not (hint is int and abs(value) >= 2**63):
-        return value
-    kind = "a 64-bit int" if hint is int else f"of type {hint.__name__}"
-    raise UsageError(f"{where}: {name} is {shown(value)}; it must be {kind}.")
-
-
-def _types(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the type of each setting that a file may hold, under its dotted name."""
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        nested = dataclasses.is_dataclass(hint)
-        found |= _types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
-    return {name: hint for name, hint in found.items() if name != "config"}
-
-
-def _unknown(name: str, where: str) -> str:
-    names = list(_types(TrainConfig))
-    last = {known.rsplit(".")[-1]: known for known in reversed(names)}
-    close = difflib.get_close_matches(name, names, 1) or [
-        last[match] for match in difflib.get_close_matches(name.rsplit(".")[-1], last, 1)
-    ]
-    hint = f"Did you mean {close[0]!r}?" if close else "`normfuse train --help` lists them."
-    return f"{where}: unknown setting {shown(name)}. {hint}"
+        raise UsageError(f"--config {path} cannot be read: {why}") from None
+    for name, value in settings.items():
+        single = isinstance(value, str | int | float | None) and name not in ("config", "help")
+        large = isinstance(value, int) and abs(value) >= 2**63
+        if not single or large or (value == "" and name != "sample.prompt"):
+            rule = "a file gives a flag one word or a number of 64 bits"
+            raise UsageError(f"--config {path}: {shown(name)} is {shown(value)}; {rule}.")
+    return settings

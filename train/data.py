@@ -10,6 +10,7 @@ has no state to save: a run resumed at step k asks for batch k, whatever the num
 before and after.
 """
 
+import codecs
 import errno
 import glob
 import hashlib
@@ -137,8 +138,8 @@ def load(
       vocab_size: every token must be below it.
       tokenizer: "byte", "bpe:N" or a file, as `--data.tokenizer`.
       saved: the file in which a run keeps a tokenizer trained on its text.
-      documents: each file is a document, and each line of a `.jsonl` file is one, its "text".
-        Empty ones are left out. The one that the cut between the parts meets is two.
+      documents: each file is a document, and each line of a `.jsonl` or `.ndjson` file is one, its
+        "text". Empty ones are left out. The one that the cut between the parts meets is two.
 
     Raises:
       UsageError: nothing is there, it cannot be read, it is too short, or a token is too large.
@@ -175,7 +176,8 @@ def load(
 
 def _documents_of(file: Path, content: bytes) -> Iterator[bytes]:
     """Yields the documents of a file: the texts of JSON lines, or its whole content."""
-    if file.suffix != ".jsonl":
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if file.suffix.lower() not in (".jsonl", ".ndjson"):
         yield content
         return
     for number, line in enumerate(content.splitlines(), 1):
@@ -352,7 +354,7 @@ def _check_vocabulary(source: str, tokenizer: Tokenizer, largest: int, vocab_siz
                 f"{source} holds the token {largest}, but --model.vocab-size {vocab_size} allows "
                 f"only those below {vocab_size}: bytes need 256."
             )
-    elif (needed := max(tokenizer.vocab_size, largest + 1)) > vocab_size:
+    elif (needed := tokenizer.vocab_size) > vocab_size:
         raise UsageError(
             f"--data.tokenizer {tokenizer.name} has {needed} tokens, but --model.vocab-size is "
             f"{vocab_size}. Give --model.vocab-size {-(-needed // 128) * 128}."

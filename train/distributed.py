@@ -1,6 +1,5 @@
 """Several processes as one run: joining, agreeing, stopping and failing together."""
 
-import atexit
 import contextlib
 import dataclasses
 import importlib.util
@@ -21,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..native.jax_private import coordination_client
 from . import RunError, UsageError
-from .arguments import one_line, shown
+from .arguments import shown
 from .config import DistributedConfig
 
 _ENVIRONMENT = {
@@ -32,13 +31,7 @@ _ENVIRONMENT = {
 # Launchers' counts of tasks: a single task is not a cluster.
 _TASKS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
 
-# Keys of JAX's coordination service.
-_ENDED = "normfuse/ended"  # the process that ended, its exit code, and why
-_HEARD = "normfuse/heard/"  # the processes that know
-_GONE = "normfuse/gone/"  # the processes that have ended since
-_MET = "normfuse/met/"  # the processes that have come to a point where all meet
-_GRACE = 10  # seconds for a process to fail by itself, and then for all to hear of an end
-_POLL = 0.5  # seconds between two looks at `_ENDED`
+_MET = "normfuse/met/"  # keys of the processes that have come to a point where all meet
 
 
 def initialize(config: DistributedConfig) -> None:
@@ -206,98 +199,27 @@ class SharedFlag:
         return known is not None and bool(known)
 
 
-class FailFast:
-    """While entered, ends this process when another one fails or is ended by a second signal.
+@contextlib.contextmanager
+def ending_alone() -> Iterator[None]:
+    """Ends a process that fails soon after: JAX and orbax would wait for the others at its exit.
 
-    JAX alone notices the end of a process only when its heartbeats are missing, two minutes later;
-    and a process that fails would wait as long, in JAX's shutdown, for the others to join it there.
-
-    Left with an exception, it tells the others, and the process will exit without waiting for them.
-    In a run of one process it does nothing.
+    JAX ends the others: at once without process 0, which has its service, else when the heartbeats
+    of this process have been missing.
     """
-
-    def __init__(self) -> None:
-        self._left = threading.Event()
-        self._client: Any = None
-
-    def __enter__(self) -> "FailFast":
-        client = coordination_client()  # without one, do not ask JAX for devices yet
-        if client is not None and jax.process_count() > 1:
-            self._client = client
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="fail-fast")
-            self._thread.start()
-        return self
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._left.set()
-        if self._client is None:
-            return
-        self._thread.join(_GRACE)
-        if error is not None:
+    try:
+        yield
+    except BaseException as error:
+        if jax.distributed.is_initialized():
+            # All may fail alike, and print it; process 0 ends last.
             code = 2 if isinstance(error, UsageError) else 1
-            _call_later(4 * _GRACE, os._exit, code)  # should JAX's service not answer
-            self._tell(code, f"failed: {one_line(error) or type(error).__name__}")
-            atexit.register(self._exit, code)  # before JAX's own, which waits for the others
-            # Python waits for orbax's threads before that, and those may wait for the others.
-            _call_later(1, self._exit, code)
+            _call_later(1 if jax.process_index() else 3, _end, code)
+        raise
 
-    def end(self, code: int) -> None:
-        """Ends this process and the others at once, with an exit code."""
-        if self._client is not None:
-            _call_later(_GRACE, os._exit, code)  # should JAX's service not answer
-            self._tell(code, "received a second signal and ended at once")
-            self._exit(code)
-        os._exit(code)
 
-    def _tell(self, code: int, why: str) -> None:
-        self._set(_ENDED, f"{jax.process_index()} {code} {why}")
-
-    def _watch(self) -> None:
-        while not self._left.wait(_POLL):
-            try:
-                ended = self._client.key_value_try_get(_ENDED)
-            except jax.errors.JaxRuntimeError:
-                continue  # no process has ended
-            process, code, why = ended.split(" ", 2)
-            if int(process) == jax.process_index():
-                return
-            if why.startswith("failed") and self._left.wait(_GRACE):
-                return  # it has failed too, and prints that itself
-            print(f"error: process {process} {why}", file=sys.stderr)
-            _call_later(3 * _GRACE, os._exit, int(code))
-            self._exit(int(code))
-
-    def _exit(self, code: int) -> None:
-        """Ends this process once all know of the end; the one with JAX's service ends last.
-
-        Left alone in a collective operation, or without the service, a process may be aborted.
-        """
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._set(f"{_HEARD}{jax.process_index()}", "")
-        self._await(_HEARD, jax.process_count())
-        if jax.process_index():
-            self._set(f"{_GONE}{jax.process_index()}", "")
-        else:
-            self._await(_GONE, jax.process_count() - 1)
-        os._exit(code)
-
-    def _set(self, key: str, value: str) -> None:
-        # Else it is set, or JAX's service is gone, and with it every process.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._client.key_value_set(key, value)
-
-    def _await(self, folder: str, count: int) -> None:
-        """Returns when `folder` holds `count` keys, at the latest after twice the grace."""
-        deadline = time.monotonic() + 2 * _GRACE
-        while time.monotonic() < deadline:
-            try:
-                if len(self._client.key_value_dir_get(folder)) >= count:
-                    return
-            except jax.errors.JaxRuntimeError:
-                if jax.process_index():
-                    return  # the service is gone; process 0 has it, and gets this for no keys
-            time.sleep(0.005)
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _call_later(seconds: float, action: Callable[..., Any], *code: int) -> threading.Timer:

@@ -1,5 +1,6 @@
-"""Text from a trained model: a run's sample, and `normfuse generate`."""
+"""Text from a trained model: a run's sample, `normfuse generate` and `normfuse export`."""
 
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,8 +86,7 @@ def continue_prompts(
     with named("RUN", folder):
         out = RunDir(folder)
         is_run = out.has_checkpoints()
-        # Or an interrupted save, which `load` finishes or explains.
-        is_model = (folder / "config.json").is_file() or any(folder.glob(".saving-*"))
+        is_model = (folder / "config.json").is_file()
     if not is_run and not is_model:
         raise UsageError(
             f"RUN {folder} holds neither a checkpoint nor a config.json: give the folder of a "
@@ -102,6 +102,31 @@ def continue_prompts(
     except ValueError as error:
         flag = lambda match: f"--{_FLAGS[match[1]]} "
         raise UsageError(re.sub(rf"\b({'|'.join(_FLAGS)})=", flag, str(error))) from None
+
+
+def export(run: Path, folder: Path, dtype: str | None) -> None:
+    """Writes the newest checkpoint of a run as a Hugging Face model, with its tokenizer.
+
+    Raises:
+      UsageError: RUN holds no run, or FOLDER anything; or no family of theirs is such a model.
+      RunError: every checkpoint is damaged.
+    """
+    from ..models.huggingface import save
+
+    run, folder = expanded(run, "RUN"), expanded(folder, "FOLDER")
+    with named("RUN", run):
+        if not (out := RunDir(run)).has_checkpoints():
+            raise UsageError(f"RUN {run} holds no checkpoint: give the folder of a training run.")
+    model, params, tokenizer = _load_run(out)
+    tokenizer = tokenizer if isinstance(tokenizer, Bpe) else Bpe.of_bytes()
+    # Else `transformers` takes the tokenizer and the end of a text that are the family's.
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    kind |= {"model_max_length": model.config.max_seq_len, "clean_up_tokenization_spaces": False}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    files = {"tokenizer_config.json": json.dumps(kind), "generation_config.json": json.dumps(ends)}
+    files |= {"tokenizer.json": tokenizer.content}
+    with named("FOLDER", folder, "be written"):
+        save(folder, model, params, dtype=dtype, files=files)
 
 
 def _check(prompts: Sequence[str], tokens: int, samples: int, options: Mapping[str, Any]) -> None:

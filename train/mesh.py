@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -17,21 +18,24 @@ from .checks import near, with_flags
 from .config import MeshConfig, TrainConfig, state_bytes
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh over all devices, of Auto axes: XLA places what the model does not constrain.
+
+    `devices` are those of this machine unless given.
 
     Raises:
       UsageError: the product of the axes is not the number of devices, or there is no device.
     """
     try:
-        devices = jax.device_count()
+        devices = devices or jax.devices()
     except (RuntimeError, AssertionError) as error:  # the type depends on the platform
         cause = "".join(f": {line}" for line in str(error).splitlines()[:1])  # may be empty
         raise UsageError(
             f"JAX finds no device with JAX_PLATFORMS={jax.config.jax_platforms}{cause}. Unset it "
             "or install JAX for that platform, for example jax[cuda13]."
         ) from None
-    return jax.make_mesh(_shape(config, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    axes = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(_shape(config, devices), AXES, axis_types=axes, devices=devices)
 
 
 def make_sharding(config: MeshConfig, mesh: Mesh, rows: int) -> Sharding:
@@ -67,10 +71,9 @@ def check_model(config: TrainConfig, mesh: Mesh, sharding: Sharding) -> None:
             f"--batch-size {config.batch_size} must be a multiple of {unit}: mesh data x fsdp = "
             f"{replicas}, {times}. Take {near(config.batch_size, unit)}."
         )
-    _check_memory(config, mesh)
 
 
-def _check_memory(config: TrainConfig, mesh: Mesh) -> None:
+def check_memory(config: TrainConfig, mesh: Mesh) -> None:
     """Checks that the memory can hold the least that a run needs.
 
     That is each parameter with its two moments, and the input of every block; the
@@ -117,26 +120,23 @@ def on_devices(batch: np.ndarray, sharding: NamedSharding) -> Array:
     return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 
-def _shape(config: MeshConfig, devices: int) -> tuple[int, ...]:
+def _shape(config: MeshConfig, found: Sequence[jax.Device]) -> tuple[int, ...]:
+    devices, kinds = len(found), ", ".join(sorted({device.device_kind for device in found}))
+    listed = f"{found[0].platform}: {kinds}"
     sizes = {axis: getattr(config, axis) for axis in AXES}
     fixed = math.prod(size for size in sizes.values() if size != -1)
     filled = next((axis for axis, size in sizes.items() if size == -1), None)
     wanted = " ".join(f"--mesh.{axis} {size}" for axis, size in sizes.items())
     if filled and devices % fixed:
         raise UsageError(
-            f"{wanted} cannot use all {devices} devices ({_listed()}): {fixed} does not "
+            f"{wanted} cannot use all {devices} devices ({listed}): {fixed} does not "
             f"divide {devices}. Change the sizes so that their product divides {devices}."
         )
     if filled:
         sizes[filled] = devices // fixed
     elif fixed != devices:
         raise UsageError(
-            f"{wanted} take {fixed} devices, but there are {devices} ({_listed()}). Change the "
+            f"{wanted} take {fixed} devices, but there are {devices} ({listed}). Change the "
             "sizes, or leave --mesh.data at -1 for all devices that are left."
         )
     return tuple(sizes.values())
-
-
-def _listed() -> str:
-    kinds = sorted({device.device_kind for device in jax.devices()})
-    return f"{jax.default_backend()}: {', '.join(kinds)}"

@@ -32,9 +32,14 @@ def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
     begin, end = _steps(runs)
     for colour, run in _coloured(runs):
         _draw_loss(axes, run, colour, end)
-    references = {name: bits for run in reversed(runs) for name, bits in run.references.items()}
-    for name, bits in references.items():
-        axes.axhline(bits, color="0.55", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+    # Baselines are those of a text: of several texts, each has the colour of its first run.
+    texts: dict[tuple, str] = {}
+    for colour, run in _coloured(runs):
+        texts.setdefault(tuple(run.references.items()), colour)
+    texts.pop((), None)
+    for (name, bits), colour in ((x, texts[text]) for text in texts for x in text):
+        colour = colour if len(texts) > 1 else "0.4"
+        axes.axhline(bits, color=colour, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7, zorder=0)
         axes.annotate(
             f"{name} {bits:.2f}",
             (end, bits),
@@ -43,7 +48,7 @@ def plot_loss(file: File, runs: Sequence[RunResults]) -> None:
             horizontalalignment="right",
             verticalalignment="top",
             fontsize=8,
-            color="0.4",
+            color=colour,
             zorder=0,  # below the curves
         )
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(begin, end))

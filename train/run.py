@@ -36,7 +36,7 @@ from .evaluate import Evaluator, Validation
 from .generation import sample
 from .lock import FolderLock
 from .loop import BadStep, Loop, StepLogger
-from .mesh import batch_sharding, check_model, make_mesh, make_sharding, on_devices
+from .mesh import batch_sharding, check_memory, check_model, make_mesh, make_sharding, on_devices
 from .metrics import MetricsLog, peak_flops
 from .profiling import Profiler
 from .run_dir import RunDir, RunResults
@@ -64,13 +64,14 @@ def train(config: TrainConfig, console: Console | None = None) -> None:
     text = read(config)
     distributed.initialize(config.distributed)
     with ExitStack() as stack:
-        fail_fast = stack.enter_context(distributed.FailFast())
+        stack.enter_context(distributed.ending_alone())
         # After JAX has installed its own handler of SIGTERM.
-        stop = stack.enter_context(StopRequest(fail_fast.end))
+        stop = stack.enter_context(StopRequest())
         keep_compiled_programs()
         mesh = make_mesh(config.mesh)
         sharding = make_sharding(config.mesh, mesh, config.batch_size // config.pieces)
         check_model(config, mesh, sharding)
+        check_memory(config, mesh)
         out = run_dir.choose(config, distributed.agree(int(time.time())))
         display = Display(console or Console(), config.steps, quiet=not distributed.is_first())
         stack.callback(display.stop)

@@ -20,15 +20,14 @@ class StopRequest:
 
     The first asks the run to save and stop. A thread learns of signals from the interpreter's
     wake-up pipe, so the second stops the process even while the main thread compiles or computes
-    and runs no Python. `end` ends it then, with an exit code.
+    and runs no Python.
     """
 
     # Handlers to install on exit from the context; None restores the previous ones. A command about
     # to exit ignores signals, since its exit code is decided.
     afterwards: signal.Handlers | None = None
 
-    def __init__(self, end: Callable[[int], None] = os._exit) -> None:
-        self._end = end
+    def __init__(self) -> None:
         # Called with the name of the first signal, from that thread.
         self.tell: Callable[[str], None] = lambda name: None
         self._first: signal.Signals | None = None
@@ -72,7 +71,7 @@ class StopRequest:
             if self._first is not None:
                 if sys.stdout.isatty():  # a progress bar has hidden the cursor
                     os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
-                self._end(128 + received[0])
+                os._exit(128 + received[0])
             self._first = signal.Signals(received[0])
             with contextlib.suppress(OSError):  # nobody may be there to be told
                 self.tell(self._first.name)

@@ -67,7 +67,8 @@ class Bpe:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.name, self.content = name, content
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        # Not their number: a file may leave out some.
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         return self.encode_each([content])[:2]
@@ -88,6 +89,20 @@ class Bpe:
     def decode(self, tokens: Sequence[int]) -> str:
         known = [int(token) for token in tokens if token < self.vocab_size]
         return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    @classmethod
+    def of_bytes(cls) -> "Bpe":
+        """Returns the tokenizer whose tokens are bytes, as `Bytes`."""
+        package = _package()
+        # The characters of the package's byte level: a byte that is a printable one is itself.
+        own = {*range(33, 127), *range(161, 173), *range(174, 256)}
+        others = iter(range(256, 512))
+        characters = [chr(byte if byte in own else next(others)) for byte in range(256)]
+        vocabulary = {character: byte for byte, character in enumerate(characters)}
+        tokenizer = package.Tokenizer(package.models.BPE(vocab=vocabulary, merges=[]))
+        pieces = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer, tokenizer.decoder = pieces, package.decoders.ByteLevel()
+        return cls(tokenizer.to_str(), Bytes.name)
 
     def opening(self) -> list[int]:
         """Returns the tokens that the file's template puts before a text: often one, <bos>."""

@@ -13,16 +13,15 @@ from pathlib import Path
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from ..models.config import TransformerConfig
 from ..models.functional import build
-from ..models.sharding import AXES
 from ..native.jax_private import described_cudnn
 from . import UsageError
 from .config import TrainConfig
-from .mesh import make_sharding
+from .mesh import check_model, make_mesh, make_sharding
 from .step import Program, State, make_optimizer, schedule
 
 # No GPU is there to time products on, and without a time XLA would guess Triton where cuBLAS wins.
@@ -33,7 +32,7 @@ OPTIONS = {
     "xla_gpu_ptx_compiler_extra_flags": "-O0",
 }
 # Bytes of memory, and of it that a second moves. In all else an H100 is described as an H200 is.
-_MEMORY = {
+MEMORY = {
     "H200": (150_000_000_000, 4_814_400_000_000),
     "H100": (85_000_000_000, 3_352_320_000_000),
 }
@@ -50,7 +49,7 @@ def devices(kind: str, hosts: int, each: int) -> list[jax.Device]:
       RuntimeError: JAX's CUDA plugin is not installed.
     """
     text = Path(__file__).with_name("h200.txtpb").read_text().replace("H200", kind)
-    for name, value in zip(("device_memory_size", "memory_bandwidth"), _MEMORY[kind], strict=True):
+    for name, value in zip(("device_memory_size", "memory_bandwidth"), MEMORY[kind], strict=True):
         text, found = re.subn(rf"{name}: \d+", f"{name}: {value}", text)
         assert found == 1, name
     shape = f"1x{hosts}x{each}"
@@ -125,34 +124,37 @@ def _collectives(text: str) -> dict[str, tuple[int, int]]:
     return {kind: (total[kind, "number"], total[kind, "bytes"]) for kind in kinds}
 
 
-def step(config: TrainConfig, model: TransformerConfig, kind: str, host: int) -> Compiled:
+def compile_for(
+    kind: str, count: int, host: int, config: TrainConfig, model: TransformerConfig
+) -> tuple[Mesh, Compiled]:
     """Compiles the training step of a configuration for described GPUs.
 
     Args:
-      config: its mesh's sizes are all given; `model` replaces its own.
-      model: the transformer.
       kind: "H200" or "H100".
+      count: how many there are.
       host: GPUs of one host.
+      config: the run.
+      model: its transformer.
+    Returns: the mesh and the program.
 
     Raises:
-      UsageError: JAX's CUDA plugin is not installed.
+      UsageError: JAX's CUDA plugin is not installed, or the run does not fit the mesh.
     """
-    count = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
     try:
         found = devices(kind, -(-count // host), min(count, host))
     except RuntimeError as error:
         raise UsageError(
-            "--compile needs JAX's CUDA plugin, though no GPU: pip install 'normfuse[cuda13]' "
+            "plan needs JAX's CUDA plugin, though no GPU: pip install 'normfuse[cuda13]' "
             f"({error})."
         ) from None
-    sizes = (config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
-    mesh = jax.make_mesh(sizes, AXES, devices=found, axis_types=(AxisType.Auto,) * len(AXES))
-    return step_on(mesh, config, model)[0]
+    mesh = make_mesh(config.mesh, found)
+    check_model(config, mesh, make_sharding(config.mesh, mesh, config.batch_size // config.pieces))
+    return mesh, step_on(mesh, config, model)[0]
 
 
 def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[Compiled, State]:
     """Compiles the step for a mesh of described GPUs; returns its abstract state too."""
-    rows = config.batch_size // (mesh.shape["data"] * mesh.shape["fsdp"])
+    rows = config.batch_size // config.pieces
     program = Program(
         build(config.framework, model, make_sharding(config.mesh, mesh, rows)),
         make_optimizer(config.optim, config.steps),
@@ -161,6 +163,7 @@ def step_on(mesh: Mesh, config: TrainConfig, model: TransformerConfig) -> tuple[
         config.microbatches,
         0,
         config.spike,
+        config.mesh.parts,
         documents=config.data.documents,
     )
     with jax.set_mesh(mesh), described_cudnn(_CUDNN):

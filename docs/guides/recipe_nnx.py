@@ -116,7 +116,11 @@ batches = jax.tree.map(lambda a: a.reshape(2, 4, 32), (text[:, :-1], labels))
 batches = jax.device_put(batches, NamedSharding(mesh, P(None, "fsdp")))
 with jax.set_mesh(mesh):
     model, optimizer = create()
-    losses = [float(step(model, optimizer, batches)) for _ in range(20)]
+    losses = []
+    for i in range(20):
+        losses.append(float(step(model, optimizer, batches)))
+        print(f"step {i + 1}: loss {losses[-1]:.3f}")
+print(reports[-1])
 assert losses[-1] < 0.3 * losses[0]
 assert {"attention", "norm", "mlp", "product", "loss"} <= {row.domain for row in reports[-1].fused}
 quantized = [row for row in reports[-1].fused if "fp8" in row.served]
@@ -165,3 +169,4 @@ with jax.set_mesh(mesh):
         tokens = tokens.at[:, last + 1].set(next_tokens(model, tokens, last))
 model.train()
 assert jnp.mean(tokens[:, 16:28] == text[:4, 16:28]) > 0.9  # it has learned the text
+print("continued:", tokens[0, 16:28].tolist())

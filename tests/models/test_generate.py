@@ -131,6 +131,17 @@ def test_generation_ends_when_all_rows_have(model, params):
     assert (got == got[:, :1]).all()
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(0.0, 1.0, None), (1.0, 1.0, 1), (1.0, 1e-6, None)]
+)
+def test_of_equally_likely_tokens_the_first_is_taken(temperature, top_p, top_k):
+    """By `top_k=1`, and by a `top_p` that one token reaches, as without a draw."""
+    logits = jnp.asarray([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 3.0, 3.0]])
+    draw = lambda key: _draw(logits, key, jnp.float32(temperature), jnp.float32(top_p), top_k)
+    drawn = jax.vmap(draw)(jax.random.split(jax.random.key(0), 50))
+    np.testing.assert_array_equal(drawn, [[1, 0]] * 50)
+
+
 LOGITS = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
 
 

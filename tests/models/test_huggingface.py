@@ -4,16 +4,10 @@
 `python tests/huggingface_models.py` made the records, which name its version and torch's.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
-import itertools
 import json
-import os
-import pathlib
 import re
-import shutil
 import stat
 
 import huggingface_models
@@ -237,19 +231,7 @@ def test_load_puts_every_shard_where_it_belongs(small, noisy, rng, tmp_path, eig
         np.testing.assert_array_equal(value, values[name])
 
 
-# ---------------------------------------------------------------- saving over an older checkpoint
-
-
-@pytest.fixture
-def replaced(small, noisy, rng, tmp_path):
-    """A folder with a checkpoint in several files and a tokenizer, and how to save another."""
-    model = build("nnx", small)
-    older, newer = noisy(small, rng), noisy(small, rng)
-    folder = tmp_path / "checkpoint"
-    save(folder, model, model.from_dict(older), max_file_bytes=4000)
-    (folder / "tokenizer.json").write_text("{}")
-    again = lambda path, **options: save(path, model, model.from_dict(newer), **options)
-    return folder, older, newer, again
+# ---------------------------------------------------------------- folders
 
 
 def _assert_holds(folder, values):
@@ -258,20 +240,24 @@ def _assert_holds(folder, values):
         np.testing.assert_array_equal(value, values[name])
 
 
-def test_saving_again_leaves_nothing_of_before_and_all_that_is_not_ours(replaced):
-    folder, _, newer, again = replaced
-    again(folder)
-    names = {file.name for file in folder.iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
-    modes = {stat.filemode(file.stat().st_mode) for file in folder.iterdir()}
-    assert len(modes) == 1  # those of any other file, not the library's -rw-------
-    _assert_holds(folder, newer)
+def test_a_folder_is_new_and_complete(small, noisy, rng, tmp_path):
+    model, values = build("nnx", small), noisy(small, rng)
+    params = model.from_dict(values)
+    for options in {}, {"max_file_bytes": 4000}:
+        folder = tmp_path / "models" / f"copy{len(options)}"
+        save(folder, model, params, files={"tokenizer.json": "{}"}, **options)
+        modes = {stat.filemode(file.stat().st_mode) for file in folder.iterdir()}
+        assert len(modes) == 1  # those of any other file, not the library's -rw-------
+        assert (folder / "tokenizer.json").read_text() == "{}"
+        _assert_holds(folder, values)
+        with pytest.raises(FileExistsError, match=f"copy{len(options)} exists already: save to a"):
+            save(folder, model, params)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["copy0", "copy1"]
 
 
 @pytest.mark.parametrize("good", [0, 3])
-def test_saving_that_fails_leaves_the_older_checkpoint(replaced, monkeypatch, good):
-    folder, older, _, again = replaced
-    before, written = sorted(folder.iterdir()), []
+def test_saving_that_fails_leaves_nothing(small, tmp_path, monkeypatch, good):
+    written = []
 
     def full(arrays, file, **options):
         if len(written) == good:
@@ -279,120 +265,37 @@ def test_saving_that_fails_leaves_the_older_checkpoint(replaced, monkeypatch, go
         written.append(save_file(arrays, file, **options))
 
     monkeypatch.setattr(huggingface, "save_file", full)
+    model = build("nnx", small)
     with pytest.raises(OSError, match="No space left"):
-        again(folder, max_file_bytes=4000)
-    assert sorted(folder.iterdir()) == before
-    _assert_holds(folder, older)
+        save(tmp_path / "new", model, model.init(jax.random.key(0)), max_file_bytes=4000)
+    assert not list(tmp_path.iterdir())
 
 
-class _Killed(BaseException):
-    pass
+def test_a_single_file_is_read_rather_than_an_older_index(small, noisy, rng, tmp_path):
+    """`transformers` reads it too; of the index's files none need be there."""
+    model, values = build("nnx", small), noisy(small, rng)
+    old, new = tmp_path / "old", tmp_path / "new"
+    save(old, model, model.from_dict(noisy(small, rng)), max_file_bytes=4000)
+    save(new, model, model.from_dict(values))
+    (new / "model.safetensors").rename(old / "model.safetensors")
+    _assert_holds(old, values)
+    for file in old.glob("model-*"):
+        file.unlink()
+    _assert_holds(old, values)
 
 
-def test_at_every_moment_of_saving_one_checkpoint_is_complete(replaced, monkeypatch):
-    """Killed before any of its changes to the folder, the older or the newer is all there."""
-    folder, older, newer, again = replaced
-
-    def guarded(change, count, last):
-        def run(*args, **options):
-            if next(count) == last:
-                raise _Killed
-            return change(*args, **options)
-
-        return run
-
-    last, attempt = 0, folder
-    for last in range(100):
-        attempt = folder.with_name(f"attempt{last}")
-        shutil.copytree(folder, attempt)
-        with monkeypatch.context() as patch, contextlib.suppress(_Killed):
-            count = itertools.count()
-            for name in "unlink", "replace":
-                patch.setattr(pathlib.Path, name, guarded(getattr(pathlib.Path, name), count, last))
-            again(attempt, max_file_bytes=4000)
-            break
-        _assert_holds(attempt, older if (attempt / "config.json").exists() else newer)
-        again(attempt)
-        left = {file.name for file in attempt.iterdir()}
-        assert left == {"config.json", "model.safetensors", "tokenizer.json"}
-        _assert_holds(attempt, newer)
-    assert last > 10
-    _assert_holds(attempt, newer)
-
-
-@pytest.fixture
-def killed(replaced, monkeypatch):
-    """Saves to the folder until the file numbered `after` is to be written, and leaves that."""
-
-    def run(after, **options):
-        written = []
-
-        def last(arrays, file, **options):
-            if len(written) == after:
-                raise _Killed
-            written.append(save_file(arrays, file, **options))
-
-        with monkeypatch.context() as patch, contextlib.suppress(_Killed):
-            patch.setattr(huggingface, "save_file", last)
-            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # if killed, it removes nothing
-            replaced[-1](replaced[0], max_file_bytes=4000)
-        return sorted(replaced[0].glob(".saving-*"))
-
-    return run
-
-
-def test_saving_removes_what_killed_saves_have_left(replaced, killed):
-    folder, older, newer, again = replaced
-    killed(0), killed(2)
-    assert len(killed(3)) == 3
-    _assert_holds(folder, older)
-    (folder / ".saving-link").symlink_to(folder.parent)  # nobody's business
-    held = os.open(killed(1)[0], os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)  # like a process that still saves
-    try:
-        again(folder)
-    finally:
-        os.close(held)
-    assert len(list(folder.glob(".saving-*"))) == 2
-    _assert_holds(folder, newer)
-    again(folder)
-    assert [path.name for path in folder.glob(".saving-*")] == [".saving-link"]
-
-
-def test_a_first_save_that_was_cut_off_is_named(replaced, killed):
-    folder, _, newer, again = replaced
-    (folder / "config.json").unlink()
-    (left,) = killed(2)
-    with pytest.raises(FileNotFoundError, match=rf"cut off before it was complete.* {left.name}"):
-        load(folder, "nnx")
-    held = os.open(left, os.O_RDONLY)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    with pytest.raises(FileNotFoundError, match="is being saved to"):
-        load(folder, "nnx")
-    os.close(held)
-    again(folder)
-    _assert_holds(folder, newer)
-
-
-def test_a_save_that_fails_keeps_the_checkpoint_of_one_that_was_cut_off(replaced, monkeypatch):
-    """It may be the only one there is."""
-    folder, _, newer, again = replaced
-
-    def stop(*_):
-        raise _Killed
-
-    with monkeypatch.context() as patch, contextlib.suppress(_Killed):
-        patch.setattr(pathlib.Path, "replace", stop)
-        again(folder, max_file_bytes=4000)
-    assert not (folder / "config.json").exists()
-
-    def full(_, file, **__):
-        raise OSError(28, "No space left on device", str(file))
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(huggingface, "save_file", full)
-        again(folder)
-    _assert_holds(folder, newer)
+def test_a_stored_head_of_a_model_called_tied_is_kept(small, noisy, rng, tmp_path):
+    """And one that is the embedding, as older files store a tied one, is tied."""
+    model, values = build("nnx", small), noisy(small, rng)
+    save(tmp_path, model, model.from_dict(values))
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.warns(UserWarning, match="lm_head.weight is not model.embed_tokens.weight"):
+        _assert_holds(tmp_path, values)
+    assert load(tmp_path, "nnx", tie_embeddings=True)[0].config.tie_embeddings
+    embedding = values["embed.embedding"]
+    _rewrite(tmp_path / "model.safetensors", lambda x: x.update({"lm_head.weight": embedding}))
+    assert load(tmp_path, "nnx")[0].config.tie_embeddings
 
 
 # ---------------------------------------------------------------- configurations

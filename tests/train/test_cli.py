@@ -7,7 +7,6 @@ from importlib.metadata import version
 
 import pytest
 
-from normfuse.layers import info
 from normfuse.train import cli
 from normfuse.train.cli import main
 from normfuse.train.display import shell_command
@@ -17,7 +16,7 @@ def test_help_names_every_command(capsys):
     for argv in ([], ["--help"], ["-h"]):
         assert main(argv) == 0
         out = capsys.readouterr().out
-        for command in ("train", "generate", "report", "plan", "info", "cache"):
+        for command in ("train", "generate", "export", "report", "plan", "info", "cache"):
             assert f" {command} " in out
 
 
@@ -26,7 +25,7 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == version("normfuse")
 
 
-@pytest.mark.parametrize("command", ["train", "generate", "report", "plan"])
+@pytest.mark.parametrize("command", ["train", "generate", "export", "report", "plan"])
 def test_commands_explain_themselves(capsys, command):
     assert main([command, "--help"]) == 0
     assert f"usage: normfuse {command}" in capsys.readouterr().out
@@ -114,28 +113,6 @@ for argv in {[argv for argv, *_ in _COMMANDS]!r}:
         assert code == expected, (argv, err)
         assert said in (err if code else out), argv
         assert not code or err.count("\n") == 1, argv
-
-
-@pytest.mark.parametrize("command", ["", "train", "generate", "report", "plan", "info", "cache"])
-@pytest.mark.parametrize("columns", [60, 80])
-def test_help_fits_the_terminal(command, columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert cli.main([*command.split(), "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("usage: normfuse") and max(map(len, lines)) <= columns
-
-
-def test_info_breaks_no_word_on_a_terminal(monkeypatch, capsys):
-    text = "a line\n  not native: cpu dense (site-packages of some-platform)\n\n" + "x" * 30
-    monkeypatch.setattr(info, "info", lambda every_platform: text + str(every_platform))
-    monkeypatch.setenv("COLUMNS", "20")
-    assert cli.main(["info", "--all"]) == 0
-    assert capsys.readouterr().out == text + "True\n"  # a pipe's lines are whole
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli.main(["info"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.split() == f"{text}False".split()
-    assert shown.splitlines()[:2] == ["a line", "  not native: cpu"]
 
 
 def test_reader_that_leaves_early_is_no_error():

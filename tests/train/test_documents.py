@@ -98,6 +98,16 @@ def test_files_and_json_lines_are_documents(tmp_path):
     assert plain.documents is None and b'"id": 1' in plain.train.tobytes()
 
 
+def test_json_lines_have_several_names_and_may_begin_with_a_mark(tmp_path):
+    mark = "\ufeff"
+    files = {"a.JSONL": mark + _line("a" * 100) + _line("b" * 100), "b.ndjson": _line("c" * 100)}
+    files["d.txt"] = mark + "d" * 100
+    text = load(_texts(tmp_path, files), seq_len=4, vocab_size=256, documents=True)
+    content = text.train.tobytes() + text.held_out.tobytes()
+    assert content == b"".join(letter * 100 for letter in (b"a", b"b", b"c", b"d"))
+    assert text.identity()["documents"] == 5  # the cut meets one
+
+
 def test_no_token_spans_documents(tmp_path):
     """Joined, "ab" at a border would be one token of this tokenizer."""
     path = tmp_path / "x.jsonl"

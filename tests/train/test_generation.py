@@ -1,4 +1,4 @@
-"""`normfuse generate`: from a run and from a Hugging Face folder."""
+"""`normfuse generate`, from a run and from a Hugging Face folder, and `normfuse export`."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 from normfuse.models.config import TransformerConfig
 from normfuse.models.functional import build
-from normfuse.models.huggingface import save
+from normfuse.models.huggingface import load, save
 from normfuse.train import generation
 from normfuse.train.cli import main
 
@@ -63,6 +63,42 @@ def test_bad_arguments_are_explained(finished, capsys, arguments, part):
 def test_folder_of_nothing_is_explained(tmp_path, capsys):
     assert main(["generate", str(tmp_path)]) == 2
     assert "neither a checkpoint nor a config.json" in capsys.readouterr().err
+
+
+def test_an_exported_run_says_the_same(finished, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    run, folder = finished[0], tmp_path / "model"
+    assert main(["export", str(run), str(folder)]) == 0
+    assert capsys.readouterr().out == f"wrote {folder}\n"
+    said = []
+    for source in run, folder:
+        arguments = ["--prompt", "the nörm\t\n", "--tokens", "9", "--temperature", "0"]
+        assert main(["generate", str(source), *arguments]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and len(said[0]) > len("the nörm\t\n")
+    assert main(["export", str(run), str(folder)]) == 2
+    assert f"FOLDER {folder} cannot be written: {folder} exists already" in capsys.readouterr().err
+    assert main(["export", str(tmp_path), str(folder)]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert main(["export", str(run), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert load(tmp_path / "half", "eqx")[0].config == load(folder, "eqx")[0].config
+
+
+@pytest.mark.filterwarnings("ignore")  # two large packages warn about themselves
+def test_transformers_continues_an_exported_run(finished, tmp_path, capsys):
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    run, folder = finished[0], tmp_path / "model"
+    assert main(["export", str(run), str(folder)]) == 0
+    capsys.readouterr()
+    arguments = ["--prompt", "the nörm\t\n", "--tokens", "9", "--temperature", "0"]
+    assert main(["generate", str(run), *arguments]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    given = tokenizer("the nörm\t\n", return_tensors="pt")
+    drawn = model.generate(**given, max_new_tokens=9, do_sample=False)
+    assert tokenizer.decode(drawn[0]) + "\n" == capsys.readouterr().out
+    assert model.generation_config.eos_token_id is None
 
 
 def test_hugging_face_folder_speaks(tmp_path, capsys, monkeypatch):

@@ -97,6 +97,19 @@ def test_loss_is_drawn_in_bits_per_byte_with_its_references(finished, tmp_path, 
     assert set(run.references.values()) <= heights
 
 
+def test_baselines_of_two_texts_are_apart(finished, tmp_path, drawn):
+    lines = RunDir(finished[0]).results("").lines
+    texts = {"a": {"unigram": 4.5, "zlib": 2.5}, "b": {"unigram": 3.5}, "d": {}}
+    texts["c"] = texts["a"]  # the same text once more
+    runs = [RunResults(name, lines, references=found) for name, found in texts.items()]
+    plot.plot_loss(tmp_path / "loss.png", runs)
+    axes = drawn()
+    shown = [(text.get_text(), text.get_color()) for text in axes.texts]
+    colours = {line.get_label()[0]: line.get_color() for line in axes.get_lines()}
+    a, b = colours["a"], colours["b"]
+    assert shown == [("unigram 4.50", a), ("zlib 2.50", a), ("unigram 3.50", b)]
+
+
 def test_throughput_and_breakdown_show_their_numbers(finished, profiled, tmp_path, drawn):
     run = RunDir(profiled).results("run")
     plot.plot_throughput(tmp_path / "speed.png", [run])

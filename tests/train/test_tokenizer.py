@@ -10,7 +10,7 @@ from normfuse.train.cli import main
 from normfuse.train.config import defaults
 from normfuse.train.data import load
 from normfuse.train.metrics import NATS_PER_BIT
-from normfuse.train.tokenizer import Bytes, make_tokenizer, read_tokenizer
+from normfuse.train.tokenizer import Bpe, Bytes, make_tokenizer, read_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -26,6 +26,27 @@ def test_bytes_are_their_own_tokens():
     tokens, widths = Bytes().encode("né".encode())
     assert tokens.tolist() == [110, 195, 169] and widths.tolist() == [1, 1, 1]
     assert Bytes().decode([110, 195, 169, 256]) == "né"
+
+
+def test_a_tokenizer_of_bytes_is_bytes():
+    every = bytes(range(256)) + TEXT.encode()
+    tokenizer = Bpe.of_bytes()
+    assert tokenizer.vocab_size == 256
+    tokens, _ = tokenizer.encode(TEXT.encode())
+    assert bytes(tokens.tolist()) == TEXT.encode()
+    assert tokenizer.decode(list(every)) == Bytes().decode(every)
+
+
+def test_the_vocabulary_reaches_to_the_largest_token(tmp_path):
+    """Some files leave out numbers: as many tokens as the file has are not all below it."""
+    model = tokenizers.models.WordLevel({"a": 0, "norm": 900, "?": 3}, unk_token="?")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = read_tokenizer(tmp_path)
+    assert found.vocab_size == 901
+    assert found.decode(found.encode(b"a norm")[0]) == "a norm"
+    assert defaults(["--data.tokenizer", str(tmp_path)]).model.vocab_size == 1024
 
 
 def test_trained_encoding_is_lossless_and_shorter(trained):
