@@ -24,7 +24,7 @@ from ..core.arguments import (
 )
 from ..core.op import Op, batch_at, match, reshard_like
 from ..core.sharding import axes_of, whole, without
-from ..dense.matmul import equally_varying, with_main_gradient
+from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
 from .softmax import Softmax, lse_of
@@ -314,7 +314,8 @@ def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
 def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
     """Returns whether x and the kernel have tangents, and these; the kernel's in float32."""
     found = [] if type(dx) is ad.Zero else [dx]
-    parts = [d.astype(compute_dtype(x.dtype)) for d in dkernels if type(d) is not ad.Zero]
+    moved = [d for d in asked(*dkernels) if d is not None and type(d) is not ad.Zero]
+    parts = [d.astype(compute_dtype(x.dtype)) for d in moved]
     wanted = bool(found), bool(parts)
     if parts:
         found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))

@@ -32,6 +32,7 @@ from . import epilogue, product_gradient
 from .epilogue import Epilogue, Scalar
 from .matmul import (
     Product,
+    asked,
     dot,
     equally_varying,
     input_gradient,
@@ -163,7 +164,7 @@ def _(spec, primals, tangents):
     operand = operand_of(one, value, kernel)
     y = dot(one, value, operand)
     dargs, *dkernels = tangents
-    linear = [*dargs, *dkernels]
+    linear = [*dargs, *asked(*dkernels)]
     moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in linear)
     if not any(moves):
         return y, jnp.zeros_like(y)
