@@ -38,8 +38,8 @@ def accumulate_gradients(
     GPUs XLA makes the sum part of that GEMM (beta = 1), which updates the main gradient in place,
     without another array of a parameter's size. This is Megatron's gradient accumulation fusion,
     by differentiation alone: tied weights, remat, scans over layers and any framework's modules
-    work as under `jax.grad`. Where a kernel cannot be followed to its layer (through a `cond`, say),
-    or `loss_fn` differentiates the layer itself, the ordinary gradient is added to the sum.
+    work as under `jax.grad`. Where a kernel cannot be followed to its layer (through a `cond`) or
+    `loss_fn` differentiates the layer itself, the ordinary gradient is added to the sum.
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of

@@ -466,6 +466,13 @@ MUTANTS = [
         "tests/layers/test_elementwise_derivative.py"
         "::test_a_gradient_that_is_a_sum_is_rounded_once",
     ),
+    Mutant(
+        "layers/elementwise/op.py",
+        "flags = () if rewritten else",
+        "flags = () if False else",
+        "tests/layers/test_elementwise.py"
+        "::test_compositions_keep_nan_infinities_and_signed_zeros[0]",
+    ),
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
         "layers/dense/matmul.py",

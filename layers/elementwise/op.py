@@ -190,7 +190,10 @@ def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
 
 def _library(arch: str, loop: Loop, layout: Layout) -> compiler.Image:
     text = code.host_source(loop.function, layout)
-    return host_compiler.library(f"elementwise_{loop.op}", text, arch)
+    # These call the C library for each element, so that no loop with them is vectorised.
+    rewritten = any(re.search(r"(?:atan|pow)", piece) for _, piece in loop.function.pieces)
+    flags = () if rewritten else (host_compiler.WITHOUT_ERRNO,)
+    return host_compiler.library(f"elementwise_{loop.op}", text, arch, *flags)
 
 
 def _kernel_source(loop: Loop, layout: Layout) -> compiler.Source:

@@ -13,6 +13,7 @@ from elementwise_cases import gated, gcd, phase, reference, sine_and_cosine, squ
 
 import normfuse
 from normfuse import CompileError, elementwise
+from normfuse.layers.elementwise.elementwise import MOST
 from normfuse.native import compiler, host_compiler, implementation
 
 pytestmark = pytest.mark.optimized
@@ -80,6 +81,57 @@ def test_conversions_of_half_precision_round_to_even():
     with jax.enable_x64(True):  # just above the middle of two: rounding to float32 loses that
         x = np.array([1.00390625 + 2.0**-40, 1.00048828125 + 2.0**-40])
         assert same(x)[0] == np.float64(1.0078125) and half(x)[1] == np.float64(1.0009765625)
+
+
+_SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0, 2.5, -2.5, 1e30, -1e30]
+_COMPOSED = {  # of functions that a compiler may know to be each other's inverse
+    **{f"{f}({g}(x))": (f, g) for g in ("asin", "acos", "atan") for f in ("sin", "cos", "tan")},
+    **{f"{f}({g}(x))": (f, g) for g in ("asinh", "atanh") for f in ("sinh", "cosh", "tanh")},
+    **{f"{f}({g}(x))": (f, g) for f, g in (("exp", "log"), ("log", "exp"), ("expm1", "log1p"))},
+    "sqrt(x * x)": lambda x: np.sqrt(x * x),
+    "sqrt(x) * sqrt(x)": lambda x: np.sqrt(x) * np.sqrt(x),
+    "pow(x, T(0.5))": lambda x: np.where(x == 0, 0, np.where(np.isinf(x), np.inf, np.sqrt(x))),
+    "pow(x, T(2))": lambda x: x * x,
+    "x - x": lambda x: x - x,
+    "x * T(0)": lambda x: x * 0,
+    "x + T(0)": lambda x: x + 0,
+    "x / x": lambda x: x / x,
+    "x > T(0) ? x * x : T(0)": lambda x: np.where(x > 0, x * x, 0),
+    "x < T(0) ? -x : x": lambda x: np.where(x < 0, -x, x),
+    "x == x ? T(1) : T(0)": lambda x: np.where(np.isnan(x), 0, 1),
+    "T(1) / (T(1) / x)": lambda x: 1 / (1 / x),
+    "copysign(T(1), x)": lambda x: np.copysign(1, x),
+}
+
+
+def _in_numpy(function, x):
+    if callable(function):
+        return function(x)
+    names = {"a": "arc"}  # NumPy's arcsin is C's asin
+    outer, inner = (getattr(np, n.replace("a", names["a"], n[0] == "a")) for n in function)
+    return outer(inner(x))  # rounded to float32 between
+
+
+@pytest.mark.parametrize("first", range(0, len(_COMPOSED), MOST))
+def test_compositions_keep_nan_infinities_and_signed_zeros(first):
+    """A compiler's flags for speed may rewrite them so that NaN becomes a number."""
+    some = list(_COMPOSED)[first : first + MOST]
+    written = ", ".join(f"T& y{i}" for i in range(len(some)))
+    body = " ".join(f"y{i} = {text};" for i, text in enumerate(some))
+    op = elementwise(f"template <class T> void composed(T x, {written}) {{ {body} }}")
+    x = np.float32(_SPECIAL * 5)  # vectors, and what is left of them
+    for text, y in zip(some, op(x), strict=True):
+        # XLA lets processors take subnormal numbers for 0.
+        flushed = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
+        with np.errstate(all="ignore"):
+            wants = [np.float32(_in_numpy(_COMPOSED[text], given)) for given in (x, flushed)]
+        same = [
+            # Some units of float32, which the outer function may enlarge near its end.
+            np.isclose(y, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+            & ((np.signbit(y) == np.signbit(want)) | (y != 0) | (x == x) & (flushed != x))
+            for want in wants
+        ]
+        assert np.all(same[0] | same[1]), (text, y[:13], wants[0][:13])
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
