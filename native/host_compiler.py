@@ -41,7 +41,7 @@ def library(name: str, text: str, arch: str, *flags: str) -> Image:
     """Returns the shared library of C++ `text`, from the cache if it has been compiled before.
 
     `name` is for messages and for `normfuse cache`; `text` is the whole program and reads the
-    system's headers alone; `arch` is `host()`, or PORTABLE; `flags` go beside those of all programs.
+    system's headers alone; `arch` is `host()`, or PORTABLE; `flags` are this program's own.
 
     Raises:
       CompilerMissing: if there is no compiler.

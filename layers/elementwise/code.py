@@ -31,6 +31,12 @@ class Function:
     def __repr__(self) -> str:
         return self.key
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
