@@ -289,6 +289,26 @@ def test_copies_are_equal():
     assert run._cache_size() == 1
 
 
+def test_helpers_are_any_cplusplus():
+    """Templates over numbers before the function, and headers that declare things in std."""
+    op = elementwise("""
+    #include <algorithm>
+    #include <array>
+      #include <vector>
+    #include <limits>
+    template <int N> float power(float x) { return N == 0 ? 1 : x * power<(N > 0 ? N - 1 : 0)>(x); }
+    template <class T>
+    T middle(T a, T b, T c) {
+      std::array<T, 3> three = {a, b, c};
+      std::vector<T> sorted(three.begin(), three.end());
+      std::sort(sorted.begin(), sorted.end());
+      return std::numeric_limits<T>::is_iec559 ? T(power<2>(float(sorted[1]))) : sorted[1];
+    }
+    """)
+    assert op(jnp.array([1.0, 5.0]), 3.0, 2.0).tolist() == [4, 9]
+    assert op(4, 6, 5) == 5
+
+
 # ---------------------------------------------------------------- unserved contexts
 
 
