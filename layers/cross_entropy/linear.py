@@ -167,7 +167,7 @@ def linear_cross_entropy(
 
 
 def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
-    if contract not in (0, 1):
+    if not hasattr(contract, "__index__") or contract not in (0, 1):
         raise ValueError(
             f"{_OP}: contract must be 0, for a kernel of (n, vocab), or 1, for (vocab, n); got "
             f"{contract!r}"
@@ -253,7 +253,8 @@ def _softcap(softcap: Any) -> float | None:
 
 
 def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
-    name = floating_dtype(_OP, logits_dtype, "float32" if dtype == "float16" else dtype)
+    default = "float32" if dtype == "float16" else dtype
+    name = floating_dtype(_OP, logits_dtype, default, "logits_dtype")
     if not holds(name, dtype):
         raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
     return name

@@ -262,16 +262,26 @@ class Elementwise:
         """Returns a run-time scalar as an array of no dimensions, in the type it is computed in."""
         type_ = self._operands[name]
         is_number = np.isscalar(value) or isinstance(value, np.ndarray | Array)
-        if not is_number or isinstance(value, str) or np.ndim(value) != 0:
+        if not is_number or isinstance(value, str | bytes) or np.ndim(value) != 0:
             raise TypeError(f"{self.name}: scalar {name} must be a number, got {value!r}")
         if type_ in self._signature.template and not bound:
             return None  # a default, before the dtype is known
         dtype = compute_dtype(type_, bound)
-        if _kind(jnp.asarray(value).dtype) > _kind(dtype):
+        if _kind(getattr(value, "dtype", type(value))) > _kind(dtype):
             raise TypeError(
                 f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got {value!r}"
             )
-        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
+        stored = jax.dtypes.canonicalize_dtype(dtype)
+        if isinstance(value, int | np.integer) and stored.kind in "iu":
+            limits = jnp.iinfo(stored)
+            if not limits.min <= value <= limits.max:
+                raise ValueError(
+                    f"{self.name}: scalar {name} is declared {type_}, here {stored.name}, which "
+                    f"cannot hold {value}; declare it double"
+                    + ", or set jax_enable_x64"
+                    * (stored != dtype)
+                )
+        return jnp.asarray(value, stored)
 
 
 def _kind(dtype: Any) -> int:

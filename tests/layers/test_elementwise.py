@@ -186,6 +186,13 @@ def test_promotion_is_that_of_jax(rng):
     assert elementwise(cases.GATED, limit=1.0, dtype=jnp.float32)(x, x).dtype == jnp.float32
 
 
+def test_large_scalars_of_floating_types():
+    assert gated(jnp.float32(3), 1.0, limit=2**31) == 3 and gated(2.0**41, 1.0, limit=-(2**40)) < 0
+    with jax.enable_x64(True):
+        op = elementwise("long f(int x, long n) { return n; }", n=2**40)
+        assert op(1) == 2**40
+
+
 def test_scalars_change_without_compiling(rng):
     x, g = rng.normal(size=(2, 40)).astype(np.float32)
     jitted = jax.jit(lambda limit: gated(x, g, limit=limit))
@@ -392,6 +399,16 @@ def test_a_mistake_in_a_derivative_names_its_line():
         (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
         (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
         (lambda: gated(1.0, 2.0, limit=1j), TypeError, "limit is declared float, .* got 1j"),
+        (
+            lambda: elementwise("long f(int x, long n) { return n; }", n=2**31),
+            ValueError,
+            "scalar n is declared long, here int32, .* hold 2147483648; .*or set jax_enable_x64",
+        ),
+        (
+            lambda: elementwise("int f(int x, unsigned n) { return x; }", n=1)(2, n=np.int64(-1)),
+            ValueError,
+            "scalar n is declared unsigned, here uint32, which cannot hold -1; declare it double",
+        ),
         (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
         (
             lambda: gated(jnp.ones(2, jnp.float8_e4m3fn), 2.0),
