@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from ..native import jax_private
 from ..native.dtypes import NARROW
-from ..native.jaxpr import JIT, REMAT, inner, name_of, params_of, results_of, value_of
+from ..native.jaxpr import JIT, REMAT, evaluate, name_of, params_of, results_of
 from .dense.matmul import kernel_p
-from .quantization.quantize import kernel_codes_saveable
 
 _OP = "accumulate_gradients"
 _MAIN = ("float32", "bfloat16", "float16")
-Link = Array | None
-Codes = dict[tuple[int, ...], list[Array]]  # by the places of their equations, the outermost first
 
 
 def accumulate_gradients(
@@ -41,11 +38,8 @@ def accumulate_gradients(
     GPUs XLA makes the sum part of that GEMM (beta = 1), which updates the main gradient in place,
     without another array of a parameter's size. This is Megatron's gradient accumulation fusion,
     by differentiation alone: tied weights, remat, scans over layers and any framework's modules
-    work as under `jax.grad`. A kernel that cannot be followed to its layer (through a `cond`, say)
-    gets its ordinary gradient.
-
-    With `quantization="fp8"` kernels are quantized once, before the first microbatch, except those
-    within a `cond`, a `while_loop` or a `shard_map` of `loss_fn`: these in each microbatch.
+    work as under `jax.grad`. Where a kernel cannot be followed to its layer (through a `cond`) or
+    `loss_fn` differentiates the layer itself, the ordinary gradient is added to the sum.
 
     Args:
       loss_fn: `(params, batch) -> loss`, a scalar, or `-> (loss, aux)` with `has_aux`; the mean of
@@ -104,16 +98,6 @@ def accumulate_gradients(
     leaves, structure = jax.tree.flatten(params)
     is_floating = lambda a: hasattr(a, "dtype") and jnp.issubdtype(a.dtype, jnp.floating)
     chosen = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
-    of_all = count * parts
-    # Halving is exact, so the loss is divided rather than gradients as large as the parameters; but
-    # not in float16, where gradients are small enough to lose bits.
-    halves = of_all & (of_all - 1) == 0
-    divided: set[int] = set()  # the loss's divisors, filled in by its trace
-
-    def share(program: Any) -> int:
-        divisor = of_all if halves and not uses(program, jnp.float16) else 1
-        divided.add(divisor)
-        return divisor
 
     def whole_loss(floating: Sequence[Array], given: Any) -> tuple[Array, Any]:
         differentiated = dict(zip(chosen, floating))
@@ -129,7 +113,7 @@ def accumulate_gradients(
             raise
         return loss_aux_state(result, has_aux, given[1:])
 
-    gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main, share)
+    gradient = _gradient(whole_loss, [leaves[i] for i in chosen], main)
     split: Any = None if parts == 1 else replicas
     if split is not None:
         rows = lambda a: jnp.reshape(a, (count, parts, a.shape[1] // parts, *a.shape[2:]))
@@ -142,7 +126,6 @@ def accumulate_gradients(
         return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), batches)
 
     first = (batch_at(0), *held)
-    gradient = _with_codes_once(gradient, first)
 
     def placed(sums: Sequence[Array]) -> list[Array]:
         return [_placed(s, listed[i], *lead) for s, i in zip(sums, chosen)]
@@ -160,37 +143,32 @@ def accumulate_gradients(
         (sums, held), more = lax.scan(add, (sums, held), jnp.arange(1, count))
         outputs = jax.tree.map(lambda *a: jnp.concatenate(a), outputs, more)
     losses, aux = outputs
-    (divisor,) = divided
     sums = sums if split is None else [s.sum(0) for s in sums]
-    means = dict(zip(chosen, sums if divisor == of_all else [s / of_all for s in sums]))
+    # The sums are divided, not the loss: a custom_vjp need not be linear in its cotangent.
+    means = dict(zip(chosen, [s / (count * parts) for s in sums]))
     gradients = jax.tree.unflatten(structure, [means.get(i) for i in range(len(leaves))])
     results = (jnp.mean(losses), *([aux] if has_aux else []), *held)
     return (results if len(results) > 1 else results[0]), gradients
 
 
 def _gradient(
-    loss: Callable[..., Any], floating: list[Array], main: jnp.dtype, share: Callable[[Any], int]
+    loss: Callable[..., Any], floating: list[Array], main: jnp.dtype
 ) -> Callable[[Any], tuple[Array, Any, list[Array]]]:
-    """Returns `batch -> (loss, aux, main gradients)` of one microbatch.
-
-    `share` returns the divisor of the gradients for a traced loss.
-    """
+    """Returns `batch -> (loss, aux, main gradients)` of one microbatch."""
     is_narrow = [jnp.result_type(a).name in NARROW for a in floating]
     zeros = [jnp.zeros(a.shape, jnp.float32) if n else None for a, n in zip(floating, is_narrow)]
     # wider parameters keep their own dtype
     narrowed = lambda gradient: gradient if gradient.dtype == jnp.float64 else gradient.astype(main)
 
-    def linked_loss(floating: list[Array], zeros: list[Link], batch: Any) -> tuple[Array, Any]:
+    def linked_loss(floating: list[Array], zeros: list[Any], batch: Any) -> tuple[Array, Any]:
         program, shape = jax.make_jaxpr(loss, return_shape=True)(floating, batch)
-        operands = jax.tree.leaves((floating, batch))
-        links = [*zeros, *[None] * (len(operands) - len(zeros))]
-        results, _ = run_linked(program, operands, links)
-        value, aux = jax.tree.unflatten(jax.tree.structure(shape), map(jnp.asarray, results))
-        return value * jnp.asarray(1 / share(program.jaxpr), value.dtype), (value, aux)
+        linked = [a if z is None else _Kernel(a, z) for a, z in zip(floating, zeros)]
+        results = _plain(evaluate(program, [*linked, *jax.tree.leaves(batch)], _step))
+        return jax.tree.unflatten(jax.tree.structure(shape), map(jnp.asarray, results))
 
     def gradient(batch: Any) -> tuple[Array, Any, list[Array]]:
         grad = jax.value_and_grad(linked_loss, (0, 1), has_aux=True)
-        (_, (value, aux)), (own, mains) = grad(floating, zeros, batch)
+        (value, aux), (own, mains) = grad(floating, zeros, batch)
         pairs = [(narrowed(g), m) for g, m in zip(own, mains)]
         return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]
 
@@ -321,11 +299,13 @@ def _replicas(axis: str, batches: Any) -> int:
 
 
 # ---------------------------------------------------------------- following kernels
-# `kernel_p` stands in a program wherever a dense layer multiplies with a narrow kernel. Such a
-# kernel is followed from a parameter to its products: through transposes, reshapes and slices, and
-# into functions that are jitted, rematerialised or scanned. Where it cannot be followed (loops that
-# carry it, conditionals, functions with derivatives of their own) the product runs as it is, and
-# the gradient is the kernel's own, rounded.
+# `kernel_p` stands in a program wherever a dense layer takes a narrow kernel. Such a kernel is
+# followed there from a parameter: through transposes, reshapes and slices, and into functions that
+# are jitted, rematerialised or scanned. It arrives with zeros, and the layer's product, which takes
+# both, then has its derivative along the zeros alone (`matmul.asked`). The kernel's value stays as
+# it is, so that whatever else the program computes with it (the products of a derivative that
+# `loss_fn` took, say) adds to the kernel's own gradient, and so does a product whose kernel could
+# not be followed: in a loop that carries it, a conditional, a function with its own derivative.
 
 _FOLLOWED = (  # these only move elements of the first operand, whatever their dtype
     "copy",
@@ -339,59 +319,39 @@ _FOLLOWED = (  # these only move elements of the first operand, whatever their d
 )
 
 
-def uses(jaxpr: Any, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether a program, or a part of it, takes or computes an array of this dtype."""
-    has = lambda var: getattr(var.aval, "dtype", None) == dtype
-    return any(map(has, jaxpr.invars)) or any(
-        any(map(has, eqn.outvars)) or any(uses(program, dtype) for program in inner(eqn))
-        for eqn in jaxpr.eqns
-    )
+class _Kernel(NamedTuple):
+    """A parameter, or a part of one, on its way to `kernel_p`."""
+
+    value: Array
+    zeros: Array  # of its shape; their gradient is the kernel's main gradient
 
 
-def run_linked(
-    program: Any, operands: Sequence[Array], links: Sequence[Link]
-) -> tuple[list[Array], list[Link]]:
-    """Evaluates a jaxpr, with constants (`jax.make_jaxpr`'s result, or a `jit`'s) or without.
-
-    Args:
-      operands: for its arguments.
-      links: for each, zeros of its shape that get its main gradient, or None.
-    Returns: its results, and the zeros of those that are still parameters.
-    """
-    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    linked: dict[Any, Link] = dict(zip(jaxpr.invars, links, strict=True))
-    values |= zip(jaxpr.invars, operands, strict=True)
-    link_of = lambda atom: None if hasattr(atom, "val") else linked.get(atom)
-    for eqn in jaxpr.eqns:
-        given = [value_of(v, values) for v in eqn.invars]
-        with eqn.ctx.manager:
-            results, more = _step(eqn, given, [link_of(v) for v in eqn.invars])
-        values |= zip(eqn.outvars, results, strict=True)
-        linked |= zip(eqn.outvars, more, strict=True)
-    return [value_of(v, values) for v in jaxpr.outvars], [link_of(v) for v in jaxpr.outvars]
+def _plain(operands: Sequence[Any]) -> list[Any]:
+    return [a.value if isinstance(a, _Kernel) else a for a in operands]
 
 
-def _step(eqn: Any, given: list[Array], zeros: list[Link]) -> tuple[list[Any], list[Link]]:
-    """Returns the results of one operation, and their links."""
+def _step(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    """Returns the results of one operation."""
     name = name_of(eqn)
-    unlinked: list[Link] = [None] * len(eqn.outvars)
-    if all(z is None for z in zeros):
-        return results_of(eqn, given), unlinked
-    if eqn.primitive is kernel_p:
-        return [lax.stop_gradient(given[0]), zeros[0]], unlinked
-    if name in _FOLLOWED and zeros[0] is not None:
-        return results_of(eqn, given), results_of(eqn, [zeros[0], *given[1:]])
-    if name == "name":  # remat keeps named values, and need not keep the zeros
-        return results_of(eqn, given), zeros
+    if not any(isinstance(a, _Kernel) for a in given):
+        return results_of(eqn, given)
     if name in JIT:
-        return run_linked(eqn.params["jaxpr"], given, zeros)
-    if name in REMAT:
-        body = lambda given, zeros: run_linked(params_of(eqn)["jaxpr"], given, zeros)[0]
-        return jax.checkpoint(body, **_options_of_remat(eqn))(given, zeros), unlinked
+        return evaluate(eqn.params["jaxpr"], given, _step)
+    if name in REMAT and not params_of(eqn)["differentiated"]:
+        body = lambda given: _plain(evaluate(params_of(eqn)["jaxpr"], given, _step))
+        return jax.checkpoint(body, **_options_of_remat(eqn))(given)
     if name == "scan":
-        return _scan(eqn, given, zeros), unlinked
-    return results_of(eqn, given), unlinked
+        return _scan(eqn, given)
+    if isinstance(given[0], _Kernel):
+        kernel, *others = given
+        if eqn.primitive is kernel_p:
+            return [*kernel]
+        if name in _FOLLOWED:
+            moved = [results_of(eqn, [array, *others]) for array in kernel]
+            return [_Kernel(*arrays) for arrays in zip(*moved)]
+        if name == "name":  # remat keeps named values, and need not keep the zeros
+            return [_Kernel(*results_of(eqn, [kernel.value]), kernel.zeros)]
+    return results_of(eqn, _plain(given))
 
 
 def _options_of_remat(eqn: Any) -> dict[str, Any]:
@@ -401,178 +361,16 @@ def _options_of_remat(eqn: Any) -> dict[str, Any]:
     return {"prevent_cse": apart, "policy": params["policy"]}
 
 
-def _scan(eqn: Any, given: list[Array], zeros: list[Link]) -> list[Array]:
-    """Constants and slices stay linked; the carry does not."""
-    body = eqn.params["jaxpr"]
-    first, sliced = _operands_of_scan(eqn)
-    carries = sliced - first
+def _scan(eqn: Any, given: Sequence[Any]) -> list[Array]:
+    """Kernels among constants and slices are followed, those that are carried are not."""
+    params = eqn.params
+    first, carries = jax_private.scan_counts(params, len(given))
+    constants, sliced = given[:first], given[first + carries :]
 
-    def step(carry, slices):
-        operands = [*given[:first], *carry, *slices[0]]
-        links = [*zeros[:first], *[None] * carries, *slices[1]]
-        results, _ = run_linked(body, operands, links)
+    def step(carry: list[Array], slices: list[Any]) -> tuple[list[Array], list[Array]]:
+        results = _plain(evaluate(params["jaxpr"], [*constants, *carry, *slices], _step))
         return results[:carries], results[carries:]
 
-    slices = (given[sliced:], zeros[sliced:])
-    carry, stacked = lax.scan(step, given[first:sliced], slices, **_options_of_scan(eqn))
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(step, _plain(given[first : first + carries]), sliced, **options)
     return [*carry, *stacked]
-
-
-def _operands_of_scan(eqn: Any) -> tuple[int, int]:
-    """Returns the places where a scan's carried operands begin, and its sliced ones."""
-    first, carries = jax_private.scan_counts(eqn.params, len(eqn.invars))
-    return first, first + carries
-
-
-def _options_of_scan(eqn: Any) -> dict[str, Any]:
-    return {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-
-
-# ---------------------------------------------------------------- codes of kernels, once a step
-# The equations that quantize kernels in the program of one microbatch are evaluated before the loop
-# if they depend on parameters alone; the program then takes these codes. The same holds within
-# functions that are jitted, rematerialised (which would quantize once more) or scanned (a scan of
-# their own makes their codes, stacked as the kernels are).
-
-_CALLS = (*JIT, "custom_jvp_call")  # evaluated as if they were part of the program
-
-
-def _with_codes_once(gradient: Callable[[Any], Any], batch: Any) -> Callable[[Any], Any]:
-    """Returns the same function of batches like `batch`, all of which share codes of kernels."""
-    program, shapes = jax.make_jaxpr(gradient, return_shape=True)(batch)
-    codes = {}
-    if _quantizes(program.jaxpr):
-        codes = _codes(program.jaxpr, dict(zip(program.jaxpr.constvars, program.consts)))
-
-    def run(batch: Any) -> Any:
-        results = _run_with(program.jaxpr, program.consts, jax.tree.leaves(batch), codes)
-        like = jax.tree.leaves(shapes)
-        results = [jnp.asarray(r, s.dtype) for r, s in zip(results, like, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return run
-
-
-def _makes_codes(eqn: Any) -> bool:
-    return kernel_codes_saveable(eqn.primitive, **eqn.params)
-
-
-def _quantizes(jaxpr: Any) -> bool:
-    """Whether kernels are quantized in a program, or in a part of it."""
-    return any(_makes_codes(eqn) or any(map(_quantizes, inner(eqn))) for eqn in jaxpr.eqns)
-
-
-def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns the program of a call, and its constants."""
-    params = params_of(eqn)
-    body = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
-    return getattr(body, "jaxpr", body), getattr(body, "consts", ())
-
-
-def _codes(jaxpr: Any, values: dict[Any, Any]) -> Codes:
-    """Evaluates the equations that depend on `values` alone; returns the codes of kernels."""
-    found: Codes = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        known = [hasattr(v, "val") or v in values for v in eqn.invars]
-        given = [value_of(v, values) if k else None for v, k in zip(eqn.invars, known)]
-        if eqn.primitive.name == "optimization_barrier":  # around what JAX_REMAT3 computes again
-            values |= {v: g for v, g, k in zip(eqn.outvars, given, known, strict=True) if k}
-            continue
-        with eqn.ctx.manager:
-            within = _codes_within(eqn, given, known)
-            found |= {(i, *path): codes for path, codes in within.items()}
-            if all(known) and not eqn.effects:
-                results = within[()] if _makes_codes(eqn) else results_of(eqn, given)
-                values |= zip(eqn.outvars, results, strict=True)
-    return found
-
-
-def _codes_within(eqn: Any, given: list[Any], known: list[bool]) -> Codes:
-    """Returns the codes that one operation makes, those of a scan behind 0 (of all) or 1 (each)."""
-    if _makes_codes(eqn):
-        return {(): results_of(eqn, given)} if all(known) else {}
-    name = name_of(eqn)
-    if name not in (*_CALLS, *REMAT, "scan") or not any(map(_quantizes, inner(eqn))):
-        return {}
-    body, consts = _body(eqn)
-    values = dict(zip(body.constvars, consts, strict=True))
-    operands = [(v, g) for v, g, k in zip(body.invars, given, known, strict=True) if k]
-    if name != "scan":
-        return _codes(body, values | dict(operands))
-    first, sliced = _operands_of_scan(eqn)
-    values |= {v: g for v, g in operands if v in body.invars[:first]}
-    slices = [(v, g) for v, g in operands if v in body.invars[sliced:]]
-    of_all = _codes(body, dict(values))
-
-    def step(_: None, slices: Sequence[Array]) -> tuple[None, Codes]:
-        each = _codes(body, values | dict(zip(names, slices)))
-        return None, {path: codes for path, codes in each.items() if path not in of_all}
-
-    names = [v for v, _ in slices]
-    _, each = lax.scan(step, None, [g for _, g in slices], length=eqn.params["length"])
-    return {(0, *p): codes for p, codes in of_all.items()} | {(1, *p): c for p, c in each.items()}
-
-
-def _run_with(
-    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], codes: Codes
-) -> list[Any]:
-    """Evaluates a jaxpr without the equations that made these codes."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= zip(jaxpr.invars, operands, strict=True)
-    for i, eqn in enumerate(jaxpr.eqns):
-        given = [value_of(v, values) for v in eqn.invars]
-        with eqn.ctx.manager:
-            values |= zip(eqn.outvars, _step_with(eqn, given, _behind(codes, i)), strict=True)
-    return [value_of(v, values) for v in jaxpr.outvars]
-
-
-def _behind(codes: Codes, place: int) -> Codes:
-    return {path[1:]: found for path, found in codes.items() if path[0] == place}
-
-
-def _step_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
-    if not codes:
-        return results_of(eqn, given)
-    if () in codes:
-        return codes[()]
-    if eqn.primitive.name == "scan":
-        return _scan_with(eqn, given, codes)
-    body, consts = _body(eqn)
-    if name_of(eqn) in _CALLS:
-        return _run_with(body, consts, given, codes)
-    run = lambda *operands: _run_with(body, operands[0], *operands[1:])
-    operands = consts, given, codes
-    if not params_of(eqn)["differentiated"]:
-        return jax.checkpoint(run, **_options_of_remat(eqn))(*operands)
-    # Not `jax.checkpoint`, because this one has been differentiated.
-    again = jax.make_jaxpr(run)(*operands)
-    params = {**eqn.params, "jaxpr": again.jaxpr if body is eqn.params["jaxpr"] else again}
-    return eqn.primitive.bind(*jax.tree.leaves(operands), **params)
-
-
-def _scan_with(eqn: Any, given: list[Any], codes: Codes) -> list[Any]:
-    """Stacked codes are sliced like kernels, and not stacked again where they are results."""
-    body, consts = _body(eqn)
-    first, sliced = _operands_of_scan(eqn)
-    carries = sliced - first
-    of_all, stacked = _behind(codes, 0), _behind(codes, 1)
-    kept: dict[int, Array] = {}  # results that are codes
-
-    def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-        each: Codes = slices[1]
-        operands = [*given[:first], *carry, *slices[0]]
-        results = _run_with(body, consts, operands, of_all | each)
-        places = {id(code): (path, i) for path in each for i, code in enumerate(each[path])}
-        kept.clear()
-        for i, result in enumerate(results[carries:]):
-            if id(result) in places:
-                path, j = places[id(result)]
-                kept[i] = stacked[path][j]
-        others = [r for i, r in enumerate(results[carries:]) if i not in kept]
-        return results[:carries], others
-
-    slices = (given[sliced:], stacked)
-    carry, more = lax.scan(step, given[first:sliced], slices, **_options_of_scan(eqn))
-    others = iter(more)
-    count = len(eqn.outvars) - carries
-    return [*carry, *(kept[i] if i in kept else next(others) for i in range(count))]

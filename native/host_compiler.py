@@ -9,17 +9,22 @@ import os
 import pathlib
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 from . import cache, compiler
 from .compiler import CompileError, CompilerMissing, Image
 
 PORTABLE = "generic"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-s", "-w", "-fdiagnostics-color=never")
-_FLAGS += ("-fno-math-errno", "-fno-trapping-math")
+_FLAGS += ("-fno-trapping-math",)  # both sides of a condition may be vectorised
 _FLAGS += ("-ffp-contract=off",)  # the same values at every level
+WITHOUT_ERRNO = "-fno-math-errno"
+"""A flag that lets square roots be vectorised. With it GCC also rewrites sin(atan(x)), cos(atan(x))
+and pow(x, 0.5), so that NaN becomes 1 or 0, the root of -inf NaN, and that of -0 negative."""
 # How a compiler says, in English, that something other than the text stopped it.
 _STOPPED = (
     r"No space left on device|Disk quota exceeded|File size limit exceeded|File too large"
@@ -32,11 +37,11 @@ _LEVELS = {  # the flags of /proc/cpuinfo that each level needs, highest first
 }
 
 
-def library(name: str, text: str, arch: str) -> Image:
+def library(name: str, text: str, arch: str, *flags: str) -> Image:
     """Returns the shared library of C++ `text`, from the cache if it has been compiled before.
 
     `name` is for messages and for `normfuse cache`; `text` is the whole program and reads the
-    system's headers alone; `arch` is `host()`, or PORTABLE.
+    system's headers alone; `arch` is `host()`, or PORTABLE; `flags` are this program's own.
 
     Raises:
       CompilerMissing: if there is no compiler.
@@ -46,25 +51,32 @@ def library(name: str, text: str, arch: str) -> Image:
     path, version = find()
     head = {"source": name, "arch": f"cpu_{arch}", "macros": {}, "compiler": version}
     folders = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
-    described = ["host", text, arch, platform.machine(), version, _FLAGS, folders]
-    return cache.fetch(described, head, lambda: _compile(path, name, text, arch))
+    described = ["host", text, arch, platform.machine(), version, _FLAGS + flags, folders]
+    return cache.fetch(described, head, lambda: _compile(path, name, text, arch, flags))
 
 
 def find() -> tuple[str, str]:
-    """Returns (path, version) of the first compiler found: `CXX`, c++, g++ or clang++.
+    """Returns (command, version) of the compiler that `CXX` names, or else c++, g++ or clang++.
 
-    Raises CompilerMissing if none is.
+    Raises CompilerMissing if there is none, or if `CXX` names none.
     """
     return _find(os.environ.get("CXX"))
 
 
 @functools.cache
 def _find(named: str | None) -> tuple[str, str]:
-    candidates = filter(None, (named, "c++", "g++", "clang++"))
-    for path in filter(None, map(shutil.which, candidates)):
-        done = subprocess.run([path, "--version"], capture_output=True, text=True)
-        if done.returncode == 0:
-            return path, done.stdout.splitlines()[0]
+    for command in [named] if named else ["c++", "g++", "clang++"]:
+        path, *options = shlex.split(command) or [""]
+        if (found := shutil.which(path)) is not None:
+            words = [found, *options]
+            done = subprocess.run([*words, "--version"], capture_output=True, text=True)
+            if done.returncode == 0:
+                return shlex.join(words), done.stdout.splitlines()[0]
+    if named:
+        raise CompilerMissing(
+            f"the environment variable CXX is {named!r}, and no such C++ compiler runs: set it to "
+            "the path of one, or unset it"
+        )
     raise CompilerMissing(
         "no C++ compiler (c++, g++, clang++, or what CXX names) is on the PATH; install g++"
     )
@@ -86,12 +98,22 @@ def host() -> str:
     return PORTABLE
 
 
-def _compile(path: str, name: str, text: str, arch: str) -> Image:
+def _compile(path: str, name: str, text: str, arch: str, flags: Sequence[str]) -> Image:
     level = [] if arch == PORTABLE else [f"-march={arch}"]
     try:
         with tempfile.TemporaryDirectory() as folder:
             output = pathlib.Path(folder, "library.so")
-            command = [path, *_FLAGS, *level, "-x", "c++", "-", "-o", str(output)]
+            command = [
+                *shlex.split(path),
+                *_FLAGS,
+                *flags,
+                *level,
+                "-x",
+                "c++",
+                "-",
+                "-o",
+                str(output),
+            ]
             english = os.environ | {"LC_ALL": "C"}
             done = subprocess.run(command, input=text, capture_output=True, text=True, env=english)
             data = b"" if done.returncode else output.read_bytes()

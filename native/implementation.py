@@ -74,8 +74,10 @@ def requested(implementation: Implementation, *, argument: str = "implementation
         implementation = [name.strip() for name in os.environ[argument].split(",")]
     names = [implementation] if isinstance(implementation, str) else implementation
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        kinds = "None, a name or a sequence of names"
-        raise TypeError(f"{argument} must be {kinds}, got {implementation!r}")
+        raise TypeError(
+            f"{argument} must be None, one of {', '.join(map(repr, NAMES))} or a sequence of them, "
+            f"got {implementation!r}; None takes the best that can serve here"
+        )
     unknown = [name for name in names if name not in NAMES]
     if unknown or not names:
         raise ValueError(
@@ -108,7 +110,7 @@ def choose(op: str, implementation: Implementation, serve: Mapping[str, Callable
       ExceptionGroup: of the causes, if none of several can.
     """
     every = [name for name in ("native", "xla") if name in serve]
-    names = requested(implementation) or every
+    names = requested(implementation, argument=f"{op}: implementation") or every
     if implementation is None:  # NORMFUSE_IMPLEMENTATION is a preference only
         names = [name for name in names if name in serve] or every
     errors, there = [], ", ".join(map(repr, serve))
@@ -156,9 +158,13 @@ def report(
 
 def _refusal(op: str, name: str, reason: str) -> NotImplementedError:
     others = "plain HLO" if name == "native" else "native kernels or plain HLO"
+    told = os.environ.get("NORMFUSE_IMPLEMENTATION", "")
+    variable = (
+        f", or set NORMFUSE_IMPLEMENTATION, now {told!r}, to '{name},xla'," if name in told else ""
+    )
     return NotImplementedError(
-        f"{op}: implementation={name!r} cannot serve here: {reason}. "
-        f"Use implementation=None to let {others} serve what {_TITLES[name]} kernels cannot."
+        f"{op}: implementation={name!r} cannot serve here: {reason}. Use implementation=None"
+        f"{variable} to let {others} serve what {_TITLES[name]} kernels cannot."
     )
 
 

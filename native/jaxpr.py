@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 JIT = "jit", "pjit"
@@ -21,6 +21,24 @@ def results_of(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Returns the results of an equation on these operands, as a list even of one."""
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate(
+    program: Any, operands: Sequence[Any], rule: Callable[[Any, list[Any]], Sequence[Any]]
+) -> list[Any]:
+    """Evaluates a jaxpr, with constants (`jax.make_jaxpr`'s result, or a `jit`'s) or without.
+
+    Args:
+      operands: for its arguments: arrays, or whatever else `rule` takes.
+      rule: `(equation, operands) -> results`; `results_of` evaluates it as it is.
+    """
+    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
+    for eqn in jaxpr.eqns:
+        given = [value_of(v, values) for v in eqn.invars]
+        with eqn.ctx.manager:
+            values |= zip(eqn.outvars, rule(eqn, given), strict=True)
+    return [value_of(v, values) for v in jaxpr.outvars]
 
 
 # JAX's next custom_jvp, custom_vjp and remat are objects in a parameter of one primitive (by its

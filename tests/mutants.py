@@ -452,18 +452,31 @@ MUTANTS = [
         "tests/layers/test_elementwise_derivative.py"
         "::test_a_gradient_that_is_a_sum_is_rounded_once",
     ),
+    Mutant(
+        "layers/elementwise/op.py",
+        "flags = () if rewritten else",
+        "flags = () if False else",
+        "tests/layers/test_elementwise.py"
+        "::test_compositions_keep_nan_infinities_and_signed_zeros[0]",
+    ),
     # ---------------------------------------------------------------- layers: accumulation
     Mutant(
-        "layers/accumulate.py",
-        "return [lax.stop_gradient(given[0]), zeros[0]], unlinked",
-        "return [given[0], zeros[0]], unlinked",
+        "layers/dense/matmul.py",
+        "return (None, dmain) if moves else (dkernel, None)",
+        "return (dkernel, dmain) if moves else (dkernel, None)",
         "tests/layers/test_accumulate.py::test_sums_are_those_of_float32_gradients",
     ),
     Mutant(
         "layers/accumulate.py",
-        "if halves and not uses(program, jnp.float16) else 1",
-        "if halves else 1",
-        "tests/layers/test_accumulate.py::test_small_gradients_in_float16_keep_their_bits",
+        "return [*kernel]",
+        "return [lax.stop_gradient(kernel.value), kernel.zeros]",
+        "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[nnx-]",
+    ),
+    Mutant(
+        "layers/accumulate.py",
+        "        return value, aux, [g if m is None else g + narrowed(m) for g, m in pairs]",
+        "        return value, aux, [g if m is None else narrowed(m) for g, m in pairs]",
+        "tests/layers/test_accumulate.py::test_losses_may_differentiate_their_layers[dense-cond]",
     ),
     Mutant(
         "layers/accumulate.py",

@@ -81,8 +81,8 @@ assert value != exact and abs(value - exact) < 0.05 * exact
 errors = map(distance, jax.tree.leaves(gradient), jax.tree.leaves(exact_gradient))
 assert max(errors) < 0.15  # an e4m3 number is within 1/16 of its original
 
-# 4. The functions take it too. Under `accumulate_gradients` kernels are quantized once a step,
-#    whatever the number of microbatches; under `jax.checkpoint` this policy keeps their codes.
+# 4. The functions take it too. `accumulate_gradients` has float32 gradients of bfloat16 kernels;
+#    under `jax.checkpoint` this policy keeps the codes of kernels.
 kernel = jax.random.normal(jax.random.key(2), (64, 64), jnp.bfloat16) / 8
 
 

@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -230,7 +231,8 @@ def _order(implementation: Implementation) -> Order:
     if implementation is None:
         first = (requested(None) or [""])[0]  # NORMFUSE_IMPLEMENTATION: only "xla" is ours too
         return BLOCKS if first == "xla" else BEST
-    names = [implementation] if isinstance(implementation, str) else list(implementation)
+    named = [implementation] if isinstance(implementation, str) else implementation
+    names = list(named) if isinstance(named, Sequence) else [named]
     unknown = [name for name in names if name not in ("cudnn", "xla")]
     if known := [name for name in unknown if name in NAMES]:
         raise NotImplementedError(
@@ -238,8 +240,8 @@ def _order(implementation: Implementation) -> Order:
         )
     if unknown or not names:
         raise ValueError(
-            f"implementation must name 'cudnn' or 'xla', got {implementation!r}; None takes the "
-            "best that can serve here"
+            f"{_OP}: implementation must name 'cudnn' or 'xla', got {implementation!r}; None takes "
+            "the best that can serve here"
         )
     if names[0] == "xla":
         return BLOCKS

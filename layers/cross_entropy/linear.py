@@ -24,7 +24,7 @@ from ..core.arguments import (
 )
 from ..core.op import Op, batch_at, match, reshard_like
 from ..core.sharding import axes_of, whole, without
-from ..dense.matmul import equally_varying, with_main_gradient
+from ..dense.matmul import asked, equally_varying, with_main_gradient
 from . import op as ops
 from .op import Spec
 from .softmax import Softmax, lse_of
@@ -167,7 +167,7 @@ def linear_cross_entropy(
 
 
 def _check_shapes(x: Array, kernel: Array, contract: Any) -> None:
-    if contract not in (0, 1):
+    if not hasattr(contract, "__index__") or contract not in (0, 1):
         raise ValueError(
             f"{_OP}: contract must be 0, for a kernel of (n, vocab), or 1, for (vocab, n); got "
             f"{contract!r}"
@@ -253,7 +253,8 @@ def _softcap(softcap: Any) -> float | None:
 
 
 def _logits_dtype(logits_dtype: Any, dtype: str) -> str:
-    name = floating_dtype(_OP, logits_dtype, "float32" if dtype == "float16" else dtype)
+    default = "float32" if dtype == "float16" else dtype
+    name = floating_dtype(_OP, logits_dtype, default, "logits_dtype")
     if not holds(name, dtype):
         raise ValueError(f"{_OP}: logits_dtype must hold the values of dtype, {dtype}; got {name}")
     return name
@@ -314,7 +315,8 @@ def _gathered(spec: Spec, x: Array, kernel: Array) -> Array:
 def _moving(spec: Spec, x: Array, dx: Any, dkernels: Any) -> tuple[tuple[bool, bool], list[Array]]:
     """Returns whether x and the kernel have tangents, and these; the kernel's in float32."""
     found = [] if type(dx) is ad.Zero else [dx]
-    parts = [d.astype(compute_dtype(x.dtype)) for d in dkernels if type(d) is not ad.Zero]
+    moved = [d for d in asked(*dkernels) if d is not None and type(d) is not ad.Zero]
+    parts = [d.astype(compute_dtype(x.dtype)) for d in moved]
     wanted = bool(found), bool(parts)
     if parts:
         found.append(_gathered(spec, x, functools.reduce(jnp.add, parts)))

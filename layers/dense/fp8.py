@@ -34,6 +34,7 @@ from ..quantization.quantize import Codes, Quantized, decoded, no_second_derivat
 from ..quantization.quantize import fits as dimensions_fit
 from .matmul import (
     Product,
+    asked,
     batched,
     batched_sharding,
     equally_varying,
@@ -436,6 +437,7 @@ def _product(spec: Input, args: tuple[Array, ...], operands: Any) -> tuple[Array
 @functools.partial(_product.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
     (args, operands), ((dx, *_), doperands) = primals, tangents
+    doperands = asked(*doperands)
     moved = moves(dx), *map(moves, doperands)
     made = spec.codes(args, transposed=any(moved[1:]))
     w = kernel_codes(spec.fp8, operands[0], forward=True, backward=moved[0])

@@ -44,7 +44,7 @@ from .fp8 import (
     vmapped,
     widened,
 )
-from .matmul import Product, chained, equally_varying
+from .matmul import Product, asked, chained, equally_varying
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,9 @@ def _mlp(spec: Mlp, args: tuple[Array, ...], operands: Any) -> tuple[Array, ...]
 @functools.partial(_mlp.defjvp, symbolic_zeros=True)
 def _(spec, primals, tangents):
     (args, operands), ((dx, *_), doperands) = primals, tangents
+    end = 2 * (spec.count + 1)
+    pairs = [asked(*doperands[i : i + 2]) for i in range(0, end, 2)]
+    doperands = *sum(pairs, ()), *doperands[end:]
     of_x, moved = moves(dx), tuple(map(moves, doperands))
     made = spec.input.codes(args, transposed=any(spec.split(moved)[0]))
     y, kept = _products(spec, args[0], made, operands, (of_x, *moved))

@@ -10,10 +10,10 @@ the tangent in the direction of the kernel, so that its transpose can choose the
 
 A bfloat16 kernel has a bfloat16 gradient in JAX: the output of its GEMM rounded, then widened again
 by whoever sums gradients in float32. So with such a kernel the product takes a float32 array of
-zeros of the kernel's shape. The product does not depend on it, but has the same derivative in its
-direction as in the kernel's. The gradient of these zeros is therefore the kernel's *main gradient*,
-as the GEMM writes it. `normfuse.accumulate_gradients` asks for it; otherwise nothing uses the
-zeros.
+zeros of the kernel's shape. The product does not depend on it, but where the zeros have a tangent,
+its derivative along the kernel is along the zeros instead. The gradient of these zeros is therefore
+the kernel's *main gradient*, as the GEMM writes it. `normfuse.accumulate_gradients` asks for it;
+otherwise nothing uses the zeros.
 """
 
 import dataclasses
@@ -116,7 +116,7 @@ def _(product, primals, tangents):
     terms = []
     if not isinstance(dx, SymbolicZero):
         terms.append(dot(product, dx, operand))
-    for dk in (dkernel, dmain):
+    for dk in asked(dkernel, dmain):
         if dk is not None and not isinstance(dk, SymbolicZero):
             terms += tangent(product, x, dk)
     return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
@@ -280,6 +280,16 @@ def with_main_gradient(kernel: Array) -> tuple[Array, Array | None]:
         return kernel, None
     kernel, zeros = kernel_p.bind(kernel, lax.full_like(kernel, 0, dtype=jnp.float32))
     return kernel, zeros
+
+
+def asked(dkernel: Any, dmain: Any = None) -> tuple[Any, Any]:
+    """Returns a product's tangents along its kernel and its zeros, with None for one of them.
+
+    A tangent of the zeros asks for the main gradient, which then has all that the kernel's own
+    would have from this product.
+    """
+    moves = dmain is not None and not isinstance(dmain, SymbolicZero | ad.Zero)
+    return (None, dmain) if moves else (dkernel, None)
 
 
 # ---------------------------------------------------------------- shardings in types

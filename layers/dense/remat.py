@@ -31,6 +31,7 @@ from . import epilogue
 from .epilogue import Epilogue, Scalar
 from .matmul import (
     Product,
+    asked,
     dot,
     equally_varying,
     input_gradient,
@@ -148,7 +149,7 @@ def _(spec, primals, tangents):
     operand = operand_of(one, value, kernel)
     y = dot(one, value, operand)
     dargs, *dkernels = tangents
-    linear = [*dargs, *dkernels]
+    linear = [*dargs, *asked(*dkernels)]
     moves = tuple(t is not None and not isinstance(t, SymbolicZero) for t in linear)
     if not any(moves):
         return y, jnp.zeros_like(y)

@@ -1,6 +1,7 @@
 """Writes the loop around a user's scalar function, for NVRTC and for the system's C++ compiler."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ DTYPES = tuple(VALUE_TYPES)
 THREADS = 256
 PACKS = 1
 Pairs = tuple[tuple[str, str], ...]
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*(<[\w./]+>)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -30,6 +32,12 @@ class Function:
 
     def __repr__(self) -> str:
         return self.key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Function) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,8 +187,12 @@ def host_source(function: Function, layout: Layout) -> str:
         return f"widen<{values[k]}>(a{k}[{at}])" if masks[k] else f"s{k}"
 
     place = lambda k: f"place<{masks[k]}u, {layout.dimensions}>(at, sizes)"
+    # The user's text lies in a namespace, where headers must not be read.
+    headers = dict.fromkeys(h for _, piece in function.pieces for h in _INCLUDE.findall(piece))
+    included = _each(headers, lambda h: f"#if __has_include({h})\n#include {h}\n#endif")
     return f"""{"#define USES_COMPLEX" * layout.is_complex}
 {kernel_text("elementwise_host.hpp")}
+{included}
 {_prelude(function, layout, "inline __attribute__((always_inline))")}
 using namespace normfuse_loop;
 extern "C" const char normfuse_layout[] = "{layout}";
@@ -213,8 +225,8 @@ def _arrays(
     return [types[dtype] for dtype in layout.stored], values, masks
 
 
-def _each(numbers: Iterable[int], line: Callable[[int], str]) -> str:
-    return "\n".join(map(line, numbers))
+def _each(each: Iterable[Any], line: Callable[[Any], str]) -> str:
+    return "\n".join(map(line, each))
 
 
 def _scalars(values: Sequence[str], layout: Layout) -> str:

@@ -13,7 +13,7 @@ from ...native.implementation import Implementation, Order, choose, requested
 from ..core.arguments import array_of
 from ..dense.epilogue import Scalar
 from .code import DTYPES, Pairs
-from .function import Plain, Primal, called, key_of, of_some
+from .function import Partials, Plain, Primal, Slope, called, key_of
 from .op import Loop, by_jax, call, compute_dtype
 from .signature import Signature, check_self_contained, find, functions, resolve
 
@@ -49,9 +49,9 @@ def elementwise(
       name: the function's name; the last function if None.
       derivative: makes the op differentiable. A mapping from parameters (inputs or scalars) to the
         derivative with respect to each: C++ text of an expression in the function's parameters
-        (or of statements that return it), an elementwise op of the same parameters, or a function
-        in plain JAX; a tuple of them where there are several results. Or the whole function in
-        plain JAX, which JAX then differentiates. None: JAX differentiates `definition`.
+        (or of statements that return it); a tuple of them where there are several results. Or the
+        whole function in plain JAX, which JAX then differentiates. None: JAX differentiates
+        `definition`, as it does for second derivatives where the first are C++.
       definition: the function in plain JAX, `definition(*inputs, **scalars)`, which serves where
         C++ cannot (TPUs, AMD GPUs, CPUs without a compiler); half precision comes as float32.
       dtype: the result's, or a tuple for several; None: as in the C++.
@@ -104,6 +104,7 @@ class Elementwise:
         implementation: Implementation,
         scalars: dict[str, Any],
     ):
+        self._made_of = source, name, derivative, definition, dtype, implementation, scalars
         self.source, self.scalars, self._implementation = source, scalars, implementation
         self._signature = signature = find(source, name)
         self._operands = {p.name: p.type for p in signature.operands}
@@ -115,6 +116,22 @@ class Elementwise:
         self.__doc__ = f"{self.name}({', '.join(self._operands)}), in C++."
         for scalar, value in scalars.items():
             self._scalar(scalar, value, ())
+
+    def __reduce__(self) -> Any:
+        return Elementwise, self._made_of
+
+    def __eq__(self, other: Any) -> bool:
+        """Ops are equal that have the same texts, functions in Python and options."""
+        if not isinstance(other, Elementwise):
+            return NotImplemented
+        own = lambda op: (op._function, op._dtype, op._implementation)
+        return own(self) == own(other) and all(
+            a is other.scalars[name] or np.array_equal(a, other.scalars[name], equal_nan=True)
+            for name, a in self.scalars.items()
+        )
+
+    def __hash__(self) -> int:
+        return hash(self._function)
 
     def __repr__(self) -> str:
         scalars = "".join(f", {k}={v!r}" for k, v in self.scalars.items())
@@ -171,20 +188,10 @@ class Elementwise:
 
     def _slope_on_device(self) -> str:
         """Returns C++ of the derivative with respect to the input; or ""."""
-        partial, name = dict(self._function.partials).get(0), f"{self.name}_derivative"
-        if not isinstance(partial, tuple):
+        if (slopes := dict(self._function.partials).get(0)) is None:
             return ""
-        *before, (_, source) = [p for p in partial[0].pieces if p[0] != "<normfuse>"]
-        if before:  # an expression, between a head and an end
-            text = "\n".join(piece for _, piece in partial[0].pieces[1:])
-            return _device(text).replace(partial[0].name, name, 1)
-        own, result = self._signature.parameters, self._signature.result
-        declared = ", ".join(f"{p.type} {p.name}" for p in own)
-        call = called(partial[0].name, (), list(self._operands))
-        return (
-            f"{_device(source)}\ntemplate <class {own[0].type}> __device__ inline "
-            f"{result} {name}({declared}) {{ return {call}; }}"
-        )
+        text = "\n".join(piece for _, piece in slopes[0].pieces[1:])
+        return _device(text).replace(slopes[0].name, f"{self.name}_derivative", 1)
 
     def _serve(self, loop: Loop, operands: list[Array]) -> list[Array]:
         native = lambda strict: call(loop, operands, Order(("native",), strict))
@@ -252,16 +259,26 @@ class Elementwise:
         """Returns a run-time scalar as an array of no dimensions, in the type it is computed in."""
         type_ = self._operands[name]
         is_number = np.isscalar(value) or isinstance(value, np.ndarray | Array)
-        if not is_number or isinstance(value, str) or np.ndim(value) != 0:
+        if not is_number or isinstance(value, str | bytes) or np.ndim(value) != 0:
             raise TypeError(f"{self.name}: scalar {name} must be a number, got {value!r}")
         if type_ in self._signature.template and not bound:
             return None  # a default, before the dtype is known
         dtype = compute_dtype(type_, bound)
-        if _kind(jnp.asarray(value).dtype) > _kind(dtype):
+        if _kind(getattr(value, "dtype", type(value))) > _kind(dtype):
             raise TypeError(
                 f"{self.name}: scalar {name} is declared {type_}, here {dtype.name}; got {value!r}"
             )
-        return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype))
+        stored = jax.dtypes.canonicalize_dtype(dtype)
+        if isinstance(value, int | np.integer) and stored.kind in "iu":
+            limits = jnp.iinfo(stored)
+            if not limits.min <= value <= limits.max:
+                raise ValueError(
+                    f"{self.name}: scalar {name} is declared {type_}, here {stored.name}, which "
+                    f"cannot hold {value}; declare it double"
+                    + ", or set jax_enable_x64"
+                    * (stored != dtype)
+                )
+        return jnp.asarray(value, stored)
 
 
 def _kind(dtype: Any) -> int:
@@ -303,7 +320,7 @@ def build(
     plain = definition and _positional(definition, signature, scalars)
     differentiable, partials = None, ()
     if isinstance(derivative, Mapping):
-        partials = tuple(_partials(signature, scalars, source, derivative, plain))
+        partials = tuple(_partials(signature, source, derivative))
     elif derivative is None:
         differentiable = plain
     elif callable(derivative):
@@ -314,9 +331,7 @@ def build(
             f"in plain JAX; got {derivative!r}"
         )
     given = [definition, derivative if callable(derivative) else None]
-    given += [one for _, one in partials if callable(one)]
-    texts = [source, name, tuple(scalars)]
-    texts += [[p.key for p in one] for _, one in partials if isinstance(one, tuple)]
+    texts = [source, name, tuple(scalars), partials]
     pieces = ((f"<elementwise {name}>", source),)
     return _primal(signature, pieces, plain, key_of(texts, *given), partials, differentiable)
 
@@ -348,7 +363,7 @@ def _primal(
     pieces: Pairs,
     plain: Plain | None,
     key: str,
-    partials: tuple[tuple[int, Any], ...] = (),
+    partials: Partials = (),
     differentiable: Plain | None = None,
 ) -> Primal:
     name, operands = signature.name, signature.operands
@@ -364,12 +379,8 @@ def _primal(
 
 
 def _partials(
-    signature: Signature,
-    scalars: Collection[str],
-    source: str,
-    derivative: Mapping[str, Any],
-    plain: Plain | None,
-) -> Iterator[tuple[int, Any]]:
+    signature: Signature, source: str, derivative: Mapping[str, Any]
+) -> Iterator[tuple[int, tuple[Slope, ...]]]:
     """Yields (operand, its derivative) as `Primal.partials` has them."""
     names, count = [p.name for p in signature.operands], len(signature.results)
     for name, given in derivative.items():
@@ -378,35 +389,23 @@ def _partials(
                 f"{signature.name}: derivative has {name!r}, which is no parameter of {signature}"
             )
         k, several = names.index(name), given if isinstance(given, tuple | list) else (given,)
-        if callable(given) and not isinstance(given, Elementwise):
-            yield k, _positional(given, signature, scalars)
-        elif len(several) == count:
-            each = enumerate(several)
-            yield k, tuple(_partial(signature, source, k, j, one, plain) for j, one in each)
-        else:
+        if len(several) != count:
             raise ValueError(
                 f"{signature.name}: derivative[{name!r}] must have one entry for each of "
                 f"{count} results, got {len(several)}"
             )
+        yield k, tuple(_slope(signature, source, k, j, one) for j, one in enumerate(several))
 
 
-def _partial(
-    signature: Signature, source: str, k: int, j: int, given: Any, plain: Plain | None
-) -> Primal:
+def _slope(signature: Signature, source: str, k: int, j: int, given: Any) -> Slope:
     """Returns the derivative of result j with respect to operand k."""
     operands, template = signature.operands, signature.template
     name = operands[k].name
     where = f"{signature.name}: derivative[{name!r}]"
-    if isinstance(given, Elementwise):
-        if (given._signature.operands, given._signature.template) != (operands, template):
-            raise ValueError(
-                f"{where} must take the same parameters, ({', '.join(p.name for p in operands)}); "
-                f"got {given!r}"
-            )
-        return given._function
     if not isinstance(given, str):
         raise TypeError(
-            f"{where} must be C++ text, an elementwise op or a function in plain JAX; got {given!r}"
+            f"{where} must be C++ text, got {given!r}; for derivatives in plain JAX pass "
+            "derivative=, the whole function in plain JAX"
         )
     check_self_contained(where, given)
     own, type_ = f"{signature.name}_d_{name}" + (f"_{j}" if j else ""), signature.results[j]
@@ -421,16 +420,7 @@ def _partial(
         (f"<derivative of {signature.name} with respect to {name}>", given),
         ("<normfuse>", after),
     )
-    slope = plain and functools.partial(_slope, plain, k, j)
-    made = Signature(own, template, tuple(operands), type_)
-    return _primal(made, pieces, slope, key_of([source, own, given], plain), (), slope)
-
-
-def _slope(plain: Plain, k: int, j: int, *operands: Array) -> list[Array]:
-    """Returns the derivative of the definition's result j with respect to operand k, by JAX."""
-    of, (x,) = of_some(plain, operands, [k])
-    x = jnp.broadcast_to(x, jnp.broadcast_shapes(*(a.shape for a in operands)))
-    return [jax.jvp(lambda x: of(x)[j], (x,), (jnp.ones_like(x),))[1]]
+    return Slope(own, pieces)
 
 
 def _positional(function: Plain, signature: Signature, scalars: Collection[str]) -> Plain:

@@ -13,16 +13,26 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .code import Function
+from .code import Function, Pairs
 
 Array = jax.Array
 Plain = Callable[..., Any]
 Numbers = tuple[int, ...]
+
+
+class Slope(NamedTuple):
+    """The derivative of one result with respect to one operand: a function's name and its text."""
+
+    name: str
+    pieces: Pairs
+
+
+Partials = tuple[tuple[int, tuple[Slope, ...]], ...]  # (operand, its derivative) of each result
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -30,20 +40,18 @@ class Primal(Function):
     """The function itself."""
 
     names: tuple[str, ...] = ()  # the user's names for the operands
-    # (operand, its derivative) if it has one: a Primal of one result for each result, or a
-    # function in plain JAX that returns one array for each.
-    partials: tuple[tuple[int, Any], ...] = ()
+    partials: Partials = ()
     differentiable: Plain | None = None  # the function, where JAX is to differentiate it
 
-    def partial(self, k: int) -> Any:
+    def partial(self, k: int) -> tuple[Slope, ...]:
         """Returns the derivative with respect to operand k; TypeError if the user gave none."""
         found = dict(self.partials)
         if k not in found:
             name = self.names[k]
             raise TypeError(
                 f"{self.name} has no derivative with respect to {name}. Pass elementwise "
-                f"derivative={{{name!r}: ...}} (C++ text, an elementwise op or a function in plain "
-                "JAX), or derivative=, the whole function in plain JAX"
+                f"derivative={{{name!r}: ...}} (C++ text), or derivative=, the whole function in "
+                "plain JAX"
             )
         return found[k]
 
@@ -61,14 +69,13 @@ class Primal(Function):
         of_outputs = [self.results[j][0] for j in outputs]
         taken, given = (of_outputs, of_moving) if transposed else (of_moving, of_outputs)
         base, pieces, body = len(self.operands), [], ""
-        if all(isinstance(self.partial(k), tuple) for k in moving):
-            for k, j in itertools.product(moving, outputs):
-                own = self.partial(k)[j].pieces
-                pieces += [("<normfuse>", f"namespace d{k}_{j} {{"), *own, ("<normfuse>", "}")]
-            terms = [[self._slope(k, j) for k in moving] for j in outputs]
-            for i, row in enumerate(zip(*terms) if transposed else terms):
-                sum_ = " + ".join(f"{d} * normfuse_a{base + n}" for n, d in enumerate(row))
-                body += f"normfuse_y{i} = {sum_}; "
+        for k, j in itertools.product(moving, outputs):
+            own = self.partial(k)[j].pieces
+            pieces += [("<normfuse>", f"namespace d{k}_{j} {{"), *own, ("<normfuse>", "}")]
+        terms = [[self._slope(k, j) for k in moving] for j in outputs]
+        for i, row in enumerate(zip(*terms) if transposed else terms):
+            sum_ = " + ".join(f"{d} * normfuse_a{base + n}" for n, d in enumerate(row))
+            body += f"normfuse_y{i} = {sum_}; "
         operands = self.operands + tuple((t, f"normfuse_a{base + i}") for i, t in enumerate(taken))
         results = tuple((t, f"normfuse_y{i}") for i, t in enumerate(given))
         plain = self.definition
@@ -88,8 +95,7 @@ class Primal(Function):
 class Linear(Function):
     """A tangent (or, `transposed`, a gradient) of `base`, linear in the operands after base's.
 
-    `moving` and `outputs` are the operands and results of base that it relates. `body` is "" if a
-    derivative is in plain JAX.
+    `moving` and `outputs` are the operands and results of base that it relates.
     """
 
     base: Primal

@@ -4,9 +4,8 @@ Operands that lack dimensions of the result are not expanded in memory: `placed`
 have, and a dimension that vmap adds is one more that an operand may lack.
 
 Where a derivative is C++ text, the tangent is the kernel of a function linear in the tangents, and
-its transpose that of one linear in the cotangents: nothing between is written to memory. Other
-derivatives (in plain JAX, or second ones) are composed of operations for each derivative, and JAX
-differentiates these.
+its transpose that of one linear in the cotangents: nothing between is written to memory. Otherwise,
+and for second derivatives, JAX differentiates a function in plain JAX.
 """
 
 import contextlib
@@ -190,7 +189,10 @@ def _on_cuda(target: Target, loop: Loop, *operands: Array) -> Results:
 
 def _library(arch: str, loop: Loop, layout: Layout) -> compiler.Image:
     text = code.host_source(loop.function, layout)
-    return host_compiler.library(f"elementwise_{loop.op}", text, arch)
+    # These call the C library for each element, so that no loop with them is vectorised.
+    rewritten = any(re.search(r"(?:atan|pow)", piece) for _, piece in loop.function.pieces)
+    flags = () if rewritten else (host_compiler.WITHOUT_ERRNO,)
+    return host_compiler.library(f"elementwise_{loop.op}", text, arch, *flags)
 
 
 def _kernel_source(loop: Loop, layout: Layout) -> compiler.Source:
@@ -324,57 +326,28 @@ def _tangents(
 ) -> Results:
     """Returns the tangents of `outputs`, where `moved` has those of some operands."""
     function, moving = loop.function, list(moved)
-
-    def differentiated(plain: Plain) -> Results:
-        of, at = of_some(plain, primals, moving)
-        found = jax.jvp(of, at, tuple(moved.values()))[1]
-        return [found[j] for j in outputs]
-
     if isinstance(function, Linear):
-        base = len(function.base.operands)
-        if min(moving) < base:  # it is not linear in these
-            _same_kind(function.base, [k for k in moving if k < base], function.outputs, loop.bound)
-            return differentiated(functools.partial(_by_parts, loop, order))
-        derived = function.only(k - base for k in moving)
+        base, plain = len(function.base.operands), None
+        if min(moving) < base and (plain := function.definition) is None:
+            raise TypeError(
+                f"{function.base.name} has first derivatives only, since these are C++ text; for "
+                "second ones pass elementwise definition= too, the function in plain JAX"
+            )
     else:
         assert isinstance(function, Primal)
-        if function.differentiable is not None:
-            return differentiated(functools.partial(by_jax, function.differentiable, loop))
+        base, plain = len(function.operands), function.differentiable
+    if plain is not None:
+        of, at = of_some(functools.partial(by_jax, plain, loop), primals, moving)
+        found = jax.jvp(of, at, tuple(moved.values()))[1]
+        return [found[j] for j in outputs]
+    if isinstance(function, Linear):
+        derived = function.only(k - base for k in moving)
+    else:
         _same_kind(function, moving, outputs, loop.bound)
-        base, derived = len(function.operands), function.tangent(moving, outputs)
+        derived = function.tangent(moving, outputs)
     placed = [*loop.placed[:base], *[loop.placed[k] for k in moving]]
     tangent = loop.of(derived, placed, [loop.out[j] for j in outputs])
-    operands = [*primals[:base], *moved.values()]
-    return call(tangent, operands, order) if derived.body else _by_parts(tangent, order, *operands)
-
-
-def _by_parts(loop: Loop, order: Order, *operands: Array) -> Results:
-    """Σ derivative · source, for each target of a `Linear`: of ops that JAX can differentiate."""
-    function: Any = loop.function
-    base, count, ndim = function.base, len(function.base.operands), len(loop.shape(operands))
-    types = [compute_dtype(type_, loop.bound).name for type_, _ in base.results]
-    # vmap may have given only tangents a dimension, which base's operands and results then lack
-    has = sorted({d for have in loop.placed[:count] for d in have})
-    of = functools.partial(loop.of, placed=[tuple(map(has.index, d)) for d in loop.placed[:count]])
-
-    @functools.cache
-    def slopes(k: int) -> Results:
-        """The derivative of each result with respect to operand k, in its compute dtype."""
-        partial = base.partial(k)
-        if isinstance(partial, tuple):
-            each = zip(partial, types, strict=True)
-            found = [call(of(one, out=[t]), operands[:count], order)[0] for one, t in each]
-        else:
-            found = by_jax(partial, of(base, out=types), *operands[:count])
-        return [spread(derivative, has, ndim) for derivative in found]
-
-    terms = [[slopes(k)[j] for k in function.moving] for j in function.outputs]
-    sources = [spread(a, d, ndim) for a, d in zip(operands[count:], loop.placed[count:])]
-    results = []
-    for factors, dtype in zip(zip(*terms) if function.transposed else terms, loop.out, strict=True):
-        products = [d * a.astype(d.dtype) for d, a in zip(factors, sources, strict=True)]
-        results.append(functools.reduce(jnp.add, products).astype(dtype))
-    return results
+    return call(tangent, [*primals[:base], *moved.values()], order)
 
 
 def _same_kind(

@@ -20,7 +20,8 @@ _SPECIFIERS = re.compile(r"\b(static|inline|constexpr|const|__device__|__host__|
 _SYSTEM_HEADER = re.compile(
     r"<(?:(?:assert|complex|float|inttypes|limits|math|stdbool|stddef|stdint|stdlib|string)\.h"
     r"|c(?:assert|float|inttypes|limits|math|stddef|stdint|stdlib|string)"
-    r"|complex|limits|type_traits|cuda_\w+\.h|cuda/std/\w+)>"
+    r"|algorithm|array|complex|functional|limits|numeric|tuple|type_traits|utility|vector"
+    r"|cuda_\w+\.h|cuda/std/\w+)>"
 )
 _NUMBERS = {
     type_.removeprefix("normfuse_user::"): dtype
@@ -96,7 +97,9 @@ def find(source: str, name: str | None = None) -> Signature:
             f"elementwise: source defines no function {name!r}; it defines {', '.join(found)}"
         )
     one = found[name]
-    one = dataclasses.replace(one, parameters=tuple(_parameters(name, one.declared)))
+    template = tuple(map(_type_parameter, one.template))
+    parameters = tuple(_parameters(name, one.declared))
+    one = dataclasses.replace(one, template=template, parameters=parameters)
     _check(one)
     return one
 
@@ -123,7 +126,7 @@ def check_self_contained(where: str, text: str) -> None:
 def functions(source: str) -> Iterator[Signature]:
     """Yields every function that `source` defines outside of classes and namespaces, in order.
 
-    Their parameters are not read: a helper may take what it likes.
+    Their parameters are not read, nor their templates': a helper may take what it likes.
     """
     text = _IGNORED.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), source)
     for head, opened in _blocks(text):
@@ -176,7 +179,7 @@ def _blocks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _template(text: str, at: int) -> tuple[tuple[str, ...], int]:
-    """The names of a template's parameters, and the place after them."""
+    """Returns the texts of a template's parameters, and the place after them."""
     match = re.compile(r"\s*template\s*<").match(text, at)
     if match is None:
         return (), at
@@ -184,16 +187,18 @@ def _template(text: str, at: int) -> tuple[tuple[str, ...], int]:
     while depth and end < len(text):
         depth += {"<": 1, ">": -1}.get(text[end], 0)
         end += 1
-    names = []
-    for parameter in _split(text[match.end() : end - 1]):
-        declared = re.fullmatch(r"(?:class|typename)\s+(\w+)", parameter)
-        if declared is None:
-            raise ValueError(
-                f"elementwise: template parameter `{parameter}`; use `class T` for each type, and "
-                "arguments or run-time scalars for values"
-            )
-        names.append(declared[1])
-    return tuple(names), end
+    return tuple(_split(text[match.end() : end - 1])), end
+
+
+def _type_parameter(parameter: str) -> str:
+    """Returns the name of a template's parameter, which must be a type."""
+    declared = re.fullmatch(r"(?:class|typename)\s+(\w+)", parameter)
+    if declared is None:
+        raise ValueError(
+            f"elementwise: template parameter `{parameter}`; use `class T` for each type, and "
+            "arguments or run-time scalars for values"
+        )
+    return declared[1]
 
 
 def _parameters(function: str, text: str) -> Iterator[Parameter]:

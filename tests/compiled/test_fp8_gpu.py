@@ -398,7 +398,7 @@ def test_what_attention_reads_is_quantized_once_in_the_pass_of_its_norm():
     }
 
 
-def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_products():
+def test_projections_in_microbatches_add_gradients_in_their_products():
     def loss(params, x):
         return sum(jnp.sum(y.astype(f32) ** 2) for y in run(x, *params))
 
@@ -414,8 +414,6 @@ def test_projections_in_microbatches_share_codes_and_add_gradients_in_their_prod
     # The first microbatch's, and those that the loop adds to it.
     found = [call for call in calls(program) if call[0].startswith("f32")]
     assert sorted(found) == sorted(gradients)
-    casts = {shape: n for (_, shape), n in hlo.runs(program, "quantize_cast").items()}
-    assert casts["f8e4m3fn[2048,2048]"] == 1 and casts["f8e4m3fn[2048,1024]"] == 2
     assert sum(hlo.runs(program, "quantize_norm").values()) == 4 * 2  # and once more backward
 
 
@@ -435,31 +433,6 @@ def test_codes_that_remat_keeps_are_not_copied():
     assert {name for name, _ in large} == ours
     kernels = [m for name, m in large if name == "quantize_cast" and m // KERNEL == 6]
     assert len(kernels) == 1
-
-
-def test_microbatches_share_the_codes_of_kernels():
-    """Kernels of rematerialised layers in a scan, and of an MLP: none is quantized in the loop."""
-    count, layers, rows, dim, hidden = 5, 3, 256, 512, 1024
-
-    def loss(params, x):
-        stack, gate, up, down = params
-        layer = lambda x, kernel: (dense(x, kernel, quantization="fp8"), None)
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, stack)
-        kernels = {"gate": gate, "up": up, "down": down}
-        options = {"dtype": bf16, "implementation": None, "activation": "silu"}
-        return jnp.sum(gated.mlp(x, kernels, {}, quantization="fp8", **options).astype(f32) ** 2)
-
-    shapes = (layers, dim, dim), (dim, hidden), (dim, hidden), (hidden, dim)
-    params = [struct(*shape, dtype=bf16) for shape in shapes]
-    xs = struct(count, rows, dim, dtype=bf16)
-    program = compiled(functools.partial(accumulate_gradients, loss), params, xs)
-    found = hlo.runs(program, "quantize_cast")
-    casts = {shape: n for (_, shape), n in found.items()}
-    assert casts[f"f8e4m3fn[{dim},{dim}]"] == 2 * layers  # forward, and to compute it again
-    assert casts[f"f8e4m3fn[{dim},{hidden}]"] == 2
-    assert casts[f"f8e4m3fn[{hidden},{dim}]"] == 1
-    # Inputs of the scanned layers, twice, and their dy; x and dy of the MLP.
-    assert casts[f"f8e4m3fn[{rows},{dim}]"] == count * (3 * layers + 2)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)

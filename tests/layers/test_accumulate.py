@@ -13,7 +13,14 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from normfuse import accumulate_gradients, dense, gated_dense, gated_product, rms_norm
+from normfuse import (
+    accumulate_gradients,
+    dense,
+    gated_dense,
+    gated_product,
+    linear_cross_entropy,
+    rms_norm,
+)
 from normfuse.layers import eqx as ours_eqx
 from normfuse.layers import linen as ours_linen
 from normfuse.layers import nnx as ours_nnx
@@ -121,6 +128,134 @@ def test_replicas_reduce_once(rng, eight_devices):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
     size = sum(4 * a.size for a in jax.tree.leaves(params)) + 4
     assert [(c.kind, c.bytes) for c in hlo.collectives(compiled)] == [("all-reduce", size)]
+
+
+# ---------------------------------------------------------------- losses that differentiate
+
+SIZE = 16
+
+
+class Mlp(nnx.Module):
+    """Flax's own layers."""
+
+    def __init__(self):
+        options = {"param_dtype": bf16, "dtype": bf16, "rngs": nnx.Rngs(0)}
+        self.gate, self.up, self.down = (nnx.Linear(SIZE, SIZE, **options) for _ in range(3))
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+def layers():
+    """{layer: (parameters in bfloat16, `(parameters, x) -> array`)}, of x `(rows, SIZE)`."""
+    square = lambda *lead: (jnp.arange(SIZE * SIZE).reshape(SIZE, SIZE) % 7 - 3).astype(bf16) / 8
+    k, labels = square(), jnp.arange(SIZE)
+    ours = ours_nnx.Linear(SIZE, SIZE, param_dtype=bf16, dtype=bf16, rngs=nnx.Rngs(0))
+    (graph, state), (swapped, theirs) = nnx.split(ours), nnx.split(ours_nnx.swap(Mlp()))
+    linear = ours_eqx.Linear(SIZE, SIZE, dtype=bf16, activation="tanh", key=jax.random.key(0))
+    return {
+        "dense": (k, lambda k, x: jnp.tanh(dense(x, k))),
+        "dense, vmap": (k, lambda k, x: jnp.tanh(jax.vmap(lambda x: dense(x, k.T))(x))),
+        "tied": (k, lambda k, x: jnp.tanh(dense(dense(x, k), k.T) + x @ k)),
+        "gated_dense": ((k, k.T), lambda p, x: gated_dense(x, *p)),
+        "gated_product": (k, lambda k, x: gated_product(x, x[::-1], k)),
+        "linear_cross_entropy": (k, lambda k, x: linear_cross_entropy(x, k, labels)),
+        "nnx": (state, lambda p, x: jnp.tanh(nnx.merge(graph, p)(x))),
+        "nnx, swapped": (theirs, lambda p, x: jnp.tanh(nnx.merge(swapped, p)(x))),
+        "eqx": (linear, lambda model, x: jax.vmap(model)(x)),
+    }
+
+
+def squares(tree):
+    return sum(jnp.mean(a.astype(f32) ** 2) for a in jax.tree.leaves(tree))
+
+
+INNER = {
+    "the value of a vjp": lambda f, p, x: jax.vjp(lambda x: f(p, x), x)[0],
+    "vjp": lambda f, p, x: jax.vjp(lambda x: f(p, x), x)[1](f(p, x)),
+    "jvp": lambda f, p, x: jax.jvp(lambda x: f(p, x), (x,), (x,)),
+    "jvp along the kernel": lambda f, p, x: jax.jvp(lambda p: f(p, x), (p,), (p,)),
+    "linearize": lambda f, p, x: jax.linearize(lambda x: f(p, x), x)[1](x),
+    "grad, the layer used again": lambda f, p, x: f(p, jax.grad(lambda x: squares(f(p, x)))(x)),
+    "grad of the kernel": lambda f, p, x: jax.grad(lambda p: squares(f(p, x)))(p),
+    "Hessian-vector": lambda f, p, x: jax.jvp(jax.grad(lambda x: squares(f(p, x))), (x,), (x,))[1],
+    "jacfwd": lambda f, p, x: jax.jacfwd(lambda x: f(p, x))(x),
+}
+
+
+def around_it(f):
+    """f with a derivative of the user's own."""
+    own = jax.custom_vjp(f)
+    own.defvjp(lambda p, x: jax.vjp(f, p, x), lambda back, dy: back(dy))
+    return own
+
+
+WITHIN = {
+    "": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "custom_vjp": around_it,
+    "scan": lambda f: lambda p, x: jax.lax.scan(lambda x, _: (f(p, x), None), x, length=2)[0],
+    "cond": lambda f: lambda p, x: jax.lax.cond(jnp.sum(x) > 0, f, lambda p, x: 2 * f(p, x), p, x),
+}
+
+
+def mean_of_gradients(loss, p, xs):
+    """The mean of the ordinary gradients, summed in float32."""
+    each = [eqx.filter_grad(loss)(p, x) for x in xs]
+    return jax.tree.map(lambda *g: sum(a.astype(f32) for a in g) / len(xs), *each)
+
+
+@pytest.mark.parametrize(
+    "layer, within",
+    [*((layer, "") for layer in layers()), *(("dense", name) for name in WITHIN if name)],
+)
+def test_losses_may_differentiate_their_layers(layer, within, rng):
+    """Force losses, penalties on gradients, MeanFlow, SAM: all of the gradient arrives."""
+    params, f = layers()[layer]
+    f, xs = WITHIN[within](f), jnp.asarray(rng.standard_normal((1, SIZE, SIZE)), bf16)
+    losses = {name: lambda p, x, i=i: squares(i(f, p, x)) for name, i in INNER.items()}
+    if within:  # and custom_vjp has no forward mode
+        chosen = "the value of a vjp", "vjp", "grad of the kernel"
+        losses = {name: losses[name] for name in chosen}
+    value = lambda p, x: squares(f(p, x))
+    if within == "checkpoint":  # and around the derivative
+        losses |= {f"{name}, in it": jax.checkpoint(loss) for name, loss in losses.items()}
+    if within == "scan":
+        each = lambda loss: lambda p, x: jnp.sum(jax.lax.map(lambda x: loss(p, x), x[None]))
+        losses |= {f"{name}, in it": each(loss) for name, loss in losses.items()}
+
+    @eqx.filter_jit
+    def run(p, xs):
+        found = {name: accumulate_gradients(loss, p, xs)[1] for name, loss in losses.items()}
+        want = {name: mean_of_gradients(loss, p, xs) for name, loss in losses.items()}
+        twice = lambda p: squares(accumulate_gradients(value, p, xs))
+        found["differentiated"] = eqx.filter_grad(twice)(p)
+        plain = lambda p: squares((value(p, xs[0]), mean_of_gradients(value, p, xs)))
+        want["differentiated"] = eqx.filter_grad(plain)(p)
+        return found, want
+
+    found, want = run(params, xs)
+    for name in found:
+        # Seven or fewer roundings to bfloat16 lie between either gradient and the exact one.
+        assert relative(found[name], want[name]) < 2 * 7 * 2.0**-9, name
+
+
+def test_a_custom_vjp_has_the_cotangent_of_each_microbatchs_own_loss():
+    """Clipped gradients, injected losses and FP8's amax history are not linear in theirs."""
+
+    @jax.custom_vjp
+    def clipped(x):
+        return x
+
+    clipped.defvjp(lambda x: (x, None), lambda _, dx: (jnp.clip(dx, -0.5, 0.5),))
+    for dtype, count in itertools.product((bf16, f32), (1, 2, 3, 4)):
+        kernel, xs = jnp.ones((2, 1), dtype), jnp.ones((count, 3, 2), dtype)
+        loss = lambda k, x: jnp.sum(clipped(dense(x, k)).astype(f32))
+        _, gradient = jax.jit(lambda k, xs, loss=loss: accumulate_gradients(loss, k, xs))(
+            kernel, xs
+        )
+        assert gradient.ravel().tolist() == [1.5, 1.5]  # three rows, 0.5 each
 
 
 # ---------------------------------------------------------------- frameworks

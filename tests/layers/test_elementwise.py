@@ -1,5 +1,7 @@
 """Element-wise ops from C++: values in every dtype, broadcasting, scalars, caches and mistakes."""
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ from elementwise_cases import gated, gcd, phase, reference, sine_and_cosine, squ
 
 import normfuse
 from normfuse import CompileError, elementwise
+from normfuse.layers.elementwise.elementwise import MOST
 from normfuse.native import compiler, host_compiler, implementation
 
 pytestmark = pytest.mark.optimized
@@ -82,6 +85,57 @@ def test_conversions_of_half_precision_round_to_even():
         assert same(x)[0] == np.float64(1.0078125) and half(x)[1] == np.float64(1.0009765625)
 
 
+_SPECIAL = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0, 2.5, -2.5, 1e30, -1e30]
+_COMPOSED = {  # of functions that a compiler may know to be each other's inverse
+    **{f"{f}({g}(x))": (f, g) for g in ("asin", "acos", "atan") for f in ("sin", "cos", "tan")},
+    **{f"{f}({g}(x))": (f, g) for g in ("asinh", "atanh") for f in ("sinh", "cosh", "tanh")},
+    **{f"{f}({g}(x))": (f, g) for f, g in (("exp", "log"), ("log", "exp"), ("expm1", "log1p"))},
+    "sqrt(x * x)": lambda x: np.sqrt(x * x),
+    "sqrt(x) * sqrt(x)": lambda x: np.sqrt(x) * np.sqrt(x),
+    "pow(x, T(0.5))": lambda x: np.where(x == 0, 0, np.where(np.isinf(x), np.inf, np.sqrt(x))),
+    "pow(x, T(2))": lambda x: x * x,
+    "x - x": lambda x: x - x,
+    "x * T(0)": lambda x: x * 0,
+    "x + T(0)": lambda x: x + 0,
+    "x / x": lambda x: x / x,
+    "x > T(0) ? x * x : T(0)": lambda x: np.where(x > 0, x * x, 0),
+    "x < T(0) ? -x : x": lambda x: np.where(x < 0, -x, x),
+    "x == x ? T(1) : T(0)": lambda x: np.where(np.isnan(x), 0, 1),
+    "T(1) / (T(1) / x)": lambda x: 1 / (1 / x),
+    "copysign(T(1), x)": lambda x: np.copysign(1, x),
+}
+
+
+def _in_numpy(function, x):
+    if callable(function):
+        return function(x)
+    names = {"a": "arc"}  # NumPy's arcsin is C's asin
+    outer, inner = (getattr(np, n.replace("a", names["a"], n[0] == "a")) for n in function)
+    return outer(inner(x))  # rounded to float32 between
+
+
+@pytest.mark.parametrize("first", range(0, len(_COMPOSED), MOST))
+def test_compositions_keep_nan_infinities_and_signed_zeros(first):
+    """A compiler's flags for speed may rewrite them so that NaN becomes a number."""
+    some = list(_COMPOSED)[first : first + MOST]
+    written = ", ".join(f"T& y{i}" for i in range(len(some)))
+    body = " ".join(f"y{i} = {text};" for i, text in enumerate(some))
+    op = elementwise(f"template <class T> void composed(T x, {written}) {{ {body} }}")
+    x = np.float32(_SPECIAL * 5)  # vectors, and what is left of them
+    for text, y in zip(some, op(x), strict=True):
+        # XLA lets processors take subnormal numbers for 0.
+        flushed = np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(0, x), x)
+        with np.errstate(all="ignore"):
+            wants = [np.float32(_in_numpy(_COMPOSED[text], given)) for given in (x, flushed)]
+        same = [
+            # Some units of float32, which the outer function may enlarge near its end.
+            np.isclose(y, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+            & ((np.signbit(y) == np.signbit(want)) | (y != 0) | (x == x) & (flushed != x))
+            for want in wants
+        ]
+        assert np.all(same[0] | same[1]), (text, y[:13], wants[0][:13])
+
+
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_values(dtype, rng):
     with jax.enable_x64(True):
@@ -130,6 +184,13 @@ def test_promotion_is_that_of_jax(rng):
     for other in (2, 2.5, jnp.float32(2), jnp.ones(8, jnp.float16), jnp.ones(8, jnp.int8)):
         assert gated(x, other).dtype == (x * other).dtype
     assert elementwise(cases.GATED, limit=1.0, dtype=jnp.float32)(x, x).dtype == jnp.float32
+
+
+def test_large_scalars_of_floating_types():
+    assert gated(jnp.float32(3), 1.0, limit=2**31) == 3 and gated(2.0**41, 1.0, limit=-(2**40)) < 0
+    with jax.enable_x64(True):
+        op = elementwise("long f(int x, long n) { return n; }", n=2**40)
+        assert op(1) == 2**40
 
 
 def test_scalars_change_without_compiling(rng):
@@ -194,6 +255,53 @@ def test_as_a_scalar_of_other_kernels():
     )
     assert capped.scalar.parameters == (("cap", 30.0),) and capped.scalar.derivative == ""
     assert phase.scalar is None and sine_and_cosine.scalar is None
+
+
+def plain_gated(x, g, limit):
+    return twin(x, g, limit)
+
+
+def test_copies_are_equal():
+    """By their texts and options, so that a copied model compiles nothing and has its structure."""
+    options = {"derivative": {"x": "T(1)"}, "definition": plain_gated, "dtype": "float32"}
+    make = lambda limit=1.0, **changed: elementwise(cases.GATED, limit=limit, **options | changed)
+    op, x = make(), jnp.ones(3)
+    for same in (make(), copy.copy(op), copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert same == op and hash(same) == hash(op) and same is not op
+    for other in (
+        make(limit=2.0),
+        make(derivative={"x": "T(2)"}),
+        make(definition=lambda x, g, limit: x),
+        make(dtype="float16"),
+        make(implementation="native"),
+        elementwise(cases.GATED.replace("x < limit", "x <= limit"), limit=1.0, **options),
+    ):
+        assert other != op
+    assert op != 3 and make(limit=float("nan")) == make(limit=float("nan"))
+    run = jax.jit(lambda op, x: jax.grad(lambda x: op(x, 2.0).sum())(x), static_argnums=0)
+    for one in (op, copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        np.testing.assert_array_equal(run(one, x), 1)
+    assert run._cache_size() == 1
+
+
+def test_helpers_are_any_cplusplus():
+    """Templates over numbers before the function, and headers that declare things in std."""
+    op = elementwise("""
+    #include <algorithm>
+    #include <array>
+      #include <vector>
+    #include <limits>
+    template <int N> float power(float x) { return N == 0 ? 1 : x * power<(N > 0 ? N - 1 : 0)>(x); }
+    template <class T>
+    T middle(T a, T b, T c) {
+      std::array<T, 3> three = {a, b, c};
+      std::vector<T> sorted(three.begin(), three.end());
+      std::sort(sorted.begin(), sorted.end());
+      return std::numeric_limits<T>::is_iec559 ? T(power<2>(float(sorted[1]))) : sorted[1];
+    }
+    """)
+    assert op(jnp.array([1.0, 5.0]), 3.0, 2.0).tolist() == [4, 9]
+    assert op(4, 6, 5) == 5
 
 
 # ---------------------------------------------------------------- unserved contexts
@@ -279,6 +387,16 @@ def test_a_mistake_in_a_derivative_names_its_line():
         (lambda: gated(1.0, 2.0, limt=3.0), TypeError, "no scalar 'limt'; it has limit"),
         (lambda: gated(1.0, 2.0, limit="a"), TypeError, "scalar limit must be a number, got 'a'"),
         (lambda: gated(1.0, 2.0, limit=1j), TypeError, "limit is declared float, .* got 1j"),
+        (
+            lambda: elementwise("long f(int x, long n) { return n; }", n=2**31),
+            ValueError,
+            "scalar n is declared long, here int32, .* hold 2147483648; .*or set jax_enable_x64",
+        ),
+        (
+            lambda: elementwise("int f(int x, unsigned n) { return x; }", n=1)(2, n=np.int64(-1)),
+            ValueError,
+            "scalar n is declared unsigned, here uint32, which cannot hold -1; declare it double",
+        ),
         (lambda: gated("text", 2.0), TypeError, "x must be an array, got 'text'"),
         (
             lambda: gated(jnp.ones(2, jnp.float8_e4m3fn), 2.0),
@@ -318,8 +436,8 @@ def test_a_mistake_in_a_derivative_names_its_line():
         ),
         (
             lambda: elementwise(IDENTITY, derivative={"x": gcd}),
-            ValueError,
-            r"derivative\['x'\] must take the same parameters, \(x\); got <elementwise gcd",
+            TypeError,
+            r"derivative\['x'\] must be C\+\+ text, got <elementwise gcd.*derivative=, the whole",
         ),
         (
             lambda: elementwise("template <class T, class U> U f(T x) { return x; }"),

@@ -27,7 +27,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from normfuse import accumulate_gradients, dense, fuse, gated_dense, gated_product, rms_norm
-from normfuse.layers import accumulate
 from normfuse.layers.dense.fp8 import products_saveable
 from normfuse.layers.quantization import kernel_codes_saveable
 from normfuse.native import implementation
@@ -356,39 +355,6 @@ def test_main_gradients_are_sums_in_float32(rng):
     check(4 * got, total)  # the mean
     rounded = np.abs(np.asarray(got, np.float64)) * unit(bf16)
     assert 4 * np.linalg.norm(rounded) > 10 * np.linalg.norm(total.slack)
-
-
-def test_microbatches_share_codes_bit_for_bit(rng, monkeypatch):
-    """Of kernels in functions that are jitted, rematerialised, scanned, or frozen."""
-    kernels = lambda *lead: draw(rng, *lead, IN, IN, over=np.sqrt(IN))
-    params = {"stack": kernels(3), "tied": kernels(), "last": kernels(), "frozen": kernels()}
-    xs = draw(rng, 4, 16, IN)
-
-    def loss(params, x):
-        layer = lambda x, kernel: (fp8(x, kernel, activation="tanh"), None)
-        tied = lambda x, kernel: layer(layer(x, kernel)[0], params["tied"])
-        x, _ = jax.lax.scan(jax.checkpoint(tied), x, params["stack"])
-        x, _ = jax.lax.scan(layer, x, params["stack"])
-        x = jax.jit(fp8)(x, params["tied"])
-        x = jax.checkpoint(lambda x: fp8(x, params["last"].T))(x)
-        return jnp.mean(fp8(x, jax.lax.stop_gradient(params["frozen"])) ** 2)
-
-    run = lambda params: accumulate_gradients(loss, params, xs)
-    program = jax.jit(run).lower(params).compile()
-    got = program(params)
-    monkeypatch.setattr(accumulate, "kernel_codes_saveable", lambda *_, **__: False)
-    each = jax.jit(lambda params: accumulate_gradients(loss, params, xs)).lower(params).compile()
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(each(params)), strict=True):
-        np.testing.assert_array_equal(a, b)
-    # IN columns are those of every kernel; rows are no multiple of it.
-    casts = lambda program: {
-        shape: n for (_, shape), n in hlo.runs(program, "quantize_cast").items()
-    }
-    of_kernels = f"f8e4m3fn[{IN},{IN}]"
-    assert casts(each)[of_kernels] > 3 * casts(program)[of_kernels]
-    assert all(
-        n == casts(program)[shape] for shape, n in casts(each).items() if shape != of_kernels
-    )
 
 
 # ---------------------------------------------------------------- norms

@@ -15,6 +15,17 @@ from reference import Expected
 from rms_norm_cases import REPLICATED, Case, stack
 from support_table import record
 
+from normfuse import (
+    attention,
+    dense,
+    elementwise,
+    gated_dense,
+    gated_product,
+    layer_norm,
+    linear_cross_entropy,
+    rms_norm,
+)
+
 pytestmark = pytest.mark.oldest
 
 _INTERPRETED = re.compile(r'op_name="[^"]*/pallas_(rms_norm|dense)')
@@ -239,3 +250,50 @@ def test_partly_manual_shard_map(op, auto_mesh, request):
         run("pallas")
     case.check(run(("pallas", "xla")), case.values())
     record(request, "plain HLO")
+
+
+# ---------------------------------------------------------------- bad input
+
+OPS = {
+    "dense": lambda **options: dense(X, X, **options),
+    "gated_dense": lambda **options: gated_dense(X, X, X, **options),
+    "gated_product": lambda **options: gated_product(X, X, X, **options),
+    "linear_cross_entropy": lambda **options: linear_cross_entropy(X, X, [0, 1], **options),
+    "rms_norm": lambda **options: rms_norm(X, **options),
+    "layer_norm": lambda **options: layer_norm(X, **options),
+    "attention": lambda **options: attention(*[X[None, None]] * 3, **options),
+    "elementwise": lambda **options: elementwise(
+        "template <class T> T same(T x) { return x; }", **options
+    )(X),
+}
+X = np.ones((2, 2), np.float32)
+ANY = [
+    ({"implementation": 5}, (TypeError, ValueError), "implementation must .* got 5; None takes"),
+    (
+        {"implementation": ["xla", 3]},
+        (TypeError, ValueError),
+        r"implementation must .* got \['xla',",
+    ),
+    ({"implementation": "cuda"}, ValueError, "implementation must name .*'xla', got 'cuda'; None"),
+    ({"dtype": 3}, TypeError, "dtype must be .*got 3"),
+]
+SOME = [
+    ("linear_cross_entropy", {"contract": 1.0}, ValueError, "contract must be 0, .* got 1.0"),
+    ("linear_cross_entropy", {"logits_dtype": "int32"}, TypeError, "logits_dtype must .*got int32"),
+]
+
+
+@pytest.mark.parametrize(
+    "op, options, error, message", [*((op, *row) for op in OPS for row in ANY), *SOME]
+)
+def test_bad_options_are_named_with_their_value_and_the_way_out(op, options, error, message):
+    with pytest.raises(error, match=message.replace("'xla', got", "'xla',? got")):
+        OPS[op](**options)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU serves it")
+def test_the_variable_is_named_where_it_asks_for_what_cannot_serve(monkeypatch):
+    monkeypatch.setenv("NORMFUSE_IMPLEMENTATION", "native")
+    message = "implementation='native' cannot serve here: .* set NORMFUSE_IMPLEMENTATION, now "
+    with pytest.raises(NotImplementedError, match=message + "'native', to 'native,xla', to let"):
+        linear_cross_entropy(X, X, [0, 1]).block_until_ready()

@@ -29,6 +29,7 @@ def test_the_last_function_counts_and_others_may_be_anything():
     struct Pair { int a, b; };
     /* int hidden(int x) { */
     static float helper(const float* p, int n = 2) { if (n) { return p[0]; } return 0; }
+    template <int N, class... T> int many(T... all) { return N; }
     template <typename T, typename U> complex<T> last(T x, U y) { return polar(x, T(y)); }
     """
     name, template, takes, result = described(source)
