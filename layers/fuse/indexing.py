@@ -246,15 +246,15 @@ def written(
 ) -> tuple[Sequence[int], str, Callable[..., Array]]:
     """Returns what is read, what serves and what computes the result of a scatter."""
     base, _, update = equation.ins
-    one, number, sets = grids[equation], program.number(base), equation.name == "scatter"
+    one, number, sets = grids[equation], program.uniform(base), equation.name == "scatter"
     floats = jnp.issubdtype(program.avals[base].dtype, jnp.floating)
     if sets and (writes := covering(program, equation, grids)):
         served = "concatenation" if one.partial and in_a_row(writes) else "stack and reshape"
         served = served if one.partial else "its update"
         return [w.update for w in writes], served, lambda *updates: joined(writes, *updates)
     combine, same = (lambda _, u: u, 0) if sets else COMBINED[equation.name[-3:]]
-    if number is not None and floats:
-        put = lambda u: one.padded(combine(lax.full_like(u, number), u), number)
+    if number is not None and number.exact and floats:  # the same bits
+        put = lambda u: one.padded(combine(lax.full_like(u, number.x), u), number.x)
         return [update], "pad", lambda u: put(one.placed(u))
     if sets and max(one.step, default=1) == 1:
         put = lambda x, u: lax.dynamic_update_slice(x, one.placed(u), one.first)

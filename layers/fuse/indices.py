@@ -1,7 +1,7 @@
 """Integers of a program as affine functions of positions, and masks that compare such.
 
 Proved from the equations (iota, sums, comparisons), so that a causal mask of any length is never
-computed to be recognised.
+computed to be recognised. Each value's answer is kept in the program: asking is linear in its size.
 """
 
 import dataclasses
@@ -11,7 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .program import COMPARED, Program
+from .constants import COMPARED, Known, evaluated
+from .labels import expand, moved_back
+from .program import Program
+
+DEEPEST = 64
+"""How many equations, one after another, are followed."""
+
+_PASSED = "copy", "stop_gradient", "sharding_constraint", "pvary", "pcast"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +44,28 @@ class Affine:
         )
 
 
-def affine(program: Program, v: int, depth: int = 24) -> Affine | None:
+def affine(program: Program, v: int, depth: int = DEEPEST) -> Affine | None:
     """Returns an array of integers as an affine function of its positions; None of others."""
+    key = affine, v
+    if key not in program.proved:
+        program.proved[key] = _affine(program, v, depth)
+    return program.proved[key]
+
+
+def _affine(program: Program, v: int, depth: int) -> Affine | None:
     aval, made = program.avals[v], program.maker.get(v)
     if not jnp.issubdtype(aval.dtype, jnp.integer) or depth == 0 or 0 in aval.shape:
         return None
-    if (number := program.number(v)) is not None:
-        return Affine((0,) * aval.ndim, int(number))
-    if made is None:
-        return _constant_affine(program, v)
-    found = _affine_of(program, made, aval, depth - 1)
+    if (number := program.uniform(v)) is not None:
+        return Affine((0,) * aval.ndim, int(number.x))
+    found = None if made is None else _affine_of(program, made, aval, depth - 1)
+    found = found or _constant_affine(program, v)
     if found is None:
-        return _constant_affine(program, v)
+        return None
+    # Each equation is of exact integers as long as none of its results wraps.
     low, high = found.extremes(aval.shape)
-    limits = np.iinfo(aval.dtype)
-    return found if limits.min <= low and high <= limits.max else None  # integers that wrap
+    limits = jnp.iinfo(aval.dtype)
+    return found if limits.min <= low and high <= limits.max else None
 
 
 def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | None:
@@ -64,8 +78,8 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
             return a + b.times(1 if made.name == "add" else -1) if a and b else None
         case "mul":
             for i in (0, 1):
-                if (n := program.number(made.ins[i])) is not None and (a := back(1 - i)):
-                    return _widened(a.times(int(n)), aval.ndim)
+                if (n := program.uniform(made.ins[i])) is not None and (a := back(1 - i)):
+                    return _widened(a.times(int(n.x)), aval.ndim)
             return None
         case "neg":
             return a.times(-1) if (a := back(0)) else None
@@ -75,9 +89,9 @@ def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | N
             flipped = [(d, c) for d, c in enumerate(a.coefficients) if d in p["dimensions"]]
             turned = tuple(-c if d in p["dimensions"] else c for d, c in enumerate(a.coefficients))
             return Affine(turned, a.constant + sum(c * (aval.shape[d] - 1) for d, c in flipped))
-        case "convert_element_type" | "copy" | "stop_gradient" | "sharding_constraint":
+        case "convert_element_type":  # of integers: those that do not fit wrap
             return back(0)
-        case "pvary" | "pcast":
+        case name if name in _PASSED:
             return back(0)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             given = program.avals[made.ins[0]].shape
@@ -96,10 +110,10 @@ def _widened(a: Affine | None, ndim: int) -> Affine | None:
 
 
 def _constant_affine(program: Program, v: int) -> Affine | None:
-    """Of an array that was computed outside: by looking at it."""
+    """Reads the function off a constant array; every element is compared with it."""
     x = program.const(v)
-    if x is None or x.size == 0:
-        return None
+    if x is None or x.size == 0 or max(int(x.max()), -int(x.min())) >= 1 << 62:
+        return None  # int64 would wrap
     first, steps = int(x.flat[0]), []
     for d in range(x.ndim):
         along = x[tuple(slice(0, 2) if e == d else 0 for e in range(x.ndim))]
@@ -121,21 +135,36 @@ class Region:
     above: tuple[Affine, ...] = ()
 
 
-def region(program: Program, v: int, depth: int = 24) -> Region | None:
+def region(program: Program, v: int, depth: int = DEEPEST) -> Region | None:
     """Returns where an array of booleans is true, as an intersection of half-spaces; else None."""
-    aval, made = program.avals[v], program.maker.get(v)
-    if aval.dtype != jnp.bool_ or depth == 0 or 0 in aval.shape:
-        return None
-    if (number := program.number(v)) is not None:
-        return Region() if number else Region((Affine((0,) * aval.ndim, -1),))
+    key = region, v
+    if key not in program.proved:
+        aval = program.avals[v]
+        known = aval.dtype == jnp.bool_ and depth > 0 and 0 not in aval.shape
+        program.proved[key] = _region(program, v, aval, depth - 1) if known else None
+    return program.proved[key]
+
+
+def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
+    everywhere = lambda true: Region() if true else Region((Affine((0,) * aval.ndim, -1),))
+    if (number := program.uniform(v)) is not None:
+        return everywhere(number.x)
+    made = program.maker.get(v)
     if made is None:
         return _constant_region(program, v)
-    back = lambda i: region(program, made.ins[i], depth - 1)
+    back = lambda i: region(program, made.ins[i], depth)
+    two = two_valued(program, v)
+    if two is not None and two.mask != v:  # it is another mask, or its complement, or a constant
+        no, yes = bool(two.no.x), bool(two.yes.x)
+        if no == yes:
+            return everywhere(yes)
+        found = region(program, two.mask, depth)
+        return found if yes or found is None else _complement(found)
     match made.name:
-        case "ge" | "gt" | "le" | "lt" | "eq":
-            a, b = (_widened(affine(program, v), aval.ndim) for v in made.ins)
+        case "ge" | "gt" | "le" | "lt" | "eq":  # of integers: a > b is a >= b + 1
+            a, b = (_widened(affine(program, v, depth), aval.ndim) for v in made.ins)
             if a is None or b is None:
-                return _compared(program, made, depth - 1)
+                return None
             one = Affine((0,) * aval.ndim, -1 if made.name in ("gt", "lt") else 0)
             up, down = a + b.times(-1) + one, b + a.times(-1) + one
             return Region(
@@ -144,12 +173,6 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
         case "and":
             a, b = back(0), back(1)
             return Region((*a.above, *b.above)) if a and b else None
-        case "ne":
-            return _compared(program, made, depth - 1)
-        case "not":
-            return (a := back(0)) and _complement(a)
-        case "copy" | "stop_gradient" | "sharding_constraint" | "pvary" | "pcast":
-            return back(0)
         case "select_n" if len(made.ins) == 3:  # jnp.tril of booleans
             which, no, yes = (
                 back(i) if program.avals[made.ins[i]].ndim == aval.ndim else None for i in range(3)
@@ -161,12 +184,6 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
             if which and no and yes_number == 0 and len(which.above) == 1:
                 return Region((which.above[0].times(-1) + Affine((0,) * aval.ndim, -1), *no.above))
             return None
-        case "convert_element_type":
-            two = two_valued(program, made.ins[0])
-            if two is None or (two[1] != 0) == (two[2] != 0):
-                return None
-            found = region(program, two[0], depth - 1)
-            return found if two[2] or found is None else _complement(found)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             a = back(0)
             given = program.avals[made.ins[0]].shape
@@ -177,7 +194,7 @@ def region(program: Program, v: int, depth: int = 24) -> Region | None:
     return None
 
 
-def decided(program: Program, v: int, depth: int = 24) -> bool | None:
+def decided(program: Program, v: int, depth: int = DEEPEST) -> bool | None:
     """Returns what a mask is everywhere, where that is proved; else None."""
     found, shape = region(program, v, depth), program.avals[v].shape
     if found is None:
@@ -188,32 +205,70 @@ def decided(program: Program, v: int, depth: int = 24) -> bool | None:
     return False if any(high < 0 for _, high in extremes) else None
 
 
-def two_valued(program: Program, v: int, depth: int = 24) -> tuple[int, float, float] | None:
-    """(mask, the number where it is false, and where it is true) of numbers that a mask makes."""
-    made = program.maker.get(v)
-    if made is None or depth == 0 or not made.ins:
-        return None
-    if made.name == "convert_element_type":
-        if program.avals[made.ins[0]].dtype == jnp.bool_:
-            return made.ins[0], 0.0, 1.0
-        return two_valued(program, made.ins[0], depth - 1)
-    if made.name == "select_n" and len(made.ins) == 3:
-        no, yes = (program.number(u) for u in made.ins[1:])
-        same = program.avals[made.ins[0]].shape == program.avals[v].shape
-        if no is not None and yes is not None and same:
-            return made.ins[0], no, yes
-    return None
+@dataclasses.dataclass(frozen=True, eq=False)
+class Two:
+    """An array of two numbers: `yes` where a mask is true, and `no` elsewhere.
+
+    Attributes:
+      mask, dims: the booleans, and the labels of their dimensions.
+    """
+
+    mask: int
+    dims: Any
+    no: Known
+    yes: Known
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return float(self.no.x), float(self.yes.x)
 
 
-def _compared(program: Program, made: Any, depth: int) -> Region | None:
-    """Of a comparison of numbers that a mask makes with one number."""
-    number = program.number(made.ins[1])
-    two = None if number is None else two_valued(program, made.ins[0])
-    if two is None or program.avals[two[0]].shape != program.avals[made.outs[0]].shape:
+def two_valued(program: Program, v: int, dims: Any = None, depth: int = DEEPEST) -> Two | None:
+    """Returns the mask and the numbers of an array that one mask makes; None of others.
+
+    It is followed through casts, comparisons and arithmetic with one number, which are applied to
+    both numbers in their dtypes. A mask itself has the numbers False and True.
+
+    Args:
+      dims: labels of the array's dimensions, to follow it to a mask of other dimensions.
+    """
+    made, aval = program.maker.get(v), program.avals[v]
+    if dims is not None:
+        dims = tuple(expand(d) if n != 1 else () for d, n in zip(dims, aval.shape, strict=True))
+    found = _two_of(program, made, aval, dims, depth - 1) if made and depth else None
+    if found is None and aval.dtype == jnp.bool_:
+        return Two(v, dims, *_BOOLEANS)
+    return found
+
+
+_BOOLEANS = Known(np.asarray(False)), Known(np.asarray(True))
+_OF_ONE = frozenset("add convert_element_type div max min mul not select_n sub".split()) | {
+    *COMPARED
+}
+
+
+def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Two | None:
+    numbers = [program.uniform(u) for u in made.ins]
+    varying = [i for i, number in enumerate(numbers) if number is None]
+    if len(varying) != 1:
         return None
-    no, yes = (COMPARED[made.name](x, number) for x in two[1:])
-    found = region(program, two[0], depth) if no != yes else None
-    return found if yes or found is None else _complement(found)
+    (i,) = varying
+    given = program.avals[made.ins[i]]
+    computes = made.name in _OF_ONE
+    if computes or made.name in _PASSED:
+        if given.shape != aval.shape:
+            return None
+    elif dims is None or (dims := moved_back(made, dims, given.shape, aval.shape)) is None:
+        return None
+    two = two_valued(program, made.ins[i], dims, depth)
+    if two is None or not computes:
+        return two
+
+    def result(x: Known) -> Known | None:
+        return evaluated(made.name, made.params, aval, [*numbers[:i], x, *numbers[i + 1 :]])
+
+    no, yes = result(two.no), result(two.yes)
+    return Two(two.mask, two.dims, no, yes) if no is not None and yes is not None else None
 
 
 def _complement(found: Region) -> Region | None:
@@ -224,7 +279,7 @@ def _complement(found: Region) -> Region | None:
 
 
 def _constant_region(program: Program, v: int) -> Region | None:
-    """Of an array that was computed outside: where it is a band along two dimensions."""
+    """Reads a band along two dimensions off a constant array, and compares all of it."""
     x = program.const(v)
     if x is None or x.dtype != np.bool_:
         return None
