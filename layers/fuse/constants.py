@@ -149,6 +149,9 @@ _LAYOUTS: dict[str, Callable[..., Any]] = {
 } | dict.fromkeys("copy pcast pvary stop_gradient sharding_constraint".split(), lambda p, x: x)
 
 
+SAME_ELEMENTS = frozenset((*_LAYOUTS, "convert_element_type"))
+
+
 def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
     x = np.concatenate([o.x for o in operands], p["dimension"])
     return Known(x, all(o.unrounded for o in operands))
