@@ -171,7 +171,7 @@ FAULTS = {  # lines of a program; the last mask, indices and floats are used, to
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_was_wrong_once(name):
+def test_fault(name):
     with jax.enable_x64(True), np.errstate(all="ignore"):
         w, counts = random_masks.Writer.of(FAULTS[name]), collections.Counter()
         assert not random_masks.check(w, counts, whole=True)
@@ -238,7 +238,7 @@ CONSTANTS = {  # what is known of a constant
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_what_is_known_of_constants(name):
+def test_constant(name):
     function, want = CONSTANTS[name]
     with np.errstate(all="ignore"):
         closed = jax.make_jaxpr(function)()
