@@ -33,7 +33,7 @@ class Known:
 
     @functools.cached_property
     def exact(self) -> bool:
-        """Whether every device and every order of operations gives these bits.
+        """True if every device and every order of operations gives these bits.
 
         Integers and booleans always do. Numbers that were rounded, or that are subnormal and 0 on
         some devices, are near what XLA computes: enough for a factor, and not for what jumps (a
@@ -63,7 +63,7 @@ def _is_integral(dtype: Any) -> bool:
 
 
 def is_supported(dtype: Any) -> bool:
-    """Whether there are rules for numbers of this dtype."""
+    """Tells if there are rules for numbers of this dtype."""
     return dtype in _FLOATS or _is_integral(dtype)
 
 
@@ -73,7 +73,7 @@ def known(x: Any) -> Known | None:
 
 
 def _is_normal(x: Any) -> Any:
-    """Whether no number is subnormal: some devices have 0 for these."""
+    """Tells if no number is subnormal: some devices have 0 for these."""
     if _is_integral(x.dtype):
         return True
     size = np.abs(x)
@@ -161,7 +161,7 @@ def _concatenate(p: Any, out: Any, *operands: Known) -> Known:
 
 
 def _sum_is_exact(a: Any, b: Any, s: Any) -> Any:
-    """Whether s is a + b: by Knuth's TwoSum, in float64."""
+    """Tells if s is a + b: by Knuth's TwoSum, in float64."""
     a, b, s = (np.asarray(x, np.float64) for x in (a, b, s))
     total = a + b
     part = total - a
@@ -169,7 +169,7 @@ def _sum_is_exact(a: Any, b: Any, s: Any) -> Any:
 
 
 def _product_is_exact(a: Any, b: Any, y: Any) -> Any:
-    """Whether y is a · b: float64 has twice the digits of others; in itself of few numbers."""
+    """Tells if y is a · b: float64 has twice the digits of others; in itself of few numbers."""
     a, b, product = (np.asarray(x, np.float64) for x in (a, b, y))
     exact = np.isfinite(product) & (a * b == product)
     if y.dtype != np.float64:
@@ -179,7 +179,7 @@ def _product_is_exact(a: Any, b: Any, y: Any) -> Any:
 
 
 def _is_power(x: Any) -> Any:
-    """Whether numbers are 0 or a power of two, by which products only change their exponent."""
+    """Tells if numbers are 0 or a power of two, by which products only change their exponent."""
     return (x == 0) | (np.abs(np.frexp(np.asarray(x, np.float64))[0]) == 0.5)
 
 
@@ -191,7 +191,7 @@ _ROUNDED: dict[str, Callable[..., Any]] = {
     # Devices divide by other numbers than powers of two in steps.
     "div": lambda a, b, y: _is_power(b) & _product_is_exact(y, b, a),
 }
-"""Whether results of floats are exact, from exact operands."""
+"""Tell if results of floats are exact, from exact operands."""
 
 COMPARED = {name: getattr(operator, name) for name in "eq ge gt le lt ne".split()}
 _JUMPS = frozenset((*COMPARED, "floor", "is_finite", "sign"))
@@ -232,7 +232,7 @@ def _int_div(a: Any, b: Any) -> Any:
 
 
 def _is_left_open(name: str, x: Any, y: Any) -> Any:
-    """Whether XLA leaves the result of numbers to the implementation."""
+    """Tells if XLA leaves the result of numbers to the implementation."""
     signed = x.dtype.kind == "i"
     if name == "div":
         least = signed and (x == np.iinfo(x.dtype).min).any() and (y == np.array(-1)).any()

@@ -128,6 +128,9 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if program.const(equation.ins[1]) is None:
             return None
         raise Left("its indices are not evenly spaced")
+    # The elements' dimensions are those of windows, and in order those of the indices. Each of the
+    # array's is read at `first` + `step` · (position along one of them): an index's column, or a
+    # window of `sizes[d]` in a row.
     outer = [i for i in range(len(elements)) if i not in windows]
     inner = [d for d in range(len(shape)) if d not in single and d not in n.operand_batching_dims]
     window = dict(zip(inner, map(int, windows), strict=True))
@@ -147,11 +150,13 @@ def grid(program: Program, equation: Equation) -> Grid | None:
         if along:
             ((i, step),) = along.items()
             count, source = indices[i], outer[i]
-        last = first + step * (count - 1)
+        last = first + step * (count - 1)  # in between, an affine function is within bounds, too
         low, high = (first, last) if step > 0 else (last, first)
         if low < 0 or high >= shape[d]:
             raise Left("its indices are not within bounds")
         places.append((low, step, count, source))
+    # Different elements have different positions if each of their dimensions moves along one of
+    # the array's, and no other does.
     order = [source for _, _, count, source in places if source is not None and count != 1]
     others = [i for i in range(len(elements)) if i not in order]
     if len({*order}) < len(order) or any(elements[i] != 1 for i in others):

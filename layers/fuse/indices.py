@@ -69,34 +69,35 @@ def _affine(program: Program, v: int, depth: int) -> Affine | None:
 
 
 def _affine_of(program: Program, made: Any, aval: Any, depth: int) -> Affine | None:
+    """Returns an equation's result from its operands', as if integers had no end."""
     p, back = made.params, lambda i: affine(program, made.ins[i], depth)
     match made.name:
         case "iota":
             return Affine(tuple(int(d == p["dimension"]) for d in range(aval.ndim)), 0)
-        case "add" | "sub":
+        case "add" | "sub":  # operands have one shape, or are scalars
             a, b = (_widened(back(i), aval.ndim) for i in (0, 1))
             return a + b.times(1 if made.name == "add" else -1) if a and b else None
-        case "mul":
+        case "mul":  # by one number: a product of two positions is no function of this kind
             for i in (0, 1):
                 if (n := program.uniform(made.ins[i])) is not None and (a := back(1 - i)):
                     return _widened(a.times(int(n.x)), aval.ndim)
             return None
         case "neg":
             return a.times(-1) if (a := back(0)) else None
-        case "rev":
+        case "rev":  # position i of n is n - 1 - i
             if (a := back(0)) is None:
                 return None
             flipped = [(d, c) for d, c in enumerate(a.coefficients) if d in p["dimensions"]]
             turned = tuple(-c if d in p["dimensions"] else c for d, c in enumerate(a.coefficients))
             return Affine(turned, a.constant + sum(c * (aval.shape[d] - 1) for d, c in flipped))
-        case "convert_element_type":  # of integers: those that do not fit wrap
+        case "convert_element_type":  # integers that do not fit wrap
             return back(0)
         case name if name in _PASSED:
             return back(0)
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
             given = program.avals[made.ins[0]].shape
             return _moved(made, a, given, aval) if (a := back(0)) else None
-        case "select_n" if len(made.ins) == 3:  # JAX wraps negative indices by a select
+        case "select_n" if len(made.ins) == 3:  # the mask is the same everywhere
             which = decided(program, made.ins[0], depth)
             return None if which is None else _widened(back(1 + which), aval.ndim)
     return None
@@ -161,7 +162,7 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
         found = region(program, two.mask, depth)
         return found if yes or found is None else _complement(found)
     match made.name:
-        case "ge" | "gt" | "le" | "lt" | "eq":  # of integers: a > b is a >= b + 1
+        case "ge" | "gt" | "le" | "lt" | "eq":  # integers: a > b is a >= b + 1
             a, b = (_widened(affine(program, v, depth), aval.ndim) for v in made.ins)
             if a is None or b is None:
                 return None
@@ -170,10 +171,10 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
             return Region(
                 (up, down) if made.name == "eq" else (up,) if made.name[0] == "g" else (down,)
             )
-        case "and":
+        case "and":  # both intersections
             a, b = back(0), back(1)
             return Region((*a.above, *b.above)) if a and b else None
-        case "select_n" if len(made.ins) == 3:  # jnp.tril of booleans
+        case "select_n" if len(made.ins) == 3:  # jnp.tril: with False on one side, an "and"
             which, no, yes = (
                 back(i) if program.avals[made.ins[i]].ndim == aval.ndim else None for i in range(3)
             )
@@ -185,7 +186,7 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
                 return Region((which.above[0].times(-1) + Affine((0,) * aval.ndim, -1), *no.above))
             return None
         case "broadcast_in_dim" | "transpose" | "reshape" | "squeeze" | "expand_dims" | "slice":
-            a = back(0)
+            a = back(0)  # each half-space by itself
             given = program.avals[made.ins[0]].shape
             if a is None:
                 return None
@@ -195,7 +196,10 @@ def _region(program: Program, v: int, aval: Any, depth: int) -> Region | None:
 
 
 def decided(program: Program, v: int, depth: int = DEEPEST) -> bool | None:
-    """Returns what a mask is everywhere, where that is proved; else None."""
+    """Returns what a mask is everywhere, where that is proved; else None.
+
+    An affine function has its least and its greatest value at corners of the array.
+    """
     found, shape = region(program, v, depth), program.avals[v].shape
     if found is None:
         return None
@@ -272,6 +276,7 @@ def _two_of(program: Program, made: Any, aval: Any, dims: Any, depth: int) -> Tw
 
 
 def _complement(found: Region) -> Region | None:
+    """Returns where one half-space is not: a >= 0 is false where -a - 1 >= 0, for integers."""
     if len(found.above) != 1:
         return None
     (one,) = found.above
@@ -303,6 +308,7 @@ def _constant_region(program: Program, v: int) -> Region | None:
 
 
 def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | None:
+    """Returns the function of an array laid out anew; None where a reshape mixes dimensions."""
     p = made.params
     match made.name:
         case "transpose":
@@ -312,11 +318,11 @@ def _moved(made: Any, a: Affine, given: Sequence[int], aval: Any) -> Affine | No
             for i, d in enumerate(map(int, p["broadcast_dimensions"])):
                 out[d] = a.coefficients[i] if given[i] != 1 else 0
             return Affine(tuple(out), a.constant)
-        case "slice":
+        case "slice":  # position i is the operand's first + i · stride
             steps = p["strides"] or (1,) * aval.ndim
             first = sum(c * s for c, s in zip(a.coefficients, p["start_indices"]))
             return Affine(tuple(c * s for c, s in zip(a.coefficients, steps)), a.constant + first)
-        case _:
+        case _:  # dimensions of size 1 come and go
             if [n for n in given if n != 1] != [n for n in aval.shape if n != 1]:
                 return None
             if p.get("dimensions") is not None and made.name == "reshape":

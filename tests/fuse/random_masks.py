@@ -281,7 +281,7 @@ def wide(x):
 
 
 def near(x, exact, value):
-    """Whether a constant is the value: its bits, or a few ulps where it was rounded."""
+    """Tells if a constant is the value: its bits, or a few ulps where it was rounded."""
     if x.dtype != value.dtype or x.shape != value.shape:
         return False
     a, b = wide(x), wide(value)
@@ -291,7 +291,7 @@ def near(x, exact, value):
         eps = float(ml_dtypes.finfo(x.dtype).eps)
         tiny = float(ml_dtypes.finfo(x.dtype).smallest_normal)
         close = np.abs(a - b) <= 32 * eps * np.abs(b) + tiny
-    # What rounds up to infinity in one order of operations need not in another.
+    # One order of operations may round up to infinity, and another not.
     huge = np.isinf(a) & (np.abs(b) > float(ml_dtypes.finfo(x.dtype).max) / 2)
     return bool((close | (a == b) | huge | np.isnan(a) & np.isnan(b)).all())
 
