@@ -183,7 +183,7 @@ class Program:
         self.shadowing: set[Equation] = set()
         self._consts: dict[int, Any] = {}
         self._uniform: dict[int, Any] = {}  # constants all of whose elements are one number
-        self.proved: dict[Any, Any] = {}  # what `indices` has found of values
+        self.proved: dict[Any, Any] = {}  # answers of `indices` about values
         self._same: dict[Any, Any] = {}
         self.inputs = [self._new(v.aval) for v in jaxpr.invars]
         self.origins = {v: o for v, o in zip(self.inputs, origins) if o is not None}

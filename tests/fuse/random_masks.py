@@ -232,7 +232,7 @@ def chosen(w, x):
 
 
 def idiom(w):
-    """What people write: positions, windows, segments, padding."""
+    """Draws what people write: positions, windows, segments, padding."""
     d = w.dtype("i", "i", "f")
     i, j = f'jnp.arange(T, dtype="{d}")[:, None]', f'jnp.arange(T, dtype="{d}")[None]'
     p = w.value("i") or "a"

@@ -181,7 +181,7 @@ def test_fault(name):
 
 EXACT, NEAR, UNKNOWN = "exact", "near", "unknown"
 ONES = np.ones((2, 3), np.float32)
-CONSTANTS = {  # what is known of a constant
+CONSTANTS = {  # a function of nothing, and what is known of its result
     "iota": (lambda: lax.iota(np.int8, 128), EXACT),
     "iota that wraps": (lambda: lax.iota(np.int8, 129), UNKNOWN),
     "iota, rounded": (lambda: lax.iota(jnp.bfloat16, 258), UNKNOWN),
